@@ -200,7 +200,10 @@ class Sampler(KeepsArguments, abc.ABC):
 
     # ---- state ----
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved for the draws to go on as they would have."""
+        """What must be saved for the draws to go on as they would have, with the storage as it is now.
+
+        Saved and loaded alone, it goes on when its storage has these rows again, which may be loaded before or after.
+        """
         return self._config()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -233,7 +236,8 @@ class Sampler(KeepsArguments, abc.ABC):
             save_part(path, "sampler", self._kind, self.state_dict())
 
     def loads(self, path: str | os.PathLike[str]) -> None:
-        """Takes over what `dumps` saved; the storage must hold the rows that it held then.
+        """Takes over what `dumps` saved; the storage must hold the rows that it held then, or get them before the next
+        draw.
 
         Raises:
             CorruptCheckpointError: a file is not what was saved.
@@ -334,12 +338,12 @@ class Sampler(KeepsArguments, abc.ABC):
         while done < len(positions):  # the last draw of an epoch may give fewer
             index, fresh_info = self._sample_checked(storage, len(positions) - done)
             fresh = to_slots(index, storage.env_shape, storage.max_size or 0)[: len(positions) - done]
+            if not len(fresh):
+                raise RuntimeError(f"{self._kind}.sample returned no slots for {len(positions)} rows to be drawn again")
             at = torch.tensor(positions[done : done + len(fresh)])
             slots[at] = fresh
             put_rows(info, fresh_info, at, n)
             done += len(fresh)
-            if not len(fresh):
-                raise RuntimeError(f"{self._kind}.sample returned no slots for {len(positions)} rows to be drawn again")
         return slots
 
     def _find_stale(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
@@ -592,10 +596,6 @@ def _shown(value: Any) -> str:
 
 
 # ---- states ----
-    if batch_size is None:
-        raise ValueError(
-            "a sampler with drop_last=True needs a predictable batch-size, the buffer has none: pass batch_size to the "
-            "buffer's constructor"
 def stored_rows(storage: Storage) -> int:
     """How many rows there are, of all environments."""
     lanes = storage.lanes
@@ -604,6 +604,10 @@ def stored_rows(storage: Storage) -> int:
 
 def check_full_batches(batch_size: int | None, storage: Storage) -> None:
     """ValueError where batches that are all full (`drop_last`) cannot be had from a storage, or of a size not known."""
+    if batch_size is None:
+        raise ValueError(
+            "a sampler with drop_last=True needs a predictable batch-size, the buffer has none: pass batch_size to the "
+            "buffer's constructor"
         )
     if storage.max_size is not None and batch_size > storage.max_size:
         raise ValueError(
@@ -626,6 +630,8 @@ def check_epoch(state: dict[str, Any], *names: str) -> None:
     check_counts([epoch[name] for name in names])
     if type(epoch["key"]) is not int or not 0 <= epoch["key"] < 1 << 64:
         raise ValueError(f"a saved epoch has the key {epoch['key']!r:.80}")
+    if epoch.get("lane_capacity") is not None:
+        check_counts([epoch["lane_capacity"]], least=1)
 
 
 def put_rows(info: dict[str, Any], fresh: dict[str, Any], at: Tensor, n: int) -> None:

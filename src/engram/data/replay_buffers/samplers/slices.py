@@ -618,6 +618,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         self._epoch: dict[str, Any] | None = None  # all that is saved
         self._walk: _native.SliceEpoch | None = None
         self._store_id: bytes | None = None  # of the store that the epoch is about; None: the next one
+        self._is_loaded = False  # and nobody has said where its rows are now
         self._ran_out = False
         self._epoch_id = self._drawn_epoch_id = -1  # of the epoch, and of that of the last draw, in this process
 
@@ -650,9 +651,9 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
 
     def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
         """Slices of other trajectories of the same epoch; where it has no more, the batch has fewer slices."""
-        slices: _native.SliceBatch = info["slices"]
         if "slices" not in info or self._has_own_rows(info):
             return super()._redraw(storage, slots, info, positions)
+        slices: _native.SliceBatch = info["slices"]
         ids = info["slice_id"]
         which = sorted({int(ids[position]) for position in positions if position < len(ids)})
         epoch = info.epoch if isinstance(info, EpochInfo) else None
@@ -705,6 +706,8 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         lanes = storage.lanes
         if lanes is None or not (len(lanes) or len(storage)):
             raise self._nothing_to_draw(storage, rule)
+        if self._is_loaded:
+            self._place(storage, lanes.store)
         store, epoch = lanes.store, self._epoch
         fits = self._goes_on(store) and epoch is not None and epoch["min_length"] == rule.min_length
         self._store_id = store.store_id
@@ -715,11 +718,16 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
                 raise self._nothing_to_draw(storage, rule)
             epoch = {
                 "key": key, "position": 0, "incarnation": store.incarnation, "min_length": rule.min_length,
-                "counts": walk.counts, "lasts": walk.lasts,
+                "counts": walk.counts, "lasts": walk.lasts, "lane_capacity": store.lane_capacity,
             }  # fmt: skip
             self._walk, self._epoch_id = walk, next(EpochInfo.ids)
         self._epoch = epoch
         return epoch, self._resumed(store, epoch)
+
+    def _place(self, storage: Storage, store: _native.Store) -> None:
+        """Finds the rows of an epoch that was loaded alone in the store of its storage."""
+        if self._is_loaded and self._epoch is not None:
+            self._rebase(store.incarnation, storage._shifts_since(self._epoch.get("lane_capacity")))
 
     def _goes_on(self, store: _native.Store) -> bool:
         """Whether the epoch is one of this store."""
@@ -733,6 +741,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
             rest = store.lanes * store.envs - len(epoch["counts"])
             counts, lasts = epoch["counts"] + [0] * rest, epoch["lasts"] + [-1] * rest
             self._walk = _native.SliceEpoch(epoch["key"], self.shuffle, counts, lasts)
+            epoch["lane_capacity"] = store.lane_capacity
             self._epoch_id = next(EpochInfo.ids)
         return self._walk
 
@@ -740,6 +749,8 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.
         lanes = storage.lanes
         with self.lock:
+            if lanes is not None:
+                self._place(storage, lanes.store)
             if lanes is not None and self._epoch is not None and self._goes_on(lanes.store):
                 self._resumed(lanes.store, self._epoch)
 
@@ -765,6 +776,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         with self.lock:
             super().load_state_dict(state)
             self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
+            self._is_loaded = True
             self._ran_out = bool(state["ran_out"])
 
     def _differences(self, state: dict[str, Any]) -> list[str]:
@@ -789,18 +801,22 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
             raise ValueError(f"an epoch of {len(epoch['counts'])} environments is not one of this storage")
 
     def _get_cursor(self) -> Any:
-        return self._epoch and {**self._epoch}, self._walk, self._ran_out
+        return self._epoch and {**self._epoch}, self._walk, self._ran_out, self._is_loaded
 
     def _set_cursor(self, cursor: Any) -> None:
-        epoch, walk, ran_out = cursor
+        epoch, walk, ran_out, is_loaded = cursor
         with self.lock:
             self._epoch, self._walk, self._ran_out = epoch and {**epoch}, walk, ran_out
+            self._is_loaded = is_loaded
 
     def _rebase(self, incarnation: int, shifts: list[int]) -> None:
         with self.lock:
-            if self._epoch is not None and shifts:
-                envs = max(1, len(self._epoch["lasts"]) // len(shifts))
-                lasts = [max(-1, last - shifts[k // envs]) for k, last in enumerate(self._epoch["lasts"])]
+            self._is_loaded = False
+            if self._epoch is not None:
+                lasts = self._epoch["lasts"]
+                if shifts:
+                    envs = max(1, len(lasts) // len(shifts))
+                    lasts = [max(-1, last - shifts[k // envs]) for k, last in enumerate(lasts)]
                 self._epoch = {**self._epoch, "incarnation": incarnation, "lasts": lasts}
                 self._walk = None
 
