@@ -205,7 +205,9 @@ class SamplerContract:
         goes_on = []
         for buffer in (whole, parts):
             torch.manual_seed(3)
-            goes_on.append([numbers(buffer.sample()) for _ in range(5)])
+            goes_on.append([numbers(buffer.sample())])
+            buffer.extend(steps(50, 54))
+            goes_on[-1] += [numbers(buffer.sample()) for _ in range(5)]
         assert goes_on[0] == goes_on[1]
 
     def test_it_can_be_sent_to_another_process_in_the_middle(self) -> None:

@@ -415,8 +415,9 @@ SLICES = {"slice_len": 2, "end_key": ("next", "done")}
 def test_redrawn_rows_have_their_own_info(sampler):
     for seed in range(20):
         torch.manual_seed(seed)
-        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler(), batch_size=6)
-        rb.extend(steps())
+        stored = 10 if seed % 2 else 25
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(stored), sampler=sampler(), batch_size=6)
+        rb.extend(steps(0, stored))
         rb.sampler.meanwhile = lambda storage: _native.testing.claim(storage.lanes.store, 0, 4)
         batch, info = rb.sample(return_info=True)
         assert not {0, 1, 2, 3} & set(batch["n"].tolist())

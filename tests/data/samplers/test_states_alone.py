@@ -13,6 +13,7 @@ from engram.data import (
     TensorDictMaxValueWriter,
 )
 from engram.data.replay_buffers.samplers.frames import FrameStackSampler
+from engram.errors import OutOfMemoryError
 from engram.testing import env_steps, numbers, steps
 
 SAMPLERS = {
@@ -51,19 +52,24 @@ def test_environments_and_lanes(tmp_path, sampler, order):
 
 
 @pytest.mark.parametrize("order", [("storage", "sampler"), ("sampler", "storage")])
-@pytest.mark.parametrize("capacity", [10, 16])
+@pytest.mark.parametrize("capacity", [20, 32])
 def test_parts_of_one_checkpoint_loaded_one_by_one(tmp_path, sampler, order, capacity):
     rb, whole, parts = (
-        ReplayBuffer(storage=LazyTensorStorage(n), sampler=sampler(), batch_size=2) for n in (10, capacity, capacity)
+        ReplayBuffer(storage=LazyTensorStorage(n), sampler=sampler(), batch_size=2) for n in (20, capacity, capacity)
     )
-    rb.extend(steps(0, 17))
+    rb.extend(steps(0, 33))
     rb.update_priority(torch.arange(5), torch.tensor([0.5, 3.0, 0.1, 2.0, 1.5]))
     rb.sample()
     rb.dumps(tmp_path)
     whole.loads(tmp_path)
     for part in order:
         parts.loads(tmp_path, parts=(part,))
-    assert draws(parts) == draws(whole)
+    goes_on = []
+    for buffer in (parts, whole):
+        goes_on.append(draws(buffer, 2))
+        buffer.extend(steps(40, 46))  # rows and trajectories of the next epoch
+        goes_on.append(draws(buffer, 6))
+    assert goes_on[:2] == goes_on[2:]
 
 
 def test_state_of_a_loaded_buffer_goes_back_into_it(tmp_path, sampler):
@@ -80,23 +86,38 @@ def test_state_of_a_loaded_buffer_goes_back_into_it(tmp_path, sampler):
         assert draws(larger) == before
 
 
-@pytest.mark.filterwarnings("ignore:sample was called")
-def test_loaded_state_with_prefetch(tmp_path, monkeypatch, sampler):
+@pytest.mark.parametrize("ahead", [None, 2])
+def test_draw_that_is_undone_right_after_loading(tmp_path, monkeypatch, sampler, ahead):
     monkeypatch.setattr("engram.data.replay_buffers.prefetch.PAYS_FROM_S", 0.0)
-    rb, twin, other = (
-        ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler(), batch_size=2, prefetch=n) for n in (None, 2, 2)
-    )
-    rb.extend(steps(0, 17))
+
+    def make(transform=None):
+        storage = LazyTensorStorage(20)
+        return ReplayBuffer(storage=storage, sampler=sampler(), batch_size=2, prefetch=ahead, transform=transform)
+
+    rb, whole = make(), make()
+    short = [True]
+
+    def without_memory_once(batch):
+        if short.pop() if short else False:
+            raise MemoryError
+        return batch
+
+    parts = make(without_memory_once)
+    rb.extend(steps(0, 33))
     rb.sample()
+    rb.dumps(tmp_path / "whole")
+    whole.loads(tmp_path / "whole")
     for part in ("sampler", "storage"):
         getattr(rb, part).dumps(tmp_path / part)
-        getattr(twin, part).loads(tmp_path / part)
-    rb.dumps(tmp_path / "whole")
-    other.loads(tmp_path / "whole")
-    for buffer in (twin, other):
-        torch.manual_seed(0)
-        buffer.sample(4)  # what is prepared for batches of another size is dropped
-    assert draws(twin) == draws(other)
+        getattr(parts, part).loads(tmp_path / part)
+    torch.manual_seed(3)
+    with pytest.raises(OutOfMemoryError):
+        parts.sample()
+    if not isinstance(whole.sampler, SamplerWithoutReplacement | SliceSamplerWithoutReplacement):
+        return  # no epoch that could be lost
+    assert parts.sampler.state_dict()["epoch"]["key"] == whole.sampler.state_dict()["epoch"]["key"]
+    parts.sample()
+    assert parts.sampler.state_dict()["epoch"]["key"] == whole.sampler.state_dict()["epoch"]["key"]
 
 
 @pytest.mark.parametrize("way", ["dumps", "state_dict"])

@@ -219,9 +219,8 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         if self.drop_last or epoch is None or len(positions) == len(slots):
             return super()._redraw(storage, slots, info, positions)
         fresh = slots[:0]
-        if not any(
-            is_per_row(value, len(slots)) for value in info.values()
-        ):  # a child's own, which it says at `sample`
+        # A child adds entries in `sample` only: with some there are no more rows for this batch.
+        if not any(is_per_row(value, len(slots)) for value in info.values()):
             with self.lock:
                 fresh = self._draw_more(storage, epoch, len(positions))
         keep = torch.ones(len(slots), dtype=torch.bool)
