@@ -269,7 +269,7 @@ def _expanded(value: Any, shape: tuple[int, ...], key: Key) -> Tensor:
         ) from None
 
 
-def set_per_item(batch: Any, key: str, value: Any, lead: int = 1) -> None:
+def set_per_item(batch: Any, key: Key | KeyPath, value: Any, lead: int = 1) -> None:
     """Sets an entry `[*lead, ...]` in place, a value for each item.
 
     Items with batch dimensions of their own (whole trajectories) get it once for each of their steps.
@@ -280,7 +280,10 @@ def set_per_item(batch: Any, key: str, value: Any, lead: int = 1) -> None:
         return
     if isinstance(value, Tensor) and not isinstance(batch, dict) and len(batch.batch_size) > lead:
         value = repeat_per_step(value, lead, tuple(batch.batch_size[lead:]))
-    _set_at_root(batch, key, value)
+    if isinstance(key, str):
+        _set_at_root(batch, key, value)
+    else:
+        set_entry(batch, key, value)
 
 
 def repeat_per_step(value: Tensor, lead: int, inner: tuple[int, ...]) -> Tensor:

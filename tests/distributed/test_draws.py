@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distributed.shards import LAYOUT, draw, rows, shard, whole, write
-from engram.data import PrioritizedSampler, PrioritizedSliceSampler, SliceSampler
+from engram.data import PrioritizedSampler, PrioritizedSliceSampler, RandomSampler, SliceSampler
 from engram.distributed import ReplayShard, divide, draw_sequences, importance_weights, unpack
 from engram.testing import chi_square
 
@@ -233,3 +233,40 @@ def test_shares_that_are_none_are_refused(shares: list[float]) -> None:
 def test_nothing_is_divided_among_empty_shards(shares: list[float]) -> None:
     with pytest.raises(RuntimeError, match="empty"):
         divide(shares, 3)
+
+
+class Returns(RandomSampler):
+    """Returns what it was given."""
+
+    def __init__(self, index) -> None:
+        super().__init__()
+        self.index = index
+
+    def sample(self, storage, batch_size):
+        return self.index, {}
+
+
+@pytest.mark.parametrize(
+    "index",
+    [torch.rand(4), torch.ones(4, dtype=torch.bool), [0.0] * 4, torch.full((4,), 10**6), torch.zeros(2, 2).long()],
+)
+def test_shard_refuses_an_invalid_index(index) -> None:
+    s = shard(sampler=Returns(index))
+    write(s, "a", rows(0, 10))
+    with pytest.raises(IndexError, match=r"Returns\.sample returned"):
+        s.sample(s.incarnation, 4)
+
+
+def test_shard_refuses_more_rows_than_asked_for() -> None:
+    s = shard(sampler=Returns(torch.arange(5)))
+    write(s, "a", rows(0, 10))
+    with pytest.raises(ValueError, match="drew 5 rows where 4 were asked for"):
+        s.sample(s.incarnation, 4)
+
+
+def test_shard_takes_integers_of_any_form() -> None:
+    for index in ([0, 1, 2], torch.arange(3, dtype=torch.int32), torch.arange(3).unsqueeze(1)):
+        s = shard(sampler=Returns(index))
+        write(s, "a", rows(0, 10))
+        drawn = s.sample(s.incarnation, 4)
+        assert drawn.slots.dtype == torch.int64 and whole(unpack(LAYOUT, drawn.block)).tolist() == [0, 1, 2]

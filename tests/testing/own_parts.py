@@ -89,6 +89,27 @@ class BrokenSampler:
         return storage.from_slots(torch.randint(len(storage) + 1, (batch_size,))), {}
 
 
+class FloatSampler:
+    def sample(self, storage, batch_size):
+        if not len(storage):
+            raise RuntimeError("Cannot sample from an empty storage.")
+        return torch.rand(batch_size) * len(storage), {}
+
+
+class ForgetfulSampler:
+    """Goes through the rows in order, and loses its place where it is saved."""
+
+    def __init__(self):
+        self.next = 0
+
+    def sample(self, storage, batch_size):
+        if not len(storage):
+            raise RuntimeError("Cannot sample from an empty storage.")
+        slots = torch.arange(self.next, self.next + batch_size) % len(storage)
+        self.next = int(slots[-1]) + 1
+        return slots, {}
+
+
 class TestAnyStep(SamplerContract):
     def make(self):
         return AnyStep()
@@ -97,6 +118,20 @@ class TestAnyStep(SamplerContract):
 class TestBrokenSampler(SamplerContract):
     def make(self):
         return BrokenSampler()
+
+
+class TestFloatSampler(SamplerContract):
+    environments = False
+
+    def make(self):
+        return FloatSampler()
+
+
+class TestForgetfulSampler(SamplerContract):
+    environments = False
+
+    def make(self):
+        return ForgetfulSampler()
 
 
 class KeepsFirst(Writer):

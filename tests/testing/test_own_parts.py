@@ -58,6 +58,18 @@ def test_without_pytest_the_message_names_what_to_install():
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize(
+    ("part", "test"),
+    [
+        ("TestFloatSampler", "test_slots_are_integers_in_every_kind_of_buffer"),
+        ("TestForgetfulSampler", "test_a_state_saved_alone_goes_on_with_its_storage"),
+    ],
+)
+def test_fault_of_a_sampler_fails_the_test_that_names_it(outcomes, part, test):
+    assert any(test in report.nodeid for report in outcomes.failed[part])
+
+
+@pytest.mark.deep
 def test_a_contract_that_fails_shows_both_sides(outcomes):
     errors = [report.longreprtext for report in outcomes.failed["TestBrokenRing"]]
     assert any("assert (1 == 0" in error for error in errors)  # the cursor after `empty`

@@ -732,6 +732,8 @@ class ReplayShard:
                         raise
                     return self._no_rows()
                 totals = self._totals(newest=False)
+            if len(draw.slots) > n:
+                raise ValueError(f"{self._sampler!r} drew {len(draw.slots)} rows where {n} were asked for")
             rows = self._storage.read_packed(draw.slots, by_leaf, sequences=True)
             stale = self._reader.find_stale(draw.slots, draw.info)
             if rows.overwritten is None and rows.absent is None and not stale:

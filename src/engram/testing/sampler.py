@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
+from engram.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    SamplerEnsemble,
+    TensorDictReplayBuffer,
+)
+from engram.data.replay_buffers.samplers.base import as_sampler
 from engram.errors import OutOfMemoryError
-from engram.testing.helpers import env_steps, numbers, steps
+from engram.testing.helpers import assert_equal, env_steps, numbers, steps
 
 
 class SamplerContract:
@@ -51,6 +61,22 @@ class SamplerContract:
                 assert numbers(batch) == numbers(rb[info["index"]] if not isinstance(rb[:], list) else batch)
                 assert set(numbers(batch)) <= set(numbers(rb[:]))
                 assert [rb[int(i)]["n"].item() for i in info["index"]] == numbers(batch)
+
+    @pytest.mark.parametrize("prefetch", [0, 2])
+    def test_slots_are_integers_in_every_kind_of_buffer(self, prefetch: int) -> None:
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=self.make(), batch_size=4, prefetch=prefetch)
+        rb.extend(steps(0, 10))
+        for _ in range(4):
+            batch, info = rb.sample(return_info=True)
+            for index in (batch["index"], info["index"]):
+                assert index.dtype == torch.int64 and index.tolist() == numbers(batch)
+        joint = ReplayBufferEnsemble(rb, batch_size=4, prefetch=prefetch)
+        for _ in range(4):
+            batch, info = joint.sample(return_info=True)
+            for index in (batch["index", "index"], info["index"]):
+                assert index.dtype == torch.int64 and index.tolist() == numbers(batch)
+        index, _ = SamplerEnsemble(self.make()).sample(joint.storage, 4)
+        assert index.dtype == torch.int64 and 0 < index.numel() <= 4
 
     def test_an_empty_storage_cannot_be_sampled_and_says_so_before_it_draws(self, rb: ReplayBuffer) -> None:
         with pytest.raises(RuntimeError, match="empty storage"):
@@ -120,6 +146,69 @@ class SamplerContract:
             again.load_state_dict(middle)
             torch.set_rng_state(seed)
             assert [numbers(again.sample()) for _ in range(4)] == expected[4:]
+
+    @pytest.mark.parametrize("way", ["dumps", "state_dict"])
+    @pytest.mark.parametrize("order", ["storage first", "sampler first", "sampler without a buffer"])
+    @pytest.mark.parametrize("written", [8, 27])
+    def test_a_state_saved_alone_goes_on_with_its_storage(
+        self, tmp_path: Path, way: str, order: str, written: int
+    ) -> None:
+        rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=self.make(), batch_size=4)
+        rb.extend(steps(0, written))
+        rb.update_priority(torch.arange(5), torch.tensor([0.5, 3.0, 0.1, 2.0, 1.5]))
+        for _ in range(3):
+            for name, part in (("sampler", as_sampler(rb.sampler)), ("storage", rb.storage)):
+                part.dumps(tmp_path / name)
+            states = {"sampler": as_sampler(rb.sampler).state_dict(), "storage": rb.storage.state_dict()}
+            states = copy.deepcopy(states)
+            parts: dict[str, Any] = {"storage": LazyTensorStorage(10), "sampler": self.make()}
+            if order != "sampler without a buffer":
+                twin = ReplayBuffer(**parts, batch_size=4)
+            for name in ("storage", "sampler") if order == "storage first" else ("sampler", "storage"):
+                part = as_sampler(parts[name]) if name == "sampler" else parts[name]
+                if way == "dumps":
+                    part.loads(tmp_path / name)
+                else:
+                    part.load_state_dict(states[name])
+                if name == "sampler":  # what was loaded is what would be saved
+                    assert_equal(part.state_dict(), states[name])
+            if order == "sampler without a buffer":
+                twin = ReplayBuffer(**parts, batch_size=4)
+            goes_on = []
+            for buffer in (twin, copy.deepcopy(rb)):
+                torch.manual_seed(3)
+                goes_on.append([numbers(buffer.sample()) for _ in range(3)])
+                buffer.extend(steps(50, 54))
+                goes_on[-1] += [numbers(buffer.sample()) for _ in range(4)]
+            assert goes_on[0] == goes_on[1]
+            rb.sample()
+
+    @pytest.mark.parametrize("order", ["storage first", "sampler first"])
+    def test_a_state_saved_alone_goes_on_in_a_larger_storage_as_a_whole_buffer_does(
+        self, tmp_path: Path, order: str
+    ) -> None:
+        rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=self.make(), batch_size=4)
+        rb.extend(steps(0, 17))
+        rb.update_priority(torch.arange(5), torch.tensor([0.5, 3.0, 0.1, 2.0, 1.5]))
+        rb.sample()
+        sampler, storage = as_sampler(rb.sampler), rb.storage
+        sampler.dumps(tmp_path / "sampler")
+        storage.dumps(tmp_path / "storage")
+        rb.dumps(tmp_path / "both")
+        whole, parts = (
+            ReplayBuffer(storage=LazyTensorStorage(16), sampler=self.make(), batch_size=4) for _ in range(2)
+        )
+        whole.loads(tmp_path / "both")
+        in_order: list[tuple[str, Any]] = [("storage", parts.storage), ("sampler", as_sampler(parts.sampler))]
+        for name, part in in_order if order == "storage first" else reversed(in_order):
+            part.loads(tmp_path / name)
+        goes_on = []
+        for buffer in (whole, parts):
+            torch.manual_seed(3)
+            goes_on.append([numbers(buffer.sample())])
+            buffer.extend(steps(50, 54))
+            goes_on[-1] += [numbers(buffer.sample()) for _ in range(5)]
+        assert goes_on[0] == goes_on[1]
 
     def test_it_can_be_sent_to_another_process_in_the_middle(self) -> None:
         rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=self.make(), batch_size=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
 from engram.data.replay_buffers.writers.round_robin import as_writer
 from engram.errors import CorruptCheckpointError
-from engram.testing.helpers import numbers, state_of, steps
+from engram.testing.helpers import assert_equal, numbers, state_of, steps
 
 
 class WriterContract:
@@ -90,12 +91,41 @@ class WriterContract:
         writer.dumps(tmp_path)
         twin = as_writer(self.make())
         twin.loads(tmp_path)
-        assert twin.state_dict() == writer.state_dict()
+        assert_equal(twin.state_dict(), writer.state_dict())
         manifest = next(tmp_path.glob("g-*/manifest.json"))
         manifest.chmod(0o600)
         manifest.write_bytes(manifest.read_bytes().replace(b"writer", b"wroter", 1))
         with pytest.raises(CorruptCheckpointError):
             twin.loads(tmp_path)
+
+    @pytest.mark.parametrize("way", ["dumps", "state_dict"])
+    @pytest.mark.parametrize("order", ["storage first", "writer first", "writer without a buffer"])
+    def test_a_state_saved_alone_goes_on_with_its_storage(
+        self, rb: ReplayBuffer, tmp_path: Path, way: str, order: str
+    ) -> None:
+        for n, start in ((4, 0), (9, 100)):
+            rb.extend(steps(start, start + n))
+            for name, part in (("writer", as_writer(rb.writer)), ("storage", rb.storage)):
+                part.dumps(tmp_path / name)
+            states = {"writer": as_writer(rb.writer).state_dict(), "storage": rb.storage.state_dict()}
+            states = copy.deepcopy(states)
+            parts: dict[str, Any] = {"storage": type(rb.storage)(10), "writer": self.make()}
+            if order != "writer without a buffer":
+                twin = ReplayBuffer(**parts, batch_size=4)
+            for name in ("storage", "writer") if order == "storage first" else ("writer", "storage"):
+                part = as_writer(parts[name]) if name == "writer" else parts[name]
+                if way == "dumps":
+                    part.loads(tmp_path / name)
+                else:
+                    part.load_state_dict(states[name])
+                if name == "writer":  # what was loaded is what would be saved
+                    assert_equal(part.state_dict(), states[name])
+            if order == "writer without a buffer":
+                twin = ReplayBuffer(**parts, batch_size=4)
+            assert state_of(twin) == state_of(rb)
+            more = [steps(50, 55), steps(60, 61), steps(70, 83)]
+            assert [twin.extend(batch).tolist() for batch in more] == [rb.extend(batch).tolist() for batch in more]
+            assert state_of(twin) == state_of(rb)
 
     def test_empty_forgets_what_was_written(self, rb: ReplayBuffer) -> None:
         rb.extend(steps(0, 13))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from contracts.children import Child
+from data.samplers.test_slices import SliceContract
 from data.samplers.test_uniform import assert_uniform
 from engram import _native
 from engram.data import (
@@ -20,6 +21,11 @@ from engram.data import (
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
+
+
+class TestPrioritizedSliceSampler(SliceContract):
+    def make(self):
+        return PrioritizedSliceSampler(None, 0.7, 0.9, slice_len=2, end_key="done", truncated_key=None)
 
 
 def make(length=3, alpha=1.0, beta=1.0, capacity=None, **kwargs):

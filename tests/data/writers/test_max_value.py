@@ -27,6 +27,7 @@ from engram.data import (
     TensorStorage,
 )
 from engram.errors import StorageInUseError
+from engram.testing import WriterContract
 
 STORAGES = [ListStorage, LazyTensorStorage, LazyMemmapStorage]
 
@@ -61,6 +62,13 @@ def held(rb):
 @pytest.fixture(params=STORAGES, ids=lambda s: s.__name__)
 def rb(request):
     return make(request.param)
+
+
+class TestContract(WriterContract):
+    drops = True
+
+    def make(self):
+        return TensorDictMaxValueWriter()
 
 
 class TestWhatStays:

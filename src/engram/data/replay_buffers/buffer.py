@@ -1225,7 +1225,7 @@ class ReplayBuffer(Generic[T]):
         self._sampler._sync(self._storage)
         return {
             "sampler": self._sampler.state_dict(),
-            "writer": self._writer.state_dict(),
+            "writer": self._writer._state_beside_rows(),
             "transform": self._saved_transform.state_dict(),
             "generator": self._generator_state(),
         }

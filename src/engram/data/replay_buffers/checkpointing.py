@@ -415,7 +415,8 @@ def _receiver(buffer: SavedBuffer) -> Receiver:
 
     def part(name: str) -> Part:
         kinds = type(parts[name]._given).__mro__
-        return Part(tuple(kind.__name__ for kind in kinds), parts[name].state_dict())
+        state = buffer._writer._state_beside_rows() if name == "writer" else parts[name].state_dict()
+        return Part(tuple(kind.__name__ for kind in kinds), state)
 
     return Receiver(buffer.storage, buffer._writer.index_key, part)
 

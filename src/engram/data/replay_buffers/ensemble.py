@@ -64,7 +64,8 @@ class EnsembleReader:
         self._attaches = all(reader.attaches for reader in readers)
         # Whether rows of all members can go straight into one batch.
         alike = all(reader.attaches == readers[0].attaches for reader in readers)
-        self._reads_at_once = alike and collate_fn is None and all(reader.only_reads for reader in readers)
+        plainly = all(reader.only_reads and not reader.attaches_info for reader in readers)
+        self._reads_at_once = alike and collate_fn is None and plainly
         self._has_epochs = any(reader.has_epochs for reader in readers)
         self._row_draws = self._native_draws()
         #: The sources of the members' rows, and what makes batches of them in one native call; None: nothing does.
@@ -75,7 +76,11 @@ class EnsembleReader:
 
         What a whole batch of a member needs of its reader, its part of an ensemble's batch needs too.
         """
-        if not self._reads_at_once or self.pin_memory or any(reader.make is None for reader in self.readers):
+        if (
+            not (self._reads_at_once and self.sampler._built_in)
+            or self.pin_memory
+            or any(reader.make is None for reader in self.readers)
+        ):
             return None
         draws = [reader.sampler._native_draw(reader.storage) for reader in self.readers]
         plain = (_native.UniformDraw, _native.PriorityDraw)
@@ -113,6 +118,8 @@ class EnsembleReader:
         """Draws members, and rows of them."""
         with self.lock:
             ids, rows_of_each = self.sampler.choose(n)
+            if not self.sampler._built_in:
+                _check_members(ids, rows_of_each, len(self.readers))
             incarnations = [self.readers[i].storage._incarnation for i in ids]
             draws = [
                 _draw_exactly(self.readers[i], rows_of_each, incarnation)
@@ -289,6 +296,16 @@ class EnsembleReader:
         return batch, info
 
 
+def _check_members(ids: Any, rows: Any, members: int) -> None:
+    """ValueError where what `choose` of a user's own sampler of members returned is not what it must be."""
+    whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < members for i in ids)
+    if not whole or not ids or type(rows) is not int or rows < 1:
+        raise ValueError(
+            f"choose must return a list of members, ints from 0 to {members - 1}, and how many rows are of each, an "
+            f"int of 1 or more; it returned {ids!r:.80} and {rows!r:.80}"
+        )
+
+
 def _put_index(batch: Any, index: Tensor | list[Tensor], ids: Tensor) -> None:
     """Puts each row's index and member at the root of a batch that has keys, under `"index"`."""
     if isinstance(batch, dict):
@@ -409,14 +426,19 @@ def _draw_exactly(reader: BatchReader, n: int, incarnation: int) -> Draw:
     """A draw of n rows, over the end of an epoch if need be: members give equal parts of a batch."""
     with reader.lock:
         reader.draws += 1
-        sampler, storage = reader.sampler, reader.storage
-        index, info = sampler.sample(storage, n)
+        sampler = reader.sampler
+        index, info = reader.draw_index(n)
         if isinstance(info, EpochInfo):
             info = dict(info)  # of no epoch: a row that is lost is replaced, by one of the next epoch if need be
         last = sampler.ran_out
-        while not info and _count(index) < n:
-            more, info = sampler.sample(storage, n - _count(index))
+        while not info and (drawn := _count(index)) < n:
+            more, info = reader.draw_index(n - drawn)
             last = last or sampler.ran_out
+            if not _count(more):
+                raise RuntimeError(
+                    f"{sampler!r} drew {drawn} rows of the {n} that each member gives to a batch, and then none; a "
+                    "sampler without rows to draw raises a RuntimeError, others draw some"
+                )
             index = _concatenated(index, more)
     return Draw(reader.slots_of(index), index, info, last, incarnation)
 

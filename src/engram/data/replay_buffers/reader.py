@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,12 +13,23 @@ from torch import Tensor
 from engram import _native
 from engram._system import free_memory, human_bytes
 from engram.data.replay_buffers.reuse import PREVENT_REUSE, why_not_reusable
-from engram.data.replay_buffers.samplers.base import Sampler
+from engram.data.replay_buffers.samplers.base import Sampler, is_per_row
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.memmap import ObservedMemmapStorage
 from engram.data.replay_buffers.storages.tensor import TableStorage
 from engram.errors import OutOfMemoryError
-from engram.pytree import as_arrays, clone, collate_items, no_array_error, set_per_item
+from engram.pytree import (
+    KeyPath,
+    as_arrays,
+    as_leaf,
+    clone,
+    collate_items,
+    get_entry,
+    has_keys,
+    is_tensorclass,
+    no_array_error,
+    set_per_item,
+)
 from engram.store.indexing import to_slots
 from engram.transforms.compose import Compose
 
@@ -74,6 +86,8 @@ class BatchReader:
         self.pin_memory = pin_memory
         self.with_generation = with_generation
         self._attach = attach
+        #: Whether batches get the entries that a sampler of a user's own has for each row in its info.
+        self.attaches_info = attach is not None and not sampler._built_in
         self._keeps_items = storage._holds_items
         self._stacks_items = collate_fn is collate_items
         # Samplers of a user's own may give an index of any form.
@@ -149,22 +163,18 @@ class BatchReader:
         with self.lock:
             self.draws += self.has_epochs
             incarnation = self.storage._incarnation
-            index, info = self._draw(n)
+            index, info = self.draw_index(n)
             last = self.sampler.ran_out
         return Draw(self.slots_of(index), index, info, last, incarnation)
 
-    def _draw(self, n: int) -> tuple[Any, dict[str, Any]]:
+    def draw_index(self, n: int) -> tuple[Any, dict[str, Any]]:
         """Index and info of n rows. Somebody else may empty or replace the rows: the read finds out which exist."""
         storage, sampler = self.storage, self.sampler
-        drawn: tuple[Any, dict[str, Any]]
+        sample = sampler._sampling()
         with self.lock:
-            if storage.read_only:
-                drawn = storage._validated(
-                    lambda: sampler.sample(storage, n), errors_only=not sampler._can_repeat_draws
-                )
-            else:
-                drawn = sampler.sample(storage, n)
-        return drawn
+            if not storage.read_only:
+                return sample(storage, n)
+            return storage._validated(lambda: sample(storage, n), errors_only=not sampler._can_repeat_draws)
 
     def slots_of(self, index: Any) -> Tensor:
         """The slots that a sampler's index means: int64 [n]."""
@@ -280,11 +290,11 @@ class BatchReader:
                     with sampler.lock:
                         self.draws = draws = self.draws + 1
                         before = draws, sampler._get_cursor()
-                        index, info = self._sample(storage, n) if self._draws_directly else self._draw(n)
+                        index, info = self._sample(storage, n) if self._draws_directly else self.draw_index(n)
                 elif self._draws_directly:
                     index, info = self._sample(storage, n)
                 else:
-                    index, info = self._draw(n)
+                    index, info = self.draw_index(n)
                 slots: Any = index if self._index_is_slots else self.slots_of(index)
                 # Positional, and without a Draw: this is the hot path.
                 batch_and_info = self._read(slots, index, info, generations, incarnation)
@@ -363,6 +373,8 @@ class BatchReader:
             info["index_generation"] = generation
             if extra is not None:
                 put_generation(batch, generation)
+        if self.attaches_info:
+            put_info(batch, info, len(index[0] if isinstance(index, tuple) else index))
         if self.transform.transforms:
             batch = self.transform.forward(batch)
             if storage._incarnation != incarnation:  # what transforms have learnt may be that of other rows
@@ -397,6 +409,11 @@ class BatchReader:
             if overwritten is None and absent is None:
                 return storage.from_slots(slots), batch, generation
             lost = sorted({*(overwritten or ()), *(absent or ())})
+        if absent is not None and not sampler._built_in:
+            raise IndexError(
+                f"{sampler._kind}.sample returns slot {int(slots[absent[0]])}, which holds no row; {len(storage)} are "
+                "stored"
+            )
         raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
 
     def _collate(self, items: Any, extra: dict[str, Any] | None, info: dict[str, Any]) -> Any:
@@ -421,6 +438,37 @@ def index_and_weight(index: Any, info: dict[str, Any]) -> dict[str, Any]:
     if "priority_weight" in info:
         entries["priority_weight"] = info["priority_weight"]
     return entries
+
+
+_NOT_OF_SAMPLERS = ("index", "generation", "index_generation", "buffer_ids")  # entries that only buffers give
+
+
+def put_info(batch: Any, info: dict[str, Any], n: int) -> None:
+    """Puts the entries of an info that have a value for each of n rows, as tensors or arrays, into a batch with keys.
+
+    What the batch has under the same key stays; what it cannot hold is in the info only.
+    """
+    if not has_keys(batch) or is_tensorclass(batch):
+        return
+    if isinstance(batch, TensorDictBase) and batch.batch_size[:1] != (n,):  # a collate function has made another shape
+        return
+    for key, value in info.items():
+        path = key if isinstance(key, tuple) else (key,)
+        if key in _NOT_OF_SAMPLERS or not (path and all(isinstance(part, str) for part in path)):
+            continue
+        if isinstance(value, list) or not is_per_row(value, n) or not _is_free(batch, path):
+            continue
+        with contextlib.suppress(TypeError):  # a dtype that no tensor has
+            set_per_item(batch, path, as_leaf(value, path))
+
+
+def _is_free(batch: Any, path: KeyPath) -> bool:
+    """Whether an entry can be added at a path: there is none, nor one without keys on the way to it."""
+    for i in range(1, len(path)):
+        holder = get_entry(batch, path[:i])
+        if holder is not None and (not has_keys(holder) or is_tensorclass(holder)):
+            return False
+    return get_entry(batch, path) is None
 
 
 def put_generation(batch: Any, generation: Tensor, lead: int = 1) -> None:

@@ -35,6 +35,9 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
     of two is `[2, 4]`, and `"index"` and `"priority_weight"` say the same for each step of an item. What
     `update_tensordict_priority` gets for an item's steps is reduced to one priority (the sampler's `reduction`).
 
+    What a sampler of your own has in its info for each row, tensors and arrays `[batch, ...]`, is in the samples under
+    the same keys, unless the data have an entry there. `"generation"` is with `track_generations=True` only.
+
     Example:
         >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
         >>> _ = rb.extend(TensorDict({"obs": torch.arange(10.0)}, [10]))

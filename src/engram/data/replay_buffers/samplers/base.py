@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from engram._system import drawing, fork_registry
 from engram.checkpoint.snapshot import load_part, save_part
 from engram.store.episodes import EpisodeIndex
 from engram.store.files import pickle_by_state
-from engram.store.indexing import to_slots
+from engram.store.indexing import tensor_of, to_slots
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -112,6 +113,10 @@ class Sampler(KeepsArguments, abc.ABC):
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         """Index of the rows to read, int64 [batch_size] (with ndim=2 a tuple (time, env) of such), and an info dict.
 
+        A sampler of your own may return integers of any dtype, as a tensor, array or list, and fewer rows or more;
+        buffers refuse floats, masks, and slots that the storage does not have. What its info has for each row is in the
+        batches of TensorDict buffers, too.
+
         Raises:
             RuntimeError: the storage is empty.
         """
@@ -195,7 +200,10 @@ class Sampler(KeepsArguments, abc.ABC):
 
     # ---- state ----
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved for the draws to go on as they would have."""
+        """What must be saved for the draws to go on as they would have, with the storage as it is now.
+
+        Saved and loaded alone, it goes on when its storage has these rows again, which may be loaded before or after.
+        """
         return self._config()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -228,7 +236,8 @@ class Sampler(KeepsArguments, abc.ABC):
             save_part(path, "sampler", self._kind, self.state_dict())
 
     def loads(self, path: str | os.PathLike[str]) -> None:
-        """Takes over what `dumps` saved; the storage must hold the rows that it held then.
+        """Takes over what `dumps` saved; the storage must hold the rows that it held then, or get them before the next
+        draw.
 
         Raises:
             CorruptCheckpointError: a file is not what was saved.
@@ -239,8 +248,16 @@ class Sampler(KeepsArguments, abc.ABC):
 
     # ---- between the parts of a buffer: drawing ----
     def _sampling(self) -> Callable[[Storage, int], tuple[Index, dict[str, Any]]]:
-        """What a buffer calls to draw: `sample`, or a quicker one that leaves out what a buffer adds itself."""
-        return self.sample
+        """What a buffer calls to draw: `sample`, or a quicker one that leaves out what a buffer adds itself.
+
+        What a sampler of a user's own returns is checked, and has the form that the library's own have.
+        """
+        return self.sample if self._built_in else self._sample_checked
+
+    def _sample_checked(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        """As `sample`; errors as `checked_draw`."""
+        drawn = self.sample(storage, batch_size)
+        return drawn if self._built_in else checked_draw(drawn, storage, self._kind)
 
     def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
         """What draws the rows of a batch inside the one native call that makes it, the same as `sample` would.
@@ -319,8 +336,10 @@ class Sampler(KeepsArguments, abc.ABC):
         """
         slots, n, done = slots.clone(), len(slots), 0
         while done < len(positions):  # the last draw of an epoch may give fewer
-            index, fresh_info = self.sample(storage, len(positions) - done)
+            index, fresh_info = self._sample_checked(storage, len(positions) - done)
             fresh = to_slots(index, storage.env_shape, storage.max_size or 0)[: len(positions) - done]
+            if not len(fresh):
+                raise RuntimeError(f"{self._kind}.sample returned no slots for {len(positions)} rows to be drawn again")
             at = torch.tensor(positions[done : done + len(fresh)])
             slots[at] = fresh
             put_rows(info, fresh_info, at, n)
@@ -485,6 +504,98 @@ def as_sampler(sampler: Any) -> Sampler:
     return _AdaptedSampler(sampler)
 
 
+# ---- what a sampler of a user's own returns ----
+def checked_draw(drawn: Any, storage: Storage, kind: str) -> tuple[Index, dict[str, Any]]:
+    """Index and info that a sampler of this kind returned, as int64 [n] (with ndim=2 a tuple of such) and a dict.
+
+    Both have memory of their own: a sampler may go on with its tensors while the batch is read.
+
+    Raises:
+        TypeError: it returned no pair of an index and a dict.
+        RuntimeError: nothing was ever written to the storage.
+        IndexError: the index is not one of integers, has another shape, or names slots that the storage does not have.
+    """
+    if not isinstance(drawn, tuple | list) or len(drawn) != 2 or not isinstance(drawn[1], dict):
+        raise TypeError(
+            f"{kind}.sample must return (index, info): integers [n] and a dict, which may be empty; it returned "
+            f"{_shown(drawn)}"
+        )
+    lanes = storage.lanes
+    if lanes is None:
+        raise RuntimeError(f"{EMPTY} Add or extend it first.")
+    sizes = (lanes.capacity // lanes.envs, *storage.env_shape)
+    parts = _parts(drawn[0], len(sizes), f"{kind}.sample")
+    for part, size, name in zip(parts, sizes, ("slot", *["environment"] * len(storage.env_shape)), strict=True):
+        outside = part[(part < 0) | (part >= size)]
+        if len(outside):
+            raise IndexError(f"{kind}.sample returned the {name} {int(outside[0])}; there are 0 to {size - 1}")
+    return (parts[0] if len(parts) == 1 else tuple(parts)), _copied(drawn[1])
+
+
+def _parts(index: Any, ndim: int, who: str) -> list[Tensor]:
+    """The `ndim` parts of an index, int64 [n] each."""
+    allowed = "int64 [n]" if ndim == 1 else f"a tuple of {ndim} int64 [n], or int64 [n, {ndim}]"
+    given = [index]
+    if isinstance(index, tuple) or (ndim > 1 and isinstance(index, list) and _are_arrays(index)):
+        given = list(index)
+    found = [_integers(one, who, allowed) for one in given]
+    if len(found) == 1 and found[0].ndim == 2 and found[0].shape[1] == ndim:
+        found = list(found[0].unbind(1))
+    shapes = {tuple(part.shape) for part in found}
+    if len(found) != ndim or len(shapes) != 1 or found[0].ndim != 1:
+        shown = [list(part.shape) for part in found]
+        raise IndexError(
+            f"{who} returned an index of shape {shown[0] if len(shown) == 1 else shown}; it must be {allowed}"
+            + ("" if ndim == 1 else ", as storage.from_slots(slots) gives it")
+        )
+    return [part.clone(memory_format=torch.contiguous_format) for part in found]
+
+
+def _integers(part: Any, who: str, allowed: str) -> Tensor:
+    if not isinstance(part, Tensor | np.ndarray | list | range | np.generic | int):
+        raise IndexError(f"{who} returned an index that is a {type(part).__name__}; it must be {allowed}")
+    try:
+        value = tensor_of(part)
+    except IndexError as error:
+        raise IndexError(f"{who} returned an index that is none: {error}") from None
+    if value.dtype == torch.bool:
+        raise IndexError(f"{who} returned a mask, bool {list(value.shape)}; mask.nonzero() has its slots")
+    if value.is_floating_point() or value.is_complex() or value.is_quantized:
+        raise IndexError(
+            f"{who} returned an index of {value.dtype}; slots are integers, as torch.randint(len(storage), (n,)) draws "
+            "them"
+        )
+    if value.layout is not torch.strided or value.is_meta:
+        raise IndexError(f"{who} returned an index without plain memory ({value.layout}, {value.device})")
+    return value.detach().to("cpu", torch.int64).as_subclass(Tensor)
+
+
+def _are_arrays(parts: list[Any]) -> bool:
+    return all(isinstance(part, Tensor | np.ndarray) and part.ndim for part in parts)
+
+
+def _copied(info: dict[str, Any]) -> dict[str, Any]:
+    """The info with its tensors and arrays copied; one that knows more than its entries stays the same object."""
+    fresh = {key: _copy(value) for key, value in dict.items(info)}
+    if type(info) is dict:
+        return fresh
+    dict.update(info, fresh)
+    return info
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {[type(one).__name__ for one in value[:4]]}"
+    return f"a {type(value).__name__}"
+
+
+# ---- states ----
 def stored_rows(storage: Storage) -> int:
     """How many rows there are, of all environments."""
     lanes = storage.lanes
@@ -519,14 +630,36 @@ def check_epoch(state: dict[str, Any], *names: str) -> None:
     check_counts([epoch[name] for name in names])
     if type(epoch["key"]) is not int or not 0 <= epoch["key"] < 1 << 64:
         raise ValueError(f"a saved epoch has the key {epoch['key']!r:.80}")
+    if epoch.get("lane_capacity") is not None:
+        check_counts([epoch["lane_capacity"]], least=1)
 
 
 def put_rows(info: dict[str, Any], fresh: dict[str, Any], at: Tensor, n: int) -> None:
     """Puts the info of rows that were drawn again at their positions (int64) in the info of a batch of n rows."""
     for key, value in fresh.items():
-        old = info.get(key)
-        if isinstance(value, Tensor) and isinstance(old, Tensor) and value.ndim and len(old) == n:
-            info[key] = old.index_copy(0, at, value[: len(at)])
+        old: Any = info.get(key)
+        if not is_per_row(old, n) or not is_per_row(value) or len(value) < len(at):
+            continue
+        if isinstance(old, Tensor):
+            info[key] = old.index_copy(0, at, torch.as_tensor(value[: len(at)]).to(old))
+        else:
+            info[key] = old.copy()
+            for place, one in zip(at.tolist(), value, strict=False):
+                info[key][place] = one
+
+
+def keep_rows(info: dict[str, Any], keep: Tensor) -> None:
+    """Leaves rows out of the info of a batch, whose rows to keep are True: bool [n]."""
+    for key, value in list(dict.items(info)):
+        if is_per_row(value, len(keep)):
+            rows = keep.nonzero().flatten()
+            info[key] = [value[i] for i in rows.tolist()] if isinstance(value, list) else value[rows]
+
+
+def is_per_row(value: Any, n: int | None = None) -> bool:
+    """Whether an entry of an info has a value for each row: a tensor, array or list; with n: of so many."""
+    sized = isinstance(value, list) or (isinstance(value, Tensor | np.ndarray) and value.ndim > 0)
+    return sized and (n is None or len(value) == n)
 
 
 def _renew_lock(sampler: Sampler) -> None:

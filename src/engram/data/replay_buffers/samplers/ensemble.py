@@ -127,7 +127,7 @@ class SamplerEnsemble(Sampler, built_in=True):
         """
         ids, n = self.choose(batch_size)
         members = storage.storages  # type: ignore[attr-defined]
-        drawn = [self._samplers[i].sample(members[i], n) for i in ids]
+        drawn = [self._samplers[i]._sample_checked(members[i], n) for i in ids]
         index: Any = [index for index, _ in drawn]
         if all(isinstance(one, Tensor) and one.shape == index[0].shape for one in index):
             index = torch.stack(index)

@@ -44,6 +44,9 @@ class FrameStackSampler(SliceSampler, built_in=True):
         assert self.slice_len is not None
         return super()._planned(storage, batch_size * self.slice_len)
 
+    def _asked_for(self, slices: Any) -> int:
+        return len(slices)
+
     def _max_rows(self, storage: Storage, batch_size: int) -> int:
         assert self.slice_len is not None
         return super()._max_rows(storage, batch_size * self.slice_len)

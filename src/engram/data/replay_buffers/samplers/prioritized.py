@@ -149,12 +149,14 @@ class PriorityTable:
         if lanes.unused_since_fork:
             lanes.join_after_fork()
         if self._waiting is not None:
-            self._resume(lanes)
+            self._resume(storage, lanes)
         return self._priorities
 
-    def _resume(self, lanes: Lanes) -> None:
+    def _resume(self, storage: Storage, lanes: Lanes) -> None:
         saved = self._waiting
         assert saved is not None
+        shifts = storage._shifts_since(saved.get("lane_capacity"))
+        saved = {**saved, **_shifted(saved, shifts)} if shifts else saved
         self._priorities.resume(
             lanes.store, [(a, b) for a, b in saved["seen"]], saved["max_priority"], saved["latest_priority"],
             saved["skipped"], saved["priorities"],
@@ -353,10 +355,11 @@ class PriorityTable:
             return {**self._waiting, **settings}
         if storage is None or storage.lanes is None:
             return {**settings, "seen": [], "max_priority": 1.0, "latest_priority": 1.0, "skipped": 0,
-                    "priorities": torch.empty(0, dtype=torch.float64)}  # fmt: skip
+                    "priorities": torch.empty(0, dtype=torch.float64), "lane_capacity": None}  # fmt: skip
         seen, highest, latest, skipped, priorities = self.following(storage, storage.lanes).state(storage.lanes.store)
         return {**settings, "seen": [list(rows) for rows in seen], "max_priority": highest, "latest_priority": latest,
-                "skipped": skipped, "priorities": priorities}  # fmt: skip
+                "skipped": skipped, "priorities": priorities,
+                "lane_capacity": storage.lanes.store.lane_capacity}  # fmt: skip
 
     def config(self) -> dict[str, Any]:
         """The settings that decide which rows are drawn."""
@@ -372,6 +375,8 @@ class PriorityTable:
             if len(rows) != 2 or rows[1] < rows[0]:
                 raise ValueError(f"a saved state has priorities of the rows {rows!r:.80}")
         check_counts([state["skipped"]])
+        if state.get("lane_capacity") is not None:
+            check_counts([state["lane_capacity"]], least=1)
         for name in ("beta", "max_priority", "latest_priority"):
             _checked(name, state[name])
 
@@ -390,6 +395,7 @@ class PriorityTable:
         """A table that goes on from a saved state; this one stays as it is, for a load that fails later."""
         names = ("seen", "max_priority", "latest_priority", "skipped", "priorities")
         waiting = {name: state[name] for name in names}
+        waiting["lane_capacity"] = state.get("lane_capacity")  # of the store in which its rows have these sequences
         waiting["priorities"] = state["priorities"].to(torch.float64).contiguous()
         table = self._with_waiting(waiting)
         table.beta = state["beta"]
@@ -398,7 +404,9 @@ class PriorityTable:
     def rebased(self, shifts: list[int]) -> PriorityTable:
         """This table in a store whose sequences are lower by `shifts`, one a lane."""
         waiting = self._waiting
-        return self if waiting is None else self._with_waiting({**waiting, **_shifted(waiting, shifts)})
+        if waiting is None:
+            return self
+        return self._with_waiting({**waiting, **_shifted(waiting, shifts), "lane_capacity": None})
 
     def _with_waiting(self, waiting: dict[str, Any]) -> PriorityTable:
         table = PriorityTable.__new__(PriorityTable)
@@ -585,10 +593,15 @@ class PrioritizedSampler(Sampler, built_in=True):
     def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
         if type(info) is not DrawnInfo:
             return super()._redraw(storage, slots, info, positions)
-        index, fresh = self.sample(storage, len(positions))
-        assert type(fresh) is DrawnInfo
+        index, fresh = self._sample_checked(storage, len(positions))
+        again = to_slots(index, storage.env_shape, storage.max_size or 0)
+        if type(fresh) is not DrawnInfo or len(again) != len(positions):
+            raise RuntimeError(
+                f"{self._kind}.sample returned {len(again)} rows and a {type(fresh).__name__} where {len(positions)} "
+                "rows are to be drawn again; it must return as many as it is asked for, and the info of its base"
+            )
         slots, at = slots.clone(), torch.tensor(positions)
-        slots[at] = to_slots(index, storage.env_shape, storage.max_size or 0)
+        slots[at] = again
         put_rows(info, fresh, at, len(slots))
         info.drawn.replace(positions, fresh.drawn)
         return slots

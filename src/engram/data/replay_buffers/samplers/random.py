@@ -24,6 +24,8 @@ from engram.data.replay_buffers.samplers.base import (
     check_counts,
     check_epoch,
     check_full_batches,
+    is_per_row,
+    keep_rows,
     stored_rows,
 )
 
@@ -140,6 +142,7 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         self._epoch: dict[str, Any] | None = None  # all that is saved
         self._walk: _native.EpochWalk | ExplicitOrder | None = None
         self._store_id: bytes | None = None  # of the store that the epoch is about; None: the next one
+        self._is_loaded = False  # and nobody has said where its rows are now
         self._lanes: Callable[[], Lanes | None] = _no_lanes  # of that store, while it lives
         self._ran_out = False
         self._epoch_id = -1  # in this process
@@ -215,12 +218,16 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         epoch = info.epoch if isinstance(info, EpochInfo) else None
         if self.drop_last or epoch is None or len(positions) == len(slots):
             return super()._redraw(storage, slots, info, positions)
-        with self.lock:
-            fresh = self._draw_more(storage, epoch, len(positions))
+        fresh = slots[:0]
+        # A child adds entries in `sample` only: with some there are no more rows for this batch.
+        if not any(is_per_row(value, len(slots)) for value in info.values()):
+            with self.lock:
+                fresh = self._draw_more(storage, epoch, len(positions))
         keep = torch.ones(len(slots), dtype=torch.bool)
         keep[positions[len(fresh) :]] = False
         slots = slots.clone()
         slots[positions[: len(fresh)]] = fresh
+        keep_rows(info, keep)
         return slots[keep]
 
     def _draw_more(self, storage: Storage, epoch: int, n: int) -> Tensor:
@@ -235,6 +242,7 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         return torch.empty(0, dtype=torch.int64)
 
     def _begin_if_needed(self, storage: Storage, lanes: Lanes) -> None:
+        self._place(storage, lanes)
         epoch = self._epoch if self._goes_on(lanes) else None
         self._store_id = lanes.store.store_id
         if epoch is None:
@@ -289,6 +297,11 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
             self.empty()
             self._number = epoch
 
+    def _place(self, storage: Storage, lanes: Lanes) -> None:
+        """Finds the rows of an epoch that was loaded alone in the store of its storage."""
+        if self._is_loaded and self._epoch is not None:
+            self._rebase(lanes.store.incarnation, storage._shifts_since(self._epoch.get("lane_capacity")))
+
     def _goes_on(self, lanes: Lanes) -> bool:
         """Whether the epoch is one of this store."""
         epoch, same_store = self._epoch, self._store_id in (None, lanes.store.store_id)
@@ -297,6 +310,7 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
     def _resume(self, lanes: Lanes, epoch: dict[str, Any]) -> None:
         if self._walk is not None:
             return
+        epoch["lane_capacity"] = lanes.store.lane_capacity
         if "listed" in epoch:
             self._walk = ExplicitOrder(epoch["listed"], lanes.envs, *epoch["moved"][:1])
         else:
@@ -353,18 +367,19 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         with self.lock:
             super().load_state_dict(state)
             self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
+            self._is_loaded = True
             self._ran_out = bool(state["ran_out"])
             self._number = state.get("number", self._number)
 
     def _get_cursor(self) -> Any:
         epoch = self._epoch
-        return epoch, epoch and epoch["position"], self._walk, self._ran_out, self._stop, self._number
+        return epoch, epoch and epoch["position"], self._walk, self._ran_out, self._stop, self._number, self._is_loaded
 
     def _set_cursor(self, cursor: Any) -> None:
-        epoch, at, walk, ran_out, stop, number = cursor
+        epoch, at, walk, ran_out, stop, number, is_loaded = cursor
         with self.lock:
             self._epoch, self._walk, self._ran_out = epoch and {**epoch, "position": at}, walk, ran_out
-            self._stop, self._number = stop, number
+            self._stop, self._number, self._is_loaded = stop, number, is_loaded
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_walk": None, "_lanes": _no_lanes}
@@ -395,11 +410,14 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.
         lanes = storage.lanes
         with self.lock:
+            if lanes is not None:
+                self._place(storage, lanes)
             if lanes is not None and self._epoch is not None and self._goes_on(lanes):
                 self._resume(lanes, self._epoch)
 
     def _rebase(self, incarnation: int, shifts: list[int]) -> None:
         with self.lock:
+            self._is_loaded = False
             if self._epoch is None:
                 return
             self._walk = None

@@ -21,11 +21,13 @@ from engram.data.replay_buffers.samplers.base import (
     check_counts,
     check_epoch,
     check_full_batches,
+    is_per_row,
     stored_rows,
 )
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler, PriorityTable
 from engram.pytree import Key, KeyPath, as_path, format_key, get_entries, get_entry, has_keys, map_outermost, set_entry
 from engram.store.episodes import EpisodeIndex
+from engram.store.indexing import to_slots
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -296,7 +298,7 @@ class SliceSampler(Sampler, built_in=True):
         return index, self._with_stored_flags(storage, info)
 
     def _sampling(self) -> Callable[[Storage, int], tuple[Index, dict[str, Any]]]:
-        return self._sample_rows if self._built_in else self.sample  # flags are those of the rows that the buffer reads
+        return self._sample_rows if self._built_in else super()._sampling()  # the buffer reads rows with their flags
 
     #: Attributes that decide what `_planned` gives, beside those of which `_plan` is made.
     _watched: tuple[str, ...] = ("_plan", "pad_output", "slice_key")
@@ -431,6 +433,8 @@ class SliceSampler(Sampler, built_in=True):
 
     # ---- after the read ----
     def _find_stale(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
+        if "slices" not in info:
+            return None  # a user's child has drawn steps of its own choice
         lanes = storage.lanes
         assert lanes is not None
         stale = info["slices"].stale(lanes.store)
@@ -438,6 +442,10 @@ class SliceSampler(Sampler, built_in=True):
 
     def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
         """Other slices for those that lost a row; with slices of several lengths the batch may get another one."""
+        if "slices" not in info:
+            return super()._redraw(storage, slots, info, positions)
+        if self._has_own_rows(info):
+            return self._draw_all_again(storage, info)
         ids = info["slice_id"]
         which = sorted({int(ids[position]) for position in positions if position < len(ids)})
         if not which:
@@ -450,7 +458,32 @@ class SliceSampler(Sampler, built_in=True):
         info.update(self._entries(slices))
         return slices.slots()
 
+    def _has_own_rows(self, info: dict[str, Any]) -> bool:
+        """Whether a child of a user's own has put entries with a value for each row into the info."""
+        if self._built_in:
+            return False
+        slices = info["slices"]
+        known = {*self._entries(slices), *self._flag_keys}
+        return any(is_per_row(value, slices.rows) for key, value in dict.items(info) if key not in known)
+
+    def _draw_all_again(self, storage: Storage, info: dict[str, Any]) -> Tensor:
+        """Slots of another batch, whose info takes the place of this one: a child adds entries in `sample` only."""
+        index, fresh = self._sample_checked(storage, self._asked_for(info["slices"]))
+        if isinstance(info, SliceInfo):
+            info.promised, info.make = (), None  # the flags are those of the batch that is read
+        if isinstance(info, EpochInfo):
+            info.epoch = fresh.epoch if isinstance(fresh, EpochInfo) else None
+        dict.clear(info)
+        dict.update(info, dict(dict.items(fresh)))
+        return to_slots(index, storage.env_shape, storage.max_size or 0)
+
+    def _asked_for(self, slices: _native.SliceBatch) -> int:
+        """The batch size that these slices were drawn for."""
+        return len(slices) * slices.rule.length
+
     def _postprocess(self, batch: Any, info: dict[str, Any]) -> Any:
+        if "slices" not in info:
+            return batch
         slices = info.pop("slices")
         if type(info) is SliceInfo:  # the flags of the batch are those that were read
             info.promised, info.make = (), None
@@ -585,6 +618,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         self._epoch: dict[str, Any] | None = None  # all that is saved
         self._walk: _native.SliceEpoch | None = None
         self._store_id: bytes | None = None  # of the store that the epoch is about; None: the next one
+        self._is_loaded = False  # and nobody has said where its rows are now
         self._ran_out = False
         self._epoch_id = self._drawn_epoch_id = -1  # of the epoch, and of that of the last draw, in this process
 
@@ -617,6 +651,8 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
 
     def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
         """Slices of other trajectories of the same epoch; where it has no more, the batch has fewer slices."""
+        if "slices" not in info or self._has_own_rows(info):
+            return super()._redraw(storage, slots, info, positions)
         slices: _native.SliceBatch = info["slices"]
         ids = info["slice_id"]
         which = sorted({int(ids[position]) for position in positions if position < len(ids)})
@@ -670,6 +706,8 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         lanes = storage.lanes
         if lanes is None or not (len(lanes) or len(storage)):
             raise self._nothing_to_draw(storage, rule)
+        if self._is_loaded:
+            self._place(storage, lanes.store)
         store, epoch = lanes.store, self._epoch
         fits = self._goes_on(store) and epoch is not None and epoch["min_length"] == rule.min_length
         self._store_id = store.store_id
@@ -680,11 +718,16 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
                 raise self._nothing_to_draw(storage, rule)
             epoch = {
                 "key": key, "position": 0, "incarnation": store.incarnation, "min_length": rule.min_length,
-                "counts": walk.counts, "lasts": walk.lasts,
+                "counts": walk.counts, "lasts": walk.lasts, "lane_capacity": store.lane_capacity,
             }  # fmt: skip
             self._walk, self._epoch_id = walk, next(EpochInfo.ids)
         self._epoch = epoch
         return epoch, self._resumed(store, epoch)
+
+    def _place(self, storage: Storage, store: _native.Store) -> None:
+        """Finds the rows of an epoch that was loaded alone in the store of its storage."""
+        if self._is_loaded and self._epoch is not None:
+            self._rebase(store.incarnation, storage._shifts_since(self._epoch.get("lane_capacity")))
 
     def _goes_on(self, store: _native.Store) -> bool:
         """Whether the epoch is one of this store."""
@@ -698,6 +741,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
             rest = store.lanes * store.envs - len(epoch["counts"])
             counts, lasts = epoch["counts"] + [0] * rest, epoch["lasts"] + [-1] * rest
             self._walk = _native.SliceEpoch(epoch["key"], self.shuffle, counts, lasts)
+            epoch["lane_capacity"] = store.lane_capacity
             self._epoch_id = next(EpochInfo.ids)
         return self._walk
 
@@ -705,6 +749,8 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.
         lanes = storage.lanes
         with self.lock:
+            if lanes is not None:
+                self._place(storage, lanes.store)
             if lanes is not None and self._epoch is not None and self._goes_on(lanes.store):
                 self._resumed(lanes.store, self._epoch)
 
@@ -730,6 +776,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         with self.lock:
             super().load_state_dict(state)
             self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
+            self._is_loaded = True
             self._ran_out = bool(state["ran_out"])
 
     def _differences(self, state: dict[str, Any]) -> list[str]:
@@ -754,18 +801,22 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
             raise ValueError(f"an epoch of {len(epoch['counts'])} environments is not one of this storage")
 
     def _get_cursor(self) -> Any:
-        return self._epoch and {**self._epoch}, self._walk, self._ran_out
+        return self._epoch and {**self._epoch}, self._walk, self._ran_out, self._is_loaded
 
     def _set_cursor(self, cursor: Any) -> None:
-        epoch, walk, ran_out = cursor
+        epoch, walk, ran_out, is_loaded = cursor
         with self.lock:
             self._epoch, self._walk, self._ran_out = epoch and {**epoch}, walk, ran_out
+            self._is_loaded = is_loaded
 
     def _rebase(self, incarnation: int, shifts: list[int]) -> None:
         with self.lock:
-            if self._epoch is not None and shifts:
-                envs = max(1, len(self._epoch["lasts"]) // len(shifts))
-                lasts = [max(-1, last - shifts[k // envs]) for k, last in enumerate(self._epoch["lasts"])]
+            self._is_loaded = False
+            if self._epoch is not None:
+                lasts = self._epoch["lasts"]
+                if shifts:
+                    envs = max(1, len(lasts) // len(shifts))
+                    lasts = [max(-1, last - shifts[k // envs]) for k, last in enumerate(lasts)]
                 self._epoch = {**self._epoch, "incarnation": incarnation, "lasts": lasts}
                 self._walk = None
 

@@ -809,6 +809,15 @@ class Storage(abc.ABC):
         if self.lanes is not None:
             sampler._rebase(self.lanes.store.incarnation, self._sequence_shifts)
 
+    def _shifts_since(self, lane_capacity: int | None) -> list[int]:
+        """By how much the sequences of each lane are lower here than where the rows were saved; empty: by nothing.
+
+        For a sampler that is loaded alone, from a store of this lane capacity (None: not known). Loading keeps
+        sequences where lanes have the same capacity.
+        """
+        here = None if self.lanes is None else self.lanes.store.lane_capacity
+        return [] if lane_capacity is None or lane_capacity == here else self._sequence_shifts
+
     # ---- forks and copies ----
     def _after_fork(self) -> None:
         """In a child: mutexes that no thread of the parent holds."""

@@ -79,6 +79,11 @@ class WriterEnsemble(Writer, built_in=True):
     def state_dict(self) -> dict[str, Any]:
         return {"writers": [{"kind": w._kind, "state": w.state_dict()} for w in self._writers]}
 
+    def _state_beside_rows(self) -> dict[str, Any]:
+        if type(self).state_dict is not WriterEnsemble.state_dict:
+            return self.state_dict()
+        return {"writers": [{"kind": w._kind, "state": w._state_beside_rows()} for w in self._writers]}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         different = self._differences(state)
         if different:

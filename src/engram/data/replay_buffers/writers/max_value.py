@@ -76,6 +76,7 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
         self.rank_key = rank_key
         self.reduction = reduction
         self._heap: _native.RankHeap | None = None
+        self._loaded: tuple[Tensor, Tensor] | None = None  # ranks and slots that a state had, until there are rows
 
     def register_storage(self, storage: Storage) -> None:
         if storage.ndim != 1:
@@ -90,6 +91,7 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
     # ---- writing ----
     def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
         values = self._values(items, single)
+        self._loaded = None  # from now on there are rows
         if storage.max_size is None:  # without limit everything stays
             return storage.append(storage.check(items, single, time_dim, self._index_key_of(items)))
         with storage._turn():  # what is stored is ranked, and no other process may add to it
@@ -173,15 +175,20 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
     @property
     def _current_top_values(self) -> list[tuple[float, int]]:
         """Rank and slot of each stored item, the lowest rank first; a view, made anew at each look."""
-        storage = self._storage
-        if storage is None or storage.lanes is None:
-            return []
+        ranks, slots = self._ranks()
+        return sorted(zip(ranks.tolist(), slots.tolist(), strict=True))
+
+    def _ranks(self) -> tuple[Tensor, Tensor]:
+        """The rank of each stored item, float64 [n], and its slot, int64 [n]; without any, those that were loaded."""
+        storage, nothing = self._storage, (torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64))
+        if storage is None or storage.lanes is None or not len(storage):
+            return self._loaded or nothing
         with storage.mutex:
             slots, ranks = stored_slots(storage.lanes.store), list[float]()
             for part in torch.split(slots, _PIECE):
                 if len(part):
                     ranks += _native.ranks(self._stored(storage, part), self.reduction)
-        return sorted(zip(ranks, slots.tolist(), strict=True))
+        return torch.tensor(ranks, dtype=torch.float64), slots
 
     def _values(self, items: Any, single: bool) -> Tensor:
         """What the ranks are made of: [items, ...]."""
@@ -240,21 +247,38 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
         return torch.tensor(ranks, dtype=torch.float64)
 
     # ---- state ----
+    def empty(self) -> None:
+        super().empty()
+        self._loaded = None
+
     def state_dict(self) -> dict[str, Any]:
+        """Settings, cursor, and the rank and slot of each stored item."""
+        ranks, slots = self._ranks()
+        return {**super().state_dict(), **self._settings(), "ranks": ranks, "slots": slots}
+
+    def _state_beside_rows(self) -> dict[str, Any]:
+        inherited = type(self).state_dict is TensorDictMaxValueWriter.state_dict
+        return self._settings() if inherited else self.state_dict()
+
+    def _settings(self) -> dict[str, Any]:
         return {"rank_key": self._path, "reduction": self.reduction}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         different = self._differences(state)
         if different:
             raise ValueError("; ".join(different))
+        super().load_state_dict(state)
+        self._loaded = (state["ranks"].clone(), state["slots"].clone()) if "ranks" in state else None
 
     def _differences(self, state: dict[str, Any]) -> list[str]:
-        mine = {"rank_key": self._path, "reduction": self.reduction}
-        return [
+        if "ranks" in state:
+            _check_ranks(state["ranks"], state["slots"])
+        different = [
             f"the writer has {name}={value!r} here, {state.get(name)!r} there"
-            for name, value in mine.items()
+            for name, value in self._settings().items()
             if state.get(name) != value
         ]
+        return super()._differences(state) + different
 
     @property
     def _needs_storage_alone(self) -> bool:
@@ -265,3 +289,12 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(cursor={self._cursor}, rank_key={self.rank_key!r}, reduction={self.reduction!r})"
+
+
+def _check_ranks(ranks: Any, slots: Any) -> None:
+    """ValueError where these are not the ranks and slots of stored items."""
+    for values, dtype in ((ranks, torch.float64), (slots, torch.int64)):
+        if not isinstance(values, Tensor) or values.dtype is not dtype or values.ndim != 1:
+            raise ValueError(f"a saved writer has {values!r:.80} where there are ranks or slots")
+    if len(ranks) != len(slots):
+        raise ValueError(f"a saved writer has {len(ranks)} ranks for {len(slots)} slots")

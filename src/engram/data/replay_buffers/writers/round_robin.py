@@ -56,6 +56,7 @@ class Writer(abc.ABC):
     # Of the class: a child's constructor need not call this one's.
     _storage: Storage | None = None
     _own_cursor: int | None = None  # that a child has set
+    _loaded_cursor = 0  # that a state had, for as long as there are no rows
 
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -170,8 +171,11 @@ class Writer(abc.ABC):
         """Where the next row goes, along the first dimension. A writer of your own may keep one of its own here."""
         if self._own_cursor is not None:
             return self._own_cursor
-        lanes = None if self._storage is None else self._storage.lanes
-        return 0 if self._storage is None or lanes is None else self._storage._settled(lambda: lanes.cursor)
+        storage = self._storage
+        lanes = None if storage is None else storage.lanes
+        if storage is None or lanes is None or (self._loaded_cursor and not len(storage)):
+            return self._loaded_cursor
+        return storage._settled(lambda: lanes.cursor)
 
     @_cursor.setter
     def _cursor(self, cursor: int) -> None:
@@ -184,22 +188,30 @@ class Writer(abc.ABC):
 
     def empty(self) -> None:
         """Forgets what was written."""
+        self._loaded_cursor = 0
         if self._own_cursor is not None:
             self._own_cursor = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved; the cursor belongs to the storage's counters, unless a child has its own."""
-        return {} if self._own_cursor is None else {"cursor": self._own_cursor}
+        """What must be saved, and where the next row goes.
+
+        The cursor belongs to the storage's counters, unless a child has its own: it goes on with its storage.
+        """
+        return {"cursor": self._cursor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state."""
-        if self._sets_rows and "cursor" in state:
+        """Goes on from a saved state; the storage may get its rows before or after."""
+        if "cursor" not in state:
+            return
+        if self._sets_rows or self._own_cursor is not None:
             self._own_cursor = int(state["cursor"])
+        else:
+            self._loaded_cursor = int(state["cursor"])
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Saves this writer alone, as a snapshot of JSON that replaces the last one there.
 
-        The rows, and where the next one goes, are the storage's, which has a `dumps` of its own.
+        The rows are the storage's, which has a `dumps` of its own; the two may be loaded in any order.
 
         Raises:
             CheckpointError: it cannot be written; the last snapshot is as it was.
@@ -223,6 +235,12 @@ class Writer(abc.ABC):
         load_part(path, "writer", self)
 
     # ---- between the parts of a buffer ----
+    def _state_beside_rows(self) -> dict[str, Any]:
+        """What a buffer saves of it: its state without what follows from the rows, unless a child says what that is."""
+        if type(self).state_dict is not Writer.state_dict:
+            return self.state_dict()
+        return {} if self._own_cursor is None else {"cursor": self._own_cursor}
+
     @property
     def _needs_storage_alone(self) -> bool:
         """Whether it replaces rows out of turn, so that no other process may have the storage open."""
@@ -254,6 +272,8 @@ class Writer(abc.ABC):
 
     def _differences(self, state: dict[str, Any]) -> list[str]:
         """What of a saved state does not fit this writer."""
+        if self._built_in and (type(state.get("cursor", 0)) is not int or state.get("cursor", 0) < 0):
+            raise ValueError(f"a saved writer has the cursor {state['cursor']!r:.80}")
         return []
 
     def __repr__(self) -> str:
