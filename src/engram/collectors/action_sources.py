@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram.collectors.policy_weights import PolicyWeights
 from engram.envs.base import merge_where, zero_where
 from engram.envs.codecs import SpaceCodec, space_leaves
 from engram.envs.engines import check_action
@@ -45,23 +46,31 @@ def mask_of(envs: Envs, batch_size: torch.Size) -> Tensor:
 class ActionSource:
     """Chooses the actions of a rollout. This one has no state, and its policy writes nothing but the action."""
 
-    def __init__(self, codec: SpaceCodec, batch_size: torch.Size) -> None:
-        self._codec, self._batch_size = codec, batch_size
+    def __init__(self, codec: SpaceCodec, batch_size: torch.Size, weights: PolicyWeights) -> None:
+        self._codec, self._batch_size, self._weights = codec, batch_size, weights
 
     def choose(self, t: int) -> Any:
         """The action of step t, a tensor or TensorDict `[*batch_size, *spec.shape]`."""
         raise NotImplementedError
 
     def raw_actions(
-        self, times: Iterable[int], decode: Callable[[Any], Any], record: Callable[[Any], object]
+        self,
+        times: Iterable[int],
+        decode: Callable[[Any], Any],
+        *,
+        record: Callable[[Any], object],
+        record_version: Callable[[int], object],
     ) -> Iterator[Any]:
-        """Yields the raw action of each step, as `decode` makes it of the chosen one; `record` gets it before.
+        """Yields the raw action of each step, as `decode` makes it of the chosen one.
 
-        Raises ValueError for an action that is not of the environments' space.
+        Before that `record` gets it, and `record_version` the version of the weights that chose it. Raises ValueError
+        for an action that is not of the environments' space.
         """
-        is_checked = False
+        weights, is_checked = self._weights, False
         for t in times:
-            action = self.choose(t)
+            with weights.call_lock:
+                version = weights.begin_call()
+                action = self.choose(t)
             if not is_checked:  # one check a stretch: a wrong shape or a score instead of a choice shows at once
                 self._check(action)
                 is_checked = True
@@ -71,6 +80,7 @@ class ActionSource:
                 self._check(action)  # its error says what came and what is allowed
                 raise
             record(raw)
+            record_version(version)
             yield raw
 
     def _check(self, action: Any) -> None:
@@ -89,8 +99,8 @@ class ActionSource:
 class RandomActions(ActionSource):
     """Random actions, which can be drawn for many steps at once."""
 
-    def __init__(self, policy: RandomPolicy, codec: SpaceCodec, batch_size: torch.Size) -> None:
-        super().__init__(codec, batch_size)
+    def __init__(self, policy: RandomPolicy, codec: SpaceCodec, batch_size: torch.Size, weights: PolicyWeights) -> None:
+        super().__init__(codec, batch_size, weights)
         self._spec = policy.action_spec
         self._is_codec_spec = self._spec == codec.spec.expand(*batch_size, *codec.spec.shape)
         self.is_one_array = not space_leaves(codec, ("action",))[0].path
@@ -129,11 +139,12 @@ class ModuleActions(ActionSource):
         policy: ObservationPolicy,
         codec: SpaceCodec,
         batch_size: torch.Size,
+        weights: PolicyWeights,
         device: Any,
         observed: ObservedSteps,
         store_outputs: Callable[[TensorDictBase], object],
     ) -> None:
-        super().__init__(codec, batch_size)
+        super().__init__(codec, batch_size, weights)
         self._policy, self._module, self._device = policy, policy.module, device
         self._keys = observed.keys
         self._row, *self._more_rows = [observed.rows(key) for key in policy.in_keys]
@@ -173,8 +184,15 @@ class ModuleActions(ActionSource):
 class TensorDictActions(ActionSource):
     """Actions of a policy on TensorDicts. What else it writes is stored, and is in its input at the next step."""
 
-    def __init__(self, policy: TensorDictPolicy, codec: SpaceCodec, batch_size: torch.Size, device: Any) -> None:
-        super().__init__(codec, batch_size)
+    def __init__(
+        self,
+        policy: TensorDictPolicy,
+        codec: SpaceCodec,
+        batch_size: torch.Size,
+        weights: PolicyWeights,
+        device: Any,
+    ) -> None:
+        super().__init__(codec, batch_size, weights)
         self._policy = policy
         self._carried = TensorDict(batch_size=batch_size, device=device)
         self._flag = torch.zeros(*batch_size, 1, dtype=torch.bool)
@@ -228,9 +246,15 @@ class MaskedRandom(ActionSource):
     """Random actions for `envs` (bool `[n]`), and those of another source for the rest."""
 
     def __init__(
-        self, envs: Array, random: RandomActions, source: ActionSource, codec: SpaceCodec, batch_size: torch.Size
+        self,
+        envs: Array,
+        random: RandomActions,
+        source: ActionSource,
+        codec: SpaceCodec,
+        batch_size: torch.Size,
+        weights: PolicyWeights,
     ) -> None:
-        super().__init__(codec, batch_size)
+        super().__init__(codec, batch_size, weights)
         self._envs, self._random, self._source = envs, random, source
 
     def reset_envs(self, envs: Envs) -> None:

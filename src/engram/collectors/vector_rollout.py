@@ -54,9 +54,9 @@ class VectorRollout:
         self._codec, self._batch_size, self._device = engine.action, torch.Size((engine.n,)), env.device
         self.is_random = isinstance(policy, RandomPolicy)
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
-        self._random = RandomActions(random, self._codec, self._batch_size)
+        self._random = RandomActions(random, self._codec, self._batch_size, tags.weights)
         self._log = StepLog(engine.n, engine.leaves, space_leaves(engine.action, ("action",)))
-        self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, self._device)
+        self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, tags.weights, self._device)
         self._tensordict_actions.start(self._log, self._log.store_outputs)
         self.restart()
 
@@ -108,7 +108,9 @@ class VectorRollout:
                 calls = min(missing, surely_random)
                 self._run(skipping(source, self._random_actions(calls)), source, calls)
             elif int(waiting.min()) < random_steps:  # some have had their random steps, others not
-                mixed = MaskedRandom(waiting < random_steps, self._random, source, self._codec, self._batch_size)
+                mixed = MaskedRandom(
+                    waiting < random_steps, self._random, source, self._codec, self._batch_size, self._tags.weights
+                )
                 self._run(self._chosen(mixed, 1), mixed, 1)
             else:
                 self._run(self._chosen(source, missing), source, missing)
@@ -118,29 +120,36 @@ class VectorRollout:
             return self._random
         direct = as_observation_policy(self._policy)  # looked up again for each batch: hooks come and go
         if direct is not None and set(direct.in_keys) <= {*self._log.keys}:
-            size, device = self._batch_size, self._device
-            return ModuleActions(direct, self._codec, size, device, self._log, self._log.store_outputs)
+            size, weights, device = self._batch_size, self._tags.weights, self._device
+            return ModuleActions(direct, self._codec, size, weights, device, self._log, self._log.store_outputs)
         return self._tensordict_actions
 
     def _chosen(self, source: ActionSource, calls: int) -> Iterator[Any]:
-        return source.raw_actions(range(calls), self._codec.decode_batch, self._log.add_action)
+        log, first = self._log, int(self._log.waiting.min())
+        return source.raw_actions(
+            range(first, first + calls),
+            self._codec.decode_batch,
+            record=log.add_action,
+            record_version=log.note_version,
+        )
 
     def _random_actions(self, calls: int) -> Iterator[Any]:
         if not self._random.is_one_array:
             return self._chosen(self._random, calls)
         raws = self._random.draw_batches(calls)
         self._log.add_actions(raws)
+        self._log.note_version(self._tags.weights.version)
         return iter(raws)
 
     def _run(self, raws: Iterator[Any], source: ActionSource, calls: int) -> None:
-        log, step, version = self._log, self._engine.step, self._tags.version
+        log, step = self._log, self._engine.step
         ends_matter = self._engine.autoreset is Autoreset.DISABLED or self._max_frames is not None
         may_drain = self._max_frames is not None and not self._engine.can_reset_some
         for number, raw in enumerate(raws, 1):
             out = step(raw)
             if may_drain:
                 out = self._without_drained(out)
-            log.add(out, version)
+            log.add(out)
             if out.idle is not None:
                 source.reset_envs(out.idle)
                 if self._engine.can_lose_episodes:
@@ -270,6 +279,7 @@ class StepLog:
         self._outputs: list[TensorDictBase | None] = []  # of the policy, besides the action
         self._next_outputs: TensorDictBase | None = None
         self._versions: list[int] = []
+        self._version = 0
         self._dropped = 0
         self._frames = FrameIndex(self._n)
 
@@ -321,7 +331,11 @@ class StepLog:
         """Stores what the policy writes besides the action of the next call; a second time replaces the first."""
         self._next_outputs = outputs
 
-    def add(self, out: VectorStep, version: int) -> None:
+    def note_version(self, version: int) -> None:
+        """Notes the version of the weights that choose the actions from the next call on."""
+        self._version = version
+
+    def add(self, out: VectorStep) -> None:
         """Adds one call. Raises ValueError where a value is not of the spaces, and adds nothing then.
 
         Rewards beyond float32 are an error of `count`.
@@ -340,7 +354,7 @@ class StepLog:
         self._frames.add(out.idle)
         self._terminated.append(terminated.tobytes())
         self._truncated.append(truncated.tobytes())
-        self._versions.append(version)
+        self._versions.append(self._version)
         self._outputs.append(self._next_outputs)
         self._next_outputs = None
         if last is not None:
