@@ -18,7 +18,7 @@ from engram.collectors.action_sources import ActionSource, ModuleActions, Random
 from engram.collectors.rollout import RolloutResult, ted_batch
 from engram.collectors.trajectories import StepTags
 from engram.envs.base import stack_steps
-from engram.envs.codecs import Array, DiscreteCodec, Rewards, SpaceLeaf, flag_of, rewards_of
+from engram.envs.codecs import Array, ArrayCodec, DiscreteCodec, Rewards, SpaceLeaf, flag_of, rewards_of
 from engram.envs.engines import GymEngine
 from engram.envs.policies import RandomPolicy, TensorDictPolicy, as_observation_policy
 
@@ -124,22 +124,30 @@ class GymRollout:
     def _chosen(self, batch: _StepBuffer, source: ActionSource, times: range, record: list[Any]) -> Iterator[Any]:
         """Yields the raw actions of the policy, one environment after the other; adds a copy of each to `record`."""
         codec, add, extend, add_version = self._codec, record.append, record.extend, batch.versions.append
+        known: Callable[[Any], Any] | None = None
         if self._batch_size:
             keep_rows = codec.keep_rows
+            if isinstance(codec, ArrayCodec):
+                unstacked, raw_of = codec.unstacked, codec.raw_of
+                known = source.known_by(lambda array: unstacked(raw_of(array)))
             rows = source.raw_actions(
-                times, codec.decode_rows, record=lambda raws: extend(keep_rows(raws)), record_version=add_version
+                times,
+                codec.decode_rows,
+                known=known,
+                record=lambda raws: extend(keep_rows(raws)),
+                record_version=add_version,
             )
             return chain.from_iterable(rows)
         decode = codec.decode_one
         if isinstance(codec, DiscreteCodec):  # integers: nothing to copy
-            return source.raw_actions(
-                times,
-                decode,
-                record=add,
-                record_version=add_version,
-            )
+            known = codec.known_action if codec.has_tables else None
+            return source.raw_actions(times, decode, known=known, record=add, record_version=add_version)
+        if isinstance(codec, ArrayCodec):
+            known = source.known_by(codec.raw_of)
         keep = codec.keep
-        return source.raw_actions(times, decode, record=lambda raw: add(keep(raw)), record_version=add_version)
+        return source.raw_actions(
+            times, decode, known=known, record=lambda raw: add(keep(raw)), record_version=add_version
+        )
 
     def _run(self, batch: _StepBuffer, raws: Iterable[Any], times: range, source: ActionSource) -> None:
         width, end = len(self._engines), times.stop * len(self._engines)

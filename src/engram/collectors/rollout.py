@@ -11,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.collectors.trajectories import StepTags
+from engram.envs.action_checks import EntriesCheck
 from engram.envs.base import FrameQueue, lost_episodes, reset_where, step_mdp_of
 from engram.envs.policies import FLAGS, TensorDictPolicy, random_policy, zero_outputs
 from engram.store.layout import tensordict_of
@@ -61,6 +62,7 @@ class TensorDictRollout:
         self._tags = tags
         self._policy, self._weights = policy, tags.weights
         self._random = random_policy(env)
+        self._check = EntriesCheck(env)
         self._step_mdp = step_mdp_of(env)
         self._max_frames = max_frames_per_traj
         self._state: TensorDictBase | None = None
@@ -82,7 +84,7 @@ class TensorDictRollout:
         error: BaseException | None = None
         try:
             while (least := frames.least) < steps:
-                frames.add(*self._step(is_random=least < random_steps))
+                frames.add(*self._step(least, is_random=least < random_steps))
                 if self._lost is not None:
                     for env in frames.cut(self._lost):
                         self._tags.cut(env)
@@ -106,10 +108,10 @@ class TensorDictRollout:
             batch.set(("collector", name), tag)
         return batch
 
-    def _step(self, *, is_random: bool) -> tuple[TensorDictBase, int]:
+    def _step(self, number: int, *, is_random: bool) -> tuple[TensorDictBase, int]:
         """Makes a step of the batch; returns it, and the version of the policy that acted."""
         is_first = self._state is None
-        acted, version = self._with_action(self._ready_state(), is_random=is_random)
+        acted, version = self._with_action(self._ready_state(), number, is_random=is_random)
         td = self._env.step(acted)
         following = td.get("next")
         if following.get("done", None) is None:  # another library's, where agents have flags of their own
@@ -135,7 +137,7 @@ class TensorDictRollout:
         masks = _reset_masks(state, ended)
         return reset_where(self._env, state.copy().update(masks), ended).exclude(*masks.keys(True, True))
 
-    def _with_action(self, state: TensorDictBase, *, is_random: bool) -> tuple[TensorDictBase, int]:
+    def _with_action(self, state: TensorDictBase, number: int, *, is_random: bool) -> tuple[TensorDictBase, int]:
         weights = self._weights
         if is_random:
             if self._zero_outputs is None:
@@ -145,6 +147,7 @@ class TensorDictRollout:
             with weights.call_lock:
                 version = weights.begin_call()
                 td = self._policy(state)
+            self._check.require(td, number)
         dtype = self._env.action_spec.dtype
         action = td.get("action", None)  # None: of another name
         if dtype is not None and action is not None and action.dtype != dtype:

@@ -257,6 +257,9 @@ class SyncDataCollector(BackgroundCollector):
 
     Gymnasium environments, alone, in a `SerialEnv` or stepped together, are stepped with raw values; tensors are made
     once a batch. What an environment gives must be of its spaces: a ValueError names the key otherwise.
+    Actions are compared with the action space before each step: numbers beyond it, vectors that are not one-hot, and
+    NaN, are errors of the policy, which name the entry, the environment and the step. A Box's bounds are left to the
+    environment.
 
     After an error in the environment or the policy, the rows that every environment had stepped before it are a batch,
     shorter than others (of whole trajectories: those that had ended). Without a replay buffer it is handed out, and the

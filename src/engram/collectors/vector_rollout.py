@@ -21,7 +21,17 @@ from engram.collectors.action_sources import (
 from engram.collectors.rollout import RolloutResult, ted_batch
 from engram.collectors.trajectories import StepTags
 from engram.envs.base import FrameIndex, stack_steps
-from engram.envs.codecs import BOOL, DOUBLE, SINGLE, SpaceLeaf, flag_row, narrow_rewards, reward_row, space_leaves
+from engram.envs.codecs import (
+    BOOL,
+    DOUBLE,
+    SINGLE,
+    ArrayCodec,
+    SpaceLeaf,
+    flag_row,
+    narrow_rewards,
+    reward_row,
+    space_leaves,
+)
 from engram.envs.engines import Autoreset, VectorEngine, VectorStep
 from engram.envs.policies import RandomPolicy, TensorDictPolicy, as_observation_policy
 
@@ -125,10 +135,11 @@ class VectorRollout:
         return self._tensordict_actions
 
     def _chosen(self, source: ActionSource, calls: int) -> Iterator[Any]:
-        log, first = self._log, int(self._log.waiting.min())
+        log, codec, first = self._log, self._codec, int(self._log.waiting.min())
         return source.raw_actions(
             range(first, first + calls),
-            self._codec.decode_batch,
+            codec.decode_batch,
+            known=source.known_by(codec.raw_of) if isinstance(codec, ArrayCodec) else None,
             record=log.add_action,
             record_version=log.note_version,
         )
