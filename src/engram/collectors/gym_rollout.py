@@ -383,7 +383,8 @@ def in_time(rows: Any, batch_size: torch.Size) -> Any:
     """Reshapes a tensor, array or TensorDict `[time * envs, ...]` to `[*batch_size, time, ...]`."""
     if not batch_size:
         return rows
-    by_time = rows.reshape(-1, batch_size.numel(), *rows.shape[1:])
+    n = batch_size.numel()
+    by_time = rows.reshape(rows.shape[0] // n, n, *rows.shape[1:])
     if isinstance(rows, np.ndarray):
         return np.ascontiguousarray(by_time.swapaxes(0, 1))
     return by_time.transpose(0, 1).contiguous()
