@@ -134,11 +134,26 @@ class WorkerError(EngramError, RuntimeError):
         if self.traceback:
             return f"{self.worker} failed:\n\n{self.traceback}"
         if self.exit_code is not None and self.exit_code < 0:
-            return f"{self.worker} was killed by {_signal_name(-self.exit_code)}; is there memory enough?"
+            return f"{self.worker} was killed by {_signal_name(-self.exit_code)}; {_ADVICE.get(-self.exit_code, _SENT)}"
         return (
             f"{self.worker} ended with exit code {self.exit_code}, without a word; what it printed may say why "
             "(with the start methods spawn and forkserver, a script needs its `if __name__ == '__main__':`)"
         )
+
+
+_CRASHED = (
+    "native code of the environment, the policy or a library crashed in it: with PYTHONFAULTHANDLER=1 in the "
+    "environment of the program, the worker prints where"
+)
+_SENT = "another process may have sent it"
+#: What may be behind a signal that ends a worker.
+_ADVICE: dict[int, str] = {
+    signal.SIGKILL: "is there memory enough?",
+    signal.SIGBUS: "a file that it has mapped was cut, or there is no room left in the shared memory (/dev/shm)",
+    signal.SIGXCPU: "a limit of its CPU time was reached (ulimit -t)",
+    signal.SIGXFSZ: "a limit of the size of files was reached (ulimit -f)",
+    **dict.fromkeys((signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS), _CRASHED),
+}
 
 
 def _signal_name(number: int) -> str:

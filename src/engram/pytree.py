@@ -477,21 +477,72 @@ def collate_items(items: list[Any]) -> Any:
 
     Tensors, TensorDicts and tensorclasses are stacked; dicts, tuples, and lists of one length entry by entry; numbers
     and numpy arrays become tensors. Of anything else it is a list. Devices and gradients stay.
+
+    Raises RuntimeError, with the first difference, for items of which only some can be stacked so.
     """
+    return _collated(items, ())
+
+
+def _collated(items: list[Any], path: KeyPath) -> Any:
     first = items[0]
     if isinstance(first, Tensor) or has_batch_size(first):
-        return torch.stack(items)
+        try:
+            return torch.stack(items)
+        except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise _stacking_error(items, path) or error from None
     if isinstance(first, dict):
-        return {k: collate_items([item[k] for item in items]) for k in first}
+        if any(not isinstance(item, dict) or item.keys() != first.keys() for item in items):
+            raise _stacking_error(items, path) or AssertionError("dicts that differ")
+        return {k: _collated([item[k] for item in items], (*path, k)) for k in first}
     if isinstance(first, tuple):
-        return tuple(collate_items([item[i] for item in items]) for i in range(len(first)))
+        if any(not isinstance(item, tuple) or len(item) != len(first) for item in items):
+            raise _stacking_error(items, path) or AssertionError("tuples that differ")
+        return tuple(_collated([item[i] for item in items], (*path, i)) for i in range(len(first)))
     if isinstance(first, list) and all(isinstance(x, list) and len(x) == len(first) for x in items):
-        return [collate_items([item[i] for item in items]) for i in range(len(first))]
+        return [_collated([item[i] for item in items], (*path, i)) for i in range(len(first))]
     if isinstance(first, bool | int | float) or type(first).__module__ == "numpy":
-        return torch.as_tensor(items)
+        try:
+            return torch.as_tensor(items)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise _stacking_error(items, path) or error from None
     if is_masked(first):
         raise masked_array("the data")
     return list(items)
+
+
+def _stacking_error(items: list[Any], path: KeyPath) -> RuntimeError | None:
+    """The error for items that do not stack, with the first difference; None where there is none to be seen."""
+    forms = [_forms(item, path) for item in items]
+    for i, form in enumerate(forms):
+        for key in {**forms[0], **form}:
+            if form.get(key) != forms[0].get(key):
+                entry = f"entry {format_key(key)}" if key else "it"
+                return RuntimeError(
+                    f"the items of this batch do not stack: {entry} is {form.get(key, 'missing')} in item {i}, and "
+                    f"{forms[0].get(key, 'missing')} in item 0. Give the buffer collate_fn=list for a list of items, "
+                    "or a collate_fn that pads them; TensorDicts of any shapes and keys are stored, and sampled as "
+                    "lazy stacks, by a LazyStackStorage"
+                )
+    return None
+
+
+def _forms(value: Any, path: KeyPath) -> dict[KeyPath, str]:
+    """What each leaf of an item is, by its path."""
+    entries: list[tuple[Any, Any]]
+    if has_batch_size(value):
+        entries = list(tensordict_items(value if isinstance(value, TensorDictBase) else value.to_tensordict()))
+    elif isinstance(value, dict):
+        entries = list(value.items())
+    elif isinstance(value, tuple):
+        entries = list(enumerate(value))
+    elif isinstance(value, Tensor | np.ndarray):
+        return {path: f"{value.dtype} {list(value.shape)}"}
+    else:
+        return {path: f"a {type(value).__name__}"}
+    inner: dict[KeyPath, str] = {path: f"a {type(value).__name__} of {len(entries)} entries"} if path else {}
+    for key, entry in entries:
+        inner |= _forms(entry, (*path, key))
+    return inner
 
 
 def unstack(batch: Any, dim: int) -> list[Any]:

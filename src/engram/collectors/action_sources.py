@@ -14,9 +14,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram.collectors.policy_weights import PolicyWeights
 from engram.envs.base import merge_where, zero_where
 from engram.envs.codecs import SpaceCodec, space_leaves
-from engram.envs.engines import check_action
+from engram.envs.engines import action_check
 from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy, zero_outputs
 
 Array = np.ndarray[Any, Any]
@@ -45,36 +46,59 @@ def mask_of(envs: Envs, batch_size: torch.Size) -> Tensor:
 class ActionSource:
     """Chooses the actions of a rollout. This one has no state, and its policy writes nothing but the action."""
 
-    def __init__(self, codec: SpaceCodec, batch_size: torch.Size) -> None:
-        self._codec, self._batch_size = codec, batch_size
+    def __init__(self, codec: SpaceCodec, batch_size: torch.Size, weights: PolicyWeights) -> None:
+        self._codec, self._batch_size, self._weights = codec, batch_size, weights
+        self._check = action_check(codec, batch_size)
 
     def choose(self, t: int) -> Any:
         """The action of step t, a tensor or TensorDict `[*batch_size, *spec.shape]`."""
         raise NotImplementedError
 
     def raw_actions(
-        self, times: Iterable[int], decode: Callable[[Any], Any], record: Callable[[Any], object]
+        self,
+        times: Iterable[int],
+        decode: Callable[[Any], Any],
+        *,
+        known: Callable[[Any], Any] | None = None,
+        record: Callable[[Any], object],
+        record_version: Callable[[int], object],
     ) -> Iterator[Any]:
-        """Yields the raw action of each step, as `decode` makes it of the chosen one; `record` gets it before.
+        """Yields the raw action of each step, as `decode` makes it of the chosen one.
 
-        Raises ValueError for an action that is not of the environments' space.
+        `known` does the same where the action is quickly found to be one of the space, and returns None, or raises,
+        for what needs a closer look. Before the action is yielded `record` gets it, and `record_version` the version of
+        the weights that chose it. Raises ValueError for an action that is not of the environments' space.
         """
-        is_checked = False
+        weights, choose, accepts, is_first = self._weights, self.choose, self._check.accepts, True
+        if known is None:
+
+            def known(action: Any) -> Any:
+                return decode(action) if accepts(action) else None
+
         for t in times:
-            action = self.choose(t)
-            if not is_checked:  # one check a stretch: a wrong shape or a score instead of a choice shows at once
-                self._check(action)
-                is_checked = True
+            with weights.call_lock:
+                version = weights.begin_call()
+                action = choose(t)
             try:
-                raw = decode(action)
+                raw = None if is_first else known(action)  # of the first the shape is compared, too
             except Exception:
-                self._check(action)  # its error says what came and what is allowed
-                raise
+                raw = None
+            if raw is None:
+                self._check.refuse(action, t)
+                raw, is_first = decode(action), False
             record(raw)
+            record_version(version)
             yield raw
 
-    def _check(self, action: Any) -> None:
-        check_action(self._codec, action, self._batch_size)
+    def known_by(self, raw_of: Callable[[Array], Any]) -> Callable[[Any], Any]:
+        """A `known` for `raw_actions` of a space of arrays, with `raw_of` for numbers that are in the space."""
+        array_of = self._check.array_of
+
+        def known(action: Any) -> Any:
+            array = array_of(action)
+            return None if array is None else raw_of(array)
+
+        return known
 
     def reset_envs(self, envs: Envs) -> None:
         """Drops the state that the policy has of the last episodes of `envs`, which start new ones."""
@@ -89,8 +113,8 @@ class ActionSource:
 class RandomActions(ActionSource):
     """Random actions, which can be drawn for many steps at once."""
 
-    def __init__(self, policy: RandomPolicy, codec: SpaceCodec, batch_size: torch.Size) -> None:
-        super().__init__(codec, batch_size)
+    def __init__(self, policy: RandomPolicy, codec: SpaceCodec, batch_size: torch.Size, weights: PolicyWeights) -> None:
+        super().__init__(codec, batch_size, weights)
         self._spec = policy.action_spec
         self._is_codec_spec = self._spec == codec.spec.expand(*batch_size, *codec.spec.shape)
         self.is_one_array = not space_leaves(codec, ("action",))[0].path
@@ -103,7 +127,7 @@ class RandomActions(ActionSource):
         if self._is_codec_spec:
             return self._codec.random_rows(steps * self._batch_size.numel())
         drawn = self._spec.rand((steps,))
-        check_action(self._codec, drawn, (steps, *self._batch_size))
+        action_check(self._codec, (steps, *self._batch_size)).require(drawn)
         rows = drawn.flatten(0, 1) if self._batch_size else drawn
         raws = self._codec.decode_rows(rows)
         return self._codec.encode_rows(raws), raws
@@ -113,7 +137,7 @@ class RandomActions(ActionSource):
         if self._is_codec_spec:
             return np.asarray(self._codec.random_batch((steps, *self._batch_size)))
         drawn = self._spec.rand((steps,))
-        check_action(self._codec, drawn, (steps, *self._batch_size))
+        action_check(self._codec, (steps, *self._batch_size)).require(drawn)
         return np.asarray(self._codec.decode_batch(drawn))
 
 
@@ -129,11 +153,12 @@ class ModuleActions(ActionSource):
         policy: ObservationPolicy,
         codec: SpaceCodec,
         batch_size: torch.Size,
+        weights: PolicyWeights,
         device: Any,
         observed: ObservedSteps,
         store_outputs: Callable[[TensorDictBase], object],
     ) -> None:
-        super().__init__(codec, batch_size)
+        super().__init__(codec, batch_size, weights)
         self._policy, self._module, self._device = policy, policy.module, device
         self._keys = observed.keys
         self._row, *self._more_rows = [observed.rows(key) for key in policy.in_keys]
@@ -173,8 +198,15 @@ class ModuleActions(ActionSource):
 class TensorDictActions(ActionSource):
     """Actions of a policy on TensorDicts. What else it writes is stored, and is in its input at the next step."""
 
-    def __init__(self, policy: TensorDictPolicy, codec: SpaceCodec, batch_size: torch.Size, device: Any) -> None:
-        super().__init__(codec, batch_size)
+    def __init__(
+        self,
+        policy: TensorDictPolicy,
+        codec: SpaceCodec,
+        batch_size: torch.Size,
+        weights: PolicyWeights,
+        device: Any,
+    ) -> None:
+        super().__init__(codec, batch_size, weights)
         self._policy = policy
         self._carried = TensorDict(batch_size=batch_size, device=device)
         self._flag = torch.zeros(*batch_size, 1, dtype=torch.bool)
@@ -228,9 +260,15 @@ class MaskedRandom(ActionSource):
     """Random actions for `envs` (bool `[n]`), and those of another source for the rest."""
 
     def __init__(
-        self, envs: Array, random: RandomActions, source: ActionSource, codec: SpaceCodec, batch_size: torch.Size
+        self,
+        envs: Array,
+        random: RandomActions,
+        source: ActionSource,
+        codec: SpaceCodec,
+        batch_size: torch.Size,
+        weights: PolicyWeights,
     ) -> None:
-        super().__init__(codec, batch_size)
+        super().__init__(codec, batch_size, weights)
         self._envs, self._random, self._source = envs, random, source
 
     def reset_envs(self, envs: Envs) -> None:

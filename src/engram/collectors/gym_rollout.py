@@ -18,7 +18,7 @@ from engram.collectors.action_sources import ActionSource, ModuleActions, Random
 from engram.collectors.rollout import RolloutResult, ted_batch
 from engram.collectors.trajectories import StepTags
 from engram.envs.base import stack_steps
-from engram.envs.codecs import Array, DiscreteCodec, Rewards, SpaceLeaf, flag_of, rewards_of
+from engram.envs.codecs import Array, ArrayCodec, DiscreteCodec, Rewards, SpaceLeaf, flag_of, rewards_of
 from engram.envs.engines import GymEngine
 from engram.envs.policies import RandomPolicy, TensorDictPolicy, as_observation_policy
 
@@ -54,9 +54,9 @@ class GymRollout:
         self._codec = engines[0].action
         self.is_random = isinstance(policy, RandomPolicy)
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
-        self._random = RandomActions(random, self._codec, self._batch_size)
+        self._random = RandomActions(random, self._codec, self._batch_size, tags.weights)
         self._keeps_bytes = self.is_random and not self._batch_size and can_keep_bytes(engines[0].leaves)
-        self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, self._device)
+        self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, tags.weights, self._device)
         self.restart()
 
     def restart(self) -> None:
@@ -99,36 +99,55 @@ class GymRollout:
             return self._random
         direct = as_observation_policy(self._policy)  # looked up again for each batch: hooks come and go
         if direct is not None and set(direct.in_keys) <= {*batch.observations.keys}:
-            size, device = self._batch_size, self._device
-            return ModuleActions(direct, self._codec, size, device, batch.observations, batch.store_outputs)
+            weights, device = self._tags.weights, self._device
+            return ModuleActions(
+                direct, self._codec, self._batch_size, weights, device, batch.observations, batch.store_outputs
+            )
         return self._tensordict_actions.start(batch.observations, batch.store_outputs)
 
     def _run_all(self, batch: _StepBuffer, source: ActionSource, steps: int, random_steps: int) -> None:
         if random_steps:
             encoded, raws = self._random.draw_rows(random_steps)
             batch.actions.append(encoded)
+            batch.versions += [self._tags.weights.version] * random_steps
             replaced = raws if source is self._random else skipping(source, raws, per_step=len(self._engines))
             self._run(batch, replaced, range(random_steps), source)
         if random_steps < steps:
             chosen: list[Any] = []
             times = range(random_steps, steps)
             try:
-                self._run(batch, self._chosen(source, times, chosen), times, source)
+                self._run(batch, self._chosen(batch, source, times, chosen), times, source)
             finally:
                 if chosen:
                     batch.actions.append(self._codec.encode_rows(chosen))
 
-    def _chosen(self, source: ActionSource, times: range, record: list[Any]) -> Iterator[Any]:
+    def _chosen(self, batch: _StepBuffer, source: ActionSource, times: range, record: list[Any]) -> Iterator[Any]:
         """Yields the raw actions of the policy, one environment after the other; adds a copy of each to `record`."""
-        codec, add, extend = self._codec, record.append, record.extend
+        codec, add, extend, add_version = self._codec, record.append, record.extend, batch.versions.append
+        known: Callable[[Any], Any] | None = None
         if self._batch_size:
             keep_rows = codec.keep_rows
-            rows = source.raw_actions(times, codec.decode_rows, lambda raws: extend(keep_rows(raws)))
+            if isinstance(codec, ArrayCodec):
+                unstacked, raw_of = codec.unstacked, codec.raw_of
+                known = source.known_by(lambda array: unstacked(raw_of(array)))
+            rows = source.raw_actions(
+                times,
+                codec.decode_rows,
+                known=known,
+                record=lambda raws: extend(keep_rows(raws)),
+                record_version=add_version,
+            )
             return chain.from_iterable(rows)
+        decode = codec.decode_one
         if isinstance(codec, DiscreteCodec):  # integers: nothing to copy
-            return source.raw_actions(times, codec.decode_one, add)
+            known = codec.known_action if codec.has_tables else None
+            return source.raw_actions(times, decode, known=known, record=add, record_version=add_version)
+        if isinstance(codec, ArrayCodec):
+            known = source.known_by(codec.raw_of)
         keep = codec.keep
-        return source.raw_actions(times, codec.decode_one, lambda raw: add(keep(raw)))
+        return source.raw_actions(
+            times, decode, known=known, record=lambda raw: add(keep(raw)), record_version=add_version
+        )
 
     def _run(self, batch: _StepBuffer, raws: Iterable[Any], times: range, source: ActionSource) -> None:
         width, end = len(self._engines), times.stop * len(self._engines)
@@ -202,7 +221,7 @@ class GymRollout:
             {**batch.observations.before(), "action": in_time(actions, self._batch_size)},
             batch.observations.after(),
             outcomes,
-            self._tags.tag(outcomes["done"].reshape(-1, steps), shape),
+            self._tags.tag(outcomes["done"].reshape(-1, steps), shape, lambda: batch.versions_of(steps)),
             batch.stacked_outputs(steps, len(self._batch_size)),
             shape=shape,
             device=self._device,
@@ -216,6 +235,7 @@ class _StepBuffer:
         self.observations = observations
         self._width = width  # environments
         self.actions: list[Any] = []  # encoded, in blocks
+        self.versions: list[int] = []  # by step, of the weights that chose the actions
         self.rewards: list[Any] = []
         self._policy_outputs: list[TensorDictBase] = []  # by step, of a policy that writes more than the action
         self._ends: list[tuple[int, bool, bool]] = []  # slot, terminated, truncated
@@ -234,6 +254,10 @@ class _StepBuffer:
 
     def _fill_outputs(self, steps: int, like: TensorDictBase) -> None:
         self._policy_outputs += [like.empty() for _ in range(steps - len(self._policy_outputs))]
+
+    def versions_of(self, steps: int) -> Array:
+        """The versions of the policy that acted in the first steps, int64 `[environments, steps]`."""
+        return np.tile(np.array(self.versions[:steps], np.int64), (self._width, 1))
 
     def outcomes(self, rewards: Array, batch_size: torch.Size) -> dict[str, Array]:
         """Reward and flags of the first steps, `[*batch_size, steps, 1]`, each with memory of its own."""
@@ -359,7 +383,8 @@ def in_time(rows: Any, batch_size: torch.Size) -> Any:
     """Reshapes a tensor, array or TensorDict `[time * envs, ...]` to `[*batch_size, time, ...]`."""
     if not batch_size:
         return rows
-    by_time = rows.reshape(-1, batch_size.numel(), *rows.shape[1:])
+    n = batch_size.numel()
+    by_time = rows.reshape(rows.shape[0] // n, n, *rows.shape[1:])
     if isinstance(rows, np.ndarray):
         return np.ascontiguousarray(by_time.swapaxes(0, 1))
     return by_time.transpose(0, 1).contiguous()

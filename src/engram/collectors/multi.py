@@ -76,6 +76,7 @@ from engram.processes.worker import (
     close_all,
     wait_for_any,
 )
+from engram.pytree import is_ragged
 
 ABANDON_INTERVAL = 0.1  # seconds after which a thread in the background sees that nobody waits for it any more
 
@@ -187,6 +188,7 @@ class MultiCollector(BackgroundCollector):
             replay_buffer=replay_buffer,
         )
         self._trajs_per_batch, self._assembler = trajs_per_batch or 0, TrajectoryAssembler()
+        self._first_layout: _WorkerLayout | None = None  # of the first batch of steps for whole trajectories
         self._pads_trajectories = trajs_per_batch is not None and traj_format != "cat"
         if split_trajs and replay_buffer is not None:
             raise ValueError("split_trajs=True would write padding into the replay buffer; leave it out")
@@ -408,6 +410,10 @@ class MultiCollector(BackgroundCollector):
         batches = [(k, batch) for k, batch, _ in results if not isinstance(batch, WroteFrames)]
         self._global_ids.number(batches)
         in_order = [batch.reshape(-1, batch.shape[-1]) for _, batch in batches]
+        for k, batch in batches:  # steps of all workers, and of all batches, wait in one TensorDict
+            layout = k, _layout_of(batch)
+            self._first_layout = self._first_layout or layout
+            _refuse_other_layout(self._first_layout, layout)
         if len({batch.shape[-1] for batch in in_order}) == 1:  # in the order of time over all
             self._assembler.add(torch.cat(in_order))
         else:
@@ -996,6 +1002,8 @@ class MultiSyncDataCollector(MultiCollector):
         self.frames += sum(result.frames for result in results)
         self._global_ids.number(batches)
         in_order = [batch for _, batch in batches]
+        for k, batch in batches[1:]:
+            _refuse_other_layout((batches[0][0], _layout_of(in_order[0])), (k, _layout_of(batch)))
         if self._replay_buffer is not None:
             have_one_shape = len({batch.shape for batch in in_order}) == 1
             if have_one_shape:
@@ -1003,7 +1011,22 @@ class MultiSyncDataCollector(MultiCollector):
             for batch in in_order:
                 self._store(batch)
             return None
+        self._refuse_other_shapes(batches)
         return self._join(in_order)
+
+    def _refuse_other_shapes(self, batches: Sequence[tuple[int, TensorDictBase]]) -> None:
+        """Raises ValueError for batches of two workers of which stacking, or `cat_results`, makes no batch."""
+        (j, first), *others = batches
+        varying = {first.ndim - 1} if self._threshold is not None else set[int]()  # those are padded
+        if self._cat_results != "stack":
+            varying.add(int(self._cat_results) % first.ndim)
+        for k, batch in others:
+            pairs = enumerate(zip(first.shape, batch.shape, strict=False))
+            if batch.ndim != first.ndim or any(a != b for dim, (a, b) in pairs if dim not in varying):
+                raise ValueError(
+                    f"the batches of workers {j} and {k} do not go into one: they have the shapes {list(first.shape)} "
+                    f"and {list(batch.shape)}. {_ONE_BATCH}"
+                )
 
     def _join(self, batches: list[TensorDictBase]) -> TensorDictBase:
         if self._threshold is not None:
@@ -1013,6 +1036,33 @@ class MultiSyncDataCollector(MultiCollector):
 
     def _as_handed_out(self, batch: TensorDictBase) -> TensorDictBase:
         return self._join([batch])
+
+
+_ONE_BATCH = (
+    "Make environments with the same spaces, and as many in each worker; or collect with a MultiaSyncDataCollector, "
+    "each batch of which is of one worker"
+)
+_Layout = dict[Any, str]
+_WorkerLayout = tuple[int, _Layout]
+
+
+def _layout_of(batch: TensorDictBase) -> _Layout:
+    """What each step of a batch has, by key; nothing of agents that differ."""
+    if is_ragged(batch):
+        return {}
+    return {key: f"{leaf.dtype} {list(leaf.shape[batch.ndim :])}" for key, leaf in batch.items(True, True)}
+
+
+def _refuse_other_layout(first: _WorkerLayout, other: _WorkerLayout) -> None:
+    """Raises ValueError for batches of two workers that do not go into one, with the first entry that differs."""
+    (j, expected), (k, found) = first, other
+    if expected == found:
+        return
+    key = next(key for key in {**expected, **found} if expected.get(key) != found.get(key))
+    raise ValueError(
+        f"the batches of workers {j} and {k} do not go into one: {key!r} is {expected.get(key, 'missing')} from worker "
+        f"{j}, and {found.get(key, 'missing')} from worker {k}. {_ONE_BATCH}"
+    )
 
 
 def _padded(batch: TensorDictBase, length: int) -> TensorDictBase:

@@ -11,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.collectors.trajectories import StepTags
+from engram.envs.action_checks import EntriesCheck
 from engram.envs.base import FrameQueue, lost_episodes, reset_where, step_mdp_of
 from engram.envs.policies import FLAGS, TensorDictPolicy, random_policy, zero_outputs
 from engram.store.layout import tensordict_of
@@ -59,8 +60,9 @@ class TensorDictRollout:
     ) -> None:
         self._env = env
         self._tags = tags
-        self._policy = policy
+        self._policy, self._weights = policy, tags.weights
         self._random = random_policy(env)
+        self._check = EntriesCheck(env)
         self._step_mdp = step_mdp_of(env)
         self._max_frames = max_frames_per_traj
         self._state: TensorDictBase | None = None
@@ -78,12 +80,11 @@ class TensorDictRollout:
         self._frames = FrameQueue(self._env.batch_size)
 
     def collect(self, steps: int, *, random_steps: int) -> RolloutResult:
-        frames, version = self._frames, self._tags.version
+        frames = self._frames
         error: BaseException | None = None
         try:
             while (least := frames.least) < steps:
-                td = self._step(is_random=least < random_steps)
-                frames.add(td, version)
+                frames.add(*self._step(least, is_random=least < random_steps))
                 if self._lost is not None:
                     for env in frames.cut(self._lost):
                         self._tags.cut(env)
@@ -107,9 +108,11 @@ class TensorDictRollout:
             batch.set(("collector", name), tag)
         return batch
 
-    def _step(self, *, is_random: bool) -> TensorDictBase:
+    def _step(self, number: int, *, is_random: bool) -> tuple[TensorDictBase, int]:
+        """Makes a step of the batch; returns it, and the version of the policy that acted."""
         is_first = self._state is None
-        td = self._env.step(self._with_action(self._ready_state(), is_random=is_random))
+        acted, version = self._with_action(self._ready_state(), number, is_random=is_random)
+        td = self._env.step(acted)
         following = td.get("next")
         if following.get("done", None) is None:  # another library's, where agents have flags of their own
             self._agents_end = True
@@ -119,7 +122,7 @@ class TensorDictRollout:
             self._truncate(td, following, self._max_frames)
         self._ended = following.get("done")
         self._state = self._step_mdp(td)
-        return td
+        return td, version
 
     def _ready_state(self) -> TensorDictBase:
         if self._state is None:
@@ -134,16 +137,22 @@ class TensorDictRollout:
         masks = _reset_masks(state, ended)
         return reset_where(self._env, state.copy().update(masks), ended).exclude(*masks.keys(True, True))
 
-    def _with_action(self, state: TensorDictBase, *, is_random: bool) -> TensorDictBase:
+    def _with_action(self, state: TensorDictBase, number: int, *, is_random: bool) -> tuple[TensorDictBase, int]:
+        weights = self._weights
         if is_random:
             if self._zero_outputs is None:
                 self._zero_outputs = zero_outputs(self._policy, state)
-            td = self._random(state.update(self._zero_outputs.clone()))
+            td, version = self._random(state.update(self._zero_outputs.clone())), weights.version
         else:
-            td = self._policy(state)
+            with weights.call_lock:
+                version = weights.begin_call()
+                td = self._policy(state)
+            self._check.require(td, number)
         dtype = self._env.action_spec.dtype
         action = td.get("action", None)  # None: of another name
-        return td if dtype is None or action is None or action.dtype == dtype else td.set("action", action.to(dtype))
+        if dtype is not None and action is not None and action.dtype != dtype:
+            td.set("action", action.to(dtype))
+        return td, version
 
     def _truncate(self, td: TensorDictBase, following: TensorDictBase, max_frames: int) -> None:
         self._lengths += 1

@@ -5,14 +5,11 @@ Here is also what collectors of both kinds do with settings, states, weights and
 
 from __future__ import annotations
 
-import copy
 import sys
 import time
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +21,7 @@ from torch import Tensor, nn
 from engram.collectors.arguments import settle_other_arguments
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.gym_rollout import GymRollout
+from engram.collectors.policy_weights import PolicyWeights, shapes_of
 from engram.collectors.rollout import Rollout, RolloutResult, TensorDictRollout, call_if_present, is_cpu
 from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
 from engram.collectors.trajectories import StepTags, TrajectoryAssembler, waiting_steps
@@ -203,13 +201,6 @@ COUNTERS = ("frames", "stepped", "batches", "trajectories", "policy_version")
 Device = torch.device | str | int | None
 
 
-class WeightsUpdate(NamedTuple):
-    """Weights that the policy takes over before the next batch, where it has its own copy, and their version."""
-
-    weights: Mapping[str, Any] | None
-    version: int
-
-
 class SyncDataCollector(BackgroundCollector):
     """Steps an environment with a policy and hands out batches in TED.
 
@@ -266,6 +257,9 @@ class SyncDataCollector(BackgroundCollector):
 
     Gymnasium environments, alone, in a `SerialEnv` or stepped together, are stepped with raw values; tensors are made
     once a batch. What an environment gives must be of its spaces: a ValueError names the key otherwise.
+    Actions are compared with the action space before each step: numbers beyond it, vectors that are not one-hot, and
+    NaN, are errors of the policy, which name the entry, the environment and the step. A Box's bounds are left to the
+    environment.
 
     After an error in the environment or the policy, the rows that every environment had stepped before it are a batch,
     shorter than others (of whole trajectories: those that had ended). Without a replay buffer it is handed out, and the
@@ -351,8 +345,6 @@ class SyncDataCollector(BackgroundCollector):
         self._writer = None if replay_buffer is None else buffer_writer(replay_buffer)
         self._pre_collect_hook, self._post_collect_hook = pre_collect_hook, post_collect_hook
         self._compile_policy, self._cudagraph_policy = compile_policy, cudagraph_policy
-        self._updates: deque[WeightsUpdate] = deque(maxlen=1)  # the newest one that is not in use yet
-        self._version = 0  # of the last update, in use or not
         self._failure: BaseException | None = None  # to be raised before anything else is collected
         self._set_truncated, self._waits_for_copies = set_truncated, not no_cuda_sync
         self._trajs_per_batch, self._assembler = trajs_per_batch or 0, TrajectoryAssembler()
@@ -377,7 +369,9 @@ class SyncDataCollector(BackgroundCollector):
             if device_of_env is not None:
                 self.env.to(device_of_env)
             self._set_sizes(frames_per_batch, total_frames)
-            self._tags = StepTags(self._width, tracks_ids=track_traj_ids, tracks_version=track_policy_version)
+            self._tags = StepTags(
+                self._width, self._weights, tracks_ids=track_traj_ids, tracks_version=track_policy_version
+            )
             self._max_frames_per_traj = max_frames_per_traj
             self._rollout = self._make_rollout()
         except BaseException:
@@ -428,7 +422,7 @@ class SyncDataCollector(BackgroundCollector):
     @property
     def policy_version(self) -> int:
         """The number of calls of `update_policy_weights_`."""
-        return self._version
+        return self._weights.newest_version
 
     @property
     def stats(self) -> CollectorStats:
@@ -449,8 +443,6 @@ class SyncDataCollector(BackgroundCollector):
         self._refuse_beside_background()
         self._refuse_if_shut_down()
         self._raise_failure()
-        if self._updates:
-            self._take_over_update()
         try:
             batch = self._next_batch()
         except BaseException as error:
@@ -539,10 +531,10 @@ class SyncDataCollector(BackgroundCollector):
             self._writer.restart()
 
     def _collect_steps(self, *, random_steps: int) -> RolloutResult:
-        if self._rollout.is_random:  # no policy: the two switches would cost as much as four steps of CartPole
+        if self._rollout.is_random:  # no policy: the switches would cost as much as four steps of CartPole
             return self._rollout.collect(self._steps, random_steps=random_steps)
         self._prepare()
-        with torch.no_grad(), set_exploration_type(self._exploration_type):
+        with self._weights.collecting(), torch.no_grad(), set_exploration_type(self._exploration_type):
             return self._rollout.collect(self._steps, random_steps=random_steps)
 
     def _note_episodes(self, batch: TensorDictBase) -> None:
@@ -572,42 +564,17 @@ class SyncDataCollector(BackgroundCollector):
 
         None takes them from the policy that the collector was made with, where it collects with a copy on another
         device. Otherwise a state dict, a module, or a TensorDict of parameters; `policy_or_weights` is a second name.
-        While it collects in the background, the next batch is the first of the new version: a copy is made of the
-        weights, which never change within a batch where the policy is the collector's own.
 
-        Raises TypeError without weights; in the background ValueError for those of another policy.
+        Any thread may call this at any time: weights and version change together. Those of the caller's own policy
+        change between two of its calls (this waits for the present one; where the policy itself asks for the update,
+        it follows the call); those of a policy of the collector's own between two batches, for which a copy of them
+        waits. An optimizer that writes into the caller's own policy does so whenever it wants: do that in
+        `with collector.pause():`, and call this without weights inside.
+
+        Raises TypeError without weights, ValueError for those of another policy; nothing is changed then.
         """
         self._raise_background_failure()
-        weights = one_of_two_weights(policy_weights, policy_or_weights)
-        version = self._version + 1 if version is None else version
-        if self._background is None or not self._background.is_active or self._background.is_current:
-            self._updates.clear()
-            self._weights.update(weights)
-            self._tags.version = version
-        elif self._weights.is_shared:
-            self._weights.update(weights)  # here, beside the caller's own optimiser, whose steps would be undone later
-            self._updates.append(WeightsUpdate(None, version))
-        else:
-            waiting = list(self._updates)  # at once: the thread may take it over meanwhile, as it may a second time
-            snapshot: Mapping[str, Any] | None = self._weights.snapshot(weights)
-            if snapshot is None and waiting:
-                snapshot = waiting[0].weights
-            self._updates.append(WeightsUpdate(snapshot, version))
-        self._version = version
-
-    def _take_over_update(self) -> None:
-        """Brings the policy up to date with the last `update_policy_weights_`."""
-        if self._updates:
-            update = self._updates.pop()
-            if update.weights is not None:
-                self._weights.update(update.weights)
-            self._tags.version = update.version
-
-    @contextmanager
-    def _between_batches(self) -> Iterator[None]:
-        with super()._between_batches():
-            self._take_over_update()
-            yield
+        self._weights.update(one_of_two_weights(policy_weights, policy_or_weights), version)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """The next reset of each environment starts from `seed`, `seed + 1`, ...; returns the first that is free.
@@ -636,7 +603,7 @@ class SyncDataCollector(BackgroundCollector):
             "stepped": self._stepped,
             "batches": self.batches,
             "trajectories": self._tags.ids.count,
-            "policy_version": self._tags.version,
+            "policy_version": self._weights.version,
             "episodes": self._episodes.state_dict(),
         }
         weights, numbers = self._weights.state_dict(), call_if_present(self.env, "random_state")
@@ -659,13 +626,11 @@ class SyncDataCollector(BackgroundCollector):
         validate_waiting(state, self._trajs_per_batch)
         if "env_random_state" in state:
             self.env.set_random_state(state["env_random_state"])
-        if "policy_state_dict" in state:
-            self._weights.update(state["policy_state_dict"])
+        self._weights.restore(state.get("policy_state_dict"), state["policy_version"])
         self._reset()
         self._assembler.load_state_dict(state.get("waiting", NOTHING_WAITS))
         self.frames, self._stepped, self.batches = state["frames"], state["stepped"], state["batches"]
-        self._tags.ids.count, self._tags.version = state["trajectories"], state["policy_version"]
-        self._version = self._tags.version
+        self._tags.ids.count = state["trajectories"]
         self._episodes.load_state_dict(state["episodes"])
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, *, raise_on_error: bool = True) -> None:
@@ -880,7 +845,7 @@ def validate_state(state: Any, policy_state: Mapping[str, Any] | None) -> None:
     numbers = [episodes["count"], *_list_of(episodes, "returns"), *_list_of(episodes, "lengths")]
     if wrong := [number for number in numbers if not isinstance(number, int | float)]:
         raise ValueError(f"a collector's state has numbers in 'episodes', got {wrong[0]!r:.80}")
-    shapes, allowed = _shapes(state.get("policy_state_dict")), _shapes(policy_state)
+    shapes, allowed = shapes_of(state.get("policy_state_dict")), shapes_of(policy_state)
     if shapes != allowed:
         raise ValueError(
             f"the state's policy is not this collector's.\n  found:   {shapes}\n  allowed: {allowed}\n"
@@ -907,71 +872,6 @@ def _list_of(episodes: Mapping[str, Any], name: str) -> list[Any]:
             f"a collector's state has lists 'returns' and 'lengths' in 'episodes', got {episodes[name]!r:.80}"
         )
     return list(episodes[name])
-
-
-def _shapes(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    return None if state is None else {key: tuple(getattr(value, "shape", ())) for key, value in state.items()}
-
-
-class PolicyWeights:
-    """A user's policy, and its copy on another device where the policy has to act there.
-
-    `policy` is the user's own object (`is_shared`) unless its parameters live elsewhere than `device`, or a factory
-    made it.
-    """
-
-    def __init__(self, original: Any, device: torch.device | None, *, is_own: bool = False) -> None:
-        self._original = original
-        self.policy = original
-        self.is_shared = not is_own
-        if device is not None and isinstance(original, nn.Module) and not _lives_on(original, device):
-            self.policy = copy.deepcopy(original).to(device)
-            self.is_shared = False
-
-    def snapshot(self, weights: Any = None) -> dict[str, Any] | None:
-        """A copy of weights that `update` takes later; None where that has nothing to do.
-
-        Raises TypeError for a policy without weights, ValueError for those of another one.
-        """
-        if weights is None and self.policy is self._original:
-            return None
-        if not isinstance(self.policy, nn.Module):
-            raise TypeError(f"the policy is a {type(self.policy).__name__} and has no weights; give an nn.Module")
-        state = self._original.state_dict() if weights is None else _state_dict(weights)
-        shapes, allowed = _shapes(state), _shapes(self.state_dict())
-        if shapes != allowed:
-            raise ValueError(f"these weights are not those of the policy.\n  found:   {shapes}\n  allowed: {allowed}")
-        return copy.deepcopy(
-            {key: value.detach() if isinstance(value, Tensor) else value for key, value in state.items()}
-        )
-
-    def update(self, weights: Any = None) -> None:
-        """Copies weights into the policy that acts: the original's, or a state dict or TensorDict of parameters.
-
-        Raises TypeError for a policy without weights.
-        """
-        if weights is None and self.policy is self._original:
-            return
-        if not isinstance(self.policy, nn.Module):
-            raise TypeError(f"the policy is a {type(self.policy).__name__} and has no weights; give an nn.Module")
-        self.policy.load_state_dict(self._original.state_dict() if weights is None else _state_dict(weights))
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """The state of the policy that acts; None for a policy that is no module."""
-        return self.policy.state_dict() if isinstance(self.policy, nn.Module) else None
-
-
-def _lives_on(module: nn.Module, device: torch.device) -> bool:
-    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
-    return all(own.type == device.type and device.index in (None, own.index) for own in devices)
-
-
-def _state_dict(weights: Any) -> Mapping[str, Any]:
-    if isinstance(weights, TensorDictBase):
-        return {key: value.detach() for key, value in weights.flatten_keys(".").items()}
-    if isinstance(weights, nn.Module):
-        return weights.state_dict()
-    return weights  # type: ignore[no-any-return]
 
 
 class BufferWriter:

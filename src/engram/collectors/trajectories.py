@@ -15,6 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram._native import number_trajectories
+from engram.collectors.policy_weights import PolicyWeights
 from engram.envs.base import mark_truncated
 from engram.store.files import share_fd
 
@@ -59,10 +60,12 @@ class TrajectoryIds:
 class StepTags:
     """The entries under `"collector"` of each step: its trajectory and the policy's version, if tracked."""
 
-    def __init__(self, envs: int, *, tracks_ids: bool = True, tracks_version: bool = False) -> None:
+    def __init__(
+        self, envs: int, weights: PolicyWeights, *, tracks_ids: bool = True, tracks_version: bool = False
+    ) -> None:
         self.ids = TrajectoryIds(envs)
+        self.weights = weights
         self.cuts: list[tuple[int, int]] = []  # environments and ids of trajectories that broke off between two batches
-        self.version = 0
         self._tracks_ids = tracks_ids
         self._tracks_version = tracks_version
 
@@ -80,7 +83,7 @@ class StepTags:
         ids = self.ids.number(done)
         tags = {"traj_ids": torch.from_numpy(ids).reshape(shape)} if self._tracks_ids else {}
         if self._tracks_version:
-            now = torch.full(shape, self.version, dtype=torch.int64)
+            now = torch.full(shape, self.weights.version, dtype=torch.int64)
             tags["policy_version"] = now if versions is None else torch.from_numpy(versions()).reshape(shape)
         return tags
 

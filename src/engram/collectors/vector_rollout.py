@@ -21,7 +21,17 @@ from engram.collectors.action_sources import (
 from engram.collectors.rollout import RolloutResult, ted_batch
 from engram.collectors.trajectories import StepTags
 from engram.envs.base import FrameIndex, stack_steps
-from engram.envs.codecs import BOOL, DOUBLE, SINGLE, SpaceLeaf, flag_row, narrow_rewards, reward_row, space_leaves
+from engram.envs.codecs import (
+    BOOL,
+    DOUBLE,
+    SINGLE,
+    ArrayCodec,
+    SpaceLeaf,
+    flag_row,
+    narrow_rewards,
+    reward_row,
+    space_leaves,
+)
 from engram.envs.engines import Autoreset, VectorEngine, VectorStep
 from engram.envs.policies import RandomPolicy, TensorDictPolicy, as_observation_policy
 
@@ -54,9 +64,9 @@ class VectorRollout:
         self._codec, self._batch_size, self._device = engine.action, torch.Size((engine.n,)), env.device
         self.is_random = isinstance(policy, RandomPolicy)
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
-        self._random = RandomActions(random, self._codec, self._batch_size)
+        self._random = RandomActions(random, self._codec, self._batch_size, tags.weights)
         self._log = StepLog(engine.n, engine.leaves, space_leaves(engine.action, ("action",)))
-        self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, self._device)
+        self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, tags.weights, self._device)
         self._tensordict_actions.start(self._log, self._log.store_outputs)
         self.restart()
 
@@ -108,7 +118,9 @@ class VectorRollout:
                 calls = min(missing, surely_random)
                 self._run(skipping(source, self._random_actions(calls)), source, calls)
             elif int(waiting.min()) < random_steps:  # some have had their random steps, others not
-                mixed = MaskedRandom(waiting < random_steps, self._random, source, self._codec, self._batch_size)
+                mixed = MaskedRandom(
+                    waiting < random_steps, self._random, source, self._codec, self._batch_size, self._tags.weights
+                )
                 self._run(self._chosen(mixed, 1), mixed, 1)
             else:
                 self._run(self._chosen(source, missing), source, missing)
@@ -118,29 +130,37 @@ class VectorRollout:
             return self._random
         direct = as_observation_policy(self._policy)  # looked up again for each batch: hooks come and go
         if direct is not None and set(direct.in_keys) <= {*self._log.keys}:
-            size, device = self._batch_size, self._device
-            return ModuleActions(direct, self._codec, size, device, self._log, self._log.store_outputs)
+            size, weights, device = self._batch_size, self._tags.weights, self._device
+            return ModuleActions(direct, self._codec, size, weights, device, self._log, self._log.store_outputs)
         return self._tensordict_actions
 
     def _chosen(self, source: ActionSource, calls: int) -> Iterator[Any]:
-        return source.raw_actions(range(calls), self._codec.decode_batch, self._log.add_action)
+        log, codec, first = self._log, self._codec, int(self._log.waiting.min())
+        return source.raw_actions(
+            range(first, first + calls),
+            codec.decode_batch,
+            known=source.known_by(codec.raw_of) if isinstance(codec, ArrayCodec) else None,
+            record=log.add_action,
+            record_version=log.note_version,
+        )
 
     def _random_actions(self, calls: int) -> Iterator[Any]:
         if not self._random.is_one_array:
             return self._chosen(self._random, calls)
         raws = self._random.draw_batches(calls)
         self._log.add_actions(raws)
+        self._log.note_version(self._tags.weights.version)
         return iter(raws)
 
     def _run(self, raws: Iterator[Any], source: ActionSource, calls: int) -> None:
-        log, step, version = self._log, self._engine.step, self._tags.version
+        log, step = self._log, self._engine.step
         ends_matter = self._engine.autoreset is Autoreset.DISABLED or self._max_frames is not None
         may_drain = self._max_frames is not None and not self._engine.can_reset_some
         for number, raw in enumerate(raws, 1):
             out = step(raw)
             if may_drain:
                 out = self._without_drained(out)
-            log.add(out, version)
+            log.add(out)
             if out.idle is not None:
                 source.reset_envs(out.idle)
                 if self._engine.can_lose_episodes:
@@ -270,6 +290,7 @@ class StepLog:
         self._outputs: list[TensorDictBase | None] = []  # of the policy, besides the action
         self._next_outputs: TensorDictBase | None = None
         self._versions: list[int] = []
+        self._version = 0
         self._dropped = 0
         self._frames = FrameIndex(self._n)
 
@@ -321,7 +342,11 @@ class StepLog:
         """Stores what the policy writes besides the action of the next call; a second time replaces the first."""
         self._next_outputs = outputs
 
-    def add(self, out: VectorStep, version: int) -> None:
+    def note_version(self, version: int) -> None:
+        """Notes the version of the weights that choose the actions from the next call on."""
+        self._version = version
+
+    def add(self, out: VectorStep) -> None:
         """Adds one call. Raises ValueError where a value is not of the spaces, and adds nothing then.
 
         Rewards beyond float32 are an error of `count`.
@@ -340,7 +365,7 @@ class StepLog:
         self._frames.add(out.idle)
         self._terminated.append(terminated.tobytes())
         self._truncated.append(truncated.tobytes())
-        self._versions.append(version)
+        self._versions.append(self._version)
         self._outputs.append(self._next_outputs)
         self._next_outputs = None
         if last is not None:
@@ -365,7 +390,9 @@ class StepLog:
         if not self._uncounted:
             self._reward_dtype = SINGLE if reward.dtype == SINGLE else DOUBLE
         elif self._reward_dtype is SINGLE:
-            self._uncounted = [row.tobytes() for row in _rows(self._uncounted, SINGLE, self._n).astype(DOUBLE)]
+            self._uncounted = [
+                row.tobytes() for row in _rows(self._uncounted, len(self._uncounted), SINGLE, self._n).astype(DOUBLE)
+            ]
             self._reward_dtype = DOUBLE
         return reward.astype(self._reward_dtype)
 
@@ -411,7 +438,7 @@ class StepLog:
 
         Raises ValueError for a reward beyond float32; only the calls before it are counted, the others are dropped.
         """
-        rewards = narrow_rewards(_rows(self._uncounted, self._reward_dtype, self._n))
+        rewards = narrow_rewards(_rows(self._uncounted, len(self._uncounted), self._reward_dtype, self._n))
         self._uncounted.clear()
         self._rewards.extend(rewards.values.view(self._reward_row)[:, 0].tolist())  # bytes of each call
         self._frames.count(len(rewards.values))
@@ -428,21 +455,23 @@ class StepLog:
 
     def _fill(self, window: StepWindow) -> None:
         slots, n = window.slots, self._n
+        calls = len(self._rewards) * n
         # No frame reads a call before the first of this log.
         lasts, before = self._last_of_episodes, 1 - self._dropped
         last_slots = [(last.call + before) * n + env for last in lasts for env in last.envs]
         for leaf_number, (leaf, shown) in enumerate(zip(self._leaves, self._shown, strict=True)):
-            rows = _rows(shown, leaf.codec.raw_dtype, *leaf.codec.raw_shape)
+            rows = _rows(shown, len(shown) * n, leaf.codec.raw_dtype, *leaf.codec.raw_shape)
             window.before[leaf.key] = leaf.codec.encode(rows.take(slots, 0))
             if last_slots:
-                rows[last_slots] = _rows([last.rows[leaf_number] for last in lasts], rows.dtype, *rows.shape[1:])
+                rows_of_leaf = [last.rows[leaf_number] for last in lasts]
+                rows[last_slots] = _rows(rows_of_leaf, len(last_slots), rows.dtype, *rows.shape[1:])
             window.after[leaf.key] = leaf.codec.encode(rows.take(slots + n, 0))
         for leaf, actions in zip(self._action_leaves, self._actions, strict=True):
-            rows = _rows(actions, leaf.codec.raw_dtype, *leaf.codec.raw_shape)
+            rows = _rows(actions, len(actions) * n, leaf.codec.raw_dtype, *leaf.codec.raw_shape)
             window.action[leaf.key] = leaf.codec.encode(rows.take(slots, 0))
-        window.reward = _rows(self._rewards, np.float32, 1).take(slots, 0)
-        window.terminated = _rows(self._terminated, np.bool_, 1).take(slots, 0)
-        window.truncated = _rows(self._truncated, np.bool_, 1).take(slots, 0)
+        window.reward = _rows(self._rewards, calls, np.float32, 1).take(slots, 0)
+        window.terminated = _rows(self._terminated, calls, np.bool_, 1).take(slots, 0)
+        window.truncated = _rows(self._truncated, calls, np.bool_, 1).take(slots, 0)
         some = next((outputs for outputs in self._outputs if outputs is not None), None)
         if some is not None:
             by_call = [some.empty() if outputs is None else outputs for outputs in self._outputs]
@@ -480,6 +509,6 @@ class StepWindow:
         return np.array(self._versions, np.int64).take(self._calls)
 
 
-def _rows(chunks: Sequence[Any], dtype: Any, *shape: int) -> Array:
-    """Joins arrays, or bytes, of one dtype to a new array `[-1, *shape]`, at a third of the cost of `concatenate`."""
-    return np.frombuffer(bytearray().join(chunks), dtype).reshape(-1, *shape)
+def _rows(chunks: Sequence[Any], rows: int, dtype: Any, *shape: int) -> Array:
+    """Joins arrays, or bytes, of one dtype to a new array `[rows, *shape]`, at a third of the cost of `concatenate`."""
+    return np.frombuffer(bytearray().join(chunks), dtype).reshape(rows, *shape)

@@ -255,6 +255,15 @@ class ArrayCodec(SpaceCodec):
         batch = value.shape[: value.ndim - self.spec.ndim]
         return value.detach().cpu().numpy().astype(self.raw_dtype).reshape((*batch, *self.raw_shape))
 
+    def raw_of(self, array: Array) -> Array:
+        """`decode` of numbers that are known to be of the space."""
+        batch = array.shape[: array.ndim - self.spec.ndim]
+        return array.astype(self.raw_dtype).reshape((*batch, *self.raw_shape))
+
+    def unstacked(self, raws: Array) -> list[Any]:
+        """The single raw values of a new array `[N, *raw_shape]`."""
+        return [np.asarray(row) for row in raws]
+
     def decode_batch(self, value: Tensor) -> Any:
         return np.asarray(self.decode(value))
 
@@ -271,7 +280,7 @@ class ArrayCodec(SpaceCodec):
         return self.encode(rows.reshape((len(raws), *self.raw_shape)))
 
     def decode_rows(self, value: Tensor) -> list[Any]:
-        return [np.asarray(row) for row in self.decode(value)]
+        return self.unstacked(self.decode(value))
 
     def decode_one(self, value: Tensor) -> Any:
         return self.decode(value)
@@ -307,6 +316,13 @@ class DiscreteCodec(ArrayCodec):
             return choice.numpy() + self.start
         return choice.long().cpu().numpy() + self.start
 
+    def raw_of(self, array: Array) -> Array:
+        choice = array.astype(np.int64) if self._one_hot is None else array.argmax(-1)
+        return choice + self.start if self.start else choice
+
+    def unstacked(self, raws: Array) -> list[Any]:
+        return list(raws)
+
     def _to_choice(self, value: Tensor) -> Tensor:
         if self._one_hot is None:
             return value
@@ -317,11 +333,25 @@ class DiscreteCodec(ArrayCodec):
         raw = np.int64((value if self._one_hot is None else self._to_choice(value)).item())
         return raw + self.start if self.start else raw
 
+    @property
+    def has_tables(self) -> bool:
+        """Whether the choices are few enough for tables of them."""
+        return self._n <= MAX_TABLE
+
+    def known_action(self, value: Tensor) -> Any:
+        """`decode_one` of what its tables say is a choice; None for all that needs a closer look."""
+        if self._one_hot is None:
+            return self._raw_by_item.get(value.item())
+        table = self._raw_by_row.get(value.dtype)
+        if table is None:
+            dtype = value.numpy().dtype
+            rows = zip(np.eye(self._n, dtype=dtype), self._raw_by_item.values(), strict=True)
+            table = {row.tobytes(): raw for row, raw in rows}
+            self._raw_by_row[value.dtype] = table
+        return table.get(value.numpy().tobytes())  # a third of the cost of `argmax` and `item`
+
     def keep(self, raw: Any) -> Any:
         return raw
-
-    def decode_rows(self, value: Tensor) -> list[Any]:
-        return list(self.decode(value))
 
     def unbatch(self, batch: Any) -> list[Any]:
         return list(batch)
@@ -348,6 +378,16 @@ class DiscreteCodec(ArrayCodec):
         return np.array(list(np.arange(self.start, self.start + self._n)), dtype=object)
 
     @cached_property
+    def _raw_by_item(self) -> dict[Any, Any]:
+        """Raw values by choice."""
+        return dict(enumerate(self._raw_by_choice.tolist()))
+
+    @cached_property
+    def _raw_by_row(self) -> dict[torch.dtype, dict[bytes, Any]]:
+        """By dtype, raw values by the bytes of their one-hot vectors."""
+        return {}
+
+    @cached_property
     def _hot_by_choice(self) -> np.ndarray[Any, Any]:
         return np.eye(self._n, dtype=np.int64)
 
@@ -371,6 +411,16 @@ class MultiDiscreteCodec(ArrayCodec):
         choice = value.detach().cpu() if self._one_hot is None else self._one_hot.decode(value.detach()).cpu()
         raw = choice.numpy().reshape((*choice.shape[:-1], *self.raw_shape))
         return (raw + self.start).astype(self.raw_dtype)
+
+    def raw_of(self, array: Array) -> Array:
+        shape = array.shape[:-1]
+        if self._one_hot is None:
+            choice = array.astype(np.int64)
+        else:  # in each row as many ones as there are variables, in their order
+            nvec = self._one_hot.nvec
+            places = array.reshape(-1, array.shape[-1]).nonzero()[1].reshape(-1, len(nvec))
+            choice = places - np.cumsum([0, *nvec[:-1]])
+        return (choice.reshape((*shape, *self.raw_shape)) + self.start).astype(self.raw_dtype)
 
 
 class NestedCodec(SpaceCodec):

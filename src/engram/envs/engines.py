@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram.envs.action_checks import ActionCheck
 from engram.envs.codecs import (
     BOOL,
     ArrayCodec,
@@ -30,7 +31,7 @@ from engram.envs.codecs import (
     space_leaves,
 )
 from engram.pytree import Key, key_path
-from engram.specs import Bounded, Composite, Spec, Unbounded
+from engram.specs import Composite, Spec, Unbounded
 from engram.transforms.base import IDLE
 
 Array = np.ndarray[Any, Any]
@@ -237,6 +238,7 @@ class GymEngine:
         self.env = env
         self.step: RawStep = env.step if frame_skip is None else repeat_action(env.step, frame_skip)
         self.action: SpaceCodec = codec_for(env.action_space, categorical=categorical)
+        self._action_check = action_check(self.action)
         self._info = make_info_reader(info_keys, self._probe_infos, batch_dims=0)
         if self._info is not None:
             self.step = self._info.stepping(self.step)
@@ -279,8 +281,11 @@ class GymEngine:
 
     def raw_action(self, action: Tensor | TensorDictBase) -> Any:
         """A tensor as an action for `step`. Raises ValueError if it does not fit the spec."""
-        check_action(self.action, action)
-        return self.action.decode_one(action)
+        codec = self.action
+        if isinstance(codec, ArrayCodec) and (array := self._action_check.array_of(action)) is not None:
+            return codec.unstacked(codec.raw_of(array[None]))[0]
+        self._action_check.require(action)
+        return codec.decode_one(action)
 
     def observation(self, raw: Any) -> dict[Any, Tensor]:
         """A raw observation as tensors in new memory, by key. Raises ValueError if it is not of the space."""
@@ -298,39 +303,10 @@ def validate_random_state(state: Any, present: dict[str, Any]) -> None:
         )
 
 
-def check_action(codec: SpaceCodec, action: Any, batch_size: Sequence[int] = ()) -> None:
-    """Raises ValueError for an action `[*batch_size, *spec.shape]` that gymnasium could misread.
-
-    The shape must be right; one-hot vectors and categories must be in their domain. The dtype may differ, and floats
-    outside the bounds of a Box are left to the environment.
-    """
-    for key, spec in _leaf_specs(codec).items():
-        value = action if key is None else action.get(key, None) if isinstance(action, TensorDictBase) else action
-        fits = isinstance(value, Tensor) and value.shape == (*batch_size, *spec.shape)
-        if not fits or (not isinstance(spec, (Bounded, Unbounded)) and not _is_choice(spec, value)):
-            where = "" if key is None else f" {key!r}"
-            raise ValueError(
-                f"action{where} is not what the environment takes.\n"
-                f"  found:   {_described(value)}\n"
-                f"  allowed: {spec}, after the batch dimensions {tuple(batch_size)}\n"
-                "  A network's scores need an argmax: one_hot(scores.argmax(-1), n), or scores.argmax(-1) with "
-                "GymEnv(..., categorical_action_encoding=True)."
-            )
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape)}: {value}"
-    return f"a {type(value).__name__} instead of a tensor: {value!r:.200}"
-
-
-def _is_choice(spec: Any, value: Tensor) -> bool:
-    cast = value.to(spec.dtype)
-    return bool(spec.is_in(cast)) and (cast is value or torch.equal(cast.to(value.dtype), value))
-
-
-def _leaf_specs(codec: SpaceCodec) -> dict[Any, Any]:
-    return dict(codec.spec.leaves()) if isinstance(codec.spec, Composite) else {None: codec.spec}
+def action_check(codec: SpaceCodec, batch_size: Sequence[int] = ()) -> ActionCheck:
+    """The check of actions `[*batch_size, *spec.shape]` of environments with this action space."""
+    spec = codec.spec
+    return ActionCheck(spec.leaves() if isinstance(spec, Composite) else {None: spec}, batch_size)
 
 
 def composite_spec(leaves: list[SpaceLeaf]) -> Composite:

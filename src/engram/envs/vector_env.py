@@ -15,7 +15,7 @@ from engram.envs.engines import (
     Array,
     Autoreset,
     VectorEngine,
-    check_action,
+    action_check,
     composite_spec,
 )
 from engram.specs import Categorical
@@ -38,6 +38,7 @@ class VectorStepper:
         if self.marks_idle:
             self.observation_spec[IDLE] = Categorical(2, (engine.n, 1), dtype=torch.bool)
         self.action_spec = engine.action.spec.expand(engine.n, *engine.action.spec.shape)
+        self._action_check = action_check(engine.action, (engine.n,))
         self._shown: dict[Any, Tensor] = {}
         self._clear_marks()
 
@@ -97,7 +98,7 @@ class VectorStepper:
         """
         self._check_all_reset()
         action = td.get("action")
-        check_action(self.engine.action, action, (self.engine.n,))
+        self._action_check.require(action)
         raw = self.engine.action.decode_batch(action)
         observation, reward, terminated, truncated, last, idle = self.engine.step(raw)
         n = self.engine.n

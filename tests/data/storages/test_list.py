@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from engram.data import ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.errors import StorageError
+from engram.pytree import collate_items
 from engram.testing import StorageContract, numbers, steps
 
 
@@ -191,3 +192,34 @@ def test_by_default_a_list_holds_copies():
     for data in (item, batch, rb[0], rb[2]):
         data["n"] += 50
     assert [int(rb[slot]["n"]) for slot in range(4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("items", "difference"),
+    [
+        ([torch.zeros(1), torch.zeros(2)], r"it is torch.float32 \[2\] in item 1, and torch.float32 \[1\] in item 0"),
+        ([torch.zeros(1), "a"], "it is a str in item 1, and torch.float32"),
+        ([np.zeros(1), np.zeros(2)], r"it is float64 \[2\] in item 1, and float64 \[1\]"),
+        ([1.0, "a"], "it is a str in item 1, and a float in item 0"),
+        ([{"a": torch.zeros(1)}, {"a": torch.zeros(2)}], r"entry 'a' is torch.float32 \[2\] in item 1"),
+        ([{"a": 1}, {"a": 1, "b": 2}], "entry 'b' is a int in item 1, and missing in item 0"),
+        ([{"a": 1, "b": 2}, {"a": 1}], "entry 'b' is missing in item 1"),
+        ([{"a": 1}, "a"], "entry 'a' is missing in item 1"),
+        ([{"a": (1, 2)}, {"a": (1,)}], r"entry 'a' is a tuple of 1 entries in item 1, and a tuple of 2"),
+        ([(1,), (1, 2)], r"entry \(?1,?\)? is a int in item 1, and missing in item 0"),
+        ([TensorDict({"a": torch.zeros(1)}), TensorDict({"a": torch.zeros(2)})], "entry 'a' is torch.float32"),
+        ([TensorDict({"a": {"b": 1}}), TensorDict({"a": {"c": 1}})], r"entry \('a', 'b'\) is missing in item 1"),
+    ],
+)
+def test_items_that_do_not_stack_are_told_apart_with_what_stores_and_samples_them(items, difference):
+    with pytest.raises(RuntimeError, match=f"do not stack: {difference}(.|\n)*collate_fn=list(.|\n)*LazyStackStorage"):
+        collate_items(items)
+    rb = ReplayBuffer(storage=ListStorage(10), collate_fn=list)
+    rb.extend(items)
+    assert isinstance(rb.sample(4), list)
+
+
+def test_a_batch_of_list_items_for_which_there_is_no_memory_says_so_and_not_that_they_do_not_stack():
+    huge = torch.empty(1).expand(2**50)
+    with pytest.raises(RuntimeError, match="allocate"):
+        collate_items([huge, huge])
