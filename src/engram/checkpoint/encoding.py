@@ -488,7 +488,7 @@ class NestedTensorCodec:
         jagged = value.layout is torch.jagged
         if jagged and value.lengths() is None and value._ragged_idx == 1:
             return {"values": value.values(), "offsets": value.offsets()}
-        return {"jagged": jagged, "members": list(value.unbind())}
+        return {"jagged": jagged, "members": list(value.unbind(0))}
 
     def unpack(self, packed: Any) -> Any:
         if "values" not in packed:

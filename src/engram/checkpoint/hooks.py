@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import math
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -43,6 +43,8 @@ from engram.errors import CheckpointError, CheckpointMisfitError
 from engram.store.counters import Counters, check_sequences
 from engram.store.layout import LayoutState, RowLayout
 
+log = logging.getLogger("engram")
+
 _TEXT, _ARRAYS = "storage/hooked.json", "storage/hooked.bin"
 _BLOCK_BYTES = 1 << 24
 _IN_MEMORY_BYTES = 1 << 24  # rows that are copied to memory, not to a file
@@ -61,9 +63,11 @@ class StorageSave(Protocol):
 
 def save_through_hooks(checkpointer: Checkpointer, source: Any, previous: Any) -> StorageSave:
     """The save of `source`; `previous` is the storage's entry in the manifest of the current snapshot, or None."""
-    hooks = checkpointer.save_hooks
-    if hooks and isinstance(source, RowSource | ItemSource) and Counters(source.counters()).rows:
-        return _RowSave(checkpointer, source) if isinstance(source, RowSource) else _ItemSave(checkpointer, source)
+    if checkpointer.save_hooks:
+        if not isinstance(source, RowSource | ItemSource):
+            raise _no_rows(source)
+        if Counters(source.counters()).rows:
+            return _RowSave(checkpointer, source) if isinstance(source, RowSource) else _ItemSave(checkpointer, source)
     same_form = isinstance(previous, dict) and previous.get("format") == checkpointer.format
     before = previous.get("state") if same_form else None
     return _PlainSave(checkpointer, checkpointer.plan_save(source, before if isinstance(before, dict) else None))
@@ -85,6 +89,13 @@ def load_through_hooks(checkpointer: Checkpointer, reader: SnapshotReader, entry
         )
     plan = checkpointer.plan_restore(reader, state)
     return _PlainLoad(checkpointer, plan) if checkpointer.load_hooks else plan
+
+
+def _no_rows(storage: Any) -> TypeError:
+    return TypeError(
+        f"hooks need a storage with all methods of a RowSource and RowSink, or of an ItemSource and ItemSink; a "
+        f"{type(storage).__name__} lacks some"
+    )
 
 
 class _PlainSave:
@@ -121,9 +132,10 @@ def order_of(counters: dict[str, Any], single_steps: bool) -> Order:
 def _apply(hooks: list[Hook], value: Any, order: Order, what: str, **offered: Callable[[], Any]) -> Any:
     """`value` after the hooks. Of `offered` a hook gets the results that it has arguments for."""
     for hook in hooks:
-        for name in ("shift", "is_full"):
-            if hasattr(hook, name):
-                setattr(hook, name, getattr(order, name))
+        if hasattr(hook, "shift"):
+            hook.shift = order.shift
+        if hasattr(hook, "is_full"):
+            hook.is_full = order.is_full
         value = hook(value, **{name: make() for name, make in offered.items() if _takes(hook, name)})
         if value is None:
             raise TypeError(f"the {what} hook {hook!r:.80} returned None; a hook returns what is to be used instead")
@@ -495,7 +507,8 @@ class _HookedLoad(_Load):
         try:
             super().__init__(checkpointer, int(state["save_hooks"]))
             self._kind, self._counters, self._class = state["kind"], state["counters"], bool(state["tensorclass"])
-            self._order, checked = Order(**state["order"]), Counters(self._counters)
+            order, checked = state["order"], Counters(self._counters)
+            self._order = Order(order["oldest"], order["shift"], order["is_full"])
             n = sum(checked.stop(lane) - checked.first(lane) for lane in range(checked.lanes))
             whole = [type(x) is int and 0 <= x <= n for x in self._order[:2]]
             if self._kind not in ("rows", "items") or not all(whole) or type(self._order.is_full) is not bool:
@@ -512,6 +525,8 @@ class _HookedLoad(_Load):
 
     def check(self, sink: Any) -> None:
         """With load hooks, which run in `load`, only whether rows or items are taken here."""
+        if not isinstance(sink, RowSink | ItemSink):
+            raise _no_rows(sink)
         taken = "rows" if isinstance(sink, RowSink) else "items"
         if taken != self._kind:
             raise CheckpointMisfitError(f"{self._kind} were saved, through hooks; this storage takes {taken}")
@@ -521,11 +536,11 @@ class _HookedLoad(_Load):
     def load(self, sink: Any) -> None:
         self.check(sink)
         if not self._hooks:
-            warnings.warn(
-                f"{_hooks(self._save_hooks, 'save')} changed what was saved in {self._reader.path('')}, and no load "
-                "hook is registered: what comes back is what the save hooks made",
-                UserWarning,
-                stacklevel=2,
+            log.warning(
+                "%s changed what was saved in %s, and no load hook is registered: what comes back is what the save "
+                "hooks made",
+                _hooks(self._save_hooks, "save"),
+                self._reader.path(""),
             )
         self._fit(sink)()
 
@@ -563,9 +578,12 @@ class _PlainLoad(_Load):
         self._plan = plan
 
     def check(self, sink: Any) -> None:
-        """Nothing: what the hooks make, which run in `load`, is compared there, before anything changes."""
+        """Not what the hooks make, which run in `load`: that is compared there, before anything changes."""
+        if not isinstance(sink, RowSink | ItemSink):
+            raise _no_rows(sink)
 
     def load(self, sink: Any) -> None:
+        self.check(sink)
         if isinstance(sink, RowSink):
             collected = _RowCollector(sink.row_layout())
             self._plan.load(collected)
