@@ -38,7 +38,7 @@ from engram.checkpoint.protocols import (
     StorageCheckpointerBase,
 )
 from engram.checkpoint.reader import JSON_AS_OBJECTS, BytesInMemory, SnapshotReader
-from engram.checkpoint.writer import SnapshotWriter
+from engram.checkpoint.writer import SnapshotWriter, let_go_of_pages
 from engram.errors import CheckpointError, CheckpointMisfitError
 from engram.store.counters import Counters, check_sequences
 from engram.store.layout import LayoutState, RowLayout
@@ -202,6 +202,7 @@ class _RowFile:
             rows = np.pad(rows, ((0, 0), (0, 0), (0, self.stride - self._row_bytes)))
         for env in range(self._shape[0]):
             _write_at(self._file.fileno(), (env * self._shape[1] + at) * self.stride, rows[env])
+        let_go_of_pages(self._file.fileno())
 
     def put_from(self, begin: int, first: int, n: int, oldest: int, rows: Rows) -> None:
         """As `put`, of a ring at `begin`: the `first`-th oldest of its `n` rows and those after it; the oldest is at
@@ -518,6 +519,8 @@ class _HookedLoad(_Load):
             if self._kind == "rows":
                 self._saved = _SavedRows(LayoutState(state["layout"]), self._counters, self._order)
                 checked.check_envs(self._saved.layout)
+                if self._saved.layout.parse() is not None and len(self._saved.env_shape) + 1 != state["layout"]["ndim"]:
+                    raise ValueError("its environments are not those of its dimensions")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise reader.malformed(f"its description of what save hooks made is malformed ({error!r})") from error
         for name in (_TEXT, _ARRAYS):

@@ -221,7 +221,7 @@ class SnapshotWriter:
         os.fchmod(fd, 0o444)
         # The disk works while the next file is made. What an earlier file had in memory is on the disk by now.
         for written in (fd, *self._unsynced[-1 - _FILES_BEHIND : -_FILES_BEHIND]):
-            _let_go(written)
+            let_go_of_pages(written)
         self._files[name] = {"nbytes": nbytes, "xxh3_128": digest_of_file}
         self._sync_files(down_to=_MOST_OPEN_FILES)
 
@@ -250,7 +250,7 @@ class SnapshotWriter:
             fd = self._unsynced.pop(0)
             try:
                 os.fsync(fd)
-                _let_go(fd)
+                let_go_of_pages(fd)
             finally:
                 os.close(fd)
 
@@ -387,7 +387,7 @@ def _write_all(fd: int, view: memoryview) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _let_go(fd: int) -> None:
+def let_go_of_pages(fd: int) -> None:
     """Starts writing a file to the disk, and frees the page cache of what has been written."""
     # Otherwise a save would push the buffer's own pages out of the cache.
     if hasattr(os, "posix_fadvise"):
