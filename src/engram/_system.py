@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import re
 import stat
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from fractions import Fraction
 from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from engram import _native
 
@@ -65,6 +70,16 @@ def open_regular(path: str | os.PathLike[str], flags: int, dir_fd: int | None = 
         os.close(fd)
         raise
     return fd
+
+
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+def map_privately(fd: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """The first bytes of a file, read from it when they are used; writes into them stay in this process's memory."""
+    # Without a reservation: a file may be larger than all memory, and seldom is much of it written to.
+    flags, protection = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+    return np.frombuffer(mmap.mmap(fd, nbytes, flags, protection), np.uint8)
 
 
 def boot_id() -> bytes:

@@ -62,6 +62,12 @@ class TedRings(RowRings):
     def layout_state(self) -> dict[str, Any] | None:
         return {**self._layout.to_json(), "envs": [self.strands], "ndim": 2} if self.written else None
 
+    def row_layout(self) -> RowLayout | None:
+        return self._layout if self.written else None
+
+    def private_rows(self) -> None:
+        return None
+
 
 def packed(layout: RowLayout, td: TensorDict) -> Any:
     """uint8 [n, row_bytes]."""

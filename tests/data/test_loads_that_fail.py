@@ -193,12 +193,15 @@ def small_chunks(request, monkeypatch):
 def test_a_load_hook_that_raises(storage, nth, small_chunks, tmp_path):
     path = saved(lambda: buffer(tmp_path, storage), tmp_path)
     rb = used(buffer(tmp_path, storage), (0, 55))
-    rb.register_load_hook(failing_at(nth))
+    fails_once = failing_at(nth)
+    for _ in range(2):  # the first hook raises, or the second one
+        rb.register_load_hook(fails_once)
     fails(rb, lambda: rb.loads(path))
     rb.loads(path)  # the hook does not raise again
     assert len(rb) == 26
     fails_alone = failing_at(nth)
-    rb.register_load_hook(fails_alone)
+    for _ in range(2):
+        rb.register_load_hook(fails_alone)
     fails(rb, lambda: rb.storage.loads(path))
 
 
@@ -206,16 +209,16 @@ CHECKPOINTERS = [TensorStorageCheckpointer, FlatStorageCheckpointer, NestedStora
 
 
 @pytest.mark.parametrize("checkpointer", CHECKPOINTERS, ids=lambda c: c.__name__)
-def test_a_load_hook_sees_each_block_once_and_in_order(checkpointer, small_chunks, tmp_path):
+def test_a_load_hook_gets_all_rows_once(checkpointer, small_chunks, tmp_path):
     path = saved(lambda: buffer(tmp_path, checkpointer=checkpointer()), tmp_path)
     seen = []
     fresh, rb = (buffer(tmp_path, checkpointer=checkpointer()) for _ in range(2))
     used(rb, (0, 30))
     for one in (fresh, rb):
         seen.append([])
-        one.register_load_hook(lambda rows, mine=seen[-1]: mine.append(rows.copy()) or rows)
+        one.register_load_hook(lambda td, mine=seen[-1]: mine.append(td["n"].tolist()) or td)
         one.loads(path)
-    assert len(seen[0]) == len(seen[1]) and all((a == b).all() for a, b in zip(*seen, strict=True))
+    assert seen[0] == seen[1] == [list(range(100, 126))]
     assert same(observed(fresh), observed(rb))
 
 
@@ -430,7 +433,7 @@ def test_a_part_that_refuses_its_state_in_a_buffer_without_rows(storage, tmp_pat
 def test_members_of_an_ensemble(tmp_path, monkeypatch):
     path = saved(lambda: ensemble(tmp_path), tmp_path)
     rb = used(ensemble(tmp_path), (0, 55))
-    rb[2].register_load_hook(failing_at(3))
+    rb[2].register_load_hook(failing_at(0))
     fails(rb, lambda: rb.loads(path))
     monkeypatch.setattr(ListStorage, "restore_items", raise_refused)
     monkeypatch.setattr(ListStorage, "_restore_point", lambda self: lambda: None)

@@ -24,6 +24,7 @@ from engram.data import (
 )
 from engram.data.replay_buffers.checkpointers import rows
 from engram.errors import CheckpointError
+from engram.store.views import RowSnapshot
 from engram.testing.helpers import numbers, state_of, steps
 
 KINDS = ["list", "memory", "mapped", "tensors", "environments"]
@@ -47,7 +48,7 @@ def batch(kind, start, stop):
 
 
 class Gate:
-    """A save hook that lets blocks through when it is opened."""
+    """A save hook that lets rows through when it is opened."""
 
     def __init__(self, rb):
         self.opened, self.reached = threading.Event(), threading.Event()
@@ -218,7 +219,8 @@ def test_a_row_changed_before_the_save_and_overwritten_during_it_is_not_taken_ov
     assert state_of(twin) == expected
 
 
-def test_rows_that_another_process_overwrites_are_left_out_and_counted(tmp_path):
+@pytest.mark.parametrize("hooks", [(), (lambda td: td,)], ids=["rows", "through a hook"])
+def test_rows_that_another_process_overwrites_are_left_out_and_counted(hooks, monkeypatch, tmp_path):
     context = multiprocessing.get_context("fork")
     rb = ReplayBuffer(storage=LazyTensorStorage(120, shared=True, lanes=2))
     rb.extend(steps(0, 40))
@@ -236,12 +238,21 @@ def test_rows_that_another_process_overwrites_are_left_out_and_counted(tmp_path)
     process.start()
     try:
         assert written.wait(300)
-        gate = Gate(rb)
+        reached, opened, read_block = threading.Event(), threading.Event(), RowSnapshot.read_block
+
+        def reads_slowly(self, *place):
+            reached.set()
+            assert opened.wait(300)
+            return read_block(self, *place)
+
+        monkeypatch.setattr(RowSnapshot, "read_block", reads_slowly)
+        for hook in hooks:
+            rb.register_save_hook(hook)
         handle = rb.dumps(tmp_path, blocking=False)
-        assert gate.reached.wait(300)
+        assert reached.wait(300)
         go.set()
         assert again.wait(300)
-        gate.opened.set()
+        opened.set()
         handle.result(300)
     finally:
         done.set()

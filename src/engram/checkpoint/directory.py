@@ -81,8 +81,10 @@ MARKER_CONTENT = b"engram snapshot: this directory belongs to engram, which remo
 
 FORMAT = "engram snapshot"
 VERSION = 1
-#: Features beyond version 1 that a snapshot may use, by name: none yet. A reader refuses a snapshot with others.
-FEATURES: tuple[str, ...] = ()
+HOOKS = "hooks"  #: the feature of snapshots in which save hooks changed rows
+#: Features beyond version 1 that a snapshot may use, by name. A reader refuses a snapshot with others.
+FEATURES: tuple[str, ...] = (HOOKS,)
+HOOKED = "hooked"  #: the format of a storage whose rows save hooks changed
 
 LARGEST_MANIFEST = 1 << 28  # a sparse file of any size costs nothing to make
 

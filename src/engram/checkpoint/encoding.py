@@ -17,13 +17,15 @@ from typing import Any, Protocol, Union
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
+from engram import pytree
 from engram._system import check_memory
-from engram.checkpoint.reader import ChecksummedFile
+from engram.checkpoint.reader import BytesInMemory, ChecksummedFile
 from engram.errors import CheckpointError
 
 ALIGNMENT = 64
+_MOST_COPIED = 1 << 24  # bytes of an array that are made contiguous at once
 _SMALL = 1 << 16  # a write for each small array would take longer than all else
 _DEEPEST = 100
 _DEEPEST_TREE = 4 * _DEEPEST  # of what is read: what `encode` makes of a value has a few levels for each of its own
@@ -80,16 +82,18 @@ class EncodedArrays:
         position, small = 0, bytearray()
         for array in self._arrays:
             small += bytes(_aligned(position) - position)
-            block = _raw(array)
-            nbytes = len(block) if isinstance(block, bytes) else block.nbytes
-            position = _aligned(position) + nbytes
-            if nbytes < _SMALL:
-                small += block if isinstance(block, bytes) else block.tobytes()
-            if nbytes >= _SMALL or len(small) >= _SMALL:
-                yield bytes(small)
-                small.clear()
-            if nbytes >= _SMALL:
-                yield block
+            position = _aligned(position)
+            for piece in _pieces(array):
+                block = tensor_bytes(piece)
+                nbytes = len(block) if isinstance(block, bytes) else block.nbytes
+                position += nbytes
+                if nbytes < _SMALL:
+                    small += block if isinstance(block, bytes) else block.tobytes()
+                if nbytes >= _SMALL or len(small) >= _SMALL:
+                    yield bytes(small)
+                    small.clear()
+                if nbytes >= _SMALL:
+                    yield block
         if small:
             yield bytes(small)
 
@@ -107,7 +111,7 @@ def encode(value: Any, arrays: EncodedArrays, codecs: tuple[ClassCodec, ...] = (
     return Encoder(codecs).encode(value, arrays, place)
 
 
-def decode(tree: Any, file: ChecksummedFile | None, codecs: tuple[ClassCodec, ...] = ()) -> Any:
+def decode(tree: Any, file: ChecksummedFile | BytesInMemory | None, codecs: tuple[ClassCodec, ...] = ()) -> Any:
     """Decodes what `encode` returned; tensors and arrays are new and writable. A ValueError says what is malformed.
 
     `file` is read from start to end; the caller compares its checksum then, before the value is used.
@@ -121,10 +125,14 @@ def decode(tree: Any, file: ChecksummedFile | None, codecs: tuple[ClassCodec, ..
 
 
 class Encoder:
-    """Encodes any number of values, as `encode`."""
+    """Encodes any number of values, as `encode`.
 
-    def __init__(self, codecs: tuple[ClassCodec, ...]) -> None:
-        self._codecs = codecs
+    Args:
+        plain: what is encoded in place of a value of another class; that value itself where it is to be refused.
+    """
+
+    def __init__(self, codecs: tuple[ClassCodec, ...], plain: Callable[[Any], Any] = lambda value: value) -> None:
+        self._codecs, self._plain = codecs, plain
         self._by_type: dict[type, Callable[[Any, str, int], Any]] = {
             int: self._int,
             float: self._float,
@@ -157,6 +165,9 @@ class Encoder:
         for codec in self._codecs:
             if codec.owns(value):
                 return {f"${codec.tag}": self._encode(codec.pack(value), place, depth + 1)}
+        plain = self._plain(value)
+        if plain is not value:
+            return self._encode(plain, place, depth + 1)
         raise TypeError(
             f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved; "
             "use tensors, numpy arrays, numbers, strings, bytes, None, and dicts, lists and tuples of these"
@@ -204,6 +215,8 @@ class Encoder:
         return pairs
 
     def _tensor(self, value: torch.Tensor, place: str, depth: int) -> Any:
+        if value.is_nested and NESTED in self._codecs:
+            return {f"${NESTED.tag}": self._encode(NESTED.pack(value), place, depth + 1)}
         if value.layout != torch.strided or value.dtype not in _TORCH_NAMES or value.is_meta or value.is_nested:
             raise TypeError(
                 f"{place} is a {value.dtype} tensor with layout {value.layout} on {value.device}, "
@@ -226,7 +239,7 @@ class Encoder:
 
 
 class _Decoder:
-    def __init__(self, file: ChecksummedFile | None, codecs: tuple[ClassCodec, ...]) -> None:
+    def __init__(self, file: ChecksummedFile | BytesInMemory | None, codecs: tuple[ClassCodec, ...]) -> None:
         self._file, self._codecs = file, codecs
         self._depth = 0
         self._by_tag: dict[str, Callable[[Any], Any]] = {
@@ -296,6 +309,9 @@ class _Decoder:
         padding = at - self._file.position
         if not 0 <= nbytes <= self._file.remaining - padding:
             raise ValueError(f"a state in it has {nbytes} bytes, more than are left in its file")
+        if isinstance(self._file, BytesInMemory):
+            self._file.skip(padding)
+            return torch.from_numpy(self._file.view(nbytes))
         check_memory(nbytes, "a state in it")
         self._file.skip(padding)
         content = torch.empty(nbytes, dtype=torch.uint8)
@@ -303,7 +319,18 @@ class _Decoder:
         return content
 
 
-def _raw(array: Array) -> bytes | npt.NDArray[Any]:
+def _pieces(array: Array) -> Iterator[Array]:
+    """An array in parts of which none needs much memory to become contiguous, in C order."""
+    large = isinstance(array, torch.Tensor) and array.numel() * array.element_size() > _MOST_COPIED
+    if not isinstance(array, torch.Tensor) or not large or array.is_contiguous():
+        yield array
+        return
+    per_part = max(1, _MOST_COPIED * len(array) // (array.numel() * array.element_size()))
+    for part in torch.split(array, per_part):
+        yield from _pieces(part[0] if len(part) == 1 else part)
+
+
+def tensor_bytes(array: Array) -> bytes | npt.NDArray[Any]:
     if isinstance(array, bytes):
         return array
     if isinstance(array, torch.Tensor):
@@ -426,3 +453,65 @@ def _parts_of(member: Any) -> Iterable[Any]:
 
 
 CODECS = (TensorDictCodec(), LazyStackCodec(), NonTensorCodec())
+
+
+class NonTensorStackCodec:
+    """Stacks of `NonTensorData` of different values."""
+
+    tag = "nontensorstack"
+
+    def owns(self, value: Any) -> bool:
+        return type(value) is NonTensorStack
+
+    def pack(self, value: Any) -> Any:
+        return {"stack_dim": value.stack_dim, "members": list(value.tensordicts)}
+
+    def unpack(self, packed: Any) -> Any:
+        members, dim = packed["members"], packed["stack_dim"]
+        stackable = bool(members) and all(isinstance(one, NonTensorData | NonTensorStack) for one in members)
+        if type(dim) is not int or not stackable:
+            raise ValueError(f"a state in it has a stack of {len(members)} values along dimension {dim!r}")
+        if not 0 <= dim <= members[0].ndim:
+            raise ValueError(f"a state in it has a stack of values along dimension {dim} of {members[0].ndim + 1}")
+        return NonTensorStack(*members, stack_dim=dim)
+
+
+class NestedTensorCodec:
+    """Nested tensors: jagged ones as values and offsets, others by their members."""
+
+    tag = "nested"
+
+    def owns(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_nested
+
+    def pack(self, value: Any) -> Any:
+        jagged = value.layout is torch.jagged
+        if jagged and value.lengths() is None and value._ragged_idx == 1:
+            return {"values": value.values(), "offsets": value.offsets()}
+        return {"jagged": jagged, "members": list(value.unbind(0))}
+
+    def unpack(self, packed: Any) -> Any:
+        if "values" not in packed:
+            layout = torch.jagged if packed["jagged"] else torch.strided
+            return torch.nested.as_nested_tensor(packed["members"], layout=layout)
+        values, offsets = packed["values"], packed["offsets"]
+        rising = offsets.dtype in (torch.int64, torch.int32) and offsets.ndim == 1 and len(offsets) > 0
+        if not rising or offsets[0] or offsets[-1] != len(values) or (offsets.diff() < 0).any():
+            raise ValueError("a state in it has a nested tensor whose offsets do not rise from 0 to its values' number")
+        return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+
+NESTED = NestedTensorCodec()
+#: For what save hooks return, which may hold more than states of components.
+CONTENT_CODECS = (*CODECS, NonTensorStackCodec(), NESTED)
+
+
+def plain_content(value: Any) -> Any:
+    """Tensors and TensorDicts of other classes as plain ones over the same memory, which is what is saved of them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().as_subclass(torch.Tensor)
+    if pytree.is_tensorclass(value):
+        return value._tensordict
+    if isinstance(value, TensorDictBase):
+        return TensorDict(dict(value.items()), value.batch_size, device=value.device)
+    return value

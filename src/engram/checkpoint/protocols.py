@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from engram.checkpoint.reader import SnapshotReader
 from engram.checkpoint.writer import SnapshotWriter
+from engram.store.layout import RowLayout
+from engram.store.views import PrivateRows
 
 Rows = npt.NDArray[np.uint8]
 
 
+@runtime_checkable
 class RowSource(Protocol):
     """A storage that holds packed rows, as it is read by a save, each row once.
 
@@ -44,7 +47,14 @@ class RowSource(Protocol):
     def read_block(self, lane: int, start: int, stop: int) -> Rows:
         """Rows `[envs, stop - start, row_bytes]` of one lane, by sequence; valid until the next call."""
 
+    def row_layout(self) -> RowLayout | None:
+        """The layout of `layout_state`, with the classes that batches have here; None before the first write."""
 
+    def private_rows(self) -> PrivateRows | None:
+        """The rows of a single lane where they lie, for reading without a copy; None: read blocks."""
+
+
+@runtime_checkable
 class RowSink(Protocol):
     """A storage that takes packed rows, as it is filled by a load."""
 
@@ -63,9 +73,13 @@ class RowSink(Protocol):
     def abort_restore(self) -> None:
         """Leaves the store empty."""
 
+    def row_layout(self) -> RowLayout | None:
+        """The layout of the rows that it holds; None: what is loaded decides it."""
+
     def __len__(self) -> int: ...
 
 
+@runtime_checkable
 class ItemSource(Protocol):
     """A storage that holds Python objects, as it is read by a save."""
 
@@ -82,6 +96,7 @@ class ItemSource(Protocol):
         """As those of a RowSource, with one lane, one environment; `lane_capacity` None: without limit."""
 
 
+@runtime_checkable
 class ItemSink(Protocol):
     """A storage that takes Python objects."""
 
@@ -94,7 +109,7 @@ class ItemSink(Protocol):
 
 Source = TypeVar("Source", contravariant=True)
 Sink = TypeVar("Sink", contravariant=True)
-Hook = Callable[[Any], Any]
+Hook = Callable[..., Any]
 
 
 class SavePlan(Protocol):
@@ -125,11 +140,34 @@ class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
 
     A checkpointer of one's own defines `format`, the name of that form, `plan_save` and `plan_restore`.
 
-    Hooks are callables that get what is about to be written (or has just been read and verified) and return what to
-    write (or to hand to the storage) instead, in the order of their registration: a block of rows, or an item. They
-    are not saved: who loads registers the inverse of what the saver registered. A save hook that has the
-    attributes `shift` and `is_full` is told by them, before its first call, where the oldest row of a full storage
-    stands (the cursor), and whether the storage is full.
+    Hooks are callables. Save hooks get what users stored: a batch of all rows (TensorDict, tensorclass, dict, tensor;
+    of a list storage a list, where its items do not stack) in the order of slots, whose tensors are views of the rows;
+    each gets what the one before it returned, and what the last one returns is saved. Load hooks get that, and the
+    last one returns the rows. They are not saved: who loads registers the inverse of what the saver registered.
+
+    - A hook that has the attributes `shift` and `is_full` is told by them, before it is called, where the oldest row
+      of a full storage stands (else: how many there are), and whether it is full. Rows of several lanes, and items of
+      several steps, come oldest first, and `shift` is 0.
+    - A save hook with an argument `path` gets a folder (a `Path`) on the disk of the snapshot, for tensors that are
+      too large for memory. It is removed when what was returned has been written.
+    - A load hook with an argument `out` gets a batch with room for the rows, which it may fill and return; None of
+      items.
+    - What save hooks return may have another batch size, and entries that are no tensors: numbers, strings, None, and
+      dicts, lists and tuples of these.
+    - Writes into what a hook gets change nothing that is stored. It is not called when there are no rows.
+
+    Example:
+        >>> import tempfile
+        >>> from engram.data import LazyTensorStorage
+        >>> storage, twin = LazyTensorStorage(10), LazyTensorStorage(10)
+        >>> storage.register_save_hook(lambda pixels: pixels.to(torch.uint8))
+        >>> twin.register_load_hook(lambda pixels: pixels.to(torch.float32))
+        >>> storage.set(range(3), torch.tensor([7.0, 8.0, 9.0]))
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     _ = storage.dumps(path)
+        ...     twin.loads(path)
+        >>> twin[:]
+        tensor([7., 8., 9.])
     """
 
     format: ClassVar[str]
@@ -141,9 +179,11 @@ class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
         self.load_hooks: list[Hook] = []
 
     def register_save_hook(self, hook: Hook) -> None:
+        """Adds a callable that gets what is saved, and returns what is saved instead."""
         self.save_hooks.append(hook)
 
     def register_load_hook(self, hook: Hook) -> None:
+        """Adds a callable that gets what was saved, and returns what the storage takes."""
         self.load_hooks.append(hook)
 
     @abstractmethod
@@ -159,28 +199,3 @@ class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
 
         `reader.malformed(...)` is the error for a state that no save can have written. Reads no file.
         """
-
-
-def informed(hooks: list[Hook], counters: dict[str, Any]) -> list[Hook]:
-    """Save hooks, once those that have `shift` and `is_full` have been told the cursor and whether the storage is full.
-
-    `counters` are those of the source; of several lanes the cursor is that of the first.
-    """
-    if not hooks:
-        return hooks
-    lanes, capacity = counters["lanes"], counters["lane_capacity"]
-    written = lanes[0]["published"] if lanes else 0
-    shift = written % capacity if capacity else written
-    is_full = bool(lanes and capacity) and all(lane["published"] - lane["base"] >= capacity for lane in lanes)
-    for hook in hooks:
-        if hasattr(hook, "shift"):
-            hook.shift = shift
-        if hasattr(hook, "is_full"):
-            hook.is_full = is_full
-    return hooks
-
-
-def apply_hooks(hooks: list[Hook], value: Any) -> Any:
-    for hook in hooks:
-        value = hook(value)
-    return value

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from engram._system import check_memory, open_regular
+from engram._system import check_memory, map_privately, open_regular
 from engram.checkpoint.directory import (
     CURRENT,
     FEATURES,
@@ -116,6 +116,27 @@ class ChecksummedFile:
         return got
 
 
+class BytesInMemory:
+    """The content of a file whose checksum has been compared; what is taken of it is not copied."""
+
+    def __init__(self, content: Bytes) -> None:
+        self._content = content
+        self.position = 0
+
+    @property
+    def remaining(self) -> int:
+        return len(self._content) - self.position
+
+    def skip(self, nbytes: int) -> None:
+        """Passes over the next bytes."""
+        self.position += nbytes
+
+    def view(self, nbytes: int) -> Bytes:
+        """The next bytes."""
+        self.skip(nbytes)
+        return self._content[self.position - nbytes : self.position]
+
+
 THREADS = 2  # that read, hash and copy: a disk answers several faster than one
 JSON_AS_OBJECTS = 25  # times the text: `[]` and a comma are an object of 56 bytes and a pointer to it
 _ATTEMPTS = 1000
@@ -200,6 +221,16 @@ class SnapshotReader:
         with self.open(name) as file:
             file.take(buffer)
             file.finish()
+
+    def mapped(self, name: str) -> Bytes:
+        """The content of a file after its checksum was compared: of a large one mapped, so that it takes no memory."""
+        nbytes = self.nbytes(name)
+        if nbytes <= _BLOCK:
+            content = np.empty(nbytes, np.uint8)
+            self.read_into(name, content)
+            return content
+        with self.verified(name) as file:
+            return map_privately(file.fileno(), nbytes)
 
     def read_ahead(self, name: str) -> None:
         """Lets the disk start to read a file that will be needed soon."""

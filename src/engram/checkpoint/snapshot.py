@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from engram.checkpoint.directory import to_json
 from engram.checkpoint.encoding import CODECS, EncodedArrays, Encoder, decode
+from engram.checkpoint.hooks import load_through_hooks, save_through_hooks
 from engram.checkpoint.protocols import RestorePlan, StorageCheckpointerBase
 from engram.checkpoint.reader import SnapshotReader, reading
 from engram.checkpoint.writer import SnapshotWriter, saving
@@ -45,15 +46,12 @@ def save_snapshot(
     with saving(path, keep_last=keep_last) as writer:
         if began is not None:
             began(writer)
-        plan = None if storage is None else storage[0].plan_save(storage[1], _previous(writer, storage[0]))
+        plan = None if storage is None else save_through_hooks(*storage, writer.previous.get("storage"))
         writer.need(nbytes if plan is None else nbytes + plan.nbytes)
         for name, some in arrays.items():
             if not some.empty:
                 writer.write_file(_blob_file(name), some.blocks())
-        state = None
-        if storage is not None and plan is not None:
-            state = {"format": storage[0].format, "state": plan.write(writer)}
-        writer.body = {"components": trees, "storage": state}
+        writer.body = {"components": trees, "storage": None if plan is None else plan.write(writer)}
     return writer.name
 
 
@@ -98,15 +96,6 @@ def _as_damage(saved: Snapshot) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
         raise saved.malformed(f"it cannot be the state of such a part ({error!r})") from error
-
-
-def _previous(writer: SnapshotWriter, checkpointer: StorageCheckpointerBase[Any, Any]) -> dict[str, Any] | None:
-    """The state that a checkpointer of the same format saved in the current snapshot."""
-    storage = writer.previous.get("storage")
-    if not isinstance(storage, dict) or storage.get("format") != checkpointer.format:
-        return None
-    state = storage.get("state")
-    return state if isinstance(state, dict) else None
 
 
 @contextmanager
@@ -170,7 +159,7 @@ class Snapshot:
     def _restore_plan(self, checkpointer: StorageCheckpointerBase[Any, Any]) -> RestorePlan[Any]:
         """What was saved of the storage: read once for this checkpointer, however often it is checked and loaded."""
         if self._plan is None or self._plan[0] is not checkpointer:
-            self._plan = checkpointer, checkpointer.plan_restore(self._reader, self._storage_state(checkpointer))
+            self._plan = checkpointer, load_through_hooks(checkpointer, self._reader, self._storage_entry())
         return self._plan[1]
 
     @contextmanager
@@ -185,17 +174,11 @@ class Snapshot:
         """Compares every file with its checksum; a CorruptCheckpointError names the first that differs."""
         self._reader.check()
 
-    def _storage_state(self, checkpointer: StorageCheckpointerBase[Any, Any]) -> dict[str, Any]:
+    def _storage_entry(self) -> dict[str, Any]:
         storage = self._storage()
         if storage is None:
             raise CheckpointMisfitError(f"{self._reader.path('')} holds no storage; load the other parts only")
-        if storage["format"] != checkpointer.format:
-            raise CheckpointMisfitError(
-                f"the storage in {self._reader.path('')} was saved as {storage['format']!r}, "
-                f"{type(checkpointer).__name__} reads {checkpointer.format!r}; use the checkpointer that saved it"
-            )
-        state: dict[str, Any] = storage["state"]
-        return state
+        return storage
 
     def _storage(self) -> dict[str, Any] | None:
         storage = self._reader.body.get("storage")

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import os
 import resource
+import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -104,6 +105,8 @@ class SnapshotWriter:
     ) -> None:
         self.name = name
         self.body: dict[str, Any] = {}
+        #: Names of what a reader of this snapshot must know.
+        self.features: set[str] = set()
         #: The body of the current snapshot, which this one will replace; empty where there is none.
         self.previous: dict[str, Any] = {} if previous is None else previous.body
         self._previous = previous
@@ -115,7 +118,7 @@ class SnapshotWriter:
         self._folders = [directory.path(name)]
 
     def need(self, nbytes: int) -> None:
-        """CheckpointError where the disk has no room for this many bytes. Called before anything is written."""
+        """CheckpointError where the disk has no room for this many bytes. Called before they are written."""
         self._needed.nbytes = nbytes
         _check_space(self._directory.root, nbytes)
 
@@ -175,9 +178,19 @@ class SnapshotWriter:
             nbytes += len(block)
         self._finish(name, fd, nbytes, hasher.hexdigest())
 
+    @contextmanager
+    def scratch_folder(self) -> Iterator[str]:
+        """A folder on the disk of this snapshot for files that are needed inside the block only."""
+        folder = self._directory.path(self.name, "scratch")
+        os.mkdir(folder)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder)
+
     def commit(self) -> None:
         """Makes the snapshot current: files are synced first, then folders, then the manifest; CURRENT moves last."""
-        about = {"format": FORMAT, "version": VERSION, "features": [], "snapshot": self.name}
+        about = {"format": FORMAT, "version": VERSION, "features": sorted(self.features), "snapshot": self.name}
         manifest = to_checksummed_json({**about, "files": self._files, "body": self.body})
         self._unsynced.append(self._create(MANIFEST))
         _write_all(self._unsynced[-1], memoryview(manifest))
@@ -208,7 +221,7 @@ class SnapshotWriter:
         os.fchmod(fd, 0o444)
         # The disk works while the next file is made. What an earlier file had in memory is on the disk by now.
         for written in (fd, *self._unsynced[-1 - _FILES_BEHIND : -_FILES_BEHIND]):
-            _let_go(written)
+            let_go_of_pages(written)
         self._files[name] = {"nbytes": nbytes, "xxh3_128": digest_of_file}
         self._sync_files(down_to=_MOST_OPEN_FILES)
 
@@ -237,7 +250,7 @@ class SnapshotWriter:
             fd = self._unsynced.pop(0)
             try:
                 os.fsync(fd)
-                _let_go(fd)
+                let_go_of_pages(fd)
             finally:
                 os.close(fd)
 
@@ -374,7 +387,7 @@ def _write_all(fd: int, view: memoryview) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _let_go(fd: int) -> None:
+def let_go_of_pages(fd: int) -> None:
     """Starts writing a file to the disk, and frees the page cache of what has been written."""
     # Otherwise a save would push the buffer's own pages out of the cache.
     if hasattr(os, "posix_fadvise"):

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engram._progress import progress_bar
+from engram.checkpoint.directory import HOOKED
 from engram.checkpoint.reader import reading
 from engram.cli.kinds import Kind, kind_of, one_snapshot, store_folder
 from engram.errors import StorageError, StorageInUseError
@@ -283,10 +284,18 @@ def _of_checkpoint(path: str | os.PathLike[str], snapshot: str | None) -> Info:
             parts = {name: str(tree.get("kind", "")) for name, tree in components.items()}
             if saved is None:
                 return replace(described, parts=parts)
-            described = replace(described, parts={"storage": str(saved["format"]), **parts})
+            described = replace(described, parts={"storage": _form_of(saved), **parts})
             return _of_saved_rows(described, saved["state"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise reader.malformed(f"its description of what was saved is malformed ({error!r})") from error
+
+
+def _form_of(saved: dict[str, Any]) -> str:
+    """The form of saved rows; of what save hooks made of them also how many there were."""
+    if saved["format"] != HOOKED:
+        return str(saved["format"])
+    state, n = saved["state"], saved["state"]["save_hooks"]
+    return f"{state['saved_by']}, changed by {n} save hook{'' if n == 1 else 's'}"
 
 
 def _of_saved_rows(described: Info, state: dict[str, Any]) -> Info:

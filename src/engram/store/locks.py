@@ -81,6 +81,10 @@ class LaneLocks:
         """Whether another process or object that took this number has the store open."""
         return _is_locked(self._own_fd(), _FIRST_WRITER_BYTE + number)
 
+    def is_open_elsewhere(self) -> bool:
+        """Whether another process or object has the store open."""
+        return _is_locked(self._lock_fd, _OPEN_BYTE)
+
     def try_exclusive(self) -> bool:
         """Locks the store exclusively, until `end_exclusive`; False where somebody else has it open."""
         return _lock(self._own_fd(), fcntl.F_WRLCK, _OPEN_BYTE)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from engram._system import map_privately
+from engram.errors import StorageInUseError
 from engram.store.lanes import Lanes
+from engram.store.layout import RowLayout
 
 
 class ChangeTracker:
@@ -31,6 +35,13 @@ class ChangeTracker:
         return list(filter(None, self._log[len(self._log) - (now["log"] - log_end) :]))
 
 
+class PrivateRows(NamedTuple):
+    """Rows of a lane where they lie in the store's file: writes into them stay in this process's memory."""
+
+    rows: np.ndarray[Any, Any]  #: uint8 [envs, lane capacity, bytes from row to row]
+    check: Callable[[], None]  #: a StorageInUseError where somebody has changed one of them since
+
+
 class RowSnapshot(ChangeTracker):
     """Packed rows: the RowSource of a save.
 
@@ -42,13 +53,18 @@ class RowSnapshot(ChangeTracker):
     """
 
     def __init__(
-        self, lanes: Lanes, layout: dict[str, Any], counters: dict[str, Any], row_bytes: int, copy_on_write: bool = True
+        self,
+        lanes: Lanes,
+        layout: dict[str, Any],
+        counters: dict[str, Any],
+        row_layout: RowLayout,
+        copy_on_write: bool = True,
     ) -> None:
         super().__init__(lanes)
         self._lanes = lanes
-        self._layout = copy.deepcopy(layout)
+        self._layout, self._row_layout = copy.deepcopy(layout), row_layout
         self._counters = counters
-        self._row_bytes = row_bytes
+        self._row_bytes = row_layout.payload_bytes
         self._copy_on_write = copy_on_write
         self._pass = lanes.store.begin_save(copy_on_write)
 
@@ -75,6 +91,29 @@ class RowSnapshot(ChangeTracker):
             self._pass.read(lane, start, stop, out)
         return out
 
+    def row_layout(self) -> RowLayout:
+        return self._row_layout
+
+    def private_rows(self) -> PrivateRows | None:
+        """The rows of a single lane; None: others have the store open, or this process writes while it is saved."""
+        locks, store = self._lanes.locks, self._lanes.store
+        if self._copy_on_write or locks is None or store.lanes > 1 or locks.is_open_elsewhere():
+            return None
+        store.check_file()
+        end = store.rows_offset + store.envs * store.lane_capacity * store.row_stride
+        rows = map_privately(locks.fd, end)[store.rows_offset :]
+        epoch, lane = store.epoch(), self._counters["lanes"][0]
+        first = max(lane["base"], lane["published"] - store.lane_capacity)
+
+        def check() -> None:
+            overwritten = store.lane(0)["claimed"] - store.lane_capacity > first
+            if overwritten or store.epoch() != epoch:
+                raise StorageInUseError(
+                    "another process changed rows while they were saved through hooks; nothing was saved. Try again"
+                )
+
+        return PrivateRows(rows.reshape(store.envs, store.lane_capacity, store.row_stride), check)
+
     def close(self) -> None:
         if self._copy_on_write:
             self._lanes.store.end_save()
@@ -88,6 +127,7 @@ class ColumnSnapshot(ChangeTracker):
     def __init__(self, lanes: Lanes, source: Any) -> None:
         super().__init__(lanes)
         self._layout = copy.deepcopy(source.layout_state())
+        self._row_layout: RowLayout = source.row_layout()
         self._counters = copy.deepcopy(source.counters())
         self._blocks = [
             source.read_block(i, lane["base"], lane["published"]) for i, lane in enumerate(self._counters["lanes"])
@@ -105,6 +145,12 @@ class ColumnSnapshot(ChangeTracker):
         base = self._counters["lanes"][lane]["base"]
         rows: np.ndarray[Any, Any] = self._blocks[lane][:, start - base : stop - base]
         return rows
+
+    def row_layout(self) -> RowLayout:
+        return self._row_layout
+
+    def private_rows(self) -> PrivateRows | None:
+        return None
 
     def close(self) -> None:
         self._blocks = []
@@ -172,6 +218,12 @@ class EmptySource:
 
     def read_block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
         raise IndexError("nothing has been written")
+
+    def row_layout(self) -> None:
+        return None
+
+    def private_rows(self) -> None:
+        return None
 
     def close(self) -> None:
         pass

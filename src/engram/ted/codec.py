@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.pytree import Key, KeyPath, as_path, as_tensor, format_key, tensordict_items
+from engram.pytree import Key, KeyPath, as_path, as_tensor, format_key, is_tensorclass, tensordict_items
 
 Column = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
@@ -214,6 +214,16 @@ class StepLeaf:
     @property
     def nbytes(self) -> int:
         return self.dtype.itemsize * math.prod(self.shape)
+
+
+def tensordict_of(steps: Any) -> TensorDictBase:
+    """Steps that are a TensorDict or a tensorclass, as a TensorDict; TypeError for others."""
+    if isinstance(steps, TensorDictBase):
+        return steps
+    if is_tensorclass(steps):
+        entries: TensorDictBase = steps._tensordict
+        return entries
+    raise TypeError(f"episode data (TED) are a TensorDict or a tensorclass, found a {type(steps).__name__}")
 
 
 def leaves_of(td: TensorDictBase, within: KeyPath = ()) -> list[tuple[KeyPath, Tensor]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from engram.ted.codec import (
     leaves_of,
     plain,
     tensor_of,
+    tensordict_of,
 )
 
 EXCEPTIONS = "exceptions"
@@ -67,6 +69,28 @@ class Conversion:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(done_key={self.done_key}, shift_key={self.shift_key!r})"
+
+
+class _SplitConversion(Conversion):
+    """A conversion of steps, whose order is an argument of the call, or told to it as a save hook by its attributes."""
+
+    def __init__(
+        self,
+        done_key: Key = (NEXT, "done"),
+        shift_key: str = "shift",
+        is_full_key: str = "is_full",
+        done_keys: Sequence[Key] = DONE_KEYS,
+        reward_keys: Sequence[Key] = REWARD_KEYS,
+    ) -> None:
+        super().__init__(done_key, shift_key, is_full_key, done_keys, reward_keys)
+        #: Where the oldest step of a full ring lies, and whether the ring is full: what calls use that do not say it.
+        self.shift, self.is_full = 0, False
+
+    def _columns(self, td: Any, shift: int | None, is_full: bool | None) -> _StepColumns:
+        steps = tensordict_of(td)
+        return _StepColumns(
+            self, steps, self.shift if shift is None else shift, self.is_full if is_full is None else is_full
+        )
 
 
 class _StepColumns:
@@ -160,7 +184,7 @@ class _ConvertedEntries:
         )
 
 
-class TED2Flat(Conversion):
+class TED2Flat(_SplitConversion):
     """Steps with every key once: `next` keys that the root repeats are left out, but for the exceptions.
 
     The result has batch size []. Its keys keep the shape [*batch, ...] and come oldest step first. `exceptions` holds
@@ -181,9 +205,9 @@ class TED2Flat(Conversion):
         True
     """
 
-    def __call__(self, td: TensorDictBase, shift: int = 0, is_full: bool = False) -> TensorDict:
+    def __call__(self, td: TensorDictBase, shift: int | None = None, is_full: bool | None = None) -> TensorDict:
         """Converts rows in the order of their slots; in a ring that is full the oldest lies at `shift`."""
-        columns = _StepColumns(self, td, shift, is_full)
+        columns = self._columns(td, shift, is_full)
         entries = columns.extra | columns.exceptions()
         for i, leaf in enumerate(columns.leaves):
             if i not in columns.shared:
@@ -212,7 +236,7 @@ class Flat2TED(Conversion):
         return converted.build(steps)
 
 
-class TED2Nested(Conversion):
+class TED2Nested(_SplitConversion):
     """Trajectories as nested (jagged) tensors: keys [trajectories, steps, ...], observations with one step more.
 
     A trajectory ends where a flag of `done_keys` is set under `next`, where its id changes, and at the newest step of
@@ -230,9 +254,9 @@ class TED2Nested(Conversion):
         [[0.0, 1.0, 2.0], [2.0, 3.0, 4.0]]
     """
 
-    def __call__(self, td: TensorDictBase, shift: int = 0, is_full: bool = False) -> TensorDict:
+    def __call__(self, td: TensorDictBase, shift: int | None = None, is_full: bool | None = None) -> TensorDict:
         """Converts rows in the order of their slots; in a ring that is full the oldest lies at `shift`."""
-        columns = _StepColumns(self, td, shift, is_full)
+        columns = self._columns(td, shift, is_full)
         ends = columns.trajectory_ends(self)
         starts = _starts(ends)
         longer = starts + np.arange(len(starts))
@@ -260,7 +284,7 @@ class Nested2TED(Conversion):
         return _of_trajectories(converted, columns)
 
 
-class H5Split(Conversion):
+class H5Split(_SplitConversion):
     """One entry for each trajectory, `trajectory_00000000` and so on, like groups of HDF5; keys as in `TED2Nested`.
 
     Raises:
@@ -276,9 +300,9 @@ class H5Split(Conversion):
         True
     """
 
-    def __call__(self, td: TensorDictBase, shift: int = 0, is_full: bool = False) -> TensorDict:
+    def __call__(self, td: TensorDictBase, shift: int | None = None, is_full: bool | None = None) -> TensorDict:
         """Converts rows in the order of their slots; in a ring that is full the oldest lies at `shift`."""
-        columns = _StepColumns(self, td, shift, is_full)
+        columns = self._columns(td, shift, is_full)
         ends = columns.trajectory_ends(self)
         if not len(ends):
             raise ValueError("the data have no steps, so there is no trajectory to hold their keys")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 
@@ -104,16 +105,19 @@ def test_rows_of_another_store_are_written_again(tmp_path):
         assert loaded(tmp_path) == rings.contents()
 
 
-def test_save_hooks_are_run_for_every_row(tmp_path):
-    rings = RowRings()
-    rings.append(0, 35)
-    first = save(tmp_path, rings, keep_last=3)
-    inverting = TensorStorageCheckpointer()
-    inverting.register_save_hook(lambda rows: 255 - rows)
-    second = save(tmp_path, rings, inverting, keep_last=3)
-    third = save(tmp_path, rings, keep_last=3)
-    assert shared(tmp_path, first, second) == [] == shared(tmp_path, second, third)
-    assert loaded(tmp_path) == rings.contents()
+def test_saves_through_hooks_share_no_files_with_others(tmp_path):
+    rb, seen = ReplayBuffer(storage=LazyTensorStorage(60)), []
+    rb.extend(steps(0, 35))
+    names = [rb.dumps(tmp_path, keep_last=5)]
+    rb.register_save_hook(lambda td: seen.append(td["n"].tolist()) or td)
+    names += [rb.dumps(tmp_path, keep_last=5), rb.dumps(tmp_path, keep_last=5)]
+    rb.storage.checkpointer.save_hooks.clear()
+    names += [rb.dumps(tmp_path, keep_last=5), rb.dumps(tmp_path, keep_last=5)]
+    pairs = [shared(tmp_path, a, b) for a, b in itertools.pairwise(names)]
+    assert seen == [list(range(35))] * 2 and pairs[:3] == [[], [], []] and len(pairs[3]) > 1
+    twin = ReplayBuffer(storage=LazyTensorStorage(60))
+    twin.loads(tmp_path)
+    assert state_of(twin) == state_of(rb)
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK])

@@ -44,15 +44,15 @@ class TestListStorageCheckpointer(CheckpointerContract):
         self.save(tmp_path, store)
         assert self.load(tmp_path, ItemList(capacity=None)).contents() == store.contents()
 
-    def test_hooks_see_each_item(self, tmp_path):
+    def test_hooks_get_a_list_of_items_that_do_not_stack(self, tmp_path):
         checkpointer, store, loaded = self.make(), ItemList(), ItemList()
-        store.append([1, 2, 3])
-        checkpointer.register_save_hook(lambda item: item * 10)
-        checkpointer.register_load_hook(lambda item: item + 1)
+        store.append([1, "two", 3])
+        checkpointer.register_save_hook(lambda items: [item * 2 for item in items])
+        checkpointer.register_load_hook(lambda items: [item * 3 for item in items])
         save_snapshot(tmp_path, {}, (checkpointer, store))
         with open_snapshot(tmp_path) as opened:
             opened.load_storage(checkpointer, loaded)
-        assert loaded.stored == [11, 21, 31]
+        assert loaded.stored == [6, "two" * 6, 18] and loaded.own == store.own
 
 
 def round_trip(tmp_path, item):

@@ -25,6 +25,7 @@ from engram.data.replay_buffers.checkpointers import (
     rows,
     save_snapshot,
 )
+from engram.data.replay_buffers.utils import Flat2TED, TED2Flat
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 COMPRESSED = {"compression": "gzip", "shuffle": True, "fletcher32": True}
@@ -185,14 +186,18 @@ def test_keys_that_the_saver_names_are_known_to_the_loader(make, tmp_path):
 
 
 @makers
-def test_hooks_see_whole_rows_and_are_undone(make, tmp_path):
-    rings = TedRings(exceptions=0.1)
-    rings.append(0, 60)
-    one, other = make(), make()
-    one.register_save_hook(lambda rows: rows ^ 255)
-    other.register_load_hook(lambda rows: rows ^ 255)
+@pytest.mark.parametrize("lanes, strands", [(1, 1), (1, 3), (2, 2)])
+def test_hooks_get_all_steps_and_are_undone(make, lanes, strands, tmp_path):
+    rings = TedRings(exceptions=0.1, lanes=lanes, strands=strands)
+    for lane in range(lanes):
+        rings.append(lane, 60 + 70 * lane)
+    one, other, seen = make(), make(), []
+    one.register_save_hook(lambda td: seen.append(td) or td)
+    one.register_save_hook(TED2Flat())
+    other.register_load_hook(Flat2TED())
     save_snapshot(tmp_path, {}, (one, rings))
-    loaded = TedRings()
+    assert [td.batch_size for td in seen] == [(strands, 60 + 100 * (lanes - 1))]
+    loaded = TedRings(lanes=lanes, strands=strands)
     with open_snapshot(tmp_path) as opened:
         opened.load_storage(other, loaded)
     assert loaded.contents() == rings.contents()

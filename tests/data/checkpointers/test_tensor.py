@@ -58,24 +58,6 @@ class TestTensorStorageCheckpointer(CheckpointerContract):
         self.save(tmp_path, rings)
         assert sum(file.stat().st_size for file in data_files(tmp_path)) == 50 * rings.row_bytes
 
-    def test_hooks_change_bytes_on_the_way_out_and_in(self, tmp_path):
-        checkpointer, rings = self.make(), self.make_filled()
-        checkpointer.register_save_hook(lambda rows: rows ^ 0x55)
-        checkpointer.register_load_hook(lambda rows: rows ^ 0x55)
-        save_snapshot(tmp_path, {}, (checkpointer, rings))
-        assert self.load(tmp_path, self.make_empty()).contents() != rings.contents()
-        loaded = self.make_empty()
-        with open_snapshot(tmp_path) as opened:
-            opened.load_storage(checkpointer, loaded)
-        assert loaded.contents() == rings.contents()
-
-    def test_a_hook_that_changes_the_number_of_rows_is_refused(self, tmp_path):
-        checkpointer = self.make()
-        checkpointer.register_save_hook(lambda rows: rows[:, 1:])
-        with pytest.raises(ValueError, match="not their number"):
-            save_snapshot(tmp_path, {}, (checkpointer, self.make_filled()))
-        assert not list(tmp_path.glob("g-*"))
-
     def test_a_sink_that_fails_half_way_is_left_empty(self, tmp_path):
         class Failing(RowRings):
             def write_block(self, lane, start, rows):

@@ -12,6 +12,7 @@ import torch
 
 from engram import transforms
 from engram._arguments import MissingPartError, restored
+from engram.checkpoint.directory import HOOKED
 from engram.checkpoint.reader import reading
 from engram.checkpoint.snapshot import open_snapshot
 from engram.data.replay_buffers import samplers, writers
@@ -306,6 +307,8 @@ def saved_storage(
         if not isinstance(saved, dict):
             raise CheckpointError(f"{path} holds no rows: a part of a buffer was saved there alone")
         kind, state = saved.get("format"), saved.get("state")
+        if kind == HOOKED and isinstance(state, dict):
+            kind = state.get("saved_by")
         if kind not in _CHECKPOINTERS or not isinstance(state, dict):
             raise CheckpointError(
                 f"the rows in {path} were saved as {kind!r}; of {', '.join(map(repr, sorted(_CHECKPOINTERS)))} a "

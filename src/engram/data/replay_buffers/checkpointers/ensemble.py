@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from engram.checkpoint.directory import HOOKED
+from engram.checkpoint.hooks import load_through_hooks, save_through_hooks
 from engram.checkpoint.protocols import RestorePlan, SavePlan, StorageCheckpointerBase
 from engram.checkpoint.reader import SnapshotReader
 from engram.checkpoint.writer import SnapshotWriter
@@ -46,18 +48,15 @@ class _EnsembleSavePlan:
     """One save of every member."""
 
     def __init__(self, parts: list[Part], previous: dict[str, Any] | None) -> None:
-        self._formats = [checkpointer.format for checkpointer, _ in parts]
         before = _before(parts, previous)
-        self._plans = [one.plan_save(storage, old) for (one, storage), old in zip(parts, before, strict=True)]
+        self._plans = [save_through_hooks(*part, old) for part, old in zip(parts, before, strict=True)]
 
     @property
     def nbytes(self) -> int:
         return sum(plan.nbytes for plan in self._plans)
 
     def write(self, writer: SnapshotWriter) -> dict[str, Any]:
-        states = [plan.write(_Folder(writer, i)) for i, plan in enumerate(self._plans)]  # type: ignore[arg-type]
-        members = [{"format": name, "state": state} for name, state in zip(self._formats, states, strict=True)]
-        return {"members": members}
+        return {"members": [plan.write(_Folder(writer, i)) for i, plan in enumerate(self._plans)]}  # type: ignore[arg-type]
 
 
 class _EnsembleRestorePlan:
@@ -75,7 +74,7 @@ class _EnsembleRestorePlan:
             )
         differences: list[str] = []
         for i, ((checkpointer, storage), member) in enumerate(zip(parts, self._members, strict=True)):
-            if checkpointer.format != member["format"]:
+            if member["format"] not in (checkpointer.format, HOOKED):
                 differences.append(
                     f"member {i} was saved as {member['format']!r}, its checkpointer reads {checkpointer.format!r}"
                 )
@@ -109,19 +108,16 @@ class _EnsembleRestorePlan:
         """The plan of a member, made by this checkpointer."""
         if i not in self._plans or self._plans[i][0] is not checkpointer:
             folder: Any = _Folder(self._reader, i)
-            self._plans[i] = checkpointer, checkpointer.plan_restore(folder, self._members[i]["state"])
+            self._plans[i] = checkpointer, load_through_hooks(checkpointer, folder, self._members[i])
         return self._plans[i][1]
 
 
-def _before(parts: list[Part], previous: dict[str, Any] | None) -> list[dict[str, Any] | None]:
-    """The state that each member's checkpointer saved in the current snapshot."""
+def _before(parts: list[Part], previous: dict[str, Any] | None) -> list[Any]:
+    """The entry of each member in the current snapshot."""
     saved = previous.get("members") if previous is not None else None
     if not isinstance(saved, list) or len(saved) != len(parts):
         return [None] * len(parts)
-    return [
-        one["state"] if isinstance(one, dict) and one.get("format") == checkpointer.format else None
-        for (checkpointer, _), one in zip(parts, saved, strict=True)
-    ]
+    return saved
 
 
 _FOLDER = "member-"
@@ -141,6 +137,18 @@ class _Folder:
     def written_by_path(self, name: str) -> AbstractContextManager[str]:
         path: AbstractContextManager[str] = self._snapshot.written_by_path(self._below + name)
         return path
+
+    def scratch_folder(self) -> AbstractContextManager[str]:
+        folder: AbstractContextManager[str] = self._snapshot.scratch_folder()
+        return folder
+
+    @property
+    def features(self) -> set[str]:
+        features: set[str] = self._snapshot.features
+        return features
+
+    def need(self, nbytes: int) -> None:
+        self._snapshot.need(nbytes)
 
     def reuse(self, *names: str) -> bool:
         return bool(self._snapshot.reuse(*(self._below + name for name in names)))
@@ -162,6 +170,9 @@ class _Folder:
 
     def read_into(self, name: str, buffer: Any) -> None:
         self._snapshot.read_into(self._below + name, buffer)
+
+    def mapped(self, name: str) -> Any:
+        return self._snapshot.mapped(self._below + name)
 
     def read_ahead(self, name: str) -> None:
         self._snapshot.read_ahead(self._below + name)

@@ -10,14 +10,11 @@ from engram._system import check_memory
 from engram.checkpoint.directory import from_json, to_json
 from engram.checkpoint.encoding import CODECS, EncodedArrays, decode, encode
 from engram.checkpoint.protocols import (
-    Hook,
     ItemSink,
     ItemSource,
     RestorePlan,
     SavePlan,
     StorageCheckpointerBase,
-    apply_hooks,
-    informed,
 )
 from engram.checkpoint.reader import JSON_AS_OBJECTS, SnapshotReader
 from engram.checkpoint.writer import SnapshotWriter
@@ -36,27 +33,25 @@ class ListStorageCheckpointer(StorageCheckpointerBase[ItemSource, ItemSink]):
     needs = "items"
 
     def plan_save(self, source: ItemSource, previous: dict[str, Any] | None = None) -> SavePlan:
-        return _ItemSavePlan(source, self.save_hooks, previous)
+        return _ItemSavePlan(source, previous)
 
     def plan_restore(self, reader: SnapshotReader, state: dict[str, Any]) -> RestorePlan[ItemSink]:
-        return _ItemRestorePlan(self.load_hooks, reader, state)
+        return _ItemRestorePlan(reader, state)
 
 
 class _ItemSavePlan:
     """One save of items: the chunks that hold them, and which of these the current snapshot has already."""
 
-    def __init__(self, source: ItemSource, hooks: list[Hook], previous: dict[str, Any] | None) -> None:
+    def __init__(self, source: ItemSource, previous: dict[str, Any] | None) -> None:
         self._items, self._sequences = source.items(), source.sequences()
-        self._hooks = informed(hooks, source.counters()) if hooks else hooks
-        identity = None if hooks else source.identity()
-        self._counters, self._identity = from_json(to_json([source.counters(), identity]))
+        self._counters, self._identity = from_json(to_json([source.counters(), source.identity()]))
         counters = Counters(self._counters)
         if counters.lanes != 1 or counters.rows != len(self._items):
             raise ValueError(
                 f"the storage gave {len(self._items)} items, its counters say {counters.rows} in {counters.lanes} lanes"
             )
         self._first, self._cuts = counters.first(0), _cuts(counters)
-        self._reusable = set() if identity is None or previous is None else self._find_reusable(source, previous)
+        self._reusable = set() if previous is None else self._find_reusable(source, previous)
         # Encoded here for its size and again to be written: an encoding only refers to arrays, but its text would
         # need memory until then, and a full disk is better noticed before.
         encoded = [self._encode(number) for number in self._cuts if number not in self._reusable]
@@ -87,14 +82,14 @@ class _ItemSavePlan:
         return to_json({"items": tree, "sequences": own if any(own) else None}), arrays
 
     def _encode_item(self, index: int, arrays: EncodedArrays) -> Any:
-        return encode(apply_hooks(self._hooks, self._items[index]), arrays, CODECS, place=f"item {index}")
+        return encode(self._items[index], arrays, CODECS, place=f"item {index}")
 
 
 class _ItemRestorePlan:
     """One load of items: the snapshot's description of them, checked, and their chunks."""
 
-    def __init__(self, hooks: list[Hook], reader: SnapshotReader, state: dict[str, Any]) -> None:
-        self._hooks, self._reader = hooks, reader
+    def __init__(self, reader: SnapshotReader, state: dict[str, Any]) -> None:
+        self._reader = reader
         try:
             self._counters, self._numbers = state["counters"], state["chunks"]
             counters = Counters(self._counters)
@@ -117,7 +112,7 @@ class _ItemRestorePlan:
             sequences += own
         if len(items) != self._count:
             raise self._reader.malformed(f"its files hold {len(items)} items, its counters say {self._count}")
-        sink.restore_items([apply_hooks(self._hooks, item) for item in items], self._counters, sequences)
+        sink.restore_items(items, self._counters, sequences)
 
 
 def _cuts(counters: Counters) -> dict[int, tuple[int, int]]:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import threading
 from abc import abstractmethod
@@ -16,17 +15,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engram.checkpoint.directory import to_json
+from engram.checkpoint.hooks import json_copy
 from engram.checkpoint.protocols import (
-    Hook,
     RestorePlan,
     Rows,
     RowSink,
     RowSource,
     SavePlan,
     StorageCheckpointerBase,
-    apply_hooks,
-    informed,
 )
 from engram.checkpoint.reader import THREADS, SnapshotReader, in_parallel
 from engram.checkpoint.writer import Block, SnapshotWriter
@@ -159,7 +155,7 @@ class ReusableChunks:
     Args:
         source: the storage that is being saved.
         previous: what its checkpointer returned for the current snapshot.
-        same: entries of `previous` that must be as they are now: the layout, how rows are cut, the hooks.
+        same: entries of `previous` that must be as they are now: the layout, how rows are cut.
     """
 
     def __init__(self, source: TracksChanges, previous: dict[str, Any] | None, same: dict[str, Any]) -> None:
@@ -273,10 +269,8 @@ class _RowSavePlan:
         counters: dict[str, Any],
         previous: dict[str, Any] | None,
     ) -> None:
-        self._source, self._hooks = source, informed(checkpointer.save_hooks, counters)
-        # A hook may change any byte, and may do so differently this time: nothing is reused then.
-        identity = None if self._hooks else source.identity()
-        layout, self._counters, identity = json_copy([layout, counters, identity])
+        self._source = source
+        layout, self._counters, identity = json_copy([layout, counters, source.identity()])
         self._codec = checkpointer._codec(LayoutState(layout))
         self._checked = Counters(self._counters)
         self._row_bytes = layout["row_bytes"]
@@ -287,7 +281,7 @@ class _RowSavePlan:
         }
         self._description = {**same, "identity": identity}
         self._chunks = cut(self._checked, same["rows_per_chunk"])
-        self._reusable = {} if identity is None or previous is None else self._find_reusable(previous, same)
+        self._reusable = {} if previous is None else self._find_reusable(previous, same)
         steps = sum([c.stop - c.start for c in self._chunks if c not in self._reusable])
         self.nbytes = steps * self._checked.envs * self._codec.row_bytes
 
@@ -322,7 +316,7 @@ class _RowSavePlan:
         old = self._reusable.get(chunk)
         if old is not None and writer.reuse(old.file):
             return old  # it may begin with rows that no longer exist
-        rows = read_rows(self._source, chunk, self._checked.envs, self._row_bytes, self._hooks)
+        rows = read_rows(self._source, chunk, self._checked.envs, self._row_bytes)
         details, blocks = self._codec.pack(rows, cuts_of(self._counters["lanes"][chunk.lane], chunk))
         writer.write_file(chunk.file, blocks)
         return replace(chunk, details=details)
@@ -332,7 +326,7 @@ class _RowRestorePlan:
     """One load of rows: the snapshot's description of them, checked, and its chunks."""
 
     def __init__(self, checkpointer: ChunkedStorageCheckpointer, reader: SnapshotReader, state: dict[str, Any]) -> None:
-        self._reader, self._hooks = reader, checkpointer.load_hooks
+        self._reader = reader
         self._buffers = threading.local()
         try:
             self.layout = layout_of(state)
@@ -359,13 +353,8 @@ class _RowRestorePlan:
             in_parallel((functools.partial(self._rows, c) for c in self._read_ahead()), THREADS)
         sink.begin_restore(self.layout, self.counters)
         try:
-            # Hooks see the blocks in their order, and run in the thread that holds the buffer's locks; without any,
-            # several files are read, hashed and copied at once.
-            if self._hooks:
-                for chunk in self._read_ahead():
-                    self._load(sink, chunk)
-            else:
-                in_parallel((functools.partial(self._load, sink, c) for c in self._read_ahead()), THREADS)
+            # several files are read, hashed and copied at once
+            in_parallel((functools.partial(self._load, sink, c) for c in self._read_ahead()), THREADS)
             sink.end_restore()
         except BaseException:
             sink.abort_restore()
@@ -373,7 +362,7 @@ class _RowRestorePlan:
 
     def _load(self, sink: RowSink, chunk: Chunk) -> None:
         start, rows = self._rows(chunk)
-        sink.write_block(chunk.lane, start, hooked(self._hooks, rows))
+        sink.write_block(chunk.lane, start, rows)
 
     def _read_ahead(self) -> Iterator[Chunk]:
         """The chunks; before each, the kernel is told to read the ones after it."""
@@ -437,24 +426,13 @@ class _RowRestorePlan:
             raise self._reader.malformed("its chunks do not hold every row that its counters say exists")
 
 
-def read_rows(source: RowSource, chunk: Chunk, envs: int, row_bytes: int, hooks: list[Hook]) -> Rows:
-    """The rows of a chunk after the hooks: `[envs, steps, row_bytes]`."""
-    rows = hooked(hooks, source.read_block(chunk.lane, chunk.start, chunk.stop))
+def read_rows(source: RowSource, chunk: Chunk, envs: int, row_bytes: int) -> Rows:
+    """The rows of a chunk: `[envs, steps, row_bytes]`."""
+    rows = source.read_block(chunk.lane, chunk.start, chunk.stop)
     expected = (envs, chunk.stop - chunk.start, row_bytes)
     if rows.dtype != np.uint8 or rows.shape != expected:
         raise ValueError(f"the storage gave a block of {rows.dtype} {rows.shape}, expected uint8 {expected}")
     return rows
-
-
-def hooked(hooks: list[Hook], rows: Rows) -> Rows:
-    """A block of rows after the hooks."""
-    changed: Rows = apply_hooks(hooks, rows)
-    if changed.shape != rows.shape or changed.dtype != rows.dtype:
-        raise ValueError(
-            f"a hook returned {changed.dtype} {changed.shape} for a block of rows {rows.dtype} {rows.shape}; "
-            "it may change bytes, not their number"
-        )
-    return changed
 
 
 def cuts_of(lane: dict[str, Any], chunk: Chunk) -> list[int]:
@@ -496,8 +474,3 @@ def layout_of(state: dict[str, Any]) -> LayoutState | None:
     if layout is not None and not isinstance(layout, dict):
         raise TypeError(f"{layout!r:.80} is not a layout")
     return None if layout is None else LayoutState(layout)
-
-
-def json_copy(value: Any) -> Any:
-    """A copy as JSON has it: the storage's own objects may change before the manifest is written."""
-    return json.loads(to_json(value))

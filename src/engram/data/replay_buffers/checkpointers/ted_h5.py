@@ -27,15 +27,14 @@ from engram._hdf5 import (
     open_checked,
 )
 from engram.checkpoint.directory import is_file_name
+from engram.checkpoint.hooks import json_copy
 from engram.checkpoint.protocols import (
-    Hook,
     RestorePlan,
     Rows,
     RowSink,
     RowSource,
     SavePlan,
     StorageCheckpointerBase,
-    informed,
 )
 from engram.checkpoint.reader import SnapshotReader
 from engram.checkpoint.writer import SnapshotWriter
@@ -45,8 +44,6 @@ from engram.data.replay_buffers.checkpointers.rows import (
     column_of,
     cut,
     cuts_of,
-    hooked,
-    json_copy,
     layout_of,
     most_row_bytes,
     natural,
@@ -529,7 +526,7 @@ class H5StorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
         return _SavePlan(self, source)
 
     def plan_restore(self, reader: SnapshotReader, state: dict[str, Any]) -> RestorePlan[RowSink]:
-        return _RestorePlan(self.load_hooks, reader, state)
+        return _RestorePlan(reader, state)
 
     def _episodes(self, layout: LayoutState) -> EpisodeLayout:
         parsed, keys = layout.parse(), self._keys
@@ -542,7 +539,7 @@ class _SavePlan:
     def __init__(self, checkpointer: H5StorageCheckpointer, source: RowSource) -> None:
         self._checkpointer, self._source = checkpointer, source
         self._layout, self._counters = json_copy([source.layout_state(), source.counters()])
-        self._checked, self._hooks = Counters(self._counters), informed(checkpointer.save_hooks, self._counters)
+        self._checked = Counters(self._counters)
         self._episodes = None if self._layout is None else checkpointer._episodes(LayoutState(self._layout))
 
     @property
@@ -575,7 +572,7 @@ class _SavePlan:
         kind = GroupedWriter if self._checkpointer.group_per_trajectory else ColumnarWriter
         written: LaneWriter = kind(out, _lane(lane), episodes, steps, envs)
         for chunk in cut(checked, rows_per_chunk(envs * row_bytes), lane):
-            rows = read_rows(self._source, chunk, envs, row_bytes, self._hooks)
+            rows = read_rows(self._source, chunk, envs, row_bytes)
             block = BlockRange(chunk.start - first, chunk.stop - chunk.start, envs)
             written.add(block, rows, cuts_of(self._counters["lanes"][lane], chunk))
         blocks = written.blocks()
@@ -586,8 +583,8 @@ class _SavePlan:
 class _RestorePlan:
     """One load of rows from an HDF5 file: the snapshot's description of it, checked, and the blocks of rows in it."""
 
-    def __init__(self, hooks: list[Hook], reader: SnapshotReader, state: dict[str, Any]) -> None:
-        self._hooks, self._reader = hooks, reader
+    def __init__(self, reader: SnapshotReader, state: dict[str, Any]) -> None:
+        self._reader = reader
         try:
             self.layout = layout_of(state)
             self.counters: dict[str, Any] = state["counters"]
@@ -622,7 +619,7 @@ class _RestorePlan:
             sink.begin_restore(self.layout, self.counters)
             try:
                 for lane, start, rows in blocks():
-                    sink.write_block(lane, start, hooked(self._hooks, rows))
+                    sink.write_block(lane, start, rows)
                 sink.end_restore()
             except BaseException:
                 sink.abort_restore()

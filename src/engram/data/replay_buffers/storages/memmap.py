@@ -176,7 +176,7 @@ class ObservedMemmapStorage(TableStorage):
         table, lanes, layout = self._table, self._lanes, self.layout_state()
         if lanes is None or not isinstance(table, RowTable) or layout is None:
             raise StorageError(f"the store in {self.scratch_dir} has been closed")
-        yield self._validated(lambda: _ObservedRows(lanes, layout, self.counters(), table.layout.payload_bytes))
+        yield self._validated(lambda: _ObservedRows(lanes, layout, self.counters(), table.layout))
 
     def _snapshot_view(self) -> Any:
         raise StorageError(f"{_READ_ONLY}, and keeps nothing that others change meanwhile; save with blocking=True")
@@ -236,9 +236,12 @@ class _ObservedLanes(Lanes):
 class _ObservedRows(RowSnapshot):
     """The RowSource of a save: rows of the moment in which it was made; an error where they have changed since."""
 
-    def __init__(self, lanes: Lanes, layout: dict[str, Any], counters: dict[str, Any], row_bytes: int) -> None:
+    def __init__(self, lanes: Lanes, layout: dict[str, Any], counters: dict[str, Any], row_layout: RowLayout) -> None:
         self._epoch = lanes.store.epoch()
-        super().__init__(lanes, layout, counters, row_bytes, copy_on_write=False)
+        super().__init__(lanes, layout, counters, row_layout, copy_on_write=False)
+
+    def private_rows(self) -> None:
+        """None: another process writes them."""
 
     def read_block(self, lane: int, start: int, stop: int) -> Any:
         block = super().read_block(lane, start, stop)

@@ -40,7 +40,7 @@ from engram.store.layout import LayoutState, LeafSpec, MalformedLayoutError, Row
 from engram.store.locks import LaneLocks
 from engram.store.tables import ColumnTable, JoinedRows, Rows, RowTable, expand_slots
 from engram.store.unmade import UnmadeStore
-from engram.store.views import ChangeTracker, ColumnSnapshot, EmptySource, RowSnapshot
+from engram.store.views import ChangeTracker, ColumnSnapshot, EmptySource, PrivateRows, RowSnapshot
 
 _MOST_DIMS = 64  # of a batch: more than tensors have
 _COPY_BLOCK_BYTES = 16 << 20
@@ -634,6 +634,14 @@ class TableStorage(Storage):
         assert self._table is not None
         return self._table.block(lane, start, stop)
 
+    def row_layout(self) -> RowLayout | None:
+        """The layout; None before the first write."""
+        return None if self._table is None else self._table.layout
+
+    def private_rows(self) -> PrivateRows | None:
+        """None: what a hook writes into rows of this memory would change them."""
+        return None
+
     def identity(self) -> dict[str, Any]:
         """As `Lanes.identity`."""
         return {} if self._lanes is None else self._lanes.identity()
@@ -651,7 +659,7 @@ class TableStorage(Storage):
             raise CheckpointError("this buffer is being saved in the background; wait for that save's result()")
         layout = self.layout_state()
         assert layout is not None
-        return RowSnapshot(self._lanes, layout, self.counters(), self._table.layout.payload_bytes)
+        return RowSnapshot(self._lanes, layout, self.counters(), self._table.layout)
 
     @contextlib.contextmanager
     def _consistent_view(self) -> Iterator[Any]:
@@ -661,7 +669,7 @@ class TableStorage(Storage):
             return
         layout = self.layout_state()
         assert layout is not None
-        yield RowSnapshot(lanes, layout, self.counters(), table.layout.payload_bytes, copy_on_write=False)
+        yield RowSnapshot(lanes, layout, self.counters(), table.layout, copy_on_write=False)
 
     def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         """A ValueError that lists every difference between what was saved and this storage."""
@@ -874,6 +882,9 @@ class StagedRows:
 
     def counters(self) -> dict[str, Any]:
         return self._storage.counters()
+
+    def row_layout(self) -> RowLayout | None:
+        return self._storage.row_layout()
 
     def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         self._storage.check_restore(layout, counters)
