@@ -365,7 +365,6 @@ class TestPriorities:
             assert rb.extend(rows(11, 12), priority=0.25).tolist() == [11]
         else:
             getattr(rb, end)()
-        rb.flush()
         share = ls[0].shard.totals(ls[0].shard.incarnation).draws.share
         assert share == (5.5 if end == "extend" else 5.0)
 
@@ -427,7 +426,9 @@ class TestPrioritiesThatComeWithRows:
         link, rb = self.buffer(tmp_path, local)
         lost = iter([fate, fate])
         link.lose = lambda method: next(lost, None) if method in ("extend", "update_priority") else None
-        index = rb.extend(rows(0, 4), priority=torch.tensor([0.5, 0.5, 2.0, 2.0]))
+        given = torch.tensor([0.5, 0.5, 2.0, 2.0], dtype=torch.float64)
+        index = rb.extend(rows(0, 4), priority=given)
+        given.fill_(9.0)  # the caller's to change
         if fate == "answer":  # another client gives one of them a newer one, before the rows are sent again
             link.shard.update_priority(link.shard.incarnation, index[:1], torch.tensor([7.0], dtype=torch.float64))
         for _ in range(6):
