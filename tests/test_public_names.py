@@ -85,7 +85,7 @@ NAMES = {
 }  # fmt: skip
 ERRORS = {
     "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "IncarnationError", "CheckpointError",
-    "CorruptCheckpointError",
+    "CorruptCheckpointError", "ShardGoneError",
     "CheckpointMisfitError", "DatasetError", "OutOfMemoryError", "ShardUnavailableError", "WorkerError",
 }  # fmt: skip
 MEMBERS = {

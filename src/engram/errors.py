@@ -6,6 +6,7 @@
     │   ├── NoFreeLaneError          every lane has a writer
     │   ├── IncarnationError         a call was meant for another life of a shard
     │   └── ShardUnavailableError    a shard does not answer (a TimeoutError, too)
+    │       └── ShardGoneError       it never will: nobody starts it again
     ├── CheckpointError              a checkpoint cannot be written or read
     │   ├── CorruptCheckpointError   its bytes are not those that were saved
     │   └── CheckpointMisfitError    it is whole, and belongs to another kind of buffer (a ValueError, too)
@@ -44,6 +45,10 @@ class IncarnationError(StorageError):
 
 class ShardUnavailableError(StorageError, TimeoutError):
     """A shard of a buffer does not answer: its process or machine is gone, or slow."""
+
+
+class ShardGoneError(ShardUnavailableError):
+    """A shard has ended for good: the program that made the buffer has ended, or shut it down."""
 
 
 class CheckpointError(EngramError, RuntimeError):

@@ -1,6 +1,7 @@
 """stable-baselines3 trains with rows of engram as with its own buffers: the same draws, batches and weights."""
 
 import functools
+import pickle
 from typing import Any
 
 import gymnasium
@@ -12,9 +13,10 @@ from stable_baselines3 import DQN
 from stable_baselines3.common import buffers
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
+import engram.data
 from clients.trainings import sb3 as trainings
 from engram.compat.sb3 import ReplayBuffer
-from engram.data import LazyMemmapStorage
+from engram.data import LazyMemmapStorage, SliceSampler
 
 TRAININGS = {"dqn_cartpole": 2000, "sac_pendulum": 300, "td3_dict_in_four_environments": 1200}
 BOX = spaces.Box(-1, 1, (3,))
@@ -41,12 +43,12 @@ def batched(space: spaces.Space, n: int) -> Any:
 
 
 def fill(pair: list[Any], observation: spaces.Space, action: spaces.Space, steps: int, n_envs: int) -> None:
-    """The same steps into each buffer; some end an episode, some of these by a time limit."""
+    """The same steps into each buffer; some end an episode, and some are truncated, done or not."""
     draw = np.random.default_rng(1)
     observation.seed(1), action.seed(1)
     for _ in range(steps):
         done = draw.random(n_envs) < 0.3
-        infos = [{"TimeLimit.truncated": bool(d and draw.random() < 0.5)} for d in done]
+        infos = [{"TimeLimit.truncated": bool(draw.random() < (0.5 if d else 0.2))} for d in done]
         obs, following, act = batched(observation, n_envs), batched(observation, n_envs), batched(action, n_envs)
         reward = draw.random(n_envs)
         for buffer in pair:
@@ -98,13 +100,23 @@ def test_batches_are_those_of_its_own_buffer(observation, action, steps):
     assert_same_batches(pair)
 
 
+@pytest.mark.parametrize("n_envs", [1, 3])
+@pytest.mark.parametrize("n_steps", [2, 3, 5])
+@pytest.mark.parametrize("handle", [False, True], ids=["time limits are ends", "time limits are none"])
 @pytest.mark.parametrize("steps", [7, 10, 25])
-def test_n_step_batches_are_those_of_its_own_buffer(steps):
+def test_n_step_batches_are_those_of_its_own_buffer(n_envs, n_steps, handle, steps):
+    settings = {"n_envs": n_envs, "n_steps": n_steps, "gamma": 0.9, "handle_timeout_termination": handle}
     pair = [
-        cls(30, BOX, ACTIONS["box"], "cpu", n_envs=3, n_steps=3, gamma=0.9)
-        for cls in (buffers.NStepReplayBuffer, ReplayBuffer)
+        cls(10 * n_envs, BOX, ACTIONS["box"], "cpu", **settings) for cls in (buffers.NStepReplayBuffer, ReplayBuffer)
     ]
-    fill(pair, BOX, ACTIONS["box"], steps=steps, n_envs=3)
+    fill(pair, BOX, ACTIONS["box"], steps=steps, n_envs=n_envs)
+    assert_same_n_steps(pair)
+    for name in ("dones", "timeouts"):
+        theirs, ours = (getattr(buffer, name) for buffer in pair)
+        assert (theirs[: len(ours)] == ours).all(), name
+
+
+def assert_same_n_steps(pair: list[Any]) -> None:
     for seed in range(5):
         batches = []
         for buffer in pair:
@@ -112,6 +124,25 @@ def test_n_step_batches_are_those_of_its_own_buffer(steps):
             batches.append(buffer.sample(64))
         for name, theirs, ours in zip(batches[0]._fields, *batches, strict=True):
             torch.testing.assert_close(ours, theirs.to(ours.dtype), msg=name)
+
+
+def test_truncation_without_done_ends_an_episode_for_every_reader(tmp_path):
+    buffer = ReplayBuffer(10, BOX, ACTIONS["discrete"], "cpu", n_steps=3, gamma=1.0)
+    for t, truncated in enumerate([False, True, False, False, False]):
+        obs = np.full((1, 3), t, np.float32)
+        buffer.add(obs, obs + 1, np.zeros(1), np.ones(1), np.zeros(1), [{"TimeLimit.truncated": truncated}])
+    buffer.rows.buffer.dumps(tmp_path)
+    loaded = ReplayBuffer(10, BOX, ACTIONS["discrete"], "cpu", n_steps=3, gamma=1.0)
+    loaded.rows.buffer.loads(tmp_path)
+    for one in (buffer, loaded, pickle.loads(pickle.dumps(buffer))):
+        batch = one._get_samples(np.arange(5))
+        assert batch.rewards.flatten().tolist() == [2, 1, 3, 2, 1] and not batch.dones.any()
+        assert not one.dones.any() and one.timeouts.flatten().tolist() == [0, 1, 0, 0, 0]
+        rows = engram.data.ReplayBuffer(
+            storage=one.rows.buffer.storage, sampler=SliceSampler(slice_len=2), batch_size=64
+        )
+        starts = rows.sample()["observation"].reshape(-1, 2, 3)[:, 0, 0]
+        assert {*starts.tolist()} == {0.0, 2.0, 3.0}
 
 
 def test_time_limits_count_as_ends_where_they_are_not_handled():

@@ -128,6 +128,37 @@ def test_stacks_and_what_is_left_out_are_as_in_its_own_buffer(kind, settings, st
     assert_same_batches(pair)
 
 
+@pytest.mark.parametrize("kind", TRAININGS)
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("steps", [15, 90], ids=["half full", "gone round"])
+def test_steps_of_any_index_are_as_in_its_own_buffer(kind, settings, steps):
+    observation = "stacked images" if "last images" in settings else "vectors"
+    pair = [make(package, kind, **SETTINGS[settings]) for package in (own, ours)]
+    fill(pair, OBSERVATIONS[observation], steps)
+    edges = pair[1].subbuffer_edges[:-1]
+    stored = np.concatenate([edge + np.arange(len(r)) for edge, r in zip(edges, pair[1].rows, strict=True)])
+    first, last = int(stored[0]), int(stored[-1])
+    indices: list[Any] = [first, stored[0], stored[:1], stored[:3], slice(None)]
+    if steps == 90:  # else tianshou's own slices are of steps that were never written
+        indices += [slice(0, 2), slice(-2, None), slice(None, None, -3)]
+    if "Prioritized" not in kind:  # whose weights are found by arrays of 0 and more only
+        indices += [[first], [first, last]] + ([-1, -40, [-1, 0]] if steps == 90 else [])
+    for index in indices:
+        for buffer in pair:
+            buffer._random_state.seed(5)
+        assert_equal(*(buffer[index] for buffer in pair), name=repr(index))
+
+
+def test_a_step_that_was_never_written_is_named():
+    buffer = make(ours, "VectorReplayBuffer", ignore_obs_next=True)
+    none = np.zeros(1, bool)
+    buffer.add(Batch(obs=np.ones((1, 3)), act=none, rew=np.ones(1), terminated=none, truncated=none), [2])
+    assert buffer[20].obs.tolist() == [1, 1, 1] and len(buffer[[]].obs) == 0
+    for index, environment in ((0, 0), (21, 2), ([20, -1], 3)):
+        with pytest.raises(IndexError, match=f"those of environment {environment}, the first [01] are stored"):
+            buffer[index]
+
+
 @pytest.mark.parametrize("kind", ["PrioritizedReplayBuffer", "PrioritizedVectorReplayBuffer"])
 def test_priorities_decide_the_draws_as_in_its_own_buffer(kind):
     pair = [make(package, kind) for package in (own, ours)]

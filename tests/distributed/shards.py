@@ -13,7 +13,7 @@ from engram.data import RandomSampler
 from engram.distributed import ReplayShard, draw_sequences, pack, unpack
 from engram.distributed.client import PendingCall, ShardLink
 from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings
-from engram.errors import ShardUnavailableError
+from engram.errors import ShardGoneError, ShardUnavailableError
 from engram.store.layout import RowLayout
 
 
@@ -72,24 +72,32 @@ class Link(ShardLink):
         shard: None: it is gone.
         lose: of a call's method, whether it is lost: "call": it does not arrive; "answer": it is carried out.
         late: calls are carried out when somebody waits for their answer.
+        silent: no call has been answered yet, nor will be while this is set.
+        is_gone: the shard, of None, is not started again.
     """
 
     def __init__(self, shard: ReplayShard | None) -> None:
         self.shard = shard
         self.lose: Callable[[str], str | None] = lambda method: None
         self.calls: list[str] = []
-        self.late = False
+        self.late = self.silent = self.is_gone = False
+
+    def end(self) -> None:
+        """Ends the shard as the death of its process does."""
+        assert self.shard is not None
+        self.shard.close()
+        self.shard = None
 
     def call(self, method: str, *arguments: Any, answer_bytes: int = 0) -> PendingCall:
-        if self.late:
-            return _LateAnswer(lambda: self._now(method, *arguments))
+        if self.late or self.silent:
+            return _LateAnswer(self, lambda: self._now(method, *arguments))
         return self._now(method, *arguments)
 
     def _now(self, method: str, *arguments: Any) -> PendingCall:
         self.calls.append(method)
         fate = self.lose(method)
         if self.shard is None or fate == "call":
-            return _Answer(error=ShardUnavailableError("gone"))
+            return _Answer(error=(ShardGoneError if self.is_gone else ShardUnavailableError)("gone"))
         try:
             answer = _Answer(getattr(self.shard, method)(*arguments))
         except Exception as error:
@@ -98,10 +106,12 @@ class Link(ShardLink):
 
 
 class _LateAnswer(PendingCall):
-    def __init__(self, call: Callable[[], PendingCall]) -> None:
-        self._call = call
+    def __init__(self, link: Link, call: Callable[[], PendingCall]) -> None:
+        self._link, self._call = link, call
 
     def result(self, timeout: float) -> Any:
+        if self._link.silent:
+            raise TimeoutError
         return self._call().result(timeout)
 
     def has_come(self) -> bool:

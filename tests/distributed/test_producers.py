@@ -10,6 +10,7 @@ from tensordict import TensorDict
 
 from contracts.waiting import comes
 from distributed.shards import LAYOUT, Link, client, read, rows, shard, whole
+from engram.data import PrioritizedSampler
 from engram.distributed import ReplayShard, pack, unpack
 from engram.distributed import client as clients
 from engram.distributed.client import PendingCall
@@ -93,6 +94,37 @@ def test_a_call_has_no_more_rows_than_there_is_room_for(monkeypatch: pytest.Monk
     assert link.extends == 4  # the first two, two together, and the large one, behind which the last one waits
     rb.flush()
     assert read(link.shard, 0) == list(range(65))
+
+
+def sampler() -> PrioritizedSampler:
+    return PrioritizedSampler(None, 1.0, 1.0, eps=0.0)
+
+
+def priorities(link: Link) -> list[float]:
+    return link.shard._sampler.priorities(torch.arange(len(link.shard)), storage=link.shard._storage).tolist()
+
+
+def test_rows_that_are_held_and_sent_together_have_the_priorities_that_they_came_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clients, "_LONGEST_HELD", 1e6)
+    link = SlowLink(shard(sampler=sampler()))
+    rb = client([link], sampler=sampler())
+    for k in range(0, 50, 5):
+        rb.extend(rows(k, k + 5), priority=0.1 * k if k % 2 else None)
+    rb.flush()
+    assert link.extends == 3
+    assert priorities(link) == pytest.approx([0.1 * k if k % 2 else 1.0 for k in range(0, 50, 5) for _ in range(5)])
+
+
+def test_priorities_are_sent_behind_the_held_rows_that_they_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "_LONGEST_HELD", 1e6)
+    link = SlowLink(shard(sampler=sampler()))
+    rb = client([link], sampler=sampler())
+    for k in range(0, 50, 5):
+        rb.update_priority(rb.extend(rows(k, k + 5)), 0.5)
+    rb.flush()
+    assert priorities(link) == [0.5] * 50
 
 
 def test_rows_that_are_held_are_sent_though_nobody_calls() -> None:

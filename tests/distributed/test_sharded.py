@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from distributed.shards import LAYOUT, Link, client, read, rows, shard, whole
+from distributed.shards import LAYOUT, Link, client, read, rows, shard, whole, write
 from engram.data import PrioritizedSampler, RandomSampler, SliceSampler
 from engram.distributed import ReplayShard, sharded, unpack
 from engram.envs.transforms import MultiStepTransform
@@ -324,6 +324,157 @@ class TestPriorities:
     def test_rows_outside_are_refused(self) -> None:
         with pytest.raises(IndexError, match="800 is not one of 0 to 799"):
             self.buffer()[1].update_priority(torch.tensor([800]), 1.0)
+
+    def test_a_client_that_no_shard_has_answered_takes_updates(self) -> None:
+        ls, _ = self.buffer()
+        for link in ls:
+            link.silent = True
+        rb = client(ls, sampler=PrioritizedSampler(None, 1.0, 1.0, eps=0.0))
+        rb.update_priority(torch.arange(10), 3.0)
+        with pytest.raises(IndexError, match="-1 is not one of"):
+            rb.update_priority(torch.tensor([-1]), 1.0)
+        rb.update_priority(torch.tensor([800, 799]), 1.0, torch.tensor([0, 0]))
+        rb.flush_priorities()
+        for link in ls:
+            link.silent = False
+        with pytest.warns(RuntimeWarning, match="1 priorities were dropped: their indices"):
+            rb.flush_priorities()
+        assert ls[0].shard.totals(ls[0].shard.incarnation).draws.share == 30.0
+
+    def test_no_more_updates_wait_for_shards_that_never_answered_than_there_is_room_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sharded, "_MOST_WAITING", 12)
+        ls, _ = self.buffer()
+        for link in ls:
+            link.silent = True
+        rb = client(ls, sampler=PrioritizedSampler(None, 1.0, 1.0, eps=0.0))
+        rb.update_priority(torch.arange(10), 3.0)
+        with pytest.warns(RuntimeWarning, match="the oldest 10 priorities were dropped"):
+            rb.update_priority(torch.arange(10), 2.0)
+
+    @pytest.mark.parametrize("end", ["extend", "flush", "close"])
+    def test_updates_of_a_producer_that_never_draws_are_sent(self, end: str) -> None:
+        ls = links(1, self.sampler)
+        rb = client(ls, sampler=self.sampler())
+        index = rb.extend(rows(0, 10))
+        rb.update_priority(index, 0.5)
+        index.zero_()  # the caller's to change
+        if end == "extend":
+            rb.extend(rows(10, 11), priority=0.25)
+            assert rb.extend(rows(11, 12), priority=0.25).tolist() == [11]
+        else:
+            getattr(rb, end)()
+        share = ls[0].shard.totals(ls[0].shard.incarnation).draws.share
+        assert share == (5.5 if end == "extend" else 5.0)
+
+    def test_updates_with_and_without_generations_are_set_in_their_order(self) -> None:
+        ls, rb = self.buffer()
+        for generation in (None, torch.tensor([3]), None):
+            rb.update_priority(torch.tensor([3]), 2.0, generation)
+            rb.update_priority(torch.tensor([3]), 9.0, None if generation is not None else torch.tensor([3]))
+        rb.flush_priorities()
+        assert self.priorities(ls[0], torch.tensor([3])) == [9.0]
+
+    def test_an_update_that_a_shard_refuses_keeps_no_rows_out(self) -> None:
+        ls, rb = self.buffer()
+        with pytest.warns(RuntimeWarning, match="index 399 has not been written"):
+            for k in range(30):
+                rb.update_priority(torch.tensor([399]), 1.0)
+                rb.extend(rows(100 + k, 101 + k))
+        with pytest.raises(IndexError, match="has not been written"):
+            rb.flush()
+        assert [n for link in ls for n in stored(link) if n >= 100] == list(range(100, 130))
+
+    @staticmethod
+    def sampler() -> PrioritizedSampler:
+        return PrioritizedSampler(None, 1.0, 1.0, eps=0.0)
+
+    @staticmethod
+    def priorities(link: Link, index: torch.Tensor) -> list[float]:
+        return link.shard._sampler.priorities(index, storage=link.shard._storage).tolist()
+
+
+class TestPrioritiesThatComeWithRows:
+    def buffer(self, path: Path, local: bool = False) -> tuple[Link, Any]:
+        link = Link(self.shard(path))
+        return link, client([link], sampler=TestPriorities.sampler(), local=[local])
+
+    def shard(self, path: Path) -> ReplayShard:
+        return shard(scratch_dir=path, sampler=TestPriorities.sampler())
+
+    def priorities(self, link: Link, index: torch.Tensor) -> list[float]:
+        return TestPriorities.priorities(link, index)
+
+    @pytest.mark.parametrize("local", [False, True])
+    def test_rows_have_them_and_others_that_of_new_rows(self, tmp_path: Path, local: bool) -> None:
+        link, rb = self.buffer(tmp_path, local)
+        given = torch.tensor([0.5, 4.0, 0.25], dtype=torch.float64)
+        index = [rb.extend(rows(0, 3), priority=given), rb.extend(rows(3, 5)), rb.extend(rows(5, 7), priority=2.0)]
+        given.fill_(9.0)  # the caller's to change
+        index.append(torch.tensor([rb.add(rows(7, 8)[0], priority=0.125)]))
+        rb.flush()
+        assert self.priorities(link, torch.cat(index)) == [0.5, 4.0, 0.25, 4.0, 4.0, 2.0, 2.0, 0.125]
+        rb.close()
+        link.shard.close()
+        link.shard = self.shard(tmp_path)
+        assert self.priorities(link, torch.cat(index)) == [0.5, 4.0, 0.25, 4.0, 4.0, 2.0, 2.0, 0.125]
+
+    @pytest.mark.parametrize("fate", ["call", "answer"])
+    @pytest.mark.parametrize("local", [False, True])
+    def test_they_are_set_once_though_the_call_is_made_again(self, tmp_path: Path, fate: str, local: bool) -> None:
+        link, rb = self.buffer(tmp_path, local)
+        lost = iter([fate, fate])
+        link.lose = lambda method: next(lost, None) if method in ("extend", "update_priority") else None
+        given = torch.tensor([0.5, 0.5, 2.0, 2.0], dtype=torch.float64)
+        index = rb.extend(rows(0, 4), priority=given)
+        given.fill_(9.0)  # the caller's to change
+        if fate == "answer":  # another client gives one of them a newer one, before the rows are sent again
+            link.shard.update_priority(link.shard.incarnation, index[:1], torch.tensor([7.0], dtype=torch.float64))
+        for _ in range(6):
+            rb.flush()
+        assert stored(link) == [0, 1, 2, 3]
+        newest = 7.0 if fate == "answer" and not local else 0.5
+        assert self.priorities(link, index) == [newest, 0.5, 2.0, 2.0]
+
+    def test_a_shard_killed_between_rows_and_priorities_sets_them_when_they_are_sent_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        link, rb = self.buffer(tmp_path)
+        rb.extend(rows(0, 2), priority=0.5)
+        with monkeypatch.context() as patched:
+            patched.setattr(ReplayShard, "_give_priorities", lambda *args: link.end())
+            link.lose = lambda method: "answer" if method == "extend" else None
+            index = rb.extend(rows(2, 6), priority=torch.tensor([0.5, 4.0, 3.0, 2.0]))
+        link.lose, link.shard = (lambda method: None), self.shard(tmp_path)
+        link.shard.update_priority(link.shard.incarnation, index[3:], torch.tensor([8.0], dtype=torch.float64))
+        rb.flush()
+        assert stored(link) == list(range(6)) and self.priorities(link, index) == [0.5, 4.0, 3.0, 8.0]
+
+    @pytest.mark.parametrize("priority", [-1.0, float("nan"), torch.ones(3), torch.tensor([1.0, float("inf")])])
+    def test_wrong_ones_are_refused_with_their_rows(self, tmp_path: Path, priority: Any) -> None:
+        link, rb = self.buffer(tmp_path)
+        with pytest.raises(ValueError):
+            rb.extend(rows(0, 2), priority=priority)
+        rb.extend(rows(5, 7))
+        rb.flush()
+        assert stored(link) == [5, 6]
+
+    def test_buffers_without_priorities_refuse_them(self) -> None:
+        ls = links(1)
+        with pytest.raises(ValueError, match="RandomSampler draws without priorities"):
+            client(ls).extend(rows(0, 2), priority=1.0)
+        link_shard = ls[0].shard
+        with pytest.raises(ValueError, match="draws without them"):
+            write(shard(), "a", rows(0, 2), priority=torch.ones(2, dtype=torch.float64))
+        assert link_shard.layout is None
+
+    def test_a_transform_that_writes_other_steps_refuses_them(self, tmp_path: Path) -> None:
+        link, _ = self.buffer(tmp_path)
+        rb = client([link], sampler=TestPriorities.sampler(), transform=MultiStepTransform(n_steps=3, gamma=0.5))
+        with pytest.raises(ValueError, match="call update_priority"):
+            rb.extend(steps(0, 5), priority=1.0)
+        assert rb.flush_transforms().tolist() == []
 
 
 class TestLife:

@@ -126,7 +126,7 @@ class ReplayBuffer:
             self._on_device(batch["observation"]),
             batch["action"].to(self.device),
             self._on_device(following["observation"]),
-            (following["done"] & ~following["truncated"]).float().to(self.device),
+            following["terminated"].float().to(self.device),
             following["reward"].to(self.device),
         )
 

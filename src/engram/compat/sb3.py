@@ -126,7 +126,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
             observations=self._on_device(batch["observation"], env),
             actions=batch["action"].to(self.device),
             next_observations=self._on_device(last["observation"], env),
-            dones=(last["done"] & ~last["truncated"]).float().to(self.device),
+            dones=last["terminated"].float().to(self.device),
             rewards=rewards.to(self.device),
             discounts=discounts,
         )
@@ -161,5 +161,5 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
     next_observations = property(lambda self: self.rows.stored("next", "observation"))
     actions = property(lambda self: self.rows.stored("action"))
     rewards = property(lambda self: self.rows.stored("next", "reward")[..., 0])
-    dones = property(lambda self: self.rows.stored("next", "done")[..., 0])
+    dones = property(lambda self: self.rows.stored("next", "reported_done")[..., 0])
     timeouts = property(lambda self: self.rows.stored("next", "truncated")[..., 0])

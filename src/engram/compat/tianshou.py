@@ -29,9 +29,19 @@ class _ReadsRows(data.ReplayBuffer):  # type: ignore[misc]
     def _read(self, index: npt.NDArray[Any]) -> Any:
         """The rows of steps, whatever the shape of their index: each entry `[*index, ...]`."""
         flat, edges = index.reshape(-1), np.asarray(self.subbuffer_edges)
-        if len(self.rows) == 1 or not len(flat):
+        if len(self.rows) == 1:
             return _arrays_of(read_slots(self.rows[0], flat), index.shape)
+        stored = np.array([len(rows) for rows in self.rows])
+        if not len(flat):
+            return _arrays_of(read_slots(self.rows[int(stored.argmax())], flat), index.shape)
         member = np.searchsorted(edges, flat, side="right") - 1
+        unwritten = flat - edges[member] >= stored[member]
+        if unwritten.any():
+            step, of = flat[unwritten][0], member[unwritten][0]
+            raise IndexError(
+                f"step {step} has not been written: of steps {edges[of]} to {edges[of + 1] - 1}, those of environment "
+                f"{of}, the first {stored[of]} are stored; sample_indices(0) has all that are"
+            )
         order = np.argsort(member, kind="stable")
         slots, counts = (flat - edges[member])[order], np.bincount(member, minlength=len(self.rows))
         pieces = np.split(slots, np.cumsum(counts)[:-1])
@@ -42,18 +52,18 @@ class _ReadsRows(data.ReplayBuffer):  # type: ignore[misc]
     def get(self, index: Any, key: str, default_value: Any = None, stack_num: int | None = None) -> Any:
         if key not in _ENTRIES or (key == "obs_next" and not self._save_obs_next):
             return super().get(index, key, default_value, stack_num)
-        steps = [np.asarray(self._indices[index])]
+        steps = [self._indices[index]]  # one index stays a number: tianshou's `prev` and `next` take no 0-d arrays
         for _ in range((self.stack_num if stack_num is None else stack_num) - 1):
             steps.insert(0, self.prev(steps[0]))
-        stacked = steps[0] if len(steps) == 1 else np.stack(steps, axis=steps[0].ndim)
-        return _entry(self._read(stacked), key)
+        stacked = steps[0] if len(steps) == 1 else np.stack(steps, axis=np.ndim(steps[0]))
+        return _entry(self._read(np.asarray(stacked)), key)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             index = self.sample_indices(0) if index == slice(None) else self._indices[: len(self)][index]
-        index = np.asarray(self._indices[index])
+        index = self._indices[index]
         if self.stack_num == 1 and self._save_obs_next:  # one look at the rows
-            row = self._read(index)
+            row = self._read(np.asarray(index))
             values = {key: _entry(row, key) for key in _ENTRIES}
         else:
             values = {"obs": self.get(index, "obs"), "act": self.get(index, "act", stack_num=1)}
@@ -156,7 +166,8 @@ class ReplayBuffer(_WritesRows, _ReadsRows):
 
     Draws, priorities and the record of episodes are tianshou's own: equal seeds give equal batches. It also keeps
     `info`, `policy` and what hooks add, whose keys may vary. Arguments are those of tianshou's class. Pickle works;
-    `update`, `set_batch`, `from_data`, `dropnull` and HDF5 are a NotImplementedError that says what to do instead.
+    `update`, `set_batch`, `from_data`, `dropnull` and HDF5 are a NotImplementedError that says what to do instead. An
+    index of a step that was never written is an IndexError, where tianshou's class has zeros.
 
     Args:
         storage: makes the storage of a sub-buffer: called with its size.

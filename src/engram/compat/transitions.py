@@ -27,6 +27,9 @@ REFUSES_SHARED_OBSERVATIONS = (
 class TransitionRows:
     """A ring of `steps` time steps of `n_envs` environments, in an engram `buffer` under the usual keys.
 
+    Trainers may call a step truncated that they do not call done. `("next", "done")` is `done | truncated`, where
+    every reader of engram ends an episode; `("next", "reported_done")` is the flag that the trainer gave.
+
     Args:
         observation_space, action_space: of one environment, as gymnasium has them: a Dict, or one with a shape and a
             dtype. Observations are stored as their space has them, actions as vectors.
@@ -59,7 +62,7 @@ class TransitionRows:
 
     # ---- writing and reading ----
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, truncated: Any) -> None:
-        """Stores one time step: arrays `[n_envs, ...]`; `done` also where a step is truncated."""
+        """Stores one time step: arrays `[n_envs, ...]`; an episode ends where it is done or truncated."""
         done, truncated = self._per_env(done, np.bool_), self._per_env(truncated, np.bool_)
         step = {
             "observation": self._observations(obs, self._observation_space),
@@ -67,7 +70,8 @@ class TransitionRows:
             "next": {
                 "observation": self._observations(next_obs, self._observation_space),
                 "reward": self._per_env(reward, np.float32),
-                "done": done,
+                "done": done | truncated,
+                "reported_done": done,
                 "terminated": done & ~truncated,
                 "truncated": truncated,
             },

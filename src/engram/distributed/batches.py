@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engram.data.replay_buffers.samplers import DrawTotals, PrioritizedSampler, RandomSampler, Sampler, SliceSampler
 from engram.distributed.blocks import Block
-from engram.distributed.client import PendingCall, ShardClient, finish_all
+from engram.distributed.client import PendingCall, ShardClient, finish_all, raise_if_gone
 from engram.distributed.local import LocalReader
 from engram.distributed.shard import DrawnRows, ShardTotals
 from engram.distributed.shard_sampling import divide, importance_weights
@@ -96,7 +96,8 @@ class BatchStream:
         readers: Mapping[int, LocalReader] | None = None,
     ) -> None:
         self._before_round = before_round
-        self._readers = readers or {}
+        self._readers = dict(readers or {})
+        self._left: set[int] = set()  # of the readers' shards, those that have ended, and may come back
         self._shards = shards
         self.batch_size = batch_size
         self._per_call = batches_per_call
@@ -159,11 +160,24 @@ class BatchStream:
         self._growth = min(self._per_call, 2 * self._growth)
         return self._divided(present, n)
 
+    def _check_readers(self) -> None:
+        """Counts shards whose process has ended as away; one that is back with another store is asked from then on."""
+        for k, reader in list(self._readers.items()):
+            if reader.is_live:
+                self._left.discard(k)
+            elif k not in self._left:
+                self._left.add(k)
+                self._shards[k].forget()
+            elif self._shards[k].is_present:
+                del self._readers[k]
+
     def _present(self, deadline: float) -> list[int]:
         while True:
+            self._check_readers()
             present = [k for k, shard in enumerate(self._shards) if shard.is_present]
             if len(present) == len(self._shards) or any(self._has_rows(k) for k in present):
                 return present
+            raise_if_gone(self._shards)
             if time.monotonic() > deadline:
                 raise ShardUnavailableError("no shard that has rows answers; try again")
             time.sleep(_PAUSE)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engram.distributed.blocks import Block
 from engram.distributed.shard import Acknowledgement, ShardFacts, ShardTotals, Tenancy
-from engram.errors import IncarnationError, ShardUnavailableError
+from engram.errors import IncarnationError, ShardGoneError, ShardUnavailableError
 
 _MOST_CALLS = 32  # of `extend`, without their acknowledgement
 _PAUSE = 0.01  # seconds between two looks at a shard that is away
@@ -33,6 +33,7 @@ class PendingCall(abc.ABC):
 
         Raises:
             ShardUnavailableError: the shard, or its way here, was lost; whether it carried the call out is not known.
+            ShardGoneError: the shard was lost, and is not started again.
             TimeoutError: it has not come within so many seconds; it still may.
         """
 
@@ -72,6 +73,7 @@ class ShardClient:
         self._facts: ShardFacts | None = None
         self._greeting: PendingCall | None = link.call("facts")  # while nobody knows in which life it is
         self._written = 0  # rows that it has ever had, as far as answers say
+        self._gone = ""  # why it will never answer
         self._totals: ShardTotals | None = None
         #: How often it stopped to answer.
         self.outages = 0
@@ -89,6 +91,11 @@ class ShardClient:
     def is_awaited(self) -> bool:
         """Whether it did not answer a call, and has not been heard of since."""
         return self._greeting is not None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is known never to answer again."""
+        return bool(self._gone)
 
     @property
     def is_known(self) -> bool:
@@ -116,13 +123,21 @@ class ShardClient:
 
         Raises:
             ShardUnavailableError: it has not until then.
+            ShardGoneError: it never will; at once.
         """
         while self._greeting is not None:
             left = deadline - time.monotonic()
             self._look(max(0.0, left))
+            if self._greeting is not None and self._gone:
+                raise ShardGoneError(
+                    f"shard {self.number} has ended and is not started again: {self._gone}. Its rows in the memory of "
+                    "a machine are lost; those in a scratch_dir are there for a new buffer with the same one, and "
+                    "`loads` brings back what was saved"
+                )
             if self._greeting is not None and left <= 0:
                 raise ShardUnavailableError(
-                    f"shard {self.number} does not answer; it is asked again at each call. Nothing was lost here"
+                    f"shard {self.number} does not answer; it is asked again at each call. Which of its rows are "
+                    "there it says when it is back"
                 )
             if self._greeting is not None:
                 time.sleep(min(_PAUSE, max(0.0, left)))
@@ -135,7 +150,8 @@ class ShardClient:
             return
         try:
             facts: ShardFacts = greeting.result(timeout)
-        except ShardUnavailableError:
+        except ShardUnavailableError as error:
+            self._gone = str(error) if isinstance(error, ShardGoneError) else ""
             self._greet_again(greeting)
             return
         except TimeoutError:
@@ -154,7 +170,7 @@ class ShardClient:
             self._link.call("adopt", facts.totals.incarnation, self.layout)
             self._greeting = self._link.call("facts")  # which comes after it
             return
-        self._greeting = None
+        self._greeting, self._gone = None, ""
         before, written = self._facts, facts.totals.writes
         if before is not None and self.totals.incarnation == facts.totals.incarnation:
             self._facts = facts  # as it was when it was greeted: answers since then are newer
@@ -229,8 +245,14 @@ class ShardClient:
         self.await_presence(deadline)
         return self.finish(self.begin(method, *arguments), deadline)
 
-    def forget(self) -> None:
-        """Greets it anew at the next use, as it has begun another life that this client knows of."""
+    def forget(self, written: int = 0) -> None:
+        """Greets it anew at the next use: it has ended, or begun another life, as this client knows without a call.
+
+        Args:
+            written: how many rows it has ever had, as far as the caller has seen.
+        """
+        with self._lock:
+            self._written = max(self._written, written)
         self._lose()
 
     def _lose(self) -> None:
@@ -238,6 +260,12 @@ class ShardClient:
             if self._greeting is None:
                 self.outages += 1
                 self._greeting = self._link.call("facts")
+
+
+def raise_if_gone(shards: Sequence[ShardClient]) -> None:
+    """ShardGoneError where none of these shards will ever answer again."""
+    if all(shard.is_gone for shard in shards):
+        shards[0].await_presence(0.0)
 
 
 def finish_all(calls: Sequence[tuple[ShardClient, PendingCall]], deadline: float) -> list[Any]:
@@ -266,9 +294,27 @@ def finish_all(calls: Sequence[tuple[ShardClient, PendingCall]], deadline: float
     return answers
 
 
+class _Rows(NamedTuple):
+    block: Block
+    priority: Tensor | None  # float64 [n]; NaN: none was given
+
+    @classmethod
+    def joined(cls, some: Sequence[_Rows]) -> _Rows:
+        if len(some) == 1:
+            return some[0]
+        priorities = None
+        if any(rows.priority is not None for rows in some):
+            none = torch.full((max(len(rows.block) for rows in some),), torch.nan, dtype=torch.float64)
+            priorities = torch.cat([none[: len(r.block)] if r.priority is None else r.priority for r in some])
+        return cls(Block.joined([rows.block for rows in some]), priorities)
+
+    def rest(self, start: int) -> _Rows:
+        return _Rows(self.block.rest(start), None if self.priority is None else self.priority[start:])
+
+
 class _SentBlock(NamedTuple):
     first: int  # the number of its first row in the tenancy
-    block: Block
+    rows: _Rows
     call: PendingCall | None  # None: it was lost, and is sent again
 
 
@@ -295,7 +341,7 @@ class Producer:
         self._credit = 0
         self._before = 0  # acknowledged rows of tenancies before
         self._lock = threading.RLock()  # of all this: rows that are held are sent by a thread of their own
-        self._held: list[Block] = []  # which follow on those that were sent
+        self._held: list[_Rows] = []  # which follow on those that were sent
         self._held_bytes = 0
         self._held_priority: float | None = None
         self._timer: threading.Timer | None = None
@@ -310,10 +356,19 @@ class Producer:
         """How many rows are on their way."""
         return self._next - self._acknowledged
 
-    def extend(self, block: Block, new_priority: float | None = None, deadline: float | None = None) -> Tensor:
+    def extend(
+        self,
+        block: Block,
+        new_priority: float | None = None,
+        deadline: float | None = None,
+        priority: Tensor | None = None,
+    ) -> Tensor:
         """Sends rows; returns the slots of the shard that they go to, int64 [n].
 
         It waits where too many rows are on their way (`Acknowledgement.credit`), for `timeout` or until `deadline`.
+
+        Args:
+            new_priority, priority: as `ReplayShard.extend`.
 
         Raises:
             ShardUnavailableError: the shard is away, and it cannot wait for it longer: these rows were not sent. Those
@@ -329,8 +384,18 @@ class Producer:
                 self._settle(deadline, (len(self._sent) + 1) // 2)  # fewer waits, each of which costs as much as a call
             assert self._tenancy is not None
             slots = self._slots(self._tenancy, self._next, len(block))
-            self._send_or_hold(block, new_priority)
+            self._send_or_hold(block, new_priority, priority)
             return slots
+
+    def send_held(self) -> bool:
+        """Sends rows that are held; False, and nothing is done, while another thread writes."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._send_held()
+        finally:
+            self._lock.release()
+        return True
 
     def open(self) -> None:
         """Gets the lane, if it has none yet: from then on `acknowledged` says what is in. Errors as `extend`."""
@@ -361,13 +426,13 @@ class Producer:
                 self._end(self.shard.ask(deadline, "leave", self.name, self._tenancy.number))
 
     # ---- inside ----
-    def _send_or_hold(self, block: Block, new_priority: float | None) -> None:
+    def _send_or_hold(self, block: Block, new_priority: float | None, priority: Tensor | None) -> None:
         """Sends rows, or holds them while others are on their way: of a producer that is slower none is ever held."""
         if self._held_bytes + block.nbytes > _MOST_HELD:
             self._send_held()
         self._held_bytes += block.nbytes
         # Rows that travel leaf by leaf may lie in the caller's memory, who may write to it before they are in.
-        self._held.append(block if len(block.parts) == 1 else Block.joined([block]))
+        self._held.append(_Rows(block if len(block.parts) == 1 else Block.joined([block]), priority))
         if new_priority is not None:
             self._held_priority = max(new_priority, self._held_priority or 0.0)
         self._next += len(block)
@@ -391,9 +456,9 @@ class Producer:
         if not self._held:
             return
         held, self._held, self._held_bytes = self._held, [], 0
-        priority, self._held_priority = self._held_priority, None
-        block = held[0] if len(held) == 1 else Block.joined(held)
-        self._send(self._next - len(block), block, priority)
+        new_priority, self._held_priority = self._held_priority, None
+        rows = _Rows.joined(held)
+        self._send(self._next - len(rows.block), rows, new_priority)
 
     def _may_send(self, n: int) -> bool:
         is_lost = self._sent[0].call is None
@@ -408,10 +473,11 @@ class Producer:
             return torch.arange(lane_begin + at, lane_begin + at + n)
         return lane_begin + torch.arange(at, at + n) % room
 
-    def _send(self, first: int, block: Block, new_priority: float | None = None) -> None:
+    def _send(self, first: int, rows: _Rows, new_priority: float | None = None) -> None:
         assert self._tenancy is not None
-        call = self.shard.begin("extend", self.name, self._tenancy.number, first, block, new_priority)
-        self._sent.append(_SentBlock(first, block, call))
+        more = () if rows.priority is None else (rows.priority,)
+        call = self.shard.begin("extend", self.name, self._tenancy.number, first, rows.block, new_priority, *more)
+        self._sent.append(_SentBlock(first, rows, call))
 
     def _settle(self, deadline: float, calls: int | None = None) -> None:
         """Waits for the acknowledgements of the oldest calls (None: of all); sends again what was lost."""
@@ -472,14 +538,16 @@ class Producer:
                 count = max(self._acknowledged, ended[1] if told and ended is not None else 0)
             self._before += count
             # What is left gets new numbers, from where the old tenancy ended.
-            self._sent = collections.deque(_SentBlock(sent.first - count, sent.block, None) for sent in self._sent)
+            self._sent = collections.deque(_SentBlock(sent.first - count, sent.rows, None) for sent in self._sent)
             self._next -= count
             count, self._tenancy, self._acknowledged = tenancy.rows, tenancy, tenancy.rows
         waiting, self._sent = self._sent, collections.deque()
         for sent in waiting:
-            rest = sent.block.rest(max(0, count - sent.first)) if sent.first < count else sent.block
-            if len(rest):
-                self._send(max(sent.first, count), rest)
+            # Rows that are in go along where they came with priorities: the shard may have ended between the two.
+            known = max(0, (count if sent.rows.priority is None else 0) - sent.first)
+            rest = sent.rows.rest(known) if known else sent.rows
+            if len(rest.block):
+                self._send(sent.first + known, rest)
 
     def _end(self, count: int) -> None:
         self._before += count

@@ -41,7 +41,7 @@ from engram.collectors.trajectories import IDS
 from engram.distributed.ray_buffer import RayReplayBuffer, import_ray
 from engram.distributed.weights import WeightsFetcher, WeightsOffer, WeightsPublisher
 from engram.envs.policies import ExplorationType
-from engram.errors import NoFreeLaneError, ShardUnavailableError, WorkerError
+from engram.errors import NoFreeLaneError, ShardGoneError, ShardUnavailableError, WorkerError
 from engram.processes.restarts import seed_after
 from engram.processes.shared_weights import tensors_of
 
@@ -199,11 +199,13 @@ def _close_producer(buffer: RayReplayBuffer) -> None:
 
 
 def _until_shard_answers(call: Callable[[], Any]) -> None:
-    """Calls again while the shard is away: its rows are kept, or were not sent."""
+    """Calls again while the shard is away: its rows are kept, or were not sent. ShardGoneError: it is for good."""
     while True:
         try:
             call()
             return
+        except ShardGoneError:
+            raise
         except ShardUnavailableError:
             continue
 

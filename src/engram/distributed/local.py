@@ -1,4 +1,8 @@
-"""A shard's store on this machine, opened beside its process: rows that are written and drawn without a call."""
+"""A shard's store on this machine, opened beside its process: rows that are written and drawn without a call.
+
+The store outlives its shard's process, so each use first looks whether that lives (`FolderWatch`): rows that nobody
+would ever serve are neither written nor drawn.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,40 @@ from engram.data.replay_buffers.storages import LazyMemmapStorage
 from engram.data.replay_buffers.storages.memmap import ObservedMemmapStorage
 from engram.distributed.blocks import Block
 from engram.distributed.client import PendingCall, ShardClient
+from engram.distributed.folder_lock import FolderWatch, watch_folder
 from engram.distributed.shard import DrawnRows, Tenancy
 from engram.distributed.shard_sampling import draw_rows, lane_ranges
+from engram.errors import ShardUnavailableError
+
+
+class ShardMovedError(ShardUnavailableError):
+    """A shard has come back elsewhere, with another store than the one that is open here."""
+
+
+def await_shard(shard: ShardClient, watch: FolderWatch, deadline: float, written: int = 0) -> None:
+    """Waits until the shard is back in the folder that it has left.
+
+    Args:
+        written: rows that the shard had, as `ShardClient.forget`.
+
+    Raises:
+        ShardUnavailableError: it is not until then; ShardGoneError: it never will be.
+        ShardMovedError: it is back elsewhere.
+    """
+    shard.forget(written)
+    shard.await_presence(deadline)
+    if not watch.is_held():
+        raise ShardMovedError(
+            f"shard {shard.number} is back with another store than the one that was open here: on another machine, or "
+            "its folder was removed"
+        )
 
 
 class LocalProducer:
     """A producer that writes to its lane of a shard's store itself; used as `Producer`.
 
-    What it wrote is in when `extend` returns, and stays in if this process or the shard's dies.
+    What it wrote is in when `extend` returns, and stays in if this process or the shard's dies. While the shard is away
+    nothing is written.
     """
 
     def __init__(self, shard: ShardClient, name: str, timeout: float) -> None:
@@ -28,6 +58,7 @@ class LocalProducer:
         self.timeout = timeout
         self._tenancy: Tenancy | None = None
         self._storage: LazyMemmapStorage | None = None
+        self._watch: FolderWatch | None = None  # beside the storage
         self._before = 0  # rows of tenancies before
 
     @property
@@ -43,23 +74,36 @@ class LocalProducer:
         published = int(self._storage.lanes.store.lane(self._tenancy.lane)["published"])
         return self._before + published - self._tenancy.begin
 
-    def extend(self, block: Block, new_priority: float | None = None, deadline: float | None = None) -> Tensor:
-        """Appends rows; returns their slots, int64 [n]. Errors as `Producer.extend`, and `append_packed`."""
-        if self._storage is None:
-            self.open(deadline)
+    def extend(self, block: Block, deadline: float | None = None) -> Tensor:
+        """Appends rows; returns their slots, int64 [n]. Errors as `Producer.extend`, `append_packed`, and `open`."""
+        self.open(deadline)
         storage, tenancy = self._storage, self._tenancy
         assert storage is not None and tenancy is not None
         if len(block.parts) > 1:
             return storage.append_leaves(tenancy.lane, list(block.parts))
         return storage.append_packed(tenancy.lane, block.parts[0])
 
+    def generations(self, slots: Tensor) -> Tensor:
+        """The sequences of the rows in slots of the open store, int64 [n]."""
+        assert self._storage is not None and self._storage.lanes is not None
+        return self._storage.lanes.generations(slots)
+
     def open(self, deadline: float | None = None) -> None:
-        """Gets the lane, if it has none yet, and opens the store; errors as `Producer.open`."""
-        if self._storage is not None:
+        """Gets the lane, if it has none yet, and opens the store, whose shard lives then; errors as `Producer.open`.
+
+        ShardMovedError: the shard has another store by now.
+        """
+        if self._watch is not None and self._watch.is_held():
             return
         deadline = time.monotonic() + self.timeout if deadline is None else deadline
+        if self._watch is not None and self._storage is not None:
+            await_shard(self.shard, self._watch, deadline, self._storage.write_count)
+            return
         tenancy: Tenancy = self.shard.ask(deadline, "join", self.name)
         folder = self.shard.ask(deadline, "lend", self.name, tenancy.number)
+        watch = watch_folder(folder)
+        if watch is None:
+            raise ShardMovedError(f"shard {self.shard.number} does not live in {folder} on this machine")
         storage = LazyMemmapStorage(None, folder, existsok=True, lanes=self.shard.facts.lanes)
         try:
             assert storage.lanes is not None
@@ -67,19 +111,33 @@ class LocalProducer:
         except BaseException:
             storage.close()
             raise
-        self._tenancy, self._storage = tenancy, storage
+        self._tenancy, self._storage, self._watch = tenancy, storage, watch
 
     def flush(self, timeout: float | None = None) -> None:
-        """Nothing to do."""
+        """Waits until the shard lives in which the rows are; errors as `Producer.flush`."""
+        if self._storage is not None:
+            try:
+                self.open(time.monotonic() + (self.timeout if timeout is None else timeout))
+            except ShardMovedError:  # `ShardClient` has warned of rows that are lost with the other store
+                self.abandon()
 
     def release(self) -> None:
         """Closes the store; the tenancy goes on, and so does the next `extend`."""
         if self._storage is not None:
             self._storage.close()
-            self._storage = None
+        if self._watch is not None:
+            self._watch.close()
+        self._storage = self._watch = None
+
+    def abandon(self) -> None:
+        """Closes a store that is not the shard's any more, and with which the tenancy has ended."""
+        self._before = self.acknowledged
+        self._tenancy = None
+        self.release()
 
     def leave(self) -> None:
-        """Gives the lane back; errors as `ShardClient.ask`."""
+        """Gives the lane back; errors as `flush`, and `ShardClient.ask`."""
+        self.flush()
         self.release()
         if self._tenancy is not None:
             tenancy, self._tenancy = self._tenancy, None
@@ -94,9 +152,15 @@ class LocalReader:
         StorageError: the store cannot be opened.
     """
 
-    def __init__(self, shard: ShardClient, folder: str) -> None:
+    def __init__(self, shard: ShardClient, folder: str, watch: FolderWatch) -> None:
         self._shard = shard
+        self._watch = watch
         self._storage = ObservedMemmapStorage(folder)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the shard's process lives in this store."""
+        return self._watch.is_held()
 
     def ranges(self) -> Tensor:
         """What the shard holds now: int64 [lanes, 2], as `ShardTotals` has it."""
@@ -107,6 +171,8 @@ class LocalReader:
         return _LocalDraw(lambda: self._draw(ranges, n, seed))
 
     def _draw(self, ranges: Tensor, n: int, seed: int) -> DrawnRows:
+        if not self.is_live:
+            raise ShardUnavailableError(f"the process of shard {self._shard.number} has ended")
         rows = draw_rows(self._storage, ranges, n, seed)
         totals = self._shard.totals
         newest, writes = self.ranges(), self._storage.write_count
@@ -115,6 +181,7 @@ class LocalReader:
 
     def close(self) -> None:
         self._storage.close()
+        self._watch.close()
 
 
 class _LocalDraw(PendingCall):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from engram.distributed.shard import LOCK_NAME
+from engram.distributed.folder_lock import remove_folder
 
 PREFIX = "engram-"
 _OWNER = "owner.json"
@@ -74,7 +72,7 @@ def remove_abandoned_folders(
         if owner is None or owner.processes != _process_namespace():
             continue
         is_gone = not lives(owner) if owner.cluster == cluster else _is_abandoned(folder, owner, grace)
-        if is_gone and _removed_under_lock(folder):
+        if is_gone and remove_folder(folder):
             removed.append(folder)
     return removed
 
@@ -98,21 +96,6 @@ def _owner_of(folder: Path) -> FolderOwner | None:
         return FolderOwner(**{**state, "parent": tuple(state["parent"])})
     except (OSError, ValueError, KeyError, TypeError):  # another's, older, or just being made
         return None
-
-
-def _removed_under_lock(folder: Path) -> bool:
-    try:
-        lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError:  # another user's
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-        return not folder.exists()
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(lock)
 
 
 def _process_namespace() -> str:

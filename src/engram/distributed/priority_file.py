@@ -96,6 +96,10 @@ class PriorityFile:
         self._records["next"][at] = sequences.numpy() + 1
         self._header["highest"] = highest
 
+    def has(self, slots: Tensor, sequences: Tensor) -> Tensor:
+        """Whether rows were given a priority: bool [n], of int64 [n] each."""
+        return torch.from_numpy(self._records["next"][slots.numpy()] == sequences.numpy() + 1)
+
     def of(self, sequences: Tensor) -> Tensor:
         """The priority of the row that each slot holds, whose sequences these are: float64 [slots]; NaN: has none."""
         priorities = np.where(self._records["next"] == sequences.numpy() + 1, self._records["priority"], np.nan)

@@ -29,7 +29,7 @@ from engram.distributed.client import PendingCall, ShardLink
 from engram.distributed.node_folders import PREFIX, FolderOwner, claim_folder, remove_abandoned_folders
 from engram.distributed.shard import ReplayShard
 from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings
-from engram.errors import ShardUnavailableError
+from engram.errors import ShardGoneError, ShardUnavailableError
 
 _START_TIMEOUT = 120.0  # seconds in which the actors of a new buffer must have started: they import torch
 _END_TIMEOUT = 30.0  # seconds that an actor has to remove its folder; it may be starting again
@@ -220,12 +220,18 @@ class _RayCall(PendingCall):
             raise error.cause or error from None  # None: it could not be sent
         except import_ray().exceptions.GetTimeoutError as error:
             raise TimeoutError(str(error)) from error
+        except import_ray().exceptions.ActorDiedError as error:  # one that is started again is unavailable meanwhile
+            raise ShardGoneError(_in_a_line(error)) from error
         except import_ray().exceptions.RayError as error:  # the actor, its node, or an object on its way
-            raise ShardUnavailableError(f"{type(error).__name__}: {error}") from error
+            raise ShardUnavailableError(_in_a_line(error)) from error
 
     def has_come(self) -> bool:
         ready, _ = import_ray().wait(self._references[:1], timeout=0, fetch_local=False)
         return bool(ready)
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 class _RayLink(ShardLink):

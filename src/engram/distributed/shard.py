@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import fcntl
 import functools
 import os
 import threading
@@ -25,6 +24,7 @@ from engram.data.replay_buffers.samplers import DrawTotals, PrioritizedSampler, 
 from engram.data.replay_buffers.samplers.slices import MASK
 from engram.data.replay_buffers.storages import LazyMemmapStorage, LazyTensorStorage
 from engram.distributed.blocks import Block, check, goes_by_leaf
+from engram.distributed.folder_lock import FolderLock
 from engram.distributed.priority_file import FILE_NAME as _PRIORITIES
 from engram.distributed.priority_file import PriorityFile
 from engram.distributed.shard_sampling import draw_rows, lane_ranges, read_by_sequence
@@ -35,7 +35,6 @@ from engram.store.layout import RowLayout
 from engram.transforms.compose import Compose
 
 _RECORD = "shard.json"
-LOCK_NAME = "shard.lock"  # of a scratch_dir: whose shard lives holds it
 _PAUSE = 0.02  # seconds between two tries to take a lane
 _MOST_DRAWS = 100
 _MOST_ENDED = 1024  # tenancies that ended whose counts are remembered
@@ -273,7 +272,7 @@ class ReplayShard:
             self._storage, sampler, Compose(), None, None, pin_memory=False, with_generation=False
         )
         self._sampler = sampler
-        self._lock_fd = -1
+        self._folder_lock: FolderLock | None = None
         self._priorities: PriorityFile | None = None
         self._last_rows = [time.monotonic()] * lanes  # when each lane last got some
         self._record = _Record(time.time_ns(), None, 1, 0, (None,) * lanes, {})
@@ -310,18 +309,7 @@ class ReplayShard:
         if self._folder is None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock_fd = os.open(self._folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        deadline = time.monotonic() + self._timeout
-        while True:
-            try:
-                return fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise NoFreeLaneError(
-                        f"{self._folder} is that of another shard, which has gone on for {self._timeout:g} seconds; "
-                        "end it first, or choose another scratch_dir"
-                    ) from None
-                time.sleep(_PAUSE)
+        self._folder_lock = FolderLock(self._folder, self._timeout)
 
     def _hold_lanes(self) -> None:
         """Takes every lane that is not lent to a living process."""
@@ -613,23 +601,31 @@ class ReplayShard:
         first: int,
         block: Block,
         new_priority: float | None = None,
+        priority: Tensor | None = None,
     ) -> Acknowledgement:
         """Appends rows of a producer that are not in yet.
 
         Args:
             first: the number of the block's first row among those of the tenancy, from 0.
             new_priority: the highest priority of all shards, which new rows get.
+            priority: of the block's rows, float64 [n]; NaN: that of new rows. Rows that are in already get theirs if
+                they have never had one: a shard that was killed in between gives it when the rows are sent again.
 
         Raises:
-            ValueError: the block is none of this layout; rows before `first` never came; or the producer has never had
-                this tenancy. Nothing was written.
+            ValueError: the block is none of this layout; rows before `first` never came; the producer has never had
+                this tenancy; or priorities are wrong, or the sampler has none. Nothing was written.
             NoFreeLaneError: the lane is lent, and its process has not let it go. Nothing was written.
+            StorageError: the folder was removed. Nothing was written.
         """
         check(self._layout, block)
+        if priority is not None:
+            self._check_priorities(priority, len(block))
         lane = self._lane_of(producer, tenancy)
         if lane is None:
             return Acknowledgement(self._record.ended[producer][1], False, 0, self._totals())
         self._must_reclaim(lane)
+        if self._folder_lock is not None and self._folder_lock.is_removed:
+            raise StorageError(f"{self._folder} was removed; what is written to it now would be lost")
         count = self._count(lane)
         if not 0 <= first <= count:
             raise ValueError(
@@ -644,8 +640,28 @@ class ReplayShard:
                 self._storage.append_leaves(lane, list(new.parts))
             else:
                 self._storage.append_packed(lane, new.parts[0])
+        if priority is not None:
+            self._give_priorities(lane, first, count, priority)
         self._last_rows[lane] = time.monotonic()
         return Acknowledgement(self._count(lane), True, self._credit, self._totals())
+
+    def _check_priorities(self, priority: Tensor, n: int) -> None:
+        if not isinstance(self._sampler, PrioritizedSampler):
+            raise ValueError(f"priorities came with rows, and {type(self._sampler).__name__} draws without them")
+        self._sampler.checked_priorities(priority.nan_to_num(1.0), n)
+
+    def _give_priorities(self, lane: int, first: int, count: int, priority: Tensor) -> None:
+        """Gives rows the priorities that came with them, if they have had none; `count`: rows that were in before."""
+        use = self._record.lanes[lane]
+        assert use is not None
+        number = first + torch.arange(len(priority))
+        sequences = use.begin + number
+        slots = self._lanes.slots_of(lane, sequences)
+        given = ~priority.isnan() & (self._lanes.generations(slots) == sequences)
+        # A shard without a file of them is gone with its rows: only an answer can have been lost.
+        given &= number >= count if self._priorities is None else ~self._priorities.has(slots, sequences)
+        if bool(given.any()):
+            self._set_priorities(slots[given], priority[given], sequences[given])
 
     @property
     def _credit(self) -> int:
@@ -757,18 +773,19 @@ class ReplayShard:
         self, incarnation: int, index: Tensor, priority: Tensor, generation: Tensor | None = None
     ) -> ShardTotals:
         """Sets priorities of rows that are still the ones that were drawn; errors as `Sampler.update_priority`."""
+        self._set_priorities(index, priority, generation)
+        return self._totals()
+
+    def _set_priorities(self, index: Tensor, priority: Tensor, generation: Tensor | None) -> None:
         if self._priorities is None:
             self._buffer.update_priority(index, priority, generation)
-            return self._totals()
+            return
         assert isinstance(self._sampler, PrioritizedSampler)
         sequences = self._lanes.generations(index) if generation is None else generation
         self._buffer.update_priority(index, priority, generation)
         given = self._sampler.checked_priorities(priority, len(index))
         stored = (self._lanes.generations(index) == sequences) & (sequences >= 0)
-        totals = self._totals()
-        highest = totals.draws.new_priority
-        self._priorities.note(index[stored], sequences[stored], given[stored], 1.0 if highest is None else highest)
-        return totals
+        self._priorities.note(index[stored], sequences[stored], given[stored], self._new_priority)
 
     # ---- life ----
     @_call
@@ -843,9 +860,9 @@ class ReplayShard:
             if self._priorities is not None:
                 self._priorities.close()
                 self._priorities = None
-            if self._lock_fd >= 0:
-                os.close(self._lock_fd)
-                self._lock_fd = -1
+            if self._folder_lock is not None:
+                self._folder_lock.close()
+                self._folder_lock = None
 
 
 def _number(snapshot: str) -> int:

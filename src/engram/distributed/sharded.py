@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import itertools
 import os
 import threading
 import time
@@ -24,10 +25,11 @@ from engram.data.replay_buffers.samplers.slices import mark_rows
 from engram.data.replay_buffers.storages import LazyMemmapStorage
 from engram.data.replay_buffers.tensordict import TensorDictReplayBuffer
 from engram.distributed.batches import BatchStream, Rows
-from engram.distributed.blocks import pack, unpack
-from engram.distributed.client import PendingCall, Producer, ShardClient, ShardLink, finish_all
+from engram.distributed.blocks import Block, pack, unpack
+from engram.distributed.client import PendingCall, Producer, ShardClient, ShardLink, finish_all, raise_if_gone
 from engram.distributed.commit import load_shards, save_shards
-from engram.distributed.local import LocalProducer, LocalReader
+from engram.distributed.folder_lock import FolderWatch, watch_folder
+from engram.distributed.local import LocalProducer, LocalReader, ShardMovedError, await_shard
 from engram.errors import ShardUnavailableError
 from engram.store.layout import RowLayout
 from engram.transforms.adapters import as_transform
@@ -35,6 +37,7 @@ from engram.transforms.base import WriteRequest
 from engram.transforms.compose import Compose
 
 _MOST_UPDATES = 16  # calls that set priorities, without their answer
+_ANY_INDEX = 1 << 62  # below which an index may lie, as far as is known before a shard has answered
 _MOST_WAITING = 1 << 18  # priorities that wait for shards that are away
 _PAUSE = 0.01  # seconds between two looks at shards that are all away
 
@@ -97,6 +100,10 @@ class _Priorities(NamedTuple):
         generation = None if self.generation is None else self.generation[where]
         return _Priorities(self.flat_index[where], self.priority[where], generation)
 
+    def copy(self) -> _Priorities:
+        generation = None if self.generation is None else self.generation.clone()
+        return _Priorities(self.flat_index.clone(), self.priority.clone(), generation)
+
     def last(self, n: int) -> _Priorities:
         return self.part(slice(max(0, len(self.flat_index) - n), None))
 
@@ -135,33 +142,41 @@ class ShardedReplayBuffer:
         self._layout: RowLayout | None = None
         self._stream: BatchStream | None = None
         self._beside: ReplayBuffer[Any] | None = None  # that reads the store of the only shard
+        self._watch: FolderWatch | None = None  # of that
         self._readers: dict[int, LocalReader] = {}  # of stores on this machine, where there are several shards
-        self._updates: list[_Priorities] = []
+        self._given: collections.deque[_Priorities] = collections.deque()  # by any thread, without the lock
+        self._updates: list[_Priorities] = []  # older ones, which wait for shards that are away
         self._sent_updates: collections.deque[tuple[ShardClient, PendingCall, _Priorities]] = collections.deque()
         self._dropped: dict[int, int] = {}  # priorities, by shard, of which nobody was told yet
         self._warned_of: dict[int, int] = {}  # by shard, the outage in which priorities were dropped
         self._draws = 0
 
     # ---- writing ----
-    def extend(self, items: Any) -> Tensor:
+    def extend(self, items: Any, *, priority: Any = None) -> Tensor:
         """Stores a batch of steps; returns their indices, int64 [n]: `shard * capacity of a shard + slot`.
 
         Rows go to one shard, on their way beside each other, and those of several calls together where they come faster
         than it answers; `flush` waits until they are in. The index of a row is that of another row where the shard was
         lost, with all that it held, before the row came.
 
+        Args:
+            priority: of the steps, a number or one for each, for a sampler with priorities; None: that of new rows. It
+                goes with the rows, however often they are sent, and is set once: it never takes the place of a newer
+                one. On the machine of the only shard it goes behind them, in a call of its own.
+
         Raises:
-            ValueError, TypeError: the batch does not fit; the message names the leaf. Nothing is changed.
+            ValueError, TypeError: the batch does not fit; the message names the leaf. Or a priority is negative, NaN or
+                infinite, sizes differ, or the sampler draws without priorities. Nothing is changed.
             ShardUnavailableError: the shard is away, and there is no room for more rows on their way: these were not
                 sent.
             NoFreeLaneError: every lane of the shard has a producer; make the buffer with more lanes.
         """
         batch = pytree.stack(items, 0) if type(items) is list else items
-        return self._write(WriteRequest(batch, 1, 0, single=False))
+        return self._write(WriteRequest(batch, 1, 0, single=False), priority=priority)
 
-    def add(self, item: Any) -> int | Tensor:
-        """Stores one step; returns its index. Errors as `extend`, which is much faster for many."""
-        index = self._write(WriteRequest(pytree.stack([item], 0), 1, 0, single=False))
+    def add(self, item: Any, *, priority: Any = None) -> int | Tensor:
+        """Stores one step; returns its index. Errors and `priority` as `extend`, which is much faster for many."""
+        index = self._write(WriteRequest(pytree.stack([item], 0), 1, 0, single=False), priority=priority)
         return int(index) if len(index) == 1 else index
 
     def flush_transforms(self) -> Tensor:
@@ -171,7 +186,7 @@ class ShardedReplayBuffer:
         """
         return self._write(WriteRequest(None, 1, 0), flushed=True)
 
-    def _write(self, request: WriteRequest, flushed: bool = False) -> Tensor:
+    def _write(self, request: WriteRequest, flushed: bool = False, priority: Any = None) -> Tensor:
         with self._writing:
             deadline = self._deadline()
             transform = self._transform
@@ -182,29 +197,80 @@ class ShardedReplayBuffer:
                 batch = request.items
                 if batch is None:  # a transform holds all of it back
                     return torch.empty(0, dtype=torch.int64)
-                block = pack(self._layout_for(batch, deadline), batch)
-                producer = self._own_producer(deadline)
-                slots = producer.extend(block, self._highest_new_priority(), deadline)
+                block = pack(self._layout or RowLayout.of(batch, 1), batch)
+                given = None if priority is None else self._priorities_of(request, priority, len(block))
+                self._adopt_layout_of(batch, deadline)
+                self._send_updates_beside_rows(deadline)
+                index = self._send(block, given, deadline)
             except BaseException:
                 if before is not None:
                     transform.undo(before)
                 raise
-            return producer.shard.number * producer.shard.facts.capacity + slots
+            return index
+
+    def _priorities_of(self, request: WriteRequest, priority: Any, n: int) -> Tensor:
+        """The priorities that came with n steps: float64 [n]. ValueError: they are wrong, or cannot come with them."""
+        if self._prioritized is None:
+            name = type(self._settings.sampler).__name__
+            raise ValueError(f"priority= was given, and {name} draws without priorities: leave it out")
+        if request.resized or self._transform.inverse_in_order:
+            raise ValueError(
+                "priority= was given beside a transform that writes other steps than came: call update_priority with "
+                "the index that extend returns"
+            )
+        return self._prioritized.checked_priorities(priority, n).clone()  # they may wait, and the caller change them
+
+    def _send(self, block: Block, priority: Tensor | None, deadline: float) -> Tensor:
+        """Gives rows to this object's producer, or where its shard is back with another store, to a new one."""
+        try:
+            return self._send_by(self._own_producer(deadline), block, priority, deadline)
+        except ShardMovedError:
+            self._leave_moved_shard()
+            return self._send_by(self._own_producer(deadline), block, priority, deadline)
+
+    def _send_by(
+        self, producer: Producer | LocalProducer, block: Block, priority: Tensor | None, deadline: float
+    ) -> Tensor:
+        first = producer.shard.number * producer.shard.facts.capacity
+        if isinstance(producer, Producer):
+            return first + producer.extend(block, self._highest_new_priority(), deadline, priority)
+        slots = producer.extend(block, deadline)
+        if priority is not None:  # with generations: sent again where the call is lost, and never set for other rows
+            self._begin_update(producer.shard, _Priorities(first + slots, priority, producer.generations(slots)))
+        return first + slots
+
+    def _leave_moved_shard(self) -> None:
+        if isinstance(self._producer, LocalProducer):
+            self._producer.abandon()
+        self._end_producing()
 
     def _deadline(self) -> float:
         """Until when a call that begins now may wait: one for all that it waits for."""
         return time.monotonic() + self._settings.timeout
 
     def flush(self, timeout: float | None = None) -> None:
-        """Waits until all rows of this object are in.
+        """Waits until all rows of this object are in, and then until its priorities are set, as `flush_priorities`.
 
         Raises:
-            ShardUnavailableError: they are not within so many seconds (`timeout` of the buffer); they are kept, and
+            ShardUnavailableError: rows are not in within so many seconds (`timeout` of the buffer); they are kept, and
                 sent again.
         """
+        deadline = time.monotonic() + (self._settings.timeout if timeout is None else timeout)
         with self._writing:
             if self._producer is not None:
                 self._producer.flush(timeout)
+            self._flush_updates(deadline)
+
+    def _flush_updates(self, deadline: float) -> None:
+        """Sends the priorities that wait, and waits until they are set; but not for a thread that draws until then."""
+        if not (self._given or self._updates or self._sent_updates):
+            return
+        if self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            try:
+                self._send_updates(deadline)
+                self._settle_updates(0, deadline)
+            finally:
+                self._lock.release()
 
     def producing_as(self, name: str) -> Self:
         """A client of the same rows that writes under a name of its own choice.
@@ -240,9 +306,13 @@ class ShardedReplayBuffer:
             deadline = self._deadline()
             if not any(shard.facts.layout for shard in self._all_present(deadline)):
                 return 0
-            producer = self._own_producer(deadline)
-            producer.open()
-            return producer.acknowledged
+            try:
+                self._own_producer(deadline).open()
+            except ShardMovedError:
+                self._leave_moved_shard()
+                self._own_producer(deadline).open()
+            assert self._producer is not None
+            return self._producer.acknowledged
 
     def end_producer(self, name: str) -> int:
         """Gives the lanes of a producer that has died back; returns how many of its rows are in. May be repeated.
@@ -272,21 +342,33 @@ class ShardedReplayBuffer:
         halfway = now + (deadline - now) / 2
         while True:
             present = [shard for shard in self._shards if shard.is_present]
-            absent = [shard for shard in self._shards if shard.is_awaited and (awaits_all or not shard.is_known)]
+            absent = [
+                shard for shard in self._shards
+                if shard.is_awaited and (awaits_all or not shard.is_known) and not shard.is_gone
+            ]  # fmt: skip
+            raise_if_gone(self._shards)
             if present and (time.monotonic() >= halfway or not absent):
                 return present
             if time.monotonic() >= deadline:
-                raise ShardUnavailableError("no shard answers; they are asked again at each call. Nothing was lost")
+                raise ShardUnavailableError("no shard answers; they are asked again at each call")
             time.sleep(_PAUSE)
 
     def _own_producer(self, deadline: float) -> Producer | LocalProducer:
         if self._producer is None:
             shard = self._shards[self._shard_for_writing(deadline)]
             # Over several shards new rows get the highest priority of all, which only calls tell.
-            by_itself = self._local[shard.number] and (self._prioritized is None or len(self._shards) == 1)
+            by_itself = self._is_here(shard) and (self._prioritized is None or len(self._shards) == 1)
             kind = LocalProducer if by_itself else Producer
             self._producer = kind(shard, self._name, self._settings.timeout)
         return self._producer
+
+    def _is_here(self, shard: ShardClient) -> bool:
+        """Whether a shard that answers lives on this machine, in a folder that can be opened."""
+        folder = shard.facts.folder
+        watch = watch_folder(folder) if self._local[shard.number] and folder is not None else None
+        if watch is not None:
+            watch.close()
+        return watch is not None
 
     def _shard_for_writing(self, deadline: float) -> int:
         """The one that knows this producer, else one of this machine, if there is any, with the fewest producers."""
@@ -295,8 +377,8 @@ class ShardedReplayBuffer:
             for s in self._all_present(deadline, awaits_all=True)  # else all would go to who answers first
         )[3]
 
-    def _layout_for(self, batch: Any, deadline: float) -> RowLayout:
-        """The layout of all shards, which the first batch decides."""
+    def _adopt_layout_of(self, batch: Any, deadline: float) -> None:
+        """Tells all shards the layout, which the first batch decides."""
         if self._layout is None:
             layout = RowLayout.of(batch, 1)
             for shard in self._shards:
@@ -304,7 +386,6 @@ class ShardedReplayBuffer:
                 shard.layout = layout.to_bytes()
                 shard.forget()  # what it says of itself has changed
             self._layout = layout
-        return self._layout
 
     def _known_layout(self, deadline: float) -> RowLayout:
         """The layout of the rows that are there.
@@ -347,6 +428,8 @@ class ShardedReplayBuffer:
         if self._beside is None and (self._stream is None or self._stream.batch_size != n):
             self._flush_before(deadline)
         with self._lock:
+            if self._watch is not None and not self._watch.is_held():
+                self._await_beside(self._watch, deadline)
             beside = self._beside or self._open_beside(deadline)
             if beside is not None:
                 self._draws += 1
@@ -388,10 +471,16 @@ class ShardedReplayBuffer:
         """Readers of the stores that lie on this machine, of shards that draw uniformly; others are asked."""
         if type(self._settings.sampler) is not RandomSampler:
             return {}
+        for number, reader in list(self._readers.items()):
+            if not reader.is_live:
+                reader.close()
+                del self._readers[number]
         for shard in self._shards:
             folder = shard.facts.folder if self._local[shard.number] and shard.is_present else None
             if folder is not None and shard.facts.layout is not None and shard.number not in self._readers:
-                self._readers[shard.number] = LocalReader(shard, folder)
+                watch = watch_folder(folder)
+                if watch is not None:
+                    self._readers[shard.number] = LocalReader(shard, folder, watch)
         return self._readers
 
     def _open_beside(self, deadline: float) -> ReplayBuffer[Any] | None:
@@ -404,12 +493,26 @@ class ShardedReplayBuffer:
             folder = self._shards[0].facts.folder
         if folder is None or self._shards[0].facts.layout is None:
             return None
+        watch = watch_folder(folder)
+        if watch is None:
+            return None
         storage = LazyMemmapStorage.open(folder, read_only=True)
         kind = TensorDictReplayBuffer if self._settings.attaches else ReplayBuffer
         self._beside = kind(
             storage=storage, sampler=self._settings.sampler, transform=self._transform, generator=self._generator
         )  # fmt: skip
+        self._watch = watch
         return self._beside
+
+    def _await_beside(self, watch: FolderWatch, deadline: float) -> None:
+        """Waits until the only shard is back; where it is with another store, that is opened, or asked, from then on.
+
+        Errors as `ShardClient.await_presence`.
+        """
+        try:
+            await_shard(self._shards[0], watch, deadline, self._beside.write_count if self._beside is not None else 0)
+        except ShardMovedError:
+            self._stop_drawing()
 
     def _batch_of(self, rows: Rows) -> tuple[Any, dict[str, Any]]:
         sampler, settings = self._settings.sampler, self._settings
@@ -426,9 +529,10 @@ class ShardedReplayBuffer:
 
     # ---- priorities ----
     def update_priority(self, index: Any, priority: Any, generation: Any = None) -> None:
-        """Sets priorities of stored rows; they are sent with the next round of batches, or by `flush_priorities`.
+        """Sets priorities of stored rows: they go with the next rows or the next round of batches, and with `flush`.
 
-        It waits for nothing.
+        It waits for nothing. What is known only when a shard has answered is looked at then: until one has, an index
+        outside the buffer is dropped later, with a RuntimeWarning.
 
         Args:
             index: int64 [n], as `extend` and batches give it.
@@ -446,12 +550,30 @@ class ShardedReplayBuffer:
         generations = None if generation is None else torch.as_tensor(generation, dtype=torch.int64).reshape(-1)
         if generations is not None and len(generations) != len(at):
             raise ValueError(f"{len(generations)} generations came with {len(at)} indices; nothing was changed")
-        end = len(self._shards) * self._shards[0].facts.capacity
+        capacity = self._known_capacity()
+        end = len(self._shards) * capacity if capacity is not None else _ANY_INDEX
         if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < end:
             outside = at[(at < 0) | (at >= end)]
             raise IndexError(f"index {int(outside[0])} is not one of 0 to {end - 1}; nothing was changed")
-        with self._lock:
-            self._updates.append(_Priorities(at, priorities, generations))
+        self._given.append(_Priorities(at, priorities, generations).copy())  # it waits, and the caller may change them
+        if capacity is None:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Keeps no more priorities than may wait for shards none of which has ever answered."""
+        n, most = 0, max(1, _MOST_WAITING - sum(len(one.flat_index) for one in self._updates))
+        while len(self._given) > 1 and sum(len(one.flat_index) for one in list(self._given)) > most:
+            n += len(self._given.popleft().flat_index)
+        if n:
+            warnings.warn(
+                f"the oldest {n} priorities were dropped, as no shard has answered yet: up to {_MOST_WAITING} wait",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _known_capacity(self) -> int | None:
+        """How many rows each shard has room for, found without waiting; None: no shard has ever answered."""
+        return next((shard.facts.capacity for shard in self._shards if shard.is_known or shard.is_present), None)
 
     def update_tensordict_priority(self, batch: Any) -> None:
         """Sets the priorities of a batch's rows from `batch[priority_key]`; errors as `update_priority`, KeyError."""
@@ -470,19 +592,18 @@ class ShardedReplayBuffer:
             self._settle_updates(0, deadline)
 
     def _send_updates(self, deadline: float) -> None:
-        updates, self._updates = self._updates, []
-        if not updates:
+        if not (self._given or self._updates or self._sent_updates):
             return
+        capacity, producer = self._known_capacity(), self._producer
+        self._updates += [self._given.popleft() for _ in range(len(self._given))]
+        if capacity is None or (isinstance(producer, Producer) and not producer.send_held()):
+            return  # they may be of rows that another thread is just about to send: next time
         self._settle_updates(_MOST_UPDATES, deadline)
-        updates = [*self._updates, *updates]  # the ones that were lost just now come first
-        self._updates = []
-        capacity = self._shards[0].facts.capacity
-        for with_generation in (True, False):
-            some = [update for update in updates if (update.generation is not None) == with_generation]
-            if not some:
-                continue
-            joined = _Priorities.joined(some)
+        updates, self._updates = self._updates, []
+        for _, some in itertools.groupby(updates, lambda update: update.generation is not None):
+            joined = _Priorities.joined(list(some))
             owner = joined.flat_index.div(capacity, rounding_mode="floor")
+            self._warn_of_outside(int((owner >= len(self._shards)).sum()))
             for shard in self._shards:
                 mine = owner == shard.number
                 if not bool(mine.any()):
@@ -491,10 +612,34 @@ class ShardedReplayBuffer:
                 if not shard.is_present:
                     self._keep(shard, part)
                     continue
-                slots = part.flat_index - shard.number * capacity
-                call = shard.begin("update_priority", slots, part.priority, part.generation)
-                self._sent_updates.append((shard, call, part))
+                self._begin_update(shard, part)
         self._warn_of_dropped()
+
+    def _begin_update(self, shard: ShardClient, part: _Priorities) -> None:
+        slots = part.flat_index - shard.number * shard.facts.capacity
+        call = shard.begin("update_priority", slots, part.priority, part.generation)
+        self._sent_updates.append((shard, call, part))
+
+    def _send_updates_beside_rows(self, deadline: float) -> None:
+        """Sends the priorities that wait before new rows go; a thread that draws just now sends them itself."""
+        waits = self._given or self._updates or len(self._sent_updates) > _MOST_UPDATES
+        if waits and self._lock.acquire(blocking=False):
+            try:
+                now = time.monotonic()
+                self._send_updates(now + (deadline - now) / 2)  # with time left for the rows
+            except (IndexError, ValueError) as error:  # these rows have no part in it
+                warnings.warn(f"priorities that were given before were refused: {error}", RuntimeWarning, stacklevel=4)
+            finally:
+                self._lock.release()
+
+    def _warn_of_outside(self, n: int) -> None:
+        if n:
+            warnings.warn(
+                f"{n} priorities were dropped: their indices, given before any shard had answered, are outside of the "
+                "buffer",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _keep(self, shard: ShardClient, lost: _Priorities) -> None:
         """Sends priorities again when their shard is back; without generations they might be of other rows by then."""
@@ -523,13 +668,24 @@ class ShardedReplayBuffer:
     def _settle_updates(self, most: int, deadline: float) -> None:
         n = max(0, len(self._sent_updates) - most)
         sent = [self._sent_updates.popleft() for _ in range(n)]
-        answers = finish_all([(shard, call) for shard, call, _ in sent], deadline)
         newer, self._updates = self._updates, []
+        refused: Exception | None = None
+        try:
+            answers = finish_all([(shard, call) for shard, call, _ in sent], deadline)
+        except (IndexError, ValueError) as error:  # of one of them; the others are looked at by themselves
+            refused, answers = error, []
+            for shard, call, _ in sent:
+                try:
+                    answers += finish_all([(shard, call)], deadline)
+                except (IndexError, ValueError) as error:
+                    answers.append(error)
         for (shard, _, part), answer in zip(sent, answers, strict=True):
             if answer is None:
                 self._keep(shard, part)
         self._updates += newer
         self._warn_of_dropped()
+        if refused is not None:
+            raise refused
 
     def _highest_new_priority(self) -> float | None:
         if self._prioritized is None or len(self._shards) == 1:
@@ -650,6 +806,7 @@ class ShardedReplayBuffer:
             self._end_producing()
         self._transform.empty()
         self._updates.clear()
+        self._given.clear()
         self._stop_drawing()
 
     def _end_producing(self) -> None:
@@ -666,6 +823,9 @@ class ShardedReplayBuffer:
         if self._beside is not None:
             self._beside.storage.close()
             self._beside = None
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def close(self) -> None:
         """Waits until the rows of this object are in, and gives its lane back; steps that were held back go in first.
@@ -680,9 +840,23 @@ class ShardedReplayBuffer:
                 if self._transform.inverse_in_order:
                     self.flush_transforms()
             finally:
-                producer = self._producer
                 try:
-                    if producer is not None:
-                        producer.leave()
+                    self.flush()
+                    if self._producer is not None:
+                        self._producer.leave()
+                    self._flush_updates(self._deadline())  # those whose shard has answered only now
                 finally:
                     self._end_producing()
+                    self._drop_updates()
+
+    def _drop_updates(self) -> None:
+        """Forgets the priorities that wait, with a warning."""
+        n = sum(len(one.flat_index) for one in (*self._updates, *self._given))
+        self._updates = []
+        self._given.clear()
+        if n:
+            warnings.warn(
+                f"{n} priorities were not sent, as their shards did not answer: those rows keep the ones that they had",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -188,11 +188,25 @@ def has_writer(fd: int, lane: int) -> bool:
     return _is_locked(fd, _FIRST_LANE_BYTE + lane)
 
 
+class FirstByte:
+    """The first byte of the open file `fd`, which one description at a time holds, until its process ends."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._query = _request(fcntl.F_WRLCK, 0)
+
+    def take(self) -> bool:
+        """Takes it; False where another description holds it."""
+        return _lock(self._fd, fcntl.F_WRLCK, 0)
+
+    def is_taken(self) -> bool:
+        """Whether another description holds it; costs half a microsecond, and disturbs nobody."""
+        return fcntl.fcntl(self._fd, _GET, self._query)[:2] != _UNLOCKED
+
+
 def _is_locked(fd: int, byte: int) -> bool:
     """Whether another description holds this byte, shared or not."""
-    query = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-    answer: tuple[int, ...] = struct.unpack("hhqqi4x", fcntl.fcntl(fd, _GET, query))
-    return answer[0] != fcntl.F_UNLCK
+    return fcntl.fcntl(fd, _GET, _request(fcntl.F_WRLCK, byte))[:2] != _UNLOCKED
 
 
 def _close(*fds: int) -> None:
@@ -201,9 +215,8 @@ def _close(*fds: int) -> None:
 
 
 def _lock(fd: int, kind: int, byte: int) -> bool:
-    flock = struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0)
     try:
-        fcntl.fcntl(fd, _SET, flock)
+        fcntl.fcntl(fd, _SET, _request(kind, byte))
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
@@ -211,6 +224,12 @@ def _lock(fd: int, kind: int, byte: int) -> bool:
     return True
 
 
+def _request(kind: int, byte: int) -> bytes:
+    """A `struct flock` of one byte."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0)
+
+
+_UNLOCKED = struct.pack("h", fcntl.F_UNLCK)  # how the answer begins where nobody holds the byte
 _SET = getattr(fcntl, "F_OFD_SETLK", 37)
 _GET = getattr(fcntl, "F_OFD_GETLK", 36)
 

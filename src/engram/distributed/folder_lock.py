@@ -1,0 +1,113 @@
+"""The lock of a shard's folder, by which others on its machine see without a call whether its process lives."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import weakref
+from pathlib import Path
+
+from engram._system import fork_registry
+from engram.errors import NoFreeLaneError
+from engram.store.locks import FirstByte
+
+_NAME = "shard.lock"
+_PAUSE = 0.02  # seconds between two tries
+_LOOKS_PER_STAT = 64  # of a watch: the other half of a look, which is rarer, and costs more
+
+
+class FolderLock:
+    """The lock of a folder, held by its shard until `close`, or until its process ends, however it does.
+
+    Args:
+        timeout: seconds to wait for another shard that is just ending.
+
+    Raises:
+        NoFreeLaneError: another shard holds it, and went on doing so.
+    """
+
+    def __init__(self, folder: Path, timeout: float) -> None:
+        self._fd = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline = time.monotonic() + timeout
+        while not FirstByte(self._fd).take():
+            if time.monotonic() > deadline:
+                self.close()
+                raise NoFreeLaneError(
+                    f"{folder} is that of another shard, which has gone on for {timeout:g} seconds; end it first, or "
+                    "choose another scratch_dir"
+                )
+            time.sleep(_PAUSE)
+        _held.add(self)
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether somebody has deleted the folder."""
+        return os.fstat(self._fd).st_nlink == 0
+
+    def close(self) -> None:
+        """Lets it go; in a forked child only this process's part of it."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+_held: weakref.WeakSet[FolderLock] = fork_registry(FolderLock.close)
+
+
+def watch_folder(folder: str | os.PathLike[str]) -> FolderWatch | None:
+    """The watch of a folder that a living shard of this machine holds; None where none does.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> lock = FolderLock(folder, timeout=0.0)
+        >>> watch = watch_folder(folder)
+        >>> lock.close()
+        >>> watch.is_held(), watch_folder(folder)
+        (False, None)
+    """
+    try:
+        watch = FolderWatch(os.open(Path(folder) / _NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
+    except OSError:
+        return None
+    if watch.is_held():
+        return watch
+    watch.close()
+    return None
+
+
+class FolderWatch:
+    """Looks whether a shard lives in a folder of this machine; `fd`: of its lock, closed here."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._closer = weakref.finalize(self, os.close, fd)
+        self._byte, self._looks = FirstByte(fd), 0
+
+    def is_held(self) -> bool:
+        """Whether it does; that the folder was deleted beneath a living shard is noticed within 64 looks."""
+        self._looks += 1
+        if self._looks % _LOOKS_PER_STAT == 1 and os.fstat(self._fd).st_nlink == 0:
+            self._looks = 0
+            return False
+        return self._byte.is_taken()
+
+    def close(self) -> None:
+        """Ends its use."""
+        self._closer()
+
+
+def remove_folder(folder: Path) -> bool:
+    """Removes a folder that no shard holds; returns whether it is gone."""
+    try:
+        fd = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError:  # another user's
+        return False
+    try:
+        if not FirstByte(fd).take():
+            return False
+        shutil.rmtree(folder, ignore_errors=True)
+        return not folder.exists()
+    finally:
+        os.close(fd)

@@ -1,0 +1,98 @@
+"""On the node of a shard: its process ends, for a moment or for good, beside a client that opens its store."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from cluster.conftest import Nodes
+from cluster.rows import everything
+from contracts.waiting import comes, is_gone
+from distributed.shards import rows, whole
+from engram.errors import ShardGoneError, ShardUnavailableError
+
+MAKES_SHARDS = """
+import sys
+import ray
+from ray import cloudpickle
+from distributed.shards import rows
+from engram.data import LazyTensorStorage
+from engram.distributed import RayReplayBuffer
+
+ray.init(address={address!r}, log_to_driver=False)
+here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy({node!r}, soft=False)
+rb = RayReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=64, num_shards={n}, placement=here, timeout=20.0)
+rb.extend(rows(0, 100))
+rb.flush()
+print(cloudpickle.dumps(rb).hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+def here() -> Any:
+    return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
+
+
+def is_refused(call: Any) -> bool:
+    try:
+        call()
+    except ShardUnavailableError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_second_program_notices_that_the_one_that_made_the_shards_was_killed(
+    cluster: Nodes, tmp_path: Any, n: int
+) -> None:
+    node = ray.get_runtime_context().get_node_id()
+    program = subprocess.Popen(
+        [sys.executable, "-c", MAKES_SHARDS.format(address=cluster.cluster.address, node=node, n=n)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        rb = pickle.loads(bytes.fromhex(program.stdout.readline()))
+        assert all(rb._local)
+        rb.extend(rows(100, 200))
+        assert len(whole(rb.sample())) == 64
+    finally:
+        program.kill()
+        program.wait()
+    assert comes(lambda: is_refused(lambda: rb.extend(rows(0, 10))))  # Ray ends the actors some seconds later
+    for call in (rb.flush, lambda: [rb.sample() for _ in range(200)]):
+        assert is_refused(call)
+    written = rb._producer.acknowledged
+    for call in (lambda: rb.extend(rows(0, 10)), rb.flush, rb.sample, lambda: len(rb), lambda: rb.dumps(tmp_path)):
+        with pytest.raises(ShardGoneError, match="is not started again"):
+            call()
+    assert rb._producer.acknowledged == written
+
+
+def test_writing_and_drawing_beside_a_shard_that_is_killed_go_on_when_it_is_back(cluster: Nodes, buffer: Any) -> None:
+    rb = buffer(placement=here(), remote_config={"resources": {}}, timeout=60.0)
+    assert rb._local == [True]
+    at = 0
+    for _kill in range(4):
+        for _ in range(20):
+            rb.extend(rows(at, at + 50))
+            at += 50
+            whole(rb.sample())
+        rb.flush()
+        pid = ray.get(rb._actors[0].place.remote())[1]
+        os.kill(pid, signal.SIGKILL)
+        assert is_gone(pid)
+    rb.extend(rows(at, at + 50))
+    rb.flush()
+    assert [lane for lane in everything(rb) if lane] == [list(range(at + 50))]
+    drawn = torch.cat([whole(rb.sample()) for _ in range(10)])
+    assert bool((drawn < at + 50).all()) and rb._beside is not None

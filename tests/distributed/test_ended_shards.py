@@ -1,0 +1,220 @@
+"""Readers and writers beside a shard notice that its process has ended, and go on where it is back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from contracts.waiting import comes
+from distributed.shards import Link, client, read, rows, shard, whole
+from engram.data import PrioritizedSampler
+from engram.distributed.folder_lock import FolderLock, watch_folder
+from engram.errors import NoFreeLaneError, ShardGoneError, ShardUnavailableError, StorageError
+
+SHORT = 0.01  # seconds that a call waits for a shard that is away
+
+
+def beside(folder: Path, n: int = 1, **settings: Any) -> tuple[list[Link], Any]:
+    """Shards with ten rows each, and a client that opens their stores."""
+    ls = [Link(shard(scratch_dir=folder / str(k))) for k in range(n)]
+    writers = [client(ls) for _ in range(n)]  # in turn
+    for k, writer in enumerate(writers):
+        writer.extend(rows(1000 * k, 1000 * k + 10))
+        writer.flush()
+    for writer in writers:
+        writer.close()
+    rb = client(ls, local=[True] * n, **{"timeout": SHORT, "batches_per_call": 1, **settings})
+    rb.extend(rows(100, 110))
+    rb.sample()
+    return ls, rb
+
+
+def numbers(link: Link) -> list[int]:
+    return [number for lane in range(4) for number in read(link.shard, lane)]
+
+
+def draws_until_refused(rb: Any) -> int:
+    """How many batches came before the first that is refused; rounds that were read before may."""
+    for n in range(10):
+        try:
+            whole(rb.sample())
+        except ShardUnavailableError:
+            return n
+    raise AssertionError("batches go on coming from shards that have ended")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_nothing_is_written_or_drawn_while_all_shards_are_away(tmp_path: Path, n: int) -> None:
+    ls, rb = beside(tmp_path, n)
+    for link in ls:
+        link.end()
+    for _ in range(2):
+        with pytest.raises(ShardUnavailableError):
+            rb.extend(rows(110, 120))
+        with pytest.raises(ShardUnavailableError):
+            rb.flush()
+        assert draws_until_refused(rb) == 0  # of rounds that were begun before, too
+    assert rb._producer.acknowledged == 10
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_shard_that_is_made_anew_is_written_and_drawn_beside_it_again(tmp_path: Path, n: int) -> None:
+    ls, rb = beside(tmp_path, n)
+    for life in range(3):
+        for link in ls:
+            link.end()
+        draws_until_refused(rb)
+        for k, link in enumerate(ls):
+            link.shard = shard(scratch_dir=tmp_path / str(k))
+        at = 110 + 10 * life
+        rb.extend(rows(at, at + 10))
+        rb.flush()
+        whole(rb.sample())
+        for link in ls:
+            link.calls.clear()
+        for _ in range(10):
+            whole(rb.sample())
+        assert [set(link.calls) for link in ls] == [set()] * n
+    assert sorted(x for link in ls for x in numbers(link) if 100 <= x < 1000) == list(range(100, 140))
+
+
+def test_of_several_shards_the_others_are_drawn_from_meanwhile(tmp_path: Path) -> None:
+    ls, rb = beside(tmp_path, 2, timeout=0.2)
+    home = rb._producer.shard.number
+    ls[1 - home].end()
+    assert {int(x) // 400 for _ in range(20) for x in rb.sample()["index"]} >= {home}
+    assert {int(x) // 400 for _ in range(20) for x in rb.sample()["index"]} == {home}
+    ls[1 - home].shard = shard(scratch_dir=tmp_path / str(1 - home))
+    assert comes(lambda: {int(x) // 400 for x in rb.sample(200)["index"]} == {0, 1})
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_shards_that_are_not_started_again_are_an_error_at_once(tmp_path: Path, n: int) -> None:
+    ls, rb = beside(tmp_path, n, timeout=1e6)
+    for link in ls:
+        link.end()
+        link.is_gone = True
+    calls = (lambda: rb.extend(rows(0, 1)), lambda: [rb.sample() for _ in range(5)], rb.flush, lambda: len(rb))
+    for call in (*calls, lambda: rb.dumps(tmp_path / "saved")):
+        with pytest.raises(ShardGoneError, match="is not started again") as caught:
+            call()
+        assert "Nothing was lost" not in str(caught.value)
+
+
+def test_a_shard_that_comes_back_elsewhere_is_used_there(tmp_path: Path) -> None:
+    ls, rb = beside(tmp_path)
+    ls[0].end()
+    ls[0].shard = shard(scratch_dir=tmp_path / "elsewhere")
+    with pytest.warns(RuntimeWarning, match="came back without 20 rows"):
+        index = rb.extend(rows(110, 120))
+    assert index.tolist() == list(range(10)) and numbers(ls[0]) == list(range(110, 120))
+    assert {int(x) // 10 for x in whole(rb.sample())} == {11} and rb.stats().accepted == 20
+
+
+def test_one_of_several_shards_that_comes_back_on_another_machine_is_called(tmp_path: Path) -> None:
+    ls, rb = beside(tmp_path, 2, timeout=0.2)
+    other = 1 - rb._producer.shard.number
+    ls[other].end()
+    assert comes(lambda: {int(x) // 400 for x in rb.sample()["index"]} == {1 - other})
+    ls[other].shard = shard()  # whose folder is nowhere here
+    writer = client(ls[other : other + 1])
+    writer.extend(rows(700, 750))
+    writer.flush()
+    ls[other].calls.clear()
+    assert comes(lambda: bool((whole(rb.sample()) >= 700).any())) and "draw" in ls[other].calls
+
+
+def test_a_shard_that_comes_back_on_another_machine_is_called(tmp_path: Path) -> None:
+    ls, rb = beside(tmp_path)
+    ls[0].end()
+    ls[0].shard = shard()  # whose folder is nowhere here
+    with pytest.warns(RuntimeWarning, match="came back without 20 rows"):
+        rb.extend(rows(110, 120))
+    rb.flush()
+    ls[0].calls.clear()
+    assert {int(x) // 10 for x in whole(rb.sample())} == {11} and "draw" in ls[0].calls
+
+
+def test_rows_are_refused_where_the_folder_was_removed_beneath_a_living_shard(tmp_path: Path) -> None:
+    ls, rb = beside(tmp_path)
+    away = client(ls)
+    away.extend(rows(500, 510))
+    away.flush()
+    shutil.rmtree(tmp_path / "0")
+    with (
+        pytest.raises(StorageError, match="would be lost"),
+        pytest.warns(UserWarning, match="its rows are lost with this close"),
+    ):
+        for k in range(200):
+            rb.extend(rows(k, k + 1))
+    with pytest.raises(StorageError, match="would be lost"):
+        away.extend(rows(510, 520))
+        away.flush()
+    assert all(len(whole(rb.sample())) == 16 for _ in range(100))  # the rows are there, in the shard
+
+
+def test_a_priority_that_came_with_rows_waits_for_a_shard_that_ends(tmp_path: Path) -> None:
+    def sampler() -> PrioritizedSampler:
+        return PrioritizedSampler(None, 1.0, 1.0, eps=0.0)
+
+    ls = [Link(shard(scratch_dir=tmp_path, sampler=sampler()))]
+    rb = client(ls, local=[True], sampler=sampler(), timeout=SHORT)
+    ls[0].lose = lambda method: "call" if method == "update_priority" else None
+    index = rb.extend(rows(0, 3), priority=torch.tensor([0.5, 2.0, 4.0]))
+    ls[0].end()
+    with pytest.raises(ShardUnavailableError):
+        rb.flush()
+    ls[0].lose = lambda method: None
+    ls[0].shard = shard(scratch_dir=tmp_path, sampler=sampler())
+    given = ls[0].shard
+    assert comes(lambda: rb.flush() or given._sampler.priorities(index, storage=given._storage).tolist() == [0.5, 2, 4])
+
+
+class TestFolderLock:
+    def test_it_ends_with_the_process_that_holds_it(self, tmp_path: Path) -> None:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            lock = FolderLock(tmp_path, 0.0)
+            os.write(writer, b"x")
+            signal.pause()
+            lock.close()
+        os.read(reader, 1)
+        watch = watch_folder(tmp_path)
+        assert watch is not None and watch.is_held()
+        with pytest.raises(NoFreeLaneError, match="another shard"):
+            FolderLock(tmp_path, 0.0)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert not watch.is_held() and watch_folder(tmp_path) is None
+
+    def test_a_forked_child_of_its_holder_does_not_hold_it(self, tmp_path: Path) -> None:
+        lock = FolderLock(tmp_path, 0.0)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writer, b"x")
+            signal.pause()
+        os.read(reader, 1)
+        watch = watch_folder(tmp_path)
+        assert watch is not None
+        lock.close()
+        try:
+            assert not watch.is_held()
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+    def test_a_folder_that_was_removed_is_not_held(self, tmp_path: Path) -> None:
+        lock = FolderLock(tmp_path, 0.0)
+        watch = watch_folder(tmp_path)
+        assert watch is not None and watch.is_held() and not lock.is_removed
+        shutil.rmtree(tmp_path)
+        assert lock.is_removed and not all(watch.is_held() for _ in range(64))
+        assert not watch.is_held()
