@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import json
-import logging
 import os
 import resource
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 
 from engram import _native
 from engram._system import boot_id, free_memory, human_bytes, open_regular
+from engram._text import log
 from engram.errors import StorageError
 from engram.store.header import FILE_NAME, open_store
 from engram.store.layout import RowLayout
@@ -306,8 +306,6 @@ def remove_leftovers(folder: Path) -> None:
 
 _DELETED = "was deleted or replaced"
 
-_log = logging.getLogger("engram")
-
 
 class StoreSession:
     """One process's use of the store in a folder, from opening to `close`.
@@ -346,7 +344,7 @@ class StoreSession:
         # For rows that another process wrote and did not flush a sync may have failed there.
         self._handled_failures = -1 if self.store.unflushed else self.store.sync_failures
         if self.dropped:
-            _log.warning("%s: %d rows that a power cut had torn were dropped", path, self.dropped)
+            log.warning("%s: %d rows that a power cut had torn were dropped", path, self.dropped)
 
     def on_take(self, lane: int) -> None:
         """Before the first write to a lane; a StorageError where the file has been deleted."""
