@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engram._system import open_file, open_regular
 from engram.checkpoint.directory import CheckpointDirectory, from_checksummed_json, to_checksummed_json
 from engram.checkpoint.reader import reading
 from engram.data.replay_buffers.buffer import ReplayBuffer
@@ -310,7 +311,7 @@ class ReplayShard:
         if self._folder is None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock_fd = os.open(self._folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock_fd = open_regular(self._folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, mode=0o600)
         deadline = time.monotonic() + self._timeout
         while True:
             try:
@@ -351,9 +352,12 @@ class ReplayShard:
             return None
         path = self._folder / _RECORD
         try:
-            record = _Record.from_bytes(path.read_bytes())
+            with open_file(path, follow_links=False) as file:
+                record = _Record.from_bytes(file.read())
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StorageError(
                 f"{path} is damaged: {error}. Without it nobody knows whose rows are in; delete it, and producers "
@@ -370,7 +374,7 @@ class ReplayShard:
             path = self._folder / _RECORD
             aside = path.with_suffix(".new")
             try:
-                with open(aside, "wb") as file:
+                with open(open_regular(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
                     file.write(record.to_bytes())
                     file.flush()
                     os.fsync(file.fileno())
