@@ -11,6 +11,7 @@ import errno
 import io
 import json
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -21,13 +22,14 @@ from urllib.parse import quote
 import numpy as np
 import numpy.typing as npt
 
-from engram._system import check_memory
+from engram._system import check_memory, open_file, path_of
 from engram.errors import DatasetError
 from engram.pytree import KeyPath
 
 Array = npt.NDArray[Any]
 
 NEEDED_BY = "reading or writing HDF5 datasets"
+_MARK = "engram"  # the attribute of datasets' files that engram wrote
 _CHUNK_BYTES = 1 << 18  # of the chunks that checkpoints are written in
 _LARGEST_FOREIGN_CHUNK = 1 << 28  # bytes of a compressed chunk of a dataset, which is read whole
 _LARGEST_RATIO = 1100  # of compression by these filters: deflate's limit is 1032
@@ -338,8 +340,8 @@ class H5Source(H5File):
 
     own_errors = (DatasetError,)
 
-    def __init__(self, file: Any, path: Path) -> None:
-        super().__init__(file, path.stat().st_size)
+    def __init__(self, file: Any, path: Path, nbytes: int) -> None:
+        super().__init__(file, nbytes)
         self.path = path
 
     def wrong(self, place: str, reason: str) -> DatasetError:
@@ -375,14 +377,22 @@ def open_foreign(path: Path) -> Iterator[H5Source]:
         ImportError: h5py is missing.
     """
     h5py = import_h5py(NEEDED_BY)
-    if not path.is_file():
-        raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path))
+    with open_file(path) as opened:
+        try:
+            file = h5py.File(path_of(opened), "r", rdcc_nbytes=_LARGEST_FOREIGN_CHUNK, rdcc_nslots=101)
+        except _FAILURES as error:
+            raise DatasetError(str(path), f"this is no HDF5 file, or a damaged one ({error})") from error
+        with file:
+            yield H5Source(file, path, os.fstat(opened.fileno()).st_size)
+
+
+def is_ours(file: BinaryIO) -> bool:
+    """Whether engram wrote a dataset's file."""
     try:
-        file = h5py.File(path, "r", rdcc_nbytes=_LARGEST_FOREIGN_CHUNK, rdcc_nslots=101)
-    except _FAILURES as error:
-        raise DatasetError(str(path), f"this is no HDF5 file, or a damaged one ({error})") from error
-    with file:
-        yield H5Source(file, path)
+        with import_h5py(NEEDED_BY).File(path_of(file), "r") as opened:
+            return _MARK in opened.attrs
+    except _FAILURES:
+        return False
 
 
 # ---- writing ----
@@ -527,6 +537,7 @@ def create_plain(path: Path) -> Iterator[Any]:
     h5py = import_h5py(NEEDED_BY)
     file = h5py.File(path, "w", libver=("v108", "v108"))  # the newer form of groups takes a quarter of the space
     try:
+        file.attrs[_MARK] = "dataset"
         yield file
     except BaseException:
         with contextlib.suppress(*_FAILURES):

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from tensordict import TensorDict
 
 from engram import pytree
-from engram._hdf5 import H5Dataset, H5Source, check_options, create_plain, open_foreign
+from engram._hdf5 import H5Dataset, H5Source, check_options, create_plain, is_ours, open_foreign
 from engram._progress import progress_bar
-from engram.data.datasets.atomic_files import new_file
+from engram.data.datasets.atomic_files import new_file, replaceable_file
 from engram.data.datasets.episodes import (
     REWARD,
     TRAJECTORY,
@@ -337,7 +337,7 @@ def write_hdf5(
         h5_kwargs: `compression`, `compression_opts`, `shuffle`, `fletcher32`, as for `H5StorageCheckpointer`.
         exclude: keys to leave out.
         end_key, traj_key: what ends a trajectory, as for `SliceSampler`.
-        overwrite: replace the file at `path`.
+        overwrite: replace the file at `path`, if engram wrote it.
         progress: show a progress bar, if standard error is a terminal.
 
     Raises:
@@ -349,7 +349,7 @@ def write_hdf5(
     options = check_options(h5_kwargs or {})
     steps = episode_source(source, end_key, traj_key, exclude)
     with (
-        new_file(file, overwrite) as new,
+        new_file(file, overwrite, replaceable_file("an HDF5 dataset of engram's", is_ours)) as new,
         progress_bar(f"writing {file}", steps.total, progress) as advance,
         create_plain(new) as opened,
     ):

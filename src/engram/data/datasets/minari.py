@@ -14,9 +14,10 @@ import numpy.typing as npt
 from tensordict import TensorDict
 
 from engram import pytree
-from engram._hdf5 import NEEDED_BY, H5Dataset, H5RowWriter, H5Source, create_plain, import_h5py, open_foreign
+from engram._hdf5 import NEEDED_BY, H5Dataset, H5RowWriter, H5Source, create_plain, import_h5py, is_ours, open_foreign
 from engram._progress import progress_bar
-from engram.data.datasets.atomic_files import new_folder
+from engram._system import open_file
+from engram.data.datasets.atomic_files import Replaceable, new_folder, replaceable_file
 from engram.data.datasets.episodes import (
     INDEX,
     REWARD,
@@ -535,12 +536,15 @@ def _find(path: Path) -> Path:
 
 
 def _read_metadata(file: Path) -> dict[str, Any]:
-    if not file.is_file():
+    try:
+        with open_file(file) as opened:
+            text = opened.read(_MAX_METADATA_BYTES + 1)
+    except FileNotFoundError:
         return {}
-    if file.stat().st_size > _MAX_METADATA_BYTES:
+    if len(text) > _MAX_METADATA_BYTES:
         raise DatasetError(str(file), f"is longer than {_MAX_METADATA_BYTES} bytes")
     try:
-        metadata = json.loads(file.read_bytes())
+        metadata = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DatasetError(str(file), f"is no JSON ({error})") from error
     if not isinstance(metadata, dict):
@@ -578,7 +582,7 @@ def write_minari(
         metadata: more entries for `metadata.json`: `author`, `description`, `env_spec` (a string of JSON), ...
         exclude: keys to leave out.
         end_key, traj_key: what ends a trajectory, as for `SliceSampler`.
-        overwrite: replace the Minari dataset at `path`.
+        overwrite: replace the Minari dataset at `path`, if engram wrote it and nothing else is in its folder.
         progress: show a progress bar, if standard error is a terminal.
 
     Raises:
@@ -592,7 +596,7 @@ def write_minari(
     spaces = {"observation_space": observation_space, "action_space": action_space}
     given = {name: space_json(space) for name, space in spaces.items() if space is not None}
     with (
-        new_folder(folder, overwrite, _is_dataset) as new,
+        new_folder(folder, overwrite, Replaceable("a Minari dataset of engram's", _not_ours)) as new,
         progress_bar(f"writing {folder}", steps.total, progress) as advance,
     ):
         (new / "data").mkdir()
@@ -615,5 +619,11 @@ def write_minari(
     return total
 
 
-def _is_dataset(path: Path) -> bool:
-    return {p.name for p in path.iterdir()} == {"data"} and (path / "data" / METADATA).is_file()
+def _not_ours(path: Path) -> str | None:
+    """Why a folder is no Minari dataset that engram wrote, and nothing else; None where it is."""
+    if path.is_symlink() or not path.is_dir():
+        return "it is no folder"
+    for folder, names in ((path, {"data"}), (path / "data", {FILE, METADATA})):
+        for other in {entry.name for entry in folder.iterdir()} ^ names:
+            return f"{other} is missing" if other in names else f"{other} is not part of it"
+    return replaceable_file("its file", is_ours).refusal(path / "data" / FILE)

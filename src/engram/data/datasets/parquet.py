@@ -24,8 +24,8 @@ from torch import Tensor
 
 from engram import pytree
 from engram._progress import progress_bar
-from engram._system import free_memory, human_bytes
-from engram.data.datasets.atomic_files import new_file
+from engram._system import free_memory, human_bytes, open_file, open_regular, path_of
+from engram.data.datasets.atomic_files import new_file, replaceable_file
 from engram.data.datasets.episodes import (
     BLOCK_BYTES,
     TRAJECTORY,
@@ -457,19 +457,18 @@ _DIGEST_BYTES = 16
 
 def add_footer_checksum(path: Path) -> None:
     """Inserts the checksum of the footer before the footer."""
-    with open(path, "r+b") as file:
+    with open(open_regular(path, os.O_RDWR), "r+b") as file:
         at, end = _footer(file)
         file.seek(at)
         file.write(_CHECKSUM_MARK + xxhash.xxh3_128_digest(end) + end)
 
 
-def check_footer(path: Path) -> None:
+def check_footer(file: BinaryIO) -> None:
     """ValueError where the file has no footer, or has a checksum that is not that of its footer."""
-    with open(path, "rb") as file:
-        at, end = _footer(file)
-        size = len(_CHECKSUM_MARK) + _DIGEST_BYTES
-        file.seek(max(0, at - size))
-        checksum = file.read(size)
+    at, end = _footer(file)
+    size = len(_CHECKSUM_MARK) + _DIGEST_BYTES
+    file.seek(max(0, at - size))
+    checksum = file.read(size)
     if checksum.startswith(_CHECKSUM_MARK) and checksum[len(_CHECKSUM_MARK) :] != xxhash.xxh3_128_digest(end):
         raise ValueError("its footer is damaged: its checksum does not match")
 
@@ -572,7 +571,7 @@ def write_parquet(
         compression: `"zstd"`, `"snappy"`, `"lz4"`, `"gzip"` or `"none"`.
         exclude: keys to leave out.
         end_key, traj_key: what ends a trajectory, as for `SliceSampler`.
-        overwrite: replace the file at `path`.
+        overwrite: replace the file at `path`, if engram wrote it.
         progress: show a progress bar, if standard error is a terminal.
 
     Raises:
@@ -585,7 +584,7 @@ def write_parquet(
     import_pyarrow()
     steps = episode_source(source, end_key, traj_key, exclude)
     with (
-        new_file(Path(path), overwrite) as new,
+        new_file(Path(path), overwrite, replaceable_file("a Parquet file of engram's", _is_ours)) as new,
         progress_bar(f"writing {path}", steps.total, progress) as advance,
     ):
         writer = _ParquetWriter(new, compression)
@@ -597,6 +596,16 @@ def write_parquet(
             writer.close()
         add_footer_checksum(new)
     return rows
+
+
+def _is_ours(file: BinaryIO) -> bool:
+    """Whether `write_parquet` wrote a file."""
+    try:
+        check_footer(file)
+        with import_pyarrow().parquet.ParquetFile(path_of(file)) as opened:
+            return METADATA in (opened.schema_arrow.metadata or {})
+    except _FAILURES:
+        return False
 
 
 class _ParquetWriter:
@@ -694,10 +703,10 @@ class _ParquetWriter:
 class _ParquetReader:
     """Reads an open file; DatasetError where it is damaged."""
 
-    def __init__(self, path: Path, file: Any, columns: Sequence[str] | None) -> None:
+    def __init__(self, path: Path, file: Any, pages: BinaryIO, columns: Sequence[str] | None) -> None:
         self._path, self._file = path, file
         with self._failures():
-            self._check_sizes()
+            self._check_sizes(os.fstat(pages.fileno()).st_size)
             schema = file.schema_arrow
             described = described_columns(schema)
             self._layout: RowLayout | None = None if described is None else described[0]
@@ -709,12 +718,11 @@ class _ParquetReader:
             hidden = (file.metadata.metadata or {}).get(HIDDEN, b"{}")
             self.hidden = self._numbered and bool(json.loads(hidden).get("hidden", False))
             self.total: int = file.metadata.num_rows
-            with open(path, "rb") as pages:
-                self._row_bytes = decoded_row_bytes(pages, file.metadata, self._names())
+            self._row_bytes = decoded_row_bytes(pages, file.metadata, self._names())
 
-    def _check_sizes(self) -> None:
+    def _check_sizes(self, size: int) -> None:
         """ValueError unless all columns lie inside the file."""
-        size, metadata = self._path.stat().st_size, self._file.metadata
+        metadata = self._file.metadata
         for group in range(metadata.num_row_groups):
             row_group = metadata.row_group(group)
             for i in range(row_group.num_columns):
@@ -785,15 +793,16 @@ class _ParquetReader:
 @contextmanager
 def _open(path: Path, columns: Sequence[str] | None) -> Iterator[_ParquetReader]:
     parquet = import_pyarrow().parquet
-    if not path.is_file():
-        raise FileNotFoundError(2, "there is no such file", str(path))
-    try:
-        check_footer(path)
-        file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
-    except _FAILURES as error:
-        raise DatasetError(str(path), f"this is no Parquet file, or a damaged one ({error})") from error
-    with file:
-        yield _ParquetReader(path, file, columns)
+    with open_file(path) as bytes_of_file:
+        try:
+            check_footer(bytes_of_file)
+            file = parquet.ParquetFile(
+                path_of(bytes_of_file), pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True
+            )
+        except _FAILURES as error:
+            raise DatasetError(str(path), f"this is no Parquet file, or a damaged one ({error})") from error
+        with file:
+            yield _ParquetReader(path, file, bytes_of_file, columns)
 
 
 def _check_first_id(blocks: Iterator[Any], storage: Any) -> Iterator[Any]:
