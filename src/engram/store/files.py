@@ -19,7 +19,7 @@ from typing import Any
 
 from engram import _native
 from engram._system import boot_id, free_memory, human_bytes, open_regular
-from engram._text import log
+from engram._text import log, visible
 from engram.errors import StorageError
 from engram.store.header import FILE_NAME, open_store
 from engram.store.layout import RowLayout
@@ -432,7 +432,8 @@ class StoreSession:
         if self._wrote:
             if self._is_deleted():
                 warnings.warn(
-                    f"{self._path} {_DELETED} while it was open: its rows are lost with this close", stacklevel=4
+                    f"{visible(self._path)} {_DELETED} while it was open: its rows are lost with this close",
+                    stacklevel=4,
                 )
             self._sync()
             if self.locks.try_exclusive():
