@@ -230,6 +230,8 @@ def batch_of(leaves: Mapping[KeyPath, Any], n: int) -> TensorDict:
 
 
 BLOCK_BYTES = 16 << 20
+#: The largest row that files of datasets may ask for unless more is allowed; bytes.
+MAX_ROW_BYTES = 256 << 20
 Ints = npt.NDArray[np.int64]
 
 

@@ -21,13 +21,15 @@ import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from engram import pytree
 from engram._progress import progress_bar
-from engram._system import free_memory, human_bytes, open_file, open_regular, path_of
+from engram._system import free_memory, human_bytes, open_file, open_regular, parse_bytes, path_of
 from engram.data.datasets.atomic_files import new_file, replaceable_file
 from engram.data.datasets.episodes import (
     BLOCK_BYTES,
+    MAX_ROW_BYTES,
     TRAJECTORY,
     DatasetSize,
     StepBlock,
@@ -45,23 +47,25 @@ from engram.store.layout import LeafSpec, RowLayout
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 _COPIES = 3  # in memory at once: the Arrow array, levels of lists, the tensor
+_LEVELS = 4  # bytes that Arrow decodes beside each value of a list
 _HEADER, _LONGEST_HEADER = 512, 1 << 20  # bytes read for a page's header, which may hold statistics
 _DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3
 _COUNTS = {_DATA: 5, _DICTIONARY: 7, _DATA_V2: 8}  # the field of a header with the number of values of its page
 
 
-def decoded_row_bytes(file: BinaryIO, metadata: Any, columns: Collection[str]) -> int:
+def decoded_row_bytes(file: BinaryIO, metadata: Any, columns: Collection[str], allowed: int) -> int:
     """The most bytes that a row of these columns has when it is decoded, over the row groups.
 
     Raises:
-        ValueError: a page claims more than the footer; or decoding needs more memory than is free.
+        ValueError: a page claims more than the footer; or decoding needs more memory than is free, or more for a row,
+            or for a page, than is allowed.
     """
     most, free = 1, free_memory()
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
         if row_group.num_rows < 0:
             raise ValueError(f"row group {group} has {row_group.num_rows} rows")
-        row = nested = 0
+        row = nested = levels = 0
         for i in range(row_group.num_columns):
             column, schema = row_group.column(i), metadata.schema.column(i)
             if column.path_in_schema.split(".")[0] not in columns and column.path_in_schema not in columns:
@@ -70,10 +74,18 @@ def decoded_row_bytes(file: BinaryIO, metadata: Any, columns: Collection[str]) -
             page = _largest_page(file, column, place)
             nbytes = column.num_values * _width(schema)
             row += -(-nbytes // max(1, row_group.num_rows))
+            if schema.max_repetition_level:
+                levels += _LEVELS * -(-column.num_values // max(1, row_group.num_rows))
+            if page > allowed:
+                raise ValueError(f"{place}, has a page of {human_bytes(page)}; {_limit(allowed)}")
             # The footer does not have how the values of lists are spread over the rows: one may have them all.
             nested = max(nested, nbytes if schema.max_repetition_level else 0)
             if free is not None and page > free:
                 raise ValueError(f"{place}, has a page of {human_bytes(page)}; {human_bytes(free)} of memory are free")
+        if row + levels > allowed:
+            raise ValueError(
+                f"row group {group} has rows that need {human_bytes(row + levels)} to be decoded; {_limit(allowed)}"
+            )
         needed = _COPIES * max(row, nested)
         if free is not None and needed > free:
             raise ValueError(
@@ -81,6 +93,10 @@ def decoded_row_bytes(file: BinaryIO, metadata: Any, columns: Collection[str]) -
             )
         most = max(most, row)
     return most
+
+
+def _limit(allowed: int) -> str:
+    return f"max_row_bytes= allows {human_bytes(allowed)}"
 
 
 def check_batch(rows: int, row_bytes: int) -> None:
@@ -262,10 +278,11 @@ class ParquetColumn(NamedTuple):
             return torch.zeros((rows, *self.leaf.shape), dtype=self.leaf.dtype)
         if self.kind == "bytes":
             size = self.leaf.nbytes
-            raw = np.frombuffer(array.buffers()[1], np.uint8, rows * size, array.offset * size).copy()
-            return torch.from_numpy(raw).view(self.leaf.dtype).reshape(rows, *self.leaf.shape)
-        values = numpy_values(array if self.kind == "value" else array.flatten())
-        return torch.from_numpy(values).reshape(rows, *self.leaf.shape)
+            pa = import_pyarrow()
+            raw = pa.Array.from_buffers(pa.uint8(), rows * size, [None, array.buffers()[1]], offset=array.offset * size)
+            return values_of(raw).view(self.leaf.dtype).reshape(rows, *self.leaf.shape)
+        values = values_of(array if self.kind == "value" else array.flatten())
+        return values.reshape(rows, *self.leaf.shape)
 
 
 def columns_of(layout: RowLayout) -> list[ParquetColumn]:
@@ -430,7 +447,7 @@ def tensor_of(array: Any, name: str) -> Tensor:
         else:
             break
         array = array.flatten()
-    return torch.from_numpy(numpy_values(array)).reshape(shape)
+    return values_of(array).reshape(shape)
 
 
 def _list_length(array: Any, name: str) -> int:
@@ -443,10 +460,12 @@ def _list_length(array: Any, name: str) -> int:
     return int(lengths[0]) if len(lengths) else 0
 
 
-def numpy_values(array: Any) -> Array:
-    """A new NumPy array of an Arrow array of numbers."""
-    values: Array = array.to_numpy(zero_copy_only=False)
-    return values if values.flags.writeable and values.flags.owndata else values.copy()
+def values_of(array: Any) -> Tensor:
+    """The numbers of an Arrow array that was decoded for nobody else: a tensor in its memory, without a copy."""
+    if import_pyarrow().types.is_boolean(array.type):  # bits
+        return torch.from_numpy(array.to_numpy(zero_copy_only=False))
+    tensor: Tensor = from_dlpack(array)
+    return tensor
 
 
 # ---- the checksum of the footer ----
@@ -495,6 +514,7 @@ def read_parquet(
     columns: Sequence[str] | None = None,
     new_ids: bool = False,
     progress: bool = True,
+    max_row_bytes: int | str = MAX_ROW_BYTES,
 ) -> int:
     """Reads the rows of a Parquet file into a buffer; returns their number.
 
@@ -507,15 +527,17 @@ def read_parquet(
         columns: names of the columns to read, of a file that engram did not write.
         new_ids: number the trajectories from above the buffer's own ids instead of keeping the file's ids.
         progress: show a progress bar, if standard error is a terminal.
+        max_row_bytes: the most that a row may take while it is decoded, and a page while it is decompressed: bytes, or
+            "2GB". A small file may claim a row of any size.
 
     Raises:
-        DatasetError: the file is damaged, or a column holds values that no tensor can; the message names file and
-            column, `rows_read` is the number of steps that were written to the buffer.
+        DatasetError: the file is damaged, a row is too large, or a column holds values that no tensor can; the message
+            names file and column, `rows_read` is the number of steps that were written to the buffer.
         ValueError: the file begins with the trajectory id that the buffer ends with: two trajectories would become one.
         ImportError: pyarrow is missing: `pip install "engram[parquet]"`.
     """
     check_buffer(buffer)
-    with _open(Path(path), columns) as file:
+    with _open(Path(path), columns, max_row_bytes) as file:
         total = file.total
         first = next_trajectory(buffer.storage) if new_ids or file.hidden else None
         blocks = file.blocks(None, first)
@@ -523,7 +545,11 @@ def read_parquet(
 
 
 def iter_parquet(
-    path: str | os.PathLike[str], batch_size: int | None = None, *, columns: Sequence[str] | None = None
+    path: str | os.PathLike[str],
+    batch_size: int | None = None,
+    *,
+    columns: Sequence[str] | None = None,
+    max_row_bytes: int | str = MAX_ROW_BYTES,
 ) -> Iterator[Any]:
     """The rows of a Parquet file in batches `[n]` of `batch_size` rows (None: of about 16 MB).
 
@@ -536,13 +562,13 @@ def iter_parquet(
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    with _open(Path(path), columns) as file:
+    with _open(Path(path), columns, max_row_bytes) as file:
         yield from file.blocks(batch_size, 0 if file.hidden else None)
 
 
 def parquet_size(path: str | os.PathLike[str]) -> DatasetSize:
     """Rows of a Parquet file, from its footer; errors as `read_parquet`."""
-    with _open(Path(path), None) as file:
+    with _open(Path(path), None, MAX_ROW_BYTES) as file:
         return DatasetSize(file.total, None)
 
 
@@ -703,7 +729,7 @@ class _ParquetWriter:
 class _ParquetReader:
     """Reads an open file; DatasetError where it is damaged."""
 
-    def __init__(self, path: Path, file: Any, pages: BinaryIO, columns: Sequence[str] | None) -> None:
+    def __init__(self, path: Path, file: Any, pages: BinaryIO, columns: Sequence[str] | None, allowed: int) -> None:
         self._path, self._file = path, file
         with self._failures():
             self._check_sizes(os.fstat(pages.fileno()).st_size)
@@ -718,7 +744,7 @@ class _ParquetReader:
             hidden = (file.metadata.metadata or {}).get(HIDDEN, b"{}")
             self.hidden = self._numbered and bool(json.loads(hidden).get("hidden", False))
             self.total: int = file.metadata.num_rows
-            self._row_bytes = decoded_row_bytes(pages, file.metadata, self._names())
+            self._row_bytes = decoded_row_bytes(pages, file.metadata, self._names(), allowed)
 
     def _check_sizes(self, size: int) -> None:
         """ValueError unless all columns lie inside the file."""
@@ -791,7 +817,8 @@ class _ParquetReader:
 
 
 @contextmanager
-def _open(path: Path, columns: Sequence[str] | None) -> Iterator[_ParquetReader]:
+def _open(path: Path, columns: Sequence[str] | None, max_row_bytes: int | str) -> Iterator[_ParquetReader]:
+    allowed = parse_bytes(max_row_bytes, "max_row_bytes")
     parquet = import_pyarrow().parquet
     with open_file(path) as bytes_of_file:
         try:
@@ -802,7 +829,7 @@ def _open(path: Path, columns: Sequence[str] | None) -> Iterator[_ParquetReader]
         except _FAILURES as error:
             raise DatasetError(str(path), f"this is no Parquet file, or a damaged one ({error})") from error
         with file:
-            yield _ParquetReader(path, file, bytes_of_file, columns)
+            yield _ParquetReader(path, file, bytes_of_file, columns, allowed)
 
 
 def _check_first_id(blocks: Iterator[Any], storage: Any) -> Iterator[Any]:
