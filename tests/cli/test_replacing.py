@@ -134,6 +134,9 @@ def test_a_report_replaces_a_report_and_nothing_else(source, tmp_path):
     for _ in range(2):
         cli.report(source, output=tmp_path / "report.html")
         cli.plot(source, ["action"], output=tmp_path / "plot.png")
+    (tmp_path / "linked.html").symlink_to("report.html")
+    with pytest.raises(FileExistsError, match="it is a symbolic link"):
+        cli.report(source, output=tmp_path / "linked.html")
     with pytest.raises(FileExistsError):
         cli.plot(source, ["action"], output=tmp_path / "report.html")
     with pytest.raises(FileExistsError):
@@ -158,6 +161,19 @@ def test_datasets_replace_what_engram_wrote_and_nothing_else(write, suffix, tmp_
     target.unlink()
     for n in (3, 4):
         assert write(steps([n]), target, overwrite=True) == n
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_hdf5, write_minari])
+def test_a_target_is_refused_before_anything_is_read(write, tmp_path):
+    (tmp_path / "target").write_text("all of it")
+    read = []
+    batches = (read.append(n) or steps([3]) for n in range(2))
+    with pytest.raises(FileExistsError):
+        write(batches, tmp_path / "target", overwrite=True)
+    for draw in (cli.report, cli.plot):
+        with pytest.raises(FileExistsError):
+            draw(tmp_path / "nothing", output=tmp_path / "target")
+    assert not read and [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
 @pytest.mark.parametrize("name", [".target.notes.engram-tmp", ".target.0123456789ab.backup.engram-tmp"])

@@ -316,3 +316,10 @@ def test_reading_takes_at_most_twice_what_the_limit_counts(kind, tmp_path):
 
     needed = 12 * 8_000_000 if "lists" in kind else 2 * 8 * 8_000_000
     assert peak_of(read) <= 2.1 * needed
+
+
+@pytest.mark.parametrize("kind", ["f4", "i1", "u2", "i8", "f2"])
+def test_decoded_values_are_handed_on_without_a_copy(kind):
+    array = pa.array(np.arange(10, dtype=kind))
+    assert parquet.values_of(array).data_ptr() == array.buffers()[1].address
+    assert parquet.values_of(array[3:]).tolist() == [3, 4, 5, 6, 7, 8, 9]
