@@ -56,6 +56,7 @@ LAYERS = [
     ["engram._generator", "engram._progress", "engram._system"],
     ["engram._native"],
     ["engram.errors"],
+    ["engram._text"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Optional packages, and the only files that import each.
@@ -68,7 +69,7 @@ OWNERS = {
     "minari": ("datasets/experience_replay.py",),
     "pyarrow": ("datasets/parquet.py",),
     "ray": ("distributed",),
-    "rich": ("engram/_progress.py", "cli/main.py", "cli/tables.py"),
+    "rich": ("engram/_progress.py", "cli/main.py", "cli/terminal.py"),
     "shimmy": ("libs/dm_control.py",),
     "stable_baselines3": ("compat/sb3.py",),
     "tianshou": ("compat/tianshou.py",),
@@ -191,7 +192,7 @@ def test_nobody_imports_torchrl():
 
 
 #: What shows something to a person: progress, and the command.
-SHOWING = ("engram._progress", "engram.cli.main", "engram.cli.tables")
+SHOWING = ("engram._progress", "engram.cli.terminal")
 
 
 def test_the_library_prints_nothing():

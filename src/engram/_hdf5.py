@@ -11,6 +11,7 @@ import errno
 import io
 import json
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -21,15 +22,15 @@ from urllib.parse import quote
 import numpy as np
 import numpy.typing as npt
 
-from engram._system import check_memory
+from engram._system import check_memory, human_bytes, open_file, parse_bytes, path_of
 from engram.errors import DatasetError
 from engram.pytree import KeyPath
 
 Array = npt.NDArray[Any]
 
 NEEDED_BY = "reading or writing HDF5 datasets"
+_MARK = "engram"  # the attribute of datasets' files that engram wrote
 _CHUNK_BYTES = 1 << 18  # of the chunks that checkpoints are written in
-_LARGEST_FOREIGN_CHUNK = 1 << 28  # bytes of a compressed chunk of a dataset, which is read whole
 _LARGEST_RATIO = 1100  # of compression by these filters: deflate's limit is 1032
 _GZIP, _SHUFFLE, _FLETCHER32, _LZF = 1, 2, 3, 32000  # the numbers that HDF5 gives its filters
 _OPTIONS = ("compression", "compression_opts", "shuffle", "fletcher32")
@@ -123,6 +124,8 @@ class H5File(ABC):
 
     #: What a block of `failures` may raise as it is; other errors of HDF5 become what `wrong` makes.
     own_errors: tuple[type[Exception], ...] = ()
+    #: What an error about a chunk that is too large says to do.
+    allows_more = ""
 
     def __init__(self, file: Any, nbytes: int) -> None:
         self._nbytes, self._h5 = nbytes, import_h5py()
@@ -226,7 +229,9 @@ class H5File(ABC):
         if chunked:
             limit = self._largest_chunk(math.prod(dataset.shape[1:]) * dataset.dtype.itemsize, bool(filters))
             if limit is not None and math.prod(creation.get_chunk()) * dataset.dtype.itemsize > limit:
-                raise self.wrong(place, f"has chunks {creation.get_chunk()} of more than {limit} bytes")
+                raise self.wrong(
+                    place, f"has chunks {creation.get_chunk()} of more than {limit} bytes{self.allows_more}"
+                )
 
 
 class H5Reader(H5File):
@@ -337,16 +342,38 @@ class H5Source(H5File):
     """
 
     own_errors = (DatasetError,)
+    allows_more = "; max_row_bytes= allows more"
 
-    def __init__(self, file: Any, path: Path) -> None:
-        super().__init__(file, path.stat().st_size)
-        self.path = path
+    def __init__(self, file: Any, path: Path, nbytes: int, allowed: int) -> None:
+        super().__init__(file, nbytes)
+        self.path, self._allowed = path, allowed
+        self._uncached = self._h5.h5p.create(self._h5.h5p.DATASET_ACCESS)
+        self._uncached.set_chunk_cache(0, 0, 1.0)
 
     def wrong(self, place: str, reason: str) -> DatasetError:
         return DatasetError(str(self.path), f"{place} {reason}")
 
     def _largest_chunk(self, row_bytes: int, filtered: bool) -> int | None:
-        return _LARGEST_FOREIGN_CHUNK if filtered else None  # only filtered chunks are read whole
+        return self._allowed if filtered else None  # only filtered chunks are read whole
+
+    def check_row(self, row_bytes: int) -> None:
+        """DatasetError where a step takes more memory than is allowed."""
+        if row_bytes > self._allowed:
+            raise self.wrong(
+                "the file", f"has steps of {human_bytes(row_bytes)}; max_row_bytes= allows {human_bytes(self._allowed)}"
+            )
+
+    def open(self, group: Any, name: str, place: str) -> Any:
+        """As of every file; chunks of one step are not kept, which is wanted once."""
+        opened = super().open(group, name, place)
+        if self.is_group(opened):
+            return opened
+        with self.failures(place):
+            creation = opened.get_create_plist()
+            if creation.get_layout() != self._h5.h5d.CHUNKED or creation.get_chunk()[0] > 1:
+                return opened
+            del opened  # the cache is that of who opens it first
+            return self._h5.h5d.open(group, name.encode(), self._uncached)
 
     def rows(self, group: Any, name: str, place: str, like: H5Dataset | None = None) -> H5Dataset:
         """Opens a dataset with a value for each step; `like`: of the same dtype and row shape as this one."""
@@ -366,23 +393,31 @@ class H5Source(H5File):
 
 
 @contextmanager
-def open_foreign(path: Path) -> Iterator[H5Source]:
-    """Reads a file that anybody may have written.
+def open_foreign(path: Path, max_row_bytes: int | str) -> Iterator[H5Source]:
+    """Reads a file that anybody may have written; a step, and a compressed chunk, may take `max_row_bytes`.
 
     Raises:
         FileNotFoundError: there is none.
         DatasetError: it is not HDF5.
         ImportError: h5py is missing.
     """
-    h5py = import_h5py(NEEDED_BY)
-    if not path.is_file():
-        raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path))
+    h5py, allowed = import_h5py(NEEDED_BY), parse_bytes(max_row_bytes, "max_row_bytes")
+    with open_file(path) as opened:
+        try:
+            file = h5py.File(path_of(opened), "r", rdcc_nbytes=allowed, rdcc_nslots=101)
+        except _FAILURES as error:
+            raise DatasetError(str(path), f"this is no HDF5 file, or a damaged one ({error})") from error
+        with file:
+            yield H5Source(file, path, os.fstat(opened.fileno()).st_size, allowed)
+
+
+def is_ours(file: BinaryIO) -> bool:
+    """Whether engram wrote a dataset's file."""
     try:
-        file = h5py.File(path, "r", rdcc_nbytes=_LARGEST_FOREIGN_CHUNK, rdcc_nslots=101)
-    except _FAILURES as error:
-        raise DatasetError(str(path), f"this is no HDF5 file, or a damaged one ({error})") from error
-    with file:
-        yield H5Source(file, path)
+        with import_h5py(NEEDED_BY).File(path_of(file), "r") as opened:
+            return _MARK in opened.attrs
+    except _FAILURES:
+        return False
 
 
 # ---- writing ----
@@ -527,6 +562,7 @@ def create_plain(path: Path) -> Iterator[Any]:
     h5py = import_h5py(NEEDED_BY)
     file = h5py.File(path, "w", libver=("v108", "v108"))  # the newer form of groups takes a quarter of the space
     try:
+        file.attrs[_MARK] = "dataset"
         yield file
     except BaseException:
         with contextlib.suppress(*_FAILURES):

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+from engram._text import visible
+
 _SECONDS_APART = 0.1
 
 
@@ -17,6 +19,7 @@ def progress_bar(what: str, total: int | None, shown: bool) -> Iterator[Callable
 
     The count is a bar where rich is installed (`pip install "engram[progress]"`), else a line of text.
     """
+    what = visible(what)
     if not shown:
         yield lambda steps: None
         return
@@ -28,7 +31,7 @@ def progress_bar(what: str, total: int | None, shown: bool) -> Iterator[Callable
             yield advance
         return
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda steps: bar.advance(task, steps)

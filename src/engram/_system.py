@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from fractions import Fraction
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -59,10 +59,21 @@ def parse_bytes(size: int | str, argument: str) -> int:
     return nbytes
 
 
-def open_regular(path: str | os.PathLike[str], flags: int, dir_fd: int | None = None) -> int:
-    """Opens a file that is one: an OSError, at once, for links, pipes, devices and folders."""
+def open_regular(
+    path: str | os.PathLike[str],
+    flags: int = os.O_RDONLY,
+    dir_fd: int | None = None,
+    *,
+    follow_links: bool = False,
+    mode: int = 0o644,
+) -> int:
+    """Opens a file that is one: an OSError, at once, for pipes, sockets, devices and folders.
+
+    So it is for links, unless they are followed. `mode`: of a file that `flags` create.
+    """
     # O_NONBLOCK means nothing for files; a pipe put in one's place must not make us wait for its other end.
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    flags |= (0 if follow_links else os.O_NOFOLLOW) | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    fd = os.open(path, flags, mode, dir_fd=dir_fd)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
@@ -80,6 +91,16 @@ def map_privately(fd: int, nbytes: int) -> npt.NDArray[np.uint8]:
     # Without a reservation: a file may be larger than all memory, and seldom is much of it written to.
     flags, protection = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
     return np.frombuffer(mmap.mmap(fd, nbytes, flags, protection), np.uint8)
+
+
+def open_file(path: str | os.PathLike[str], *, follow_links: bool = True) -> BinaryIO:
+    """Opens a file that a user names, for reading; an OSError, at once, for anything but a regular file."""
+    return open(open_regular(path, follow_links=follow_links), "rb")
+
+
+def path_of(file: BinaryIO) -> str:
+    """A path that opens the file of a descriptor again, whatever has its name now: for libraries that take paths."""
+    return f"/proc/self/fd/{file.fileno()}"
 
 
 def boot_id() -> bytes:

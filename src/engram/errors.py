@@ -22,9 +22,20 @@ from __future__ import annotations
 import signal
 import sys
 
+from engram._text import visible, visible_lines
+
 
 class EngramError(Exception):
-    """Base of every error that is engram's own."""
+    """Base of every error that is engram's own.
+
+    Its text may have names from files and users in it: control characters are shown as escapes, on one line.
+    """
+
+    def __str__(self) -> str:
+        return visible(self._message())
+
+    def _message(self) -> str:
+        return super().__str__()
 
 
 class StorageError(EngramError, RuntimeError):
@@ -46,6 +57,9 @@ class IncarnationError(StorageError):
 class ShardUnavailableError(StorageError, TimeoutError):
     """A shard of a buffer does not answer: its process or machine is gone, or slow."""
 
+    def __str__(self) -> str:
+        return visible_lines(self._message())  # Ray's reasons have lines
+
 
 class ShardGoneError(ShardUnavailableError):
     """A shard has ended for good: the program that made the buffer has ended, or shut it down."""
@@ -66,7 +80,7 @@ class CorruptCheckpointError(CheckpointError):
         super().__init__(file, reason, advice, newest_whole)
         self.file, self.reason, self.advice, self.newest_whole = file, reason, advice, newest_whole
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         damage = f"{self.file} is damaged: {self.reason}" if self.reason else self.file
         return f"{damage}; {self.advice}" if self.advice else damage
 
@@ -78,7 +92,7 @@ class CheckpointMisfitError(CheckpointError, ValueError):
         super().__init__(what, tuple(differences), advice)
         self.what, self.differences, self.advice = what, tuple(differences), advice
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         text = f"{self.what}: {'; '.join(self.differences)}" if self.differences else self.what
         return f"{text}. {self.advice}" if self.advice else text
 
@@ -113,7 +127,7 @@ class DatasetError(EngramError, ValueError):
         super().__init__(file, reason, rows_read)
         self.file, self.reason, self.rows_read = file, reason, rows_read
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         progress = f"; {self.rows_read} steps were taken into the buffer before" if self.rows_read else ""
         return f"{self.file}: {self.reason}{progress}"
 
@@ -134,6 +148,9 @@ class WorkerError(EngramError, RuntimeError):
         self.worker, self.traceback, self.exit_code, self.reason = worker, traceback, exit_code, reason
 
     def __str__(self) -> str:
+        return visible_lines(self._message())  # a traceback has lines
+
+    def _message(self) -> str:
         if self.reason:
             return f"{self.worker} was killed: {self.reason}"
         if self.traceback:

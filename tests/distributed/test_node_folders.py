@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 from distributed.shards import read, rows, shard, write
+from engram.data import PrioritizedSampler
 from engram.distributed.node_folders import FolderOwner, claim_folder, remove_abandoned_folders
+from engram.errors import StorageError
+from test_user_paths import PLANTS
 
 HERE, OTHER = "10.0.0.1:6379", "10.0.0.2:6379"
 
@@ -108,3 +111,22 @@ def test_one_of_nobody_knows_whom_stays(tmp_path: Path, owner: str | None) -> No
     (folder / "owner.json").unlink() if owner is None else (folder / "owner.json").write_text(owner)
     (tmp_path / "another").mkdir()
     assert removed(tmp_path) == [] and folder.exists()
+
+
+def test_pipes_in_a_nodes_memory_hold_nobody_up(tmp_path):
+    """Any user of the machine may put a folder there."""
+    for name in ("owner.json", "owner.json.new"):
+        folder = tmp_path / f"engram-{name}"
+        folder.mkdir()
+        os.mkfifo(folder / name)
+    assert remove_abandoned_folders(tmp_path, HERE, lambda owner: False) == []
+    with pytest.raises(OSError):
+        claim_folder(tmp_path / "engram-owner.json.new", FolderOwner.of_this_process(HERE, "a namespace", "a name"))
+
+
+@pytest.mark.parametrize("name", ["shard.json", "shard.lock", "shard.new", "priorities"])
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_shard_whose_file_is_something_else_says_so_at_once(name, plant, tmp_path):
+    plant(tmp_path / name)
+    with pytest.raises(OSError if name == "shard.lock" else StorageError, match=name.removesuffix(".new")):
+        shard(scratch_dir=tmp_path, sampler=PrioritizedSampler(400, 0.6, 0.4))

@@ -37,6 +37,10 @@ class TestDemo:
         done = run_demo("--run-dir", str(tmp_path))
         assert done.returncode == 2 and "--run-dir" in done.stderr
         assert (tmp_path / "thesis.txt").read_text() == "years of work"
+        (tmp_path / ".engram-demo").touch()  # now it is the folder of an earlier run, to which a file was added
+        done = run_demo("--run-dir", str(tmp_path))
+        assert done.returncode == 2 and "thesis.txt was not made by this demo" in done.stderr
+        assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
 class TestReturns:

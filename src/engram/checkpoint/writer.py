@@ -27,6 +27,7 @@ import numpy.typing as npt
 import xxhash
 
 from engram._system import open_regular
+from engram._text import visible
 from engram.checkpoint.directory import (
     FORMAT,
     LOCK,
@@ -373,7 +374,8 @@ def _prune(directory: CheckpointDirectory, older: list[str], keep_last: int) -> 
         for name in older[keep_last - 1 :]:
             directory.remove(name)
     except OSError as error:  # the save itself has succeeded
-        warnings.warn(f"{directory.root}: older snapshots could not be removed ({error}); the next save tries again")
+        why = visible(f"{directory.root}: older snapshots could not be removed ({error})")
+        warnings.warn(f"{why}; the next save tries again")
 
 
 def _as_bytes(block: Block) -> memoryview:

@@ -17,9 +17,11 @@ from tensordict import TensorDict, TensorDictBase
 
 from engram import pytree
 from engram._progress import progress_bar
+from engram._text import visible
 from engram.checkpoint.snapshot import open_snapshot
 from engram.cli.description import shown_key
 from engram.cli.kinds import Kind, kind_of, one_snapshot
+from engram.cli.own_files import replaceable_folder
 from engram.cli.rows import _oldest_first
 from engram.cli.sources import DATASET_SIZES, new_storage, open_rows, row_bytes
 from engram.cli.trajectories import read_column, trajectories_of
@@ -96,13 +98,13 @@ def convert(
             that trajectories have not ended, or end where no flag and no id says so.
         capacity: of a store or a checkpoint, the steps that it has room for; None: those that are written.
         snapshot: of a checkpoint, another than the current one.
-        overwrite: replace what is at the target, if it is of the same kind.
+        overwrite: replace what is at the target, if engram wrote it, all of it is of the same kind, and nobody uses it.
         progress: show how far it is, if standard error is a terminal.
 
     Raises:
         ValueError: the target cannot hold something (all of it is listed), there are no steps, or `to` is missing.
         KeyError: `drop` names something that is not there.
-        FileExistsError: there is something at the target.
+        FileExistsError: there is something at the target; with `overwrite`, the message names what is not replaced.
         EngramError: the source is damaged.
 
     Example:
@@ -123,8 +125,8 @@ def convert(
         problems = _unheld(data, kind, dropped, ends_dropped)
         if problems:
             raise ValueError(
-                f"a {kind} cannot hold all of {source}: {'; '.join(problems)}. Nothing was written; drop=[...] (--drop "
-                "KEY) leaves out what you name"
+                f"a {kind} cannot hold all of {visible(source)}: {'; '.join(problems)}. Nothing was written; "
+                "drop=[...] (--drop KEY) leaves out what you name"
             )
         rows = _written(kind, _Request(data, place, dropped, capacity, overwrite, progress))
         notes = _notes(source, data, kind, snapshot)
@@ -150,7 +152,8 @@ def _kind_to_write(target: str | os.PathLike[str], to: str | None) -> Kind:
         raise ValueError(
             f"to={to!r} is none of {', '.join(TARGETS)}"
             if to is not None
-            else f"the suffix of {target} does not say what to write: give to= (--to), one of {', '.join(TARGETS)}"
+            else f"the suffix of {visible(target)} does not say what to write: give to= (--to), one of "
+            f"{', '.join(TARGETS)}"
         )
     return TARGETS[name]
 
@@ -173,16 +176,18 @@ def _opened(source: str | os.PathLike[str], snapshot: str | None, progress: bool
     if kind in readers:
         first, total = next(readers[kind](source), None), DATASET_SIZES[kind](source).steps
         if first is None:
-            raise ValueError(f"{source} holds no steps: there is nothing to write")
+            raise ValueError(f"{visible(source)} holds no steps: there is nothing to write")
         if total is None or kind == "HDF5 dataset":  # of which some steps may not be read
             total = sum(len(batch) for batch in readers[kind](source))
         yield _Data(lambda: readers[kind](source), None, first[:1], total)
         return
     with open_rows(source, snapshot, progress=progress) as storage:
         if not len(storage):
-            raise ValueError(f"{source} holds no steps: there is nothing to write")
+            raise ValueError(f"{visible(source)} holds no steps: there is nothing to write")
         if storage.layout is None:
-            raise ValueError(f"{source} holds items of any form, not steps with keys: only checkpoints hold those")
+            raise ValueError(
+                f"{visible(source)} holds items of any form, not steps with keys: only checkpoints hold those"
+            )
         first = storage.read(_oldest_first(storage, 1)[:1]).batch
         yield _Data(lambda: storage, storage, first, len(storage))
 
@@ -315,7 +320,7 @@ def _notes(source: str | os.PathLike[str], data: _Data, kind: Kind, snapshot: st
     if kind_of(source) == "checkpoint":
         with open_snapshot(source, snapshot) as saved:
             if saved.components:
-                notes.append(f"rows alone: the state of {', '.join(saved.components)} stays in {source}")
+                notes.append(f"rows alone: the state of {', '.join(saved.components)} stays in {visible(source)}")
     return tuple(notes)
 
 
@@ -335,7 +340,7 @@ class _Request(NamedTuple):
 
     def folder(self, kind: Kind) -> Any:
         """A block in which the target's folder is made, which appears at its end."""
-        return new_folder(self.target, self.overwrite, lambda path: path.is_dir() and kind_of(path) == kind)
+        return new_folder(self.target, self.overwrite, replaceable_folder(kind))
 
     def bar(self) -> Any:
         return progress_bar(f"writing {self.target}", self.data.total, self.progress)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engram._progress import progress_bar
+from engram._text import visible
 from engram.checkpoint.directory import HOOKED
 from engram.checkpoint.reader import reading
 from engram.cli.kinds import Kind, kind_of, one_snapshot, store_folder
@@ -187,8 +188,8 @@ def _of_files(path: str | os.PathLike[str], kind: Kind, snapshot: str | None) ->
 
 
 def shown_key(path: Sequence[Any]) -> str:
-    """A key in one word: `obs`, `next.reward`; `tensor` at the root."""
-    return ".".join(map(str, path)) or "tensor"
+    """A key in one word: `obs`, `next.reward`; `tensor` at the root. Control characters are escapes."""
+    return visible(".".join(map(str, path))) or "tensor"
 
 
 def _keys(layout: dict[str, Any]) -> tuple[KeyInfo, ...]:

@@ -6,16 +6,18 @@ import base64
 import os
 import time
 from collections.abc import Iterable, Iterator
-from html import escape
+from html import escape as escape_markup
 from pathlib import Path
 
 import torch
 
 from engram import __version__
 from engram._system import human_bytes
+from engram._text import visible
 from engram.cli.description import Info, info_of_rows, shown_key
 from engram.cli.differences import INDEX
 from engram.cli.kinds import one_snapshot
+from engram.cli.own_files import REPORT, check_target, write_target
 from engram.cli.plots import LENGTHS, RETURNS, Series, figure, import_matplotlib, png_of_figure, series
 from engram.cli.rows import RowsShown, _drawn, _read
 from engram.cli.sources import open_rows
@@ -32,6 +34,7 @@ _PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="generator" content="engram {version}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>{title}</title>
@@ -83,13 +86,15 @@ def report(
 
     Args:
         path: a store (which may be in use), a checkpoint, a directory of TorchRL's or a dataset file.
-        output: the file, which is replaced; None: `<name>.html` in the current directory.
+        output: the file; a report of engram's that is there is replaced, in one step. None: `<name>.html` in the
+            current directory.
         snapshot: of a checkpoint, another than the current one.
         progress: show how far reading is, if standard error is a terminal.
 
     Raises:
         ImportError: matplotlib is missing: `pip install "engram[cli]"`.
         FileNotFoundError: there is nothing at the path.
+        FileExistsError: something that is no report of engram's is at `output`, or a link.
         ValueError: what is there is nothing that engram reads.
         EngramError: it is damaged.
 
@@ -104,22 +109,29 @@ def report(
     import_matplotlib()
     name = Path(path).absolute().name
     place = Path(f"{name}.html" if output is None else output)
+    check_target(place, REPORT)
     with one_snapshot(path, snapshot) as snapshot, open_rows(path, snapshot, progress=progress) as storage:
         described = info_of_rows(path, storage, snapshot, progress=progress)
         body = "\n".join([*_head(described), *_sections(storage, progress)])
     page = _PAGE.format(
-        title=escape(name), subtitle=escape(f"{described.kind} at {Path(path).absolute()}"), body=body,
-        footer=escape(f"engram {__version__}, {time.strftime('%Y-%m-%d %H:%M')}"),
+        version=_escape(__version__), title=_escape(name), body=body,
+        subtitle=_escape(f"{described.kind} at {Path(path).absolute()}"),
+        footer=_escape(f"engram {__version__}, {time.strftime('%Y-%m-%d %H:%M')}"),
     )  # fmt: skip
-    place.write_text(page, encoding="utf-8")
+    write_target(place, page.encode(), REPORT)
     return place
 
 
+def _escape(text: str) -> str:
+    """Text as HTML; what acts on nothing but a terminal, or turns its direction, is made visible."""
+    return escape_markup(visible(text))
+
+
 def _head(described: Info) -> Iterator[str]:
-    cells = [f'<div class="fact"><b>{escape(name)}</b>{escape(value)}</div>' for name, value in facts(described)]
+    cells = [f'<div class="fact"><b>{_escape(name)}</b>{_escape(value)}</div>' for name, value in facts(described)]
     yield f'<div class="facts">{"".join(cells)}</div>'
     for note in described.notes:
-        yield f'<p class="soft">{escape(note)}</p>'
+        yield f'<p class="soft">{_escape(note)}</p>'
     if described.keys:
         rows = [(k.key, str(list(k.shape)), k.dtype, human_bytes(k.nbytes)) for k in described.keys]
         yield "<h2>Keys</h2>" + _table(("key", "shape of a step", "dtype", "bytes"), rows)
@@ -144,7 +156,7 @@ def _sections(storage: Storage, progress: bool) -> Iterator[str]:
     rows = _read(storage, lambda: _drawn(storage, _IMAGES, torch.Generator().manual_seed(_SEED)))
     for key in rows.images():
         caption = f"{key}: {len(rows.slots)} rows drawn at random"
-        yield f"<h2>Images: {escape(key)}</h2>" + _image(rows.to_png(key), caption, "pixels")
+        yield f"<h2>Images: {_escape(key)}</h2>" + _image(rows.to_png(key), caption, "pixels")
     if storage.layout is not None:
         yield from _histograms(storage, set(rows.images()), progress)
     few = RowsShown(rows.slots[:_ROWS], rows.batch[:_ROWS]) if isinstance(rows.batch, list) else rows
@@ -174,12 +186,12 @@ def _histograms(storage: Storage, images: set[str], progress: bool) -> Iterator[
 def _image(png: bytes, caption: str, css: str = "") -> str:
     data = base64.b64encode(png).decode()
     return (
-        f'<figure><img class="{css}" alt="{escape(caption)}" src="data:image/png;base64,{data}">'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
+        f'<figure><img class="{css}" alt="{_escape(caption)}" src="data:image/png;base64,{data}">'
+        f"<figcaption>{_escape(caption)}</figcaption></figure>"
     )
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    titles = "".join(f"<th>{escape(name)}</th>" for name in head)
-    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    titles = "".join(f"<th>{_escape(name)}</th>" for name in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{_escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table></div>'

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from engram._system import open_file
+from engram._text import visible
 from engram.checkpoint.directory import CheckpointDirectory
 from engram.checkpoint.reader import reading
 from engram.store.header import FILE_NAME, has_store
@@ -24,6 +26,7 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     Raises:
         FileNotFoundError: there is nothing.
         ValueError: it is none of these.
+        OSError: it is a pipe, a socket or a device, or cannot be opened.
     """
     place = Path(path)
     if not place.exists():
@@ -31,7 +34,7 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     kind = _kind_of_folder(place) if place.is_dir() else _kind_of_file(place)
     if kind is None:
         raise ValueError(
-            f"{path} is none of: a store (a folder with {FILE_NAME}), a checkpoint (a folder with CURRENT), a "
+            f"{visible(path)} is none of: a store (a folder with {FILE_NAME}), a checkpoint (a folder with CURRENT), a "
             "directory that TorchRL's dumps wrote, a Minari dataset, a flat HDF5 file, a Parquet file"
         )
     return kind
@@ -55,7 +58,7 @@ def _kind_of_folder(place: Path) -> Kind | None:
 def _kind_of_file(place: Path) -> Kind | None:
     if place.name == FILE_NAME:
         return "store"
-    with open(place, "rb") as file:
+    with open_file(place) as file:
         start = file.read(8)
     if start[:4] == _PARQUET_MAGIC:
         return "Parquet file"

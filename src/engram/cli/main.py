@@ -5,15 +5,14 @@ Exit codes: 0 done; 1 something is damaged, or two things differ; 2 it could not
 
 from __future__ import annotations
 
-import json
+import io
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engram import __version__, cli
-from engram.cli import tables
+from engram.cli import tables, terminal
 from engram.errors import EngramError
 
 if TYPE_CHECKING:
@@ -33,8 +32,10 @@ def run() -> None:
     try:
         app = command()
     except ImportError as error:
-        print(f"engram: {error}", file=sys.stderr)
+        terminal.print_error(str(error))
         raise SystemExit(FAILED) from None
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # letters that the terminal does not have
     app()
 
 
@@ -64,7 +65,7 @@ def command() -> typer.Typer:
     @app.callback(invoke_without_command=True)
     def main(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
         if version:
-            print(__version__)
+            terminal.print_plain(__version__)
             raise typer.Exit(DONE)
 
     @app.command("info")
@@ -110,7 +111,7 @@ def command() -> typer.Typer:
     def show_rows(result: RowsShown, png: str | None, key: str | None, json: bool) -> None:
         with _errors_shown():
             if png is not None:
-                Path(png).write_bytes(result.to_png(key))
+                result.save_png(png, key)
         _show(result.to_json() if json else None, lambda: tables.show_rows(result))
 
     @app.command("head")
@@ -158,7 +159,10 @@ def command() -> typer.Typer:
         with _errors_shown():
             names = what or ["returns", "lengths"]
             file = cli.plot(path, names, output=output, histogram=histogram, snapshot=snapshot, progress=not json)
-        _show({"file": str(file), "nbytes": file.stat().st_size} if json else None, lambda: print(file))
+        _show(
+            {"file": str(file), "nbytes": file.stat().st_size} if json else None,
+            lambda: terminal.print_plain(str(file)),
+        )
 
     @app.command("convert")
     def convert_command(
@@ -168,7 +172,7 @@ def command() -> typer.Typer:
         drop: list[str] = keys_to_drop,
         capacity: int = typer.Option(None, "--capacity", help="Of a store or checkpoint: how many steps fit."),
         snapshot: str = of_snapshot,
-        overwrite: bool = typer.Option(False, "--overwrite", help="Replace the target, if it is of the same kind."),
+        overwrite: bool = typer.Option(False, "--overwrite", help="Replace the target, if engram wrote all of it."),
         json: bool = as_json,
     ) -> None:
         """Writes the same steps in another form; what that cannot hold is named, and nothing is written."""
@@ -189,7 +193,10 @@ def command() -> typer.Typer:
         """One HTML page that stands alone: what it holds, plots, images, rows."""
         with _errors_shown():
             file = cli.report(path, output=output, snapshot=snapshot, progress=not json)
-        _show({"file": str(file), "nbytes": file.stat().st_size} if json else None, lambda: print(file))
+        _show(
+            {"file": str(file), "nbytes": file.stat().st_size} if json else None,
+            lambda: terminal.print_plain(str(file)),
+        )
 
     return app
 
@@ -203,7 +210,7 @@ def _errors_shown() -> Iterator[None]:
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         if isinstance(error, OSError) and error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
-        print(f"engram: {text}", file=sys.stderr)
+        terminal.print_error(str(text))
         raise SystemExit(FAILED) from None
 
 
@@ -211,4 +218,4 @@ def _show(as_json: Any, show: Callable[[], None]) -> None:
     if as_json is None:
         show()
     else:
-        print(json.dumps(as_json, indent=2))
+        terminal.print_json(as_json)

@@ -9,6 +9,7 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 
+from engram import __version__
 from engram.cli.description import KeyInfo
 
 Image = npt.NDArray[np.uint8]
@@ -83,6 +84,7 @@ def png_of(image: Image) -> bytes:
     lines[:, 1:] = image.reshape(height, 3 * width)
     chunks = [
         (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
+        (b"tEXt", f"Software\0engram {__version__}".encode()),
         (b"IDAT", zlib.compress(lines.tobytes(), 6)),
         (b"IEND", b""),
     ]

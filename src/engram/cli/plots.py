@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from engram import __version__
 from engram._progress import progress_bar
 from engram.cli.description import shown_key
+from engram.cli.own_files import PICTURE, check_target, write_target
 from engram.cli.sources import open_rows
 from engram.cli.trajectories import column_blocks, episode_returns, has_rewards, trajectories_of
 from engram.data.replay_buffers.storages import Storage
@@ -58,7 +60,7 @@ def plot(
     Args:
         path: a store (which may be in use), a checkpoint, a directory of TorchRL's or a dataset file.
         what: "returns" and "lengths" of episodes, oldest first, or keys as `info` shows them: "next.reward".
-        output: the file, which is replaced; None: `<name>.png` in the current directory.
+        output: the file; a picture of engram's that is there is replaced; None: `<name>.png` in the current directory.
         histogram: how often each value stands there, instead of values over time.
         snapshot: of a checkpoint, another than the current one.
         progress: show how far reading is, if standard error is a terminal.
@@ -66,6 +68,7 @@ def plot(
     Raises:
         ImportError: matplotlib is missing: `pip install "engram[cli]"`.
         FileNotFoundError: there is nothing at the path.
+        FileExistsError: something that engram did not draw is at `output`, or a link.
         KeyError: the rows have no such key.
         ValueError: there is nothing to draw, or the path holds nothing that engram reads.
         EngramError: it is damaged.
@@ -82,9 +85,10 @@ def plot(
         raise ValueError(f"what is a list of names, as ['returns', 'next.reward'], got {what!r}")
     import_matplotlib()
     place = Path(f"{Path(path).absolute().name}.png" if output is None else output)
+    check_target(place, PICTURE)
     with open_rows(path, snapshot, progress=progress) as storage:
         drawn = [series(storage, name, progress) for name in what]
-    place.write_bytes(png_of_figure(figure(drawn, histogram)))
+    write_target(place, png_of_figure(figure(drawn, histogram)), PICTURE)
     return place
 
 
@@ -207,7 +211,7 @@ def figure(drawn: Sequence[Series], histogram: bool = False, *, width: float = 7
         axes.spines[["top", "right"]].set_visible(False)
         if histogram:
             axes.stairs(one.counts, one.edges, fill=True, alpha=0.8)
-            axes.set_xlabel(one.name)
+            axes.set_xlabel(_label(one.name))
             axes.set_ylabel("how often")
             continue
         for line in range(one.mean.shape[1]):
@@ -221,8 +225,13 @@ def figure(drawn: Sequence[Series], histogram: bool = False, *, width: float = 7
         if one.mean.shape[1] > 1:
             axes.legend(fontsize="small", ncols=4)
         axes.set_xlabel(one.x_label)
-        axes.set_ylabel(one.name)
+        axes.set_ylabel(_label(one.name))
     return fig
+
+
+def _label(name: str) -> str:
+    """A name that is shown as it is: what lies between two dollar signs would be typeset."""
+    return name.replace("$", r"\$")
 
 
 def png_of_figure(fig: Figure, *, transparent: bool = False) -> bytes:
@@ -230,5 +239,5 @@ def png_of_figure(fig: Figure, *, transparent: bool = False) -> bytes:
     import io
 
     file = io.BytesIO()
-    fig.savefig(file, format="png", dpi=110, transparent=transparent)
+    fig.savefig(file, format="png", dpi=110, transparent=transparent, metadata={"Software": f"engram {__version__}"})
     return file.getvalue()

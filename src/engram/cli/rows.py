@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from engram._text import visible
 from engram.cli.description import KeyInfo, shown_key
+from engram.cli.own_files import PICTURE, write_target
 from engram.cli.pixels import image_grid, is_image, png_of
 from engram.cli.sources import open_rows
 from engram.data.replay_buffers.storages import Storage
@@ -30,7 +33,8 @@ class RowsShown(NamedTuple):
         """A table of them: names of the columns, and the cells of each row. Large leaves are summed up."""
         if isinstance(self.batch, list):
             return ("slot", "item"), [
-                (str(slot), f"{item!r:.200}") for slot, item in zip(self.slots.tolist(), self.batch, strict=True)
+                (str(slot), " ".join(repr(item).split())[:200])
+                for slot, item in zip(self.slots.tolist(), self.batch, strict=True)
             ]
         leaves = [(shown_key(path), torch.as_tensor(value)) for path, value in describe(self.batch, 1)[1]]
         head = ("slot", *(name for name, _ in leaves))
@@ -57,8 +61,17 @@ class RowsShown(NamedTuple):
         """
         images = self.images()
         if not images or (key is not None and key not in images):
-            raise KeyError(f"{key or 'no key'} holds images; those that do: {', '.join(images) or 'none'}")
+            raise KeyError(f"{visible(key or 'no key')} holds images; those that do: {', '.join(images) or 'none'}")
         return png_of(image_grid(images[next(iter(images)) if key is None else key].numpy()))
+
+    def save_png(self, path: str | os.PathLike[str], key: str | None = None) -> None:
+        """Writes `to_png` to a file, whole and in one step; it replaces nothing but a picture that engram drew.
+
+        Raises:
+            KeyError: no such key holds images; or none does.
+            FileExistsError: something else is at the path, or a link.
+        """
+        write_target(Path(path), self.to_png(key), PICTURE)
 
     def to_json(self) -> list[dict[str, Any]]:
         """A dict for each row: every value of every leaf."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engram._progress import progress_bar
+from engram._text import visible
 from engram.checkpoint.directory import CheckpointDirectory
 from engram.checkpoint.reader import THREADS, SnapshotReader, SnapshotReport, in_parallel
 from engram.checkpoint.reader import verify as verify_snapshots
@@ -85,7 +86,9 @@ def verify(path: str | os.PathLike[str], *, progress: bool = False) -> Verificat
     if kind == "checkpoint":
         return _verify_checkpoint(path, progress)
     if kind == "TorchRL directory":
-        raise ValueError(f"{path} was written by TorchRL, which keeps no checksums: there is nothing to compare")
+        raise ValueError(
+            f"{visible(path)} was written by TorchRL, which keeps no checksums: there is nothing to compare"
+        )
     return _verify_dataset(path, kind, progress)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import math
 import threading
 import weakref
@@ -13,10 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from engram._system import fork_registry, notice_fork
+from engram._text import log
 from engram.envs.policies import own_exploration_type
 from engram.processes.worker import CLOSE_TIMEOUT
-
-log = logging.getLogger("engram")
 
 _PATIENCE = 10.0  # seconds that a caller who has held the thread waits for its turn, while others hold it
 

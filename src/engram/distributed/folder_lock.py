@@ -8,7 +8,7 @@ import time
 import weakref
 from pathlib import Path
 
-from engram._system import fork_registry
+from engram._system import fork_registry, open_regular
 from engram.errors import NoFreeLaneError
 from engram.store.locks import FirstByte
 
@@ -28,7 +28,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, timeout: float) -> None:
-        self._fd = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = open_regular(folder / _NAME, os.O_RDWR | os.O_CREAT, mode=0o600)
         deadline = time.monotonic() + timeout
         while not FirstByte(self._fd).take():
             if time.monotonic() > deadline:
@@ -68,7 +68,7 @@ def watch_folder(folder: str | os.PathLike[str]) -> FolderWatch | None:
         (False, None)
     """
     try:
-        watch = FolderWatch(os.open(Path(folder) / _NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
+        watch = FolderWatch(open_regular(Path(folder) / _NAME))
     except OSError:
         return None
     if watch.is_held():
@@ -101,7 +101,7 @@ class FolderWatch:
 def remove_folder(folder: Path) -> bool:
     """Removes a folder that no shard holds; returns whether it is gone."""
     try:
-        fd = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = open_regular(folder / _NAME, os.O_RDWR | os.O_CREAT, mode=0o600)
     except OSError:  # another user's
         return False
     try:

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from engram._system import open_file, open_regular
 from engram.distributed.folder_lock import remove_folder
 
 PREFIX = "engram-"
 _OWNER = "owner.json"
 _ABANDONED = "abandoned"  # since this file was made, nobody of its cluster has been here
+_MOST_JSON = 1 << 16  # bytes; any user may put a folder there
 _GRACE = 600.0  # seconds in which a node that went down may join its cluster again, and go on with its rows
 
 
@@ -48,7 +50,8 @@ def claim_folder(folder: Path, owner: FolderOwner) -> None:
     """Makes a folder, and writes into it to whom it belongs."""
     folder.mkdir(parents=True, exist_ok=True)
     aside = folder / f"{_OWNER}.new"
-    aside.write_text(json.dumps(dataclasses.asdict(owner)))
+    with open(open_regular(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+        json.dump(dataclasses.asdict(owner), file)
     aside.replace(folder / _OWNER)
     (folder / _ABANDONED).unlink(missing_ok=True)
 
@@ -92,7 +95,8 @@ def _is_abandoned(folder: Path, owner: FolderOwner, grace: float) -> bool:
 
 def _owner_of(folder: Path) -> FolderOwner | None:
     try:
-        state = json.loads((folder / _OWNER).read_text())
+        with open_file(folder / _OWNER, follow_links=False) as file:
+            state = json.loads(file.read(_MOST_JSON))
         return FolderOwner(**{**state, "parent": tuple(state["parent"])})
     except (OSError, ValueError, KeyError, TypeError):  # another's, older, or just being made
         return None

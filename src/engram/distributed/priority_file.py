@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engram._system import open_regular
 from engram.errors import StorageError
 
 FILE_NAME = "priorities"
@@ -51,19 +52,18 @@ class PriorityFile:
     def __init__(self, path: Path, slots: int) -> None:
         size = _HEADER_BYTES + slots * _RECORD.itemsize
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = open_regular(path, os.O_RDWR | os.O_CREAT, mode=0o600)
         except OSError as error:
             raise StorageError(f"{path} cannot be opened: {error.strerror}") from error
-        try:
+        with open(fd, "r+b") as file:
             held = os.fstat(fd).st_size
             if held not in (0, size):
                 raise StorageError(f"{path} has {held} bytes, priorities of {slots} rows need {size}; delete it")
-            os.posix_fallocate(fd, 0, size)  # a write to a mapped page without room would end the process
-        except OSError as error:
-            raise StorageError(f"there is no room for {path}, {size} bytes: {error.strerror}") from error
-        finally:
-            os.close(fd)
-        memory: Any = np.memmap(path, np.uint8, "r+", shape=(size,))
+            try:
+                os.posix_fallocate(fd, 0, size)  # a write to a mapped page without room would end the process
+            except OSError as error:
+                raise StorageError(f"there is no room for {path}, {size} bytes: {error.strerror}") from error
+            memory: Any = np.memmap(file, np.uint8, "r+", shape=(size,))
         self._header = memory[: _HEADER.itemsize].view(_HEADER)
         self._records = memory[_HEADER_BYTES:].view(_RECORD)
         if self._header["magic"][0] not in (b"", _MAGIC) or int(self._header["slots"][0]) not in (0, slots):

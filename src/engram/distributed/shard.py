@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engram._system import open_file, open_regular
 from engram.checkpoint.directory import CheckpointDirectory, from_checksummed_json, to_checksummed_json
 from engram.checkpoint.reader import reading
 from engram.data.replay_buffers.buffer import ReplayBuffer
@@ -339,9 +340,12 @@ class ReplayShard:
             return None
         path = self._folder / _RECORD
         try:
-            record = _Record.from_bytes(path.read_bytes())
+            with open_file(path, follow_links=False) as file:
+                record = _Record.from_bytes(file.read())
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StorageError(
                 f"{path} is damaged: {error}. Without it nobody knows whose rows are in; delete it, and producers "
@@ -358,7 +362,7 @@ class ReplayShard:
             path = self._folder / _RECORD
             aside = path.with_suffix(".new")
             try:
-                with open(aside, "wb") as file:
+                with open(open_regular(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
                     file.write(record.to_bytes())
                     file.flush()
                     os.fsync(file.fileno())

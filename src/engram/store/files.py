@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import json
-import logging
 import os
 import resource
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 
 from engram import _native
 from engram._system import boot_id, free_memory, human_bytes, open_regular
+from engram._text import log, visible
 from engram.errors import StorageError
 from engram.store.header import FILE_NAME, open_store
 from engram.store.layout import RowLayout
@@ -307,8 +307,6 @@ def remove_leftovers(folder: Path) -> None:
 
 _DELETED = "was deleted or replaced"
 
-_log = logging.getLogger("engram")
-
 
 class StoreSession:
     """One process's use of the store in a folder, from opening to `close`.
@@ -358,7 +356,7 @@ class StoreSession:
         # For rows that another process wrote and did not flush a sync may have failed there.
         self._handled_failures = -1 if self.store.unflushed else self.store.sync_failures
         if self.dropped:
-            _log.warning("%s: %d rows that a power cut had torn were dropped", path, self.dropped)
+            log.warning("%s: %d rows that a power cut had torn were dropped", path, self.dropped)
         if self._on_network:  # from now on: another node that opens it is refused before either has written
             try:
                 self._begin()
@@ -460,7 +458,8 @@ class StoreSession:
         if self._wrote:
             if self._is_deleted():
                 warnings.warn(
-                    f"{self._path} {_DELETED} while it was open: its rows are lost with this close", stacklevel=4
+                    f"{visible(self._path)} {_DELETED} while it was open: its rows are lost with this close",
+                    stacklevel=4,
                 )
             self._refuse_other_node()  # one that has taken it over is not to find it clean
             self._sync()

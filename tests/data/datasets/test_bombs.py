@@ -1,12 +1,14 @@
 """Small files that claim to hold more than there is memory for are refused before they are decoded."""
 
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.children import Child
 from data.datasets.support import assert_same_bits, steps
 from engram import _system
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
@@ -195,3 +197,129 @@ def test_a_state_that_needs_more_than_the_memory_is_refused_and_nothing_changes(
         if storage is ListStorage
         else rb[:]["n"].tolist() == [0, 1, 2, 3, 4]
     )
+
+
+# ---- the limit of a row ----
+def hdf5_rows(path, chunks):
+    with h5py.File(path, "w") as file:
+        options = {"chunks": chunks, "compression": "gzip"} if chunks else {}
+        file.create_dataset("observations", (2, 1_000_000), "u1", **options)[:] = 0
+        for name in ("actions", "rewards"):
+            file[name] = np.zeros(2, np.float32)
+        for name in ("terminals", "timeouts"):
+            file[name] = np.ones(2, bool)
+    return path
+
+
+def minari_rows(path):
+    batch = TensorDict({"observation": torch.zeros(2, 1_000_000, dtype=torch.uint8), "action": torch.zeros(2)}, [2])
+    done = torch.tensor([[False], [True]])
+    batch["next"] = {"observation": batch["observation"], "reward": torch.zeros(2, 1), "done": done, "terminated": done}
+    write_minari(batch, path)
+    return path
+
+
+LARGE_ROWS = {  # a file, its reader, what its row needs
+    "lists": (lambda path: lists(path, 3, 125_000), iter_parquet, 1_500_000),  # 8 bytes, and 4 of levels
+    "fixed lists": (lambda path: lists(path, 3, 125_000, True), iter_parquet, 1_500_000),
+    "bytes": (lambda path: engram_rows(path), iter_parquet, 1_000_000),
+    "hdf5": (lambda path: hdf5_rows(path, None), iter_hdf5, 2_000_010),  # with the next observation
+    "hdf5 in chunks": (lambda path: hdf5_rows(path, (1, 1_000_000)), iter_hdf5, 2_000_010),
+    "minari": (minari_rows, iter_minari, 2_000_010),
+}
+
+
+def engram_rows(path):
+    write_parquet(TensorDict({"x": torch.zeros(3, 1_000_000, dtype=torch.uint8)}, [3]), path, compression="none")
+    return path
+
+
+@pytest.mark.parametrize("kind", LARGE_ROWS)
+def test_a_row_that_is_larger_than_allowed_is_refused_by_an_error_that_names_the_limit(kind, tmp_path):
+    make, read, needed = LARGE_ROWS[kind]
+    path = make(tmp_path / "file")
+    with pytest.raises(DatasetError, match=r"of 2 MB|need 1\.5 MB|a page of 3 MB") as error:
+        next(read(path, max_row_bytes=needed // 2 if kind != "bytes" else 900_000))
+    assert "max_row_bytes= allows" in str(error.value)
+    assert len(next(read(path, max_row_bytes="4MB" if kind != "bytes" else "3.1 MB")))
+    with pytest.raises(ValueError, match="max_row_bytes='much' is no size"):
+        next(read(path, max_row_bytes="much"))
+
+
+def test_a_chunk_that_is_larger_than_allowed_is_refused(tmp_path):
+    path = hdf5_rows(tmp_path / "file", (2, 1_000_000))
+    with pytest.raises(DatasetError, match=r"chunks .* of more than 1500000 bytes; max_row_bytes= allows more"):
+        next(iter_hdf5(path, max_row_bytes=1_500_000))
+
+
+def test_a_page_that_is_larger_than_allowed_is_refused(tmp_path):
+    """It is decompressed whole, whatever its values need."""
+    pq.write_table(pa.table({"a": pa.array(np.arange(100_000))}), tmp_path / "file", use_dictionary=False,
+                   data_page_size=1 << 20)  # fmt: skip
+    with pytest.raises(DatasetError, match=r"has a page of 160 KB; max_row_bytes= allows 100 KB"):
+        next(iter_parquet(tmp_path / "file", max_row_bytes="100KB"))
+
+
+@pytest.mark.deep
+def test_by_default_no_small_file_gets_more_than_the_limit(tmp_path):
+    path = lists(tmp_path / "a.parquet", 1, 25_000_000, True)
+    assert path.stat().st_size < 1000
+    rb = ReplayBuffer(storage=LazyTensorStorage(1))
+    with pytest.raises(DatasetError, match=r"rows that need 300 MB to be decoded; max_row_bytes= allows 268 MB"):
+        read_parquet(path, rb)
+    assert len(rb) == 0
+
+
+def peak_of(call):
+    """How far the memory of a process that has read such a file before rises."""
+
+    def measured():
+        call(1000)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = high_water()
+        call(8_000_000)
+        return high_water() - before
+
+    return Child(measured).result()
+
+
+def high_water():
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", ["lists", "fixed lists", "hdf5", "hdf5 in chunks", "minari in chunks"])
+def test_reading_takes_at_most_twice_what_the_limit_counts(kind, tmp_path):
+    def file(n):
+        path = tmp_path / f"{n}"
+        if "lists" in kind:
+            return lists(path, 1, n, kind == "fixed lists")
+        with h5py.File(path, "w") as new:
+            options = {"chunks": (1, 8 * n), "compression": "gzip"} if "chunks" in kind else {}
+            if "hdf5" in kind:
+                group, names, rows = new, ("rewards", "actions", "terminals", "timeouts"), 1
+            else:
+                group, names, rows = new.create_group("episode_0"), ("rewards", "actions"), 2
+            group.create_dataset("observations", (rows, 8 * n), "u1", **options)[:] = 0
+            for name in names[:2]:
+                group[name] = np.zeros(1, np.float32)
+            for name in names[2:] or ("terminations", "truncations"):
+                group[name] = np.ones(1, bool)
+        return path
+
+    paths = {n: file(n) for n in (1000, 8_000_000)}  # in this process: what a child has freed, it has again
+
+    def read(n):
+        for batch in (iter_parquet if "lists" in kind else iter_hdf5 if "hdf5" in kind else iter_minari)(paths[n]):
+            assert len(batch) == 1
+
+    needed = 12 * 8_000_000 if "lists" in kind else 2 * 8 * 8_000_000
+    assert peak_of(read) <= 2.1 * needed
+
+
+@pytest.mark.parametrize("kind", ["f4", "i1", "u2", "i8", "f2"])
+def test_decoded_values_are_handed_on_without_a_copy(kind):
+    array = pa.array(np.arange(10, dtype=kind))
+    assert parquet.values_of(array).data_ptr() == array.buffers()[1].address
+    assert parquet.values_of(array[3:]).tolist() == [3, 4, 5, 6, 7, 8, 9]

@@ -1,4 +1,8 @@
-"""New files and folders that are written aside and renamed: they appear whole, or not at all."""
+"""New files and folders that are written aside and renamed: they appear whole, or not at all.
+
+Where something has the name already, it is replaced only if engram wrote all of it, in one step: whoever is killed in
+the middle leaves the old one or the new one.
+"""
 
 from __future__ import annotations
 
@@ -7,53 +11,86 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from engram._system import open_file, open_regular
 
 _AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2
 _SUFFIX = ".engram-tmp"
 
 
+class Replaceable(NamedTuple):
+    """What may be replaced: its name, and a function that says of a path why it may not be; None where it may."""
+
+    name: str
+    refusal: Callable[[Path], str | None]
+
+
+def replaceable_file(name: str, is_one: Callable[[BinaryIO], bool]) -> Replaceable:
+    """A regular file, no link, of which `is_one` says that engram wrote it."""
+
+    def refusal(path: Path) -> str | None:
+        if path.is_symlink():
+            return "it is a symbolic link"
+        try:
+            with open_file(path, follow_links=False) as file:
+                return None if is_one(file) else "engram did not write it"
+        except OSError as error:
+            return error.strerror or "it cannot be opened"
+
+    return Replaceable(name, refusal)
+
+
 @contextlib.contextmanager
-def new_file(path: Path, overwrite: bool) -> Iterator[Path]:
+def new_file(path: Path, overwrite: bool, replaceable: Replaceable) -> Iterator[Path]:
     """A path to write to; the file is synced and takes the name `path` when the block ends without an error.
 
     Raises:
-        FileExistsError: `path` exists and not `overwrite`, or it is not a file.
+        FileExistsError: `path` exists and not `overwrite`, or it is not replaceable.
     """
-    _refuse_existing(path, overwrite, "a file", Path.is_file)
+    refuse_existing(path, overwrite, replaceable)
     with _temporary_folder(path) as folder:
         new = folder / path.name
         yield new
-        _sync(new)
-        _rename(new, path, overwrite)
+        _sync_file(new)
+        _rename(new, path, overwrite, replaceable)
 
 
 @contextlib.contextmanager
-def new_folder(path: Path, overwrite: bool, ours: Callable[[Path], bool]) -> Iterator[Path]:
-    """As `new_file`, for a folder with files; `overwrite` replaces a folder only if `ours(path)`.
+def new_folder(path: Path, overwrite: bool, replaceable: Replaceable) -> Iterator[Path]:
+    """As `new_file`, for a folder with files.
 
     Raises:
-        FileExistsError: `path` exists and not `overwrite`, or it is not such a folder.
+        FileExistsError: `path` exists and not `overwrite`, or it is not replaceable.
     """
-    _refuse_existing(path, overwrite, "a dataset of this kind", ours)
+    refuse_existing(path, overwrite, replaceable)
     with _temporary_folder(path) as new:
         yield new
         for folder, _, files in os.walk(new, topdown=False):
             for name in files:
-                _sync(Path(folder, name))
-            _sync(Path(folder))
-        _rename(new, path, overwrite)
+                _sync_file(Path(folder, name))
+            _sync_folder(Path(folder))
+        _rename(new, path, overwrite, replaceable)
 
 
-def _refuse_existing(path: Path, overwrite: bool, kind: str, is_one: Callable[[Path], bool]) -> None:
+def refuse_existing(path: Path, overwrite: bool, replaceable: Replaceable) -> None:
+    """FileExistsError where `path` exists and not `overwrite`, or it is not replaceable."""
     if not os.path.lexists(path):
         return
     if not overwrite:
         raise FileExistsError(errno.EEXIST, "it exists already; overwrite=True replaces it", str(path))
-    if path.is_symlink() or not is_one(path):
-        raise FileExistsError(errno.EEXIST, f"overwrite=True replaces {kind} only, and this is none", str(path))
+    reason = replaceable.refusal(path)
+    if reason is not None:
+        raise _refused(path, replaceable, reason)
+
+
+def _refused(path: Path, replaceable: Replaceable, reason: str) -> FileExistsError:
+    text = f"only {replaceable.name} is replaced, and this is none ({reason}); move it away, or choose another path"
+    return FileExistsError(errno.EEXIST, text, str(path))
 
 
 @contextlib.contextmanager
@@ -75,7 +112,9 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
 
 def _remove_leftovers(path: Path) -> None:
     """Deletes what killed writers of the same path left behind, whose locks are gone."""
-    for folder in path.parent.glob(f".{_escaped(path.name)}.*{_SUFFIX}"):
+    ours = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}{re.escape(_SUFFIX)}")
+    for name in filter(ours.fullmatch, os.listdir(path.parent)):
+        folder = path.parent / name
         with contextlib.suppress(OSError):
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -85,24 +124,49 @@ def _remove_leftovers(path: Path) -> None:
                 os.close(fd)
 
 
-def _escaped(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
-def _rename(new: Path, path: Path, overwrite: bool) -> None:
-    if overwrite and os.path.lexists(path):
-        # A rename replaces a file, but not a folder with entries: that one is exchanged with the new one.
-        if not path.is_dir():
-            os.replace(new, path)
-        elif not _rename_with(new, path, _EXCHANGE):
-            old = new.parent / f"{new.name[: -len(_SUFFIX)]}.old{_SUFFIX}"
-            os.rename(path, old)
+def _rename(new: Path, path: Path, overwrite: bool, replaceable: Replaceable) -> None:
+    if not overwrite or not os.path.lexists(path):
+        if not _rename_with(new, path, _NO_REPLACE):
+            refuse_existing(path, False, replaceable)
             os.rename(new, path)
-            shutil.rmtree(old)
-    elif not _rename_with(new, path, _NO_REPLACE):
-        _refuse_existing(path, False, "", Path.exists)
-        os.rename(new, path)
-    _sync(path.parent)
+    elif not _exchanged(new, path, replaceable):
+        refuse_existing(path, overwrite, replaceable)
+        if path.is_dir():
+            raise OSError(errno.ENOTSUP, "this file system replaces no folder in one step; delete it first", str(path))
+        os.replace(new, path)
+    _sync_folder(path.parent)
+
+
+def _exchanged(new: Path, path: Path, replaceable: Replaceable) -> bool:
+    """Exchanges the two, and looks at what was replaced once more: it may have changed while the new one was written.
+
+    False where the file system does not support it.
+
+    Raises:
+        FileExistsError: it may not be replaced, and has its name again.
+    """
+    with _locked(path):  # a folder: under its new name it looks like one that a killed writer left
+        if not _rename_with(new, path, _EXCHANGE):
+            return False
+        reason = replaceable.refusal(new)
+        if reason is not None:
+            _rename_with(new, path, _EXCHANGE)
+            raise _refused(path, replaceable, reason)
+    return True
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Locks a folder, as its writer does; a file lies in a locked folder."""
+    if path.is_symlink() or not path.is_dir():
+        yield
+        return
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _rename_with(source: Path, target: Path, flag: int) -> bool:
@@ -121,8 +185,15 @@ def _rename_with(source: Path, target: Path, flag: int) -> bool:
     raise OSError(number, os.strerror(number), str(target))
 
 
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _sync_file(path: Path) -> None:
+    _sync(open_regular(path))
+
+
+def _sync_folder(path: Path) -> None:
+    _sync(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
+def _sync(fd: int) -> None:
     try:
         os.fsync(fd)
     finally:

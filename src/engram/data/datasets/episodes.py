@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engram import pytree
 from engram._progress import progress_bar
+from engram._text import visible
 from engram.errors import DatasetError
 from engram.pytree import Key, KeyPath, as_path, stack
 from engram.store.episodes import DONE, IDS, EpisodeIndex
@@ -229,6 +230,8 @@ def batch_of(leaves: Mapping[KeyPath, Any], n: int) -> TensorDict:
 
 
 BLOCK_BYTES = 16 << 20
+#: The largest row that files of datasets may ask for unless more is allowed; bytes.
+MAX_ROW_BYTES = 256 << 20
 Ints = npt.NDArray[np.int64]
 
 
@@ -494,7 +497,8 @@ def ingest(blocks: Iterable[Any], buffer: Any, path: Any, total: int | None, sho
     """
     capacity = buffer.storage.max_size
     if total is not None and capacity is not None and total > capacity:
-        warnings.warn(f"{path} has {total} steps, the buffer keeps {capacity}: only the last ones stay", stacklevel=3)
+        text = f"{visible(path)} has {total} steps, the buffer keeps {capacity}: only the last ones stay"
+        warnings.warn(text, stacklevel=3)
     rows = 0
     with progress_bar(f"reading {path}", total, shown) as advance:
         try:

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, pad_sequence
 
 from engram._hdf5 import open_foreign
+from engram.data.datasets.episodes import MAX_ROW_BYTES
 from engram.data.datasets.hdf5 import FlatReader, iter_hdf5
 from engram.data.datasets.minari import _open_episodes, iter_minari
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
@@ -313,7 +314,7 @@ class D4RLExperienceReplay(DatasetReplay):
         )
 
     def _step_count(self) -> int:
-        with open_foreign(self.data_path) as source:
+        with open_foreign(self.data_path, MAX_ROW_BYTES) as source:
             return len(FlatReader(source, ()))
 
     def _blocks(self) -> Iterator[TensorDictBase]:

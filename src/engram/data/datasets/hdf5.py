@@ -12,10 +12,11 @@ import numpy.typing as npt
 from tensordict import TensorDict
 
 from engram import pytree
-from engram._hdf5 import H5Dataset, H5Source, check_options, create_plain, open_foreign
+from engram._hdf5 import H5Dataset, H5Source, check_options, create_plain, is_ours, open_foreign
 from engram._progress import progress_bar
-from engram.data.datasets.atomic_files import new_file
+from engram.data.datasets.atomic_files import new_file, replaceable_file
 from engram.data.datasets.episodes import (
+    MAX_ROW_BYTES,
     REWARD,
     TRAJECTORY,
     DatasetSize,
@@ -131,6 +132,7 @@ class FlatReader:
         row_bytes = sum(
             c.array.dtype.itemsize * int(np.prod(c.array.shape[1:])) for c in (*self._columns, *self._unpaired)
         )
+        self._source.check_row(row_bytes)
         n, trajectory = rows or block_rows(row_bytes), first_id
         for start in range(0, self._length, n):
             stop = min(start + n, self._length)
@@ -249,7 +251,14 @@ class FlatWriter:
             dataset[before:] = values
 
 
-def read_hdf5(path: str | os.PathLike[str], buffer: Any, *, exclude: Sequence[Key] = (), progress: bool = True) -> int:
+def read_hdf5(
+    path: str | os.PathLike[str],
+    buffer: Any,
+    *,
+    exclude: Sequence[Key] = (),
+    progress: bool = True,
+    max_row_bytes: int | str = MAX_ROW_BYTES,
+) -> int:
     """Reads the steps of a flat HDF5 file (D4RL's form) into a buffer; returns their number.
 
     Steps are those of `iter_hdf5`, with trajectory ids above the buffer's own. They are written in blocks of about
@@ -260,10 +269,12 @@ def read_hdf5(path: str | os.PathLike[str], buffer: Any, *, exclude: Sequence[Ke
         buffer: a buffer whose storage has ndim=1.
         exclude: keys (as engram has them) to leave out.
         progress: show a progress bar, if standard error is a terminal.
+        max_row_bytes: the most that a row may take while it is decoded, and a compressed chunk: bytes, or "2GB".
+            A small file may claim a row of any size.
 
     Raises:
-        DatasetError: the file is damaged or not of this form; the message names file and key, `rows_read` is the
-            number of steps that were written to the buffer.
+        DatasetError: the file is damaged, not of this form, or a row is too large; the message names file and key,
+            `rows_read` is the number of steps that were written to the buffer.
         ImportError: h5py is missing: `pip install "engram[h5]"`.
 
     Example:
@@ -277,14 +288,18 @@ def read_hdf5(path: str | os.PathLike[str], buffer: Any, *, exclude: Sequence[Ke
         2
     """
     check_buffer(buffer)
-    with open_foreign(Path(path)) as source:
+    with open_foreign(Path(path), max_row_bytes) as source:
         steps = FlatReader(source, tuple(as_path(key, "exclude") for key in exclude))
         first = next_trajectory(buffer.storage)
         return ingest(steps.blocks(None, first), buffer, Path(path), len(steps), progress)
 
 
 def iter_hdf5(
-    path: str | os.PathLike[str], batch_size: int | None = None, *, exclude: Sequence[Key] = ()
+    path: str | os.PathLike[str],
+    batch_size: int | None = None,
+    *,
+    exclude: Sequence[Key] = (),
+    max_row_bytes: int | str = MAX_ROW_BYTES,
 ) -> Iterator[TensorDict]:
     """The steps of a flat HDF5 file: TED batches `[n]` of `batch_size` rows of the file (None: of about 16 MB).
 
@@ -302,13 +317,13 @@ def iter_hdf5(
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    with open_foreign(Path(path)) as source:
+    with open_foreign(Path(path), max_row_bytes) as source:
         yield from FlatReader(source, tuple(as_path(key, "exclude") for key in exclude)).blocks(batch_size, 0)
 
 
 def hdf5_size(path: str | os.PathLike[str]) -> DatasetSize:
     """Rows of a flat HDF5 file, from its header; errors as `read_hdf5`."""
-    with open_foreign(Path(path)) as source:
+    with open_foreign(Path(path), MAX_ROW_BYTES) as source:
         return DatasetSize(len(FlatReader(source, ())), None)
 
 
@@ -337,7 +352,7 @@ def write_hdf5(
         h5_kwargs: `compression`, `compression_opts`, `shuffle`, `fletcher32`, as for `H5StorageCheckpointer`.
         exclude: keys to leave out.
         end_key, traj_key: what ends a trajectory, as for `SliceSampler`.
-        overwrite: replace the file at `path`.
+        overwrite: replace the file at `path`, if engram wrote it.
         progress: show a progress bar, if standard error is a terminal.
 
     Raises:
@@ -349,7 +364,7 @@ def write_hdf5(
     options = check_options(h5_kwargs or {})
     steps = episode_source(source, end_key, traj_key, exclude)
     with (
-        new_file(file, overwrite) as new,
+        new_file(file, overwrite, replaceable_file("an HDF5 dataset of engram's", is_ours)) as new,
         progress_bar(f"writing {file}", steps.total, progress) as advance,
         create_plain(new) as opened,
     ):

@@ -14,11 +14,13 @@ import numpy.typing as npt
 from tensordict import TensorDict
 
 from engram import pytree
-from engram._hdf5 import NEEDED_BY, H5Dataset, H5RowWriter, H5Source, create_plain, import_h5py, open_foreign
+from engram._hdf5 import NEEDED_BY, H5Dataset, H5RowWriter, H5Source, create_plain, import_h5py, is_ours, open_foreign
 from engram._progress import progress_bar
-from engram.data.datasets.atomic_files import new_folder
+from engram._system import open_file
+from engram.data.datasets.atomic_files import Replaceable, new_folder, replaceable_file
 from engram.data.datasets.episodes import (
     INDEX,
+    MAX_ROW_BYTES,
     REWARD,
     TRAJECTORY,
     DatasetSize,
@@ -142,6 +144,10 @@ class EpisodeReader:
         self._names = sorted(names, key=lambda name: int(name[len("episode_") :]))
         self._groups: dict[tuple[str, ...], int] = {}  # the number of entries of each group, parents first
         self.datasets = self._first_episode()
+        self._row_bytes = sum(
+            e.like.dtype.itemsize * int(np.prod(e.like.shape[1:])) * (1 + e.more) for e in self.datasets
+        )
+        source.check_row(self._row_bytes)
 
     def __len__(self) -> int:
         return len(self._names)
@@ -258,9 +264,7 @@ class EpisodeReader:
 
     def blocks(self, first_id: int) -> Iterator[TensorDict]:
         """All steps, in batches of bounded size; episodes are numbered from `first_id` on."""
-        most = block_rows(
-            sum(e.like.dtype.itemsize * int(np.prod(e.like.shape[1:])) * (1 + e.more) for e in self.datasets)
-        )
+        most = block_rows(self._row_bytes)
         held: list[EpisodePart] = []
         ids: list[int] = []
         steps = 0
@@ -287,8 +291,8 @@ def batch_of_parts(datasets: list[EpisodeDataset], parts: list[EpisodePart], ids
     for i, entry in enumerate(datasets[:-3]):
         arrays = [part.arrays[i] for part in parts]
         if entry.more:
-            leaves[entry.key] = np.concatenate([a[:-1] for a in arrays])
-            leaves[next_key(entry.key)] = np.concatenate([a[1:] for a in arrays])
+            leaves[entry.key] = arrays[0][:-1] if len(arrays) == 1 else np.concatenate([a[:-1] for a in arrays])
+            leaves[next_key(entry.key)] = np.concatenate([a[1:] for a in arrays])  # never in the memory of the first
         else:
             is_next = entry.key[0] == "info"  # infos of steps alone are those that a step returned
             leaves[next_key(entry.key) if is_next else entry.key] = np.concatenate(arrays)
@@ -447,7 +451,13 @@ _MAX_METADATA_BYTES = 64 << 20
 
 
 def read_minari(
-    path: str | os.PathLike[str], buffer: Any, *, infos: bool = True, exclude: Sequence[Key] = (), progress: bool = True
+    path: str | os.PathLike[str],
+    buffer: Any,
+    *,
+    infos: bool = True,
+    exclude: Sequence[Key] = (),
+    progress: bool = True,
+    max_row_bytes: int | str = MAX_ROW_BYTES,
 ) -> int:
     """Reads the episodes of a Minari dataset into a buffer; returns the number of steps.
 
@@ -460,10 +470,13 @@ def read_minari(
         infos: read `infos`, too.
         exclude: keys (as engram has them) to leave out.
         progress: show a progress bar, if standard error is a terminal.
+        max_row_bytes: the most that a row may take while it is decoded, and a compressed chunk: bytes, or "2GB".
+            A small file may claim a row of any size.
 
     Raises:
-        DatasetError: a file is damaged, or an episode has other keys, shapes or dtypes than the first; the message
-            names file, episode and key, `rows_read` is the number of steps that were written to the buffer.
+        DatasetError: a file is damaged, a row is too large, or an episode has other keys, shapes or dtypes than the
+            first; the message names file, episode and key, `rows_read` is the number of steps that were written to the
+            buffer.
         ImportError: h5py is missing: `pip install "engram[h5]"`.
 
     Example:
@@ -479,13 +492,17 @@ def read_minari(
         (2, [False, True])
     """
     check_buffer(buffer)
-    with _open_episodes(path, infos, exclude) as (episodes, total):
+    with _open_episodes(path, infos, exclude, max_row_bytes) as (episodes, total):
         first = next_trajectory(buffer.storage)
         return ingest(episodes.blocks(first), buffer, episodes.path, total, progress)
 
 
 def iter_minari(
-    path: str | os.PathLike[str], *, infos: bool = True, exclude: Sequence[Key] = ()
+    path: str | os.PathLike[str],
+    *,
+    infos: bool = True,
+    exclude: Sequence[Key] = (),
+    max_row_bytes: int | str = MAX_ROW_BYTES,
 ) -> Iterator[TensorDict]:
     """The episodes of a Minari dataset, one after the other: TED batches `[steps]`.
 
@@ -497,7 +514,7 @@ def iter_minari(
     Raises:
         DatasetError, ImportError: as `read_minari`.
     """
-    with _open_episodes(path, infos, exclude) as (episodes, _):
+    with _open_episodes(path, infos, exclude, max_row_bytes) as (episodes, _):
         for number, part in enumerate(episodes.parts(None)):
             yield batch_of_parts(episodes.datasets, [part], [number])
 
@@ -510,13 +527,16 @@ def minari_size(path: str | os.PathLike[str]) -> DatasetSize:
 
 @contextmanager
 def _open_episodes(
-    path: str | os.PathLike[str], infos: bool, exclude: Sequence[Key]
+    path: str | os.PathLike[str],
+    infos: bool,
+    exclude: Sequence[Key],
+    max_row_bytes: int | str = MAX_ROW_BYTES,
 ) -> Iterator[tuple[EpisodeReader, int | None]]:
     """Opens a dataset: its episodes and, if its metadata have it, the number of their steps."""
     file = _find(Path(path))
     metadata = _read_metadata(file.with_name(METADATA))
     excluded = tuple(as_path(key, "exclude") for key in exclude)
-    with open_foreign(file) as source:
+    with open_foreign(file, max_row_bytes) as source:
         episodes = EpisodeReader(source, infos, excluded)
         expected = metadata.get("total_episodes")
         if expected is not None and expected != len(episodes):
@@ -535,12 +555,15 @@ def _find(path: Path) -> Path:
 
 
 def _read_metadata(file: Path) -> dict[str, Any]:
-    if not file.is_file():
+    try:
+        with open_file(file) as opened:
+            text = opened.read(_MAX_METADATA_BYTES + 1)
+    except FileNotFoundError:
         return {}
-    if file.stat().st_size > _MAX_METADATA_BYTES:
+    if len(text) > _MAX_METADATA_BYTES:
         raise DatasetError(str(file), f"is longer than {_MAX_METADATA_BYTES} bytes")
     try:
-        metadata = json.loads(file.read_bytes())
+        metadata = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DatasetError(str(file), f"is no JSON ({error})") from error
     if not isinstance(metadata, dict):
@@ -578,7 +601,7 @@ def write_minari(
         metadata: more entries for `metadata.json`: `author`, `description`, `env_spec` (a string of JSON), ...
         exclude: keys to leave out.
         end_key, traj_key: what ends a trajectory, as for `SliceSampler`.
-        overwrite: replace the Minari dataset at `path`.
+        overwrite: replace the Minari dataset at `path`, if engram wrote it and nothing else is in its folder.
         progress: show a progress bar, if standard error is a terminal.
 
     Raises:
@@ -592,7 +615,7 @@ def write_minari(
     spaces = {"observation_space": observation_space, "action_space": action_space}
     given = {name: space_json(space) for name, space in spaces.items() if space is not None}
     with (
-        new_folder(folder, overwrite, _is_dataset) as new,
+        new_folder(folder, overwrite, Replaceable("a Minari dataset of engram's", _not_ours)) as new,
         progress_bar(f"writing {folder}", steps.total, progress) as advance,
     ):
         (new / "data").mkdir()
@@ -615,5 +638,11 @@ def write_minari(
     return total
 
 
-def _is_dataset(path: Path) -> bool:
-    return {p.name for p in path.iterdir()} == {"data"} and (path / "data" / METADATA).is_file()
+def _not_ours(path: Path) -> str | None:
+    """Why a folder is no Minari dataset that engram wrote, and nothing else; None where it is."""
+    if path.is_symlink() or not path.is_dir():
+        return "it is no folder"
+    for folder, names in ((path, {"data"}), (path / "data", {FILE, METADATA})):
+        for other in {entry.name for entry in folder.iterdir()} ^ names:
+            return f"{other} is missing" if other in names else f"{other} is not part of it"
+    return replaceable_file("its file", is_ours).refusal(path / "data" / FILE)

@@ -21,13 +21,15 @@ import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from engram import pytree
 from engram._progress import progress_bar
-from engram._system import free_memory, human_bytes
-from engram.data.datasets.atomic_files import new_file
+from engram._system import free_memory, human_bytes, open_file, open_regular, parse_bytes, path_of
+from engram.data.datasets.atomic_files import new_file, replaceable_file
 from engram.data.datasets.episodes import (
     BLOCK_BYTES,
+    MAX_ROW_BYTES,
     TRAJECTORY,
     DatasetSize,
     StepBlock,
@@ -45,23 +47,25 @@ from engram.store.layout import LeafSpec, RowLayout
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 _COPIES = 3  # in memory at once: the Arrow array, levels of lists, the tensor
+_LEVELS = 4  # bytes that Arrow decodes beside each value of a list
 _HEADER, _LONGEST_HEADER = 512, 1 << 20  # bytes read for a page's header, which may hold statistics
 _DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3
 _COUNTS = {_DATA: 5, _DICTIONARY: 7, _DATA_V2: 8}  # the field of a header with the number of values of its page
 
 
-def decoded_row_bytes(file: BinaryIO, metadata: Any, columns: Collection[str]) -> int:
+def decoded_row_bytes(file: BinaryIO, metadata: Any, columns: Collection[str], allowed: int) -> int:
     """The most bytes that a row of these columns has when it is decoded, over the row groups.
 
     Raises:
-        ValueError: a page claims more than the footer; or decoding needs more memory than is free.
+        ValueError: a page claims more than the footer; or decoding needs more memory than is free, or more for a row,
+            or for a page, than is allowed.
     """
     most, free = 1, free_memory()
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
         if row_group.num_rows < 0:
             raise ValueError(f"row group {group} has {row_group.num_rows} rows")
-        row = nested = 0
+        row = nested = levels = 0
         for i in range(row_group.num_columns):
             column, schema = row_group.column(i), metadata.schema.column(i)
             if column.path_in_schema.split(".")[0] not in columns and column.path_in_schema not in columns:
@@ -70,10 +74,18 @@ def decoded_row_bytes(file: BinaryIO, metadata: Any, columns: Collection[str]) -
             page = _largest_page(file, column, place)
             nbytes = column.num_values * _width(schema)
             row += -(-nbytes // max(1, row_group.num_rows))
+            if schema.max_repetition_level:
+                levels += _LEVELS * -(-column.num_values // max(1, row_group.num_rows))
+            if page > allowed:
+                raise ValueError(f"{place}, has a page of {human_bytes(page)}; {_limit(allowed)}")
             # The footer does not have how the values of lists are spread over the rows: one may have them all.
             nested = max(nested, nbytes if schema.max_repetition_level else 0)
             if free is not None and page > free:
                 raise ValueError(f"{place}, has a page of {human_bytes(page)}; {human_bytes(free)} of memory are free")
+        if row + levels > allowed:
+            raise ValueError(
+                f"row group {group} has rows that need {human_bytes(row + levels)} to be decoded; {_limit(allowed)}"
+            )
         needed = _COPIES * max(row, nested)
         if free is not None and needed > free:
             raise ValueError(
@@ -81,6 +93,10 @@ def decoded_row_bytes(file: BinaryIO, metadata: Any, columns: Collection[str]) -
             )
         most = max(most, row)
     return most
+
+
+def _limit(allowed: int) -> str:
+    return f"max_row_bytes= allows {human_bytes(allowed)}"
 
 
 def check_batch(rows: int, row_bytes: int) -> None:
@@ -262,10 +278,11 @@ class ParquetColumn(NamedTuple):
             return torch.zeros((rows, *self.leaf.shape), dtype=self.leaf.dtype)
         if self.kind == "bytes":
             size = self.leaf.nbytes
-            raw = np.frombuffer(array.buffers()[1], np.uint8, rows * size, array.offset * size).copy()
-            return torch.from_numpy(raw).view(self.leaf.dtype).reshape(rows, *self.leaf.shape)
-        values = numpy_values(array if self.kind == "value" else array.flatten())
-        return torch.from_numpy(values).reshape(rows, *self.leaf.shape)
+            pa = import_pyarrow()
+            raw = pa.Array.from_buffers(pa.uint8(), rows * size, [None, array.buffers()[1]], offset=array.offset * size)
+            return values_of(raw).view(self.leaf.dtype).reshape(rows, *self.leaf.shape)
+        values = values_of(array if self.kind == "value" else array.flatten())
+        return values.reshape(rows, *self.leaf.shape)
 
 
 def columns_of(layout: RowLayout) -> list[ParquetColumn]:
@@ -430,7 +447,7 @@ def tensor_of(array: Any, name: str) -> Tensor:
         else:
             break
         array = array.flatten()
-    return torch.from_numpy(numpy_values(array)).reshape(shape)
+    return values_of(array).reshape(shape)
 
 
 def _list_length(array: Any, name: str) -> int:
@@ -443,10 +460,12 @@ def _list_length(array: Any, name: str) -> int:
     return int(lengths[0]) if len(lengths) else 0
 
 
-def numpy_values(array: Any) -> Array:
-    """A new NumPy array of an Arrow array of numbers."""
-    values: Array = array.to_numpy(zero_copy_only=False)
-    return values if values.flags.writeable and values.flags.owndata else values.copy()
+def values_of(array: Any) -> Tensor:
+    """The numbers of an Arrow array that was decoded for nobody else: a tensor in its memory, without a copy."""
+    if import_pyarrow().types.is_boolean(array.type):  # bits
+        return torch.from_numpy(array.to_numpy(zero_copy_only=False))
+    tensor: Tensor = from_dlpack(array)
+    return tensor
 
 
 # ---- the checksum of the footer ----
@@ -457,19 +476,18 @@ _DIGEST_BYTES = 16
 
 def add_footer_checksum(path: Path) -> None:
     """Inserts the checksum of the footer before the footer."""
-    with open(path, "r+b") as file:
+    with open(open_regular(path, os.O_RDWR), "r+b") as file:
         at, end = _footer(file)
         file.seek(at)
         file.write(_CHECKSUM_MARK + xxhash.xxh3_128_digest(end) + end)
 
 
-def check_footer(path: Path) -> None:
+def check_footer(file: BinaryIO) -> None:
     """ValueError where the file has no footer, or has a checksum that is not that of its footer."""
-    with open(path, "rb") as file:
-        at, end = _footer(file)
-        size = len(_CHECKSUM_MARK) + _DIGEST_BYTES
-        file.seek(max(0, at - size))
-        checksum = file.read(size)
+    at, end = _footer(file)
+    size = len(_CHECKSUM_MARK) + _DIGEST_BYTES
+    file.seek(max(0, at - size))
+    checksum = file.read(size)
     if checksum.startswith(_CHECKSUM_MARK) and checksum[len(_CHECKSUM_MARK) :] != xxhash.xxh3_128_digest(end):
         raise ValueError("its footer is damaged: its checksum does not match")
 
@@ -496,6 +514,7 @@ def read_parquet(
     columns: Sequence[str] | None = None,
     new_ids: bool = False,
     progress: bool = True,
+    max_row_bytes: int | str = MAX_ROW_BYTES,
 ) -> int:
     """Reads the rows of a Parquet file into a buffer; returns their number.
 
@@ -508,15 +527,17 @@ def read_parquet(
         columns: names of the columns to read, of a file that engram did not write.
         new_ids: number the trajectories from above the buffer's own ids instead of keeping the file's ids.
         progress: show a progress bar, if standard error is a terminal.
+        max_row_bytes: the most that a row may take while it is decoded, and a page while it is decompressed: bytes, or
+            "2GB". A small file may claim a row of any size.
 
     Raises:
-        DatasetError: the file is damaged, or a column holds values that no tensor can; the message names file and
-            column, `rows_read` is the number of steps that were written to the buffer.
+        DatasetError: the file is damaged, a row is too large, or a column holds values that no tensor can; the message
+            names file and column, `rows_read` is the number of steps that were written to the buffer.
         ValueError: the file begins with the trajectory id that the buffer ends with: two trajectories would become one.
         ImportError: pyarrow is missing: `pip install "engram[parquet]"`.
     """
     check_buffer(buffer)
-    with _open(Path(path), columns) as file:
+    with _open(Path(path), columns, max_row_bytes) as file:
         total = file.total
         first = next_trajectory(buffer.storage) if new_ids or file.hidden else None
         blocks = file.blocks(None, first)
@@ -524,7 +545,11 @@ def read_parquet(
 
 
 def iter_parquet(
-    path: str | os.PathLike[str], batch_size: int | None = None, *, columns: Sequence[str] | None = None
+    path: str | os.PathLike[str],
+    batch_size: int | None = None,
+    *,
+    columns: Sequence[str] | None = None,
+    max_row_bytes: int | str = MAX_ROW_BYTES,
 ) -> Iterator[Any]:
     """The rows of a Parquet file in batches `[n]` of `batch_size` rows (None: of about 16 MB).
 
@@ -537,13 +562,13 @@ def iter_parquet(
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    with _open(Path(path), columns) as file:
+    with _open(Path(path), columns, max_row_bytes) as file:
         yield from file.blocks(batch_size, 0 if file.hidden else None)
 
 
 def parquet_size(path: str | os.PathLike[str]) -> DatasetSize:
     """Rows of a Parquet file, from its footer; errors as `read_parquet`."""
-    with _open(Path(path), None) as file:
+    with _open(Path(path), None, MAX_ROW_BYTES) as file:
         return DatasetSize(file.total, None)
 
 
@@ -572,7 +597,7 @@ def write_parquet(
         compression: `"zstd"`, `"snappy"`, `"lz4"`, `"gzip"` or `"none"`.
         exclude: keys to leave out.
         end_key, traj_key: what ends a trajectory, as for `SliceSampler`.
-        overwrite: replace the file at `path`.
+        overwrite: replace the file at `path`, if engram wrote it.
         progress: show a progress bar, if standard error is a terminal.
 
     Raises:
@@ -585,7 +610,7 @@ def write_parquet(
     import_pyarrow()
     steps = episode_source(source, end_key, traj_key, exclude)
     with (
-        new_file(Path(path), overwrite) as new,
+        new_file(Path(path), overwrite, replaceable_file("a Parquet file of engram's", _is_ours)) as new,
         progress_bar(f"writing {path}", steps.total, progress) as advance,
     ):
         writer = _ParquetWriter(new, compression)
@@ -597,6 +622,16 @@ def write_parquet(
             writer.close()
         add_footer_checksum(new)
     return rows
+
+
+def _is_ours(file: BinaryIO) -> bool:
+    """Whether `write_parquet` wrote a file."""
+    try:
+        check_footer(file)
+        with import_pyarrow().parquet.ParquetFile(path_of(file)) as opened:
+            return METADATA in (opened.schema_arrow.metadata or {})
+    except _FAILURES:
+        return False
 
 
 class _ParquetWriter:
@@ -694,10 +729,10 @@ class _ParquetWriter:
 class _ParquetReader:
     """Reads an open file; DatasetError where it is damaged."""
 
-    def __init__(self, path: Path, file: Any, columns: Sequence[str] | None) -> None:
+    def __init__(self, path: Path, file: Any, pages: BinaryIO, columns: Sequence[str] | None, allowed: int) -> None:
         self._path, self._file = path, file
         with self._failures():
-            self._check_sizes()
+            self._check_sizes(os.fstat(pages.fileno()).st_size)
             schema = file.schema_arrow
             described = described_columns(schema)
             self._layout: RowLayout | None = None if described is None else described[0]
@@ -709,12 +744,11 @@ class _ParquetReader:
             hidden = (file.metadata.metadata or {}).get(HIDDEN, b"{}")
             self.hidden = self._numbered and bool(json.loads(hidden).get("hidden", False))
             self.total: int = file.metadata.num_rows
-            with open(path, "rb") as pages:
-                self._row_bytes = decoded_row_bytes(pages, file.metadata, self._names())
+            self._row_bytes = decoded_row_bytes(pages, file.metadata, self._names(), allowed)
 
-    def _check_sizes(self) -> None:
+    def _check_sizes(self, size: int) -> None:
         """ValueError unless all columns lie inside the file."""
-        size, metadata = self._path.stat().st_size, self._file.metadata
+        metadata = self._file.metadata
         for group in range(metadata.num_row_groups):
             row_group = metadata.row_group(group)
             for i in range(row_group.num_columns):
@@ -783,17 +817,19 @@ class _ParquetReader:
 
 
 @contextmanager
-def _open(path: Path, columns: Sequence[str] | None) -> Iterator[_ParquetReader]:
+def _open(path: Path, columns: Sequence[str] | None, max_row_bytes: int | str) -> Iterator[_ParquetReader]:
+    allowed = parse_bytes(max_row_bytes, "max_row_bytes")
     parquet = import_pyarrow().parquet
-    if not path.is_file():
-        raise FileNotFoundError(2, "there is no such file", str(path))
-    try:
-        check_footer(path)
-        file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
-    except _FAILURES as error:
-        raise DatasetError(str(path), f"this is no Parquet file, or a damaged one ({error})") from error
-    with file:
-        yield _ParquetReader(path, file, columns)
+    with open_file(path) as bytes_of_file:
+        try:
+            check_footer(bytes_of_file)
+            file = parquet.ParquetFile(
+                path_of(bytes_of_file), pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True
+            )
+        except _FAILURES as error:
+            raise DatasetError(str(path), f"this is no Parquet file, or a damaged one ({error})") from error
+        with file:
+            yield _ParquetReader(path, file, bytes_of_file, columns, allowed)
 
 
 def _check_first_id(blocks: Iterator[Any], storage: Any) -> Iterator[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engram._system import fork_registry, notice_fork
+from engram._text import log
 from engram.checkpoint.snapshot import save_snapshot
 from engram.checkpoint.writer import SnapshotWriter
 from engram.data.replay_buffers.samplers.base import Sampler
@@ -21,8 +21,6 @@ from engram.data.replay_buffers.writers.round_robin import Writer
 from engram.errors import CheckpointError, CheckpointMisfitError, differences_of
 from engram.interop.open import Part, Receiver, as_damage, open_saved
 from engram.transforms.compose import Compose
-
-log = logging.getLogger("engram")
 
 Malformed = Callable[[str], Exception]
 

@@ -12,6 +12,7 @@ import torch
 
 from engram import transforms
 from engram._arguments import MissingPartError, restored
+from engram._text import visible
 from engram.checkpoint.directory import HOOKED
 from engram.checkpoint.reader import reading
 from engram.checkpoint.snapshot import open_snapshot
@@ -127,7 +128,9 @@ def load(
     """
     if has_store(Path(path)):
         if storage is not None or snapshot is not None:
-            raise ValueError(f"{path} is a mapped store, which is opened in its place: give no storage and no snapshot")
+            raise ValueError(
+                f"{visible(path)} is a mapped store, which is opened in its place: give no storage and no snapshot"
+            )
         return _open_store(path, read_only)
     missing: list[str] = []
     with open_snapshot(path, snapshot) as saved:
@@ -149,7 +152,8 @@ def load(
         loaded = tuple(part for part in PARTS if part not in made.left_out)
         _load(buffer, Path(path), name, loaded, made.loadable_states)
     if missing:
-        warnings.warn(f"{path}: not saved, and so missing in this buffer: {'; '.join(missing)}", stacklevel=2)
+        text = visible(f"{path}: not saved, and so missing in this buffer: {'; '.join(missing)}")
+        warnings.warn(text, stacklevel=2)
     return buffer
 
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from engram._system import check_memory
-from engram.checkpoint.directory import open_below
+from engram.checkpoint.directory import open_below, open_folder_below
 from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError
 from engram.pytree import KeyPath, TreeSpec, format_key
 from engram.store.layout import LeafSpec, RowLayout
@@ -95,8 +95,7 @@ class Folder:
 
     def folder(self, name: str) -> Folder:
         try:
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(_plain(name), flags, dir_fd=self._fd)
+            fd = open_folder_below(self._fd, _plain(name))
         except (OSError, ValueError) as error:
             raise self.corrupt(name, f"it is not a directory, or a link to one ({error})") from None
         return Folder(os.path.join(self.path, name), self._stack, fd)

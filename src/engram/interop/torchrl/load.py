@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engram._text import visible
 from engram.checkpoint.directory import CURRENT
 from engram.checkpoint.protocols import RowSink
 from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError
@@ -193,9 +194,10 @@ class TorchrlDirectory:
 
     def _warn_of_prefetched(self) -> None:
         if self._folder.has(_PREFETCHED) and self._folder.nbytes(_PREFETCHED) > _NOTHING_PREFETCHED:
+            path = visible(os.path.join(self._folder.path, _PREFETCHED))
             warnings.warn(
-                f"{os.path.join(self._folder.path, _PREFETCHED)} holds batches that were prepared ahead, as a pickle, "
-                "which engram never opens: they are drawn anew",
+                f"{path} holds batches that were prepared ahead, as a pickle, which engram never opens: they are drawn "
+                "anew",
                 stacklevel=2,
             )
 
@@ -323,11 +325,15 @@ def read_epoch(folder: Folder) -> SavedEpoch | None:
         here.refuse_code(name)
     if META not in names:
         content = ", ".join(names)[:200] or "nothing"
-        raise ValueError(f"{here.path} is of a sampler whose state engram does not take over; it holds {content}")
+        raise ValueError(
+            visible(f"{here.path} is of a sampler whose state engram does not take over; it holds {content}")
+        )
     tree = read_tensordict(here)
     shapes = {t.path[0]: (t.dtype, t.shape) for t in tree.tensors if len(t.path) == 1 and t.path != (_LIST,)}
     if shapes != {name: (dtype, ()) for name, dtype in _EPOCH.items()} or not _is_list(tree):
-        raise ValueError(f"{here.path} is not the state of a sampler without replacement, the only one that is read")
+        raise ValueError(
+            f"{visible(here.path)} is not the state of a sampler without replacement, the only one that is read"
+        )
     length, drop_last, ran_out = (_values(tree, name) for name in _EPOCH)
     remaining = None if tree.tensor(_LIST) is None else _values(tree, _LIST)
     return SavedEpoch(remaining, int(length[0]), bool(drop_last[0]), bool(ran_out[0]))

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import logging
 import math
 import os
 import threading
@@ -42,8 +41,6 @@ from engram.store.indexing import (
 from engram.store.lanes import Lanes, warn_of_copy
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.tables import JoinedRows, Rows, RowTable, expand_slots
-
-log = logging.getLogger("engram")
 
 _MAX_SIZE = 1 << 56
 _NO_LIMIT = 1 << 40  # items of a storage without a size

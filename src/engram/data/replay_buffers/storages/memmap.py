@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from engram._system import boot_id
-from engram.data.replay_buffers.storages.base import Checked, Storage, log
+from engram._text import log
+from engram.data.replay_buffers.storages.base import Checked, Storage
 from engram.data.replay_buffers.storages.tensor import TableStorage, saved_layout
 from engram.errors import StorageError, StorageInUseError
 from engram.store.files import (

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from engram import _native, pytree
 from engram._system import parse_bytes
+from engram._text import log
 from engram.checkpoint.protocols import Rows as RowBlock
-from engram.data.replay_buffers.storages.base import Checked, Storage, TooManyRowsError, log, warn_of_items
+from engram.data.replay_buffers.storages.base import Checked, Storage, TooManyRowsError, warn_of_items
 from engram.errors import CheckpointError, CheckpointMisfitError, StorageError
 from engram.pytree import TreeSpec
 from engram.specs.tensors import usable_device

@@ -1,0 +1,130 @@
+"""Which files and folders of a user's path engram wrote: only these are replaced."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from engram._system import open_regular
+from engram.checkpoint.directory import CURRENT, LOCK, MANIFEST, MARKER, CheckpointDirectory
+from engram.checkpoint.reader import SnapshotReader
+from engram.cli.kinds import Kind, kind_of
+from engram.cli.sources import torchrl_steps
+from engram.data.datasets.atomic_files import Replaceable, new_file, refuse_existing, replaceable_file
+from engram.errors import EngramError
+from engram.store.header import FILE_NAME
+from engram.store.locks import FileLock, is_open_elsewhere
+
+_BEGINNING = 4096  # bytes, in which the mark of a file lies
+
+
+def _begins(magic: bytes, mark: bytes) -> Callable[[BinaryIO], bool]:
+    def begins(file: BinaryIO) -> bool:
+        start = file.read(_BEGINNING)
+        return start.startswith(magic) and mark in start
+
+    return begins
+
+
+REPORT = replaceable_file(
+    "a report of engram's", _begins(b"<!doctype html>", b'<meta name="generator" content="engram ')
+)
+PICTURE = replaceable_file("a picture that engram drew", _begins(b"\x89PNG", b"tEXtSoftware\0engram "))
+
+
+def check_target(path: Path, replaceable: Replaceable) -> None:
+    """FileExistsError where something else stands at a path that `write_target` will be given."""
+    refuse_existing(path, True, replaceable)
+
+
+def write_target(path: Path, content: bytes, replaceable: Replaceable) -> None:
+    """Writes a file, or replaces one, whole and in one step; errors as `check_target`."""
+    with new_file(path, True, replaceable) as new:
+        new.write_bytes(content)
+
+
+def replaceable_folder(kind: Kind) -> Replaceable:
+    """A folder of a kind that holds nothing else, and that nobody uses."""
+
+    def refusal(path: Path) -> str | None:
+        try:
+            if path.is_symlink() or not path.is_dir() or kind_of(path) != kind:
+                return f"it is no {kind}"
+            return _REFUSALS[kind](path)
+        except (EngramError, OSError, ValueError) as error:
+            return str(error)
+
+    return Replaceable(f"a {kind} of engram's", refusal)
+
+
+def _store_refusal(path: Path) -> str | None:
+    fd = open_regular(path / FILE_NAME)
+    try:
+        if is_open_elsewhere(fd):
+            return "it is in use"
+    finally:
+        os.close(fd)
+    return _other_than(path, {FILE_NAME})
+
+
+def _checkpoint_refusal(path: Path) -> str | None:
+    directory = CheckpointDirectory(str(path.absolute()))
+    own = {CURRENT, LOCK}
+    try:
+        locks = [_lock(path / LOCK)] if os.path.lexists(path / LOCK) else []
+        try:
+            for name in directory.snapshots():
+                own |= {name, *(f"{name}/{file}" for file in _files_of_snapshot(directory, name))}
+                locks.append(_lock(path / name / MARKER))  # after the reader has let go of it
+        finally:
+            for lock in locks:
+                lock.release()
+    except BlockingIOError:
+        return "it is being saved or read"
+    return _other_than(path, own)
+
+
+def _lock(path: Path) -> FileLock:
+    return FileLock(open_regular(path, os.O_RDWR), exclusive=True)
+
+
+def _files_of_snapshot(directory: CheckpointDirectory, name: str) -> Iterator[str]:
+    """The files of a snapshot, and the folders that they lie in."""
+    with SnapshotReader(directory, name) as reader:
+        yield from (MANIFEST, MARKER)
+        for file in reader.files:
+            yield from (file, *(str(folder) for folder in Path(file).parents))
+
+
+def _torchrl_refusal(path: Path) -> str | None:
+    with torchrl_steps(path) as (steps, _):  # it refuses what the JSON files do not name, but for hidden files
+        del steps
+    own = {"storage", "sampler", "writer", "writer/metadata.json", "buffer_metadata.json"}
+    other = _other_than(path, own | {name for name, _ in _entries(path) if name.startswith("storage/")})
+    hidden = [name for name, _ in _entries(path / "storage") if Path(name).name.startswith(".")]
+    return other or (f"storage/{hidden[0]} is not part of it" if hidden else None)
+
+
+def _other_than(path: Path, own: set[str]) -> str | None:
+    """A sentence that names an entry below a folder that is not among these."""
+    other = next((name for name, is_link in _entries(path) if name not in own or is_link), None)
+    return None if other is None else f"{other} is not part of it"
+
+
+def _entries(path: Path, below: str = "") -> Iterator[tuple[str, bool]]:
+    """The name of everything below a folder, and whether it is a link, which is not followed."""
+    with os.scandir(path) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    for entry in found:
+        yield below + entry.name, entry.is_symlink()
+        if entry.is_dir(follow_symlinks=False):
+            yield from _entries(Path(entry.path), f"{below}{entry.name}/")
+
+
+_REFUSALS: dict[Kind, Callable[[Path], str | None]] = {
+    "store": _store_refusal,
+    "checkpoint": _checkpoint_refusal,
+    "TorchRL directory": _torchrl_refusal,
+}

@@ -1,0 +1,61 @@
+"""The terminal: everything that the command prints, made visible, and never taken for markup."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from engram._text import visible
+
+_WIDE = 10_000  # columns
+
+#: A text, or a text and its style.
+Part = str | tuple[str, str]
+
+
+def print_line(*parts: Part, style: str = "") -> None:
+    """Prints a line of texts to standard output, some of them styled."""
+    from rich.console import Console  # late: an optional package
+
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(_text(*parts), style=style or None)
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table to standard output."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2), header_style="bold")
+    for name in head:
+        table.add_column(_text(name))
+    for row in rows:
+        table.add_row(*map(_text, row))
+    console = Console()
+    if not console.is_terminal:  # lines of a file or a pipe may be as long as they need
+        console = Console(width=_WIDE)
+    console.print(table)
+
+
+def print_json(value: Any) -> None:
+    """Prints JSON to standard output, in ASCII."""
+    print(json.dumps(value, indent=2).replace("\x7f", "\\u007f"))
+
+
+def print_plain(text: str) -> None:
+    """Prints a line to standard output, without the package rich."""
+    print(visible(text))
+
+
+def print_error(text: str) -> None:
+    """Prints a line to standard error, without the package rich."""
+    print(f"engram: {visible(text)}", file=sys.stderr)
+
+
+def _text(*parts: Part) -> Any:
+    from rich.text import Text
+
+    styled = [(part, "") if isinstance(part, str) else part for part in parts]
+    return Text.assemble(*((visible(text), style) for text, style in styled))
