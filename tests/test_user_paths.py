@@ -36,6 +36,7 @@ ALLOWED = {
     ("_hdf5", "__init__", "io.FileIO"): "a new file in the folder of a new snapshot",
     ("_hdf5", "create_checked", "h5py.File"): "a file that is open",
     ("_hdf5", "create_plain", "h5py.File"): "a new file in a new folder",
+    ("checkpoint.hooks", "room", "np.memmap"): "a file that is open",
     ("checkpoint.reader", "_copied", "open"): "mode x: a new file",
     ("checkpoint.writer", "_create", "os.open"): "flags with O_EXCL: a new file",
     ("cli.conversion", "_write_json", "file.write_text"): "a new file in a new folder",
@@ -49,6 +50,7 @@ ALLOWED = {
     ("distributed.node_folders", "_is_abandoned", "mark.touch"): "makes or marks, and reads nothing",
     ("distributed.priority_file", "__init__", "np.memmap"): "a file that is open",
     ("store.locks", "_open_again", "os.open"): "a descriptor of this process",
+    ("store.nodes", "_read", "open"): "a file of the kernel's",
     ("store.unmade", "_opened_anew", "os.open"): "a descriptor of this process",
     ("store.files", "open_passed_store", "os.open"): "a descriptor of this process",
 }
