@@ -98,6 +98,25 @@ def test_an_observation_or_action_of_another_shape_is_refused_by_agent():
         Team().step(Team().reset())
 
 
+@pytest.mark.parametrize("make", [Team, lambda: SerialEnv(2, Team)])
+def test_an_action_that_is_nan_is_refused_by_agent_before_the_step(make):
+    calls, env = [], make()
+
+    def act(td):
+        calls.append(1)
+        env.rand_action(td)
+        if len(calls) == 4:
+            td["agents"].unbind(len(env.batch_size))[1]["action"][..., -1] = float("nan")
+        return td
+
+    collector = SyncDataCollector(env, act, frames_per_batch=7 * env.batch_size.numel())
+    batch = collector.rollout()
+    assert batch.shape[-1] == 3
+    assert_whole(batch)
+    with pytest.raises(ValueError, match=r"action \('agents', 'action', 1\) is not(.|\n)*step 4 of the batch"):
+        collector.rollout()
+
+
 def test_a_rollout_and_a_collector_give_whole_steps():
     assert_whole(Team().rollout(12, break_when_any_done=False))
     for batch in collected():

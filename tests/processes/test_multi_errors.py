@@ -1,6 +1,8 @@
 """How soon collectors with worker processes tell what went wrong."""
 
+import faulthandler
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -150,6 +152,8 @@ class Seen(gymnasium.Env):
     def step(self, action):
         self.steps += 1
         if self.steps == 5 and self.signum is not None:
+            faulthandler.disable()  # pytest's, whose report is not wanted
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             os.kill(os.getpid(), self.signum)
         return self.observation_space.sample(), 0.0, self.steps % 3 == 0, False, {}
 

@@ -455,7 +455,6 @@ class StepLog:
 
     def _fill(self, window: StepWindow) -> None:
         slots, n = window.slots, self._n
-        calls = len(self._rewards) * n
         # No frame reads a call before the first of this log.
         lasts, before = self._last_of_episodes, 1 - self._dropped
         last_slots = [(last.call + before) * n + env for last in lasts for env in last.envs]
@@ -469,9 +468,9 @@ class StepLog:
         for leaf, actions in zip(self._action_leaves, self._actions, strict=True):
             rows = _rows(actions, len(actions) * n, leaf.codec.raw_dtype, *leaf.codec.raw_shape)
             window.action[leaf.key] = leaf.codec.encode(rows.take(slots, 0))
-        window.reward = _rows(self._rewards, calls, np.float32, 1).take(slots, 0)
-        window.terminated = _rows(self._terminated, calls, np.bool_, 1).take(slots, 0)
-        window.truncated = _rows(self._truncated, calls, np.bool_, 1).take(slots, 0)
+        window.reward = _rows(self._rewards, len(self._rewards) * n, np.float32, 1).take(slots, 0)
+        window.terminated = _rows(self._terminated, len(self._terminated) * n, np.bool_, 1).take(slots, 0)
+        window.truncated = _rows(self._truncated, len(self._truncated) * n, np.bool_, 1).take(slots, 0)
         some = next((outputs for outputs in self._outputs if outputs is not None), None)
         if some is not None:
             by_call = [some.empty() if outputs is None else outputs for outputs in self._outputs]

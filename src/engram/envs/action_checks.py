@@ -92,9 +92,8 @@ class EntriesCheck:
 def _action_specs(env: Any) -> dict[Any, Any]:
     """The specs of all actions by key, of an environment of any library."""
     keys = list(getattr(env, "action_keys", ("action",)))
-    if keys == ["action"]:
-        return {"action": env.action_spec}
-    return {key: env.full_action_spec[key] for key in keys}
+    specs = {"action": env.action_spec} if keys == ["action"] else {key: env.full_action_spec[key] for key in keys}
+    return {key: spec for key, spec in specs.items() if spec.dtype is not None}  # TorchRL has actions of no dtype
 
 
 class _LeafCheck:
@@ -164,9 +163,9 @@ class _Numbers:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._array_dtype = torch.zeros(0, dtype=dtype).numpy().dtype
         self._is_float = dtype.is_floating_point or dtype.is_complex
         if not self._is_float:
+            self._array_dtype = torch.zeros(0, dtype=dtype).numpy().dtype
             self.advice = f"Every number must be one that {dtype} can hold."
 
     def holds(self, array: Array) -> bool:

@@ -237,7 +237,7 @@ class CallablePolicy:
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         result = self._call(td)
         result = td if result is None else result
-        if not isinstance(result, TensorDictBase) or any(result.get(key, None) is None for key in self.action_keys):
+        if not isinstance(result, TensorDictBase) or any(_is_missing(result, key) for key in self.action_keys):
             kind = f"keys {list(result.keys())}" if isinstance(result, TensorDictBase) else type(result).__name__
             raise TypeError(
                 f"a policy must return a TensorDict with {_entries(self.action_keys)}, got {kind}; a function of "
@@ -245,6 +245,13 @@ class CallablePolicy:
                 "wrapped in TensorDictModule(f, in_keys=[...], out_keys=['action'])"
             )
         return result
+
+
+def _is_missing(td: TensorDictBase, key: Any) -> bool:
+    try:
+        return td.get(key, None) is None
+    except RuntimeError:  # agents' values of different shapes, which do not stack
+        return False
 
 
 def _entries(keys: Sequence[Any]) -> str:
