@@ -347,8 +347,6 @@ def _read_content(reader: SnapshotReader) -> tuple[Any, Any]:
     arrays = BytesInMemory(reader.mapped(_ARRAYS))
     try:
         tree = decode(from_json(text.tobytes()), arrays, CONTENT_CODECS)
-        if arrays.remaining:
-            raise ValueError(f"{arrays.remaining} bytes of {_ARRAYS} belong to nothing")
         return tree["content"], tree["sequences"]
     except (KeyError, TypeError, ValueError) as error:
         raise reader.malformed(f"{_TEXT}: {error}") from error

@@ -17,6 +17,7 @@ import engram
 from engram import verify
 from engram.checkpoint import encoding, writer
 from engram.checkpoint import hooks as through_hooks
+from engram.cli import info
 from engram.data import (
     CompressedListStorage,
     FlatStorageCheckpointer,
@@ -228,6 +229,9 @@ def test_rows_that_replaced_others_out_of_turn_come_back_with_their_sequences(tm
     rb.extend(data)
     rb.dumps(tmp_path)
     twin.loads(tmp_path)
+    slots = torch.arange(5)
+    generations = [one.storage.lanes.generations(slots).tolist() for one in (rb, twin)]
+    assert generations[0] == generations[1] and max(generations[0]) > 9  # out of turn
     assert state_of(twin) == state_of(rb)
     for one in (rb, twin):
         data["next", "reward"] = rewards[:, None] + 0.5
@@ -252,6 +256,32 @@ def test_writes_into_what_a_hook_gets_change_no_stored_row(kind, tmp_path):
     twin = buffer(KINDS[kind](tmp_path))
     twin.loads(tmp_path / "saved")
     assert torch.stack([td["x"] for td in twin.storage[:]]).eq(-1).all()
+
+
+@pytest.mark.parametrize("items", [
+    [{"a": torch.zeros(2)}, {"a": torch.zeros(3)}],
+    [TensorDict({"a": torch.zeros(2)}), TensorDict({"a": torch.zeros(3)})],
+    [TensorDict({"a": torch.zeros(2)}), {"a": torch.zeros(2)}, torch.zeros(2)],
+])  # fmt: skip
+def test_writes_into_items_that_do_not_stack_change_no_stored_item(items, tmp_path):
+    seen = []
+
+    def spoil(found):
+        seen.append(type(found))
+        for item in found.tensordicts if isinstance(found, LazyStackedTensorDict) else found:
+            (item if isinstance(item, torch.Tensor) else item["a"]).fill_(-1)
+        return found
+
+    rb, twin = (ReplayBuffer(storage=ListStorage(5)) for _ in range(2))
+    rb.register_save_hook(spoil)
+    rb.extend(items)
+    before = raw(rb[:])
+    rb.dumps(tmp_path)
+    assert raw(rb[:]) == before
+    assert seen == [LazyStackedTensorDict if all(isinstance(one, TensorDict) for one in items) else list]
+    twin.loads(tmp_path)
+    found = [one if isinstance(one, torch.Tensor) else one["a"] for one in twin[:]]
+    assert all(bool(one.eq(-1).all()) for one in found) and list(map(type, twin[:])) == list(map(type, items))
 
 
 def mapped_bytes():
@@ -595,6 +625,21 @@ def test_a_member_whose_content_does_not_fit_leaves_all_members(filled, most, fa
     assert [state_of(one) for one in loaded] == [state_of(one) for one in saved]
 
 
+def test_a_member_whose_rows_do_not_fit_leaves_all_members(monkeypatch, tmp_path):
+    monkeypatch.setattr(tensor, "_STAGED_BYTES", 10)
+    saved, loaded = ([buffer(LazyTensorStorage(10)) for _ in range(2)] for _ in range(2))
+    for i, one in enumerate(saved):
+        write(one, 13, 50 * i)
+        one.register_save_hook(lambda td: td.set("x", td["x"].half()) if td["x"].max() > 50 else td)
+    StorageEnsemble(*[one.storage for one in saved]).dumps(tmp_path)
+    for one in loaded:
+        write(one, 5)
+    before = [state_of(one) for one in loaded]
+    with pytest.raises(CheckpointMisfitError, match=r"member 1: 'x' is torch.float32 \[\] here, torch.float16"):
+        StorageEnsemble(*[one.storage for one in loaded]).loads(tmp_path)
+    assert [state_of(one) for one in loaded] == before
+
+
 def test_hooks_of_an_ensemble_of_buffers(tmp_path):
     def make():
         rb = ReplayBufferEnsemble(*[buffer(make(tmp_path)) for make in (KINDS["memory"], KINDS["list"])], batch_size=4)
@@ -722,6 +767,12 @@ def test_engram_load_makes_a_storage_for_what_hooks_made_and_says_what_is_missin
     rb.dumps(tmp_path)
     with pytest.raises(CheckpointMisfitError, match="register the load hook that undoes it"):
         engram.load(tmp_path)
+
+
+def test_the_command_line_says_that_hooks_changed_the_rows(tmp_path):
+    hooked(tmp_path)
+    about = info(tmp_path / "saved")
+    assert about.rows == 10 and about.parts["storage"] == "rows, changed by 1 save hook"
 
 
 def test_states_in_memory_do_not_pass_hooks():
