@@ -82,7 +82,7 @@ def test_writing_and_drawing_beside_a_shard_that_is_killed_go_on_when_it_is_back
     rb = buffer(placement=here(), remote_config={"resources": {}}, timeout=60.0)
     assert rb._local == [True]
     at = 0
-    for _kill in range(4):
+    for _kill in range(3):
         for _ in range(20):
             rb.extend(rows(at, at + 50))
             at += 50
@@ -90,7 +90,7 @@ def test_writing_and_drawing_beside_a_shard_that_is_killed_go_on_when_it_is_back
         rb.flush()
         pid = ray.get(rb._actors[0].place.remote())[1]
         os.kill(pid, signal.SIGKILL)
-        assert is_gone(pid)
+        assert is_gone(pid) and comes(lambda: not rb._watch.is_held())  # its last thread, too
     rb.extend(rows(at, at + 50))
     rb.flush()
     assert [lane for lane in everything(rb) if lane] == [list(range(at + 50))]
