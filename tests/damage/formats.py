@@ -203,7 +203,7 @@ def torchrl_buffer(name: str) -> Any:
 class Dataset(Saved):
     """A data set of 33 steps: where it is read, the rows that come before the damage are yielded."""
 
-    errors = (DatasetError, FileNotFoundError)
+    errors = (DatasetError, OSError)  # OSError: there is no file, or a folder in its place
     some = Budget(data=200, cuts=20)
     READ = {"parquet": iter_parquet, "hdf5": iter_hdf5, "minari": iter_minari}
 
