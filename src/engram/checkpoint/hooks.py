@@ -517,7 +517,8 @@ class _HookedLoad(_Load):
             if self._kind == "rows":
                 self._saved = _SavedRows(LayoutState(state["layout"]), self._counters, self._order)
                 checked.check_envs(self._saved.layout)
-                if self._saved.layout.parse() is not None and len(self._saved.env_shape) + 1 != state["layout"]["ndim"]:
+                self._saved.layout.parse()  # for its errors
+                if len(self._saved.env_shape) + 1 != state["layout"]["ndim"]:
                     raise ValueError("its environments are not those of its dimensions")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise reader.malformed(f"its description of what save hooks made is malformed ({error!r})") from error
@@ -526,16 +527,20 @@ class _HookedLoad(_Load):
 
     def check(self, sink: Any) -> None:
         """With load hooks, which run in `load`, only whether rows or items are taken here."""
+        self._check_kind(sink)
+        if not self._hooks:
+            self._fit(sink)
+
+    def _check_kind(self, sink: Any) -> None:
         if not isinstance(sink, RowSink | ItemSink):
             raise _no_rows(sink)
         taken = "rows" if isinstance(sink, RowSink) else "items"
         if taken != self._kind:
             raise CheckpointMisfitError(f"{self._kind} were saved, through hooks; this storage takes {taken}")
-        if not self._hooks:
-            self._fit(sink)
 
     def load(self, sink: Any) -> None:
-        self.check(sink)
+        self._check_kind(sink)
+        fill = self._fit(sink)
         if not self._hooks:
             log.warning(
                 "%s changed what was saved in %s, and no load hook is registered: what comes back is what the save "
@@ -543,7 +548,7 @@ class _HookedLoad(_Load):
                 _hooks(self._save_hooks, "save"),
                 self._reader.path(""),
             )
-        self._fit(sink)()
+        fill()
 
     def _fit(self, sink: Any) -> Callable[[], None]:
         """Reads the content and compares it with the sink; the result fills the sink."""
@@ -632,7 +637,8 @@ class _RowCollector:
         state = layout if isinstance(layout, LayoutState) else LayoutState(layout)
         order = order_of(counters, not state.parse(self._like).within)
         self.saved, self._counters = _SavedRows(state, counters, order), checked
-        self._file = _RowFile(state.parse(), checked.envs, self.saved.lead[-1], None)
+        with _file_errors():
+            self._file = _RowFile(state.parse(), checked.envs, self.saved.lead[-1], None)
 
     def write_block(self, lane: int, start: int, rows: Rows) -> None:
         if self.saved is None:
