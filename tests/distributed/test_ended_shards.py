@@ -14,10 +14,18 @@ import torch
 from contracts.waiting import comes
 from distributed.shards import Link, client, read, rows, shard, whole
 from engram.data import PrioritizedSampler
+from engram.distributed import folder_lock
 from engram.distributed.folder_lock import FolderLock, watch_folder
 from engram.errors import NoFreeLaneError, ShardGoneError, ShardUnavailableError, StorageError
 
+pytestmark = pytest.mark.usefixtures("looks_each_time")
 SHORT = 0.01  # seconds that a call waits for a shard that is away
+
+
+@pytest.fixture
+def looks_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call looks whether the shard lives, where otherwise one look holds for some milliseconds."""
+    monkeypatch.setattr(folder_lock, "_INTERVAL", 0.0)
 
 
 def beside(folder: Path, n: int = 1, **settings: Any) -> tuple[list[Link], Any]:
@@ -216,5 +224,25 @@ class TestFolderLock:
         watch = watch_folder(tmp_path)
         assert watch is not None and watch.is_held() and not lock.is_removed
         shutil.rmtree(tmp_path)
-        assert lock.is_removed and not all(watch.is_held() for _ in range(64))
-        assert not watch.is_held()
+        assert lock.is_removed and not watch.is_held()
+
+    def test_a_look_holds_for_a_moment_and_an_exact_one_does_not(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(folder_lock, "_INTERVAL", 1e6)
+        lock = FolderLock(tmp_path, 0.0)
+        watch = watch_folder(tmp_path)
+        lock.close()
+        assert watch is not None and watch.is_held()
+        assert not watch.look() and not watch.is_held()
+
+
+def test_a_flush_is_refused_though_a_look_was_a_moment_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "_INTERVAL", 1e6)
+    ls, rb = beside(tmp_path)
+    ls[0].end()
+    rb.extend(rows(110, 120))
+    with pytest.raises(ShardUnavailableError):
+        rb.flush()
+    with pytest.raises(ShardUnavailableError):
+        rb.extend(rows(120, 130))

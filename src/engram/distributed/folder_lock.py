@@ -14,7 +14,7 @@ from engram.store.locks import FirstByte
 
 _NAME = "shard.lock"
 _PAUSE = 0.02  # seconds between two tries
-_LOOKS_PER_STAT = 64  # of a watch: the other half of a look, which is rarer, and costs more
+_INTERVAL = 0.005  # seconds for which a look holds: one costs a tenth of a batch
 
 
 class FolderLock:
@@ -64,14 +64,14 @@ def watch_folder(folder: str | os.PathLike[str]) -> FolderWatch | None:
         >>> lock = FolderLock(folder, timeout=0.0)
         >>> watch = watch_folder(folder)
         >>> lock.close()
-        >>> watch.is_held(), watch_folder(folder)
+        >>> watch.look(), watch_folder(folder)
         (False, None)
     """
     try:
         watch = FolderWatch(open_regular(Path(folder) / _NAME))
     except OSError:
         return None
-    if watch.is_held():
+    if watch.look():
         return watch
     watch.close()
     return None
@@ -83,15 +83,18 @@ class FolderWatch:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._closer = weakref.finalize(self, os.close, fd)
-        self._byte, self._looks = FirstByte(fd), 0
+        self._byte = FirstByte(fd)
+        self._next = 0.0  # when it looks again
 
     def is_held(self) -> bool:
-        """Whether it does; that the folder was deleted beneath a living shard is noticed within 64 looks."""
-        self._looks += 1
-        if self._looks % _LOOKS_PER_STAT == 1 and os.fstat(self._fd).st_nlink == 0:
-            self._looks = 0
-            return False
-        return self._byte.is_taken()
+        """Whether it did 5 ms ago or later."""
+        return time.monotonic() < self._next or self.look()
+
+    def look(self) -> bool:
+        """Whether it does now, and the folder has not been deleted."""
+        held = self._byte.is_taken() and os.fstat(self._fd).st_nlink > 0
+        self._next = time.monotonic() + _INTERVAL if held else 0.0
+        return held
 
     def close(self) -> None:
         """Ends its use."""

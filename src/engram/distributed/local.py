@@ -1,7 +1,7 @@
 """A shard's store on this machine, opened beside its process: rows that are written and drawn without a call.
 
-The store outlives its shard's process, so each use first looks whether that lives (`FolderWatch`): rows that nobody
-would ever serve are neither written nor drawn.
+The store outlives its shard's process, so each use first looks whether that lives (`FolderWatch`, which may be 5 ms
+late), and `flush` does so again: rows that nobody would ever serve are neither written nor drawn.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def await_shard(shard: ShardClient, watch: FolderWatch, deadline: float, written
     """
     shard.forget(written)
     shard.await_presence(deadline)
-    if not watch.is_held():
+    if not watch.look():
         raise ShardMovedError(
             f"shard {shard.number} is back with another store than the one that was open here: on another machine, or "
             "its folder was removed"
@@ -115,7 +115,7 @@ class LocalProducer:
 
     def flush(self, timeout: float | None = None) -> None:
         """Waits until the shard lives in which the rows are; errors as `Producer.flush`."""
-        if self._storage is not None:
+        if self._storage is not None and self._watch is not None and not self._watch.look():
             try:
                 self.open(time.monotonic() + (self.timeout if timeout is None else timeout))
             except ShardMovedError:  # `ShardClient` has warned of rows that are lost with the other store
@@ -159,7 +159,7 @@ class LocalReader:
 
     @property
     def is_live(self) -> bool:
-        """Whether the shard's process lives in this store."""
+        """Whether the shard's process lives in this store, or did a moment ago."""
         return self._watch.is_held()
 
     def ranges(self) -> Tensor:

@@ -200,7 +200,7 @@ class FirstByte:
         return _lock(self._fd, fcntl.F_WRLCK, 0)
 
     def is_taken(self) -> bool:
-        """Whether another description holds it; costs half a microsecond, and disturbs nobody."""
+        """Whether another description holds it; disturbs nobody."""
         return fcntl.fcntl(self._fd, _GET, self._query)[:2] != _UNLOCKED
 
 
