@@ -12,6 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from data.datasets.support import steps
 from engram._text import log, visible, visible_lines
 from engram.collectors import SyncDataCollector
 from engram.data import (
@@ -236,3 +237,27 @@ def test_errors_that_name_keys_act_on_no_terminal(case):
 @pytest.mark.parametrize("case", FILES)
 def test_errors_and_warnings_that_name_files_act_on_no_terminal(case, tmp_path):
     assert not acting(texts_of(lambda: FILES[case](tmp_path / FILE)))
+
+
+def test_a_hook_whose_name_holds_escape_sequences_is_named_visibly(tmp_path):
+    class Nothing:
+        def __repr__(self):
+            return EVIL
+
+        def __call__(self, rows):
+            return None
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(3))
+    rb.extend(torch.arange(3))
+    rb.register_save_hook(Nothing())
+    with pytest.raises(TypeError, match="returned None") as raised:
+        rb.dumps(tmp_path / "saved")
+    assert not acting(str(raised.value))
+
+
+def test_what_keeps_a_folder_from_being_replaced_is_named_visibly(tmp_path):
+    write_minari(steps([3]), tmp_path / "set")
+    (tmp_path / "set" / FILE).touch()
+    with pytest.raises(FileExistsError, match="is not part of it") as raised:
+        write_minari(steps([3]), tmp_path / "set", overwrite=True)
+    assert not acting(str(raised.value))

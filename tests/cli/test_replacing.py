@@ -1,6 +1,7 @@
 """What stands at a target is replaced only if engram wrote all of it, in one step; what is not is named."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from cli.support import store
 from contracts.children import Child, Signal
 from data.datasets.support import steps
-from engram import cli
+from engram import _native, cli
+from engram.cli import own_files
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from engram.data.datasets import atomic_files, write_hdf5, write_minari, write_parquet
+from engram.store import nodes
 
 FORMS = {"store": "store", "checkpoint": "checkpoint", "torchrl": "torchrl", "minari": "minari"}
 
@@ -72,6 +75,52 @@ def test_a_strangers_empty_folder_in_the_target_stays(source, tmp_path):
     (tmp_path / "target" / "figures").mkdir()
     with pytest.raises(FileExistsError, match="figures is not part of it"):
         convert(source, tmp_path / "target", "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [("store", "rows.engram"), ("checkpoint", "CURRENT"), ("checkpoint", "LOCK"), ("torchrl", "buffer_metadata.json")],
+)
+def test_a_strangers_file_with_the_name_of_one_of_engrams_is_named_and_stays(form, name, source, tmp_path):
+    convert(source, tmp_path / "target", form)
+    for content in ("all of it", "{}"):
+        (tmp_path / "target" / name).write_text(content)
+        before = contents(tmp_path)
+        with pytest.raises(FileExistsError, match=rf"is replaced, and this is none \(.*{name}"):
+            convert(source, tmp_path / "target", form)
+        assert contents(tmp_path) == before
+
+
+def test_a_folder_with_nothing_but_a_strangers_file_of_the_name_current_stays(source, tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "CURRENT").write_text("MANIFEST-000004")  # LevelDB's
+    before = contents(tmp_path)
+    with pytest.raises(FileExistsError, match="CURRENT"):
+        convert(source, tmp_path / "target", "checkpoint")
+    assert contents(tmp_path) == before
+
+
+def test_a_link_in_the_place_of_a_dataset_s_description_stays(source, tmp_path):
+    convert(source, tmp_path / "target", "minari")
+    (tmp_path / "target/data/metadata.json").unlink()
+    (tmp_path / "target/data/metadata.json").symlink_to(source)
+    before = contents(tmp_path)
+    with pytest.raises(FileExistsError, match=r"metadata.json is no file"):
+        convert(source, tmp_path / "target", "minari")
+    assert contents(tmp_path) == before
+
+
+def test_a_store_that_another_node_has_open_is_not_replaced(source, tmp_path, monkeypatch):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path / "live"))
+    rb.extend(torch.arange(3))
+    shutil.copytree(tmp_path / "live", tmp_path / "target")  # locks of one node are unknown in another
+    monkeypatch.setattr(_native, "file_system_type", lambda fd: 0x6969)
+    monkeypatch.setattr(nodes, "host_id", lambda boot: b"another machine.")
+    monkeypatch.setattr(own_files, "boot_id", lambda: b"another start...")
+    before = contents(tmp_path / "target")
+    with pytest.raises(FileExistsError, match="another node has it open"):
+        convert(source, tmp_path / "target", "store")
+    assert contents(tmp_path / "target") == before
 
 
 @pytest.mark.parametrize("form", ["store", "checkpoint"])
@@ -161,6 +210,16 @@ def test_datasets_replace_what_engram_wrote_and_nothing_else(write, suffix, tmp_
     target.unlink()
     for n in (3, 4):
         assert write(steps([n]), target, overwrite=True) == n
+
+
+def test_a_parquet_file_that_another_program_made_of_one_of_engrams_is_not_replaced(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    write_parquet(steps([3]), tmp_path / "ours.parquet")
+    parquet.write_table(parquet.read_table(tmp_path / "ours.parquet"), tmp_path / "theirs.parquet")
+    before = contents(tmp_path)
+    with pytest.raises(FileExistsError, match="engram did not write it"):
+        write_parquet(steps([3]), tmp_path / "theirs.parquet", overwrite=True)
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("write", [write_parquet, write_hdf5, write_minari])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import math
 import os
 import tempfile
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from engram import pytree
 from engram._system import check_memory, map_privately
+from engram._text import log, visible
 from engram.checkpoint.directory import HOOKED, HOOKS, from_json, to_json
 from engram.checkpoint.encoding import CONTENT_CODECS, EncodedArrays, Encoder, decode, plain_content, tensor_bytes
 from engram.checkpoint.protocols import (
@@ -42,8 +42,6 @@ from engram.checkpoint.writer import SnapshotWriter, let_go_of_pages
 from engram.errors import CheckpointError, CheckpointMisfitError
 from engram.store.counters import Counters, check_sequences
 from engram.store.layout import LayoutState, RowLayout
-
-log = logging.getLogger("engram")
 
 _TEXT, _ARRAYS = "storage/hooked.json", "storage/hooked.bin"
 _BLOCK_BYTES = 1 << 24
@@ -138,7 +136,8 @@ def _apply(hooks: list[Hook], value: Any, order: Order, what: str, **offered: Ca
             hook.is_full = order.is_full
         value = hook(value, **{name: make() for name, make in offered.items() if _takes(hook, name)})
         if value is None:
-            raise TypeError(f"the {what} hook {hook!r:.80} returned None; a hook returns what is to be used instead")
+            name = visible(f"{hook!r:.80}")
+            raise TypeError(f"the {what} hook {name} returned None; a hook returns what is to be used instead")
     return value
 
 

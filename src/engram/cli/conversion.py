@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from engram import pytree
+from engram import __version__, pytree
 from engram._progress import progress_bar
 from engram._text import visible
 from engram.checkpoint.snapshot import open_snapshot
 from engram.cli.description import shown_key
 from engram.cli.kinds import Kind, kind_of, one_snapshot
-from engram.cli.own_files import replaceable_folder
+from engram.cli.own_files import BUFFER, replaceable_folder
 from engram.cli.rows import _oldest_first
 from engram.cli.sources import DATASET_SIZES, new_storage, open_rows, row_bytes
 from engram.cli.trajectories import read_column, trajectories_of
@@ -452,7 +452,8 @@ def _to_torchrl(request: _Request) -> int:
             shutil.rmtree(folder / "longer")
         _write_json(folder / "storage" / "storage_metadata.json", {"metadata": {}, "is_pytree": False, "len": rows})
         _write_json(folder / "writer" / "metadata.json", {"cursor": 0, "write_count": rows})
-        _write_json(folder / "buffer_metadata.json", {"batch_size": None, "consume_after_n_samples": None})
+        about = {"generator": f"engram {__version__}", "batch_size": None, "consume_after_n_samples": None}
+        _write_json(folder / BUFFER, about)
         (folder / "sampler").mkdir()
     return rows
 

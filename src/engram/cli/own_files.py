@@ -1,4 +1,8 @@
-"""Which files and folders of a user's path engram wrote: only these are replaced."""
+"""Which files and folders of a user's path engram wrote: only these are replaced.
+
+The name of a file is not enough: other programs have files of the name CURRENT, and TorchRL itself writes the same
+folders as `convert`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from engram._system import open_regular
+from engram import _native
+from engram._system import boot_id, open_file, open_regular
 from engram.checkpoint.directory import CURRENT, LOCK, MANIFEST, MARKER, CheckpointDirectory
 from engram.checkpoint.reader import SnapshotReader
 from engram.cli.kinds import Kind, kind_of
@@ -16,8 +21,12 @@ from engram.data.datasets.atomic_files import Replaceable, new_file, refuse_exis
 from engram.errors import EngramError
 from engram.store.header import FILE_NAME
 from engram.store.locks import FileLock, is_open_elsewhere
+from engram.store.nodes import refuse_other_node
 
 _BEGINNING = 4096  # bytes, in which the mark of a file lies
+
+#: Of the directories that `convert` writes for TorchRL, the file that says so, and how it begins.
+BUFFER, CONVERTED = "buffer_metadata.json", b'{"generator": "engram '
 
 
 def _begins(magic: bytes, mark: bytes) -> Callable[[BinaryIO], bool]:
@@ -64,6 +73,10 @@ def _store_refusal(path: Path) -> str | None:
     try:
         if is_open_elsewhere(fd):
             return "it is in use"
+        store = _native.Store.open(fd, read_only=True)
+        refuse_other_node(store, boot_id(), fd, path / FILE_NAME)
+    except RuntimeError as error:
+        return f"{FILE_NAME}: {error}"
     finally:
         os.close(fd)
     return _other_than(path, {FILE_NAME})
@@ -72,6 +85,9 @@ def _store_refusal(path: Path) -> str | None:
 def _checkpoint_refusal(path: Path) -> str | None:
     directory = CheckpointDirectory(str(path.absolute()))
     own = {CURRENT, LOCK}
+    directory.current()  # raises where engram did not write it
+    if os.path.lexists(path / LOCK) and os.lstat(path / LOCK).st_size:
+        return f"{LOCK} is not empty, as engram's is"
     try:
         locks = [_lock(path / LOCK)] if os.path.lexists(path / LOCK) else []
         try:
@@ -99,12 +115,19 @@ def _files_of_snapshot(directory: CheckpointDirectory, name: str) -> Iterator[st
 
 
 def _torchrl_refusal(path: Path) -> str | None:
+    if not _is_converted(path / BUFFER):
+        return f"{BUFFER} does not say that engram wrote it"
     with torchrl_steps(path) as (steps, _):  # it refuses what the JSON files do not name, but for hidden files
         del steps
-    own = {"storage", "sampler", "writer", "writer/metadata.json", "buffer_metadata.json"}
+    own = {"storage", "sampler", "writer", "writer/metadata.json", BUFFER}
     other = _other_than(path, own | {name for name, _ in _entries(path) if name.startswith("storage/")})
     hidden = [name for name, _ in _entries(path / "storage") if Path(name).name.startswith(".")]
     return other or (f"storage/{hidden[0]} is not part of it" if hidden else None)
+
+
+def _is_converted(file: Path) -> bool:
+    with open_file(file, follow_links=False) as opened:
+        return opened.read(_BEGINNING).startswith(CONVERTED)
 
 
 def _other_than(path: Path, own: set[str]) -> str | None:

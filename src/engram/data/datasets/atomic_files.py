@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from engram._system import open_file, open_regular
+from engram._text import visible
 
 _AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2
 _SUFFIX = ".engram-tmp"
@@ -89,7 +90,8 @@ def refuse_existing(path: Path, overwrite: bool, replaceable: Replaceable) -> No
 
 
 def _refused(path: Path, replaceable: Replaceable, reason: str) -> FileExistsError:
-    text = f"only {replaceable.name} is replaced, and this is none ({reason}); move it away, or choose another path"
+    why = f"only {replaceable.name} is replaced, and this is none ({visible(reason)})"
+    text = f"{why}; move it away, or choose another path"
     return FileExistsError(errno.EEXIST, text, str(path))
 
 

@@ -645,4 +645,7 @@ def _not_ours(path: Path) -> str | None:
     for folder, names in ((path, {"data"}), (path / "data", {FILE, METADATA})):
         for other in {entry.name for entry in folder.iterdir()} ^ names:
             return f"{other} is missing" if other in names else f"{other} is not part of it"
+    metadata = path / "data" / METADATA
+    if metadata.is_symlink() or not metadata.is_file():
+        return f"{METADATA} is no file"
     return replaceable_file("its file", is_ours).refusal(path / "data" / FILE)

@@ -482,14 +482,16 @@ def add_footer_checksum(path: Path) -> None:
         file.write(_CHECKSUM_MARK + xxhash.xxh3_128_digest(end) + end)
 
 
-def check_footer(file: BinaryIO) -> None:
-    """ValueError where the file has no footer, or has a checksum that is not that of its footer."""
+def check_footer(file: BinaryIO) -> bool:
+    """Whether the footer has a checksum, as engram writes one; ValueError where it is wrong, or there is no footer."""
     at, end = _footer(file)
     size = len(_CHECKSUM_MARK) + _DIGEST_BYTES
     file.seek(max(0, at - size))
     checksum = file.read(size)
-    if checksum.startswith(_CHECKSUM_MARK) and checksum[len(_CHECKSUM_MARK) :] != xxhash.xxh3_128_digest(end):
+    has_checksum = checksum.startswith(_CHECKSUM_MARK)
+    if has_checksum and checksum[len(_CHECKSUM_MARK) :] != xxhash.xxh3_128_digest(end):
         raise ValueError("its footer is damaged: its checksum does not match")
+    return has_checksum
 
 
 def _footer(file: BinaryIO) -> tuple[int, bytes]:
@@ -625,9 +627,10 @@ def write_parquet(
 
 
 def _is_ours(file: BinaryIO) -> bool:
-    """Whether `write_parquet` wrote a file."""
+    """Whether `write_parquet` wrote a file; other programs copy its metadata into files of theirs, not the checksum."""
     try:
-        check_footer(file)
+        if not check_footer(file):
+            return False
         with import_pyarrow().parquet.ParquetFile(path_of(file)) as opened:
             return METADATA in (opened.schema_arrow.metadata or {})
     except _FAILURES:
