@@ -26,6 +26,7 @@ class World:
         self.base = [0] * len(writers)
         self.held: list[int | None] = [None] * len(writers)  # the lane of each writer
         self.left: list[dict[int, int]] = [{} for _ in writers]  # lanes that it gave back, and their ends then
+        self.clock, self.newest = 0, [0] * len(writers)  # when the newest row of each lane was written
 
     @property
     def storage(self) -> Any:
@@ -38,7 +39,7 @@ class World:
     # ---- what happens ----
     def append(self, writer: int, values: list[int]) -> None:
         held = self.held[writer]
-        lane = min(set(range(len(self.writers))) - {*self.held}) if held is None else held
+        lane = self.lane_to_take(writer) if held is None else held
         steps = [[(v + 7 * strand) % 3 for strand in range(self.strands)] for v in values]
         if not self.by_id:
             steps = [[int(v == 0) for v in step] for step in steps]
@@ -46,7 +47,17 @@ class World:
             self.seams[lane].add(len(self.values[lane]))
         self.held[writer] = lane
         self.values[lane] += steps
+        self.newest[lane] = self.clock = self.clock + 1
         self.writers[writer].extend(self.batch(torch.tensor(steps)))
+
+    def lane_to_take(self, writer: int) -> int:
+        """The free lane that it gave back last and nobody wrote to since; else the emptiest, else the oldest."""
+        free = set(range(len(self.writers))) - {*self.held}
+        own = [lane for lane, end in self.left[writer].items() if lane in free and end == len(self.values[lane])]
+        rows = {lane: len(self.values[lane]) - self.first(lane) for lane in free}
+        return (
+            own[-1] if own else min(free, key=lambda lane: (rows[lane], self.newest[lane] if rows[lane] else 0, lane))
+        )
 
     def batch(self, values: Tensor) -> Any:
         """A batch of steps with these flags or ids, [time, strand]."""
@@ -81,6 +92,7 @@ class World:
         self.writers[writer].storage.release()
         held = self.held[writer]
         if held is not None:
+            self.left[writer].pop(held, None)  # so that it is the last
             self.left[writer][held] = len(self.values[held])
         self.held[writer] = None
 
