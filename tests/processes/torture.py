@@ -494,7 +494,9 @@ class StoreTorture(Torture):
             n = draw.choice((1, 1, 2, 3, 5, self.lane_capacity + 2))
             first = opened.lane(lane)["published"]
             rows = row_words(torch.arange(first, first + n), self.o.words, edition=lane)
-            opened.append(lane, code.check_list([rows], 1, 0))
+            if opened.append(lane, code.check_list([rows], 1, 0)) is None:  # rows of an earlier writer leave the lane
+                lanes.warn_of_evictions()
+                opened.append(lane, code.check_list([rows], 1, 0))
             self.side.lanes["returned"][lane] = first + n
         return {"faults": []}
 

@@ -349,6 +349,7 @@ def _set_cursor(sampler, storage):
 
 METHODS = {
     "sample": lambda s, st: s.sample(st, 8),
+    "_sample_checked": lambda s, st: s._sample_checked(st, 8),
     "check_storage": lambda s, st: s.check_storage(st),
     "use_generator": lambda s, st: s.use_generator(None),
     "empty": lambda s, st: s.empty(),
