@@ -347,7 +347,7 @@ def test_hooks_on_a_mapped_store_need_little_memory(blocking, monkeypatch, tmp_p
         for name in ("_BLOCK_BYTES", "_MOST_COPIED", "_IN_MEMORY_BYTES"):
             if hasattr(limit, name):
                 monkeypatch.setattr(limit, name, 1 << 20)
-    n = 3_000
+    n = 10_000  # so that what else the process allocates meanwhile is little beside it
     rb, twin = (ReplayBuffer(storage=LazyMemmapStorage(n)) for _ in range(2))
     for i in range(0, n, 100):
         rb.extend({"pixels": torch.full((100, 1 << 14), i % 251, dtype=torch.uint8), "x": torch.arange(i, i + 100.0)})
