@@ -149,6 +149,24 @@ def test_steps_of_any_index_are_as_in_its_own_buffer(kind, settings, steps):
         assert_equal(*(buffer[index] for buffer in pair), name=repr(index))
 
 
+@pytest.mark.parametrize("last_only", [False, True])
+@pytest.mark.parametrize("kind", VECTOR)
+def test_a_vector_buffer_of_one_environment_takes_batches_of_one(kind, last_only):
+    prio = {"alpha": 0.6, "beta": 0.4} if "Prioritized" in kind else {}
+    pair = [getattr(package, kind)(10, 1, save_only_last_obs=last_only, **prio) for package in PACKAGES.values()]
+    draw = np.random.default_rng(3)
+    for _ in range(4):
+        step = Batch(
+            obs=draw.random((1, 2, 3)), obs_next=draw.random((1, 2, 3)), act=np.array([1]), rew=np.ones(1),
+            terminated=np.zeros(1, bool), truncated=np.zeros(1, bool),
+        )  # fmt: skip
+        for buffer in pair:
+            buffer.add(Batch(step))
+    theirs, mine = (buffer[:] for buffer in pair)
+    for key in ("obs", "obs_next", "act"):
+        assert np.shape(theirs[key]) == np.shape(mine[key]) and np.array_equal(theirs[key], mine[key])
+
+
 def test_a_step_that_was_never_written_is_named():
     buffer = make(ours, "VectorReplayBuffer", ignore_obs_next=True)
     none = np.zeros(1, bool)

@@ -110,7 +110,7 @@ class _WritesRows:
 
     def add(self, batch: Any, buffer_ids: Any = None) -> Any:
         me: Any = self
-        stacked = buffer_ids is not None or len(me.rows) > 1
+        stacked = buffer_ids is not None or isinstance(self, data.ReplayBufferManager)
         ids = range(len(me.rows)) if buffer_ids is None else buffer_ids
         lead, rest = ((len(ids),) if stacked else ()), Batch()
         for key in batch.get_keys():
