@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
+from torchrl import data
+from torchrl.envs import EnvBase, GymEnv, SerialEnv, StepCounter, TransformedEnv
 
 from engram.collectors import SyncDataCollector
 
@@ -39,3 +41,36 @@ def test_batches_of_torchrl_environments_continue_each_other(kind, policy):
     assert torch.equal(before["observation"][~over], after["next", "observation"][~over])
     assert torch.equal(ids[..., 1:] != ids[..., :-1], over)
     assert int(batch["step_count"].max()) < 20
+
+
+class Choices(EnvBase):
+    """Environments `batch` whose actions are of `spec`, and which count their steps."""
+
+    def __init__(self, spec: data.TensorSpec, batch: tuple[int, ...]) -> None:
+        super().__init__(batch_size=batch)
+        self.observation_spec = data.Composite(observation=data.Unbounded((*batch, 1)), shape=batch)
+        self.action_spec = spec.expand(*batch, *spec.shape)
+        self.reward_spec = data.Unbounded((*batch, 1))
+        self.steps = 0
+
+    def _reset(self, tensordict: TensorDict | None = None, **options: object) -> TensorDict:
+        return self.full_observation_spec.zero().update(self.full_done_spec.zero())
+
+    def _step(self, tensordict: TensorDict) -> TensorDict:
+        self.steps += 1
+        return self._reset().set("reward", torch.zeros(*self.batch_size, 1))
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("nvec", [[2, 5], [[2, 5], [3, 4]]])
+def test_choices_beyond_one_of_several_are_refused_whatever_the_batch(nvec, batch):
+    env, wrong = Choices(data.MultiCategorical(torch.tensor(nvec)), batch), torch.tensor(nvec) - 1
+    wrong[..., 0] += 1  # 2 of 0, 1: other places may have a 2
+    actions = iter([env.action_spec.zero(), env.action_spec.zero() + wrong])
+    collector = SyncDataCollector(env, lambda td: td.set("action", next(actions)), frames_per_batch=5 * env.numel())
+    assert collector.rollout().shape == (*batch, 1) and env.steps == 1
+    with pytest.raises(ValueError, match="step 2 of the batch"):
+        collector.rollout()

@@ -197,11 +197,11 @@ _NEEDS_CHOICE = (
 
 
 class _Choices:
-    """Integers from 0 to below `n`, which is a number, or one for each place of the last dimension."""
+    """Integers from 0 to below `n`, which is a number, or a tensor of one for each place of the last dimensions."""
 
     advice = _NEEDS_CHOICE
 
-    def __init__(self, n: int | Sequence[int]) -> None:
+    def __init__(self, n: int | Tensor) -> None:
         self._n = torch.as_tensor(n)
         self.choices = int(self._n) if self._n.ndim == 0 else 0
         self._ends: dict[str, Array | None] = {}  # by dtype, as unsigned numbers: negative ones are beyond them, too
@@ -261,9 +261,10 @@ def _domain_of(spec: Any) -> _Domain:
         return _Choices(2)
     if name in ("Categorical", "OneHot") and spec.space.n > 0:
         return _Choices(int(spec.space.n)) if name == "Categorical" else _OneHots([int(spec.space.n)])
-    if name in ("MultiCategorical", "MultiOneHot"):
+    if name == "MultiCategorical":
+        return _Choices(torch.as_tensor(spec.nvec))
+    if name == "MultiOneHot":
         nvec = [int(n) for n in torch.as_tensor(spec.nvec).reshape(-1)]
-        width = len(nvec) if name == "MultiCategorical" else sum(nvec)
-        if spec.shape[-1:] == (width,):
-            return _Choices(nvec) if name == "MultiCategorical" else _OneHots(nvec)
+        if spec.shape[-1:] == (sum(nvec),):
+            return _OneHots(nvec)
     return _Numbers(spec.dtype)
