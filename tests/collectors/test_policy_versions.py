@@ -232,3 +232,43 @@ def test_a_process_that_was_forked_during_a_call_updates_and_collects():
     opened.set()
     collector.async_shutdown()
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_an_update_by_a_thread_for_which_the_policy_waits_follows_the_call():
+    is_held, acts, updated, lock = threading.Event(), threading.Event(), threading.Event(), threading.Lock()
+
+    def during():
+        acts.set()
+        with lock:  # that the trainer has while it updates
+            pass
+
+    def train():
+        with lock:
+            is_held.set()
+            acts.wait(NEVER)
+            collector.update_policy_weights_(weights(1))
+            updated.set()
+
+    collector = SyncDataCollector(envs("single"), Layers(during), frames_per_batch=4, track_policy_version=True)
+    threading.Thread(target=train, daemon=True).start()
+    is_held.wait(NEVER)
+    batches = []
+    acting = threading.Thread(target=lambda: batches.append(collector.rollout()), daemon=True)
+    acting.start()
+    assert updated.wait(NEVER)
+    acting.join(NEVER)
+    actions, versions = collected(batches[0])
+    assert versions.flatten().tolist() == [0, 1, 1, 1]
+    assert (actions == versions.unsqueeze(-1)).all()
+
+
+@pytest.mark.parametrize(
+    ("version", "error"), [(-1, ValueError), (2**63, ValueError), (1.5, TypeError), ("1", TypeError)]
+)
+def test_a_version_that_rows_cannot_have_is_refused_and_changes_nothing(version, error):
+    collector = SyncDataCollector(envs("single"), Layers(), frames_per_batch=4, track_policy_version=True)
+    with pytest.raises(error, match="version of weights"):
+        collector.update_policy_weights_(weights(1), version=version)
+    assert collector.policy_version == 0
+    batch = collector.rollout()
+    assert (batch["action"] == 0).all() and (batch["collector", "policy_version"] == 0).all()

@@ -339,6 +339,25 @@ def test_each_frame_says_which_weights_acted():
     assert seen == [[0], [1], [3], [3]] and collector.policy_version == 3
 
 
+@pytest.mark.parametrize("of_factory", [False, True])
+def test_an_update_counts_whatever_its_version_is(of_factory):
+    makers = {"policy_factory": constant} if of_factory else {"policy": constant()}
+    with MultiSyncDataCollector([cartpole], **makers, frames_per_batch=20, track_policy_version=True) as collector:
+        for value, version in ((0.25, 0), (0.5, 7), (0.75, 7), (1.0, 3)):
+            collector.update_policy_weights_({"module.weight": torch.tensor(value)}, version=version)
+            batch = collector.rollout()
+            assert batch["weight"].unique().tolist() == [value]
+            assert batch["collector", "policy_version"].unique().tolist() == [version]
+
+
+def test_a_version_that_rows_cannot_have_is_refused_and_changes_nothing():
+    with MultiSyncDataCollector([cartpole], constant(1.0), frames_per_batch=20) as collector:
+        for version, error in ((-1, ValueError), (2**63, ValueError), (1.5, TypeError)):
+            with pytest.raises(error, match="version of weights"):
+                collector.update_policy_weights_({"module.weight": torch.tensor(0.5)}, version=version)
+            assert (collector.rollout()["weight"] == 1).all() and collector.policy_version == 0
+
+
 # ---- numbers of trajectories ----
 def test_numbers_from_several_processes_are_all_different():
     count, read, write = SharedCounter(), *os.pipe()

@@ -21,6 +21,7 @@ from torch import nn
 
 from engram.collectors.arguments import settle_other_arguments
 from engram.collectors.background import BackgroundCollector
+from engram.collectors.policy_weights import version_argument
 from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
 from engram.collectors.sync import (
     NOTHING_WAITS,
@@ -658,9 +659,11 @@ class MultiCollector(BackgroundCollector):
 
         None takes them from the policy that the collector was made with; otherwise a state dict, a module, or a
         TensorDict of parameters; `policy_or_weights` is a second name. Nothing is pickled: they are copied into shared
-        memory. Raises TypeError without weights, ValueError for those of another policy.
+        memory. Raises TypeError without weights, ValueError for those of another policy, and either for a `version`
+        that is no integer from 0 to below 2**63.
         """
         self._raise_background_failure()
+        version = version_argument(version)
         weights = one_of_two_weights(policy_weights, policy_or_weights)
         if self._weights is not None:
             if weights is None and self._policy is None:

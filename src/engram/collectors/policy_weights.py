@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,8 @@ from torch.nn.parameter import is_lazy
 from engram._system import fork_registry
 
 State = Mapping[str, Any]
+_LARGEST_VERSION = torch.iinfo(torch.int64).max  # rows have it as int64
+_PATIENCE = 0.1  # seconds that an update waits for a call of the policy, before it is left to the next call
 
 
 class _Update(NamedTuple):
@@ -83,16 +86,29 @@ class PolicyWeights:
         """Copies weights into the policy that acts: the original's, or a state dict, module or TensorDict of them.
 
         `version` is one more than the last, unless given. Waits for a call of a shared policy to end; where this is
-        asked for by the call itself, the update follows it.
+        asked for by the call itself, or the call does not end (it may wait for a lock that the caller of this has), the
+        update follows it.
 
-        Raises TypeError for a policy without weights, ValueError for those of another policy; nothing is changed then.
+        Raises TypeError for a policy without weights and a version that is no integer, ValueError for weights of
+        another policy and a version out of range; nothing is changed then.
         """
+        version = version_argument(version)
         state = self._values_of(weights)
-        if self.is_shared and state is not None and self._collecting != threading.get_ident():
-            with self.call_lock:
-                self._change(state, version, may_load=True)
-        else:
-            self._change(state, version, may_load=False)
+        may_load = self.is_shared and state is not None and self._may_load_now()
+        try:
+            self._change(state, version, may_load=may_load)
+        finally:
+            if may_load:
+                self.call_lock.release()
+
+    def _may_load_now(self) -> bool:
+        """Takes `call_lock`, and returns True; False where the thread that collects will load the update itself."""
+        while self._collecting != threading.get_ident():
+            if self.call_lock.acquire(timeout=_PATIENCE):
+                return True
+            if self._collecting is not None:
+                break
+        return False
 
     def _change(self, state: State | None, version: int | None, *, may_load: bool) -> None:
         with self._lock:
@@ -139,6 +155,19 @@ class PolicyWeights:
 
 
 _live: weakref.WeakSet[PolicyWeights] = fork_registry(PolicyWeights.after_fork)
+
+
+def version_argument(version: Any) -> int | None:
+    """The version of an update, or None. TypeError: it is no integer; ValueError: it is no int64 of 0 or more."""
+    if version is None:
+        return None
+    try:
+        number = operator.index(version)
+    except TypeError:
+        raise TypeError(f"the version of weights is an integer, got {version!r:.80}") from None
+    if not 0 <= number <= _LARGEST_VERSION:
+        raise ValueError(f"the version of weights must be 0 or more, and below 2**63; got {number}")
+    return number
 
 
 def refuse_other_weights(state: State, own: State) -> None:

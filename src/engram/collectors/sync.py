@@ -567,11 +567,13 @@ class SyncDataCollector(BackgroundCollector):
 
         Any thread may call this at any time: weights and version change together. Those of the caller's own policy
         change between two of its calls (this waits for the present one; where the policy itself asks for the update,
-        it follows the call); those of a policy of the collector's own between two batches, for which a copy of them
-        waits. An optimizer that writes into the caller's own policy does so whenever it wants: do that in
-        `with collector.pause():`, and call this without weights inside.
+        or its call does not end, the update follows the call); those of a policy of the collector's own between two
+        batches, for which a copy of them waits. An optimizer that writes into the caller's own policy does so whenever
+        it wants: do that in `with collector.pause():`, and call this without weights inside. Another collector with the
+        same policy object does not take part in all that: pause it, too.
 
-        Raises TypeError without weights, ValueError for those of another policy; nothing is changed then.
+        Raises TypeError without weights, ValueError for those of another policy, and either for a `version` that is no
+        integer from 0 to below 2**63; nothing is changed then.
         """
         self._raise_background_failure()
         self._weights.update(one_of_two_weights(policy_weights, policy_or_weights), version)

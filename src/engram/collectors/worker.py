@@ -182,7 +182,7 @@ class _CollectorProcess:
         self._shared_batches = SharedBatchWriter(config.batches_in_memory)
         self._writer: BufferWriter | None = None
         self._global_ids: GlobalTrajectoryIds | None = None
-        self._version = 0
+        self._updates = 0  # of the shared weights, which this worker has
         self._begins = False  # whether a trajectory in the batch begins where none had ended
         self._failure: BaseException | None = None  # of the environment or the policy, after a batch's first steps
         self._episodes = EpisodeStats(self._envs)
@@ -192,7 +192,7 @@ class _CollectorProcess:
     def _follow(self, predecessor: Predecessor) -> None:
         """Goes on where another worker was lost."""
         if not predecessor.has_own_weights:
-            self._version = -1  # the policy may have changed since the last update: only the shared weights count
+            self._updates = -1  # the policy may have changed since the last update: only the shared weights count
         self._collector.frames = self._collector._stepped = predecessor.frames
         if predecessor.seed is not None:
             self._set_seed(predecessor.seed)
@@ -234,10 +234,10 @@ class _CollectorProcess:
 
     def _load_weights(self) -> None:
         """Loads the weights if the owner has written new ones."""
-        if self._weights is not None and self._weights.version != self._version:
+        if self._weights is not None and self._weights.updates != self._updates:
             weights = self._weights.read()
-            self._version = self._weights.read_version
-            self._collector.update_policy_weights_(weights, version=self._version)
+            self._updates = self._weights.read_updates
+            self._collector.update_policy_weights_(weights, version=self._weights.read_version)
 
     def _get_state(self) -> dict[str, Any]:
         self._load_weights()  # an update counts as soon as it is made, also before the next batch
@@ -255,8 +255,7 @@ class _CollectorProcess:
         return None
 
     def _load_state(self, state: dict[str, Any]) -> None:
-        self._collector.load_state_dict(state)
-        self._version = state["policy_version"]  # its weights are the shared ones: an earlier update is void
+        self._collector.load_state_dict(state)  # its weights are the shared ones by now
         self._episodes.restart()
         if self._global_ids is not None:
             self._global_ids.forget()

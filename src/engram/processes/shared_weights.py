@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from engram.store.files import share_fd
 
-_HEADER = 64  # bytes: version, checksum
+_HEADER = 64  # bytes: version, checksum, number of updates
 _ALIGNED = 64
 _READ_TIMEOUT = 5.0  # seconds
 
@@ -24,6 +24,7 @@ _READ_TIMEOUT = 5.0  # seconds
 class SharedWeights:
     """Named tensors in shared memory; pickled to another process, it is the same memory.
 
+    Versions may be any numbers, also one that was there before: `updates` says whether there is something to read.
     There is one writer. A reader never blocks it and never returns a half-written version: its copy must match the
     checksum beside the version number.
 
@@ -44,6 +45,7 @@ class SharedWeights:
         self._map_all()
         self._version = -1
         self.write(state)
+        self._header[2] = 0
 
     def _map_all(self) -> None:
         memory = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
@@ -54,6 +56,11 @@ class SharedWeights:
     def version(self) -> int:
         """The version of the last `write` (the first is 0); it may still be being written."""
         return int(self._header[0])
+
+    @property
+    def updates(self) -> int:
+        """How often `write` was called and has ended."""
+        return int(self._header[2])
 
     def write(self, state: Mapping[str, Tensor], *, version: int | None = None) -> None:
         """Overwrites the values; their `version` is one more than the last, unless given.
@@ -67,18 +74,20 @@ class SharedWeights:
             view.copy_(state[name])
         self._version = self._version + 1 if version is None else version
         self._header[0], self._header[1] = self._version, _checksum(payload, self._version)
+        self._header[2] += np.uint64(1)  # last: a reader that sees it reads no earlier values
 
     def read(self) -> dict[str, Tensor]:
-        """A copy of the newest complete version; `read_version` is its number.
+        """A copy of the newest complete version; `read_version` is its number, `read_updates` that of its update.
 
         Raises TimeoutError where writes follow each other so closely that none is read complete for 5 seconds.
         """
         until = time.monotonic() + _READ_TIMEOUT
         while time.monotonic() < until:
+            updates = self.updates  # first: of values that are newer it is too small, and they are read once more
             version, checksum = int(self._header[0]), int(self._header[1])
             payload = self._bytes[_HEADER:].copy()
             if _checksum(payload, version) == checksum:
-                self.read_version = version
+                self.read_version, self.read_updates = version, updates
                 return _views(self._entries, payload)
             time.sleep(0.0005)
         raise TimeoutError(f"the shared weights were being written at every attempt to read them for {_READ_TIMEOUT} s")
