@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 from collectors.failing import Fails, cartpole, raises
@@ -348,6 +348,26 @@ def test_an_update_counts_whatever_its_version_is(of_factory):
             batch = collector.rollout()
             assert batch["weight"].unique().tolist() == [value]
             assert batch["collector", "policy_version"].unique().tolist() == [version]
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": 3}
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def test_weights_of_a_policy_with_extra_state_reach_the_workers():
+    policy = TensorDictModule(WithExtraState(4, 2), in_keys=["observation"], out_keys=["scores"])
+    chosen = TensorDictModule(lambda scores: torch.eye(2)[scores.argmax(-1)], in_keys=["scores"], out_keys=["action"])
+    net = TensorDictSequential(policy, chosen)
+    with MultiSyncDataCollector([cartpole], net, frames_per_batch=20) as collector:
+        with torch.no_grad():
+            policy.module.weight.zero_()
+            policy.module.bias.copy_(torch.tensor([2.0, 3.0]))
+        collector.update_policy_weights_()
+        assert (collector.rollout()["scores"] == torch.tensor([2.0, 3.0])).all()
 
 
 def test_a_version_that_rows_cannot_have_is_refused_and_changes_nothing():

@@ -149,6 +149,8 @@ class PolicyWeights:
         if not isinstance(self.policy, nn.Module):
             raise TypeError(f"the policy is a {type(self.policy).__name__} and has no weights; give an nn.Module")
         state, own = _state_of(self._original if weights is None else weights), self.policy.state_dict()
+        # An extra state, which TensorDicts and shared memory do not have, stays.
+        state = {**{name: value for name, value in own.items() if not isinstance(value, Tensor)}, **state}
         # Before the first value is copied: torch would copy all that fit, and raise then.
         refuse_other_weights(state, own)
         return None if all(_is_same_memory(state.get(name), value) for name, value in own.items()) else state
