@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from engram.data.replay_buffers import prefetch
 from engram.data.replay_buffers.checkpointers import rows
 from engram.errors import CorruptCheckpointError
 from law import ensembles
 from law.combos import LEVELS, REFUSED, SAMPLERS, STORAGES, Combo, pairwise, product, refusal
 from law.law import Broken, Trial
 from law.mutants import MUTANTS
-from law.world import PromptPool, World, steps
+from law.world import World, steps, use_prompt_threads
 
 pytestmark = pytest.mark.quick
 
@@ -35,8 +34,8 @@ TIED = [
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that are done at the end of each step, and chunks so small that a ring has several."""
-    monkeypatch.setattr(prefetch, "ThreadPoolExecutor", PromptPool)
+    """Batches that do not depend on the timing of threads, and chunks so small that a ring has several."""
+    use_prompt_threads(monkeypatch)
     monkeypatch.setattr(rows, "CHUNK_BYTES", 500)
 
 
@@ -46,6 +45,16 @@ def folder() -> Iterator[Callable[[], Path]]:
     root = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(dir=root) as path:
         yield lambda: Path(tempfile.mkdtemp(dir=path))
+
+
+def test_batches_that_are_prepared_ahead_do_not_depend_on_copying_threads(folder: Callable[[], Path]) -> None:
+    for _ in range(10):
+        world = World(Combo(prefetch=3), folder())
+        for k, name in enumerate(["extend", "iterate", "extend_beyond"]):  # overwrites the rows that were drawn ahead
+            world.step(name, k)
+        stored = world.rb[:]["observation"][:, 0].tolist()
+        assert all(x in stored for _ in range(3) for x in world.rb.sample()["observation"][:, 0].tolist())
+        world.end()
 
 
 @pytest.mark.deep

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from engram.data.replay_buffers import prefetch
 from engram.data.replay_buffers.checkpointers import rows
 from law import combos
 from law.combos import LEVELS, Combo
 from law.law import PROGRAM, Trial
-from law.world import PromptPool
+from law.world import use_prompt_threads
 
 pytestmark = pytest.mark.quick
 
@@ -33,7 +32,7 @@ def hold(combo: Combo, program: list[str]) -> None:
     assume(combos.exists(combo) and combos.refusal(combo) is None)
     root = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=root) as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefetch, "ThreadPoolExecutor", PromptPool)
+        use_prompt_threads(patch)
         patch.setattr(rows, "CHUNK_BYTES", 500)
         Trial(combo, Path(folder), program).run(larger=1)
 

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from engram import _native
 from engram.data import ReplayBuffer, Storage, TensorDictReplayBuffer, TensorStorage
+from engram.data.replay_buffers import prefetch
 from law.combos import CAPACITY, CHECKPOINTERS, SAMPLERS, TRANSFORMS, WRITERS, Combo
 
 # ---- steps as environments bring them: every value follows from the time and the environment ----
@@ -138,6 +141,15 @@ class PromptPool(concurrent.futures.ThreadPoolExecutor):
         future = super().submit(*args, **kwargs)
         _running.append(future)
         return future
+
+
+def use_prompt_threads(patch: pytest.MonkeyPatch) -> None:
+    """Prefetching threads are done at the end of each step, and rows that no such thread copies are copied when their
+    batch is taken: a copying thread may copy them before the writes of later steps or after.
+    """
+    patch.setattr(prefetch, "ThreadPoolExecutor", PromptPool)
+    make = _native.CopyThreads
+    patch.setattr(_native, "CopyThreads", lambda most: make(0))
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """Samplers of users' own: which draws are refused, in what form others reach batches, and what they say of rows."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -354,12 +356,46 @@ class TestInfo:
         batch = joint.sample()
         assert batch[0]["score"].tolist() == [0, 2, 4, 6] and "score" not in batch[1].keys()
 
+    @pytest.mark.parametrize("ahead", [0, 2])
+    def test_weights_of_another_length_or_form_stay_in_the_info(self, ahead):
+        forms = [torch.ones(3), torch.ones(5), torch.tensor(1.0), 1.0, [1.0] * 4, np.array(["a"] * 4), None]
+        for storage, weight in itertools.product((LazyTensorStorage, ListStorage), forms):
+            single = [
+                buffer(Own(np.arange, lambda _, weight=weight: {"priority_weight": weight}), storage) for _ in range(2)
+            ]
+            joint = ReplayBufferEnsemble(*single, batch_size=8, sample_from_all=True, prefetch=ahead)
+            for rb in (single[0], joint):
+                batch, info = rb.sample(return_info=True)
+                assert "priority_weight" not in batch.keys() and "priority_weight" in info
+                assert "priority_weight" not in rb.sample().keys()
+
+    def test_weights_are_tensors_and_as_long_as_the_batch(self):
+        for weight in (np.ones(4), torch.ones(4), torch.ones(4, 1)):
+            rb = buffer(Own(np.arange, lambda _, weight=weight: {"priority_weight": weight}))
+            assert torch.equal(rb.sample()["priority_weight"], torch.as_tensor(weight))
+
     def test_slices_keep_their_marks(self):
         rb = buffer(Scored(slice_len=2, end_key=("next", "done")))
         batch, info = rb.sample(return_info=True)
         assert torch.equal(batch["score"], batch["n"] * 2.0) and torch.equal(batch["slice_id"], info["slice_id"])
         assert batch["next", "truncated"].flatten().tolist() == [False, True] * 2
         assert batch["next", "done"].flatten()[1::2].all()
+
+
+@pytest.mark.parametrize(
+    "change", [lambda index: index[:3], lambda index: index.flip(0), lambda index: index.repeat(2)]
+)
+@pytest.mark.parametrize("base", [SliceSampler, SliceSamplerWithoutReplacement])
+def test_rows_that_are_not_those_of_the_marked_slices_are_refused(base, change):
+    class Child(base):
+        def sample(self, storage, batch_size):
+            index, info = super().sample(storage, batch_size)
+            return change(index), info
+
+    with pytest.raises(IndexError, match=r"Child.sample returned . rows that are not the 4 of the slices in its info"):
+        buffer(Child(slice_len=2, end_key=("next", "done"))).sample()
+    rb = buffer(Child(slice_len=2, end_key=("next", "done"), truncated_key=None))
+    assert rb.sample()["n"].numel() == len(change(torch.zeros(4)))
 
 
 @tensorclass

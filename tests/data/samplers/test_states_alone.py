@@ -5,7 +5,10 @@ import torch
 
 from engram.data import (
     LazyTensorStorage,
+    ListStorage,
+    ListStorageCheckpointer,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
@@ -70,6 +73,53 @@ def test_parts_of_one_checkpoint_loaded_one_by_one(tmp_path, sampler, order, cap
         buffer.extend(steps(40, 46))  # rows and trajectories of the next epoch
         goes_on.append(draws(buffer, 6))
     assert goes_on[:2] == goes_on[2:]
+
+
+PRIORITIES = {
+    "highest of all": lambda: PrioritizedSampler(None, 1.0, 1.0),
+    "highest of those that are stored": lambda: PrioritizedSampler(None, 1.0, 1.0, max_priority_within_buffer=True),
+    "of slices": lambda: PrioritizedSliceSampler(
+        None, 1.0, 1.0, slice_len=2, end_key="done", truncated_key=None, max_priority_within_buffer=True
+    ),
+}
+
+
+def replace_three(rb):
+    rb[3:6] = steps(500, 503)
+
+
+@pytest.mark.parametrize("write", [replace_three, lambda rb: rb.extend(steps(100, 107))], ids=["in place", "new"])
+@pytest.mark.parametrize("way", ["dumps", "state_dict"])
+@pytest.mark.parametrize(
+    "order", [("storage", "sampler"), ("sampler", "storage"), ("set", "storage"), ("storage", "set")]
+)
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+@pytest.mark.parametrize("kind", PRIORITIES)
+def test_priorities_of_rows_written_before_the_first_draw(tmp_path, kind, storage, used, order, way, write):
+    rb, twin = (ReplayBuffer(storage=storage(10), sampler=PRIORITIES[kind](), batch_size=2) for _ in range(2))
+    for buffer in (rb, twin) if used else (rb,):
+        buffer.extend(steps(0, 17))
+        buffer.update_priority(torch.arange(10), torch.linspace(3.0, 0.2, 10) if buffer is rb else torch.ones(10))
+        buffer.sample()
+    if way == "dumps" and storage is ListStorage:
+        rb.storage.checkpointer = twin.storage.checkpointer = ListStorageCheckpointer()
+    saved = {part: getattr(rb, part).state_dict() for part in ("storage", "sampler")}
+    for step in order:
+        target = PRIORITIES[kind]() if step == "set" else getattr(twin, step)
+        part = "sampler" if step == "set" else step
+        if way == "dumps":
+            getattr(rb, part).dumps(tmp_path / part)
+            target.loads(tmp_path / part)
+        else:
+            target.load_state_dict(saved[part])
+        if step == "set":
+            twin.set_sampler(target)
+    for buffer in (rb, twin):
+        write(buffer)
+        buffer.sample()
+    mine, theirs = (buffer.sampler.priorities(torch.arange(10)) for buffer in (rb, twin))
+    assert torch.equal(mine, theirs) and draws(twin) == draws(rb)
 
 
 def test_state_of_a_loaded_buffer_goes_back_into_it(tmp_path, sampler):

@@ -1333,6 +1333,10 @@ class ReplayBuffer(Generic[T]):
             set_state(self._generator, saved_state)
         self._wire()
 
+    def after_load(self) -> None:
+        """After its storage alone was loaded: a sampler that was loaded before it finds its rows."""
+        self._sampler._find(self._storage)
+
     def after_fork(self) -> None:
         """In a child: no steps that the parent will write, too."""
         lanes = self._storage.lanes

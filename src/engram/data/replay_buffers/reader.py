@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +86,7 @@ class BatchReader:
         self.collate_fn = collate_fn
         self.pin_memory = pin_memory
         self.with_generation = with_generation
-        self._attach = attach
+        self._attach = attach if attach is None or sampler._built_in else partial(_attach_per_row, attach)
         #: Whether batches get the entries that a sampler of a user's own has for each row in its info.
         self.attaches_info = attach is not None and not sampler._built_in
         self._keeps_items = storage._holds_items
@@ -440,6 +441,24 @@ def index_and_weight(index: Any, info: dict[str, Any]) -> dict[str, Any]:
     return entries
 
 
+def _attach_per_row(
+    attach: Callable[[Any, dict[str, Any]], dict[str, Any] | None], index: Any, info: dict[str, Any]
+) -> dict[str, Any]:
+    """What `attach` gives of the info of a user's own sampler, as tensors, where it has a value for each row."""
+    n = len(index[0] if isinstance(index, tuple) else index)
+    leaves = ((key, _per_row_leaf(value, (key,), n)) for key, value in (attach(index, info) or {}).items())
+    return {key: leaf for key, leaf in leaves if leaf is not None}
+
+
+def _per_row_leaf(value: Any, path: KeyPath, n: int) -> Any:
+    """An entry of an info as batches of n rows hold it; None: it has no value for each row, or none of a tensor."""
+    if isinstance(value, list) or not is_per_row(value, n):
+        return None
+    with contextlib.suppress(TypeError):
+        return as_leaf(value, path)
+    return None
+
+
 _NOT_OF_SAMPLERS = ("index", "generation", "index_generation", "buffer_ids")  # entries that only buffers give
 
 
@@ -456,10 +475,9 @@ def put_info(batch: Any, info: dict[str, Any], n: int) -> None:
         path = key if isinstance(key, tuple) else (key,)
         if key in _NOT_OF_SAMPLERS or not (path and all(isinstance(part, str) for part in path)):
             continue
-        if isinstance(value, list) or not is_per_row(value, n) or not _is_free(batch, path):
-            continue
-        with contextlib.suppress(TypeError):  # a dtype that no tensor has
-            set_per_item(batch, path, as_leaf(value, path))
+        leaf = _per_row_leaf(value, path, n)
+        if leaf is not None and _is_free(batch, path):
+            set_per_item(batch, path, leaf)
 
 
 def _is_free(batch: Any, path: KeyPath) -> bool:

@@ -390,6 +390,9 @@ class Sampler(KeepsArguments, abc.ABC):
     def _rebase(self, incarnation: int, shifts: list[int]) -> None:
         """After a load: goes on in a store with this incarnation, whose sequences are lower by `shifts`, one a lane."""
 
+    def _find(self, storage: Storage) -> None:
+        """Finds the rows of a state that was loaded alone, where they are there: before others are written."""
+
     def _sync(self, storage: Storage) -> None:
         """Takes in what was written since it last looked: before a state is saved, and after one was loaded."""
 

@@ -156,6 +156,10 @@ class SamplerEnsemble(Sampler, built_in=True):
         for sampler, member in zip(self._samplers, members, strict=True):
             sampler.check_storage(member)
 
+    def _find(self, storage: Storage) -> None:
+        for sampler, member in zip(self._samplers, storage.storages, strict=True):  # type: ignore[attr-defined]
+            sampler._find(member)
+
     def _sync(self, storage: Storage) -> None:
         for sampler, member in zip(self._samplers, storage.storages, strict=True):  # type: ignore[attr-defined]
             sampler._sync(member)

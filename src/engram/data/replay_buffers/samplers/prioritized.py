@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import warnings
@@ -89,6 +90,7 @@ class PriorityTable:
         self.beta = beta
         self._priorities = self._new_priorities()
         self._waiting: dict[str, Any] | None = None  # a loaded state that waits for its storage
+        self._found_in: tuple[Any, ...] | None = None  # the store in which its rows were found ahead of their first use
         self._storage: weakref.ref[Storage] | None = None  # the one that was used last
         self._attached: weakref.ref[Storage] | None = None  # that of the buffer which was made last
         self._fits = False  # whether it cannot outgrow `max_capacity`
@@ -149,8 +151,28 @@ class PriorityTable:
         if lanes.unused_since_fork:
             lanes.join_after_fork()
         if self._waiting is not None:
-            self._resume(storage, lanes)
+            if self._found_in != _store_of_now(lanes):
+                self._resume(storage, lanes)
+            self._waiting = self._found_in = None
         return self._priorities
+
+    def find(self, storage: Storage) -> None:
+        """Finds the rows of a loaded state, so that what is written before the first draw is known as newer.
+
+        Where they are loaded after it, they are found again.
+        """
+        lanes = storage.lanes
+        if self._waiting is None or lanes is None or lanes.unused_since_fork or not stored_rows(storage):
+            return
+        with contextlib.suppress(ValueError):  # rows of another life, before those of the state are loaded
+            self._resume(storage, lanes)
+            self._found_in = _store_of_now(lanes)
+
+    def find_attached(self) -> None:
+        """As `find`, in the storage of the buffer which was made last."""
+        storage = None if self._attached is None else self._attached()
+        if storage is not None:
+            self.find(storage)
 
     def _resume(self, storage: Storage, lanes: Lanes) -> None:
         saved = self._waiting
@@ -161,7 +183,6 @@ class PriorityTable:
             lanes.store, [(a, b) for a, b in saved["seen"]], saved["max_priority"], saved["latest_priority"],
             saved["skipped"], saved["priorities"],
         )  # fmt: skip
-        self._waiting = None
 
     def sync(self, storage: Storage) -> None:
         """Takes in what was written since the last look."""
@@ -302,7 +323,7 @@ class PriorityTable:
     def empty(self) -> None:
         """Forgets all priorities."""
         self._priorities.forget()
-        self._waiting = None
+        self._waiting = self._found_in = None
 
     def _stored_in(self, storage: Storage | None) -> tuple[Storage, Lanes]:
         if storage is None:
@@ -411,7 +432,7 @@ class PriorityTable:
     def _with_waiting(self, waiting: dict[str, Any]) -> PriorityTable:
         table = PriorityTable.__new__(PriorityTable)
         table.__dict__.update(self.__dict__)
-        table._priorities, table._waiting = self._new_priorities(), waiting
+        table._priorities, table._waiting, table._found_in = self._new_priorities(), waiting, None
         return table
 
     def __getstate__(self) -> dict[str, Any]:
@@ -425,6 +446,7 @@ class PriorityTable:
             "_attached": None,
             "_fits": False,
             "_waiting": state,
+            "_found_in": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -650,6 +672,11 @@ class PrioritizedSampler(Sampler, built_in=True):
 
     def check_storage(self, storage: Storage) -> None:
         self._table.check_storage(storage)
+        self._find(storage)
+
+    def _find(self, storage: Storage) -> None:
+        with self.lock:
+            self._table.find(storage)
 
     def _limits(self, storage: Storage) -> bool:
         return self._table.most_rows(storage) is not None
@@ -671,6 +698,7 @@ class PrioritizedSampler(Sampler, built_in=True):
         with self.lock:
             super().load_state_dict(state)
             self._table = self._table.restored(state)
+            self._table.find_attached()
 
     def _config(self) -> dict[str, Any]:
         return {**super()._config(), **self._table.config()}
@@ -699,6 +727,11 @@ class PrioritizedSampler(Sampler, built_in=True):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._table.settings_shown()})"
+
+
+def _store_of_now(lanes: Lanes) -> tuple[Any, ...]:
+    """What is another one after all rows were replaced."""
+    return lanes.store.store_id, lanes.store.incarnation
 
 
 def _store_of(storage: Storage) -> _native.Store:

@@ -300,6 +300,18 @@ class SliceSampler(Sampler, built_in=True):
     def _sampling(self) -> Callable[[Storage, int], tuple[Index, dict[str, Any]]]:
         return self._sample_rows if self._built_in else super()._sampling()  # the buffer reads rows with their flags
 
+    def _sample_checked(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        index, info = super()._sample_checked(storage, batch_size)
+        if not self._built_in and "slices" in info and self._marks():
+            slots = to_slots(index, storage.env_shape, storage.max_size or 0)
+            if not torch.equal(slots, info["slices"].slots()):
+                raise IndexError(
+                    f"{self._kind}.sample returned {len(slots)} rows that are not the {info['slices'].rows} of the "
+                    "slices in its info, whose ends are to be marked; return the index of the base as it is, or an "
+                    "info without 'slices' and 'slice_id', so that nothing is marked"
+                )
+        return index, info
+
     #: Attributes that decide what `_planned` gives, beside those of which `_plan` is made.
     _watched: tuple[str, ...] = ("_plan", "pad_output", "slice_key")
 

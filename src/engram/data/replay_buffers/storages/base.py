@@ -730,6 +730,7 @@ class Storage(abc.ABC):
                     if undo is not None:
                         undo()
                     raise
+        self._tell_of_load()
 
     def state_dict(self) -> dict[str, Any]:
         """Rows and counters in memory."""
@@ -741,6 +742,7 @@ class Storage(abc.ABC):
         """Replaces everything by what `state_dict` gave; a ValueError where it does not fit."""
         self._check_state(state)
         StepsAsItems(self).restore_items(state["items"], state["counters"], state["sequences"])
+        self._tell_of_load()
 
     def _check_state(self, state: dict[str, Any]) -> None:
         """A ValueError where what `state_dict` gave does not fit; changes nothing."""
@@ -800,6 +802,12 @@ class Storage(abc.ABC):
             return None
         steps = StepsAsItems(self)
         return functools.partial(steps.restore_items, steps.items(), steps.counters(), steps.sequences())
+
+    def _tell_of_load(self) -> None:
+        """After a load: buffers look for what their samplers know of these rows, before others are written."""
+        for buffer in list(self._attached):
+            if hasattr(buffer, "after_load"):
+                buffer.after_load()
 
     def _rebase_sampler(self, sampler: Any) -> None:
         """After a load: tells a sampler by how much the sequences of its rows have changed."""

@@ -255,6 +255,7 @@ class StorageEnsemble(Storage):
         with self._replacing("load_state_dict"):
             for storage, saved in zip(self._storages, state["members"], strict=True):
                 storage.load_state_dict(saved)
+        self._tell_of_load()
 
     def _staging(self) -> StagedMembers | None:
         staged = [storage._staging() for storage in self._storages]

@@ -492,6 +492,7 @@ class ListStorage(Storage):
         items = [clone(item) for item in state["items"]]
         with self._replacing("load_state_dict"):
             self.restore_items(items, state["counters"], state["sequences"])
+        self._tell_of_load()
 
     def _staging(self) -> StagedItems:
         return StagedItems(self)

@@ -784,6 +784,7 @@ class TableStorage(Storage):
                 if lane["published"] > lane["base"]:
                     self.write_block(i, lane["base"], rows.numpy())
             self.end_restore()
+        self._tell_of_load()
 
     def _staging(self) -> StagedRows:
         return StagedRows(self, spill=bool(getattr(self.checkpointer, "load_hooks", None)))
