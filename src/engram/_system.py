@@ -209,8 +209,8 @@ def run_fork_callbacks() -> None:
     with _running_callbacks:
         if _is_running or not _native.is_new_process():
             return
-        _is_running = True
         try:
+            _is_running = True
             with contextlib.ExitStack() as callbacks:  # each is run, whatever another one raises
                 for callback in reversed(_fork_callbacks):
                     callbacks.callback(callback)
