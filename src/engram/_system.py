@@ -182,42 +182,41 @@ def _read(path: str) -> str:
         return f.read().strip()
 
 
-os.register_at_fork(after_in_child=_native.acknowledge_fork)  # the first: what follows here does the rest
 _fork_callbacks: list[Callable[[], object]] = []
-_late_callbacks = threading.RLock()
-_is_running_late = False
+_running_callbacks = threading.RLock()
+_is_running = False
 
 
 def run_after_fork(callback: Callable[[], object]) -> None:
     """Calls a function in every forked child, after those that were registered before it.
 
-    Python calls it after `os.fork`. In a child that other code has forked (a C library, `libc.fork()`) it is called
-    before the child first uses a store, a lock or a thread of this library.
+    After `os.fork` it is called at once; in a child that other code has forked (a C library, `libc.fork()`) before the
+    child first uses a store, a lock or a thread of this library. If one of these functions is interrupted all of them
+    are called again, before the next such use.
     """
     _fork_callbacks.append(callback)
-    os.register_at_fork(after_in_child=callback)
 
 
 def notice_fork() -> None:
-    """In a child that other code than Python's has forked: runs the callbacks that Python would have run."""
+    """In a child where the callbacks have not run to their end: runs them."""
     if _native.is_new_process():
         run_fork_callbacks()
 
 
 def run_fork_callbacks() -> None:
     """Runs all callbacks, in a child where they have not run; other threads of it wait meanwhile."""
-    global _is_running_late
-    with _late_callbacks:
-        if _is_running_late or not _native.is_new_process():
+    global _is_running
+    with _running_callbacks:
+        if _is_running or not _native.is_new_process():
             return
-        _is_running_late = True
         try:
+            _is_running = True
             with contextlib.ExitStack() as callbacks:  # each is run, whatever another one raises
                 for callback in reversed(_fork_callbacks):
                     callbacks.callback(callback)
+            _native.acknowledge_fork()  # not after an error: what was not told believes to be in the parent
         finally:
-            _is_running_late = False
-            _native.acknowledge_fork()
+            _is_running = False
 
 
 def fork_registry(restart: Callable[[T], object]) -> weakref.WeakSet[T]:
@@ -240,6 +239,7 @@ def fork_registry(restart: Callable[[T], object]) -> weakref.WeakSet[T]:
 drawing = threading.RLock()
 
 os.register_at_fork(before=drawing.acquire, after_in_parent=drawing.release, after_in_child=drawing.release)
+os.register_at_fork(after_in_child=notice_fork)
 
 
 def state_of(generator: torch.Generator | Generator) -> Tensor:

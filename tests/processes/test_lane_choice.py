@@ -6,6 +6,7 @@ import multiprocessing as mp
 import warnings
 
 import pytest
+import torch
 
 from contracts.children import Child, Signal
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
@@ -204,6 +205,21 @@ def test_a_process_is_told_once_whichever_lanes_it_takes(make):
         return index, len([w for w in caught if "earlier writer" in str(w.message)])
 
     assert Child(work).result() == ([0, 11], 1)
+
+
+def test_a_lane_that_is_held_by_number_after_it_was_left_is_appended_to_without_a_warning(make, recwarn):
+    rb = make(40, 2)
+    rb.extend(steps(0, 1))
+    write(rb, 100, 20)
+    storage, lanes = rb.storage, rb.storage.lanes
+    storage.release()
+    write(rb, 200, 10)
+    assert lanes.hold() == 0
+    storage.release()
+    lanes.hold_lane(0)
+    parts = [leaf.contiguous() for leaf in storage.read_packed(torch.arange(10), by_leaf=True).batch]
+    assert storage.append_leaves(0, parts).tolist() == [*range(11, 20), 0]
+    assert not recwarn.list
 
 
 def test_rows_that_a_process_loads_itself_are_no_earlier_writers(make, tmp_path):

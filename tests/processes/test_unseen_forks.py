@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pickle
@@ -166,6 +167,33 @@ def test_a_native_append_is_refused_without_help_from_python(fork):
         return store.append(0, plan), store.lane(0)["published"]
 
     assert Child(append, fork=fork).result() == (None, 2)
+
+
+@pytest.mark.parametrize("fork", [os.fork, *FORKS.values()], ids=["os.fork", *FORKS])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_while_a_child_learns_of_its_fork_leaves_it_without_its_parents_lane(fork, monkeypatch):
+    rb = ReplayBuffer(storage=LazyTensorStorage(300, shared=True, lanes=3))
+    rb.extend(steps(0, 2))
+    parent, random_bytes, interrupts = os.getpid(), os.urandom, []
+
+    def interrupted(n):
+        if os.getpid() != parent and not interrupts:
+            interrupts.append(n)
+            raise KeyboardInterrupt
+        return random_bytes(n)
+
+    def write():
+        with contextlib.suppress(KeyboardInterrupt):  # which Python's hooks do not raise
+            return rb.extend(steps(100, 102)).tolist()
+        return rb.extend(steps(100, 102)).tolist()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "urandom", interrupted)  # called where a store learns of a fork
+        patched.setattr(sys, "unraisablehook", lambda raised: None)
+        index = Child(lambda: (write(), len(interrupts)), fork=fork).result()
+    assert index == ([100, 101], 1)
+    assert rb.extend(steps(2, 4)).tolist() == [2, 3]
+    assert numbers(rb[:]) == [0, 1, 2, 3, 100, 101]
 
 
 def test_a_child_that_waits_for_the_turn_of_its_parent_has_not_got_it(fork):

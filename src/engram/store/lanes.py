@@ -64,7 +64,8 @@ class Lanes:
         self.unused_since_fork = False  # in a forked child that has not used the store yet
         self._copy_of = 0  # the process whose private memory this is a copy of, until the warning about it
         self._held_by_parent: int | None = None  # the lane in which such a copy goes on
-        # Incarnation and end of a lane with rows of earlier writers, when this process took it.
+        # A lane with rows of earlier writers, and its incarnation and end when this process took it.
+        self._watched_lane: int | None = None
         self._taken_at: tuple[int, int] | None = None
         self._has_warned = False  # of their eviction
         #: The sequences that rows carry (int64 [n] of slots); 0 where a row has the one that its lane counts.
@@ -254,13 +255,13 @@ class Lanes:
         """The first append to this lane that replaces a row of an earlier writer will be one with a warning."""
         counters = self.store.lane(lane)
         if self.store.lanes > 1 and counters["published"] > counters["first"] and not self._has_warned:
-            self._taken_at = self._end(lane)
+            self._watched_lane, self._taken_at = lane, self._end(lane)
             self.store.watch_evictions(lane, counters["first"] + self.store.lane_capacity)
 
     def warn_of_evictions(self) -> None:
         """Warns, once, that rows of earlier writers leave the lane of this process, where they do from now on."""
-        lane, taken_at, self._taken_at = self._held, self._taken_at, None
-        self.store.end_watch()
+        lane, taken_at = self._held, self._taken_at
+        self._end_watch()
         if lane is None or taken_at is None or taken_at[0] != self.store.incarnation:
             return
         rows, n = taken_at[1] - self.store.lane(lane)["first"], self.store.lanes
@@ -276,6 +277,10 @@ class Lanes:
             RuntimeWarning,
             stacklevel=8,
         )
+
+    def _end_watch(self) -> None:
+        self._watched_lane = self._taken_at = None
+        self.store.end_watch()
 
     def _prepare(self, lane: int, goes_on: bool = False) -> None:
         try:
@@ -323,6 +328,8 @@ class Lanes:
             if self.locks is not None and not self.locks.take_lane(lane):
                 raise NoFreeLaneError(f"lane {lane} of this store has a writer in another process; end it first")
             self._prepare(lane, goes_on)
+            if self._watched_lane == lane:
+                self._end_watch()
             self._held_beside.add(lane)
 
     def release_lane(self, lane: int) -> None:
@@ -649,7 +656,7 @@ class Lanes:
         self.mutex = threading.RLock()
         self._exclusive_depth = 0
         self._held_beside = set()
-        self._taken_at, self._has_warned = None, False
+        self._watched_lane, self._taken_at, self._has_warned = None, None, False
         self._released.clear()  # the parent may go on where it stopped; this process did not write there
         self.store.end_save()  # the saving thread runs in the parent only
         self.store.after_fork()
