@@ -198,10 +198,8 @@ def run_after_fork(callback: Callable[[], object]) -> None:
     os.register_at_fork(after_in_child=callback)
 
 
-def notice_fork() -> None:
-    """In a child that other code than Python's has forked: runs the callbacks that Python would have run."""
-    if _native.is_new_process():
-        run_fork_callbacks()
+# In a child that other code than Python's has forked: runs the callbacks that Python would have run.
+notice_fork = _native.notice_fork
 
 
 def run_fork_callbacks() -> None:
