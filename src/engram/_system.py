@@ -197,10 +197,8 @@ def run_after_fork(callback: Callable[[], object]) -> None:
     _fork_callbacks.append(callback)
 
 
-def notice_fork() -> None:
-    """In a child where the callbacks have not run to their end: runs them."""
-    if _native.is_new_process():
-        run_fork_callbacks()
+# In a child where the callbacks have not run to their end: runs them.
+notice_fork = _native.notice_fork
 
 
 def run_fork_callbacks() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._dynamo import trace_rules
 from typing_extensions import Self, TypedDict, TypeVar, Unpack
 
+from engram._advice import advised
 from engram._arguments import describe
 from engram._generator import Generator, is_state
 from engram._system import human_bytes, set_state, state_of
@@ -132,6 +133,7 @@ class BufferArguments(TypedDict, total=False):
     reuse_batches: bool
 
 
+@advised
 class ReplayBuffer(Generic[T]):
     """Stores what environments produce and hands back training batches.
 
