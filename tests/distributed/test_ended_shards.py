@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from contracts.waiting import comes
+from contracts.waiting import NEVER, comes
 from distributed.shards import Link, client, read, rows, shard, whole
 from engram.data import PrioritizedSampler
 from engram.distributed import folder_lock
+from engram.distributed.client import PendingCall, ShardClient
 from engram.distributed.folder_lock import FolderLock, watch_folder
 from engram.errors import NoFreeLaneError, ShardGoneError, ShardUnavailableError, StorageError
 
@@ -113,6 +115,50 @@ def test_shards_that_are_not_started_again_are_an_error_at_once(tmp_path: Path, 
         with pytest.raises(ShardGoneError, match="is not started again") as caught:
             call()
         assert "Nothing was lost" not in str(caught.value)
+
+
+def test_one_call_that_says_so_of_a_shard_that_is_started_again_is_not_believed(tmp_path: Path) -> None:
+    ls, rb = beside(tmp_path, timeout=NEVER)
+    ls[0].end()
+    ls[0].is_gone = True
+
+    def come_back(method: str) -> None:
+        if ls[0].calls.count("facts") == asked + 2:  # the second greeting
+            ls[0].shard = shard(scratch_dir=tmp_path / "0")
+
+    asked = ls[0].calls.count("facts")
+    ls[0].lose = come_back
+    rb.extend(rows(110, 120))
+    assert [x for x in numbers(ls[0]) if x >= 100] == list(range(100, 120))
+
+
+def test_one_greeting_that_two_threads_look_at_is_not_two_that_were_refused() -> None:
+    both_look = threading.Barrier(2)
+
+    class Refused(PendingCall):
+        def result(self, timeout: float) -> Any:
+            both_look.wait()
+            raise ShardGoneError("gone")
+
+        def has_come(self) -> bool:
+            return True
+
+    class Restarting(Link):
+        def call(self, method: str, *arguments: Any, answer_bytes: int = 0) -> PendingCall:
+            return waits.pop() if waits else super().call(method, *arguments)
+
+    waits: list[PendingCall] = [Refused()]
+    link = Restarting(shard())
+    link.silent = True
+    one = ShardClient(link, 0)
+    threads = [threading.Thread(target=lambda: one.is_present) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not one.is_gone and not one.is_present
+    link.silent = False
+    assert one.is_present
 
 
 def test_a_shard_that_comes_back_elsewhere_is_used_there(tmp_path: Path) -> None:
