@@ -107,6 +107,16 @@ class _Priorities(NamedTuple):
     def last(self, n: int) -> _Priorities:
         return self.part(slice(max(0, len(self.flat_index) - n), None))
 
+    def rows(self) -> list[tuple[int, int | None]]:
+        """The flat index and the generation of each row."""
+        generations = [None] * len(self.flat_index) if self.generation is None else self.generation.tolist()
+        return list(zip(self.flat_index.tolist(), generations, strict=True))
+
+    def without(self, rows: set[tuple[int, int | None]]) -> _Priorities:
+        """Those that are of none of these rows."""
+        others = [(index, g) not in rows and (index, None) not in rows for index, g in self.rows()]
+        return self.part(torch.tensor(others, dtype=torch.bool))
+
 
 class ShardedReplayBuffer:
     """A client of a buffer whose rows lie in several shards: writes to one of them, and draws from all.
@@ -679,13 +689,26 @@ class ShardedReplayBuffer:
                     answers += finish_all([(shard, call)], deadline)
                 except (IndexError, ValueError) as error:
                     answers.append(error)
-        for (shard, _, part), answer in zip(sent, answers, strict=True):
-            if answer is None:
-                self._keep(shard, part)
+        if any(answer is None for answer in answers):
+            self._keep_lost(sent, answers)
         self._updates += newer
         self._warn_of_dropped()
         if refused is not None:
             raise refused
+
+    def _keep_lost(self, sent: list[tuple[ShardClient, PendingCall, _Priorities]], answers: list[Any]) -> None:
+        """Keeps priorities whose calls were lost, less those of rows that were sent newer ones since."""
+        calls = [(shard, part, answer is None) for (shard, _, part), answer in zip(sent, answers, strict=True)]
+        calls += [(shard, part, False) for shard, _, part in list(self._sent_updates)]
+        lost: list[tuple[ShardClient, _Priorities]] = []
+        newer: dict[int, set[tuple[int, int | None]]] = {}  # rows, by shard
+        for shard, part, is_lost in reversed(calls):
+            rows = newer.setdefault(shard.number, set())
+            if is_lost:
+                lost.append((shard, part.without(rows)))
+            rows.update(part.rows())
+        for shard, part in reversed(lost):
+            self._keep(shard, part)
 
     def _highest_new_priority(self) -> float | None:
         if self._prioritized is None or len(self._shards) == 1:
