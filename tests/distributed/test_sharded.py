@@ -447,7 +447,7 @@ class TestPrioritiesThatComeWithRows:
         for _ in range(6):
             rb.flush()
         assert stored(link) == [0, 1, 2, 3]
-        newest = 7.0 if fate == "answer" and not local else 0.5
+        newest = 7.0 if fate == "answer" else 0.5
         assert self.priorities(link, index) == [newest, 0.5, 2.0, 2.0]
 
     def test_a_shard_killed_between_rows_and_priorities_sets_them_when_they_are_sent_again(

@@ -84,25 +84,35 @@ class ShardedSettings(NamedTuple):
 
 
 class _Priorities(NamedTuple):
-    """Priorities, float64 [n], of rows by flat index and generation, int64 [n]; generation None: of any row there."""
+    """Priorities, float64 [n], of rows by flat index and generation, int64 [n]; generation None: of any row there.
+
+    `came_with_rows`: they are set only for rows that have had none.
+    """
 
     flat_index: Tensor
     priority: Tensor
     generation: Tensor | None
+    came_with_rows: bool = False
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Those of one kind can be sent in one call."""
+        return self.generation is not None, self.came_with_rows
 
     @classmethod
     def joined(cls, some: Sequence[_Priorities]) -> _Priorities:
+        """Priorities of one kind together."""
         generations = [one.generation for one in some if one.generation is not None]
         flat_index, priority = torch.cat([one.flat_index for one in some]), torch.cat([one.priority for one in some])
-        return cls(flat_index, priority, torch.cat(generations) if generations else None)
+        return cls(flat_index, priority, torch.cat(generations) if generations else None, some[0].came_with_rows)
 
     def part(self, where: Any) -> _Priorities:
         generation = None if self.generation is None else self.generation[where]
-        return _Priorities(self.flat_index[where], self.priority[where], generation)
+        return self._replace(flat_index=self.flat_index[where], priority=self.priority[where], generation=generation)
 
     def copy(self) -> _Priorities:
         generation = None if self.generation is None else self.generation.clone()
-        return _Priorities(self.flat_index.clone(), self.priority.clone(), generation)
+        return self._replace(flat_index=self.flat_index.clone(), priority=self.priority.clone(), generation=generation)
 
     def last(self, n: int) -> _Priorities:
         return self.part(slice(max(0, len(self.flat_index) - n), None))
@@ -246,7 +256,8 @@ class ShardedReplayBuffer:
             return first + producer.extend(block, self._highest_new_priority(), deadline, priority)
         slots = producer.extend(block, deadline)
         if priority is not None:  # with generations: sent again where the call is lost, and never set for other rows
-            self._begin_update(producer.shard, _Priorities(first + slots, priority, producer.generations(slots)))
+            given = _Priorities(first + slots, priority, producer.generations(slots), came_with_rows=True)
+            self._begin_update(producer.shard, given)
         return first + slots
 
     def _leave_moved_shard(self) -> None:
@@ -610,7 +621,7 @@ class ShardedReplayBuffer:
             return  # they may be of rows that another thread is just about to send: next time
         self._settle_updates(_MOST_UPDATES, deadline)
         updates, self._updates = self._updates, []
-        for _, some in itertools.groupby(updates, lambda update: update.generation is not None):
+        for _, some in itertools.groupby(updates, lambda update: update.kind):
             joined = _Priorities.joined(list(some))
             owner = joined.flat_index.div(capacity, rounding_mode="floor")
             self._warn_of_outside(int((owner >= len(self._shards)).sum()))
@@ -627,7 +638,7 @@ class ShardedReplayBuffer:
 
     def _begin_update(self, shard: ShardClient, part: _Priorities) -> None:
         slots = part.flat_index - shard.number * shard.facts.capacity
-        call = shard.begin("update_priority", slots, part.priority, part.generation)
+        call = shard.begin("update_priority", slots, part.priority, part.generation, part.came_with_rows)
         self._sent_updates.append((shard, call, part))
 
     def _send_updates_beside_rows(self, deadline: float) -> None:
