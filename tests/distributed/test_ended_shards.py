@@ -15,8 +15,9 @@ import torch
 from contracts.waiting import NEVER, comes
 from distributed.shards import Link, client, read, rows, shard, whole
 from engram.data import PrioritizedSampler
-from engram.distributed import folder_lock
+from engram.distributed import RayCollector, folder_lock, local, sharded
 from engram.distributed.client import PendingCall, ShardClient
+from engram.distributed.collector import _Life
 from engram.distributed.folder_lock import FolderLock, watch_folder
 from engram.errors import NoFreeLaneError, ShardGoneError, ShardUnavailableError, StorageError
 
@@ -228,6 +229,64 @@ def test_a_priority_that_came_with_rows_waits_for_a_shard_that_ends(tmp_path: Pa
     ls[0].shard = shard(scratch_dir=tmp_path, sampler=sampler())
     given = ls[0].shard
     assert comes(lambda: rb.flush() or given._sampler.priorities(index, storage=given._storage).tolist() == [0.5, 2, 4])
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_shard_that_is_made_anew_while_its_store_is_opened_for_writing_gets_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_removed: bool
+) -> None:
+    ls = [Link(shard(scratch_dir=tmp_path / "0"))]
+    lives = [1]
+
+    def look(folder: str) -> Any:
+        watch = watch_folder(folder)
+        if lives.pop() == 1:
+            ls[0].end()
+            if is_removed:
+                shutil.rmtree(folder)
+            ls[0].shard = shard(scratch_dir=folder)
+            lives.extend([3, 2])
+        return watch
+
+    monkeypatch.setattr(local, "watch_folder", look)
+    rb = client(ls, local=[True])
+    rb.extend(rows(0, 10))
+    rb.flush()
+    assert numbers(ls[0]) == list(range(10)) and lives == [3]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_shards_that_end_while_their_stores_are_opened_for_reading_are_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    ls, _ = beside(tmp_path, n)
+    rb = client(ls, local=[True] * n, timeout=SHORT)
+
+    def look(folder: str) -> Any:
+        watch = watch_folder(folder)
+        ls[int(Path(folder).name)].end()
+        shutil.rmtree(folder)
+        return watch
+
+    monkeypatch.setattr(sharded, "watch_folder", look)
+    with pytest.raises(ShardUnavailableError):
+        rb.sample()
+
+
+def test_the_rows_of_a_dead_collector_are_not_waited_for_where_their_shard_is_gone() -> None:
+    class Gone:
+        asked = 0
+
+        def end_producer(self, name: str) -> int:
+            self.asked += 1
+            if self.asked == 1:
+                raise ShardGoneError("gone")
+            return 3
+
+    collecting = object.__new__(RayCollector)
+    collecting._replay_buffer = Gone()
+    with pytest.raises(ShardGoneError):
+        collecting._rows_of(_Life(None, None, None, ("collector 0",)))
 
 
 class TestFolderLock:

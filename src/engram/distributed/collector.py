@@ -481,6 +481,8 @@ class RayCollector(BackgroundCollector):
         while True:
             try:
                 return sum(self._replay_buffer.end_producer(name) for name in life.names)
+            except ShardGoneError:
+                raise
             except (NoFreeLaneError, ShardUnavailableError):  # its process is just ending; the shard comes back
                 if time.monotonic() > deadline:
                     raise

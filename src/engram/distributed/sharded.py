@@ -30,7 +30,7 @@ from engram.distributed.client import PendingCall, Producer, ShardClient, ShardL
 from engram.distributed.commit import load_shards, save_shards
 from engram.distributed.folder_lock import FolderWatch, watch_folder
 from engram.distributed.local import LocalProducer, LocalReader, ShardMovedError, await_shard
-from engram.errors import ShardUnavailableError
+from engram.errors import ShardUnavailableError, StorageError
 from engram.store.layout import RowLayout
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import WriteRequest
@@ -500,8 +500,14 @@ class ShardedReplayBuffer:
             folder = shard.facts.folder if self._local[shard.number] and shard.is_present else None
             if folder is not None and shard.facts.layout is not None and shard.number not in self._readers:
                 watch = watch_folder(folder)
-                if watch is not None:
+                if watch is None:
+                    continue
+                try:
                     self._readers[shard.number] = LocalReader(shard, folder, watch)
+                except StorageError:
+                    if watch.look():
+                        raise
+                    watch.close()  # it has just ended, and its folder was removed
         return self._readers
 
     def _open_beside(self, deadline: float) -> ReplayBuffer[Any] | None:
@@ -517,7 +523,13 @@ class ShardedReplayBuffer:
         watch = watch_folder(folder)
         if watch is None:
             return None
-        storage = LazyMemmapStorage.open(folder, read_only=True)
+        try:
+            storage = LazyMemmapStorage.open(folder, read_only=True)
+        except StorageError:
+            if watch.look():
+                raise
+            watch.close()
+            return None  # it has just ended, and its folder was removed
         kind = TensorDictReplayBuffer if self._settings.attaches else ReplayBuffer
         self._beside = kind(
             storage=storage, sampler=self._settings.sampler, transform=self._transform, generator=self._generator
