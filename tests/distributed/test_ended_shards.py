@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ import torch
 
 from contracts.waiting import NEVER, comes
 from distributed.shards import Link, client, read, rows, shard, whole
-from engram.data import PrioritizedSampler
-from engram.distributed import RayCollector, folder_lock, local, sharded
+from engram.data import PrioritizedSampler, RandomSampler
+from engram.distributed import RayCollector, RayReplayBuffer, folder_lock, local, sharded
 from engram.distributed.client import PendingCall, ShardClient
-from engram.distributed.collector import _Life
+from engram.distributed.collector import _CollectorActor, _Life
 from engram.distributed.folder_lock import FolderLock, watch_folder
+from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings
+from engram.distributed.weights import WeightsFetcher
 from engram.errors import NoFreeLaneError, ShardGoneError, ShardUnavailableError, StorageError
 
 pytestmark = pytest.mark.usefixtures("looks_each_time")
@@ -287,6 +290,28 @@ def test_the_rows_of_a_dead_collector_are_not_waited_for_where_their_shard_is_go
     collecting._replay_buffer = Gone()
     with pytest.raises(ShardGoneError):
         collecting._rows_of(_Life(None, None, None, ("collector 0",)))
+
+
+def test_a_collector_waits_for_a_shard_that_ends_between_its_rows_and_their_count(tmp_path: Path) -> None:
+    class Ending(RayReplayBuffer):
+        def __init__(self, link: Link) -> None:
+            ShardedReplayBuffer.__init__(self, [link], ShardedSettings(RandomSampler(), timeout=SHORT), local=[True])
+            self.link, self.asked = link, 0
+
+        def rows_in(self) -> int:
+            self.asked += 1
+            if self.asked == 1:
+                self.link.end()
+            elif self.asked == 2:
+                self.link.shard = shard(scratch_dir=tmp_path)
+            return super().rows_in()
+
+    collecting = _CollectorActor()
+    collecting._config = SimpleNamespace(workers=1, postproc=None)
+    collecting._collector = SimpleNamespace(rollout=lambda: rows(0, 10))
+    collecting._fetcher, collecting._episodes = WeightsFetcher(), []
+    collecting._buffers = [Ending(Link(shard(scratch_dir=tmp_path)))]
+    assert collecting.collect(None).frames == 10
 
 
 class TestFolderLock:
