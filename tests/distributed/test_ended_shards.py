@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from contracts.waiting import comes
+from contracts.waiting import NEVER, comes
 from distributed.shards import Link, client, read, rows, shard, whole
-from engram.data import PrioritizedSampler
-from engram.distributed import folder_lock
+from engram.data import PrioritizedSampler, RandomSampler
+from engram.distributed import RayCollector, RayReplayBuffer, folder_lock, local, sharded
+from engram.distributed.client import PendingCall, ShardClient
+from engram.distributed.collector import _CollectorActor, _Life
 from engram.distributed.folder_lock import FolderLock, watch_folder
+from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings
+from engram.distributed.weights import WeightsFetcher
 from engram.errors import NoFreeLaneError, ShardGoneError, ShardUnavailableError, StorageError
 
 pytestmark = pytest.mark.usefixtures("looks_each_time")
@@ -115,6 +121,50 @@ def test_shards_that_are_not_started_again_are_an_error_at_once(tmp_path: Path, 
         assert "Nothing was lost" not in str(caught.value)
 
 
+def test_one_call_that_says_so_of_a_shard_that_is_started_again_is_not_believed(tmp_path: Path) -> None:
+    ls, rb = beside(tmp_path, timeout=NEVER)
+    ls[0].end()
+    ls[0].is_gone = True
+
+    def come_back(method: str) -> None:
+        if ls[0].calls.count("facts") == asked + 2:  # the second greeting
+            ls[0].shard = shard(scratch_dir=tmp_path / "0")
+
+    asked = ls[0].calls.count("facts")
+    ls[0].lose = come_back
+    rb.extend(rows(110, 120))
+    assert [x for x in numbers(ls[0]) if x >= 100] == list(range(100, 120))
+
+
+def test_one_greeting_that_two_threads_look_at_is_not_two_that_were_refused() -> None:
+    both_look = threading.Barrier(2)
+
+    class Refused(PendingCall):
+        def result(self, timeout: float) -> Any:
+            both_look.wait()
+            raise ShardGoneError("gone")
+
+        def has_come(self) -> bool:
+            return True
+
+    class Restarting(Link):
+        def call(self, method: str, *arguments: Any, answer_bytes: int = 0) -> PendingCall:
+            return waits.pop() if waits else super().call(method, *arguments)
+
+    waits: list[PendingCall] = [Refused()]
+    link = Restarting(shard())
+    link.silent = True
+    one = ShardClient(link, 0)
+    threads = [threading.Thread(target=lambda: one.is_present) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not one.is_gone and not one.is_present
+    link.silent = False
+    assert one.is_present
+
+
 def test_a_shard_that_comes_back_elsewhere_is_used_there(tmp_path: Path) -> None:
     ls, rb = beside(tmp_path)
     ls[0].end()
@@ -182,6 +232,86 @@ def test_a_priority_that_came_with_rows_waits_for_a_shard_that_ends(tmp_path: Pa
     ls[0].shard = shard(scratch_dir=tmp_path, sampler=sampler())
     given = ls[0].shard
     assert comes(lambda: rb.flush() or given._sampler.priorities(index, storage=given._storage).tolist() == [0.5, 2, 4])
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_shard_that_is_made_anew_while_its_store_is_opened_for_writing_gets_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_removed: bool
+) -> None:
+    ls = [Link(shard(scratch_dir=tmp_path / "0"))]
+    lives = [1]
+
+    def look(folder: str) -> Any:
+        watch = watch_folder(folder)
+        if lives.pop() == 1:
+            ls[0].end()
+            if is_removed:
+                shutil.rmtree(folder)
+            ls[0].shard = shard(scratch_dir=folder)
+            lives.extend([3, 2])
+        return watch
+
+    monkeypatch.setattr(local, "watch_folder", look)
+    rb = client(ls, local=[True])
+    rb.extend(rows(0, 10))
+    rb.flush()
+    assert numbers(ls[0]) == list(range(10)) and lives == [3]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_shards_that_end_while_their_stores_are_opened_for_reading_are_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    ls, _ = beside(tmp_path, n)
+    rb = client(ls, local=[True] * n, timeout=SHORT)
+
+    def look(folder: str) -> Any:
+        watch = watch_folder(folder)
+        ls[int(Path(folder).name)].end()
+        shutil.rmtree(folder)
+        return watch
+
+    monkeypatch.setattr(sharded, "watch_folder", look)
+    with pytest.raises(ShardUnavailableError):
+        rb.sample()
+
+
+def test_the_rows_of_a_dead_collector_are_not_waited_for_where_their_shard_is_gone() -> None:
+    class Gone:
+        asked = 0
+
+        def end_producer(self, name: str) -> int:
+            self.asked += 1
+            if self.asked == 1:
+                raise ShardGoneError("gone")
+            return 3
+
+    collecting = object.__new__(RayCollector)
+    collecting._replay_buffer = Gone()
+    with pytest.raises(ShardGoneError):
+        collecting._rows_of(_Life(None, None, None, ("collector 0",)))
+
+
+def test_a_collector_waits_for_a_shard_that_ends_between_its_rows_and_their_count(tmp_path: Path) -> None:
+    class Ending(RayReplayBuffer):
+        def __init__(self, link: Link) -> None:
+            ShardedReplayBuffer.__init__(self, [link], ShardedSettings(RandomSampler(), timeout=SHORT), local=[True])
+            self.link, self.asked = link, 0
+
+        def rows_in(self) -> int:
+            self.asked += 1
+            if self.asked == 1:
+                self.link.end()
+            elif self.asked == 2:
+                self.link.shard = shard(scratch_dir=tmp_path)
+            return super().rows_in()
+
+    collecting = _CollectorActor()
+    collecting._config = SimpleNamespace(workers=1, postproc=None)
+    collecting._collector = SimpleNamespace(rollout=lambda: rows(0, 10))
+    collecting._fetcher, collecting._episodes = WeightsFetcher(), []
+    collecting._buffers = [Ending(Link(shard(scratch_dir=tmp_path)))]
+    assert collecting.collect(None).frames == 10
 
 
 class TestFolderLock:

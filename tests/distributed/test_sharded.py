@@ -376,6 +376,19 @@ class TestPriorities:
         rb.flush_priorities()
         assert self.priorities(ls[0], torch.tensor([3])) == [9.0]
 
+    @pytest.mark.parametrize("newer", [None, torch.tensor([3])])
+    def test_one_whose_call_was_lost_does_not_take_the_place_of_a_newer_one(self, newer: torch.Tensor | None) -> None:
+        ls, rb = self.buffer()
+        fates = iter(["call"])
+        ls[0].lose = lambda method: next(fates, None) if method == "update_priority" else None
+        rb.update_priority(torch.tensor([3, 4]), 2.0, torch.tensor([3, 4]))
+        rb.extend(rows(20, 21))  # with which they are sent
+        rb.update_priority(torch.tensor([3]), 9.0, newer)
+        rb.extend(rows(21, 22))
+        for _ in range(2):
+            rb.flush()
+        assert self.priorities(ls[0], torch.tensor([3, 4])) == [9.0, 2.0]
+
     def test_an_update_that_a_shard_refuses_keeps_no_rows_out(self) -> None:
         ls, rb = self.buffer()
         with pytest.warns(RuntimeWarning, match="index 399 has not been written"):
@@ -434,7 +447,7 @@ class TestPrioritiesThatComeWithRows:
         for _ in range(6):
             rb.flush()
         assert stored(link) == [0, 1, 2, 3]
-        newest = 7.0 if fate == "answer" and not local else 0.5
+        newest = 7.0 if fate == "answer" else 0.5
         assert self.priorities(link, index) == [newest, 0.5, 2.0, 2.0]
 
     def test_a_shard_killed_between_rows_and_priorities_sets_them_when_they_are_sent_again(

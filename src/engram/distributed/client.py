@@ -74,6 +74,7 @@ class ShardClient:
         self._greeting: PendingCall | None = link.call("facts")  # while nobody knows in which life it is
         self._written = 0  # rows that it has ever had, as far as answers say
         self._gone = ""  # why it will never answer
+        self._may_be_gone = False  # by the last greeting
         self._totals: ShardTotals | None = None
         #: How often it stopped to answer.
         self.outages = 0
@@ -151,8 +152,9 @@ class ShardClient:
         try:
             facts: ShardFacts = greeting.result(timeout)
         except ShardUnavailableError as error:
-            self._gone = str(error) if isinstance(error, ShardGoneError) else ""
-            self._greet_again(greeting)
+            with self._lock:
+                if self._greeting is greeting:
+                    self._take_in_refusal(error)
             return
         except TimeoutError:
             return
@@ -160,17 +162,22 @@ class ShardClient:
             if self._greeting is greeting:
                 self._take_in(facts)
 
-    def _greet_again(self, before: PendingCall) -> None:
-        with self._lock:
-            if self._greeting is before:
-                self._greeting = self._link.call("facts")
+    def _take_in_refusal(self, error: ShardUnavailableError) -> None:
+        """Only a second greeting in a row, begun after the first was refused, is believed that the shard is gone.
+
+        One that was on its way while the shard's node died may be told so, too, of a shard that is started again.
+        """
+        is_gone = isinstance(error, ShardGoneError)
+        self._gone = str(error) if is_gone and self._may_be_gone else ""
+        self._may_be_gone = is_gone
+        self._greeting = self._link.call("facts")
 
     def _take_in(self, facts: ShardFacts) -> None:
         if facts.layout is None and self.layout is not None:
             self._link.call("adopt", facts.totals.incarnation, self.layout)
             self._greeting = self._link.call("facts")  # which comes after it
             return
-        self._greeting, self._gone = None, ""
+        self._greeting, self._gone, self._may_be_gone = None, "", False
         before, written = self._facts, facts.totals.writes
         if before is not None and self.totals.incarnation == facts.totals.incarnation:
             self._facts = facts  # as it was when it was greeted: answers since then are newer

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -52,6 +52,8 @@ _PATIENCE = 120.0  # seconds in which the shards tell how many rows of a dead co
 _PAUSE = 0.05  # seconds between two tries of that
 _CLOSE_TIMEOUT = 5.0
 _LOOK_INTERVAL = 0.5  # seconds between two looks at whether a collector hangs
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +158,8 @@ class _CollectorActor:
             _until_shard_answers(functools.partial(buffer.extend, part.reshape(-1)))
         for buffer in self._buffers:
             _until_shard_answers(buffer.flush)
-        return _Report(sum(buffer.rows_in() for buffer in self._buffers), None, returns, lengths)
+        rows = sum(_until_shard_answers(buffer.rows_in) for buffer in self._buffers)
+        return _Report(rows, None, returns, lengths)
 
     def _add_producer(self, part: TensorDictBase, worker: int) -> None:
         """Makes trajectory ids those of this producer."""
@@ -198,12 +201,11 @@ def _close_producer(buffer: RayReplayBuffer) -> None:
     buffer.close()
 
 
-def _until_shard_answers(call: Callable[[], Any]) -> None:
+def _until_shard_answers(call: Callable[[], T]) -> T:
     """Calls again while the shard is away: its rows are kept, or were not sent. ShardGoneError: it is for good."""
     while True:
         try:
-            call()
-            return
+            return call()
         except ShardGoneError:
             raise
         except ShardUnavailableError:
@@ -481,6 +483,8 @@ class RayCollector(BackgroundCollector):
         while True:
             try:
                 return sum(self._replay_buffer.end_producer(name) for name in life.names)
+            except ShardGoneError:
+                raise
             except (NoFreeLaneError, ShardUnavailableError):  # its process is just ending; the shard comes back
                 if time.monotonic() > deadline:
                     raise

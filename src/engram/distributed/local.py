@@ -19,7 +19,7 @@ from engram.distributed.client import PendingCall, ShardClient
 from engram.distributed.folder_lock import FolderWatch, watch_folder
 from engram.distributed.shard import DrawnRows, Tenancy
 from engram.distributed.shard_sampling import draw_rows, lane_ranges
-from engram.errors import ShardUnavailableError
+from engram.errors import ShardUnavailableError, StorageError
 
 
 class ShardMovedError(ShardUnavailableError):
@@ -99,19 +99,33 @@ class LocalProducer:
         if self._watch is not None and self._storage is not None:
             await_shard(self.shard, self._watch, deadline, self._storage.write_count)
             return
+        while not self._open_now(deadline):
+            pass
+
+    def _open_now(self, deadline: float) -> bool:
+        """Gets a lane and opens the store; False: the shard has ended meanwhile, and is back. Errors as `open`."""
         tenancy: Tenancy = self.shard.ask(deadline, "join", self.name)
         folder = self.shard.ask(deadline, "lend", self.name, tenancy.number)
         watch = watch_folder(folder)
         if watch is None:
             raise ShardMovedError(f"shard {self.shard.number} does not live in {folder} on this machine")
-        storage = LazyMemmapStorage(None, folder, existsok=True, lanes=self.shard.facts.lanes)
+        incarnation = self.shard.totals.incarnation
         try:
-            assert storage.lanes is not None
-            storage.lanes.hold_lane(tenancy.lane, goes_on=tenancy.rows > 0)
-        except BaseException:
-            storage.close()
-            raise
+            storage = LazyMemmapStorage(None, folder, existsok=True, lanes=self.shard.facts.lanes)
+            try:
+                assert storage.lanes is not None
+                storage.lanes.hold_lane(tenancy.lane, goes_on=tenancy.rows > 0)
+            except BaseException:
+                storage.close()
+                raise
+        except StorageError:  # of one that has ended the lane may be taken back, the folder removed
+            watch.close()
+            self.shard.forget()
+            if self.shard.await_presence(deadline).totals.incarnation == incarnation:
+                raise
+            return False
         self._tenancy, self._storage, self._watch = tenancy, storage, watch
+        return True
 
     def flush(self, timeout: float | None = None) -> None:
         """Waits until the shard lives in which the rows are; errors as `Producer.flush`."""

@@ -774,9 +774,22 @@ class ReplayShard:
 
     @_call
     def update_priority(
-        self, incarnation: int, index: Tensor, priority: Tensor, generation: Tensor | None = None
+        self,
+        incarnation: int,
+        index: Tensor,
+        priority: Tensor,
+        generation: Tensor | None = None,
+        came_with_rows: bool = False,
     ) -> ShardTotals:
-        """Sets priorities of rows that are still the ones that were drawn; errors as `Sampler.update_priority`."""
+        """Sets priorities of rows that are still the ones that were drawn; errors as `Sampler.update_priority`.
+
+        Args:
+            came_with_rows: they are of rows that a process of this machine has just written, with their generations:
+                rows that have been given one since keep it.
+        """
+        if came_with_rows and self._priorities is not None and generation is not None:
+            has_none = ~self._priorities.has(index, generation)
+            index, priority, generation = index[has_none], priority[has_none], generation[has_none]
         self._set_priorities(index, priority, generation)
         return self._totals()
 

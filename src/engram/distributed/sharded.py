@@ -30,7 +30,7 @@ from engram.distributed.client import PendingCall, Producer, ShardClient, ShardL
 from engram.distributed.commit import load_shards, save_shards
 from engram.distributed.folder_lock import FolderWatch, watch_folder
 from engram.distributed.local import LocalProducer, LocalReader, ShardMovedError, await_shard
-from engram.errors import ShardUnavailableError
+from engram.errors import ShardUnavailableError, StorageError
 from engram.store.layout import RowLayout
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import WriteRequest
@@ -84,28 +84,48 @@ class ShardedSettings(NamedTuple):
 
 
 class _Priorities(NamedTuple):
-    """Priorities, float64 [n], of rows by flat index and generation, int64 [n]; generation None: of any row there."""
+    """Priorities, float64 [n], of rows by flat index and generation, int64 [n]; generation None: of any row there.
+
+    `came_with_rows`: they are set only for rows that have had none.
+    """
 
     flat_index: Tensor
     priority: Tensor
     generation: Tensor | None
+    came_with_rows: bool = False
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Those of one kind can be sent in one call."""
+        return self.generation is not None, self.came_with_rows
 
     @classmethod
     def joined(cls, some: Sequence[_Priorities]) -> _Priorities:
+        """Priorities of one kind together."""
         generations = [one.generation for one in some if one.generation is not None]
         flat_index, priority = torch.cat([one.flat_index for one in some]), torch.cat([one.priority for one in some])
-        return cls(flat_index, priority, torch.cat(generations) if generations else None)
+        return cls(flat_index, priority, torch.cat(generations) if generations else None, some[0].came_with_rows)
 
     def part(self, where: Any) -> _Priorities:
         generation = None if self.generation is None else self.generation[where]
-        return _Priorities(self.flat_index[where], self.priority[where], generation)
+        return self._replace(flat_index=self.flat_index[where], priority=self.priority[where], generation=generation)
 
     def copy(self) -> _Priorities:
         generation = None if self.generation is None else self.generation.clone()
-        return _Priorities(self.flat_index.clone(), self.priority.clone(), generation)
+        return self._replace(flat_index=self.flat_index.clone(), priority=self.priority.clone(), generation=generation)
 
     def last(self, n: int) -> _Priorities:
         return self.part(slice(max(0, len(self.flat_index) - n), None))
+
+    def rows(self) -> list[tuple[int, int | None]]:
+        """The flat index and the generation of each row."""
+        generations = [None] * len(self.flat_index) if self.generation is None else self.generation.tolist()
+        return list(zip(self.flat_index.tolist(), generations, strict=True))
+
+    def without(self, rows: set[tuple[int, int | None]]) -> _Priorities:
+        """Those that are of none of these rows."""
+        others = [(index, g) not in rows and (index, None) not in rows for index, g in self.rows()]
+        return self.part(torch.tensor(others, dtype=torch.bool))
 
 
 class ShardedReplayBuffer:
@@ -236,7 +256,8 @@ class ShardedReplayBuffer:
             return first + producer.extend(block, self._highest_new_priority(), deadline, priority)
         slots = producer.extend(block, deadline)
         if priority is not None:  # with generations: sent again where the call is lost, and never set for other rows
-            self._begin_update(producer.shard, _Priorities(first + slots, priority, producer.generations(slots)))
+            given = _Priorities(first + slots, priority, producer.generations(slots), came_with_rows=True)
+            self._begin_update(producer.shard, given)
         return first + slots
 
     def _leave_moved_shard(self) -> None:
@@ -479,8 +500,14 @@ class ShardedReplayBuffer:
             folder = shard.facts.folder if self._local[shard.number] and shard.is_present else None
             if folder is not None and shard.facts.layout is not None and shard.number not in self._readers:
                 watch = watch_folder(folder)
-                if watch is not None:
+                if watch is None:
+                    continue
+                try:
                     self._readers[shard.number] = LocalReader(shard, folder, watch)
+                except StorageError:
+                    if watch.look():
+                        raise
+                    watch.close()  # it has just ended, and its folder was removed
         return self._readers
 
     def _open_beside(self, deadline: float) -> ReplayBuffer[Any] | None:
@@ -496,7 +523,13 @@ class ShardedReplayBuffer:
         watch = watch_folder(folder)
         if watch is None:
             return None
-        storage = LazyMemmapStorage.open(folder, read_only=True)
+        try:
+            storage = LazyMemmapStorage.open(folder, read_only=True)
+        except StorageError:
+            if watch.look():
+                raise
+            watch.close()
+            return None  # it has just ended, and its folder was removed
         kind = TensorDictReplayBuffer if self._settings.attaches else ReplayBuffer
         self._beside = kind(
             storage=storage, sampler=self._settings.sampler, transform=self._transform, generator=self._generator
@@ -600,7 +633,7 @@ class ShardedReplayBuffer:
             return  # they may be of rows that another thread is just about to send: next time
         self._settle_updates(_MOST_UPDATES, deadline)
         updates, self._updates = self._updates, []
-        for _, some in itertools.groupby(updates, lambda update: update.generation is not None):
+        for _, some in itertools.groupby(updates, lambda update: update.kind):
             joined = _Priorities.joined(list(some))
             owner = joined.flat_index.div(capacity, rounding_mode="floor")
             self._warn_of_outside(int((owner >= len(self._shards)).sum()))
@@ -617,7 +650,7 @@ class ShardedReplayBuffer:
 
     def _begin_update(self, shard: ShardClient, part: _Priorities) -> None:
         slots = part.flat_index - shard.number * shard.facts.capacity
-        call = shard.begin("update_priority", slots, part.priority, part.generation)
+        call = shard.begin("update_priority", slots, part.priority, part.generation, part.came_with_rows)
         self._sent_updates.append((shard, call, part))
 
     def _send_updates_beside_rows(self, deadline: float) -> None:
@@ -679,13 +712,26 @@ class ShardedReplayBuffer:
                     answers += finish_all([(shard, call)], deadline)
                 except (IndexError, ValueError) as error:
                     answers.append(error)
-        for (shard, _, part), answer in zip(sent, answers, strict=True):
-            if answer is None:
-                self._keep(shard, part)
+        if any(answer is None for answer in answers):
+            self._keep_lost(sent, answers)
         self._updates += newer
         self._warn_of_dropped()
         if refused is not None:
             raise refused
+
+    def _keep_lost(self, sent: list[tuple[ShardClient, PendingCall, _Priorities]], answers: list[Any]) -> None:
+        """Keeps priorities whose calls were lost, less those of rows that were sent newer ones since."""
+        calls = [(shard, part, answer is None) for (shard, _, part), answer in zip(sent, answers, strict=True)]
+        calls += [(shard, part, False) for shard, _, part in list(self._sent_updates)]
+        lost: list[tuple[ShardClient, _Priorities]] = []
+        newer: dict[int, set[tuple[int, int | None]]] = {}  # rows, by shard
+        for shard, part, is_lost in reversed(calls):
+            rows = newer.setdefault(shard.number, set())
+            if is_lost:
+                lost.append((shard, part.without(rows)))
+            rows.update(part.rows())
+        for shard, part in reversed(lost):
+            self._keep(shard, part)
 
     def _highest_new_priority(self) -> float | None:
         if self._prioritized is None or len(self._shards) == 1:
