@@ -1,9 +1,11 @@
-"""Texts that files and users give, made safe for a terminal or a log; and the library's logger."""
+"""Texts that files and users give, made safe for a terminal or a log; and the library's logger and warnings."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
+import warnings
 
 
 def visible(text: object) -> str:
@@ -26,6 +28,14 @@ def visible_lines(text: object) -> str:
     if shown.isprintable():
         return shown
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in shown)
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the line of the user's code that called this library, however deep in it the reason was found."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("engram.", "contextlib")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
 
 
 class _VisibleRecords(logging.Filter):

@@ -5,9 +5,7 @@ Here is also what collectors of both kinds do with settings, states, weights and
 
 from __future__ import annotations
 
-import sys
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -18,6 +16,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
+from engram._text import warn_user
 from engram.collectors.arguments import settle_other_arguments
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.gym_rollout import GymRollout
@@ -817,19 +816,10 @@ def warn_of_remainder(total_frames: int, frames_per_batch: int) -> None:
     """Warns where the last batch goes beyond `total_frames`, on the line that made the collector."""
     if total_frames > 0 and total_frames % frames_per_batch:
         rounded_up = -(-total_frames // frames_per_batch) * frames_per_batch
-        warnings.warn(
+        warn_user(
             f"total_frames={total_frames} is not a multiple of the {frames_per_batch} frames of a batch; "
             f"{rounded_up} frames will be collected",
-            stacklevel=_frames_of_engram(),
         )
-
-
-def _frames_of_engram() -> int:
-    """How many frames of this package are on the stack above the first of another one: a warning's stacklevel."""
-    level, frame = 0, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("engram."):
-        level, frame = level + 1, frame.f_back
-    return level + 1
 
 
 def validate_state(state: Any, policy_state: Mapping[str, Any] | None) -> None:

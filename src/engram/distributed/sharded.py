@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from engram import pytree
+from engram._text import warn_user
 from engram.data.replay_buffers.buffer import ReplayBuffer
 from engram.data.replay_buffers.samplers import PrioritizedSampler, RandomSampler, Sampler, SliceSampler
 from engram.data.replay_buffers.samplers.slices import mark_rows
@@ -598,10 +599,9 @@ class ShardedReplayBuffer:
         while len(self._given) > 1 and sum(len(one.flat_index) for one in list(self._given)) > most:
             n += len(self._given.popleft().flat_index)
         if n:
-            warnings.warn(
+            warn_user(
                 f"the oldest {n} priorities were dropped, as no shard has answered yet: up to {_MOST_WAITING} wait",
                 RuntimeWarning,
-                stacklevel=3,
             )
 
     def _known_capacity(self) -> int | None:
@@ -661,7 +661,7 @@ class ShardedReplayBuffer:
                 now = time.monotonic()
                 self._send_updates(now + (deadline - now) / 2)  # with time left for the rows
             except (IndexError, ValueError) as error:  # these rows have no part in it
-                warnings.warn(f"priorities that were given before were refused: {error}", RuntimeWarning, stacklevel=4)
+                warn_user(f"priorities that were given before were refused: {error}", RuntimeWarning)
             finally:
                 self._lock.release()
 

@@ -10,7 +10,6 @@ import os
 import resource
 import tempfile
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import reduction
@@ -19,7 +18,7 @@ from typing import Any
 
 from engram import _native
 from engram._system import boot_id, free_memory, human_bytes, open_regular
-from engram._text import log, visible
+from engram._text import log, visible, warn_user
 from engram.errors import StorageError
 from engram.store.header import FILE_NAME, open_store
 from engram.store.layout import RowLayout
@@ -457,9 +456,8 @@ class StoreSession:
         """Marks the store clean if no other process has it open; warns where its file, and so the rows, are gone."""
         if self._wrote:
             if self._is_deleted():
-                warnings.warn(
+                warn_user(
                     f"{visible(self._path)} {_DELETED} while it was open: its rows are lost with this close",
-                    stacklevel=4,
                 )
             self._refuse_other_node()  # one that has taken it over is not to find it clean
             self._sync()

@@ -10,7 +10,6 @@ import copy
 import os
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from engram import _native
 from engram._system import fork_registry, notice_fork, run_after_fork
+from engram._text import warn_user
 from engram.errors import NoFreeLaneError, StorageInUseError
 from engram.store.locks import LaneLocks
 
@@ -268,14 +268,13 @@ class Lanes:
         if rows <= 0:
             return
         self._has_warned = True
-        warnings.warn(
+        warn_user(
             f"lane {lane} of {n} is full: from here on each step of this process replaces one of {rows} that an "
             f"earlier writer left there, the oldest first; {len(self)} of {self.capacity} steps are stored. A writer "
             f"has a lane of {self.store.lane_capacity} steps, and takes the free one with the fewest. To keep more "
             "steps of each make the storage with fewer lanes or a larger max_size; where old steps are to go, ignore "
             "this",
             RuntimeWarning,
-            stacklevel=8,
         )
 
     def _end_watch(self) -> None:
@@ -453,13 +452,12 @@ class Lanes:
         last = self.store.last_writer(lane)
         if not last or last == self.store.writer or not self.locks.is_writer_alive(last >> _native.PID_BITS):
             return
-        warnings.warn(
+        warn_user(
             f"this process and process {last & ((1 << _native.PID_BITS) - 1)} write to one store and take turns: "
             "rows of both lie behind each other, a whole extend (or add) at a time, and no slice or trajectory goes on "
             "from one extend to the next where another process wrote in between. For slices longer than one extend "
             "make the storage with lanes=n, one for each of n writers",
             RuntimeWarning,
-            stacklevel=8,
         )
 
     def next_slots(self, steps: int) -> Tensor:
@@ -692,13 +690,12 @@ def warn_of_copy(parent: int) -> None:
     if _copy_warned or not parent or parent != os.getppid():
         return
     _copy_warned = True
-    warnings.warn(
+    warn_user(
         f"this process was forked from process {parent} and uses a copy of its replay buffer: it sees no row that is "
         "written there from now on, and what it writes is not seen there. To share the rows make the buffer with "
         "shared=True (LazyTensorStorage, LazyMemmapStorage) and write its first batch before the fork; where a copy "
         "is what you want, ignore this",
         RuntimeWarning,
-        stacklevel=4,
     )
 
 

@@ -6,10 +6,10 @@ Memory maps of several nodes are not coherent on a network file system: a store 
 from __future__ import annotations
 
 import hashlib
-import warnings
 from pathlib import Path
 
 from engram import _native
+from engram._text import warn_user
 from engram.errors import StorageInUseError
 
 #: `f_type` of statfs(2) of file systems that several nodes, or a virtual machine and its host, may have mounted.
@@ -103,11 +103,10 @@ def warn_of_network(fd: int, path: Path) -> None:
     """Warns where a store that is to be written lies on a network file system."""
     kind = network_file_system(fd)
     if kind is not None:
-        warnings.warn(
+        warn_user(
             f"{path} lies on {kind}: memory maps of several nodes are not coherent there. All processes that use it "
             "must run on one node at a time; another node is refused until it is closed, or opens it with "
             "take_over=True. Rows that were flushed or closed are as safe as the file server keeps them. For writers "
             "on several nodes see engram.distributed; a local disk is faster",
             RuntimeWarning,
-            stacklevel=7,
         )

@@ -56,6 +56,7 @@ NEEDED = {
 }
 # Functions that compute the name of an attribute, and where the name comes from: never from a file.
 COMPUTED = {
+    ("_advice.py", "advised"): "the names in the table that stands there, at import",
     ("checkpoint/encoding.py", ""): "dtypes that stand there, at import",
     ("interop/torchrl/files.py", ""): "dtypes that stand there, at import",
     ("store/episodes.py", "_query"): "the methods that call it",

@@ -5,7 +5,6 @@ Steps are episode data (TED): the next observation, reward and flags of a step a
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from engram import pytree
 from engram._progress import progress_bar
-from engram._text import visible
+from engram._text import visible, warn_user
 from engram.errors import DatasetError
 from engram.pytree import Key, KeyPath, as_path, stack
 from engram.store.episodes import DONE, IDS, EpisodeIndex
@@ -498,7 +497,7 @@ def ingest(blocks: Iterable[Any], buffer: Any, path: Any, total: int | None, sho
     capacity = buffer.storage.max_size
     if total is not None and capacity is not None and total > capacity:
         text = f"{visible(path)} has {total} steps, the buffer keeps {capacity}: only the last ones stay"
-        warnings.warn(text, stacklevel=3)
+        warn_user(text)
     rows = 0
     with progress_bar(f"reading {path}", total, shown) as advance:
         try:

@@ -7,7 +7,6 @@ import copy
 import math
 import os
 import textwrap
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,6 +25,7 @@ from engram._advice import advised
 from engram._arguments import describe
 from engram._generator import Generator, is_state
 from engram._system import human_bytes, set_state, state_of
+from engram._text import warn_user
 from engram.checkpoint.protocols import StorageCheckpointerBase
 from engram.data.replay_buffers.checkpointing import (
     PARTS,
@@ -204,12 +204,12 @@ class ReplayBuffer(Generic[T]):
         self._track_generations = track_generations
         self._pin_memory = bool(pin_memory) and torch.cuda.is_available()
         if pin_memory and not self._pin_memory:
-            warnings.warn(
-                "pin_memory=True does nothing here: this process sees no CUDA device to copy batches to", stacklevel=3
+            warn_user(
+                "pin_memory=True does nothing here: this process sees no CUDA device to copy batches to",
             )
         self._reuse_batches = bool(reuse_batches)
         if reuse_batches and (reason := why_not_reusable()) is not None:
-            warnings.warn(f"reuse_batches=True does nothing here: {reason}", stacklevel=3)
+            warn_user(f"reuse_batches=True does nothing here: {reason}")
         self._transform: Compose = transform  # type: ignore[assignment]  # __setattr__ makes a Compose of it
         if prefetch is not None and prefetch < 0:
             raise ValueError(f"prefetch must be 0 or more, got {prefetch}")
@@ -594,10 +594,9 @@ class ReplayBuffer(Generic[T]):
                 "batch_size not specified: give one to sample(batch_size) or to the buffer's constructor"
             )
         if self._batch_size is not None and batch_size != self._batch_size:
-            warnings.warn(
+            warn_user(
                 f"sample was called with batch_size={batch_size}, the buffer was made with "
                 f"batch_size={self._batch_size}; {batch_size} is used",
-                stacklevel=3,
             )
         if type(batch_size) is int and batch_size > 0:
             return batch_size
@@ -1060,10 +1059,9 @@ class ReplayBuffer(Generic[T]):
         """Raises TypeError for a transform that does not work here; warns of one that works on reading only."""
         for part in transform.parts():
             if part.names_no_entry_to_invert():
-                warnings.warn(
+                warn_user(
                     f"{part.kind} has `_inv_apply_transform` and no `in_keys_inv`: {list(part.in_keys)} are stored as "
                     "they are written, and changed on reading only; in_keys_inv names the entries to change on writing",
-                    stacklevel=4,
                 )
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engram._text import warn_user
 from engram.pytree import Key, KeyPath, as_path, as_tensor, format_key, get_entry, has_batch_size, map_outermost
 from engram.store.episodes import IDS
 
@@ -170,10 +170,9 @@ def _ends(data: Any, trajectory_key: Key | None) -> Tensor:
             f"({', '.join(map(format_key, _IDS))}) and no flags ({', '.join(map(format_key, _ENDS))}): say with "
             "trajectory_key where ids are"
         )
-    warnings.warn(
+    warn_user(
         f"the data have no trajectory ids, so trajectories end where {', '.join(format_key(p) for p, _ in flags)} say "
         "so: one that was cut off is joined with the next. Store ids, or give trajectory_key",
-        stacklevel=3,
     )
     ends = torch.stack([_any_of_step(flag.bool()) for _, flag in flags]).any(0)
     if len(ends):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from engram import _native
 from engram._system import drawing
+from engram._text import warn_user
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
     DrawTotals,
@@ -197,10 +197,9 @@ class PriorityTable:
             return
         self.refuse_beyond(most, stored_rows(storage))
         if storage.max_size is not None:
-            warnings.warn(
+            warn_user(
                 f"max_capacity={self.max_capacity} of the sampler is less than the {storage.max_size} steps that the "
                 "storage can hold; what is stored beyond it is refused",
-                stacklevel=6,
             )
 
     def most_rows(self, storage: Storage) -> int | None:

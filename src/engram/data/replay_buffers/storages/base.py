@@ -10,7 +10,6 @@ import inspect
 import math
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from engram import _native, pytree
 from engram._system import fork_registry
+from engram._text import warn_user
 from engram.checkpoint.snapshot import save_snapshot
 from engram.errors import CheckpointMisfitError, StorageError
 from engram.interop.open import open_saved
@@ -1124,12 +1124,11 @@ def warn_of_items(batch: Any) -> None:
     """Warns, at the first batch of a storage with ndim=1, that whole trajectories are what it stores as items."""
     shape = list(batch.shape)
     n, steps = shape[0], math.prod(shape[1:])
-    warnings.warn(
+    warn_user(
         f"a batch of shape {shape} is stored as {n} items of {steps} steps each, as the storage has ndim=1: a sample "
         f"of k is [k, {', '.join(map(str, shape[1:]))}]. To store {n * steps} single steps, make the storage with "
         f"ndim={len(shape)}, or write batch.reshape(-1); where whole trajectories are what you want, ignore this",
         UserWarning,
-        stacklevel=6,
     )
 
 
