@@ -370,6 +370,7 @@ METHODS = {
     "_check_rows": lambda s, st: s._check_rows(st, 0),
     "_check_sending": _check_sending,
     "_redraw": _redraw,
+    "_find": lambda s, st: s._find(st),
     "_find_stale": _find_stale,
     "_postprocess": _postprocess,
     "_sync": lambda s, st: s._sync(st),
