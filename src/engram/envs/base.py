@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engram._native import take_frames
 from engram.envs.engines import VectorEngine
-from engram.envs.policies import FLAGS, as_policy, written_actions
+from engram.envs.policies import FLAGS, RecordedActions, as_policy, on_device_of, written_actions
 from engram.envs.torchrl import as_torchrl_env
 from engram.pytree import Key, as_keys, key_path
 from engram.specs import Categorical, Composite, Spec, Stacked, StackedComposite, Unbounded
@@ -24,8 +24,8 @@ from engram.transforms.base import IDLE
 
 
 def step_mdp(
-    td: TensorDictBase,
-    *,
+    tensordict: TensorDictBase,
+    next_tensordict: TensorDictBase | None = None,
     keep_other: bool = True,
     exclude_reward: bool = True,
     exclude_done: bool = False,
@@ -36,14 +36,15 @@ def step_mdp(
 ) -> TensorDictBase:
     """The root of step t+1 from a stepped TensorDict of step t: its `"next"` entries, moved to the root.
 
-    Other root keys (those that a policy writes) stay unless `keep_other=False`. The result is a new TensorDict that
-    shares its tensors with `td`. `done_keys` stands for the flags beside it, too. Raises KeyError if `td` has no
-    `"next"`.
+    Other root keys (those that a policy writes) stay unless `keep_other=False`. The result is a new TensorDict, or
+    `next_tensordict` with these entries, and shares its tensors with `tensordict`. `done_keys` stands for the flags
+    beside it, too. Raises KeyError if there is no `"next"`.
 
     >>> from tensordict import TensorDict
     >>> step_mdp(TensorDict({"a": torch.zeros(1), "next": {"a": torch.ones(1), "reward": torch.ones(1)}}))["a"]
     tensor([1.])
     """
+    td = tensordict
     following = td.get("next", None)
     if following is None:
         raise KeyError(
@@ -55,9 +56,9 @@ def step_mdp(
     root = root.exclude(*dropped) if dropped else root
     if not exclude_action and not keep_other:
         root.update(td.select(*actions))
-    return root.copy().update(
-        following.exclude(*dropped).copy()
-    )  # copies: nested TensorDicts must not be shared with `td`
+    # Copies: nested TensorDicts must not be shared with `td`.
+    result = root.copy().update(following.exclude(*dropped).copy())
+    return result if next_tensordict is None else next_tensordict.update(result)
 
 
 def _with_siblings(keys: Sequence[Key]) -> list[Key]:
@@ -579,15 +580,32 @@ class EnvBase(ABC):
     def _set_seed(self, seed: int) -> None:
         """Seeds the random numbers from the next reset on."""
 
-    def reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        """Starts episodes, everywhere or where `td["_reset"]` (bool `[*batch, 1]`) holds; the rest is as in `td`.
+    def reset(
+        self, tensordict: TensorDictBase | None = None, *, set_state: bool | None = None, **kwargs: Any
+    ) -> TensorDictBase:
+        """Starts episodes, everywhere or where `tensordict["_reset"]` (bool `[*batch, 1]`) holds; the rest is as there.
 
+        `set_state=True` requires an environment that reads its state from `tensordict`; False hides it from one.
         `kwargs` go to `_reset` of an environment in TorchRL's form; TypeError for others.
         """
         self._check_open()
+        td = tensordict
+        if set_state is not None:
+            td = self._with_state(td, set_state)
         mask = None if td is None else td.get("_reset", None)
         fresh = self._with_flags(self._reset_from(td, mask, kwargs))
         return fresh if td is None or mask is None or bool(mask.all()) else merge_where(mask, fresh, td)
+
+    def _with_state(self, td: TensorDictBase | None, set_state: bool) -> TensorDictBase | None:
+        """What a reset gets of the caller's TensorDict."""
+        if set_state and (td is None or not self._reads_state()):
+            raise NotImplementedError(
+                f"set_state=True: the reset of a {type(self).__name__} reads no state from a TensorDict; "
+                "set_seed(...) repeats an episode, and actions=... its steps"
+            )
+        if set_state or td is None or not self._reads_state():
+            return td
+        return td.select("_reset", strict=False)
 
     def _reset_from(self, td: TensorDictBase | None, mask: Tensor | None, kwargs: dict[str, Any]) -> TensorDictBase:
         """What a reset returns before flags are completed: of all, or where `mask` holds."""
@@ -601,9 +619,10 @@ class EnvBase(ABC):
         """Whether resets and steps read more of the caller's TensorDict than the action and the mask of resets."""
         return self._in_torchrl_form
 
-    def step(self, td: TensorDictBase) -> TensorDictBase:
-        """Takes the actions in `td` and puts the results under `td["next"]`. Raises KeyError without an action."""
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Takes the actions in `tensordict` and puts the results under `"next"` there. KeyError without an action."""
         self._check_open()
+        td = tensordict
         self._require_action(td)
         hidden = td.get("next", None)  # a recurrent policy writes its next hidden state there
         following = self._with_flags(self._step_from(td))
@@ -720,34 +739,34 @@ class EnvBase(ABC):
             if value is not None:
                 _check_value(key, value, spec, extra)
 
-    def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """`step`, and the root of the next step, reset where the episode is over; `next` keeps the last observation."""
-        td = self.step(td)
-        return td, self.maybe_reset(self.step_mdp(td))
+        stepped = self.step(tensordict)
+        return stepped, self.maybe_reset(self.step_mdp(stepped))
 
-    def step_mdp(self, td: TensorDictBase) -> TensorDictBase:
-        """The root of the next step from a stepped `td`, with this environment's keys."""
-        return step_mdp_of(self)(td)
+    def step_mdp(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """The root of the next step from a stepped TensorDict, with this environment's keys."""
+        return step_mdp_of(self)(next_tensordict)
 
-    def maybe_reset(self, td: TensorDictBase) -> TensorDictBase:
-        """`td`, reset where its `done` holds."""
-        done = td.get("done")
-        return reset_where(self, td, done) if bool(done.any()) else td
+    def maybe_reset(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """`tensordict`, reset where its `done` holds."""
+        done = tensordict.get("done")
+        return reset_where(self, tensordict, done) if bool(done.any()) else tensordict
 
     def vector_engine(self) -> VectorEngine | None:
         """The engine that steps the whole batch with raw values, for collectors; None if there is none."""
         return None
 
-    def rand_action(self, td: TensorDictBase | None = None) -> TensorDictBase:
-        """`td` with a random `action`, drawn from torch's global generator."""
-        td = TensorDict(batch_size=self.batch_size, device=self.device) if td is None else td
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """`tensordict` with a random `action`, drawn from torch's global generator."""
+        td = TensorDict(batch_size=self.batch_size, device=self.device) if tensordict is None else tensordict
         drawn = self.full_action_spec.rand(self._extra_batch(td))
         is_usual = list(drawn.keys()) == ["action"]
         return td.set("action", drawn.get("action")) if is_usual else td.update(drawn)
 
-    def rand_step(self, td: TensorDictBase | None = None) -> TensorDictBase:
+    def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """A step with a random action."""
-        return self.step(self.rand_action(td))
+        return self.step(self.rand_action(tensordict))
 
     def rollout(
         self,
@@ -755,35 +774,72 @@ class EnvBase(ABC):
         policy: Any = None,
         callback: Callable[[Any, TensorDictBase], Any] | None = None,
         *,
+        actions: Iterable[Any] | None = None,
         auto_reset: bool = True,
+        auto_cast_to_device: bool = False,
+        break_when_any_done: bool | None = None,
+        break_when_all_done: bool | None = None,
+        return_contiguous: bool | None = True,
         tensordict: TensorDictBase | None = None,
-        break_when_any_done: bool = True,
-        break_when_all_done: bool = False,
         set_truncated: bool = False,
-        return_contiguous: bool = True,
+        out: TensorDictBase | None = None,
+        trust_policy: bool = False,
+        storing_device: torch.device | str | None = None,
+        set_state: bool | None = None,
     ) -> TensorDictBase:
         """Up to `max_steps` steps as one batch `[*batch_size, T]`, from a fresh reset or from `tensordict`.
 
         Ends after the first step that is done in any environment (with `break_when_all_done`: in all), or
-        (`break_when_any_done=False`) resets those that are done and continues. `policy` is anything that a collector
-        takes. `tensordict` goes to the reset, or is the first root with `auto_reset=False`. `callback(env, td)` is
-        called after each step. `set_truncated` marks the last step of the batch `truncated` and `done` where it is not
-        terminated. Rows that only reset (`"_idle"`, see `VectorEnv`) are no steps: the rollout continues until every
-        environment has its steps, and drops what others have beyond. The batch is contiguous, whatever
-        `return_contiguous` says. Raises ValueError for fewer than one step.
+        (`break_when_any_done=False`) resets those that are done and continues. Rows that only reset (`"_idle"`, see
+        `VectorEnv`) are no steps: the rollout continues until every environment has its steps, and drops what others
+        have beyond. The batch is contiguous, whatever `return_contiguous` says.
+
+        Args:
+            max_steps: the number of steps, 1 or more.
+            policy: anything that a collector takes.
+            callback: `callback(env, td)` is called after each step.
+            actions: the actions to take instead of a policy's, one a step: tensors, arrays, numbers or TensorDicts. The
+                rollout ends with the last one.
+            auto_reset: False: the first root is `tensordict`, which otherwise goes to the reset.
+            auto_cast_to_device: the policy, an `nn.Module`, gets its input on the device of its parameters.
+            set_truncated: marks the last step of the batch `truncated` and `done` where it is not terminated.
+            out: a TensorDict `[*batch_size, T]` that the batch is written into and that is returned.
+            trust_policy: the policy takes TensorDicts, whatever the names of its parameters.
+            storing_device: the device of the batch; None: that of the steps.
+            set_state: True: the reset must read its state from `tensordict`; False: it does not get it.
+
+        Raises:
+            ValueError: fewer than one step; `actions` beside a policy, or none; `out` of another shape.
+            NotImplementedError: `set_state=True`, and the environment's reset reads no state.
+
+        >>> from engram.envs import GymEnv
+        >>> env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+        >>> env.rollout(10, actions=[0, 1, 1])["action"]
+        tensor([0, 1, 1])
         """
         if max_steps < 1:
             raise ValueError(f"max_steps must be 1 or more, got {max_steps}")
         if not auto_reset and tensordict is None:
             raise ValueError("auto_reset=False needs the state to start from: pass tensordict=env.reset()")
-        td = tensordict if tensordict is not None and not auto_reset else self.reset(tensordict)
-        act, frames, following = as_policy(policy, self), FrameQueue(td.batch_size), step_mdp_of(self)
+        if actions is not None:
+            policy = RecordedActions(actions, max_steps, self, policy)
+            max_steps, trust_policy = len(policy), True
+        if break_when_any_done is None:
+            break_when_any_done = not break_when_all_done
+        act = as_policy(policy, self, trusted=trust_policy)
+        if auto_cast_to_device:
+            act = on_device_of(policy, act)
+        begins_here = tensordict is not None and not auto_reset
+        state = {} if set_state is None else {"set_state": set_state}
+        td = tensordict if begins_here else self.reset(tensordict, **state)
+        assert td is not None
+        frames, following = FrameQueue(td.batch_size), step_mdp_of(self)
         have_ended, ended = torch.zeros((), dtype=torch.bool), None
         while True:
             stepped = self.step(act(td.copy()))
             if callback is not None:
                 callback(self, stepped)
-            frames.add(stepped)
+            frames.add(stepped if storing_device is None else stepped.to(storing_device))
             lost = lost_episodes(stepped, ended)
             ended = stepped.get(("next", "done"))
             if lost is not None:
@@ -799,7 +855,8 @@ class EnvBase(ABC):
                 max_steps = min(max_steps, _frames_of_ended(stepped, frames, default=max_steps))
             if frames.least >= max_steps:
                 batch = frames.take(max_steps)[0]
-                return _with_last_truncated(batch) if set_truncated else batch
+                batch = _with_last_truncated(batch) if set_truncated else batch
+                return batch if out is None else _written_into(out, batch)
             td = following(stepped) if break_when_all_done else self.maybe_reset(following(stepped))
 
     def fake_tensordict(self) -> TensorDictBase:
@@ -909,6 +966,16 @@ def _with_last_truncated(batch: TensorDictBase) -> TensorDictBase:
     done[last] = True
     following.set("truncated", truncated).set("done", done)
     return batch
+
+
+def _written_into(out: TensorDictBase, batch: TensorDictBase) -> TensorDictBase:
+    """`out` with the entries of `batch`. Raises ValueError if its shape is another."""
+    if out.batch_size != batch.batch_size:
+        raise ValueError(
+            f"out has the shape {tuple(out.batch_size)}, and the rollout {tuple(batch.batch_size)}: it ends early "
+            "where an episode does, unless break_when_any_done=False"
+        )
+    return out.update(batch, inplace=True)
 
 
 def _frames_of_ended(td: TensorDictBase, frames: FrameQueue, *, default: int) -> int:

@@ -184,8 +184,9 @@ class TransformedEnv(EnvBase):
                     fresh.set(key, spec.zero(self._extra_batch(fresh)))
         return fresh
 
-    def step(self, td: TensorDictBase) -> TensorDictBase:
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         self._check_open()
+        td = tensordict
         self._require_action(td)
         # A recurrent policy writes its next hidden state under "next": transforms do not see it.
         hidden = td.get("next", None)
