@@ -246,6 +246,8 @@ class TransformedEnv(EnvBase):
 
     def _close(self) -> None:
         self._base.close()
+        for part in self._parts:
+            part.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all transforms, in this environment and its base, without that of running episodes."""
