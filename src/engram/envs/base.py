@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 
+from engram._advice import absent_member, advised
 from engram._native import take_frames
 from engram.envs.engines import VectorEngine
 from engram.envs.policies import FLAGS, RecordedActions, as_policy, on_device_of, written_actions
@@ -282,7 +283,8 @@ _READ_BY_TORCHRL = (
 SPEC_NAMES = ("observation_spec", "full_action_spec", "full_reward_spec", "full_done_spec", "state_spec")
 
 
-class EnvBase(ABC):
+@advised
+class EnvBase(nn.Module, ABC):
     """An environment, or a batch of environments, that reads and writes TensorDicts of shape `batch_size`.
 
     A subclass calls `__init__` with its specs (batch dimensions included) and implements `_reset`, `_step` and
@@ -297,6 +299,10 @@ class EnvBase(ABC):
     are reset; its TensorDicts come to the environment's device, numbers and flags to the shapes of their specs. With
     `batch_locked = False` it steps TensorDicts of any batch size. Flags that are nested only are also at the root,
     True where any of them is.
+
+    An environment is an `nn.Module`: modules and tensors that are its attributes are moved by `to` and seen by
+    `parameters`, `state_dict`, `apply`, `train` and `eval`, as are those of environments and transforms in it. A closed
+    one opens again at its next reset.
 
     >>> class Counter(EnvBase):
     ...     def __init__(self):
@@ -314,6 +320,9 @@ class EnvBase(ABC):
 
     _behind_transform: Any  # TransformedEnv, which imports this file
     batch_locked = True  #: whether all TensorDicts must have the environment's batch size
+    run_type_checks = True  #: shapes and dtypes are always compared with the specs
+    auto_complete_done_specs = True  #: `done`, `terminated` and `truncated` are always there
+    reset_keys: Sequence[Key] = ("_reset",)  #: where a TensorDict says which environments to reset
 
     def __init__(
         self,
@@ -339,6 +348,7 @@ class EnvBase(ABC):
             )
         if (observation_spec is None) != (action_spec is None):
             raise TypeError("give both observation_spec and action_spec, or none and set them afterwards")
+        super().__init__()
         self.batch_size = torch.Size(batch_size or ())
         self.device = usable_device(device, "device")
         self._in_torchrl_form = observation_spec is None
@@ -500,14 +510,56 @@ class EnvBase(ABC):
         return spec
 
     @property
+    def full_observation_spec_unbatched(self) -> Composite:
+        """`full_observation_spec` of one environment of the batch."""
+        spec: Composite = self._unbatched(self.full_observation_spec)
+        return spec
+
+    @property
     def reward_spec_unbatched(self) -> Any:
         """`reward_spec` of one environment of the batch."""
         return self._unbatched(self.reward_spec)
 
     @property
+    def full_reward_spec_unbatched(self) -> Composite:
+        """`full_reward_spec` of one environment of the batch."""
+        spec: Composite = self._unbatched(self.full_reward_spec)
+        return spec
+
+    @property
     def done_spec_unbatched(self) -> Any:
         """`done_spec` of one environment of the batch."""
         return self._unbatched(self.done_spec)
+
+    @property
+    def full_done_spec_unbatched(self) -> Composite:
+        """`full_done_spec` of one environment of the batch."""
+        spec: Composite = self._unbatched(self.full_done_spec)
+        return spec
+
+    @property
+    def state_spec_unbatched(self) -> Composite:
+        """`state_spec` of one environment of the batch."""
+        spec: Composite = self._unbatched(self.state_spec)
+        return spec
+
+    @property
+    def full_state_spec_unbatched(self) -> Composite:
+        """`full_state_spec` of one environment of the batch."""
+        spec: Composite = self._unbatched(self.full_state_spec)
+        return spec
+
+    @property
+    def output_spec_unbatched(self) -> Composite:
+        """`output_spec` of one environment of the batch."""
+        spec: Composite = self._unbatched(self.output_spec)
+        return spec
+
+    @property
+    def input_spec_unbatched(self) -> Composite:
+        """`input_spec` of one environment of the batch."""
+        spec: Composite = self._unbatched(self.input_spec)
+        return spec
 
     @property
     def observation_keys(self) -> list[Key]:
@@ -559,9 +611,22 @@ class EnvBase(ABC):
         """The number of batch dimensions."""
         return len(self.batch_size)
 
+    @property
+    def batch_dims(self) -> int:
+        """The number of batch dimensions."""
+        return len(self.batch_size)
+
+    def ndimension(self) -> int:
+        """The number of batch dimensions."""
+        return len(self.batch_size)
+
     def numel(self) -> int:
         """The number of environments."""
         return self.batch_size.numel()
+
+    def cardinality(self) -> int | float:
+        """The number of different actions; infinite for a continuous one."""
+        return self.full_action_spec.cardinality()
 
     # ---- what a subclass defines ----
     @abstractmethod
@@ -588,10 +653,12 @@ class EnvBase(ABC):
         `set_state=True` requires an environment that reads its state from `tensordict`; False hides it from one.
         `kwargs` go to `_reset` of an environment in TorchRL's form; TypeError for others.
         """
-        self._check_open()
         td = tensordict
         if set_state is not None:
             td = self._with_state(td, set_state)
+        if self.is_closed:
+            self.start()
+            td = None if td is None else td.exclude("_reset")  # all begin anew
         mask = None if td is None else td.get("_reset", None)
         fresh = self._with_flags(self._reset_from(td, mask, kwargs))
         return fresh if td is None or mask is None or bool(mask.all()) else merge_where(mask, fresh, td)
@@ -753,6 +820,10 @@ class EnvBase(ABC):
         done = tensordict.get("done")
         return reset_where(self, tensordict, done) if bool(done.any()) else tensordict
 
+    def any_done(self, tensordict: TensorDictBase) -> bool:
+        """Whether an episode is over in any environment, by the flag `done` at the root."""
+        return bool(tensordict.get("done").any())
+
     def vector_engine(self) -> VectorEngine | None:
         """The engine that steps the whole batch with raw values, for collectors; None if there is none."""
         return None
@@ -866,13 +937,15 @@ class EnvBase(ABC):
         state = self.state_spec.zero().update(state)
         return state.update(self.full_action_spec.zero()).set("next", following)
 
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
         """Seeds the environments from the next reset on; returns the first seed that none of them uses.
 
-        With `static_seed` all environments of a batch get `seed` itself, so that they begin alike, and it is returned;
-        a batch of a user's own does with it what its `_set_seed` does. Raises ValueError, and changes nothing, where
-        the environments of a batch share one random generator.
+        Without a seed nothing happens, and None is returned. With `static_seed` all environments of a batch get `seed`
+        itself, so that they begin alike, and it is returned; a batch of a user's own does with it what its `_set_seed`
+        does. Raises ValueError, and changes nothing, where the environments of a batch share one random generator.
         """
+        if seed is None:
+            return None
         if static_seed:
             self._set_same_seed(seed)
             return seed
@@ -894,13 +967,30 @@ class EnvBase(ABC):
         """
         raise ValueError(f"{type(self).__name__} has no random state")
 
-    def to(self: Self, device: torch.device | str) -> Self:
-        """Moves specs and all further outputs to `device`; returns the environment itself."""
+    def to(self: Self, device: torch.device | str) -> Self:  # type: ignore[override]
+        """Moves specs, modules and all further outputs to `device`; returns the environment itself."""
         self.device = usable_device(device, "device")
         assert self.device is not None
+        super().to(self.device)  # parameters, and modules in it
         for name, spec in self._specs.items():
             self._specs[name] = spec.to(self.device)
         self._action_spec, self._done_spec = self._action_spec.to(self.device), self._done_spec.to(self.device)
+        return self
+
+    def cpu(self: Self) -> Self:
+        """`to("cpu")`."""
+        return self.to("cpu")
+
+    def cuda(self: Self, device: torch.device | int | None = None) -> Self:
+        """`to` a CUDA device, the current one by default."""
+        return self.to("cuda" if device is None else torch.device(device))
+
+    def add_truncated_keys(self: Self) -> Self:
+        """The environment itself: it has `truncated` wherever it has `done`."""
+        return self
+
+    def set_spec_lock_(self: Self, mode: bool = True) -> Self:
+        """The environment itself: its specs are never locked."""
         return self
 
     def to_torchrl(self) -> Any:
@@ -920,14 +1010,20 @@ class EnvBase(ABC):
     def __getattr__(self, name: str) -> Any:
         if name in _READ_BY_TORCHRL:
             raise TypeError(f"TorchRL reads {name!r}, which a {type(self).__name__} of engram does not have: {_WRAP}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise absent_member(type(self), name) from None
 
     def append_transform(self, transform: Any) -> Any:
         """This environment behind `transform`: a `TransformedEnv`."""
         return self._behind_transform(self, transform)
 
     def close(self, *, raise_if_closed: bool = False) -> None:
-        """Releases the environment's resources; a second call does nothing, or raises with `raise_if_closed`."""
+        """Releases the environment's resources, until the next reset or `start`.
+
+        A second call does nothing, or raises RuntimeError with `raise_if_closed`.
+        """
         if raise_if_closed:
             self._check_open()
         if not self.is_closed:
@@ -937,9 +1033,18 @@ class EnvBase(ABC):
     def _close(self) -> None:
         """Releases the resources of a subclass."""
 
+    def start(self) -> None:
+        """Opens the environment if it was closed, as a reset does."""
+        if self.is_closed:
+            self._open()
+            self.is_closed = False
+
+    def _open(self) -> None:
+        """Takes the resources of a subclass again, after `_close`."""
+
     def _check_open(self) -> None:
         if self.is_closed:
-            raise RuntimeError(f"this {type(self).__name__} was closed; make a new one")
+            raise RuntimeError(f"this {type(self).__name__} was closed; reset it first, which opens it again")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(batch_size={tuple(self.batch_size)}, device={self.device})"

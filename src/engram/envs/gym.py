@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -91,9 +93,14 @@ class GymEnv(EnvBase):
         }
         pixels: dict[str, bool] = {"from_pixels": from_pixels, "pixels_only": pixels_only}
         self._stepper: _Stepper
+        self._make_again: Callable[[], _Stepper] | None = None
         if num_envs or gym_make.is_vector(name_or_env):
-            envs = gym_make.make_vector(name_or_env, num_envs, kwargs, frame_skip=frame_skip, **pixels)
-            self._stepper = VectorStepper(GymVectorEngine(envs, **codecs))
+            make_vector = functools.partial(
+                _make_vector, name_or_env, num_envs, kwargs, codecs, frame_skip=frame_skip, **pixels
+            )
+            self._stepper = make_vector()
+            if isinstance(name_or_env, str):
+                self._make_again = make_vector
         else:
             env = gym_make.make_single(name_or_env, kwargs, **pixels)
             self._stepper = SingleStepper(GymEngine(env, frame_skip=frame_skip, **codecs))
@@ -151,11 +158,25 @@ class GymEnv(EnvBase):
     def set_random_state(self, state: Any) -> None:
         self._stepper.engine.set_random_state(state)
 
+    def _open(self) -> None:
+        if self._make_again is not None:  # gymnasium's vectors are of no use once closed; its single ones can be reset
+            self._stepper = self._make_again()
+
     def _close(self) -> None:
         self._stepper.engine.env.close()
 
     def __repr__(self) -> str:
         return f"GymEnv({self.gym_env}, device={self.device})"
+
+
+def _make_vector(
+    name_or_env: Any, num_envs: int, kwargs: dict[str, Any], codecs: dict[str, Any], **wrappers: Any
+) -> VectorStepper:
+    from engram.envs import gym_make
+
+    return VectorStepper(
+        GymVectorEngine(gym_make.make_vector(name_or_env, num_envs, dict(kwargs), **wrappers), **codecs)
+    )
 
 
 _UNCHANGED_METHODS = (GymEnv._step, GymEnv._reset, GymEnv.step, GymEnv.reset)

@@ -46,11 +46,14 @@ class SerialEnv(EnvBase):
         n = only_one("n", n, "num_workers", num_workers)
         make_env = only_one("make_env", make_env, "create_env_fn", create_env_fn)
         place = usable_device(device, "device")  # before an environment is created
-        self._envs = [make() for make in env_makers("SerialEnv", n, make_env, create_env_kwargs)]
-        first = self._envs[0]
-        for index, env in enumerate(self._envs):
+        envs = [make() for make in env_makers("SerialEnv", n, make_env, create_env_kwargs)]
+        first = envs[0]
+        for index, env in enumerate(envs):
             check_same_specs(index, env, first)
         super().__init__(batch_size=(n, *first.batch_size), device=first.device)
+        self._envs: list[Any] = envs
+        for index, env in enumerate(envs):
+            self.add_module(str(index), env)
         self._take_specs(first, n)
         self.policy_entries = first.policy_entries
         if place is not None:
@@ -121,10 +124,14 @@ class SerialEnv(EnvBase):
                 env.set_random_state(member)
             raise
 
-    def to(self, device: torch.device | str) -> SerialEnv:
+    def to(self, device: torch.device | str) -> SerialEnv:  # type: ignore[override]
         for env in self._envs:
             env.to(device)
         return super().to(device)
+
+    def _open(self) -> None:
+        for env in self._envs:
+            env.start()
 
     def _close(self) -> None:
         for env in self._envs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -42,17 +43,19 @@ class TransformedEnv(EnvBase):
     tensor([1., 2., 3.])
     """
 
+    _base: EnvBase
+
     def __init__(self, base_env: EnvBase, transform: Any = None) -> None:
         if not isinstance(base_env, EnvBase):
             raise TypeError(
                 f"TransformedEnv takes an engram environment, got a {type(base_env).__name__}; put another library's "
                 "environment behind that library's own transforms"
             )
-        self._base = base_env
         given = _as_list(transform)
         parts = [part for one in given for part in one.parts()]
-        self._is_single = len(given) == 1 and given[0].parts() == given
         super().__init__(batch_size=base_env.batch_size, device=base_env.device)
+        vars(self)["_base"] = base_env  # as a module it is `base_env`: that lookup is too slow for each step
+        self._is_single = len(given) == 1 and given[0].parts() == given
         self._take_specs(base_env)
         self.batch_locked = base_env.batch_locked
         self._attach(parts, 0)
@@ -108,6 +111,7 @@ class TransformedEnv(EnvBase):
             parent = object.__new__(type(self))  # not a copy: `__setstate__` would make it the container of them all
             vars(parent).update(vars(self))
             parent._parts, parent._is_single, parent._parents = self._parts[:n], False, {}
+            vars(parent)["_modules"] = {}
             parent._specs = dict(self._specs)
             parent._update_specs()
             self._parents[n] = parent
@@ -127,6 +131,7 @@ class TransformedEnv(EnvBase):
     def _update_specs(self) -> None:
         self._take_specs(self._base)
         specs = self._base_specs()
+        self._modules["base_env"], self._modules["transform"] = self._base, self.transform
         self._parents = {}  # they have other specs then
         own = [key for part in self._parts for key in part.policy_entries()]
         self.policy_entries = (*self._base.policy_entries, *own)
@@ -230,13 +235,13 @@ class TransformedEnv(EnvBase):
         cls = type(self)
         return None if (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS else list(self._parts)
 
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
         return self._base.set_seed(seed, static_seed)
 
     def _set_seed(self, seed: int) -> None:
         self._base.set_seed(seed)
 
-    def to(self: Self, device: torch.device | str) -> Self:
+    def to(self: Self, device: torch.device | str) -> Self:  # type: ignore[override]
         self._base.to(device)
         for part in self._parts:
             part.to(device)
@@ -244,38 +249,48 @@ class TransformedEnv(EnvBase):
         self._update_specs()
         return self
 
+    def _open(self) -> None:
+        self._base.start()
+
     def _close(self) -> None:
         self._base.close()
         for part in self._parts:
             part.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of all transforms, in this environment and its base, without that of running episodes."""
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The state of all transforms, in this environment and its base, without that of running episodes.
+
+        A module that the environment is a part of gives the other arguments, which are torch's.
+        """
+        if destination is not None:
+            return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         state = Compose(*self._parts).state_dict()
-        below = self._base.state_dict() if isinstance(self._base, TransformedEnv) else {}
+        below = dict(self._base.state_dict())
         return {**state, "base_env": below} if below else state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
         """Continues from a saved state.
 
         Raises ValueError, which lists every difference, if it belongs to other transforms; nothing is changed then.
+        `strict` and `assign` are torch's, and have no effect.
         """
+        state = dict(state_dict)
         if differences := self.differences(state):
             raise ValueError("the state does not fit: " + "; ".join(differences))
         Compose(*self._parts).load_state_dict(state)
-        if isinstance(self._base, TransformedEnv):
-            self._base.load_state_dict(state.get("base_env", {}))
+        self._base.load_state_dict(state.get("base_env", {}))
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """The reasons why a saved state cannot be loaded; empty if it can."""
         differences, below = Compose(*self._parts).differences(state), state.get("base_env", {})
         if isinstance(self._base, TransformedEnv):
             return differences + self._base.differences(below)
-        return (
-            [*differences, "the saved base_env had transforms with a state, and has none here"]
-            if below
-            else differences
-        )
+        own = self._base.state_dict().keys()
+        if below.keys() == own:
+            return differences
+        return [*differences, f"the saved base_env has the state {sorted(below)}, and here it has {sorted(own)}"]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # private ones belong to the base, and `copy` asks before there is a base
