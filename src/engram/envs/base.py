@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from engram._advice import absent_member, advised
 from engram._native import take_frames
+from engram.envs.checks import compare_with_specs
 from engram.envs.engines import VectorEngine
 from engram.envs.policies import FLAGS, RecordedActions, as_policy, on_device_of, written_actions
 from engram.envs.torchrl import as_torchrl_env
@@ -929,6 +930,19 @@ class EnvBase(nn.Module, ABC):
                 batch = _with_last_truncated(batch) if set_truncated else batch
                 return batch if out is None else _written_into(out, batch)
             td = following(stepped) if break_when_all_done else self.maybe_reset(following(stepped))
+
+    def check_env_specs(
+        self,
+        return_contiguous: bool | None = None,
+        check_dtype: bool = True,
+        seed: int | None = None,
+        tensordict: TensorDictBase | None = None,
+        break_when_any_done: Any = None,
+        *,
+        max_steps: int = 5,
+    ) -> None:
+        """Compares every value of some random steps with its spec: see the function of this name."""
+        compare_with_specs(self, seed, tensordict, max_steps)
 
     def fake_tensordict(self) -> TensorDictBase:
         """A stepped TensorDict of zeros, with the keys, shapes and dtypes that real steps have."""

@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram._advice import advised
 from engram.envs.base import EnvBase, mark_truncated
 from engram.envs.codecs import SpaceCodec, SpaceLeaf, flag_of, reward_of, space_leaves
 from engram.envs.engines import Array, Autoreset, GymEngine, VectorEngine, VectorStep
@@ -692,6 +693,7 @@ def _device_of(env: Any) -> torch.device:
 ERROR_CLOSE_TIMEOUT = 0.2  # seconds that workers have to stop after an error
 
 
+@advised
 class ParallelEnv(EnvBase):
     """`n` environments in worker processes: batch `[n, *batch of one]`, with the same values as `SerialEnv`.
 
@@ -714,13 +716,17 @@ class ParallelEnv(EnvBase):
             and a worker on the core of another one moves away. Pinning can help on an idle machine, and harms on a busy
             one.
         device: the device of all outputs; None: that of the environments.
-        patience: seconds that `close` waits for a worker in the middle of a step before it kills the worker.
+        patience: seconds that `close` waits for a worker in the middle of a step before it kills the worker;
+            `shutdown_timeout` is another name.
         timeout: seconds that one step or one reset of one environment may take; creating it is not limited. After
             that its worker is killed, and the WorkerError names the environment, the worker and the step, counted from
             1. None: no limit.
         restarts: how many workers, over all, may be replaced that fail, die or hang, also while they make their
             environments. Each is a RuntimeWarning that says which, how, and how many restarts are left; the next
             failure after the last one is the WorkerError.
+
+    TorchRL's `consolidate`, `daemon`, `memmap`, `metadata_from_workers`, `non_blocking`, `num_threads`,
+    `num_sub_threads`, `pin_memory`, `share_individual_td`, `shared_memory` and `use_buffers` have no effect.
 
     A worker that is replaced costs the open episodes of its environments. With `restarts` there is one more entry,
     `"_idle"` (bool `[n, *batch of one, 1]`), as in `VectorEnv`: where it holds at the root, the step found that the
@@ -764,7 +770,8 @@ class ParallelEnv(EnvBase):
         mp_start_method: str | None = None,
         cpus: Sequence[int] | None = None,
         device: torch.device | str | None = None,
-        patience: float = CLOSE_TIMEOUT,
+        patience: float | None = None,
+        shutdown_timeout: float | None = None,
         timeout: float | None = None,
         restarts: int = 0,
     ) -> None:
@@ -775,6 +782,9 @@ class ParallelEnv(EnvBase):
             n, num_workers = only_one("n", n, "num_workers", num_workers), None
         if mp_start_method is not None:
             start_method = only_one("start_method", start_method, "mp_start_method", mp_start_method)
+        if shutdown_timeout is not None:
+            patience = only_one("patience", patience, "shutdown_timeout", shutdown_timeout)
+        patience = CLOSE_TIMEOUT if patience is None else patience
         make_env = only_one("make_env", make_env, "create_env_fn", create_env_fn)
         makers = [CloudpickleWrapper(make) for make in env_makers("ParallelEnv", n, make_env, create_env_kwargs)]
         workers = _checked_workers(num_workers, n)

@@ -167,6 +167,11 @@ class RandomPolicy:
         action = self.action_spec.rand(() if batch_is_in_spec else td.batch_size)
         return td.update(action) if self.action_key is None else td.set(self.action_key, action)
 
+    def set_action_spec_from_env(self, env: Any) -> None:
+        """Draws the actions of `env` from here on."""
+        policy = random_policy(env)
+        self.action_spec, self.action_key = policy.action_spec, policy.action_key
+
     def __repr__(self) -> str:
         return f"RandomPolicy(action_spec={self.action_spec!r})"
 

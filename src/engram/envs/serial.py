@@ -10,20 +10,22 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram._advice import advised
 from engram.envs.base import SPEC_NAMES, EnvBase
 from engram.envs.engines import GymEngine
 from engram.processes.timeouts import reject_timeout
 from engram.specs.tensors import usable_device
 
 
+@advised
 class SerialEnv(EnvBase):
     """`n` environments, stepped one after the other: batch `[n, *batch of one]`.
 
     `make_env` creates one environment, or is a list of n such functions; `create_env_kwargs` are its arguments, or a
-    list of n of them. `num_workers` and `create_env_fn` are other names of `n` and `make_env`, and
-    `serial_for_single` has no effect. All must have the same specs. Environment i
-    gets the seed `seed + i * (number of environments in one)`. Raises ValueError for different specs or a list of
-    another length, TypeError for a `timeout`, which only `ParallelEnv` has.
+    list of n of them. `num_workers` and `create_env_fn` are other names of `n` and `make_env`; `serial_for_single`, and
+    the arguments that TorchRL's SerialEnv has for processes, shared memory and devices, have no effect. All must have
+    the same specs. Environment i gets the seed `seed + i * (number of environments in one)`. Raises ValueError for
+    different specs or a list of another length, TypeError for a `timeout`, which only `ParallelEnv` has.
 
     >>> from engram.envs import GymEnv
     >>> SerialEnv(3, lambda: GymEnv("CartPole-v1")).rollout(2)["observation"].shape
@@ -61,6 +63,7 @@ class SerialEnv(EnvBase):
 
     def engines(self) -> list[GymEngine] | None:
         """The engines that step with raw values, for collectors; None unless all are single gymnasium environments."""
+        self.start()
         members: list[Any] = [getattr(env, "engines", lambda: None)() for env in self._envs]
         if type(self) is not SerialEnv or len(self.batch_size) != 1 or None in members:
             return None

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram._advice import advised
 from engram.envs.base import EnvBase
 from engram.pytree import Key
 from engram.specs import Spec
@@ -19,6 +20,7 @@ from engram.transforms.env_specs import FLAGS, EnvSpecs
 Self = TypeVar("Self", bound="TransformedEnv")
 
 
+@advised
 class TransformedEnv(EnvBase):
     """An environment whose observations, rewards and actions go through a transform, a list of them, or a callable.
 
@@ -33,6 +35,9 @@ class TransformedEnv(EnvBase):
     Keys are those of the root: `"observation"`, `"reward"`. A base environment that reads its state from the TensorDict
     reads the caller's: there, use `out_keys` that leave the state's entries unchanged.
 
+    `device` is that of all outputs, of the base environment too; None: as that is. Attributes of the base environment
+    are read through. `auto_unwrap` and `cache_specs` have no effect: an environment with transforms below stays whole.
+
     Raises TypeError and ValueError for transforms that only work in buffers, or that remove rewards, flags or the
     action; KeyError for keys that the environment does not have.
 
@@ -45,7 +50,7 @@ class TransformedEnv(EnvBase):
 
     _base: EnvBase
 
-    def __init__(self, base_env: EnvBase, transform: Any = None) -> None:
+    def __init__(self, base_env: EnvBase, transform: Any = None, *, device: Any = None) -> None:
         if not isinstance(base_env, EnvBase):
             raise TypeError(
                 f"TransformedEnv takes an engram environment, got a {type(base_env).__name__}; put another library's "
@@ -59,6 +64,8 @@ class TransformedEnv(EnvBase):
         self._take_specs(base_env)
         self.batch_locked = base_env.batch_locked
         self._attach(parts, 0)
+        if device is not None:
+            self.to(device)
 
     # ---- transforms ----
     @property
