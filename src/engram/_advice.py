@@ -24,12 +24,47 @@ from typing import Any, TypeVar
 _Class = TypeVar("_Class", bound=type)
 _ANY: tuple[Any, ...] = ()  # every value of the argument is accepted and changes nothing
 
+_WORKERS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "allow_step_when_done": ((False,), "reset environments whose episode is over: env.maybe_reset, or rollout"),
+    "policy_proof": ((None,), "entries that a policy writes need no proof: leave it out"),
+    "consolidate": (_ANY, ""),
+    "daemon": (_ANY, ""),
+    "memmap": (_ANY, ""),
+    "metadata_from_workers": (_ANY, ""),
+    "non_blocking": (_ANY, ""),
+    "num_sub_threads": (_ANY, ""),
+    "num_threads": (_ANY, ""),
+    "pin_memory": (_ANY, ""),
+    "share_individual_td": (_ANY, ""),
+    "shared_memory": (_ANY, ""),
+    "use_buffers": (_ANY, ""),
+}
+_NEW_WORKERS: dict[str, str] = {
+    "non_blocking": "copies to other devices are complete when a call returns",
+    "select_and_clone": "use td.select(...).clone()",
+    "update_kwargs": "give create_env_kwargs to a new environment",
+}
+
 #: By class: the values of an argument that are accepted without effect, and what to do instead of giving another.
 ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     # ---- specs ----
     # ---- buffers and their parts ----
     "ReplayBuffer": {"service_backend": ((None, "direct"), "use RayReplayBuffer")},
     # ---- environments ----
+    "ParallelEnv": _WORKERS,
+    "SerialEnv": {**_WORKERS, "mp_start_method": (_ANY, ""), "shutdown_timeout": (_ANY, "")},
+    "TransformedEnv": {"auto_unwrap": (_ANY, ""), "cache_specs": (_ANY, "")},
+    "GymEnv": {
+        "allow_done_after_reset": (_ANY, ""),
+        "auto_reset": ((False,), "collectors and rollout reset where `done` holds"),
+        "auto_reset_replace": (_ANY, ""),
+        "convert_actions_to_numpy": (_ANY, ""),
+        "missing_obs_value": (_ANY, ""),
+        "native_autoreset": ((False,), "give an environment in any autoreset mode: its resets are no steps"),
+        "num_workers": ((None, 0, 1), "use num_envs, or ParallelEnv(n, lambda: GymEnv(...))"),
+        "run_type_checks": (_ANY, ""),
+        "spec_locked": (_ANY, ""),
+    },
     # ---- transforms ----
     # ---- collectors ----
 }
@@ -40,6 +75,36 @@ MEMBERS: dict[str, dict[str, str]] = {
     # ---- buffers and their parts ----
     "ReplayBuffer": {"query": "choose from `rb[:]`; a later release has it"},
     # ---- environments ----
+    "EnvBase": {
+        "all_actions": "enumerate env.action_spec",
+        "auto_specs_": "set observation_spec, action_spec, reward_spec and done_spec in __init__",
+        "collector": "an environment does not know its collector: keep a reference to it",
+        "configure_parallel": "use ParallelEnv(n, make_env), whose arguments these are",
+        "eager": "steps are not compiled",
+        "empty_cache": "nothing is cached: leave the call out",
+        "make_parallel": "use ParallelEnv(n, make_env)",
+        "register_collector": "an environment does not know its collector: keep a reference to it",
+        "register_gym": "register a gymnasium.Env with gymnasium.register",
+        "set_state": "use env.reset(tensordict, set_state=True)",
+    },
+    "EnvCreator": {"meta_data": "make the environment and read its specs"},
+    "GymEnv": {
+        "auto_register_info_dict": "give info_keys=[...] to GymEnv",
+        "fast_encoding": "actions and observations are encoded natively",
+        "get_library_name": "it is always gymnasium",
+        "git_url": "it is https://github.com/Farama-Foundation/Gymnasium",
+        "info_dict_reader": "give info_keys=[...] to GymEnv",
+        "read_action": "override _step",
+        "read_done": "override _step",
+        "read_obs": "override _reset and _step",
+        "read_reward": "override _step",
+        "rebuild_with_kwargs": "make a new GymEnv",
+        "set_info_dict_reader": "give info_keys=[...] to GymEnv",
+        "validated": "use check_env_specs(env)",
+    },
+    "ParallelEnv": _NEW_WORKERS,
+    "SerialEnv": _NEW_WORKERS,
+    "TransformedEnv": {"set_missing_tolerance": "use env.transform.set_missing_tolerance(...)"},
     # ---- transforms ----
     # ---- collectors ----
 }

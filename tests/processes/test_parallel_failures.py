@@ -72,7 +72,7 @@ def is_of_no_more_use(env):
     env.close()
     assert all(is_gone(pid) for pid in pids)
     with pytest.raises(RuntimeError, match="this ParallelEnv was closed"):
-        env.reset()
+        env.rand_step()
 
 
 @pytest.mark.quick

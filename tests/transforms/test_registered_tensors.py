@@ -149,7 +149,7 @@ def test_an_environment_moves_the_tensors_of_its_transforms():
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("mean", torch.zeros(1)), KeyError),
+        (("in_keys", torch.zeros(1)), KeyError),
         (("forward", torch.zeros(1)), KeyError),
         (("a.b", torch.zeros(1)), KeyError),
         ((3, torch.zeros(1)), TypeError),

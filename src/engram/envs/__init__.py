@@ -1,7 +1,6 @@
 """Environments: TensorDicts in, TensorDicts out."""
 
 from engram.envs.base import EnvBase, step_mdp
-from engram.envs.checks import check_env_specs
 from engram.envs.creator import EnvCreator
 from engram.envs.gym import GymEnv
 from engram.envs.libs import DMControlEnv, GymWrapper, gym_backend, set_gym_backend
@@ -9,6 +8,7 @@ from engram.envs.parallel import ParallelEnv
 from engram.envs.policies import ExplorationType, RandomPolicy, exploration_type, set_exploration_type
 from engram.envs.serial import SerialEnv
 from engram.envs.transformed import TransformedEnv
+from engram.envs.utils import check_env_specs
 from engram.transforms import (
     CatFrames,
     CatTensors,

@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 
+from engram._advice import absent_member, advised
 from engram._native import take_frames
+from engram.envs.checks import compare_with_specs
 from engram.envs.engines import VectorEngine
-from engram.envs.policies import FLAGS, as_policy, written_actions
+from engram.envs.policies import FLAGS, RecordedActions, as_policy, on_device_of, written_actions
 from engram.envs.torchrl import as_torchrl_env
 from engram.pytree import Key, as_keys, key_path
 from engram.specs import Categorical, Composite, Spec, Stacked, StackedComposite, Unbounded
@@ -24,8 +26,8 @@ from engram.transforms.base import IDLE
 
 
 def step_mdp(
-    td: TensorDictBase,
-    *,
+    tensordict: TensorDictBase,
+    next_tensordict: TensorDictBase | None = None,
     keep_other: bool = True,
     exclude_reward: bool = True,
     exclude_done: bool = False,
@@ -36,14 +38,15 @@ def step_mdp(
 ) -> TensorDictBase:
     """The root of step t+1 from a stepped TensorDict of step t: its `"next"` entries, moved to the root.
 
-    Other root keys (those that a policy writes) stay unless `keep_other=False`. The result is a new TensorDict that
-    shares its tensors with `td`. `done_keys` stands for the flags beside it, too. Raises KeyError if `td` has no
-    `"next"`.
+    Other root keys (those that a policy writes) stay unless `keep_other=False`. The result is a new TensorDict, or
+    `next_tensordict` with these entries, and shares its tensors with `tensordict`. `done_keys` stands for the flags
+    beside it, too. Raises KeyError if there is no `"next"`.
 
     >>> from tensordict import TensorDict
     >>> step_mdp(TensorDict({"a": torch.zeros(1), "next": {"a": torch.ones(1), "reward": torch.ones(1)}}))["a"]
     tensor([1.])
     """
+    td = tensordict
     following = td.get("next", None)
     if following is None:
         raise KeyError(
@@ -55,9 +58,9 @@ def step_mdp(
     root = root.exclude(*dropped) if dropped else root
     if not exclude_action and not keep_other:
         root.update(td.select(*actions))
-    return root.copy().update(
-        following.exclude(*dropped).copy()
-    )  # copies: nested TensorDicts must not be shared with `td`
+    # Copies: nested TensorDicts must not be shared with `td`.
+    result = root.copy().update(following.exclude(*dropped).copy())
+    return result if next_tensordict is None else next_tensordict.update(result)
 
 
 def _with_siblings(keys: Sequence[Key]) -> list[Key]:
@@ -281,7 +284,8 @@ _READ_BY_TORCHRL = (
 SPEC_NAMES = ("observation_spec", "full_action_spec", "full_reward_spec", "full_done_spec", "state_spec")
 
 
-class EnvBase(ABC):
+@advised
+class EnvBase(nn.Module, ABC):
     """An environment, or a batch of environments, that reads and writes TensorDicts of shape `batch_size`.
 
     A subclass calls `__init__` with its specs (batch dimensions included) and implements `_reset`, `_step` and
@@ -296,6 +300,10 @@ class EnvBase(ABC):
     are reset; its TensorDicts come to the environment's device, numbers and flags to the shapes of their specs. With
     `batch_locked = False` it steps TensorDicts of any batch size. Flags that are nested only are also at the root,
     True where any of them is.
+
+    An environment is an `nn.Module`: modules and tensors that are its attributes are moved by `to` and seen by
+    `parameters`, `state_dict`, `apply`, `train` and `eval`, as are those of environments and transforms in it. A closed
+    one opens again at its next reset.
 
     >>> class Counter(EnvBase):
     ...     def __init__(self):
@@ -313,6 +321,9 @@ class EnvBase(ABC):
 
     _behind_transform: Any  # TransformedEnv, which imports this file
     batch_locked = True  #: whether all TensorDicts must have the environment's batch size
+    run_type_checks = True  #: shapes and dtypes are always compared with the specs
+    auto_complete_done_specs = True  #: `done`, `terminated` and `truncated` are always there
+    reset_keys: Sequence[Key] = ("_reset",)  #: where a TensorDict says which environments to reset
 
     def __init__(
         self,
@@ -338,6 +349,7 @@ class EnvBase(ABC):
             )
         if (observation_spec is None) != (action_spec is None):
             raise TypeError("give both observation_spec and action_spec, or none and set them afterwards")
+        super().__init__()
         self.batch_size = torch.Size(batch_size or ())
         self.device = usable_device(device, "device")
         self._in_torchrl_form = observation_spec is None
@@ -499,14 +511,56 @@ class EnvBase(ABC):
         return spec
 
     @property
+    def full_observation_spec_unbatched(self) -> Composite:
+        """`full_observation_spec` of one environment of the batch."""
+        spec: Composite = self._unbatched(self.full_observation_spec)
+        return spec
+
+    @property
     def reward_spec_unbatched(self) -> Any:
         """`reward_spec` of one environment of the batch."""
         return self._unbatched(self.reward_spec)
 
     @property
+    def full_reward_spec_unbatched(self) -> Composite:
+        """`full_reward_spec` of one environment of the batch."""
+        spec: Composite = self._unbatched(self.full_reward_spec)
+        return spec
+
+    @property
     def done_spec_unbatched(self) -> Any:
         """`done_spec` of one environment of the batch."""
         return self._unbatched(self.done_spec)
+
+    @property
+    def full_done_spec_unbatched(self) -> Composite:
+        """`full_done_spec` of one environment of the batch."""
+        spec: Composite = self._unbatched(self.full_done_spec)
+        return spec
+
+    @property
+    def state_spec_unbatched(self) -> Composite:
+        """`state_spec` of one environment of the batch."""
+        spec: Composite = self._unbatched(self.state_spec)
+        return spec
+
+    @property
+    def full_state_spec_unbatched(self) -> Composite:
+        """`full_state_spec` of one environment of the batch."""
+        spec: Composite = self._unbatched(self.full_state_spec)
+        return spec
+
+    @property
+    def output_spec_unbatched(self) -> Composite:
+        """`output_spec` of one environment of the batch."""
+        spec: Composite = self._unbatched(self.output_spec)
+        return spec
+
+    @property
+    def input_spec_unbatched(self) -> Composite:
+        """`input_spec` of one environment of the batch."""
+        spec: Composite = self._unbatched(self.input_spec)
+        return spec
 
     @property
     def observation_keys(self) -> list[Key]:
@@ -558,9 +612,22 @@ class EnvBase(ABC):
         """The number of batch dimensions."""
         return len(self.batch_size)
 
+    @property
+    def batch_dims(self) -> int:
+        """The number of batch dimensions."""
+        return len(self.batch_size)
+
+    def ndimension(self) -> int:
+        """The number of batch dimensions."""
+        return len(self.batch_size)
+
     def numel(self) -> int:
         """The number of environments."""
         return self.batch_size.numel()
+
+    def cardinality(self) -> int | float:
+        """The number of different actions; infinite for a continuous one."""
+        return self.full_action_spec.cardinality()
 
     # ---- what a subclass defines ----
     @abstractmethod
@@ -579,15 +646,34 @@ class EnvBase(ABC):
     def _set_seed(self, seed: int) -> None:
         """Seeds the random numbers from the next reset on."""
 
-    def reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        """Starts episodes, everywhere or where `td["_reset"]` (bool `[*batch, 1]`) holds; the rest is as in `td`.
+    def reset(
+        self, tensordict: TensorDictBase | None = None, *, set_state: bool | None = None, **kwargs: Any
+    ) -> TensorDictBase:
+        """Starts episodes, everywhere or where `tensordict["_reset"]` (bool `[*batch, 1]`) holds; the rest is as there.
 
+        `set_state=True` requires an environment that reads its state from `tensordict`; False hides it from one.
         `kwargs` go to `_reset` of an environment in TorchRL's form; TypeError for others.
         """
-        self._check_open()
+        td = tensordict
+        if set_state is not None:
+            td = self._with_state(td, set_state)
+        if self.is_closed:
+            self.start()
+            td = None if td is None else td.exclude("_reset")  # all begin anew
         mask = None if td is None else td.get("_reset", None)
         fresh = self._with_flags(self._reset_from(td, mask, kwargs))
         return fresh if td is None or mask is None or bool(mask.all()) else merge_where(mask, fresh, td)
+
+    def _with_state(self, td: TensorDictBase | None, set_state: bool) -> TensorDictBase | None:
+        """What a reset gets of the caller's TensorDict."""
+        if set_state and (td is None or not self._reads_state()):
+            raise NotImplementedError(
+                f"set_state=True: the reset of a {type(self).__name__} reads no state from a TensorDict; "
+                "set_seed(...) repeats an episode, and actions=... its steps"
+            )
+        if set_state or td is None or not self._reads_state():
+            return td
+        return td.select("_reset", strict=False)
 
     def _reset_from(self, td: TensorDictBase | None, mask: Tensor | None, kwargs: dict[str, Any]) -> TensorDictBase:
         """What a reset returns before flags are completed: of all, or where `mask` holds."""
@@ -601,9 +687,10 @@ class EnvBase(ABC):
         """Whether resets and steps read more of the caller's TensorDict than the action and the mask of resets."""
         return self._in_torchrl_form
 
-    def step(self, td: TensorDictBase) -> TensorDictBase:
-        """Takes the actions in `td` and puts the results under `td["next"]`. Raises KeyError without an action."""
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Takes the actions in `tensordict` and puts the results under `"next"` there. KeyError without an action."""
         self._check_open()
+        td = tensordict
         self._require_action(td)
         hidden = td.get("next", None)  # a recurrent policy writes its next hidden state there
         following = self._with_flags(self._step_from(td))
@@ -720,34 +807,38 @@ class EnvBase(ABC):
             if value is not None:
                 _check_value(key, value, spec, extra)
 
-    def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """`step`, and the root of the next step, reset where the episode is over; `next` keeps the last observation."""
-        td = self.step(td)
-        return td, self.maybe_reset(self.step_mdp(td))
+        stepped = self.step(tensordict)
+        return stepped, self.maybe_reset(self.step_mdp(stepped))
 
-    def step_mdp(self, td: TensorDictBase) -> TensorDictBase:
-        """The root of the next step from a stepped `td`, with this environment's keys."""
-        return step_mdp_of(self)(td)
+    def step_mdp(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """The root of the next step from a stepped TensorDict, with this environment's keys."""
+        return step_mdp_of(self)(next_tensordict)
 
-    def maybe_reset(self, td: TensorDictBase) -> TensorDictBase:
-        """`td`, reset where its `done` holds."""
-        done = td.get("done")
-        return reset_where(self, td, done) if bool(done.any()) else td
+    def maybe_reset(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """`tensordict`, reset where its `done` holds."""
+        done = tensordict.get("done")
+        return reset_where(self, tensordict, done) if bool(done.any()) else tensordict
+
+    def any_done(self, tensordict: TensorDictBase) -> bool:
+        """Whether an episode is over in any environment, by the flag `done` at the root."""
+        return bool(tensordict.get("done").any())
 
     def vector_engine(self) -> VectorEngine | None:
         """The engine that steps the whole batch with raw values, for collectors; None if there is none."""
         return None
 
-    def rand_action(self, td: TensorDictBase | None = None) -> TensorDictBase:
-        """`td` with a random `action`, drawn from torch's global generator."""
-        td = TensorDict(batch_size=self.batch_size, device=self.device) if td is None else td
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """`tensordict` with a random `action`, drawn from torch's global generator."""
+        td = TensorDict(batch_size=self.batch_size, device=self.device) if tensordict is None else tensordict
         drawn = self.full_action_spec.rand(self._extra_batch(td))
         is_usual = list(drawn.keys()) == ["action"]
         return td.set("action", drawn.get("action")) if is_usual else td.update(drawn)
 
-    def rand_step(self, td: TensorDictBase | None = None) -> TensorDictBase:
+    def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """A step with a random action."""
-        return self.step(self.rand_action(td))
+        return self.step(self.rand_action(tensordict))
 
     def rollout(
         self,
@@ -755,35 +846,72 @@ class EnvBase(ABC):
         policy: Any = None,
         callback: Callable[[Any, TensorDictBase], Any] | None = None,
         *,
+        actions: Iterable[Any] | None = None,
         auto_reset: bool = True,
+        auto_cast_to_device: bool = False,
+        break_when_any_done: bool | None = None,
+        break_when_all_done: bool | None = None,
+        return_contiguous: bool | None = True,
         tensordict: TensorDictBase | None = None,
-        break_when_any_done: bool = True,
-        break_when_all_done: bool = False,
         set_truncated: bool = False,
-        return_contiguous: bool = True,
+        out: TensorDictBase | None = None,
+        trust_policy: bool = False,
+        storing_device: torch.device | str | None = None,
+        set_state: bool | None = None,
     ) -> TensorDictBase:
         """Up to `max_steps` steps as one batch `[*batch_size, T]`, from a fresh reset or from `tensordict`.
 
         Ends after the first step that is done in any environment (with `break_when_all_done`: in all), or
-        (`break_when_any_done=False`) resets those that are done and continues. `policy` is anything that a collector
-        takes. `tensordict` goes to the reset, or is the first root with `auto_reset=False`. `callback(env, td)` is
-        called after each step. `set_truncated` marks the last step of the batch `truncated` and `done` where it is not
-        terminated. Rows that only reset (`"_idle"`, see `VectorEnv`) are no steps: the rollout continues until every
-        environment has its steps, and drops what others have beyond. The batch is contiguous, whatever
-        `return_contiguous` says. Raises ValueError for fewer than one step.
+        (`break_when_any_done=False`) resets those that are done and continues. Rows that only reset (`"_idle"`, see
+        `VectorEnv`) are no steps: the rollout continues until every environment has its steps, and drops what others
+        have beyond. The batch is contiguous, whatever `return_contiguous` says.
+
+        Args:
+            max_steps: the number of steps, 1 or more.
+            policy: anything that a collector takes.
+            callback: `callback(env, td)` is called after each step.
+            actions: the actions to take instead of a policy's, one a step: tensors, arrays, numbers or TensorDicts. The
+                rollout ends with the last one.
+            auto_reset: False: the first root is `tensordict`, which otherwise goes to the reset.
+            auto_cast_to_device: the policy, an `nn.Module`, gets its input on the device of its parameters.
+            set_truncated: marks the last step of the batch `truncated` and `done` where it is not terminated.
+            out: a TensorDict `[*batch_size, T]` that the batch is written into and that is returned.
+            trust_policy: the policy takes TensorDicts, whatever the names of its parameters.
+            storing_device: the device of the batch; None: that of the steps.
+            set_state: True: the reset must read its state from `tensordict`; False: it does not get it.
+
+        Raises:
+            ValueError: fewer than one step; `actions` beside a policy, or none; `out` of another shape.
+            NotImplementedError: `set_state=True`, and the environment's reset reads no state.
+
+        >>> from engram.envs import GymEnv
+        >>> env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+        >>> env.rollout(10, actions=[0, 1, 1])["action"]
+        tensor([0, 1, 1])
         """
         if max_steps < 1:
             raise ValueError(f"max_steps must be 1 or more, got {max_steps}")
         if not auto_reset and tensordict is None:
             raise ValueError("auto_reset=False needs the state to start from: pass tensordict=env.reset()")
-        td = tensordict if tensordict is not None and not auto_reset else self.reset(tensordict)
-        act, frames, following = as_policy(policy, self), FrameQueue(td.batch_size), step_mdp_of(self)
+        if actions is not None:
+            policy = RecordedActions(actions, max_steps, self, policy)
+            max_steps, trust_policy = len(policy), True
+        if break_when_any_done is None:
+            break_when_any_done = not break_when_all_done
+        act = as_policy(policy, self, trusted=trust_policy)
+        if auto_cast_to_device:
+            act = on_device_of(policy, act)
+        begins_here = tensordict is not None and not auto_reset
+        state = {} if set_state is None else {"set_state": set_state}
+        td = tensordict if begins_here else self.reset(tensordict, **state)
+        assert td is not None
+        frames, following = FrameQueue(td.batch_size), step_mdp_of(self)
         have_ended, ended = torch.zeros((), dtype=torch.bool), None
         while True:
             stepped = self.step(act(td.copy()))
             if callback is not None:
                 callback(self, stepped)
-            frames.add(stepped)
+            frames.add(stepped if storing_device is None else stepped.to(storing_device))
             lost = lost_episodes(stepped, ended)
             ended = stepped.get(("next", "done"))
             if lost is not None:
@@ -799,8 +927,22 @@ class EnvBase(ABC):
                 max_steps = min(max_steps, _frames_of_ended(stepped, frames, default=max_steps))
             if frames.least >= max_steps:
                 batch = frames.take(max_steps)[0]
-                return _with_last_truncated(batch) if set_truncated else batch
+                batch = _with_last_truncated(batch) if set_truncated else batch
+                return batch if out is None else _written_into(out, batch)
             td = following(stepped) if break_when_all_done else self.maybe_reset(following(stepped))
+
+    def check_env_specs(
+        self,
+        return_contiguous: bool | None = None,
+        check_dtype: bool = True,
+        seed: int | None = None,
+        tensordict: TensorDictBase | None = None,
+        break_when_any_done: Any = None,
+        *,
+        max_steps: int = 5,
+    ) -> None:
+        """Compares every value of some random steps with its spec: see the function of this name."""
+        compare_with_specs(self, seed, tensordict, max_steps)
 
     def fake_tensordict(self) -> TensorDictBase:
         """A stepped TensorDict of zeros, with the keys, shapes and dtypes that real steps have."""
@@ -809,13 +951,15 @@ class EnvBase(ABC):
         state = self.state_spec.zero().update(state)
         return state.update(self.full_action_spec.zero()).set("next", following)
 
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
         """Seeds the environments from the next reset on; returns the first seed that none of them uses.
 
-        With `static_seed` all environments of a batch get `seed` itself, so that they begin alike, and it is returned;
-        a batch of a user's own does with it what its `_set_seed` does. Raises ValueError, and changes nothing, where
-        the environments of a batch share one random generator.
+        Without a seed nothing happens, and None is returned. With `static_seed` all environments of a batch get `seed`
+        itself, so that they begin alike, and it is returned; a batch of a user's own does with it what its `_set_seed`
+        does. Raises ValueError, and changes nothing, where the environments of a batch share one random generator.
         """
+        if seed is None:
+            return None
         if static_seed:
             self._set_same_seed(seed)
             return seed
@@ -837,13 +981,30 @@ class EnvBase(ABC):
         """
         raise ValueError(f"{type(self).__name__} has no random state")
 
-    def to(self: Self, device: torch.device | str) -> Self:
-        """Moves specs and all further outputs to `device`; returns the environment itself."""
+    def to(self: Self, device: torch.device | str) -> Self:  # type: ignore[override]
+        """Moves specs, modules and all further outputs to `device`; returns the environment itself."""
         self.device = usable_device(device, "device")
         assert self.device is not None
+        super().to(self.device)  # parameters, and modules in it
         for name, spec in self._specs.items():
             self._specs[name] = spec.to(self.device)
         self._action_spec, self._done_spec = self._action_spec.to(self.device), self._done_spec.to(self.device)
+        return self
+
+    def cpu(self: Self) -> Self:
+        """`to("cpu")`."""
+        return self.to("cpu")
+
+    def cuda(self: Self, device: torch.device | int | None = None) -> Self:
+        """`to` a CUDA device, the current one by default."""
+        return self.to("cuda" if device is None else torch.device(device))
+
+    def add_truncated_keys(self: Self) -> Self:
+        """The environment itself: it has `truncated` wherever it has `done`."""
+        return self
+
+    def set_spec_lock_(self: Self, mode: bool = True) -> Self:
+        """The environment itself: its specs are never locked."""
         return self
 
     def to_torchrl(self) -> Any:
@@ -863,14 +1024,20 @@ class EnvBase(ABC):
     def __getattr__(self, name: str) -> Any:
         if name in _READ_BY_TORCHRL:
             raise TypeError(f"TorchRL reads {name!r}, which a {type(self).__name__} of engram does not have: {_WRAP}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise absent_member(type(self), name) from None
 
     def append_transform(self, transform: Any) -> Any:
         """This environment behind `transform`: a `TransformedEnv`."""
         return self._behind_transform(self, transform)
 
     def close(self, *, raise_if_closed: bool = False) -> None:
-        """Releases the environment's resources; a second call does nothing, or raises with `raise_if_closed`."""
+        """Releases the environment's resources, until the next reset or `start`.
+
+        A second call does nothing, or raises RuntimeError with `raise_if_closed`.
+        """
         if raise_if_closed:
             self._check_open()
         if not self.is_closed:
@@ -880,9 +1047,18 @@ class EnvBase(ABC):
     def _close(self) -> None:
         """Releases the resources of a subclass."""
 
+    def start(self) -> None:
+        """Opens the environment if it was closed, as a reset does."""
+        if self.is_closed:
+            self._open()
+            self.is_closed = False
+
+    def _open(self) -> None:
+        """Takes the resources of a subclass again, after `_close`."""
+
     def _check_open(self) -> None:
         if self.is_closed:
-            raise RuntimeError(f"this {type(self).__name__} was closed; make a new one")
+            raise RuntimeError(f"this {type(self).__name__} was closed; reset it first, which opens it again")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(batch_size={tuple(self.batch_size)}, device={self.device})"
@@ -909,6 +1085,16 @@ def _with_last_truncated(batch: TensorDictBase) -> TensorDictBase:
     done[last] = True
     following.set("truncated", truncated).set("done", done)
     return batch
+
+
+def _written_into(out: TensorDictBase, batch: TensorDictBase) -> TensorDictBase:
+    """`out` with the entries of `batch`. Raises ValueError if its shape is another."""
+    if out.batch_size != batch.batch_size:
+        raise ValueError(
+            f"out has the shape {tuple(out.batch_size)}, and the rollout {tuple(batch.batch_size)}: it ends early "
+            "where an episode does, unless break_when_any_done=False"
+        )
+    return out.update(batch, inplace=True)
 
 
 def _frames_of_ended(td: TensorDictBase, frames: FrameQueue, *, default: int) -> int:

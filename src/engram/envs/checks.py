@@ -1,4 +1,4 @@
-"""`check_env_specs`: compares what an environment returns with its specs."""
+"""The comparison of what an environment returns with its specs, for `check_env_specs`."""
 
 from __future__ import annotations
 
@@ -6,38 +6,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engram.envs.base import EnvBase
 from engram.specs import Composite, Spec, StackedComposite
 
 
-def check_env_specs(
-    env: EnvBase,
-    return_contiguous: bool = True,
-    check_dtype: bool = True,
-    seed: int | None = None,
-    *,
-    max_steps: int = 5,
-) -> None:
-    """Runs `env` for some random steps and compares every value with its spec, nested ones leaf by leaf.
-
-    It also checks that TensorDicts have the environment's `batch_size` and device, that flags agree, and that
-    environments which are not reset continue from their last step. Raises ValueError with the key, the value and what
-    its spec allows, TypeError for an environment of another library. The environment is left in the middle of an
-    episode. `return_contiguous` and `check_dtype` have no effect: dtypes are always checked.
-
-    >>> from engram.envs import GymEnv
-    >>> check_env_specs(GymEnv("CartPole-v1", num_envs=2), seed=0)
-    """
-    if not isinstance(env, EnvBase):
-        raise TypeError(
-            f"check_env_specs takes an engram environment, got a {type(env).__name__}; check another library's "
-            "environment with that library"
-        )
+def compare_with_specs(env: Any, seed: int | None, tensordict: Any, max_steps: int) -> None:
+    """Runs `env` for some random steps. Raises ValueError for the first value that is not what a spec says."""
     if seed is not None:
         env.set_seed(seed)
     state = [env.observation_spec, env.full_done_spec]
     after = [*state, env.full_reward_spec]
-    td = env.reset()
+    td = env.reset(tensordict)
     _check("reset", env, td, state)
     for _ in range(max_steps):
         td, following = env.step_and_maybe_reset(env.rand_action(td))
@@ -73,7 +51,7 @@ def _entries(td: Any, spec: Composite, path: tuple[Any, ...] = ()) -> list[_Entr
     return entries
 
 
-def _check(where: str, env: EnvBase, td: Any, specs: list[Composite]) -> None:
+def _check(where: str, env: Any, td: Any, specs: list[Composite]) -> None:
     if td.batch_size != env.batch_size or td.device != env.device:
         raise ValueError(
             f"{where}: a TensorDict of batch_size={tuple(td.batch_size)}, device={td.device}; the environment has "

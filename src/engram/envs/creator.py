@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from engram._advice import advised
 
+
+@advised
 class EnvCreator:
     """Calls `create_env_fn` with `create_env_kwargs`, as what collectors and `ParallelEnv` take.
 
@@ -30,6 +33,14 @@ class EnvCreator:
 
     def __call__(self, **kwargs: Any) -> Any:
         return self.create_env_fn(**{**self.create_env_kwargs, **kwargs})
+
+    def make_variant(self, **kwargs: Any) -> EnvCreator:
+        """A creator of the same environment with these arguments, the others as here."""
+        return EnvCreator(self.create_env_fn, {**self.create_env_kwargs, **kwargs})
+
+    def init_(self) -> EnvCreator:
+        """The creator itself: there is nothing to prepare."""
+        return self
 
     def __repr__(self) -> str:
         return f"EnvCreator({self.create_env_fn!r}, {self.create_env_kwargs!r})"

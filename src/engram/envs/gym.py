@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from operator import attrgetter
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram._advice import advised
 from engram.envs.base import EnvBase
 from engram.envs.codecs import flag_of, reward_of
 from engram.envs.engines import GymEngine, GymVectorEngine, InfoKeys, VectorEngine
 from engram.envs.vector_env import VectorStepper
 from engram.specs import Composite, Spec
 from engram.specs.tensors import usable_device
+
+
+class _EnvNames:
+    """The names in gymnasium's registry, read from the class or an object."""
+
+    def __get__(self, instance: Any, owner: type) -> list[Any]:
+        from engram.envs import gym_make
+
+        return gym_make.registered_names()
 
 
 class _Stepper(Protocol):
@@ -28,6 +41,7 @@ class _Stepper(Protocol):
     def step(self, td: TensorDictBase) -> dict[Any, Tensor]: ...
 
 
+@advised
 class GymEnv(EnvBase):
     """A gymnasium environment or several of them, from a name or an existing object.
 
@@ -36,8 +50,12 @@ class GymEnv(EnvBase):
     one-hot int64, or categories with `categorical_action_encoding=True`. A reset is never stored as a step, and the
     last observation of an episode stays under `next`, in every autoreset mode of gymnasium.
 
+    Members that it does not have are those of the gymnasium environment: `env.render()`, `env.unwrapped`,
+    `env.action_space`. Atari's environments are registered where `ale_py` is installed.
+
     Args:
         name_or_env: a name, a `gymnasium.Env`, or a `gymnasium.vector.VectorEnv` (any autoreset mode; EnvPool's too).
+        env_name, env: other names of `name_or_env`.
         num_envs: the number of environments of that name, batch `[num_envs]`; 0: a single one, batch `[]`. They are
             created by `gymnasium.make_vec`: by the environment's vector entry point if it has one, else in sync;
             `vectorization_mode=` is "sync", "async" or "vector_entry_point". Sync and async environments reset in the
@@ -49,7 +67,10 @@ class GymEnv(EnvBase):
         info_keys: entries of gymnasium's `info` that become observations, at the root and under `next`: a list of keys
             (a tuple leads into nested dicts), whose shapes are those of one reset and one random step, or a mapping
             from keys to specs. Entries that `info` lacks, as after resets, are zeros.
-        kwargs: for `gymnasium.make` or `gymnasium.make_vec`.
+        batch_size: as a check, `()` of a single environment or `(num_envs,)`.
+        kwargs: for `gymnasium.make` or `gymnasium.make_vec`. A `policy` goes there if the environment's constructor has
+            that parameter, and has no effect else. TorchRL's `allow_done_after_reset`, `auto_reset_replace`,
+            `convert_actions_to_numpy`, `missing_obs_value`, `run_type_checks` and `spec_locked` have no effect.
 
     Environment i of several is seeded with `seed + i`; those of a vector entry point share one generator.
     Raises TypeError for spaces without a fixed shape and for arguments that an existing environment cannot take,
@@ -64,10 +85,16 @@ class GymEnv(EnvBase):
     torch.Size([4, 50, 4])
     """
 
+    available_envs: Any = _EnvNames()  #: the names that gymnasium's registry has
+    libname = "gym"  #: TorchRL's name of the library
+
     def __init__(
         self,
-        name_or_env: Any,
+        name_or_env: Any = None,
         *,
+        env_name: str | None = None,
+        env: Any = None,
+        batch_size: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         num_envs: int = 0,
         from_pixels: bool = False,
@@ -79,7 +106,10 @@ class GymEnv(EnvBase):
     ) -> None:
         from engram.envs import gym_make  # loads gymnasium, or raises ImportError with the line that installs it
 
+        name_or_env = _only_given(name_or_env=name_or_env, env_name=env_name, env=env)
         target = usable_device(device, "device")  # before an environment is created
+        if batch_size is not None and tuple(batch_size) != ((num_envs,) if num_envs else ()):
+            raise ValueError(f"batch_size={tuple(batch_size)}: it is (num_envs,), and () without num_envs")
         if num_envs < 0:
             raise ValueError(f"num_envs must be 0 (a single environment) or more, got {num_envs}")
         if frame_skip is not None and frame_skip < 1:
@@ -91,16 +121,37 @@ class GymEnv(EnvBase):
         }
         pixels: dict[str, bool] = {"from_pixels": from_pixels, "pixels_only": pixels_only}
         self._stepper: _Stepper
+        self._make_again: Callable[[], _Stepper] | None = None
         if num_envs or gym_make.is_vector(name_or_env):
-            envs = gym_make.make_vector(name_or_env, num_envs, kwargs, frame_skip=frame_skip, **pixels)
-            self._stepper = VectorStepper(GymVectorEngine(envs, **codecs))
+            make_vector = functools.partial(
+                _make_vector, name_or_env, num_envs, kwargs, codecs, frame_skip=frame_skip, **pixels
+            )
+            self._stepper = make_vector()
+            if isinstance(name_or_env, str):
+                self._make_again = make_vector
         else:
-            env = gym_make.make_single(name_or_env, kwargs, **pixels)
-            self._stepper = SingleStepper(GymEngine(env, frame_skip=frame_skip, **codecs))
+            single = gym_make.make_single(name_or_env, kwargs, **pixels)
+            self._stepper = SingleStepper(GymEngine(single, frame_skip=frame_skip, **codecs))
         spec = self._stepper.observation_spec
         super().__init__(spec, self._stepper.action_spec, batch_size=spec.shape)
+        self.env_name = gym_make.registered_name(self.gym_env)  #: gymnasium's name of it; None if it has none
         if target is not None:
             self.to(target)
+
+    @property
+    def lib(self) -> ModuleType:
+        """The module that makes the environments: gymnasium."""
+        from engram.envs import gym_make
+
+        return gym_make.backend()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name.startswith("_") or not hasattr(self.gym_env, name):
+                raise error from None
+        return getattr(self.gym_env, name)
 
     @property
     def gym_env(self) -> Any:
@@ -109,9 +160,10 @@ class GymEnv(EnvBase):
 
     def engines(self) -> list[GymEngine] | None:
         """The engine of a single environment, in a list, for collectors; None if a subclass may have changed steps."""
-        return (
-            [self._stepper.engine] if not self._has_own_steps() and isinstance(self._stepper, SingleStepper) else None
-        )
+        if self._has_own_steps() or not isinstance(self._stepper, SingleStepper):
+            return None
+        self.start()
+        return [self._stepper.engine]
 
     def _has_own_steps(self) -> bool:
         cls = type(self)
@@ -119,7 +171,10 @@ class GymEnv(EnvBase):
 
     def vector_engine(self) -> VectorEngine | None:
         """The engine that steps several environments, for collectors; None if a subclass may have changed steps."""
-        return self._stepper.engine if not self._has_own_steps() and isinstance(self._stepper, VectorStepper) else None
+        if self._has_own_steps() or not isinstance(self._stepper, VectorStepper):
+            return None
+        self.start()
+        return self._stepper.engine
 
     def call_below(self, path: str) -> Any:
         if isinstance(self._stepper, VectorStepper):
@@ -151,11 +206,33 @@ class GymEnv(EnvBase):
     def set_random_state(self, state: Any) -> None:
         self._stepper.engine.set_random_state(state)
 
+    def _open(self) -> None:
+        if self._make_again is not None:  # gymnasium's vectors are of no use once closed; its single ones can be reset
+            self._stepper = self._make_again()
+
     def _close(self) -> None:
         self._stepper.engine.env.close()
 
     def __repr__(self) -> str:
         return f"GymEnv({self.gym_env}, device={self.device})"
+
+
+def _only_given(**values: Any) -> Any:
+    """The one of several values that is given. Raises TypeError for none or more than one."""
+    given = [value for value in values.values() if value is not None]
+    if len(given) != 1:
+        raise TypeError(f"GymEnv needs one of {list(values)}, the name of an environment or an environment")
+    return given[0]
+
+
+def _make_vector(
+    name_or_env: Any, num_envs: int, kwargs: dict[str, Any], codecs: dict[str, Any], **wrappers: Any
+) -> VectorStepper:
+    from engram.envs import gym_make
+
+    return VectorStepper(
+        GymVectorEngine(gym_make.make_vector(name_or_env, num_envs, dict(kwargs), **wrappers), **codecs)
+    )
 
 
 _UNCHANGED_METHODS = (GymEnv._step, GymEnv._reset, GymEnv.step, GymEnv.reset)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from engram.processes.timeouts import reject_timeout
 
 try:
     import gymnasium
-    from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
+    from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, load_env_creator, parse_env_id
 except ImportError as error:
     raise ImportError('GymEnv needs gymnasium: pip install "engram[gym]"') from error
 
@@ -26,9 +27,44 @@ except ImportError as error:
 ENTRY_POINT = "vector_entry_point"
 
 
+def register_atari() -> None:
+    """Registers Atari's environments, which the import of `ale_py` does, where that is installed."""
+    with contextlib.suppress(ImportError):
+        gymnasium.register_envs(importlib.import_module("ale_py"))
+
+
+register_atari()
+
+
 def backend() -> ModuleType:
     """The module that makes the environments."""
     return gymnasium
+
+
+def registered_names() -> list[str]:
+    """The names of all environments that can be made."""
+    return sorted(gymnasium.registry)
+
+
+def registered_name(env: Any) -> str | None:
+    """The name that an environment was made by; None if it has none."""
+    return env.spec.id if isinstance(env.spec, EnvSpec) else None
+
+
+def _without_policy(name_or_env: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The settings without a `policy` that the environment's constructor has no parameter for."""
+    if "policy" not in kwargs or (isinstance(name_or_env, str) and "policy" in _parameters(name_or_env)):
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name != "policy"}
+
+
+def _parameters(name: str) -> Mapping[str, Any]:
+    """The parameters of the constructor of a registered environment; none where it is not registered."""
+    with contextlib.suppress(gymnasium.error.Error):
+        entry_point = gymnasium.spec(name).entry_point
+        creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
+        return {} if creator is None else inspect.signature(creator).parameters
+    return {}
 
 
 class FrameSkip(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -89,6 +125,7 @@ class _StepCheck:
 
 def make_single(name_or_env: Any, kwargs: dict[str, Any], *, from_pixels: bool, pixels_only: bool) -> Any:
     """One environment, from a name or an existing object. Raises TypeError for anything else."""
+    kwargs = _without_policy(name_or_env, kwargs)
     if isinstance(name_or_env, str):
         with _explains_timeout(kwargs):
             env = gymnasium.make(name_or_env, **_with_render_mode(kwargs, from_pixels))
@@ -110,6 +147,7 @@ def make_vector(
     frame_skip: int | None,
 ) -> Any:
     """A vector environment, from a name or an existing object. Raises TypeError and ValueError for wrong settings."""
+    kwargs = _without_policy(name_or_env, kwargs)
     if is_vector(name_or_env):
         _check_no_settings(kwargs)
         if from_pixels or frame_skip is not None:

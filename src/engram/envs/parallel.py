@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram._advice import advised
 from engram.envs.base import EnvBase, mark_truncated
 from engram.envs.codecs import SpaceCodec, SpaceLeaf, flag_of, reward_of, space_leaves
 from engram.envs.engines import Array, Autoreset, GymEngine, VectorEngine, VectorStep
@@ -691,6 +693,7 @@ def _device_of(env: Any) -> torch.device:
 ERROR_CLOSE_TIMEOUT = 0.2  # seconds that workers have to stop after an error
 
 
+@advised
 class ParallelEnv(EnvBase):
     """`n` environments in worker processes: batch `[n, *batch of one]`, with the same values as `SerialEnv`.
 
@@ -713,13 +716,17 @@ class ParallelEnv(EnvBase):
             and a worker on the core of another one moves away. Pinning can help on an idle machine, and harms on a busy
             one.
         device: the device of all outputs; None: that of the environments.
-        patience: seconds that `close` waits for a worker in the middle of a step before it kills the worker.
+        patience: seconds that `close` waits for a worker in the middle of a step before it kills the worker;
+            `shutdown_timeout` is another name.
         timeout: seconds that one step or one reset of one environment may take; creating it is not limited. After
             that its worker is killed, and the WorkerError names the environment, the worker and the step, counted from
             1. None: no limit.
         restarts: how many workers, over all, may be replaced that fail, die or hang, also while they make their
             environments. Each is a RuntimeWarning that says which, how, and how many restarts are left; the next
             failure after the last one is the WorkerError.
+
+    TorchRL's `consolidate`, `daemon`, `memmap`, `metadata_from_workers`, `non_blocking`, `num_threads`,
+    `num_sub_threads`, `pin_memory`, `share_individual_td`, `shared_memory` and `use_buffers` have no effect.
 
     A worker that is replaced costs the open episodes of its environments. With `restarts` there is one more entry,
     `"_idle"` (bool `[n, *batch of one, 1]`), as in `VectorEnv`: where it holds at the root, the step found that the
@@ -734,7 +741,8 @@ class ParallelEnv(EnvBase):
         TypeError: a timeout that is no number.
         WorkerError: an environment failed in its worker, with the worker's traceback, or a worker was killed. The
             environment cannot be used any more: every call but `close` raises the error again.
-        RuntimeError: it was closed, or this is a fork of the process that created it.
+        RuntimeError: this is a fork of the process that created it; a step without a reset after `close`, which
+            opens it again in new workers with new environments.
 
     >>> from engram.envs import GymEnv
     >>> env = ParallelEnv(3, lambda: GymEnv("CartPole-v1"), num_workers=2)
@@ -762,7 +770,8 @@ class ParallelEnv(EnvBase):
         mp_start_method: str | None = None,
         cpus: Sequence[int] | None = None,
         device: torch.device | str | None = None,
-        patience: float = CLOSE_TIMEOUT,
+        patience: float | None = None,
+        shutdown_timeout: float | None = None,
         timeout: float | None = None,
         restarts: int = 0,
     ) -> None:
@@ -773,34 +782,16 @@ class ParallelEnv(EnvBase):
             n, num_workers = only_one("n", n, "num_workers", num_workers), None
         if mp_start_method is not None:
             start_method = only_one("start_method", start_method, "mp_start_method", mp_start_method)
+        if shutdown_timeout is not None:
+            patience = only_one("patience", patience, "shutdown_timeout", shutdown_timeout)
+        patience = CLOSE_TIMEOUT if patience is None else patience
         make_env = only_one("make_env", make_env, "create_env_fn", create_env_fn)
         makers = [CloudpickleWrapper(make) for make in env_makers("ParallelEnv", n, make_env, create_env_kwargs)]
         workers = _checked_workers(num_workers, n)
-        cores = _cores(workers, cpus)
-        starts = [n * i // workers for i in range(workers)]
-        memory = SharedMemory()
-        arguments = [
-            (memory, makers[start:stop], start, core)
-            for start, stop, core in zip(starts, [*starts[1:], n], cores, strict=True)
-        ]
-        self._pool = LockstepPool(
-            _run,
-            arguments,
-            name="environment worker",
-            start_method=start_method,
-            close_timeout=patience,
-            timeout=timeout,
-            restarts=restarts,
-        )
-        try:
-            one, self._stepper = _connect(self._pool, memory, starts, n)
-        except BaseException:
-            self._pool.close(ERROR_CLOSE_TIMEOUT)
-            raise
-        finally:
-            if not restarts:  # else it is sent to new workers, too
-                memory.close()
-        self._name, self._memory = one.name, memory
+        options = {"start_method": start_method, "close_timeout": patience, "timeout": timeout, "restarts": restarts}
+        self._start_workers = functools.partial(_start_workers, makers, _cores(workers, cpus), options)
+        self._pool, self._memory, self._one, self._stepper = self._start_workers()
+        one = self._one
         super().__init__(batch_size=(n, *one.batch_size), device=one.device)
         self._take_specs(one, n)
         if restarts:
@@ -819,7 +810,10 @@ class ParallelEnv(EnvBase):
         """The engine of gymnasium environments; None for others, and if a subclass has changed steps."""
         cls = type(self)
         is_changed = (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS
-        return None if is_changed else self._stepper.engine
+        if is_changed:
+            return None
+        self.start()
+        return self._stepper.engine
 
     def _reset_from(self, td: TensorDictBase | None, mask: Tensor | None, kwargs: dict[str, Any]) -> TensorDictBase:
         if td is None or not self._reads_state():
@@ -841,19 +835,29 @@ class ParallelEnv(EnvBase):
         """Nothing: each environment has checked its own values."""
 
     def _set_seed(self, seed: int) -> None:
-        self._check_open()
+        self.start()
         self._stepper.seed(seed)
 
     def _set_same_seed(self, seed: int) -> None:
-        self._check_open()
+        self.start()
         self._stepper.seed_alike(seed)
+
+    def _open(self) -> None:
+        pool, memory, one, stepper = self._start_workers()
+        try:
+            check_same_specs(0, one, self._one)
+        except ValueError:
+            pool.close(ERROR_CLOSE_TIMEOUT)
+            memory.close()
+            raise
+        self._pool, self._memory, self._stepper = pool, memory, stepper
 
     def _close(self) -> None:
         self._pool.close()
         self._memory.close()
 
     def __repr__(self) -> str:
-        return f"ParallelEnv({self.batch_size[0]} x {self._name}, num_workers={len(self._pool)})"
+        return f"ParallelEnv({self.batch_size[0]} x {self._one.name}, num_workers={len(self._pool)})"
 
 
 _OF_SERIAL_ENV = {"create_env_fn", "create_env_kwargs", "make_env", "device"}
@@ -927,6 +931,29 @@ def _run(
     finally:
         for env in envs:
             env.close()
+
+
+def _start_workers(
+    makers: Sequence[Callable[[], Any]], cores: Sequence[int | None], options: dict[str, Any]
+) -> tuple[LockstepPool, SharedMemory, _EnvDescription, VectorStepper | TensorDictStepper]:
+    """Starts a worker for each of `cores`, and connects it."""
+    n, workers = len(makers), len(cores)
+    starts = [n * i // workers for i in range(workers)]
+    memory = SharedMemory()
+    arguments = [
+        (memory, makers[start:stop], start, core)
+        for start, stop, core in zip(starts, [*starts[1:], n], cores, strict=True)
+    ]
+    pool = LockstepPool(_run, arguments, name="environment worker", **options)
+    try:
+        one, stepper = _connect(pool, memory, starts, n)
+    except BaseException:
+        pool.close(ERROR_CLOSE_TIMEOUT)
+        raise
+    finally:
+        if not options["restarts"]:  # else it is sent to new workers, too
+            memory.close()
+    return pool, memory, one, stepper
 
 
 def _connect(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -166,6 +167,11 @@ class RandomPolicy:
         action = self.action_spec.rand(() if batch_is_in_spec else td.batch_size)
         return td.update(action) if self.action_key is None else td.set(self.action_key, action)
 
+    def set_action_spec_from_env(self, env: Any) -> None:
+        """Draws the actions of `env` from here on."""
+        policy = random_policy(env)
+        self.action_spec, self.action_key = policy.action_spec, policy.action_key
+
     def __repr__(self) -> str:
         return f"RandomPolicy(action_spec={self.action_spec!r})"
 
@@ -258,13 +264,13 @@ def _entries(keys: Sequence[Any]) -> str:
     return f"an {keys[0]!r} entry" if len(keys) == 1 else f"the entries {list(keys)}"
 
 
-def as_policy(policy: Any, env: Any) -> TensorDictPolicy:
+def as_policy(policy: Any, env: Any, *, trusted: bool = False) -> TensorDictPolicy:
     """The policy on TensorDicts for anything that a user may give as a policy of `env`.
 
     None and `env.rand_step` are random; modules with `in_keys` take TensorDicts. Other modules and functions whose
     parameters have the names of observations get these as tensors; else an `nn.Module` gets the only observation, and a
-    function the TensorDict. Raises TypeError for an object that is not callable, and ValueError for a module whose
-    parameters do not say which of several observations it takes.
+    function the TensorDict; with `trusted` all get the TensorDict. Raises TypeError for an object that is not callable,
+    and ValueError for a module whose parameters do not say which of several observations it takes.
     """
     if policy is None:
         return random_policy(env)
@@ -275,12 +281,67 @@ def as_policy(policy: Any, env: Any) -> TensorDictPolicy:
     if not callable(policy):
         raise TypeError(f"policy must be a callable, an nn.Module or None, got {type(policy).__name__}")
     is_module = isinstance(policy, nn.Module)
-    if is_module and _takes_tensordict(policy):
+    if trusted or (is_module and _takes_tensordict(policy)):
         return CallablePolicy(policy, written_actions(env))
     named = _observations_by_name(policy.forward if is_module else policy, env)
     if named or is_module:
         return ObservationPolicy(policy, named or [_only_observation(env)])
     return CallablePolicy(policy, written_actions(env))
+
+
+class RecordedActions:
+    """A policy that returns the actions that it was created with, one a call.
+
+    Takes the first `max_steps` of `actions`: TensorDicts with the entries of actions, or tensors, arrays or numbers for
+    the only action. Raises ValueError if there are none, beside another policy, or where a call of `step` may only
+    reset.
+    """
+
+    def __init__(self, actions: Iterable[Any], max_steps: int, env: Any, policy: Any) -> None:
+        if policy is not None:
+            raise ValueError("a rollout takes a policy or actions, not both: leave one out")
+        if IDLE in env.observation_spec:
+            raise ValueError("actions are one a step, and steps of this environment may only reset; pass a policy")
+        self._actions = list(itertools.islice(iter(actions), max_steps))
+        if not self._actions:
+            raise ValueError("actions is empty: give one action a step")
+        self._specs, self._taken = env.full_action_spec.leaves(), 0
+
+    def __len__(self) -> int:
+        return len(self._actions)
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        action = self._actions[self._taken]
+        self._taken += 1
+        if isinstance(action, TensorDictBase):
+            return td.update(action.select(*self._specs, strict=False))
+        if len(self._specs) != 1:
+            raise ValueError(
+                f"there are several actions, {list(self._specs)}: give a TensorDict with them for each step"
+            )
+        [(key, spec)] = self._specs.items()
+        if not isinstance(action, Tensor):
+            action = torch.as_tensor(action)
+            if action.is_floating_point() == spec.dtype.is_floating_point:
+                action = action.to(spec.dtype)
+        return td.set(key, action if td.device is None else action.to(td.device))
+
+
+def on_device_of(policy: Any, act: TensorDictPolicy) -> TensorDictPolicy:
+    """`act` with its input moved to the device of the parameters of `policy`, and its result back.
+
+    `act` itself unless `policy` is an `nn.Module` with parameters or buffers.
+    """
+    owned = itertools.chain(policy.parameters(), policy.buffers()) if isinstance(policy, nn.Module) else ()
+    first = next(iter(owned), None)
+    if first is None:
+        return act
+
+    def act_there(td: TensorDictBase) -> TensorDictBase:
+        result = act(td.to(first.device)).to(td.device or "cpu")
+        return result if td.device is not None else result.clear_device_()
+
+    return act_there
 
 
 def compiled_policy(policy: TensorDictPolicy, options: Mapping[str, Any]) -> TensorDictPolicy:

@@ -10,20 +10,22 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram._advice import advised
 from engram.envs.base import SPEC_NAMES, EnvBase
 from engram.envs.engines import GymEngine
 from engram.processes.timeouts import reject_timeout
 from engram.specs.tensors import usable_device
 
 
+@advised
 class SerialEnv(EnvBase):
     """`n` environments, stepped one after the other: batch `[n, *batch of one]`.
 
     `make_env` creates one environment, or is a list of n such functions; `create_env_kwargs` are its arguments, or a
-    list of n of them. `num_workers` and `create_env_fn` are other names of `n` and `make_env`, and
-    `serial_for_single` has no effect. All must have the same specs. Environment i
-    gets the seed `seed + i * (number of environments in one)`. Raises ValueError for different specs or a list of
-    another length, TypeError for a `timeout`, which only `ParallelEnv` has.
+    list of n of them. `num_workers` and `create_env_fn` are other names of `n` and `make_env`; `serial_for_single`, and
+    the arguments that TorchRL's SerialEnv has for processes, shared memory and devices, have no effect. All must have
+    the same specs. Environment i gets the seed `seed + i * (number of environments in one)`. Raises ValueError for
+    different specs or a list of another length, TypeError for a `timeout`, which only `ParallelEnv` has.
 
     >>> from engram.envs import GymEnv
     >>> SerialEnv(3, lambda: GymEnv("CartPole-v1")).rollout(2)["observation"].shape
@@ -46,11 +48,14 @@ class SerialEnv(EnvBase):
         n = only_one("n", n, "num_workers", num_workers)
         make_env = only_one("make_env", make_env, "create_env_fn", create_env_fn)
         place = usable_device(device, "device")  # before an environment is created
-        self._envs = [make() for make in env_makers("SerialEnv", n, make_env, create_env_kwargs)]
-        first = self._envs[0]
-        for index, env in enumerate(self._envs):
+        envs = [make() for make in env_makers("SerialEnv", n, make_env, create_env_kwargs)]
+        first = envs[0]
+        for index, env in enumerate(envs):
             check_same_specs(index, env, first)
         super().__init__(batch_size=(n, *first.batch_size), device=first.device)
+        self._envs: list[Any] = envs
+        for index, env in enumerate(envs):
+            self.add_module(str(index), env)
         self._take_specs(first, n)
         self.policy_entries = first.policy_entries
         if place is not None:
@@ -58,6 +63,7 @@ class SerialEnv(EnvBase):
 
     def engines(self) -> list[GymEngine] | None:
         """The engines that step with raw values, for collectors; None unless all are single gymnasium environments."""
+        self.start()
         members: list[Any] = [getattr(env, "engines", lambda: None)() for env in self._envs]
         if type(self) is not SerialEnv or len(self.batch_size) != 1 or None in members:
             return None
@@ -121,10 +127,14 @@ class SerialEnv(EnvBase):
                 env.set_random_state(member)
             raise
 
-    def to(self, device: torch.device | str) -> SerialEnv:
+    def to(self, device: torch.device | str) -> SerialEnv:  # type: ignore[override]
         for env in self._envs:
             env.to(device)
         return super().to(device)
+
+    def _open(self) -> None:
+        for env in self._envs:
+            env.start()
 
     def _close(self) -> None:
         for env in self._envs:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram._advice import advised
 from engram.envs.base import EnvBase
 from engram.pytree import Key
 from engram.specs import Spec
@@ -18,6 +20,7 @@ from engram.transforms.env_specs import FLAGS, EnvSpecs
 Self = TypeVar("Self", bound="TransformedEnv")
 
 
+@advised
 class TransformedEnv(EnvBase):
     """An environment whose observations, rewards and actions go through a transform, a list of them, or a callable.
 
@@ -32,6 +35,9 @@ class TransformedEnv(EnvBase):
     Keys are those of the root: `"observation"`, `"reward"`. A base environment that reads its state from the TensorDict
     reads the caller's: there, use `out_keys` that leave the state's entries unchanged.
 
+    `device` is that of all outputs, of the base environment too; None: as that is. Attributes of the base environment
+    are read through. `auto_unwrap` and `cache_specs` have no effect: an environment with transforms below stays whole.
+
     Raises TypeError and ValueError for transforms that only work in buffers, or that remove rewards, flags or the
     action; KeyError for keys that the environment does not have.
 
@@ -42,20 +48,24 @@ class TransformedEnv(EnvBase):
     tensor([1., 2., 3.])
     """
 
-    def __init__(self, base_env: EnvBase, transform: Any = None) -> None:
+    _base: EnvBase
+
+    def __init__(self, base_env: EnvBase, transform: Any = None, *, device: Any = None) -> None:
         if not isinstance(base_env, EnvBase):
             raise TypeError(
                 f"TransformedEnv takes an engram environment, got a {type(base_env).__name__}; put another library's "
                 "environment behind that library's own transforms"
             )
-        self._base = base_env
         given = _as_list(transform)
         parts = [part for one in given for part in one.parts()]
-        self._is_single = len(given) == 1 and given[0].parts() == given
         super().__init__(batch_size=base_env.batch_size, device=base_env.device)
+        vars(self)["_base"] = base_env  # as a module it is `base_env`: that lookup is too slow for each step
+        self._is_single = len(given) == 1 and given[0].parts() == given
         self._take_specs(base_env)
         self.batch_locked = base_env.batch_locked
         self._attach(parts, 0)
+        if device is not None:
+            self.to(device)
 
     # ---- transforms ----
     @property
@@ -108,6 +118,7 @@ class TransformedEnv(EnvBase):
             parent = object.__new__(type(self))  # not a copy: `__setstate__` would make it the container of them all
             vars(parent).update(vars(self))
             parent._parts, parent._is_single, parent._parents = self._parts[:n], False, {}
+            vars(parent)["_modules"] = {}
             parent._specs = dict(self._specs)
             parent._update_specs()
             self._parents[n] = parent
@@ -127,6 +138,7 @@ class TransformedEnv(EnvBase):
     def _update_specs(self) -> None:
         self._take_specs(self._base)
         specs = self._base_specs()
+        self._modules["base_env"], self._modules["transform"] = self._base, self.transform
         self._parents = {}  # they have other specs then
         own = [key for part in self._parts for key in part.policy_entries()]
         self.policy_entries = (*self._base.policy_entries, *own)
@@ -184,8 +196,9 @@ class TransformedEnv(EnvBase):
                     fresh.set(key, spec.zero(self._extra_batch(fresh)))
         return fresh
 
-    def step(self, td: TensorDictBase) -> TensorDictBase:
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         self._check_open()
+        td = tensordict
         self._require_action(td)
         # A recurrent policy writes its next hidden state under "next": transforms do not see it.
         hidden = td.get("next", None)
@@ -229,13 +242,13 @@ class TransformedEnv(EnvBase):
         cls = type(self)
         return None if (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS else list(self._parts)
 
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
         return self._base.set_seed(seed, static_seed)
 
     def _set_seed(self, seed: int) -> None:
         self._base.set_seed(seed)
 
-    def to(self: Self, device: torch.device | str) -> Self:
+    def to(self: Self, device: torch.device | str) -> Self:  # type: ignore[override]
         self._base.to(device)
         for part in self._parts:
             part.to(device)
@@ -243,36 +256,48 @@ class TransformedEnv(EnvBase):
         self._update_specs()
         return self
 
+    def _open(self) -> None:
+        self._base.start()
+
     def _close(self) -> None:
         self._base.close()
+        for part in self._parts:
+            part.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of all transforms, in this environment and its base, without that of running episodes."""
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The state of all transforms, in this environment and its base, without that of running episodes.
+
+        A module that the environment is a part of gives the other arguments, which are torch's.
+        """
+        if destination is not None:
+            return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         state = Compose(*self._parts).state_dict()
-        below = self._base.state_dict() if isinstance(self._base, TransformedEnv) else {}
+        below = dict(self._base.state_dict())
         return {**state, "base_env": below} if below else state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
         """Continues from a saved state.
 
         Raises ValueError, which lists every difference, if it belongs to other transforms; nothing is changed then.
+        `strict` and `assign` are torch's, and have no effect.
         """
+        state = dict(state_dict)
         if differences := self.differences(state):
             raise ValueError("the state does not fit: " + "; ".join(differences))
         Compose(*self._parts).load_state_dict(state)
-        if isinstance(self._base, TransformedEnv):
-            self._base.load_state_dict(state.get("base_env", {}))
+        self._base.load_state_dict(state.get("base_env", {}))
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """The reasons why a saved state cannot be loaded; empty if it can."""
         differences, below = Compose(*self._parts).differences(state), state.get("base_env", {})
         if isinstance(self._base, TransformedEnv):
             return differences + self._base.differences(below)
-        return (
-            [*differences, "the saved base_env had transforms with a state, and has none here"]
-            if below
-            else differences
-        )
+        own = self._base.state_dict().keys()
+        if below.keys() == own:
+            return differences
+        return [*differences, f"the saved base_env has the state {sorted(below)}, and here it has {sorted(own)}"]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # private ones belong to the base, and `copy` asks before there is a base

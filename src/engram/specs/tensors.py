@@ -282,6 +282,8 @@ class LeafTensorSpec(Spec):
 
     def __getitem__(self: Self, index: Any) -> Self:
         assert isinstance(self, LeafTensorSpec)
+        if isinstance(index, str):
+            raise KeyError(f"{self} has no entry {index!r}: only a Composite has entries")
         return self.with_batch(self.batch_ndim, lambda tensor: tensor[index])
 
     @property

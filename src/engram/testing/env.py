@@ -101,8 +101,10 @@ class EnvContract:
         with pytest.raises(ValueError, match=r"action.* is not what the environment takes"):
             env.step(TensorDict({**td, "action": wrong}, batch_size=env.batch_size))
 
-    def test_a_closed_environment_says_so_and_closes_again_quietly(self, env: Any) -> None:
+    def test_a_closed_environment_refuses_steps_and_opens_again_at_a_reset(self, env: Any) -> None:
+        td = env.rand_action(env.reset())
         env.close()
         env.close()
         with pytest.raises(RuntimeError, match="was closed"):
-            env.reset()
+            env.step(td)
+        assert env.rand_step(env.reset()).batch_size == env.batch_size

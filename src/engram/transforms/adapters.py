@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 from tensordict import TensorDictBase
-from torch import nn
 
 from engram.pytree import Key, as_keys, copy_containers, has_batch_size, require_tensor, set_entry
 from engram.transforms.base import InvertedTransform, Transform, WriteRequest
@@ -28,15 +27,11 @@ class CallableTransform(Transform, built_in=True):
     def forward(self, batch: Any) -> Any:
         return batch if self.invert else self.fn(batch)
 
-    def inv(self, batch: Any) -> Any:
-        return self.fn(batch) if self.invert else batch
+    def inv(self, tensordict: Any) -> Any:
+        return self.fn(tensordict) if self.invert else tensordict
 
     def _inverts(self) -> bool:
         return self.invert
-
-    def to(self, device: Any = None, dtype: Any = None) -> Any:
-        _move(self.fn, device, dtype)
-        return self
 
     def __repr__(self) -> str:
         return f"{getattr(self.fn, '__name__', self.fn)}{' (on writing)' if self.invert else ''}"
@@ -95,18 +90,18 @@ class ForeignTransform(Transform, built_in=True):
     def can_flush(self) -> bool:  # type: ignore[override]
         return not self._inverts()
 
-    def inv(self, batch: Any) -> Any:
+    def inv(self, tensordict: Any) -> Any:
         if not self._inverts():
-            return batch
-        if self._of_tensordicts and not has_batch_size(batch):
+            return tensordict
+        if self._of_tensordicts and not has_batch_size(tensordict):
             raise TypeError(
-                f"{self.kind} takes TensorDicts, and a {type(batch).__name__} is written: write TensorDicts, or use a "
-                "transform of engram.envs"
+                f"{self.kind} takes TensorDicts, and a {type(tensordict).__name__} is written: write TensorDicts, or "
+                "use a transform of engram.envs"
             )
         if self._inverse == "inv":
-            return self.transform.inv(batch)
-        batch = copy_containers(batch)
-        return self.transform._inv_call(batch) if self._inverse == "_inv_call" else self._by_key_inv(batch)
+            return self.transform.inv(tensordict)
+        tensordict = copy_containers(tensordict)
+        return self.transform._inv_call(tensordict) if self._inverse == "_inv_call" else self._by_key_inv(tensordict)
 
     def _by_key_inv(self, batch: Any) -> Any:
         stored, given = _inverse_keys(self.transform)
@@ -122,10 +117,6 @@ class ForeignTransform(Transform, built_in=True):
     @property
     def _owner(self) -> Any:
         return self.transform
-
-    def to(self, device: Any = None, dtype: Any = None) -> Any:
-        _move(self.transform, device, dtype)
-        return self
 
     def state_settings(self) -> dict[str, Any]:
         return {}
@@ -192,12 +183,6 @@ def as_transform(transform: Any, invert: bool = False) -> Transform:
     if callable(transform):
         return CallableTransform(transform, invert)
     raise TypeError(f"a transform is a Transform or a callable, got a {type(transform).__name__}")
-
-
-def _move(module: Any, device: Any, dtype: Any) -> None:
-    """Moves a module; other objects have no tensors that are known here."""
-    if isinstance(module, nn.Module):
-        module.to(*(given for given in (device, dtype) if given is not None))
 
 
 def _inverse_keys(transform: Any) -> tuple[list[Key], list[Key]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,12 +16,14 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
+from engram._advice import absent_member, advised
 from engram._arguments import KeepsArguments
 from engram.pytree import (
     Key,
     Keys,
     as_keys,
     copy_containers,
+    get_tensor,
     has_batch_size,
     key_path,
     map_outermost,
@@ -29,7 +32,15 @@ from engram.pytree import (
     set_entry,
 )
 from engram.specs import Composite, Spec
-from engram.transforms.env_specs import RESULT_KEYS, EnvSpecs, clone_composite, map_leaves, map_spec, specs_by_trial
+from engram.transforms.env_specs import (
+    FLAGS,
+    RESULT_KEYS,
+    EnvSpecs,
+    clone_composite,
+    map_leaves,
+    map_spec,
+    specs_by_trial,
+)
 
 IDLE = "_idle"  # marks rows of a call of `step` that only reset an environment: see `VectorEnv`
 ChangeStep = Callable[[TensorDictBase, TensorDictBase], TensorDictBase]
@@ -128,9 +139,13 @@ class EnvTransformMixin:
         """The `TransformedEnv` that it was put into last; None if there is none."""
         return None if (place := _CONTAINERS.get(self)) is None else place[0]()
 
-    def set_container(self, env: Any, stands_for: Any = None) -> None:
+    def set_container(self, container: Any, stands_for: Any = None) -> None:
         """Puts it into an environment, which calls this; a copy may stand for the transform that is there."""
-        _CONTAINERS[self] = weakref.ref(env), weakref.ref(self if stands_for is None else stands_for)
+        _CONTAINERS[self] = weakref.ref(container), weakref.ref(self if stands_for is None else stands_for)
+
+    def reset_parent(self) -> None:
+        """Takes it out of its environment: `parent` is an error then."""
+        _CONTAINERS.pop(self, None)
 
     @property
     def parent(self) -> Any:
@@ -159,10 +174,20 @@ class EnvTransformMixin:
         """The same transform for whole batches; None if it must see each step."""
         return None
 
+    def close(self) -> None:
+        """Called when the environment that it is in is closed; a class with files or windows closes them here."""
+
+    def dump(self, **settings: Any) -> None:
+        """Writes what it has recorded; only classes that record something have this."""
+
+    def empty_cache(self) -> None:
+        """Forgets what was computed from `in_keys` and `out_keys`, which may then be set to others."""
+        vars(self).pop("_env_pairs", None)
+
     @cached_property
     def _env_pairs(self) -> list[tuple[Key, Key]]:
-        """Pairs of source and target keys at the root, each once."""
-        return root_pairs(self.in_keys, self.out_keys)
+        """Pairs of source and target keys at the root, each once; none in a class that pairs them in another way."""
+        return root_pairs(self.in_keys, self.out_keys) if len(self.in_keys) == len(self.out_keys) else []
 
     # ---- specs ----
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
@@ -172,16 +197,69 @@ class EnvTransformMixin:
             KeyError: the environment has no such entries.
         """
         specs.require([source for source, _ in self._env_pairs], type(self).__name__)
-        # Copies: a subclass may set entries of the Composite that it gets.
-        action = clone_composite(specs.action) if isinstance(specs.action, Composite) else specs.action
-        changed = EnvSpecs(
-            self.transform_observation_spec(clone_composite(specs.observation)),
-            self.transform_action_spec(action),
-            self.transform_reward_spec(specs.reward),
-            self.transform_done_spec(specs.done),
-            specs.grouped,
-        )
+        if self._changes_groups():
+            changed = self._specs_by_groups(specs)
+        else:
+            # Copies: a subclass may set entries of the Composite that it gets.
+            action = clone_composite(specs.action) if isinstance(specs.action, Composite) else specs.action
+            changed = EnvSpecs(
+                self.transform_observation_spec(clone_composite(specs.observation)),
+                _changed_leaf(self.transform_action_spec, action, "action"),
+                _changed_leaf(self.transform_reward_spec, specs.reward, "reward"),
+                _changed_leaf(self.transform_done_spec, specs.done, *FLAGS),
+                specs.grouped,
+            )
         return changed.with_entries(self._copied_results(specs))
+
+    def _changes_groups(self) -> bool:
+        """Whether a class has `transform_output_spec` or `transform_input_spec` of its own."""
+        kind, base = type(self), EnvTransformMixin
+        theirs = (kind.transform_output_spec, kind.transform_input_spec)
+        return theirs != (base.transform_output_spec, base.transform_input_spec)
+
+    def _specs_by_groups(self, specs: EnvSpecs) -> EnvSpecs:
+        shape, device = specs.observation.shape, specs.observation.device
+        flags = Composite(dict.fromkeys(FLAGS, specs.done), shape=shape, device=device)
+        outputs = {
+            "full_observation_spec": clone_composite(specs.observation),
+            "full_reward_spec": Composite({"reward": specs.reward}, shape=shape, device=device),
+            "full_done_spec": flags,
+        }
+        actions = Composite({"action": specs.action}, shape=shape, device=device)
+        inputs = {"full_action_spec": actions, "full_state_spec": Composite(shape=shape, device=device)}
+        after = self.transform_output_spec(Composite(outputs, shape=shape, device=device))
+        given: Any = self.transform_input_spec(Composite(inputs, shape=shape, device=device))
+        if len(given["full_state_spec"].leaves()):
+            raise TypeError(
+                f"{type(self).__name__} adds entries that steps read, {list(given['full_state_spec'].leaves())}: "
+                "environments with transforms read an action only"
+            )
+        observation, reward, done = (after["full_observation_spec"], after["full_reward_spec", "reward"],
+                                     after["full_done_spec", "done"])  # fmt: skip
+        return EnvSpecs(observation, given["full_action_spec", "action"], reward, done, specs.grouped)
+
+    def transform_output_spec(self, output_spec: Composite) -> Composite:
+        """`full_observation_spec`, `full_reward_spec` and `full_done_spec` after the transform."""
+        groups: Any = output_spec
+        groups["full_observation_spec"] = self.transform_observation_spec(groups["full_observation_spec"])
+        reward, done = groups["full_reward_spec", "reward"], groups["full_done_spec", "done"]
+        groups["full_reward_spec", "reward"] = _changed_leaf(self.transform_reward_spec, reward, "reward")
+        changed = _changed_leaf(self.transform_done_spec, done, *FLAGS)
+        for flag in FLAGS:
+            groups["full_done_spec", flag] = changed
+        return output_spec
+
+    def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """`full_action_spec` and `full_state_spec` as the caller sees them."""
+        groups: Any = input_spec
+        action = groups["full_action_spec", "action"]
+        groups["full_action_spec", "action"] = _changed_leaf(self.transform_action_spec, action, "action")
+        groups["full_state_spec"] = self.transform_state_spec(groups["full_state_spec"])
+        return input_spec
+
+    def transform_state_spec(self, state_spec: Composite) -> Composite:
+        """The specs of the entries besides the action that a step reads; a transform cannot add any."""
+        return state_spec
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """The specs of the observations after the transform."""
@@ -234,6 +312,66 @@ class EnvTransformMixin:
                 )
         keys = set(self.in_keys_inv)
         return map_leaves(action_spec, "action", lambda key, spec: change(spec) if key in keys else spec)
+
+
+def _changed_leaf(change: Callable[[Any], Any], spec: Spec, *names: str) -> Any:
+    """The spec that a user's method makes of a reward's, a flag's or an action's; methods may take Composites instead.
+
+    Raises:
+        Exception: the method's own error, for the spec itself.
+    """
+    try:
+        changed = change(spec)
+    except Exception as error:
+        group = Composite(dict.fromkeys(names, spec), shape=spec.shape[: max(spec.ndim - 1, 0)], device=spec.device)
+        try:
+            changed = change(group)
+        except Exception:
+            raise error from None
+    is_group = isinstance(changed, Composite) and not isinstance(spec, Composite)
+    return changed[names[0]] if is_group else changed
+
+
+def apply_to_composite(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A decorator of methods such as `transform_observation_spec` that are written for one spec.
+
+    The method is applied to the spec of each of `in_keys`, and gives that of the `out_key`.
+
+    Example:
+        >>> class Sine(Transform):
+        ...     def _apply_transform(self, value):
+        ...         return value.sin()
+        ...     @apply_to_composite
+        ...     def transform_observation_spec(self, spec):
+        ...         return Bounded(-1, 1, shape=spec.shape, dtype=spec.dtype)
+        >>> env = TransformedEnv(GymEnv("Pendulum-v1"), Sine(["observation"], ["sine"]))
+        >>> env.observation_spec["sine"].shape
+        torch.Size([3])
+    """
+    return _by_keys(change, "in_keys", "out_keys")
+
+
+def apply_to_composite_inv(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """As `apply_to_composite`, for actions: of `in_keys_inv`, which give those of `out_keys_inv`."""
+    return _by_keys(change, "in_keys_inv", "out_keys_inv")
+
+
+def _by_keys(change: Callable[[Any, Any], Any], sources: str, targets: str) -> Callable[[Any, Any], Any]:
+    @functools.wraps(change)
+    def changed(self: Any, spec: Any) -> Any:
+        if not isinstance(spec, Composite):
+            raise TypeError(f"{change.__name__} of {type(self).__name__} takes a Composite, got {spec}")
+        groups = [group for name in _GROUPS if isinstance(group := spec.get(name, None), Composite)] or [spec]
+        for group in groups:
+            for source, target in root_pairs(getattr(self, sources), getattr(self, targets)):
+                if source in group.leaves():
+                    group[target] = change(self, group[source].clone())
+        return spec
+
+    return changed
+
+
+_GROUPS = ("full_observation_spec", "full_reward_spec", "full_done_spec", "full_action_spec", "full_state_spec")
 
 
 def root_key(key: Key) -> Key:
@@ -371,7 +509,8 @@ def _sizes(batch: Any) -> tuple[int, ...] | None:
     return tuple(batch.batch_size) if has_batch_size(batch) else None
 
 
-class Transform(KeepsArguments, EnvTransformMixin):
+@advised
+class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     """Changes batches: `forward` when they are read, `inv` when they are written.
 
     A plain callable may be used as a transform too: a buffer calls it on reading. Subclasses that work entry by entry
@@ -390,6 +529,10 @@ class Transform(KeepsArguments, EnvTransformMixin):
     or another number of steps, which are then written. A transform that keeps something from one write to the next does
     so in `inverse_stream` and `forward_stream`, or in `_inv_call` and attributes, which are then saved and undone like
     those of a `ForeignTransform`. How a transform works in an environment: see `EnvTransformMixin`.
+
+    A transform is an `nn.Module`: parameters, buffers and modules that are its attributes are moved by `to`, saved with
+    the replay buffer or environment that the transform is in, and seen by `parameters`, `apply`, `train` and `eval`.
+    Forward hooks are not called.
 
     Example:
         >>> class Double(Transform):
@@ -421,25 +564,45 @@ class Transform(KeepsArguments, EnvTransformMixin):
     #: exception at a saved state means that this is damaged. Of a child that a user writes this need not hold.
     built_in = True
 
+    #: Whether it changes data on writing, or actions: whether it has an inverse.
+    invertible = False
+
+    #: Whether `forward` and `inv` pass over `in_keys` that a batch lacks; see `set_missing_tolerance`.
+    missing_tolerance = False
+
+    # The library's own classes keep modules as plain attributes, which cost no lookup in the tables of a module.
+    __setattr__ = object.__setattr__  # type: ignore[assignment]
+
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.built_in = cls._keeps_arguments = built_in
+        if not built_in and cls.__setattr__ is Transform.__setattr__:
+            cls.__setattr__ = nn.Module.__setattr__  # type: ignore[method-assign,assignment]
+        if "invertible" not in vars(cls):
+            cls.invertible = any(getattr(cls, name) is not getattr(Transform, name) for name in _INVERTING)
         by_call = cls._inv_call is not Transform._inv_call and cls.inv is Transform.inv
         if by_call and not cls._inverts_by_call:
             cls._inverts_by_call = cls._has_memory = cls.inverse_in_order = True
             cls.can_flush = cls.flush is not Transform.flush
 
+    def __new__(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
+        self: Self = super().__new__(cls, *args, **kwargs)
+        nn.Module.__init__(self)  # here, as the `__init__` of a user's class need not call that of its base
+        return self
+
     def __init__(
         self, in_keys: Keys = None, out_keys: Keys = None, in_keys_inv: Keys = None, out_keys_inv: Keys = None
     ) -> None:
-        self.in_keys, self.out_keys = _pair(in_keys, out_keys, "")
+        kind = type(self)
+        is_keyed = all(getattr(kind, name) is getattr(Transform, name) for name in _OF_VALUES)
+        self.in_keys, self.out_keys = _pair(in_keys, out_keys, "", must_fit=kind.built_in or is_keyed)
         self.in_keys_inv, self.out_keys_inv = _pair(in_keys_inv, out_keys_inv, "_inv")
 
     def clone(self: Self) -> Self:
         """A copy with the same settings and state, which is in no environment."""
         return copy.deepcopy(self)
 
-    # ---- tensors of a user's class ----
+    # ---- modules and tensors of a user's class ----
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Makes a tensor an attribute that `state_dict` saves and `to` moves.
 
@@ -469,23 +632,38 @@ class Transform(KeepsArguments, EnvTransformMixin):
             raise TypeError(f"the name of a buffer is a string, got a {type(name).__name__}")
         if not name.isidentifier():
             raise KeyError(f"{name!r} cannot be the name of an attribute: use letters, digits and underscores")
-        if hasattr(type(self), name) or name in vars(self):
+        if name not in self._buffers and (hasattr(type(self), name) or hasattr(self, name)):
             raise KeyError(f"{type(self).__name__} has an attribute {name!r} already: choose another name")
         if tensor is not None and not isinstance(tensor, Tensor):
             raise TypeError(f"the buffer {name!r} must be a tensor or None, got a {type(tensor).__name__}")
-        initial = None if tensor is None else tensor.detach().clone()
-        vars(self).setdefault(REGISTERED, {})[name] = RegisteredTensor(initial, persistent)
-        setattr(self, name, tensor)
+        super().register_buffer(name, tensor, persistent)
+        vars(self).setdefault(REGISTERED, {}).setdefault(name, None if tensor is None else tensor.detach().clone())
 
-    def to(
-        self: Self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None
-    ) -> Self:
-        """Moves the registered tensors to a device; a dtype is for those of floating point. Returns itself."""
-        if isinstance(device, torch.dtype):
-            device, dtype = None, device
-        for name, tensor in _registered(self).items():
-            setattr(self, name, tensor.to(device, dtype if tensor.is_floating_point() else None))
-        return self
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules that are its attributes, each with its name; of a Compose the transforms."""
+        yield from super().named_children()
+        for name, value in vars(self).items():
+            if isinstance(value, nn.Module) and not name.startswith("_"):
+                yield name, value
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Itself and all modules in it, each with its name."""
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for name, child in self.named_children():
+            yield from child.named_modules(memo, f"{prefix}.{name}" if prefix else name, remove_duplicate)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise absent_member(type(self), name) from None
 
     # ---- reading ----
     def forward(self, batch: Any) -> Any:
@@ -501,8 +679,14 @@ class Transform(KeepsArguments, EnvTransformMixin):
         if kind._call is not Transform._call and kind.forward is Transform.forward:
             return self._call(batch)  # a subclass written for environments
         for source, target in self._pairs(batch):
+            if self.missing_tolerance and get_tensor(batch, source) is None:
+                continue
             set_entry(batch, target, self._apply_transform(require_tensor(batch, source, type(self).__name__)))
         return batch
+
+    def set_missing_tolerance(self, mode: bool = False) -> None:
+        """Whether `forward` and `inv` of a transform that works entry by entry pass over keys that a batch lacks."""
+        self.missing_tolerance = bool(mode)
 
     def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
         """Pairs of the entry that `forward` reads and the one that it sets."""
@@ -532,11 +716,12 @@ class Transform(KeepsArguments, EnvTransformMixin):
     def _has_settings_of(self, other: Transform) -> bool:
         """Whether another transform has this class and equal attributes: `does_the_same` where there is no state."""
         mine, theirs = vars(self), vars(other)
-        if type(self) is not type(other) or mine.keys() != theirs.keys():
+        names = mine.keys() - _NO_SETTINGS
+        if type(self) is not type(other) or names != theirs.keys() - _NO_SETTINGS:
             return False
-        for name, value in mine.items():  # no comprehension: this is asked for each batch of an ensemble
-            another = theirs[name]
-            if value is another or name == "_arguments":
+        for name in names:  # no comprehension: this is asked for each batch of an ensemble
+            value, another = mine[name], theirs[name]
+            if value is another:
                 continue
             if value != another if name in _KEY_LISTS else not _are_same(value, another):
                 return False
@@ -564,21 +749,22 @@ class Transform(KeepsArguments, EnvTransformMixin):
         return super().transform_specs(specs) if is_keyed or says_specs else specs_by_trial(self, specs)
 
     # ---- writing ----
-    def inv(self, batch: Any) -> Any:
+    def inv(self, tensordict: Any) -> Any:
         """The batch as it is stored; gets the caller's own object. Raises the same errors as `forward`."""
         if not self.in_keys_inv and not self._inverts_by_call:
-            return batch
-        if type(batch) is list:
-            return [self.inv(item) for item in batch]
-        batch = copy_containers(batch)
+            return tensordict
+        if type(tensordict) is list:
+            return [self.inv(item) for item in tensordict]
+        tensordict = copy_containers(tensordict)
         if self._inverts_by_call:
-            return self._inv_call(batch)
-        values = [
-            self._inv_apply_transform(require_tensor(batch, key, type(self).__name__)) for key in self.out_keys_inv
-        ]
-        for target, value in zip(self.in_keys_inv, values, strict=True):
-            set_entry(batch, target, value)
-        return batch
+            return self._inv_call(tensordict)
+        pairs = list(zip(self.out_keys_inv, self.in_keys_inv, strict=True))
+        if self.missing_tolerance:
+            pairs = [pair for pair in pairs if get_tensor(tensordict, pair[0]) is not None]
+        values = [self._inv_apply_transform(require_tensor(tensordict, key, type(self).__name__)) for key, _ in pairs]
+        for (_, target), value in zip(pairs, values, strict=True):
+            set_entry(tensordict, target, value)
+        return tensordict
 
     def _inv_apply_transform(self, value: Tensor) -> Tensor:
         return value
@@ -648,52 +834,93 @@ class Transform(KeepsArguments, EnvTransformMixin):
         """The present state, for `undo`; nothing of it is changed in place later."""
         if not self._remembers():
             return self.state_dict()
-        return self._memory.remember(self._owner), _copies(_registered(self))
+        buffers = [(module, _copies(module._buffers)) for module in self.modules()]
+        return self._memory.remember(self._owner), buffers
 
     def undo(self, before: Any) -> None:
         """Goes back to the state that `remember` returned, after a write that was refused."""
         if self._remembers():
-            memory, tensors = before
+            memory, buffers = before
             self._memory.undo(self._owner, memory)
-            vars(self).update(tensors)
+            for module, tensors in buffers:
+                module._buffers.update(tensors)
         elif before or self.state_dict():
             self.load_state_dict(before)
 
     def _remembers(self) -> bool:
-        return self._has_memory and type(self).state_dict is Transform.state_dict
+        kind = type(self)
+        has_own = (kind.state_dict, kind.get_extra_state) != (Transform.state_dict, Transform.get_extra_state)
+        return self._has_memory and not has_own
 
     def empty(self) -> None:
         """Drops what is kept for the next write; called when the buffer is emptied."""
         if self._has_memory and self._memory.holds_back:
             self._memory.forget(self._owner)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state to save, whose values are never changed in place later; empty for transforms without state."""
-        state = self._memory.state_dict(self._owner, self.kind) if self._has_memory else {}
-        tensors = _copies(_registered(self, saved_only=True))
-        return {**state, "buffers": tensors} if tensors else state
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The state to save, whose values are never changed in place later; empty for transforms without state.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a saved state."""
+        A module that the transform is a part of gives the other arguments, which are torch's.
+        """
+        if destination is not None:
+            return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        state: dict[str, Any] = self.get_extra_state()
+        if self._has_tensors():
+            tensors, weights = _copies(self._saved_tensors()), dict(self.named_parameters()).keys()
+            for kind, names in (("parameters", tensors.keys() & weights), ("buffers", tensors.keys() - weights)):
+                if names:
+                    state = {**state, kind: {name: tensors[name] for name in tensors if name in names}}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
+        """Continues from a saved state; the other arguments are torch's, and have no effect."""
+        if not self._has_tensors():
+            self.set_extra_state(state)
+            return
+        saved = {**state.get("parameters", {}), **state.get("buffers", {})}
+        self.set_extra_state({name: value for name, value in state.items() if name not in ("parameters", "buffers")})
+        for name, tensor in self._saved_tensors().items():
+            if name in saved and name not in self._buffers:
+                with torch.no_grad():
+                    tensor.copy_(saved[name])
+        for name, initial in vars(self).get(REGISTERED, {}).items():
+            if name not in self._non_persistent_buffers_set:
+                value, now = saved.get(name, initial), self._buffers[name]
+                like = {} if now is None else {"device": now.device, "dtype": now.dtype}
+                self._buffers[name] = None if value is None else value.to(**like, copy=True)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What the state has besides parameters and buffers."""
+        return self._memory.state_dict(self._owner, self.kind) if self._has_memory else {}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Continues from what `get_extra_state` returned; `{}` is the state of a transform that was not used yet."""
         if self._has_memory:
             self._memory.load_state_dict(self._owner, state)
-        saved = state.get("buffers", {})
-        for name, (initial, persistent) in vars(self).get(REGISTERED, {}).items():
-            if persistent:
-                value, now = saved.get(name, initial), vars(self).get(name)
-                like = {} if now is None else {"device": now.device, "dtype": now.dtype}
-                setattr(self, name, None if value is None else value.to(**like, copy=True))
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """The reasons why a saved state cannot be loaded; empty if it can."""
         memory = self._memory.differences(self._owner, self.kind, state) if self._has_memory else []
-        own, now = vars(self).get(REGISTERED, {}), _registered(self)
-        for name, tensor in state.get("buffers", {}).items():
-            if name not in own or not own[name].persistent:
-                memory.append(f"{self.kind} has no buffer {name!r} here, and one {list(tensor.shape)} there")
-            elif name in now and now[name].shape != tensor.shape:
-                memory.append(f"{self.kind} has {name} {list(now[name].shape)} here, {list(tensor.shape)} there")
+        own = self._saved_tensors() if self._has_tensors() else {}
+        later = {name for name, value in self._buffers.items() if value is None} - self._non_persistent_buffers_set
+        for kind, what in (("parameters", "parameter"), ("buffers", "buffer")):
+            for name, tensor in state.get(kind, {}).items():
+                if name in own and own[name].shape != tensor.shape:
+                    memory.append(f"{self.kind} has {name} {list(own[name].shape)} here, {list(tensor.shape)} there")
+                elif name not in own and name not in later:
+                    memory.append(f"{self.kind} has no {what} {name!r} here, and one {list(tensor.shape)} there")
         return memory
+
+    def _has_tensors(self) -> bool:
+        """Whether it may have parameters, buffers or modules in the tables of a module."""
+        return bool(self._parameters or self._buffers or self._modules)
+
+    def _saved_tensors(self) -> dict[str, Tensor]:
+        """Its parameters and persistent buffers and those of its modules, as they are now, by name."""
+        named = super().state_dict(keep_vars=True)
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
     #: Attributes that give a state its meaning: saved with it, and it is only loaded where they are equal.
     _state_settings: tuple[str, ...] = ("in_keys", "out_keys")
@@ -724,15 +951,18 @@ class Transform(KeepsArguments, EnvTransformMixin):
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
 
 
+_INVERTING = ("inv", "_inv_call", "_inv_apply_transform", "inverse_stream")
 _INVERSE_METHODS = (Transform.inv, Transform._inv_call, Transform.inverse_stream)
 _OF_VALUES = ("forward", "_call", "_reset", "_step")
-_OF_SPECS = tuple(f"transform_{name}_spec" for name in ("observation", "action", "reward", "done"))
+_OF_SPECS = tuple(
+    f"transform_{name}_spec" for name in ("observation", "action", "reward", "done", "output", "input", "state")
+)
 
 
-def _pair(sources: Keys, targets: Keys, suffix: str) -> tuple[list[Key], list[Key]]:
+def _pair(sources: Keys, targets: Keys, suffix: str, must_fit: bool = True) -> tuple[list[Key], list[Key]]:
     ins = as_keys(sources)
     outs = list(ins) if targets is None else as_keys(targets)
-    if len(ins) != len(outs):
+    if must_fit and len(ins) != len(outs):
         raise ValueError(f"in_keys{suffix} has {len(ins)} keys, out_keys{suffix} {len(outs)}: {ins} and {outs}")
     if len(set(outs)) < len(outs) or (suffix and len(set(ins)) < len(ins)):
         raise ValueError(f"a key is written twice: {ins if suffix else outs}")
@@ -772,8 +1002,8 @@ class InvertedTransform(Transform, built_in=True):
     def forward(self, batch: Any) -> Any:
         return self.transform.inv(batch)
 
-    def inv(self, batch: Any) -> Any:
-        return self.transform.forward(copy_containers(batch))
+    def inv(self, tensordict: Any) -> Any:
+        return self.transform.forward(copy_containers(tensordict))
 
     def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
         return self.transform.forward_stream(writing.changed(copy_containers))
@@ -793,14 +1023,10 @@ class InvertedTransform(Transform, built_in=True):
     def empty(self) -> None:
         self.transform.empty()
 
-    def to(self, device: Any = None, dtype: Any = None) -> Any:
-        self.transform.to(device, dtype)
-        return self
-
-    def state_dict(self) -> dict[str, Any]:
+    def get_extra_state(self) -> dict[str, Any]:
         return self.transform.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def set_extra_state(self, state: Any) -> None:
         self.transform.load_state_dict(state)
 
     def differences(self, state: dict[str, Any]) -> list[str]:
@@ -818,25 +1044,11 @@ class InvertedTransform(Transform, built_in=True):
 
 
 # ---- tensors that a user's class has registered ----
-REGISTERED = "_registered_tensors"  # the attribute with a `RegisteredTensor` for each name
+REGISTERED = "_registered_tensors"  # the attribute with the first value of each
 
 
-class RegisteredTensor(NamedTuple):
-    """What is known of an attribute that was registered: its first value, and whether it is saved."""
-
-    initial: Tensor | None
-    persistent: bool
-
-
-def _registered(transform: Transform, saved_only: bool = False) -> dict[str, Tensor]:
-    """The registered tensors of a transform, as they are now, by name."""
-    own = vars(transform)
-    names = [name for name, tensor in own.get(REGISTERED, {}).items() if tensor.persistent or not saved_only]
-    return {name: own[name] for name in names if isinstance(own.get(name), Tensor)}
-
-
-def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+def _copies(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    return {name: None if tensor is None else tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 # ---- what an inverse keeps in attributes from one write to the next ----
@@ -845,6 +1057,7 @@ Snapshot = list[dict[str, tuple[Any, Any]]]  # of each namespace: each attribute
 
 MEMORY = "_memory_of_writes"  # the attribute in which a transform keeps its `AttributeMemory`
 _LEFT_OUT = frozenset([*vars(nn.Module()), MEMORY, REGISTERED])
+_NO_SETTINGS = frozenset([*vars(nn.Module()), "_arguments"])  # attributes besides what a transform was told
 
 
 class _Absent:
@@ -933,6 +1146,8 @@ def _namespaces(obj: Any) -> list[dict[str, Any]]:
     """The dicts that hold an object's attributes; for an `nn.Module` also its buffers, and those of all its modules."""
     if not isinstance(obj, nn.Module):
         return [vars(obj)] if hasattr(obj, "__dict__") else []
+    if isinstance(obj, Transform):  # which saves its buffers itself
+        return [vars(module) for module in obj.modules()]
     return [names for module in obj.modules() for names in (vars(module), module._buffers)]
 
 
@@ -942,8 +1157,7 @@ def _never_saved(state: dict[str, Any]) -> list[str]:
 
 
 def _names(space: dict[str, Any]) -> Iterator[str]:
-    registered = space.get(REGISTERED, ())  # a transform saves these itself
-    return (name for name in list(space) if name not in _LEFT_OUT and name not in registered)
+    return (name for name in list(space) if name not in _LEFT_OUT)
 
 
 def _snapshot(obj: Any) -> Snapshot:

@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, overload
 
+from torch import nn
+
 from engram._arguments import describe
 from engram.pytree import Key
 from engram.transforms.adapters import as_transform
@@ -43,10 +45,10 @@ class Compose(Transform, built_in=True):
             batch = transform(batch)
         return batch
 
-    def inv(self, batch: Any) -> Any:
+    def inv(self, tensordict: Any) -> Any:
         for transform in reversed(self.transforms):
-            batch = transform.inv(batch)
-        return batch
+            tensordict = transform.inv(tensordict)
+        return tensordict
 
     def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
         return all(t.built_in and t.acts_by_row(row_ndim) for t in self.transforms)
@@ -99,9 +101,46 @@ class Compose(Transform, built_in=True):
             raise ValueError(f"there are {n} transforms; index must be -{n} to {n}, got {index}")
         self.transforms.insert(index, as_transform(transform, invert))
 
-    def to(self, device: Any = None, dtype: Any = None) -> Any:
+    def pop(self, index: int = -1) -> Transform:
+        """Takes a transform out, the last one if no place is given, and returns it.
+
+        Raises:
+            IndexError: there is no such place.
+        """
+        transform = self.transforms.pop(index)
+        transform.reset_parent()
+        return transform
+
+    # ---- what each transform does ----
+    def close(self) -> None:
         for transform in self.transforms:
-            transform.to(device, dtype)
+            transform.close()
+
+    def dump(self, **settings: Any) -> None:
+        for transform in self.transforms:
+            transform.dump(**settings)
+
+    def empty_cache(self) -> None:
+        for transform in self.transforms:
+            transform.empty_cache()
+
+    def reset_parent(self) -> None:
+        super().reset_parent()
+        for transform in self.transforms:
+            transform.reset_parent()
+
+    def set_missing_tolerance(self, mode: bool = False) -> None:
+        super().set_missing_tolerance(mode)
+        for transform in self.transforms:
+            transform.set_missing_tolerance(mode)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        yield from super().named_children()
+        yield from ((f"transforms.{i}", transform) for i, transform in enumerate(self.transforms))
+
+    def to(self, *place: Any, **settings: Any) -> Any:
+        for transform in self.transforms:
+            transform.to(*place, **settings)
         return self
 
     # ---- state ----
@@ -116,7 +155,7 @@ class Compose(Transform, built_in=True):
         for transform in self.transforms:
             transform.empty()
 
-    def state_dict(self) -> dict[str, Any]:
+    def get_extra_state(self) -> dict[str, Any]:
         """The states of the transforms that have one, each with its kind and its position among those of that kind."""
         entries = []
         for (kind, nth), transform in self._named().items():
@@ -125,7 +164,7 @@ class Compose(Transform, built_in=True):
                 entries.append({"kind": kind, "nth": nth, "state": state, "settings": transform.state_settings()})
         return {"transforms": entries} if entries else {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def set_extra_state(self, state: Any) -> None:
         """Continues from a saved state; a transform without a saved one starts anew.
 
         Raises:

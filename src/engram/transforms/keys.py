@@ -100,12 +100,12 @@ class RenameTransform(Transform, built_in=True):
             specs = specs._replace(observation=filter_leaves(specs.observation, lambda key: key not in removed))
         return specs.with_entries(renamed)  # type: ignore[arg-type]
 
-    def inv(self, batch: Any) -> Any:
-        if type(batch) is list:
-            return [self.inv(item) for item in batch]
+    def inv(self, tensordict: Any) -> Any:
+        if type(tensordict) is list:
+            return [self.inv(item) for item in tensordict]
         if not self.in_keys_inv:
-            return batch
-        return self._renamed(copy_containers(batch), list(self.out_keys_inv), list(self.in_keys_inv))
+            return tensordict
+        return self._renamed(copy_containers(tensordict), list(self.out_keys_inv), list(self.in_keys_inv))
 
     def _renamed(self, batch: Any, old: list[Key], new: list[Key]) -> Any:
         values = [require_tensor(batch, key, "RenameTransform") for key in old]
@@ -213,8 +213,8 @@ class ExcludeTransform(Transform, built_in=True):
     def does_the_same(self, other: Transform) -> bool:
         return self._has_settings_of(other)
 
-    def inv(self, batch: Any) -> Any:
-        return self._excluded(batch) if self.inverse else batch
+    def inv(self, tensordict: Any) -> Any:
+        return self._excluded(tensordict) if self.inverse else tensordict
 
     @cached_property
     def _excluded_roots(self) -> list[Key]:

@@ -243,10 +243,10 @@ class MultiStepTransform(Transform, built_in=True):
         """The number of time steps that are held back."""
         return 0 if self._held is None else self._held.steps
 
-    def inv(self, batch: Any) -> Any:
+    def inv(self, tensordict: Any) -> Any:
         """The complete steps, `[*, 0]` if there are none; the others are held back until the next call."""
-        dims = batch.batch_dims if has_batch_size(batch) else 1
-        written = self.inverse_stream(WriteRequest(batch, dims, dims - 1))
+        dims = tensordict.batch_dims if has_batch_size(tensordict) else 1
+        written = self.inverse_stream(WriteRequest(tensordict, dims, dims - 1))
         if written.items is not None:
             return written.items
         return _Rows.of(written.held, dims).part(0, 0).batch()
@@ -328,12 +328,12 @@ class MultiStepTransform(Transform, built_in=True):
     def empty(self) -> None:
         self._held = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def get_extra_state(self) -> dict[str, Any]:
         if self._held is None:
             return {}
         return {"form": self._held.form.to_json(), "leaves": list(self._held.leaves), "lead": list(self._held.lead)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def set_extra_state(self, state: Any) -> None:
         self._held = None
         if state:
             form, lead = TreeSpec.from_json(state["form"]), tuple(state["lead"])

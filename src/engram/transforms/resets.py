@@ -371,12 +371,12 @@ class TrajCounter(TrajectoryTransform, built_in=True):
         return count + int(begins.sum()), numbers[:, -1].clone()
 
     # ---- state ----
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() if self._next is None else {"next": self._next}
+    def get_extra_state(self) -> dict[str, Any]:
+        return super().get_extra_state() if self._next is None else {"next": self._next}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def set_extra_state(self, state: Any) -> None:
         if self._next is None:
-            super().load_state_dict(state)
+            super().set_extra_state(state)
         else:
             self._next = int(state.get("next", 0))
 

@@ -128,8 +128,8 @@ class TorchRLTransform(Transform, built_in=True):
         return inner
 
     # ---- the object ----
-    def to(self, device: Any = None, dtype: Any = None) -> Any:
-        self.transform.to(*(given for given in (device, dtype) if given is not None))
+    def to(self, *place: Any, **settings: Any) -> Any:
+        self.transform.to(*place, **settings)
         return self
 
     @property
@@ -139,8 +139,8 @@ class TorchRLTransform(Transform, built_in=True):
     def forward(self, batch: Any) -> Any:
         return self.transform(batch)
 
-    def inv(self, batch: Any) -> Any:
-        return self.transform.inv(batch)
+    def inv(self, tensordict: Any) -> Any:
+        return self.transform.inv(tensordict)
 
     def __repr__(self) -> str:
         return repr(self.transform)

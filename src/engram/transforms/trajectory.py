@@ -318,10 +318,10 @@ class TrajectoryTransform(Transform, built_in=True):
     def empty(self) -> None:
         self._carry_over = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def get_extra_state(self) -> dict[str, Any]:
         return {} if self._carry_over is None else self._carry_over._asdict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def set_extra_state(self, state: Any) -> None:
         self._carry_over = CarryOver(**state) if state else None
 
     def _settings(self) -> dict[str, Any]:
@@ -674,8 +674,8 @@ class Reward2GoTransform(TrajectoryTransform, built_in=True):
     def forward(self, batch: Any) -> Any:
         return batch
 
-    def inv(self, batch: Any) -> Any:
-        return self._transform_whole(batch if type(batch) is list else copy_containers(batch))
+    def inv(self, tensordict: Any) -> Any:
+        return self._transform_whole(tensordict if type(tensordict) is list else copy_containers(tensordict))
 
     def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
         return self._continue_stream(writing)
@@ -709,7 +709,7 @@ class Reward2GoTransform(TrajectoryTransform, built_in=True):
         return None
 
     # Each batch is computed by itself: there is no state.
-    def state_dict(self) -> dict[str, Any]:
+    def get_extra_state(self) -> dict[str, Any]:
         return {}
 
     def _settings(self) -> dict[str, Any]:

@@ -75,9 +75,11 @@ class DTypeCastTransform(Transform, built_in=True):
     def does_the_same(self, other: Transform) -> bool:
         return self._has_settings_of(other)
 
-    def inv(self, batch: Any) -> Any:
+    def inv(self, tensordict: Any) -> Any:
         return (
-            self._cast_all(copy_containers(batch), self.dtype_out, self.dtype_in) if self._all else super().inv(batch)
+            self._cast_all(copy_containers(tensordict), self.dtype_out, self.dtype_in)
+            if self._all
+            else super().inv(tensordict)
         )
 
     # ---- environments ----
@@ -329,11 +331,11 @@ class ObservationNorm(Transform, built_in=True):
             raise RuntimeError("ObservationNorm has no loc and scale yet: give them, or call init_stats(data)")
         return cast_stat(self._stats[0], value), cast_stat(self._stats[1], value)
 
-    def state_dict(self) -> dict[str, Any]:
+    def get_extra_state(self) -> dict[str, Any]:
         """The statistics that `init_stats` computed; `loc` and `scale` given to `__init__` are settings."""
         return {} if self._given or self._stats is None else {"loc": self._stats[0], "scale": self._stats[1]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def set_extra_state(self, state: Any) -> None:
         if not self._given:
             self._stats = (state["loc"], state["scale"]) if state else None
 

@@ -195,8 +195,8 @@ class VecNorm(Transform, built_in=True):
         self.learn(batch)
         return self.forward(batch)
 
-    def inv(self, batch: Any) -> Any:
-        return batch
+    def inv(self, tensordict: Any) -> Any:
+        return tensordict
 
     def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
         self._learn_from(writing)
@@ -255,14 +255,14 @@ class VecNorm(Transform, built_in=True):
     # ---- state ----
     _state_settings = ("in_keys", "decay", "eps")
 
-    def state_dict(self) -> dict[str, Any]:
+    def get_extra_state(self) -> dict[str, Any]:
         if self._stats is None and not self.nonfinite:
             return {}
         stats = self._stats or [None] * len(self.in_keys)
         saved = [None if one is None else tuple(one) for one in stats]
         return {"stats": saved, "learns": self._learns, "nonfinite": list(self._nonfinite)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def set_extra_state(self, state: Any) -> None:
         """Continues from a saved state; `{}` is that of a transform without statistics."""
         stats = [None if one is None else _Stats(*one) for one in state.get("stats", [])]
         self._stats = stats if any(one is not None for one in stats) else None

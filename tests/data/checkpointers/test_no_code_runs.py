@@ -70,9 +70,8 @@ COMPUTED = {
     ("data/replay_buffers/storages/base.py", "__getattr__"): "a user's own writer, which asks for an attribute",
     ("transforms/torchrl.py", "__getattr__"): "the transform, which asks for an attribute of the environment",
     ("transforms/base.py", "state_settings"): "_state_settings of the class",
-    ("transforms/base.py", "register_buffer"): "the caller, who names a tensor of his transform",
-    ("transforms/base.py", "to"): "what was registered, which no state can set (the last test)",
-    ("transforms/base.py", "load_state_dict"): "what was registered, which no state can set (the last test)",
+    ("transforms/base.py", "changed"): "the names of a transform's lists of keys, which stand there",
+    ("_advice.py", "advised"): "the names of the tables that stand there",
     ("data/replay_buffers/buffer.py", "_replace"): "the methods that call it",
 }
 

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from engram.envs.gym import GymEnv
+
+
+def _modules() -> tuple[Any, Any]:
+    """dm_control's suite, and shimmy's wrapper of a task. Raises ImportError where one is missing."""
+    try:
+        from dm_control import suite
+        from shimmy.dm_control_compatibility import DmControlCompatibilityV0
+    except ImportError as error:
+        raise ImportError('DMControlEnv needs shimmy and dm_control: pip install "engram[dm-control]"') from error
+    return suite, DmControlCompatibilityV0
+
+
+class _Tasks:
+    """The domains of the suite, each with its tasks, read from the class or an object."""
+
+    def __get__(self, instance: Any, owner: type) -> list[tuple[str, list[str]]]:
+        return [(domain, list(tasks)) for domain, tasks in _modules()[0].TASKS_BY_DOMAIN.items()]
 
 
 class DMControlEnv(GymEnv):
@@ -26,6 +44,9 @@ class DMControlEnv(GymEnv):
         ImportError: shimmy or dm_control is missing: `pip install "engram[dm-control]"`.
     """
 
+    available_envs = _Tasks()  #: pairs of a domain and the list of its tasks
+    libname = "dm_control"
+
     def __init__(
         self,
         env_name: str,
@@ -38,15 +59,18 @@ class DMControlEnv(GymEnv):
         render_kwargs: dict[str, Any] | None = None,
         task_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        try:
-            from dm_control import suite
-            from shimmy.dm_control_compatibility import DmControlCompatibilityV0
-        except ImportError as error:
-            raise ImportError('DMControlEnv needs shimmy and dm_control: pip install "engram[dm-control]"') from error
-        self.env_name, self.task_name = env_name, task_name
+        suite, wrapper = _modules()
+        self.task_name = task_name
         task = suite.load(env_name, task_name, task_kwargs=task_kwargs)
-        env = DmControlCompatibilityV0(task, render_mode="rgb_array" if from_pixels else None, **(render_kwargs or {}))
+        env = wrapper(task, render_mode="rgb_array" if from_pixels else None, **(render_kwargs or {}))
         super().__init__(env, device=device, from_pixels=from_pixels, pixels_only=pixels_only, frame_skip=frame_skip)
+        self.env_name = env_name
+
+    @property
+    def lib(self) -> ModuleType:
+        """The module of the suite's tasks."""
+        suite: ModuleType = _modules()[0]
+        return suite
 
     def __repr__(self) -> str:
         return f"DMControlEnv(env={self.env_name}, task={self.task_name}, device={self.device})"
