@@ -200,6 +200,13 @@ def test_statistics_are_given_by_key_and_values_restored():
     assert norm.frozen_copy().frozen and len(norm.to_observation_norm()) == 2
 
 
+def test_statistics_are_learnt_from_what_a_step_returns():
+    norm = VecNormV2(["a"], decay=1.0)
+    Compose(norm)._call(TensorDict({"a": torch.tensor([[1.0], [3.0]])}, [2]))
+    norm._call(TensorDict({"a": torch.tensor([[5.0]])}, [1]))
+    assert norm.loc["a"].item() == 3
+
+
 @pytest.mark.parametrize("refused", [{"stateful": False}, {"lock": object()}, {"shared_data": TensorDict()}])
 def test_statistics_of_several_processes_or_in_steps_are_refused(refused):
     with pytest.raises(TypeError, match=next(iter(refused))):

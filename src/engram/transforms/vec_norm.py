@@ -232,6 +232,10 @@ class VecNorm(Transform, built_in=True):
 
     # ---- environments ----
     def _call(self, td: TensorDictBase) -> TensorDictBase:
+        self._learn_from_env(td)
+        return self._normalised_entries(td)
+
+    def _normalised_entries(self, td: TensorDictBase) -> TensorDictBase:
         stats = self._stats or [None] * len(self.in_keys)
         by_root = {root_key(key): i for i, key in enumerate(self.in_keys)}
         for source, target in self._env_pairs:
@@ -248,12 +252,12 @@ class VecNorm(Transform, built_in=True):
         if postponed is not None:  # these rows show the last observation once more
             mask = ~postponed if mask is None else mask & ~postponed
         self._learn_from_env(fresh if mask is None else fresh[mask.reshape(fresh.batch_size)])
-        return self._call(fresh)
+        return self._normalised_entries(fresh)
 
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         idle = td.get(IDLE, None)  # the reset that follows returns the observation of these rows again
         self._learn_from_env(following if idle is None else following[~idle.reshape(following.batch_size)])
-        return self._call(following)
+        return self._normalised_entries(following)
 
     def _learn_from_env(self, td: TensorDictBase) -> None:
         if self._learns:
