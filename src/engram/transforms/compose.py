@@ -45,6 +45,11 @@ class Compose(Transform, built_in=True):
             batch = transform(batch)
         return batch
 
+    def _call(self, td: Any) -> Any:
+        for transform in self.transforms:
+            td = transform._call(td)
+        return td
+
     def inv(self, tensordict: Any) -> Any:
         for transform in reversed(self.transforms):
             tensordict = transform.inv(tensordict)
