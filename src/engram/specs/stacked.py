@@ -15,7 +15,8 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.pytree import Key
-from engram.specs.tensors import Bounded, Composite, Spec, as_device, shape_after
+from engram.specs.composite import Composite
+from engram.specs.tensors import Bounded, Spec, as_device, shape_after
 
 Member = TypeVar("Member", bound=Spec)
 
