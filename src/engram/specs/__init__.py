@@ -17,6 +17,7 @@ from engram.specs.tensors import (
     Spec,
     Unbounded,
 )
+from engram.specs.text import Text
 from engram.specs.torchrl import register_in_torchrl
 
 TensorSpec = Spec
@@ -48,6 +49,7 @@ __all__ = [
     "Stacked",
     "StackedComposite",
     "TensorSpec",
+    "Text",
     "Unbounded",
     "space_from_spec",
     "spec_from_space",
