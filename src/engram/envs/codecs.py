@@ -18,8 +18,9 @@ from torch import Tensor
 
 from engram.errors import is_masked
 from engram.pytree import Key
-from engram.specs import Composite, MultiOneHot, OneHot, Spec, spec_from_space
+from engram.specs import Composite, MultiOneHot, OneHot, Spec, Text, spec_from_space
 from engram.specs.spaces import for_space_class
+from engram.specs.text import bytes_of_text, text_of_bytes
 
 Array = np.ndarray[Any, Any]
 
@@ -250,6 +251,13 @@ class ArrayCodec(SpaceCodec):
         """`[..., *raw_shape]` as `[..., *spec.shape]`; may share memory."""
         return torch.from_numpy(raw)
 
+    def array(self, value: Any, shape: tuple[int, ...], what: str) -> Array:
+        """Raw values as an array of this shape. Raises ValueError, which begins with `what`, for all others."""
+        array = array_of(value, self.raw_dtype, shape, what)
+        if self.limits is not None:
+            check_limits(self.limits, array, what)
+        return array
+
     def decode(self, value: Tensor) -> Any:
         """The reverse of `encode`: a new array."""
         batch = value.shape[: value.ndim - self.spec.ndim]
@@ -423,6 +431,54 @@ class MultiDiscreteCodec(ArrayCodec):
         return (choice.reshape((*shape, *self.raw_shape)) + self.start).astype(self.raw_dtype)
 
 
+class TextCodec(ArrayCodec):
+    """The codec of a space of texts, which are uint8 `[width]` wherever they are an array: see `Text`."""
+
+    spec: Text
+
+    def __init__(self, space: Any) -> None:
+        spec = spec_from_space(space)
+        assert isinstance(spec, Text)
+        self.spec = spec
+        self.raw_dtype, self.raw_shape = np.dtype(np.uint8), (spec.width,)
+
+    def array(self, value: Any, shape: tuple[int, ...], what: str) -> Array:
+        if isinstance(value, np.ndarray) and value.dtype == self.raw_dtype:
+            return super().array(value, shape, what)
+        texts = np.asarray(value, dtype=object)
+        wrong = [text for text in texts.reshape(-1) if not isinstance(text, str)]
+        if wrong or texts.shape != shape[:-1]:
+            found = wrong[0] if wrong else value
+            raise ValueError(
+                f"{what} of {type(found).__name__} {found!r:.80}, and its space says text; correct the environment"
+            )
+        return self._rows(texts.reshape(-1), what).reshape(shape)
+
+    def _rows(self, texts: Sequence[Any] | Array, what: str) -> Array:
+        return np.array([bytes_of_text(text, self.spec.width, what) for text in texts], np.uint8)
+
+    def raw_of(self, array: Array) -> Any:
+        return text_of_bytes(array) if array.ndim == 1 else array
+
+    def unstacked(self, raws: Array) -> list[Any]:
+        return [text_of_bytes(row) for row in raws]
+
+    def decode_one(self, value: Tensor) -> Any:
+        return text_of_bytes(self.decode(value))
+
+    def decode_batch(self, value: Tensor) -> Any:
+        return tuple(self.spec.decode(value))
+
+    def unbatch(self, batch: Any) -> list[Any]:
+        return list(batch)
+
+    def encode_rows(self, raws: Sequence[Any]) -> Tensor:
+        return torch.from_numpy(self._rows(raws, "the value").reshape(len(raws), self.spec.width))
+
+    def keep(self, raw: Any) -> Any:
+        return raw
+
+
 class NestedCodec(SpaceCodec):
     """The codec of a Dict or Tuple of spaces, as a TensorDict; the keys of a Tuple are "0", "1", ..."""
 
@@ -481,10 +537,7 @@ class SpaceLeaf(NamedTuple):
             if is_plain and codec.limits is None:
                 return cast(Array, array)
             what = f"the {n} environments gave observations" if n else "the environment gave an observation"
-            array = array_of(array, codec.raw_dtype, shape, f"{what} {key!r}")
-            if codec.limits is not None:
-                check_limits(codec.limits, array, f"{what} {key!r}")
-            return array
+            return codec.array(array, shape, f"{what} {key!r}")
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(
                 f"the environment gave an observation {raw!r:.80}, which has no {key!r}; correct the environment"
@@ -502,7 +555,7 @@ def space_leaves(codec: SpaceCodec, key: tuple[str, ...] = (), path: tuple[Any, 
 def codec_for(space: Any, *, categorical: bool = False) -> SpaceCodec:
     """The codec of a gymnasium space; `categorical` says how Discrete and MultiDiscrete are encoded.
 
-    Raises TypeError for spaces without a fixed shape (Text, Graph, Sequence, OneOf).
+    Raises TypeError for spaces without a fixed shape (Graph, Sequence, OneOf).
 
     >>> import gymnasium
     >>> codec = codec_for(gymnasium.spaces.Discrete(3, start=1))
@@ -529,4 +582,5 @@ _MAKERS: dict[str, Callable[[Any, bool], SpaceCodec]] = {
     "MultiBinary": lambda space, categorical: ArrayCodec(spec_from_space(space), space),
     "Dict": _dict_codec,
     "Tuple": _tuple_codec,
+    "Text": lambda space, categorical: TextCodec(space),
 }

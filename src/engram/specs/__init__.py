@@ -4,19 +4,20 @@ A spec is immutable, except that entries may be added to a `Composite`. `shape` 
 batch dimensions first. All draws come from torch's global generator.
 """
 
+from engram.specs.composite import Composite
 from engram.specs.spaces import space_from_spec, spec_from_space
 from engram.specs.stacked import Stacked, StackedComposite
 from engram.specs.tensors import (
     Binary,
     Bounded,
     Categorical,
-    Composite,
     MultiCategorical,
     MultiOneHot,
     OneHot,
     Spec,
     Unbounded,
 )
+from engram.specs.text import Text
 from engram.specs.torchrl import register_in_torchrl
 
 TensorSpec = Spec
@@ -48,6 +49,7 @@ __all__ = [
     "Stacked",
     "StackedComposite",
     "TensorSpec",
+    "Text",
     "Unbounded",
     "space_from_spec",
     "spec_from_space",

@@ -5,17 +5,18 @@ Spaces are recognised by the names of their classes, so that reading them does n
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
+from engram.specs.composite import Composite
 from engram.specs.tensors import (
     Binary,
     Bounded,
     Categorical,
-    Composite,
     MultiCategorical,
     MultiOneHot,
     OneHot,
@@ -24,6 +25,7 @@ from engram.specs.tensors import (
     as_ordered_int64,
     ordered_limits,
 )
+from engram.specs.text import Text
 
 
 def spec_from_space(space: Any, categorical: bool = False) -> Spec:
@@ -32,8 +34,9 @@ def spec_from_space(space: Any, categorical: bool = False) -> Spec:
     Box: `Bounded`, or `Unbounded` if no bound restricts its dtype. Discrete and MultiDiscrete: int64,
     one-hot vectors (`OneHot`, `MultiOneHot`), or with `categorical=True` integers that count from 0 whatever the
     space's `start` (`Categorical`, `MultiCategorical`); a grid is flattened. MultiBinary: `Binary`. Dict and Tuple:
-    `Composite`, a Tuple's keys are "0", "1", ... Raises TypeError for spaces without a tensor form (Text, Graph,
-    Sequence, OneOf).
+    `Composite`, a Tuple's keys are "0", "1", ... Text and other spaces of `str`: `Text`, with room for `max_length`
+    characters of its charset, or `TEXT_BYTES` where it has no such length. Raises TypeError for spaces without a
+    tensor form (Graph, Sequence, OneOf).
 
     >>> import gymnasium
     >>> spec_from_space(gymnasium.spaces.Discrete(3))
@@ -43,15 +46,30 @@ def spec_from_space(space: Any, categorical: bool = False) -> Spec:
     return spec
 
 
+#: Bytes of a text of a space of `str` that has no `max_length`, such as a mission of MiniGrid.
+TEXT_BYTES = 256
+
+_VARIABLE = {
+    "Sequence": "its values have any length",
+    "Graph": "its values have any number of nodes and edges",
+    "OneOf": "its values are now of one space, now of another",
+}
+
+
 def for_space_class(space: Any, kinds: dict[str, Any]) -> Any:
     """The entry of `kinds` for the class of `space`. Raises TypeError for spaces without a tensor form."""
-    for cls in type(space).__mro__:
-        if cls.__name__ in kinds:
-            return kinds[cls.__name__]
+    names = [cls.__name__ for cls in type(space).__mro__]
+    if getattr(getattr(space, "dtype", None), "kind", None) == "U":
+        names.append("Text")
+    for name in names:
+        if name in kinds:
+            return kinds[name]
+    reason = next((_VARIABLE[name] for name in names if name in _VARIABLE), "its values have no fixed shape")
     raise TypeError(
-        f"a space of type {type(space).__name__} has no tensor form, as its values have no fixed shape; leave it "
-        "out or convert it by a wrapper (gymnasium.wrappers.FilterObservation, TransformObservation); "
-        f"these have: {', '.join(kinds)}"
+        f"a space of type {type(space).__name__} has no tensor form, as {reason}; leave it out or convert it by a "
+        "wrapper (gymnasium.wrappers.FilterObservation, TransformObservation), or step the environment yourself and "
+        "add dicts to ReplayBuffer(storage=ListStorage(n), collate_fn=list), which holds such values as they are; "
+        f"these have a tensor form: {', '.join(kinds)}"
     )
 
 
@@ -69,6 +87,14 @@ def _box(space: Any, categorical: bool) -> Spec:
     if not is_bounded:
         return Unbounded(space.shape, dtype=dtype)
     return Bounded(low, high, shape=space.shape, dtype=dtype)
+
+
+def _text(space: Any, categorical: bool) -> Spec:
+    length = getattr(space, "max_length", None)
+    if length is None:
+        return Text(TEXT_BYTES)
+    widest = max((len(character.encode()) for character in space.character_set), default=1)
+    return Text(max(1, length * widest))
 
 
 def _discrete(space: Any, categorical: bool) -> Spec:
@@ -95,6 +121,7 @@ _SPECS: dict[str, Callable[[Any, bool], Spec]] = {
     "MultiBinary": lambda space, categorical: Binary(shape=space.shape),
     "Dict": _dict,
     "Tuple": _tuple,
+    "Text": _text,
 }
 
 
@@ -102,9 +129,9 @@ def space_from_spec(spec: Spec) -> Any:
     """The gymnasium space of the same values, batch dimensions included.
 
     One-hot vectors and categories become Discrete or MultiDiscrete, flags and `Binary` MultiBinary, numbers Box,
-    `Composite` Dict. `spec_from_space(space_from_spec(spec), categorical)` equals `spec` for every spec that
-    `spec_from_space` returns. Raises TypeError for a spec of another class, ImportError where gymnasium is missing:
-    `pip install "engram[gym]"`.
+    `Text` Text of printable ASCII, `Composite` Dict. `spec_from_space(space_from_spec(spec), categorical)` equals
+    `spec` for every spec that `spec_from_space` returns. Raises TypeError for a spec of another class, ImportError
+    where gymnasium is missing: `pip install "engram[gym]"`.
 
     >>> space_from_spec(Composite(position=Bounded(-1, 1, (2,)), gear=Categorical(5)))
     Dict('gear': Discrete(5), 'position': Box(-1.0, 1.0, (2,), float32))
@@ -148,6 +175,12 @@ def _choices(spec: Any, spaces: Any) -> Any:
     return spaces.MultiDiscrete(np.broadcast_to(np.array(spec.nvec), (*spec.shape[:-1], len(spec.nvec))).copy())
 
 
+def _text_space(spec: Any, spaces: Any) -> Any:
+    if spec.ndim > 1:
+        raise TypeError(f"gymnasium has no space of several texts at once, got {spec}; take one, spec[i]")
+    return spaces.Text(spec.width, min_length=0, charset=string.printable)
+
+
 _SPACES: dict[type, Callable[[Any, Any], Any]] = {
     Binary: lambda spec, spaces: spaces.MultiBinary(tuple(spec.shape)),
     Categorical: _choice,
@@ -156,5 +189,6 @@ _SPACES: dict[type, Callable[[Any, Any], Any]] = {
     MultiOneHot: lambda spec, spaces: _choices(spec.to_categorical_spec(), spaces),
     Bounded: _box_of,
     Unbounded: _unbounded_box,
+    Text: _text_space,
     Composite: lambda spec, spaces: spaces.Dict({key: space_from_spec(part) for key, part in spec.items()}),
 }
