@@ -19,16 +19,50 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any, TypeVar
 
+import torch
+
 _Class = TypeVar("_Class", bound=type)
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _ANY: tuple[Any, ...] = ()  # every value of the argument is accepted and changes nothing
+
+_NO_SERVICE = "leave it out: a buffer is used as it is; RayReplayBuffer is one that lives elsewhere"
+_ON_CPU = (None, "cpu", torch.device("cpu")), "priorities are kept and drawn from in memory; batches may go anywhere"
+_PRIORITIES = {
+    "sampler": ((None,), "a prioritized buffer makes its own sampler; for another one use ReplayBuffer(sampler=...)"),
+    "sampler_device": _ON_CPU,
+    "sync": (_ANY, ""),
+}
+_SLICES = {
+    "compile": (_ANY, ""),
+    "use_gpu": (_ANY, ""),
+    "step_key": (_ANY, ""),
+    "fragmented": (
+        (False,),
+        "writers beside each other need a lane each, in which trajectories lie whole: LazyTensorStorage(lanes=n)",
+    ),
+}
 
 #: By class: the values of an argument that are accepted without effect, and what to do instead of giving another.
 ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     # ---- specs ----
     # ---- buffers and their parts ----
-    "ReplayBuffer": {"service_backend": ((None, "direct"), "use RayReplayBuffer")},
+    "ReplayBuffer": {
+        "service_backend": ((None, "direct"), "use RayReplayBuffer"),
+        "service_backend_options": ((None,), "leave it out: RayReplayBuffer has options of its own"),
+        "transport": ((None, "auto", "direct"), "use RayReplayBuffer"),
+        "transport_options": ((None,), "leave it out: RayReplayBuffer has options of its own"),
+        "sample_unit": ((None,), "use SliceSampler for parts of trajectories; a later release has units"),
+        "consume_after_n_samples": ((None,), "use SamplerWithoutReplacement; a later release has ConsumingSampler"),
+    },
+    "LazyTensorStorage": {"consolidated": (_ANY, ""), "cleanup_memmap": (_ANY, "")},
+    "PrioritizedReplayBuffer": _PRIORITIES,
+    "TensorDictPrioritizedReplayBuffer": _PRIORITIES,
+    "PrioritizedSampler": {"device": _ON_CPU},
+    "SliceSampler": _SLICES,
+    "PrioritizedSliceSampler": {**_SLICES, "device": _ON_CPU},
     # ---- environments ----
     # ---- transforms ----
     # ---- collectors ----
@@ -38,7 +72,24 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
 MEMBERS: dict[str, dict[str, str]] = {
     # ---- specs ----
     # ---- buffers and their parts ----
-    "ReplayBuffer": {"query": "choose from `rb[:]`; a later release has it"},
+    "ReplayBuffer": {
+        "query": "choose from `rb[:]`; a later release has it",
+        "as_remote": "use RayReplayBuffer, or shared=True for processes of one machine",
+        "client": _NO_SERVICE,
+        "start": _NO_SERVICE,
+        "is_alive": _NO_SERVICE,
+        "service_backend": _NO_SERVICE,
+        "shutdown": "leave it out: a buffer ends with its last reference",
+        "submit_update_if_present": "use update_if_present, which is done when it returns",
+        "synchronize": "leave it out: what is written is there when `add` and `extend` return",
+    },
+    "ReplayBufferEnsemble": {"end_streams": "call mark_seam() of the storage of each member"},
+    "CompressedListStorage": {"to_bytestream": "use tensor.numpy().tobytes()"},
+    "Sampler": {"default_priority": "PrioritizedSampler has it; draws of other samplers need no priority"},
+    "SliceSampler": {
+        "fragmented": "trajectories of writers beside each other lie whole with lanes=n in their storage",
+        "step_key": "steps of a trajectory are stored in their order",
+    },
     # ---- environments ----
     # ---- transforms ----
     # ---- collectors ----
@@ -60,6 +111,24 @@ def absent_member(owner: type, name: str) -> AttributeError:
     """The error of a class that has a `__getattr__` of its own, for a name that this did not find."""
     found = next((vars(cls)[name] for cls in owner.__mro__ if name in vars(cls)), None)
     return found.error(owner) if isinstance(found, _Absent) else AttributeError(_has_no(owner, name))
+
+
+def with_argument(method: _Method, name: str, other: str) -> _Method:
+    """The same function with another name for one argument: a method around it would cost each call a second one.
+
+    Example:
+        >>> with_argument(lambda data: data + 1, "data", "tensordicts")(tensordicts=2)
+        3
+    """
+    function: Any = method
+    code = function.__code__
+    renamed = code.replace(co_varnames=tuple(other if one == name else one for one in code.co_varnames))
+    twin = FunctionType(renamed, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    functools.update_wrapper(twin, function, updated=())
+    twin.__kwdefaults__ = function.__kwdefaults__
+    twin.__annotations__ = {other if one == name else one: of for one, of in function.__annotations__.items()}
+    del twin.__wrapped__  # type: ignore[attr-defined]  # whose signature is another
+    return twin  # type: ignore[return-value]
 
 
 def _has_no(owner: type, name: str) -> str:
