@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engram import _native
+from engram._advice import advised
 from engram._arguments import KeepsArguments
 from engram._generator import Generator
 from engram._system import drawing, fork_registry
@@ -67,6 +68,7 @@ class WorkerShare(NamedTuple):
     seed: int
 
 
+@advised
 class Sampler(KeepsArguments, abc.ABC):
     """Chooses which stored steps a batch is made of.
 
@@ -121,10 +123,20 @@ class Sampler(KeepsArguments, abc.ABC):
             RuntimeError: the storage is empty.
         """
 
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether `sample` would draw such a batch now: steps are stored, where it needs them whole trajectories."""
+        return bool(len(storage))
+
     @property
     def ran_out(self) -> bool:
         """Whether an epoch has just ended."""
         return False
+
+    def add(self, index: Any) -> None:
+        """Does nothing, as `extend`: the next draw takes in what was written before it."""
+
+    def extend(self, index: Any) -> None:
+        """Does nothing: the next draw takes in what was written before it."""
 
     def use_generator(self, generator: torch.Generator | Generator | None) -> None:
         """Draws from this generator from now on; None: torch's global one."""
@@ -439,6 +451,10 @@ class _AdaptedSampler(Sampler):
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         drawn: tuple[Index, dict[str, Any]] = self._own.sample(storage, batch_size)
         return drawn
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        own: bool | None = self._call("can_sample", storage, batch_size)
+        return super().can_sample(storage, batch_size) if own is None else own
 
     @property
     def ran_out(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engram import _native
+from engram._advice import advised
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
@@ -171,6 +172,7 @@ Cut: TypeAlias = bool | int
 _MAX_RETRIES = 10_000  # while a writer replaces the rows of a tiny lane
 
 
+@advised
 class SliceSampler(Sampler, built_in=True):
     """Slices of trajectories: a trajectory uniformly among those that are long enough, then a start uniformly.
 
@@ -205,6 +207,8 @@ class SliceSampler(Sampler, built_in=True):
             one of all admissible starts in all trajectories that are long enough; that is every step from which
             `slice_len` steps lie in its trajectory, with `strict_length=False` every stored step (a slice is then cut
             by the end of its trajectory). With `span` one of all windows. A batch costs the same either way.
+        compile, use_gpu, step_key: accepted, without effect: slices are drawn by native code, and steps of a trajectory
+            are stored in their order. `fragmented` may be False.
 
     Raises:
         ValueError: a setting that is not allowed; at `sample`, a batch size that does not divide.
@@ -337,6 +341,10 @@ class SliceSampler(Sampler, built_in=True):
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         with self.lock:
             return DrawTotals(float(self.episodes.choices(storage, self._rule_of(batch_size))))
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        self._divide(batch_size)  # for its error
+        return bool(len(storage)) and self.totals(storage, batch_size).share > 0
 
     def _rule_of(self, batch_size: int | None) -> _native.SliceRule:
         if self.slice_len is not None:
@@ -702,6 +710,13 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
 
     totals = Sampler.totals  # an epoch is one of a storage
 
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        slices, length = self._divide(batch_size)
+        if not len(storage):
+            return False
+        with self.lock:
+            return self.episodes.choices(storage, self._rule(length)) >= (slices if self.drop_last else 1)
+
     def _begin_if_needed(self, storage: Storage, rule: _native.SliceRule) -> tuple[dict[str, Any], _native.SliceEpoch]:
         lanes = storage.lanes
         if lanes is None or not (len(lanes) or len(storage)):
@@ -943,6 +958,7 @@ class SequenceSampler(SliceSampler, built_in=True):
         return f"{type(self).__name__}({self._size_shown}, {settings})"
 
 
+@advised
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
     """Slices of trajectories that start at a step with probability proportional to `(p + eps) ** alpha` of that step.
 
