@@ -302,7 +302,9 @@ class ReplayBuffer(Generic[T]):
         self._time_dim = self._storage.ndim - 1 if self._dim_extend is None else self._dim_extend
         self._limited = self._sampler._limits(self._storage)
         # Whether the storage may check and append in one call, if no priorities come with the data.
-        self._pushes = self._storage._pushes and self._writer._only_appends and not self._limited
+        self._tells_sampler = self._sampler._is_told
+        plainly = not (self._limited or self._tells_sampler)
+        self._pushes = self._storage._pushes and self._writer._only_appends and plainly
         self._may_take_priorities = self._sampler._takes_priorities
         self._reader = self._make_reader()
         self._prefetcher = Prefetcher(self._reader, self._prefetch, self._generators()) if self._prefetch else None
@@ -390,6 +392,8 @@ class ReplayBuffer(Generic[T]):
             if priorities is not None:
                 self._set_priorities(slots, priorities)
         index: int | Tensor = storage._index_of(slots, True)
+        if self._tells_sampler:
+            self._tell_sampler(index)
         return index
 
     def extend(self, data: T | Data | Sequence[T | Data], *, update_priority: bool | None = None) -> Tensor:
@@ -424,6 +428,8 @@ class ReplayBuffer(Generic[T]):
             if priorities is not None:
                 self._set_priorities(slots, priorities)
         index: Tensor = storage._index_of(slots, False)
+        if self._tells_sampler:
+            self._tell_sampler(index)
         return index
 
     def _as_batch(self, items: list[Any], time_dim: int) -> Any:
@@ -448,7 +454,18 @@ class ReplayBuffer(Generic[T]):
                 except BaseException:
                     transform.undo(before)
                     raise
-        return storage._index_of(slots, writing.single and not writing.resized)
+        index = storage._index_of(slots, writing.single and not writing.resized)
+        if self._tells_sampler:
+            self._tell_sampler(index)
+        return index
+
+    def _tell_sampler(self, index: int | Tensor) -> None:
+        """Tells a sampler of the user's own what was written, if anything: what `add` or `extend` returns."""
+        with self._sampler.lock:
+            if type(index) is int:
+                self._sampler.add(index)
+            elif len(index):  # type: ignore[arg-type]
+                self._sampler.extend(index)
 
     def flush_transforms(self) -> Tensor:
         """Writes the steps that transforms hold back; returns their indices as `extend` does, none if none waited.
@@ -476,6 +493,8 @@ class ReplayBuffer(Generic[T]):
                 transform.undo(before)
                 raise
         index: Tensor = storage._index_of(slots, False)
+        if self._tells_sampler:
+            self._tell_sampler(index)
         return index
 
     def _write(self, writing: WriteRequest, update_priority: bool | None = None) -> Any:
