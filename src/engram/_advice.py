@@ -61,6 +61,10 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "sample_unit": ((None,), "use SliceSampler for parts of trajectories; a later release has units"),
         "consume_after_n_samples": ((None,), "use SamplerWithoutReplacement; a later release has ConsumingSampler"),
     },
+    "ReplayBufferEnsemble": {
+        "routing_key": ((None,), "nothing is written through an ensemble: write to a member, as rb[0].extend(...)"),
+        "routing_dim": ((None,), "nothing is written through an ensemble: write to a member, as rb[0].extend(...)"),
+    },
     "LazyTensorStorage": {"consolidated": (_ANY, ""), "cleanup_memmap": (_ANY, "")},
     "PrioritizedReplayBuffer": _PRIORITIES,
     "TensorDictPrioritizedReplayBuffer": _PRIORITIES,

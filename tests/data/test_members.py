@@ -158,6 +158,14 @@ def test_an_ensemble_can_sample_when_each_member_that_is_drawn_can():
     assert always.can_sample()
 
 
+def test_an_ensemble_routes_nothing_and_takes_weights_as_p():
+    with pytest.raises(TypeError, match=r"write to a member, as rb\[0\].extend"):
+        ReplayBufferEnsemble(buffer(), buffer(), routing_key="env")
+    with pytest.raises(TypeError, match=r"one weight for each of 2 members, got 'sampleable'; can_sample"):
+        ReplayBufferEnsemble(buffer(), buffer(), p="sampleable")
+    assert ReplayBufferEnsemble(buffer(), buffer(), routing_key=None, routing_dim=None).batch_size is None
+
+
 class Every:
     """A sampler of a user's own."""
 

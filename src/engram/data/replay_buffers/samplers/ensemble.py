@@ -83,6 +83,11 @@ class SamplerEnsemble(Sampler, built_in=True):
     def p(self, p: Sequence[float] | Tensor | None) -> None:
         if p is not None and self.sample_from_all:
             raise ValueError("with sample_from_all every member is in every batch: p cannot be set")
+        if isinstance(p, str):
+            raise TypeError(
+                f"p must have one weight for each of {len(self._samplers)} members, got {p!r}; can_sample(batch_size) "
+                "of a buffer says whether it can be drawn from, and p may be set at any time"
+            )
         weights = None if p is None else torch.as_tensor(p, dtype=torch.float64).tolist()
         if weights is not None:
             if not isinstance(weights, list) or len(weights) != len(self._samplers):

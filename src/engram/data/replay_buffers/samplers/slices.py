@@ -192,6 +192,7 @@ class SliceSampler(Sampler, built_in=True):
         ends, trajectories: flags or ids of a dataset that does not change, instead of keys, as for `EpisodeIndex`.
         cache_values: accepted for users of other libraries; boundaries are always kept and never read twice.
         truncated_key: bool [n, 1], added where the data lack it, and `done` beside it; None: nothing is marked.
+        init_key: where data have flags that say where a trajectory begins; None: there are none.
         strict_length: draw only from trajectories of at least a slice's length. False: a shorter one is a slice whole,
             and the batch has fewer rows.
         span: slices may be cut by the begin and the end of their trajectory, `(begin, end)` or one value for both, so
@@ -238,6 +239,7 @@ class SliceSampler(Sampler, built_in=True):
         trajectories: Tensor | None = None,
         cache_values: bool = False,
         truncated_key: Key | None = TRUNCATED,
+        init_key: Key | None = "is_init",
         strict_length: bool = True,
         pad_output: bool = False,
         span: Cut | tuple[Cut, Cut] = False,
@@ -267,6 +269,7 @@ class SliceSampler(Sampler, built_in=True):
         if self.slice_len is not None:
             _rows_cut(self.span, self.slice_len)
         self.slice_key = None if slice_key is None else as_path(slice_key, "slice_key")
+        self.init_key: KeyPath | None = None if init_key is None else as_path(init_key, "init_key")
         if weight not in get_args(Weight):
             raise ValueError(f"weight must be one of {get_args(Weight)}, got {weight!r}")
         self.weight = weight
@@ -1006,6 +1009,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
         trajectories: Tensor | None = None,
         cache_values: bool = False,
         truncated_key: Key | None = TRUNCATED,
+        init_key: Key | None = "is_init",
         strict_length: bool = True,
         pad_output: bool = False,
         span: Cut | tuple[Cut, Cut] = False,
@@ -1015,7 +1019,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
         SliceSampler.__init__(
             self, num_slices=num_slices, slice_len=slice_len, end_key=end_key, end_keys=end_keys, traj_key=traj_key,
             ends=ends, trajectories=trajectories, cache_values=cache_values, truncated_key=truncated_key,
-            strict_length=strict_length, pad_output=pad_output, span=span, slice_key=slice_key, compilable=compilable,
+            init_key=init_key, strict_length=strict_length, pad_output=pad_output, span=span, slice_key=slice_key, compilable=compilable,
         )  # fmt: skip
         self._table = PriorityTable(
             max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, starts_only=True

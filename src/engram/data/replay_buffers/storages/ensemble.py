@@ -157,11 +157,11 @@ class StorageEnsemble(Storage):
     def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> NoReturn:
         raise self._one_member("written to")
 
-    def add(self, data: Any) -> NoReturn:
+    def add(self, value: Any) -> NoReturn:
         """An error: write to a member."""
         raise self._one_member("written to")
 
-    def extend(self, data: Any) -> NoReturn:
+    def extend(self, value: Any) -> NoReturn:
         """An error: write to a member."""
         raise self._one_member("written to")
 
