@@ -1019,7 +1019,8 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
         SliceSampler.__init__(
             self, num_slices=num_slices, slice_len=slice_len, end_key=end_key, end_keys=end_keys, traj_key=traj_key,
             ends=ends, trajectories=trajectories, cache_values=cache_values, truncated_key=truncated_key,
-            init_key=init_key, strict_length=strict_length, pad_output=pad_output, span=span, slice_key=slice_key, compilable=compilable,
+            init_key=init_key, strict_length=strict_length, pad_output=pad_output, span=span, slice_key=slice_key,
+            compilable=compilable,
         )  # fmt: skip
         self._table = PriorityTable(
             max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, starts_only=True
