@@ -1,7 +1,8 @@
 """Names of TorchRL that this library does not have, and what to use instead of each.
 
 `@advised` puts them into a class: an argument that would change nothing here is accepted, any other is a TypeError with
-advice, and reading a member is an AttributeError with advice (`hasattr` is False).
+advice, and reading a member is an AttributeError with advice (`hasattr` is False). With `advise_on_names` importing a
+name from a module is an ImportError with advice.
 
 Example:
     >>> from engram.data import ReplayBuffer
@@ -18,13 +19,17 @@ Example:
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any, TypeVar
 
+import torch
 from tensordict import TensorDict
 
 _Class = TypeVar("_Class", bound=type)
 _ONE_PROCESS = "give one object to all environments of a process; those of workers learn by themselves"
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _ANY: tuple[Any, ...] = ()  # every value of the argument is accepted and changes nothing
 
 _WORKERS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -47,6 +52,24 @@ _NEW_WORKERS: dict[str, str] = {
     "select_and_clone": "use td.select(...).clone()",
     "update_kwargs": "give create_env_kwargs to a new environment",
 }
+_LATER = "a later release has it; until then"
+_WEIGHTS = "use update_policy_weights_(weights), which every collector has"
+_NO_SERVICE = "leave it out: a buffer is used as it is; RayReplayBuffer is one that lives elsewhere"
+_ON_CPU = (None, "cpu", torch.device("cpu")), "priorities are kept and drawn from in memory; batches may go anywhere"
+_PRIORITIES = {
+    "sampler": ((None,), "a prioritized buffer makes its own sampler; for another one use ReplayBuffer(sampler=...)"),
+    "sampler_device": _ON_CPU,
+    "sync": (_ANY, ""),
+}
+_SLICES = {
+    "compile": (_ANY, ""),
+    "use_gpu": (_ANY, ""),
+    "step_key": (_ANY, ""),
+    "fragmented": (
+        (False,),
+        "writers beside each other need a lane each, in which trajectories lie whole: LazyTensorStorage(lanes=n)",
+    ),
+}
 
 #: By class: the values of an argument that are accepted without effect, and what to do instead of giving another.
 ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
@@ -59,7 +82,24 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     "OneHot": {"use_register": ((False,), "encode the number of a choice; keep other names of it in a dict")},
     "MultiOneHot": {"use_register": ((False,), "encode the numbers of choices; keep other names of them in a dict")},
     # ---- buffers and their parts ----
-    "ReplayBuffer": {"service_backend": ((None, "direct"), "use RayReplayBuffer")},
+    "ReplayBuffer": {
+        "service_backend": ((None, "direct"), "use RayReplayBuffer"),
+        "service_backend_options": ((None,), "leave it out: RayReplayBuffer has options of its own"),
+        "transport": ((None, "auto", "direct"), "use RayReplayBuffer"),
+        "transport_options": ((None,), "leave it out: RayReplayBuffer has options of its own"),
+        "sample_unit": ((None,), "use SliceSampler for parts of trajectories; a later release has units"),
+        "consume_after_n_samples": ((None,), "use SamplerWithoutReplacement; a later release has ConsumingSampler"),
+    },
+    "ReplayBufferEnsemble": {
+        "routing_key": ((None,), "nothing is written through an ensemble: write to a member, as rb[0].extend(...)"),
+        "routing_dim": ((None,), "nothing is written through an ensemble: write to a member, as rb[0].extend(...)"),
+    },
+    "LazyTensorStorage": {"consolidated": (_ANY, ""), "cleanup_memmap": (_ANY, "")},
+    "PrioritizedReplayBuffer": _PRIORITIES,
+    "TensorDictPrioritizedReplayBuffer": _PRIORITIES,
+    "PrioritizedSampler": {"device": _ON_CPU},
+    "SliceSampler": _SLICES,
+    "PrioritizedSliceSampler": {**_SLICES, "device": _ON_CPU},
     # ---- environments ----
     "ParallelEnv": _WORKERS,
     "SerialEnv": {**_WORKERS, "mp_start_method": (_ANY, ""), "shutdown_timeout": (_ANY, "")},
@@ -112,7 +152,24 @@ MEMBERS: dict[str, dict[str, str]] = {
         "implements_for_spec": "torch.stack takes specs, other functions of torch do not",
     },
     # ---- buffers and their parts ----
-    "ReplayBuffer": {"query": "choose from `rb[:]`; a later release has it"},
+    "ReplayBuffer": {
+        "query": "choose from `rb[:]`; a later release has it",
+        "as_remote": "use RayReplayBuffer, or shared=True for processes of one machine",
+        "client": _NO_SERVICE,
+        "start": _NO_SERVICE,
+        "is_alive": _NO_SERVICE,
+        "service_backend": _NO_SERVICE,
+        "shutdown": "leave it out: a buffer ends with its last reference",
+        "submit_update_if_present": "use update_if_present, which is done when it returns",
+        "synchronize": "leave it out: what is written is there when `add` and `extend` return",
+    },
+    "ReplayBufferEnsemble": {"end_streams": "call mark_seam() of the storage of each member"},
+    "CompressedListStorage": {"to_bytestream": "use tensor.numpy().tobytes()"},
+    "Sampler": {"default_priority": "PrioritizedSampler has it; draws of other samplers need no priority"},
+    "SliceSampler": {
+        "fragmented": "trajectories of writers beside each other lie whole with lanes=n in their storage",
+        "step_key": "steps of a trajectory are stored in their order",
+    },
     # ---- environments ----
     "EnvBase": {
         "all_actions": "enumerate env.action_spec",
@@ -170,6 +227,97 @@ MEMBERS: dict[str, dict[str, str]] = {
 }
 
 
+def _of_torchrl(module: str, names: str) -> dict[str, str]:
+    where = f"it stays TorchRL's, which works beside engram: from {module} import"
+    return {name: f"{where} {name}" for name in names.split()}
+
+
+#: By module, for those below it too: names that are imported from there, and where they are or what to use instead.
+NAMES: dict[str, dict[str, str]] = {
+    "engram.data": {
+        "HERReplayBuffer": f"{_LATER} relabel goals in what you extend with",
+        "HindsightStrategy": f"{_LATER} relabel goals in what you extend with",
+        "ConsumingSampler": f"{_LATER} SamplerWithoutReplacement gives each step once an epoch",
+        "StreamingSliceSampler": f"{_LATER} SliceSamplerWithoutReplacement gives each trajectory once an epoch",
+        "StalenessAwareSampler": f"{_LATER} PrioritizedSampler draws by priorities that you give",
+        "PromptGroupSampler": f"{_LATER} SliceSampler draws steps with the same traj_key together",
+        "SampleUnit": f"{_LATER} samplers draw steps, SliceSampler parts of trajectories",
+        "Sequence": f"{_LATER} SliceSampler and SequenceSampler draw parts of trajectories",
+        "Transition": f"{_LATER} samplers draw steps, which are transitions",
+        "OfflineToOnlineReplayBuffer": f"{_LATER} ReplayBufferEnsemble(offline, online, p=[...]) mixes two buffers",
+        "query": f"{_LATER} choose from `rb[:]`, or from iter_trajectories(rb[:])",
+        "filter_trajectories": f"{_LATER} choose from iter_trajectories(rb[:])",
+        "TrajectoryPredicate": f"{_LATER} choose from iter_trajectories(rb[:])",
+        "prefill_replay_buffer": "extend the buffer with what a collector gives before training",
+        "ConditionalUpdateResult": "the result of update_if_present is an UpdateResult",
+        "CompressedListStorageCheckpointer": "ListStorageCheckpointer saves a CompressedListStorage",
+        "StoreStorage": "use LazyMemmapStorage for rows on disk, RayReplayBuffer for several machines",
+        "BoundedContinuous": "use Bounded",
+        "UnboundedContinuous": "use Unbounded",
+        "UnboundedDiscrete": "use Unbounded with an integer dtype",
+        "BinaryDiscreteTensorSpec": "its name is Binary",
+        "BoundedTensorSpec": "its name is Bounded",
+        "CompositeSpec": "its name is Composite",
+        "DiscreteTensorSpec": "its name is Categorical",
+        "LazyStackedCompositeSpec": "its name is StackedComposite",
+        "MultiDiscreteTensorSpec": "its name is MultiCategorical",
+        "MultiOneHotDiscreteTensorSpec": "its name is MultiOneHot",
+        "OneHotDiscreteTensorSpec": "its name is OneHot",
+        "UnboundedContinuousTensorSpec": "its name is Unbounded",
+        "UnboundedDiscreteTensorSpec": "its name is Unbounded, with an integer dtype",
+        **_of_torchrl(
+            "torchrl.data",
+            "ActionTokenizerBase AdaptiveKLController BinaryToDecimal Choice ConstantKLController ContentBase "
+            "DensifyReward HashToInt History MCTSForest NonTensor PairwiseDataset PromptData PromptTensorDictTokenizer "
+            "QueryModule RandomProjectionHash RewardData RolloutFromModel SipHash TensorDictMap TensorDictTokenizer "
+            "TensorMap TokenizedDatasetLoader TopKRewardSelector Tree UniformActionTokenizer VideoClipRef "
+            "VocabTailActionTokenizer check_no_exclusive_keys consolidate_spec contains_lazy_spec "
+            "create_infinite_iterator get_dataloader",
+        ),
+        **_of_torchrl(
+            "torchrl.data.datasets",
+            "AtariDQNExperienceReplay BaseDatasetExperienceReplay GenDGRLExperienceReplay LeRobotExperienceReplay "
+            "OpenMLExperienceReplay OpenXExperienceReplay RobosetExperienceReplay VD4RLExperienceReplay",
+        ),
+        **_of_torchrl("torchrl.data.replay_buffers.samplers", "MinSegmentTreeFp32 MinSegmentTreeFp64"),
+        **_of_torchrl("torchrl.data.replay_buffers.samplers", "SumSegmentTreeFp32 SumSegmentTreeFp64"),
+    },
+    "engram.envs": _of_torchrl(
+        "torchrl.envs",
+        "ActionChunkTransform ActionDiscretizer ActionMask ActionTokenizerTransform AntEnv AsyncEnvPool AutoResetEnv "
+        "AutoResetTransform BatchSizeTransform BinarizeReward BraxEnv BraxWrapper BurnInTransform ChessEnv "
+        "ConditionalPolicySwitch ConditionalSkip CraftGroundEnv CraftGroundWrapper Crop DMControlWrapper "
+        "DecodeVideoTransform DeviceCastTransform DiscreteActionProjection DreamerDecoder DreamerEnv ExpandAs "
+        "FinancialRegimeEnv FiniteTensorDictCheck FlattenAction GenesisEnv GenesisWrapper GymLikeEnv HabitatEnv Hash "
+        "HopperEnv HumanoidEnv ImaginedEnv IsaacGymEnv IsaacGymWrapper IsaacLabWrapper JumanjiEnv JumanjiWrapper "
+        "KLRewardTransform LBForagingEnv LBForagingWrapper LLMHashingEnv LiberoEnv LiberoWrapper LineariseRewards "
+        "MJLabEnv MJLabWrapper MOGymEnv MOGymWrapper MacroAction MarlGroupMapType MeltingpotEnv MeltingpotWrapper "
+        "ModelBasedEnvBase ModuleTransform MujocoEnv MujocoPlaygroundEnv MujocoPlaygroundWrapper MultiAction "
+        "MultiThreadedEnv MultiThreadedEnvWrapper ObservationTransform OpenMLEnv OpenSpielEnv OpenSpielWrapper "
+        "PendulumEnv PermuteTransform PettingZooEnv PettingZooWrapper PinMemoryTransform PolicyAgeFilter "
+        "ProcessorAsyncEnvPool ProcgenEnv ProcgenWrapper R3MTransform RNDTransform RayTransform RemoveEmptySpecs "
+        "RewardClipping RoboHiveEnv RunningMeanStd SMACv2Env SMACv2Wrapper SqueezeTransform Stack SuccessReward "
+        "TerminateTransform ThreadingAsyncEnvPool TicTacToeEnv TimeMaxPool Timer Tokenizer UnaryTransform "
+        "UnityMLAgentsEnv UnityMLAgentsWrapper VC1Transform VIPRewardTransform VIPTransform VecGymEnvTransform VmasEnv "
+        "VmasWrapper Walker2dEnv WorldModelEnv check_marl_grouping default_info_dict_reader gSDENoise "
+        "get_available_libraries make_composite_from_td register_gym_spec_conversion terminated_or_truncated",
+    ),
+    "engram.collectors": {
+        "AsyncCollector": "use SyncDataCollector(..., replay_buffer=rb).start(), which collects in a thread",
+        "aSyncDataCollector": "use SyncDataCollector(..., replay_buffer=rb).start(), which collects in a thread",
+        "AsyncBatchedCollector": "use MultiAsyncCollector",
+        "BaseCollector": "use Collector",
+        "DataCollectorBase": "use Collector",
+        "MultiProcessedWeightUpdater": _WEIGHTS,
+        "RayWeightUpdater": _WEIGHTS,
+        "RemoteModuleWeightUpdater": _WEIGHTS,
+        "VanillaWeightUpdater": _WEIGHTS,
+        "WeightUpdaterBase": _WEIGHTS,
+        **_of_torchrl("torchrl.collectors", "ProfileConfig"),
+    },
+}
+
+
 def advised(cls: _Class) -> _Class:
     """A class decorator: gives the class the advice that the tables above have under its name."""
     if arguments := ARGUMENTS.get(cls.__name__):
@@ -185,6 +333,47 @@ def absent_member(owner: type, name: str) -> AttributeError:
     """The error of a class that has a `__getattr__` of its own, for a name that this did not find."""
     found = next((vars(cls)[name] for cls in owner.__mro__ if name in vars(cls)), None)
     return found.error(owner) if isinstance(found, _Absent) else AttributeError(_has_no(owner, name))
+
+
+def absent_name(module: str, name: str) -> ImportError | AttributeError:
+    """The error of a module's `__getattr__` for a name that it does not have: an ImportError where there is advice.
+
+    Example:
+        >>> print(absent_name("engram.data.replay_buffers", "HindsightStrategy"))
+        engram.data.replay_buffers has no HindsightStrategy: a later release has it; until then relabel goals in what
+        you extend with
+    """
+    for root, names in NAMES.items():
+        if name in names and f"{module}.".startswith(f"{root}."):
+            return ImportError(f"{module} has no {name}: {names[name]}", name=module)
+    return AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def advise_on_names(module: str) -> None:
+    """Gives a module a `__getattr__` that raises `absent_name`; type checkers do not see it."""
+
+    def absent(name: str) -> Any:
+        raise absent_name(module, name)
+
+    sys.modules[module].__getattr__ = absent  # type: ignore[method-assign]
+
+
+def with_argument(method: _Method, name: str, other: str) -> _Method:
+    """The same function with another name for one argument: a method around it would cost each call a second one.
+
+    Example:
+        >>> with_argument(lambda data: data + 1, "data", "tensordicts")(tensordicts=2)
+        3
+    """
+    function: Any = method
+    code = function.__code__
+    renamed = code.replace(co_varnames=tuple(other if one == name else one for one in code.co_varnames))
+    twin = FunctionType(renamed, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    functools.update_wrapper(twin, function, updated=())
+    twin.__kwdefaults__ = function.__kwdefaults__
+    twin.__annotations__ = {other if one == name else one: of for one, of in function.__annotations__.items()}
+    del twin.__wrapped__  # type: ignore[attr-defined]  # whose signature is another
+    return twin  # type: ignore[return-value]
 
 
 def _has_no(owner: type, name: str) -> str:

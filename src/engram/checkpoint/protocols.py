@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
@@ -185,6 +186,26 @@ class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
     def register_load_hook(self, hook: Hook) -> None:
         """Adds a callable that gets what was saved, and returns what the storage takes."""
         self.load_hooks.append(hook)
+
+    def dumps(self, storage: Any, path: str | os.PathLike[str]) -> None:
+        """Saves a storage in this form, whatever its own checkpointer is."""
+        storage.dumps(path, checkpointer=self)
+
+    def loads(self, storage: Any, path: str | os.PathLike[str]) -> None:
+        """Replaces everything in a storage by what `dumps` saved; errors as `Storage.loads`.
+
+        Example:
+            >>> import tempfile
+            >>> from engram.data import FlatStorageCheckpointer, LazyTensorStorage
+            >>> storage, twin, flat = LazyTensorStorage(10), LazyTensorStorage(10), FlatStorageCheckpointer()
+            >>> storage.set(range(3), {"obs": torch.arange(3)})
+            >>> with tempfile.TemporaryDirectory() as path:
+            ...     flat.dumps(storage, path)
+            ...     flat.loads(twin, path)
+            >>> twin[:]["obs"]
+            tensor([0, 1, 2])
+        """
+        storage.loads(path, checkpointer=self)
 
     @abstractmethod
     def plan_save(self, source: Source, previous: dict[str, Any] | None = None) -> SavePlan:

@@ -1,5 +1,6 @@
 """Collectors step environments with a policy and hand out batches, or write them into a replay buffer."""
 
+from engram._advice import advise_on_names
 from engram.collectors.multi import MultiaSyncDataCollector, MultiCollector, MultiSyncDataCollector
 from engram.collectors.sync import Collector, SyncDataCollector
 from engram.envs.policies import RandomPolicy
@@ -17,3 +18,5 @@ __all__ = [
     "RandomPolicy",
     "SyncDataCollector",
 ]
+
+advise_on_names(__name__)

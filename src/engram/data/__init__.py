@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+from engram._advice import absent_name
 from engram.data.replay_buffers import (
     DEFAULT_DONE_KEYS,
     BufferStats,
@@ -153,4 +154,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "RemoteTensorDictReplayBuffer":  # its import loads torch.distributed.rpc; it is a part of a layer above
         return importlib.import_module("engram.distributed.rpc").RemoteTensorDictReplayBuffer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise absent_name(__name__, name)

@@ -1,5 +1,6 @@
 """Specs, under the path where users look for them."""
 
+from engram._advice import advise_on_names
 from engram.specs import (
     Binary,
     Bounded,
@@ -33,3 +34,5 @@ __all__ = [
     "space_from_spec",
     "spec_from_space",
 ]
+
+advise_on_names(__name__)

@@ -173,7 +173,7 @@ class ShardedReplayBuffer:
         self._draws = 0
 
     # ---- writing ----
-    def extend(self, items: Any, *, priority: Any = None) -> Tensor:
+    def extend(self, data: Any, *, priority: Any = None) -> Tensor:
         """Stores a batch of steps; returns their indices, int64 [n]: `shard * capacity of a shard + slot`.
 
         Rows go to one shard, on their way beside each other, and those of several calls together where they come faster
@@ -192,12 +192,12 @@ class ShardedReplayBuffer:
                 sent.
             NoFreeLaneError: every lane of the shard has a producer; make the buffer with more lanes.
         """
-        batch = pytree.stack(items, 0) if type(items) is list else items
+        batch = pytree.stack(data, 0) if type(data) is list else data
         return self._write(WriteRequest(batch, 1, 0, single=False), priority=priority)
 
-    def add(self, item: Any, *, priority: Any = None) -> int | Tensor:
+    def add(self, data: Any, *, priority: Any = None) -> int | Tensor:
         """Stores one step; returns its index. Errors and `priority` as `extend`, which is much faster for many."""
-        index = self._write(WriteRequest(pytree.stack([item], 0), 1, 0, single=False), priority=priority)
+        index = self._write(WriteRequest(pytree.stack([data], 0), 1, 0, single=False), priority=priority)
         return int(index) if len(index) == 1 else index
 
     def flush_transforms(self) -> Tensor:
@@ -608,10 +608,10 @@ class ShardedReplayBuffer:
         """How many rows each shard has room for, found without waiting; None: no shard has ever answered."""
         return next((shard.facts.capacity for shard in self._shards if shard.is_known or shard.is_present), None)
 
-    def update_tensordict_priority(self, batch: Any) -> None:
-        """Sets the priorities of a batch's rows from `batch[priority_key]`; errors as `update_priority`, KeyError."""
-        generation = batch["generation"] if "generation" in batch.keys() else None  # noqa: SIM118 -- a TensorDict iterates over rows
-        self.update_priority(batch["index"], batch[self._settings.priority_key], generation)
+    def update_tensordict_priority(self, data: Any) -> None:
+        """Sets the priorities of a batch's rows from `data[priority_key]`; errors as `update_priority`, KeyError."""
+        generation = data["generation"] if "generation" in data.keys() else None  # noqa: SIM118 -- a TensorDict iterates over rows
+        self.update_priority(data["index"], data[self._settings.priority_key], generation)
 
     def flush_priorities(self) -> None:
         """Sends the priorities that wait, and waits until they are set, for `timeout` at most.

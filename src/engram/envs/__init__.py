@@ -1,5 +1,6 @@
 """Environments: TensorDicts in, TensorDicts out."""
 
+from engram._advice import advise_on_names
 from engram.envs.base import EnvBase, step_mdp
 from engram.envs.creator import EnvCreator
 from engram.envs.gym import GymEnv
@@ -102,3 +103,5 @@ __all__ = [
     "set_gym_backend",
     "step_mdp",
 ]
+
+advise_on_names(__name__)

@@ -1,5 +1,6 @@
 """Transforms, and the environment behind them, under the name where users look for them."""
 
+from engram._advice import advise_on_names
 from engram.envs.transformed import TransformedEnv as TransformedEnv
 from engram.transforms import *  # noqa: F403
 from engram.transforms import __all__ as _transforms
@@ -7,3 +8,5 @@ from engram.transforms.base import apply_to_composite as _apply_to_composite  # 
 from engram.transforms.base import apply_to_composite_inv as _apply_to_composite_inv  # noqa: F401
 
 __all__ = sorted([*_transforms, "TransformedEnv"])
+
+advise_on_names(__name__)

@@ -6,6 +6,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from engram._advice import advise_on_names
 from engram.envs.base import EnvBase, step_mdp
 from engram.envs.policies import ExplorationType, RandomPolicy, exploration_type, set_exploration_type
 
@@ -47,3 +48,5 @@ __all__ = [
     "set_exploration_type",
     "step_mdp",
 ]
+
+advise_on_names(__name__)

@@ -59,6 +59,7 @@ COMPUTED = {
     ("_advice.py", "advised"): "the names in the table that stands there, at import",
     ("checkpoint/encoding.py", ""): "dtypes that stand there, at import",
     ("interop/torchrl/files.py", ""): "dtypes that stand there, at import",
+    ("_advice.py", "advised"): "the names that stand there, at import",
     ("store/episodes.py", "_query"): "the methods that call it",
     ("data/replay_buffers/samplers/base.py", "_call"): "the methods that call it",
     ("data/replay_buffers/samplers/prioritized.py", "__get__"): "the settings that stand there, at import",

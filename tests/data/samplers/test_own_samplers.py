@@ -16,6 +16,7 @@ from engram.data import (
     RandomSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
+    Sampler,
     SamplerEnsemble,
     SamplerWithoutReplacement,
     SliceSampler,
@@ -23,6 +24,7 @@ from engram.data import (
     TensorDictReplayBuffer,
 )
 from engram.data.replay_buffers import prefetch
+from engram.envs import MultiStepTransform
 
 
 class Own:
@@ -460,3 +462,50 @@ def test_redrawn_rows_have_their_own_info(sampler):
         for said in (info["score"], info["array"], info["list"], batch["score"], batch["array"]):
             assert torch.as_tensor(said).tolist() == (batch["n"] * 2).tolist()
         assert batch["index"].tolist() == batch["n"].tolist()
+
+
+class Told:
+    """Notes what it is told of."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def add(self, index):
+        self.told.append(index)
+
+    def extend(self, index):
+        self.told.append(index.tolist())
+
+    def sample(self, storage, batch_size):
+        return torch.zeros(batch_size, dtype=torch.int64), {}
+
+
+class ToldChild(Told, Sampler):
+    """The same, as a child of Sampler."""
+
+
+@pytest.mark.parametrize("sampler", [Told, ToldChild])
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+@pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("transform", [None, lambda batch: batch])
+def test_it_is_told_which_slots_were_written(sampler, storage, buffer, transform):
+    rb = buffer(storage=storage(5), sampler=sampler(), transform=transform)
+    rb.add(steps()[0])
+    rb.extend(steps(1, 4))
+    rb.extend(list(steps(4, 7)))
+    assert rb.sampler.told == [0, [1, 2, 3], [4, 0, 1]]
+
+
+def test_it_is_told_of_steps_that_a_transform_held_back():
+    rb = ReplayBuffer(storage=LazyTensorStorage(9), sampler=Told(), transform=MultiStepTransform(n_steps=3, gamma=0.5))
+    following = {"reward": torch.ones(4, 1), "done": torch.zeros(4, 1, dtype=torch.bool)}
+    rb.extend(TensorDict({"next": following}, [4]))
+    rb.flush_transforms()
+    assert rb.sampler.told == [[0, 1], [2, 3]]
+
+
+def test_with_several_environments_it_is_told_times_and_environments():
+    rb = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2), sampler=Told())
+    rb.extend({"n": torch.zeros(2, 2)})
+    assert rb.sampler.told == [[[0, 0], [0, 1], [1, 0], [1, 1]]]

@@ -3,6 +3,7 @@
 `docs/datasets.md` says where each key goes.
 """
 
+from engram._advice import advise_on_names
 from engram.data.datasets.experience_replay import D4RLExperienceReplay, MinariExperienceReplay
 from engram.data.datasets.hdf5 import (
     iter_hdf5,
@@ -33,3 +34,5 @@ __all__ = [
     "write_minari",
     "write_parquet",
 ]
+
+advise_on_names(__name__)

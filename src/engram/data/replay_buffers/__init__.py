@@ -1,5 +1,6 @@
 """Replay buffers and their parts."""
 
+from engram._advice import advise_on_names
 from engram.data.replay_buffers.buffer import (
     ReplayBuffer,
 )
@@ -125,3 +126,5 @@ __all__ = [
     "find_start_stop_traj",
     "iter_trajectories",
 ]
+
+advise_on_names(__name__)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import os
 import textwrap
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -127,10 +129,12 @@ class BufferArguments(TypedDict, total=False):
     dim_extend: int | None
     generator: torch.Generator | Generator | None
     shared: bool
-    checkpointer: StorageCheckpointerBase[Any, Any] | None
+    checkpointer: StorageCheckpointerBase[Any, Any] | Callable[[], StorageCheckpointerBase[Any, Any]] | None
     track_generations: bool
     compilable: bool
     reuse_batches: bool
+    delayed_init: bool | None
+    transform_factory: Callable[[], TransformLike] | None
 
 
 @advised
@@ -156,7 +160,7 @@ class ReplayBuffer(Generic[T]):
         generator: draws come from here instead of torch's global generator; saved with the buffer. An
             `engram.Generator` draws quicker, and does not let busy Python threads run first.
         shared: lets other processes see and write the rows.
-        checkpointer: how the storage is saved.
+        checkpointer: how the storage is saved: a checkpointer, or something without arguments that makes one.
         track_generations: also put each row's sequence in `info["generation"]`, and of TensorDict buffers in
             `batch["generation"]`; in both also as `"index_generation"`. A writer that has it is the same switch.
         compilable: accepted, without effect: under `torch.compile` each use of a buffer is a graph break.
@@ -165,6 +169,9 @@ class ReplayBuffer(Generic[T]):
             only making and freeing tensors is saved. This is for uniform batches (`RandomSampler`, no `collate_fn`)
             of storages with packed rows; at most 8 batches and 64 MB of a buffer wait, and tensors over 1 MB are
             always new. Memory that is given away by its address alone (`data_ptr`) must be kept by keeping the tensor.
+        delayed_init: if True, the parts are made, and checked, at the first use, or before the buffer is sent to a
+            process. None: if there is a `transform_factory`.
+        transform_factory: something without arguments that makes the transform, instead of `transform`.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
@@ -190,11 +197,31 @@ class ReplayBuffer(Generic[T]):
         dim_extend: int | None = None,
         generator: torch.Generator | Generator | None = None,
         shared: bool = False,
-        checkpointer: StorageCheckpointerBase[Any, Any] | None = None,
+        checkpointer: StorageCheckpointerBase[Any, Any] | Callable[[], StorageCheckpointerBase[Any, Any]] | None = None,
         track_generations: bool = False,
         compilable: bool = False,
         reuse_batches: bool = False,
+        delayed_init: bool | None = None,
+        transform_factory: Callable[[], TransformLike] | None = None,
     ) -> None:
+        if transform_factory is not None:
+            if transform is not None:
+                raise TypeError("transform and transform_factory are two ways to give one thing: leave one of them out")
+            if not callable(transform_factory):
+                kind = type(transform_factory).__name__
+                raise TypeError(f"transform_factory must be something without arguments that makes one, got a {kind}")
+        if delayed_init or (delayed_init is None and transform_factory is not None):
+            arguments = BufferArguments(
+                storage=storage, sampler=sampler, writer=writer, collate_fn=collate_fn, pin_memory=pin_memory,
+                prefetch=prefetch, transform=transform, batch_size=batch_size, dim_extend=dim_extend,
+                generator=generator, shared=shared, checkpointer=checkpointer, track_generations=track_generations,
+                compilable=compilable, reuse_batches=reuse_batches, delayed_init=False,
+                transform_factory=transform_factory,
+            )  # fmt: skip
+            _delay(self, capacity, arguments)
+            return
+        if transform_factory is not None:
+            transform = transform_factory()
         self._storage = _with_capacity(None if storage is None else as_storage(storage), capacity)
         self._sampler: Any = as_sampler(_make_part(sampler, "sampler", _has_sample) or RandomSampler())
         self._writer = as_writer(_make_part(writer, "writer", _has_write) or self._default_writer())
@@ -222,8 +249,14 @@ class ReplayBuffer(Generic[T]):
         if shared:
             self._storage._share()
         if checkpointer is not None:
-            self._storage.checkpointer = checkpointer
+            is_one = isinstance(checkpointer, StorageCheckpointerBase)
+            self._storage.checkpointer = checkpointer() if callable(checkpointer) and not is_one else checkpointer
         self._wire()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the parts are made, which `delayed_init=True` puts off to the first use."""
+        return "_delayed" not in self.__dict__
 
     @classmethod
     def open(
@@ -253,6 +286,7 @@ class ReplayBuffer(Generic[T]):
         return cls(**parts)
 
     _reuse_batches = False
+    _iteration: Iterator[T] | None = None  # of `next`
 
     def _default_writer(self) -> Writer:
         return RoundRobinWriter()
@@ -268,7 +302,9 @@ class ReplayBuffer(Generic[T]):
         self._time_dim = self._storage.ndim - 1 if self._dim_extend is None else self._dim_extend
         self._limited = self._sampler._limits(self._storage)
         # Whether the storage may check and append in one call, if no priorities come with the data.
-        self._pushes = self._storage._pushes and self._writer._only_appends and not self._limited
+        self._tells_sampler = self._sampler._is_told
+        plainly = not (self._limited or self._tells_sampler)
+        self._pushes = self._storage._pushes and self._writer._only_appends and plainly
         self._may_take_priorities = self._sampler._takes_priorities
         self._reader = self._make_reader()
         self._prefetcher = Prefetcher(self._reader, self._prefetch, self._generators()) if self._prefetch else None
@@ -331,7 +367,7 @@ class ReplayBuffer(Generic[T]):
         return contextlib.nullcontext() if self._prefetcher is None else self._prefetcher.paused()
 
     # ---- writing ----
-    def add(self, item: T | Data) -> int | Tensor:
+    def add(self, data: T | Data) -> int | Tensor:
         """Stores one step; returns its index: an int, with ndim=2 int64 [envs, 2].
 
         With a transform that holds steps back: int64 [n], the indices of what was written.
@@ -340,25 +376,27 @@ class ReplayBuffer(Generic[T]):
             ValueError, TypeError: the step does not fit the storage; the message names the leaf. Nothing is changed.
         """
         if self._transform.transforms:
-            written: int | Tensor = self._write_through(item, single=True)
+            written: int | Tensor = self._write_through(data, single=True)
             return written
         storage = self._storage
         if self._pushes and not (self._may_take_priorities and self._takes_priorities()):
             with storage.mutex:
-                pushed: int | Tensor | None = storage._push(item, True, -1, self._writer.index_key)
+                pushed: int | Tensor | None = storage._push(data, True, -1, self._writer.index_key)
             if pushed is not None:
                 return pushed
-        priorities = self._given_priorities(item, True, -1)
+        priorities = self._given_priorities(data, True, -1)
         with storage.mutex if priorities is None else self._writing():
             if self._limited:
-                self._check_rows(item, True, -1)
-            slots: Any = self._writer.write(storage, item, True, -1)  # positional: the hot path
+                self._check_rows(data, True, -1)
+            slots: Any = self._writer.write(storage, data, True, -1)  # positional: the hot path
             if priorities is not None:
                 self._set_priorities(slots, priorities)
         index: int | Tensor = storage._index_of(slots, True)
+        if self._tells_sampler:
+            self._tell_sampler(index)
         return index
 
-    def extend(self, items: T | Data | Sequence[T | Data], *, update_priority: bool | None = None) -> Tensor:
+    def extend(self, data: T | Data | Sequence[T | Data], *, update_priority: bool | None = None) -> Tensor:
         """Stores a batch of steps; returns their indices: int64 [n], with ndim=2 [n, 2].
 
         A list is a list of items; a tuple is one pytree. Of more steps than fit, the last ones stay. A transform that
@@ -373,15 +411,15 @@ class ReplayBuffer(Generic[T]):
             RuntimeError: the items of a list do not stack; the message names the item.
         """
         if self._transform.transforms:
-            written: Tensor = self._write_through(items, single=False, update_priority=update_priority)
+            written: Tensor = self._write_through(data, single=False, update_priority=update_priority)
             return written
         storage, time_dim = self._storage, self._time_dim
         if self._pushes and not (self._may_take_priorities and self._takes_priorities()):
             with storage.mutex:
-                pushed: Tensor | None = storage._push(items, False, time_dim, self._writer.index_key)
+                pushed: Tensor | None = storage._push(data, False, time_dim, self._writer.index_key)
             if pushed is not None:
                 return pushed
-        batch = self._as_batch(items, time_dim) if type(items) is list else items
+        batch = self._as_batch(data, time_dim) if type(data) is list else data
         priorities = None if update_priority is False else self._given_priorities(batch, False, time_dim)
         with storage.mutex if priorities is None else self._writing():
             if self._limited:
@@ -390,6 +428,8 @@ class ReplayBuffer(Generic[T]):
             if priorities is not None:
                 self._set_priorities(slots, priorities)
         index: Tensor = storage._index_of(slots, False)
+        if self._tells_sampler:
+            self._tell_sampler(index)
         return index
 
     def _as_batch(self, items: list[Any], time_dim: int) -> Any:
@@ -414,7 +454,18 @@ class ReplayBuffer(Generic[T]):
                 except BaseException:
                     transform.undo(before)
                     raise
-        return storage._index_of(slots, writing.single and not writing.resized)
+        index = storage._index_of(slots, writing.single and not writing.resized)
+        if self._tells_sampler:
+            self._tell_sampler(index)
+        return index
+
+    def _tell_sampler(self, index: int | Tensor) -> None:
+        """Tells a sampler of the user's own what was written, if anything: what `add` or `extend` returns."""
+        with self._sampler.lock:
+            if type(index) is int:
+                self._sampler.add(index)
+            elif len(index):  # type: ignore[arg-type]
+                self._sampler.extend(index)
 
     def flush_transforms(self) -> Tensor:
         """Writes the steps that transforms hold back; returns their indices as `extend` does, none if none waited.
@@ -442,6 +493,8 @@ class ReplayBuffer(Generic[T]):
                 transform.undo(before)
                 raise
         index: Tensor = storage._index_of(slots, False)
+        if self._tells_sampler:
+            self._tell_sampler(index)
         return index
 
     def _write(self, writing: WriteRequest, update_priority: bool | None = None) -> Any:
@@ -624,6 +677,38 @@ class ReplayBuffer(Generic[T]):
 
     def __next__(self) -> T:
         return self.sample()
+
+    def next(self) -> T | None:
+        """The next batch of iterating; None, once, at the end of each epoch of a sampler without replacement.
+
+        Raises:
+            RuntimeError: no batch size in the constructor; nothing is stored.
+
+        Example:
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=2)
+            >>> _ = rb.extend(torch.arange(3))
+            >>> [None if batch is None else len(batch) for batch in (rb.next(), rb.next(), rb.next(), rb.next())]
+            [2, 1, None, 2]
+        """
+        iteration, self._iteration = self._iteration or iter(self), None
+        for batch in iteration:
+            self._iteration = iteration
+            return batch
+        return None
+
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Whether `sample` would give a batch of this size now; other samplers than the library's: anything is stored.
+
+        Raises:
+            RuntimeError: no batch size here or in the constructor.
+            ValueError: one that the sampler does not take.
+        """
+        n = _checked_batch_size(self._batch_size if batch_size is None else batch_size)
+        if n is None:
+            raise RuntimeError(
+                "batch_size not specified: give one to can_sample(batch_size) or to the buffer's constructor"
+            )
+        return bool(self._sampler.can_sample(self._storage, n))
 
     def as_iterable_dataset(self, batches: int | None = None) -> BatchDataset:
         """The batches of iterating as a dataset for `torch.utils.data.DataLoader` and Lightning; see the example.
@@ -836,6 +921,12 @@ class ReplayBuffer(Generic[T]):
         rows: Any = self[:end]
         collate_fn = self._reader.collate_fn
         return collate_fn(rows) if type(rows) is list and rows and collate_fn is not self._collate_fn else rows
+
+    def write_all(self, data: T | Data | Sequence[T | Data], end: int | None = None) -> None:
+        """Replaces all stored steps, in the order in which `read_all_in_order` gives them; `end` and errors as there,
+        and those of `rb[...] = ...`.
+        """
+        self[:end] = data
 
     def update_if_present(
         self,
@@ -1316,8 +1407,8 @@ class ReplayBuffer(Generic[T]):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_handed_out"] = BatchCount()
-        for name in ("_reader", "_prefetcher"):
-            del state[name]
+        for name in ("_reader", "_prefetcher", "_iteration"):
+            state.pop(name, None)
         # As bytes: a tensor made here would be gone, with its memory, before another process had received it.
         state["_generator"] = None if self._generator is None else state_of(self._generator).numpy().tobytes()
         return state
@@ -1359,6 +1450,68 @@ def sent_to_writers(buffer: Any) -> Any:
     twin = object.__new__(type(buffer))
     twin.__dict__.update(buffer.__dict__, _sampler=RandomSampler(), _prefetch=0)
     return twin
+
+
+# ---- parts that are made at the first use ----
+def _delay(buffer: Any, capacity: int | None, arguments: BufferArguments) -> None:
+    """Puts off the making of a buffer's parts, of these arguments, to its first use."""
+    cls: Any = type(buffer)
+    buffer._delayed = _DelayedParts(cls, capacity, arguments)
+    buffer.__class__ = _delayed_class(cls)
+
+
+class _DelayedParts:
+    """The arguments of a buffer whose parts are made at its first use."""
+
+    def __init__(self, cls: type, capacity: int | None, arguments: BufferArguments) -> None:
+        self._cls, self._capacity, self._arguments = cls, capacity, arguments
+        self._lock = threading.RLock()
+        self._begun = False
+
+    def make(self, buffer: Any) -> None:
+        """Makes them, unless they are made or this thread is making them; after an error the buffer waits again."""
+        with self._lock:
+            if self._begun:
+                return
+            self._begun = True
+            try:
+                ReplayBuffer.__init__(buffer, self._capacity, **self._arguments)
+            except BaseException:
+                self._begun = False
+                raise
+            del buffer._delayed
+            buffer.__class__ = self._cls
+
+
+def _make_parts(buffer: Any) -> None:
+    delayed = buffer.__dict__.get("_delayed")
+    if delayed is not None:  # else another thread has just made them
+        delayed.make(buffer)
+
+
+@functools.cache
+def _delayed_class(cls: Any) -> type:
+    """The class that a buffer has until its parts are made: whatever is looked up in it makes them.
+
+    (A `__getattr__` of ReplayBuffer itself would make every look at an attribute slower.)
+    """
+
+    class Delayed(cls):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            if name not in ("initialized", "_delayed") and not name.startswith("__"):
+                _make_parts(self)
+            return cls.__getattribute__(self, name)  # for which it is of the class again
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "_transform":  # which making the parts would set again
+                _make_parts(self)
+            cls.__setattr__(self, name, value)
+
+        def __repr__(self) -> str:
+            return f"{cls.__name__}(delayed_init=True)"
+
+    Delayed.__name__, Delayed.__qualname__, Delayed.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    return Delayed
 
 
 def _other_like(generator: torch.Generator | Generator) -> torch.Generator | Generator:

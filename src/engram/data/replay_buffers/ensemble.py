@@ -11,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from engram import _native
+from engram._advice import advised
 from engram._generator import Generator
 from engram.data.replay_buffers.buffer import ReplayBuffer
 from engram.data.replay_buffers.reader import BatchReader, Draw, put_generation, refuse_if_too_many
@@ -454,6 +455,7 @@ def _count(index: Any) -> int:
     return one.numel() if isinstance(one, Tensor) else len(one)
 
 
+@advised
 class ReplayBufferEnsemble(ReplayBuffer):
     """Several buffers, sampled together: a batch of 10 from two of them is `[2, 5]`.
 
@@ -617,11 +619,11 @@ class ReplayBufferEnsemble(ReplayBuffer):
             self._transform.empty()
 
     # ---- not here ----
-    def add(self, item: Any) -> NoReturn:
+    def add(self, data: Any) -> NoReturn:
         """An error: write to a member."""
         raise self._refusal("add(...)")
 
-    def extend(self, items: Any, *, update_priority: bool | None = None) -> NoReturn:
+    def extend(self, data: Any, *, update_priority: bool | None = None) -> NoReturn:
         """An error: write to a member."""
         raise self._refusal("extend(...)")
 
@@ -658,17 +660,17 @@ class ReplayBufferEnsemble(ReplayBuffer):
         """Tells the members' samplers that stored steps have changed; arguments as `update_priority`."""
         self._sampler.mark_update(index, storage=self._storage, buffer_ids=buffer_ids)
 
-    def update_tensordict_priority(self, batch: Any) -> None:
-        """Sets the priorities of a batch's rows, of members that are TensorDict buffers, from `batch[priority_key]`.
+    def update_tensordict_priority(self, data: Any) -> None:
+        """Sets the priorities of a batch's rows, of members that are TensorDict buffers, from `data[priority_key]`.
 
         Raises:
             KeyError: the batch has no such key, or no `"index"` with `"index"` and `"buffer_ids"`.
         """
         key = next((rb.priority_key for rb in self._members if hasattr(rb, "priority_key")), "td_error")
         for name in (key, "index"):
-            if name not in batch.keys():  # noqa: SIM118 -- a TensorDict iterates over rows
-                raise KeyError(f"the batch has no {name!r}; its keys are {sorted(map(str, batch.keys()))}")
-        self.update_priority(batch["index"], batch.get(key), batch.get("generation", None))
+            if name not in data.keys():  # noqa: SIM118 -- a TensorDict iterates over rows
+                raise KeyError(f"the batch has no {name!r}; its keys are {sorted(map(str, data.keys()))}")
+        self.update_priority(data["index"], data.get(key), data.get("generation", None))
 
     # ---- state ----
     def _generators(self) -> list[torch.Generator | Generator]:

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import TypeVar, Unpack
 
+from engram._advice import advised, with_argument
 from engram.data.replay_buffers.buffer import BufferArguments, ReplayBuffer
 from engram.data.replay_buffers.reader import index_and_weight
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler
@@ -77,6 +78,8 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
 
     _attach = staticmethod(index_and_weight)
 
+    extend = with_argument(ReplayBuffer.extend, "data", "tensordicts")
+
     # ---- priorities that come with the data ----
     def _given_priorities(self, items: Any, single: bool, time_dim: int) -> Tensor | None:
         return self._priorities_in(items, single, time_dim) if self._takes_priorities() else None
@@ -131,32 +134,34 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
         priorities: Tensor = self._sampler.checked_priorities(value.reshape(n, *value.shape[dims:]), n)
         return priorities
 
-    def update_tensordict_priority(self, batch: Any) -> None:
-        """Sets the priorities of a batch's rows from `batch[priority_key]`.
+    def update_tensordict_priority(self, data: Any) -> None:
+        """Sets the priorities of a batch's rows from `data[priority_key]`.
 
         Raises:
             KeyError: the batch has no such key, or no `"index"`.
             TypeError: the batch has no keys.
         """
-        if not hasattr(batch, "keys"):
+        if not hasattr(data, "keys"):
             raise TypeError(
                 f"priorities come in a batch with keys, 'index' and {self._priority_key!r}, found a "
-                f"{type(batch).__name__}; nothing was changed"
+                f"{type(data).__name__}; nothing was changed"
             )
         try:
-            index, priority = batch["index"], batch[self._priority_key]
+            index, priority = data["index"], data[self._priority_key]
         except KeyError:
-            keys = sorted(map(str, batch.keys()))
+            keys = sorted(map(str, data.keys()))
             raise KeyError(f"the batch needs 'index' and {self._priority_key!r}; its keys are {keys}") from None
-        generation = batch["generation"] if "generation" in batch.keys() else None  # noqa: SIM118 -- a TensorDict iterates over rows
+        generation = data["generation"] if "generation" in data.keys() else None  # noqa: SIM118 -- a TensorDict iterates over rows
         self.update_priority(index, priority, generation)
 
 
+@advised
 class PrioritizedReplayBuffer(ReplayBuffer):
     """A ReplayBuffer with a `PrioritizedSampler`.
 
     Args:
         alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as PrioritizedSampler.
+        sampler_device: None and "cpu" are accepted; sync: accepted, without effect.
         Others: as ReplayBuffer, but there is no `sampler`.
 
     Example:
@@ -182,15 +187,23 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         **kwargs: Any,
     ) -> None:
         sampler = PrioritizedSampler(None, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
-        super().__init__(capacity, storage=storage, sampler=sampler, **_without_sampler(kwargs))
+        super().__init__(capacity, storage=storage, sampler=sampler, **kwargs)
+
+    @property
+    def prioritized_sampler(self) -> PrioritizedSampler:
+        """The sampler; another one where `set_sampler` was called."""
+        sampler: PrioritizedSampler = self.sampler
+        return sampler
 
 
+@advised
 class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
     """A TensorDictReplayBuffer with a `PrioritizedSampler`: samples carry `"index"` and `"priority_weight"`.
 
     Args:
         alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as PrioritizedSampler.
         priority_key: where priorities are, in data that are written and in batches that come back.
+        sampler_device: None and "cpu" are accepted; sync: accepted, without effect.
         Others: as TensorDictReplayBuffer, but there is no `sampler`.
 
     Example:
@@ -216,11 +229,10 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         **kwargs: Any,
     ) -> None:
         sampler = PrioritizedSampler(None, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
-        others = _without_sampler(kwargs)
-        super().__init__(capacity, storage=storage, sampler=sampler, priority_key=priority_key, **others)
+        super().__init__(capacity, storage=storage, sampler=sampler, priority_key=priority_key, **kwargs)
 
-
-def _without_sampler(kwargs: dict[str, Any]) -> dict[str, Any]:
-    if "sampler" in kwargs:
-        raise TypeError("a prioritized buffer makes its own sampler; for another one use ReplayBuffer(sampler=...)")
-    return kwargs
+    @property
+    def prioritized_sampler(self) -> PrioritizedSampler:
+        """The sampler; another one where `set_sampler` was called."""
+        sampler: PrioritizedSampler = self.sampler
+        return sampler

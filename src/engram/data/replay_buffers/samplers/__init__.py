@@ -1,5 +1,6 @@
 """Which slots to read."""
 
+from engram._advice import advise_on_names
 from engram.data.replay_buffers.samplers.base import (
     DrawTotals,
     Sampler,
@@ -30,3 +31,5 @@ __all__ = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
 ]
+
+advise_on_names(__name__)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engram import _native
+from engram._advice import advised
 from engram._arguments import KeepsArguments
 from engram._generator import Generator
 from engram._system import drawing, fork_registry
@@ -67,14 +68,15 @@ class WorkerShare(NamedTuple):
     seed: int
 
 
+@advised
 class Sampler(KeepsArguments, abc.ABC):
     """Chooses which stored steps a batch is made of.
 
     A sampler of your own is a class with `sample(storage, batch_size) -> (index, info)`; it need not inherit from this
-    one. It may also have any of `update_priority`, `mark_update`, `check_storage`, `use_generator`, `empty`, `totals`,
-    `raise_new_priority`, `ran_out`, `state_dict` and `load_state_dict`, as they are described here; those that it
-    leaves out do nothing. One with `checked_priorities`, as `PrioritizedSampler` has it, is given the priorities that
-    come with data.
+    one. It may also have any of `add`, `extend`, `can_sample`, `update_priority`, `mark_update`, `check_storage`,
+    `use_generator`, `empty`, `totals`, `raise_new_priority`, `ran_out`, `state_dict` and `load_state_dict`, as they are
+    described here; those that it leaves out do nothing. One with `checked_priorities`, as `PrioritizedSampler` has it,
+    is given the priorities that come with data.
 
     Draws come from torch's global generator, or from the buffer's own where it has one. Every sampler takes
     `compilable=`, without effect: under `torch.compile` each draw is a graph break.
@@ -88,6 +90,8 @@ class Sampler(KeepsArguments, abc.ABC):
     _takes_priorities = False
     #: Whether a draw that is not believed may be made again; an epoch would leave out the rows of the first one.
     _can_repeat_draws = False
+    # Whether it has an `add` or `extend` of a user's own, by which a buffer tells it what was written.
+    _is_told = False
     # Whether a draw looks at nothing but the counters of the store, which another process may be replacing meanwhile.
     _draws_from_counters = False
 
@@ -98,6 +102,7 @@ class Sampler(KeepsArguments, abc.ABC):
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
         pickle_by_state(cls)
         cls._takes_priorities = hasattr(cls, "checked_priorities")
+        cls._is_told = cls.add is not Sampler.add or cls.extend is not Sampler.extend
 
     def __init__(self, compilable: bool = False) -> None:
         #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
@@ -121,10 +126,23 @@ class Sampler(KeepsArguments, abc.ABC):
             RuntimeError: the storage is empty.
         """
 
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether `sample` would draw such a batch now: steps are stored, where it needs them whole trajectories."""
+        return bool(len(storage))
+
     @property
     def ran_out(self) -> bool:
         """Whether an epoch has just ended."""
         return False
+
+    def add(self, index: Any) -> None:
+        """For samplers of your own: called with the slot of a step that their buffer has just stored.
+
+        The library's own samplers do nothing here: the next draw takes in what is new.
+        """
+
+    def extend(self, index: Any) -> None:
+        """As `add`, with the index of several steps, as `extend` of the buffer returns it."""
 
     def use_generator(self, generator: torch.Generator | Generator | None) -> None:
         """Draws from this generator from now on; None: torch's global one."""
@@ -430,6 +448,7 @@ class _AdaptedSampler(Sampler):
         self._own = sampler
         self._takes_priorities = hasattr(sampler, "checked_priorities")
         self._can_repeat_draws = not hasattr(sampler, "ran_out")
+        self._is_told = hasattr(sampler, "add") or hasattr(sampler, "extend")
 
     @property
     def _given(self) -> Any:
@@ -443,6 +462,10 @@ class _AdaptedSampler(Sampler):
         drawn: tuple[Index, dict[str, Any]] = self._own.sample(storage, batch_size)
         return drawn
 
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        own: bool | None = self._call("can_sample", storage, batch_size)
+        return super().can_sample(storage, batch_size) if own is None else own
+
     @property
     def ran_out(self) -> bool:
         return bool(getattr(self._own, "ran_out", False))
@@ -455,6 +478,12 @@ class _AdaptedSampler(Sampler):
 
     def empty(self) -> None:
         self._call("empty")
+
+    def add(self, index: Any) -> None:
+        self._call("add", index)
+
+    def extend(self, index: Any) -> None:
+        self._call("extend", index)
 
     def update_priority(self, index: Any, priority: Any, **more: Any) -> None:
         self._call("update_priority", index, priority, **more)

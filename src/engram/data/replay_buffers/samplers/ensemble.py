@@ -83,6 +83,11 @@ class SamplerEnsemble(Sampler, built_in=True):
     def p(self, p: Sequence[float] | Tensor | None) -> None:
         if p is not None and self.sample_from_all:
             raise ValueError("with sample_from_all every member is in every batch: p cannot be set")
+        if isinstance(p, str):
+            raise TypeError(
+                f"p must have one weight for each of {len(self._samplers)} members, got {p!r}; can_sample(batch_size) "
+                "of a buffer says whether it can be drawn from, and p may be set at any time"
+            )
         weights = None if p is None else torch.as_tensor(p, dtype=torch.float64).tolist()
         if weights is not None:
             if not isinstance(weights, list) or len(weights) != len(self._samplers):
@@ -119,6 +124,14 @@ class SamplerEnsemble(Sampler, built_in=True):
             with drawing:
                 drawn = self._uniform.uniform_(generator=generator).tolist()
         return [min(bisect.bisect_right(self._bounds, u), self._last) for u in drawn], batch_size // n
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether all members that may be drawn can give their parts."""
+        self.check_batch_size(batch_size)
+        n = batch_size // self.num_buffer_sampled
+        weights = [1.0] * len(self._samplers) if self._p is None else self._p
+        drawn = zip(self._samplers, storage.storages, weights, strict=True)  # type: ignore[attr-defined]
+        return all(sampler.can_sample(member, n) for sampler, member, weight in drawn if weight > 0)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
         """An index for each drawn member: int64 [members, rows] (a list where they are no such), and what to say.

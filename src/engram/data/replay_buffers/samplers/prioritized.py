@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engram import _native
+from engram._advice import advised
 from engram._system import drawing
 from engram._text import warn_user
 from engram.data.replay_buffers.samplers.base import (
@@ -481,11 +482,12 @@ class SumTreeView:
 class TableSetting(Generic[T]):
     """An attribute of a sampler that is one of its priority table."""
 
-    def __init__(self, doc: str) -> None:
+    def __init__(self, doc: str, name: str | None = None) -> None:
         self.__doc__ = doc
+        self._name = name or ""
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+        self._name = self._name or name
 
     def __get__(self, sampler: Any, owner: type | None = None) -> T:
         value: Any = self if sampler is None else getattr(sampler._table, self._name)
@@ -496,6 +498,7 @@ class TableSetting(Generic[T]):
             setattr(sampler._table, self._name, value)
 
 
+@advised
 class PrioritizedSampler(Sampler, built_in=True):
     """Draws a step with probability proportional to `(p + eps) ** alpha` (Schaul et al., 2016), with replacement.
 
@@ -513,6 +516,7 @@ class PrioritizedSampler(Sampler, built_in=True):
         dtype: of the weights.
         reduction: of priorities with more dimensions than the index: "max", "min", "mean" or "median".
         max_priority_within_buffer: new steps get the highest priority among the steps that are stored when they come.
+        device: None and "cpu" are accepted: priorities are kept in memory.
 
     Raises:
         ValueError: a setting that is not allowed.
@@ -551,6 +555,7 @@ class PrioritizedSampler(Sampler, built_in=True):
         "Whether new steps get the highest priority among those that are stored, and not of all that were.",
     )
     default_priority = TableSetting[float]("The priority that new steps get.")
+    max_size = TableSetting[int | None]("As `max_capacity`.", "max_capacity")
     skipped = TableSetting[int]("Updates of steps that were not stored any more, which changed nothing.")
 
     @property
@@ -656,6 +661,9 @@ class PrioritizedSampler(Sampler, built_in=True):
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         with self.lock:
             return self._table.totals(lambda p: p.poll(_store_of(storage)) if newest else None, storage)
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        return self.totals(storage, batch_size).share > 0
 
     def raise_new_priority(self, priority: float, *, storage: Storage | None = None) -> None:
         with self.lock:

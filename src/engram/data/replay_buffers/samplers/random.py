@@ -151,6 +151,10 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         with self.lock:
             return self._draw(storage, batch_size)
 
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        begin, end = self._share(len(storage))
+        return end - begin >= (batch_size if self.drop_last else 1)
+
     def _draw(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
         if lanes is None or not (len(lanes) or len(storage)):

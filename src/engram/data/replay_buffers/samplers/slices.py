@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engram import _native
+from engram._advice import advised
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
@@ -171,6 +172,7 @@ Cut: TypeAlias = bool | int
 _MAX_RETRIES = 10_000  # while a writer replaces the rows of a tiny lane
 
 
+@advised
 class SliceSampler(Sampler, built_in=True):
     """Slices of trajectories: a trajectory uniformly among those that are long enough, then a start uniformly.
 
@@ -190,6 +192,7 @@ class SliceSampler(Sampler, built_in=True):
         ends, trajectories: flags or ids of a dataset that does not change, instead of keys, as for `EpisodeIndex`.
         cache_values: accepted for users of other libraries; boundaries are always kept and never read twice.
         truncated_key: bool [n, 1], added where the data lack it, and `done` beside it; None: nothing is marked.
+        init_key: where data have flags that say where a trajectory begins; None: there are none.
         strict_length: draw only from trajectories of at least a slice's length. False: a shorter one is a slice whole,
             and the batch has fewer rows.
         span: slices may be cut by the begin and the end of their trajectory, `(begin, end)` or one value for both, so
@@ -205,6 +208,8 @@ class SliceSampler(Sampler, built_in=True):
             one of all admissible starts in all trajectories that are long enough; that is every step from which
             `slice_len` steps lie in its trajectory, with `strict_length=False` every stored step (a slice is then cut
             by the end of its trajectory). With `span` one of all windows. A batch costs the same either way.
+        compile, use_gpu, step_key: accepted, without effect: slices are drawn by native code, and steps of a trajectory
+            are stored in their order. `fragmented` may be False.
 
     Raises:
         ValueError: a setting that is not allowed; at `sample`, a batch size that does not divide.
@@ -234,6 +239,7 @@ class SliceSampler(Sampler, built_in=True):
         trajectories: Tensor | None = None,
         cache_values: bool = False,
         truncated_key: Key | None = TRUNCATED,
+        init_key: Key | None = "is_init",
         strict_length: bool = True,
         pad_output: bool = False,
         span: Cut | tuple[Cut, Cut] = False,
@@ -263,6 +269,7 @@ class SliceSampler(Sampler, built_in=True):
         if self.slice_len is not None:
             _rows_cut(self.span, self.slice_len)
         self.slice_key = None if slice_key is None else as_path(slice_key, "slice_key")
+        self.init_key: KeyPath | None = None if init_key is None else as_path(init_key, "init_key")
         if weight not in get_args(Weight):
             raise ValueError(f"weight must be one of {get_args(Weight)}, got {weight!r}")
         self.weight = weight
@@ -349,6 +356,10 @@ class SliceSampler(Sampler, built_in=True):
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         with self.lock:
             return DrawTotals(float(self.episodes.choices(storage, self._rule_of(batch_size))))
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        self._divide(batch_size)  # for its error
+        return bool(len(storage)) and self.totals(storage, batch_size).share > 0
 
     def _rule_of(self, batch_size: int | None) -> _native.SliceRule:
         if self.slice_len is not None:
@@ -714,6 +725,13 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
 
     totals = Sampler.totals  # an epoch is one of a storage
 
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        slices, length = self._divide(batch_size)
+        if not len(storage):
+            return False
+        with self.lock:
+            return self.episodes.choices(storage, self._rule(length)) >= (slices if self.drop_last else 1)
+
     def _begin_if_needed(self, storage: Storage, rule: _native.SliceRule) -> tuple[dict[str, Any], _native.SliceEpoch]:
         lanes = storage.lanes
         if lanes is None or not (len(lanes) or len(storage)):
@@ -955,6 +973,7 @@ class SequenceSampler(SliceSampler, built_in=True):
         return f"{type(self).__name__}({self._size_shown}, {settings})"
 
 
+@advised
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
     """Slices of trajectories that start at a step with probability proportional to `(p + eps) ** alpha` of that step.
 
@@ -1002,6 +1021,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
         trajectories: Tensor | None = None,
         cache_values: bool = False,
         truncated_key: Key | None = TRUNCATED,
+        init_key: Key | None = "is_init",
         strict_length: bool = True,
         pad_output: bool = False,
         span: Cut | tuple[Cut, Cut] = False,
@@ -1011,7 +1031,8 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
         SliceSampler.__init__(
             self, num_slices=num_slices, slice_len=slice_len, end_key=end_key, end_keys=end_keys, traj_key=traj_key,
             ends=ends, trajectories=trajectories, cache_values=cache_values, truncated_key=truncated_key,
-            strict_length=strict_length, pad_output=pad_output, span=span, slice_key=slice_key, compilable=compilable,
+            init_key=init_key, strict_length=strict_length, pad_output=pad_output, span=span, slice_key=slice_key,
+            compilable=compilable,
         )  # fmt: skip
         self._table = PriorityTable(
             max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, starts_only=True

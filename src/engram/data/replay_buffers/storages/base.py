@@ -79,6 +79,9 @@ class Storage(abc.ABC):
     #: Whether this process only reads the rows, which another one writes.
     read_only = False
 
+    #: Whether `update_if_present` of a buffer can write over its rows.
+    supports_conditional_update: ClassVar[bool] = True
+
     # Whether any objects are stored one by one, so that reading several gives a list of them.
     _holds_items: ClassVar[bool] = False
     # Whether a list that is written stays one.
@@ -159,6 +162,30 @@ class Storage(abc.ABC):
         except IndexError:
             return False
         return True
+
+    def contains(self, item: Any) -> bool | Tensor:
+        """Whether the steps of an index are stored, all of them; of a tensor, for each index in it: a bool tensor.
+
+        With ndim=2 the last dimension of a tensor is (time, environment).
+
+        Example:
+            >>> storage = LazyTensorStorage(10)
+            >>> storage.set(range(5), torch.arange(5))
+            >>> storage.contains(7), storage.contains(torch.tensor([3, 7]))
+            (False, tensor([ True, False]))
+        """
+        if not isinstance(item, Tensor):
+            return item in self
+        if self.ndim > 1:
+            each = [tuple(step) in self for step in item.reshape(-1, self.ndim).tolist()]
+            return torch.tensor(each, dtype=torch.bool).reshape(item.shape[:-1])
+        lanes = self.lanes
+        if lanes is None:
+            return torch.zeros(item.shape, dtype=torch.bool)
+        in_room = (item >= 0) & (item < lanes.capacity)
+        slots = torch.where(in_room, item, 0).to("cpu", torch.int64)
+        stored = (lanes.store.generations(slots.reshape(-1)) >= 0).reshape(item.shape).to(item.device)
+        return torch.where(item < 0, item >= -len(self), in_room & stored)
 
     def _check_stored(self, index: Any) -> None:
         """An IndexError where an index means a step that is not stored."""
@@ -406,14 +433,15 @@ class Storage(abc.ABC):
     def _read_selection(self, selection: Selection) -> Rows:
         return self.read(selection.slots, selection.shape)
 
-    def set(self, index: Any, items: Any, index_key: str | None = None) -> None:
+    def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> None:
         """Writes at an index: replaces rows that are stored, and appends at those that follow directly on them.
 
         Args:
-            index: an int, or a range, list or tensor of ints: time steps. A slice of as many steps as the data have is
+            cursor: an int, or a range, list or tensor of ints: time steps. A slice of as many steps as the data have is
                 such a range, too. Any other index means stored rows.
-            items: a batch with a row for each, or one row for all. For storages of items also any sequence of these.
+            data: a batch with a row for each, or one row for all. For storages of items also any sequence of these.
             index_key: each row also stores its own index there.
+            set_cursor: without effect: rows that are stored count.
 
         Raises:
             IndexError: an index that has not been written and does not follow directly on what is stored.
@@ -428,19 +456,19 @@ class Storage(abc.ABC):
             (4, tensor([ 0.,  1., 20., 30.]))
         """
         with self.mutex:
-            index = self._as_new_steps(index, items) if isinstance(index, slice) else index
+            index = self._as_new_steps(cursor, data) if isinstance(cursor, slice) else cursor
             steps = _listed_steps(index)
             if steps is None:
-                self._replace_stored(index, items, index_key)
+                self._replace_stored(index, data, index_key)
                 return
             stored = self._are_stored(steps)
             if self._sets_new_rows and torch.equal(steps, self._next_steps(len(steps))):
                 stored[:] = False  # round the ring: the newest rows take the place of the oldest
             as_new = self._sets_new_rows and self._replaces_out_of_turn
             if bool(stored.all()) and not as_new:
-                self._replace_stored(index, items, index_key)
+                self._replace_stored(index, data, index_key)
                 return
-            rows = self._rows_for(index, len(steps), items)
+            rows = self._rows_for(index, len(steps), data)
             new = steps[~stored]
             following = self._next_steps(len(new))
             if not torch.equal(new, following):
@@ -714,14 +742,14 @@ class Storage(abc.ABC):
         """Adds a callable that storages' checkpointers apply to what is loaded."""
         self.checkpointer.register_load_hook(hook)
 
-    def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1) -> str:
-        """Saves this storage alone; returns the name of the snapshot."""
-        with self.mutex, self._consistent_view() as source:
+    def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1, checkpointer: Any = None) -> str:
+        """Saves this storage alone, by its own checkpointer if no other is given; returns the name of the snapshot."""
+        with self._saved_by(checkpointer), self._consistent_view() as source:
             return save_snapshot(path, {}, (self.checkpointer, source), keep_last=keep_last)
 
-    def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None) -> None:
-        """Replaces everything by what was saved; errors as `ReplayBuffer.loads`."""
-        with open_saved(path, snapshot) as saved, self._exclusive("loads"):
+    def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None, checkpointer: Any = None) -> None:
+        """Replaces everything by what was saved, as `dumps` did it; errors as `ReplayBuffer.loads`."""
+        with open_saved(path, snapshot) as saved, self._exclusive("loads"), self._saved_by(checkpointer):
             fill, undo = self._prepare_load(saved), self._restore_point()
             with self._replacing("loads"):
                 try:
@@ -731,6 +759,22 @@ class Storage(abc.ABC):
                         undo()
                     raise
         self._tell_of_load()
+
+    dump = save = dumps
+    load = loads
+
+    @contextlib.contextmanager
+    def _saved_by(self, checkpointer: Any) -> Iterator[None]:
+        """A block of one thread in which this checkpointer stands for the storage's own; None: its own."""
+        with self.mutex:
+            if checkpointer is None:
+                yield
+                return
+            own, self.checkpointer = self._checkpointer, checkpointer
+            try:
+                yield
+            finally:
+                self._checkpointer = own
 
     def state_dict(self) -> dict[str, Any]:
         """Rows and counters in memory."""
@@ -1094,19 +1138,19 @@ class _CountedSets:
     def __init__(self, storage: Storage) -> None:
         self._given = storage
 
-    def set(self, index: Any, items: Any, index_key: str | None = None) -> None:
+    def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> None:
         storage = self._given
-        slots, single = torch.as_tensor(index, dtype=torch.int64).reshape(-1), np.ndim(index) == 0
+        slots, single = torch.as_tensor(cursor, dtype=torch.int64).reshape(-1), np.ndim(cursor) == 0
         with storage.mutex:
             if torch.equal(slots, storage._next_steps(len(slots))):
-                checked = storage.check(items, single, -1 if single else 0, index_key)
+                checked = storage.check(data, single, -1 if single else 0, index_key)
                 if checked.steps != len(slots):
                     raise ValueError(
                         f"{len(slots)} steps are indexed, the data have {checked.steps}; nothing was written"
                     )
                 storage.append(checked)
             else:
-                storage._replace_stored(index if single else slots, items, index_key)
+                storage._replace_stored(cursor if single else slots, data, index_key)
 
     def __len__(self) -> int:
         return len(self._given)

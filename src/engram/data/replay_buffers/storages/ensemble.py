@@ -38,6 +38,7 @@ class StorageEnsemble(Storage):
 
     _is_ensemble: ClassVar[bool] = True
     _saved_as_items: ClassVar[bool] = False
+    supports_conditional_update: ClassVar[bool] = False
 
     def __init__(self, *storages: Storage, transforms: Any = None, checkpointer: Any = None) -> None:
         if not storages:
@@ -101,20 +102,24 @@ class StorageEnsemble(Storage):
         return len(self._storages)
 
     # ---- reading ----
+    def contains(self, item: Any) -> NoReturn:
+        """An error: ask a member."""
+        raise self._one_member("asked for steps")
+
     def __getitem__(self, index: Any) -> Any:
         """A member; with a tuple `(member, ...)` rows of it."""
         if isinstance(index, tuple):
             return self._storages[index[0]][index[1:] if len(index) > 2 else index[1]]
         return self._storages[index]
 
-    def get(self, index: Any) -> list[Any]:
+    def get(self, item: Any) -> list[Any]:
         """The rows of several members, each through its transform.
 
         Args:
-            index: a mapping with `"buffer_ids"` (a member for each entry) and `"index"` (an index for each).
+            item: a mapping with `"buffer_ids"` (a member for each entry) and `"index"` (an index for each).
         """
         batches = []
-        for member, rows in zip(index["buffer_ids"], index["index"], strict=True):
+        for member, rows in zip(item["buffer_ids"], item["index"], strict=True):
             ids = member.reshape(-1)[0] if isinstance(member, Tensor) else member
             batch = self._storages[int(ids)].get(rows)
             transform = self._transforms[int(ids)]
@@ -149,7 +154,15 @@ class StorageEnsemble(Storage):
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> NoReturn:
         raise self._one_member("written to")
 
-    def set(self, index: Any, items: Any, index_key: str | None = None) -> NoReturn:
+    def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> NoReturn:
+        raise self._one_member("written to")
+
+    def add(self, value: Any) -> NoReturn:
+        """An error: write to a member."""
+        raise self._one_member("written to")
+
+    def extend(self, value: Any) -> NoReturn:
+        """An error: write to a member."""
         raise self._one_member("written to")
 
     def _set(self, selection: Selection, items: Any, index_key: str | None) -> NoReturn:

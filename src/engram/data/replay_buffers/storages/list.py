@@ -37,6 +37,7 @@ from engram.pytree import (
     unstack,
     with_entry,
 )
+from engram.specs.tensors import usable_device
 from engram.store.border import ItemBorder
 from engram.store.indexing import Selection
 from engram.store.item_rows import ROW, ItemRows, NewItemRows
@@ -57,6 +58,7 @@ class ListStorage(Storage):
         max_size: items that fit; without limit if None.
         copy: if False, the items themselves are kept and handed out, not copies of them: who changes one changes what
             is stored. (With an index that is stored along, it is a shallow copy.)
+        device: where the tensors of items are moved to when they are written; they stay where they are if None.
         compilable: accepted, without effect.
 
     Example:
@@ -84,10 +86,12 @@ class ListStorage(Storage):
         max_size: int | None = None,
         *,
         copy: bool = True,
+        device: torch.device | str | None = None,
         checkpointer: Any = None,
         compilable: bool = False,
     ) -> None:
         super().__init__(max_size, checkpointer)
+        self.device = self._written_to = usable_device(device, "device")
         self._copies = copy
         self._items = self._no_items()
         self._sequences: dict[int, int] = {}  # by slot, of items that were put in the place of others out of turn
@@ -108,7 +112,8 @@ class ListStorage(Storage):
         return items
 
     def _copy_arguments(self) -> dict[str, Any]:
-        return {"max_size": self._max_size, **({} if self._copies else {"copy": False})}
+        device = {} if self._written_to is None else {"device": str(self._written_to)}
+        return {"max_size": self._max_size, **({} if self._copies else {"copy": False}), **device}
 
     def _copy_rows_to(self, other: Any, memo: dict[int, Any]) -> None:
         state = self.state_dict()  # tensors are copies already; other objects are the stored ones
@@ -150,6 +155,8 @@ class ListStorage(Storage):
         # its items are then views of that copy.
         if not single and not self._items and has_batch_size(items) and len(items.batch_size) > 1:
             warn_of_items(items)
+        if self._written_to is not None:
+            items = _moved(items, self._written_to)
         packed = self._pack(items, single, time_dim, index_key, index)
         if packed is not None:
             return Checked(len(packed), packed)
@@ -268,7 +275,7 @@ class ListStorage(Storage):
         absent = [slot for slot in slots.tolist() if not 0 <= slot < len(self._items)]
         if absent:
             raise IndexError(f"index {absent[0]} has not been written; {len(self)} items are stored")
-        rows = unstack(items, 0)
+        rows = unstack(items if self._written_to is None else _moved(items, self._written_to), 0)
         if len(rows) != len(slots):
             raise ValueError(f"{len(slots)} items are indexed, {len(rows)} given; nothing was written")
         pairs = zip(rows, slots, strict=True)
@@ -284,10 +291,10 @@ class ListStorage(Storage):
             self._items[slot] = item
         self._lanes.store.note_edits(slots)
 
-    def set(self, index: Any, items: Any, index_key: str | None = None) -> None:
-        if isinstance(items, tuple) and isinstance(index, range | list | Tensor | np.ndarray):
-            items = list(items)  # a sequence of items, not one pytree
-        super().set(index, items, index_key)
+    def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> None:
+        if isinstance(data, tuple) and isinstance(cursor, range | list | Tensor | np.ndarray):
+            data = list(data)  # a sequence of items, not one pytree
+        super().set(cursor, data, index_key)
 
     def _is_single(self, items: Any) -> bool:
         return (isinstance(items, Tensor) or has_batch_size(items)) and not items.shape
@@ -622,6 +629,15 @@ class _Items(list[Any]):
         for batch, rows in batches.values():
             stored += count_bytes(batch.td) // len(batch) * rows
         return int(stored)
+
+
+def _moved(items: Any, device: torch.device) -> Any:
+    """Data with their tensors on a device; other objects as they are."""
+    if isinstance(items, Tensor) or has_batch_size(items):
+        return items.to(device)
+    if isinstance(items, dict):
+        return {key: _moved(value, device) for key, value in items.items()}
+    return type(items)(_moved(item, device) for item in items) if type(items) in (list, tuple) else items
 
 
 def _has_only_tensors(td: TensorDict) -> bool:

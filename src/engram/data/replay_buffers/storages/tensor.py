@@ -21,6 +21,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram import _native, pytree
+from engram._advice import advised, with_argument
 from engram._system import parse_bytes
 from engram._text import log
 from engram.checkpoint.protocols import Rows as RowBlock
@@ -296,9 +297,9 @@ class TableStorage(Storage):
         if not self._shared_init:  # else the first write makes rows that both processes use
             super()._warn_of_copy()
 
-    def set(self, index: Any, items: Any, index_key: str | None = None) -> None:
+    def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> None:
         with self.mutex, self._making():  # in the order of `extend`
-            super().set(index, items, index_key)
+            super().set(cursor, data, index_key)
 
     def _exclusive(self, operation: str) -> AbstractContextManager[None]:
         if self._unmade is None or self._lanes is not None:
@@ -493,6 +494,7 @@ class TableStorage(Storage):
         if self._is_single(items):
             items = pytree.expand(items, n)
         if index_key is not None and self._stores(index_key):
+            _check_count(n, *_lead_shape(items, 1)[:1])
             own = self.from_slots(slots)
             index = torch.stack(own, -1) if isinstance(own, tuple) else own
             items = pytree.with_entry(items, index_key, self._of_each_step(index))
@@ -502,8 +504,7 @@ class TableStorage(Storage):
         else:
             plan = layout.plan(items, 1, 0)
             count = plan.steps
-        if count != n:
-            raise ValueError(f"{n} steps are indexed, the data have {count}; nothing was written")
+        _check_count(n, count)
         return plan
 
     def _is_single(self, items: Any) -> bool:
@@ -993,6 +994,11 @@ def _with_index(layout: RowLayout, key: str, ndim: int, *, required: bool) -> Ro
     return RowLayout(layout.root, leaves, layout.carries_sequence)
 
 
+def _check_count(indexed: int, given: int) -> None:
+    if given != indexed:
+        raise ValueError(f"{indexed} steps are indexed, the data have {given}; nothing was written")
+
+
 def _lead_shape(items: Any, batch_dims: int) -> tuple[int, ...]:
     shape = getattr(items, "shape", None)
     if shape is None:
@@ -1010,6 +1016,7 @@ def _env_shape(items: Any, batch_dims: int, time_dim: int) -> tuple[int, ...]:
     return shape if time_dim < 0 else tuple(d for i, d in enumerate(shape) if i != time_dim)
 
 
+@advised
 class LazyTensorStorage(TableStorage):
     """Packed rows in memory, made at the first write; on a GPU, one tensor per key.
 
@@ -1022,6 +1029,7 @@ class LazyTensorStorage(TableStorage):
             more of one writer are kept. A new writer takes the free lane with the fewest steps. None: any number take
             turns in one ring, an `extend` at a time, and slices end where another process wrote.
         compilable: accepted, without effect: under `torch.compile` each use of a buffer is a graph break.
+        consolidated, cleanup_memmap: accepted, without effect: rows are packed in one memory, which goes with them.
         shared_init: shared, and processes that have it (forked, or sent) before the first write share it, too: the
             first of them that writes makes the rows' memory, the others use it.
         max_bytes: instead of `max_size`, what the rows and their header may take: a number, "8GB", "512MiB". As many
@@ -1097,6 +1105,8 @@ class LazyTensorStorage(TableStorage):
             **self._size_arguments(), "device": str(self.device), "ndim": self.ndim, "shared": self.shared,
             "lanes": self._given_lanes, "shared_init": self._shared_init,
         }  # fmt: skip
+
+    get = with_argument(TableStorage.get, "index", "indices")
 
     def _bytes_of(self, layout: RowLayout, lane_capacity: int, envs: int) -> int:
         if self.device.type == "cpu":

@@ -11,6 +11,7 @@ import torch
 from tensordict import LazyStackedTensorDict
 from torch import Tensor
 
+from engram._advice import advised
 from engram.data.replay_buffers.storages.base import Checked
 from engram.data.replay_buffers.storages.list import ListStorage, _Items
 from engram.pytree import TreeSpec, as_tensor, describe, has_batch_size, unflatten
@@ -76,6 +77,7 @@ class LazyStackStorage(ListStorage):
         return LazyStackedTensorDict.lazy_stack(items, dim)
 
 
+@advised
 class CompressedListStorage(ListStorage):
     """A ListStorage that compresses the tensors of its items, and decompresses those that are read.
 
@@ -130,6 +132,10 @@ class CompressedListStorage(ListStorage):
             **super()._copy_arguments(), "compression_fn": compression_fn, "decompression_fn": decompression_fn,
             "compression_level": self.compression_level, "device": str(self.device),
         }  # fmt: skip
+
+    def bytes(self) -> int:
+        """The bytes of the compressed items."""
+        return self.nbytes
 
     def _deflated(self, tensor: Tensor) -> Tensor:
         content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -152,6 +152,22 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
             raise ValueError(f"TensorDictMaxValueWriter needs a storage with lanes=1, got {storage.lanes.store.lanes}")
 
     # ---- ranks ----
+    def get_insert_index(self, data: Any) -> int | None:
+        """The slot that an item would get now; None: it would be left out. Nothing is changed.
+
+        Raises:
+            RuntimeError: there is no registered storage.
+            KeyError: the item has no rank.
+        """
+        storage, values = self._registered(), self._values(data, True)
+        with storage.mutex:
+            if storage.max_size is None:
+                return int(storage._next_steps(1)[0])
+            heap = self._following(storage)
+            slots, *_ = heap.place(None if storage.lanes is None else storage.lanes.store, values, self.reduction)
+            heap.undo()
+        return None if slots[0] < 0 else int(slots[0])
+
     def _following(self, storage: Storage) -> _native.RankHeap:
         """The heap of what is stored now; rows that it has not seen, or that changed, are looked at."""
         heap = self._heap

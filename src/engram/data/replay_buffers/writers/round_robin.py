@@ -90,7 +90,7 @@ class Writer(abc.ABC):
             self._storage = storage._for_own_writers()
 
     # ---- without a buffer ----
-    def add(self, item: Any) -> int | Tensor:
+    def add(self, data: Any) -> int | Tensor:
         """Stores one step in the registered storage; returns its index as `ReplayBuffer.add` does: an int.
 
         Raises:
@@ -99,11 +99,11 @@ class Writer(abc.ABC):
         """
         storage = self._registered()
         with storage.mutex:
-            slots = self._write_rows(storage, item, True, -1)
+            slots = self._write_rows(storage, data, True, -1)
         index: int | Tensor = storage._index_of(slots, True)
         return index
 
-    def extend(self, items: Any) -> Tensor:
+    def extend(self, data: Any) -> Tensor:
         """Stores a batch of steps; returns their indices as `ReplayBuffer.extend` does: int64 [n].
 
         A list is a list of items; time is the last batch dimension. Errors as `add`; also RuntimeError where a list
@@ -111,10 +111,10 @@ class Writer(abc.ABC):
         """
         storage = self._registered()
         time_dim = storage.ndim - 1
-        if type(items) is list and not storage._takes_lists:
-            items = stack(items, time_dim)
+        if type(data) is list and not storage._takes_lists:
+            data = stack(data, time_dim)
         with storage.mutex:
-            slots = self._write_rows(storage, items, False, time_dim)
+            slots = self._write_rows(storage, data, False, time_dim)
         index: Tensor = storage._index_of(slots, False)
         return index
 
@@ -395,6 +395,19 @@ class RoundRobinWriter(Writer, built_in=True):
     def __init__(self, compilable: bool = False, *, track_generations: bool = False) -> None:
         super().__init__(compilable)
         self.tracks_generations = track_generations
+
+    def write_at(self, index: Any, data: Any) -> Any:
+        """Writes steps in the places of others, or in those that follow; returns the index. Errors as `Storage.set`.
+
+        Example:
+            >>> writer, storage = RoundRobinWriter(), LazyTensorStorage(10)
+            >>> writer.register_storage(storage)
+            >>> _ = writer.extend(torch.zeros(3)), writer.write_at([1, 2], torch.ones(2))
+            >>> storage[:]
+            tensor([0., 1., 1.])
+        """
+        self._registered().set(index, data, self.index_key)
+        return index
 
     def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
         return storage.append(storage.check(items, single, time_dim, self.index_key))

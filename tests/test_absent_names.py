@@ -1,0 +1,50 @@
+"""Names that TorchRL's modules have and engram's do not: importing one says where it is, or what to use instead."""
+
+import importlib
+
+import pytest
+
+from engram._advice import NAMES
+
+LATER = [
+    "ConsumingSampler", "HERReplayBuffer", "HindsightStrategy", "OfflineToOnlineReplayBuffer", "PromptGroupSampler",
+    "SampleUnit", "Sequence", "StalenessAwareSampler", "Transition", "query",
+]  # fmt: skip
+BELOW = {
+    "engram.data": ["engram.data.replay_buffers", "engram.data.replay_buffers.samplers", "engram.data.datasets"],
+    "engram.envs": ["engram.envs.transforms", "engram.envs.utils"],
+    "engram.collectors": [],
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("module", ["engram.data", "engram.data.replay_buffers"])
+def test_importing_a_name_of_a_later_release_says_so(module, name):
+    with pytest.raises(ImportError, match=rf"{module} has no {name}: a later release has it; until then \w+"):
+        exec(f"from {module} import {name}", {})
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_every_name_with_advice_is_an_import_error_that_gives_it(module):
+    for place in (module, *BELOW[module]):
+        for name, advice in NAMES[module].items():
+            with pytest.raises(ImportError) as raised:
+                getattr(importlib.import_module(place), name)
+            assert str(raised.value) == f"{place} has no {name}: {advice}"
+
+
+def test_a_name_that_stays_torchrls_is_imported_from_there():
+    with pytest.raises(ImportError, match=r"stays TorchRL's.* from torchrl\.envs import Vmas"):
+        from engram.envs import VmasEnv  # noqa: F401
+    with pytest.raises(ImportError, match=r"from torchrl\.data import TensorDictTokenizer"):
+        from engram.data import TensorDictTokenizer  # noqa: F401
+
+
+@pytest.mark.parametrize("module", ["engram.data", "engram.data.replay_buffers", "engram.envs", "engram.collectors"])
+def test_an_unknown_name_is_an_attribute_error(module):
+    found = importlib.import_module(module)
+    assert not hasattr(found, "Bufer")
+    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'Bufer'"):
+        found.Bufer  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'Bufer'"):
+        exec(f"from {module} import Bufer", {})
