@@ -228,7 +228,10 @@ class _OneHots:
     """Concatenated one-hot vectors of the lengths `nvec`."""
 
     choices = 0
-    advice = _NEEDS_CHOICE
+    advice = (
+        "A number is passed as torch.nn.functional.one_hot(number, n), or as it is to GymEnv(..., "
+        f"categorical_action_encoding=True). {_NEEDS_CHOICE}"
+    )
 
     def __init__(self, nvec: Sequence[int]) -> None:
         self._nvec = list(nvec)
