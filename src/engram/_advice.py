@@ -24,6 +24,29 @@ from typing import Any, TypeVar
 _Class = TypeVar("_Class", bound=type)
 _ANY: tuple[Any, ...] = ()  # every value of the argument is accepted and changes nothing
 
+_COLLECTORS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_buffers": (_ANY, ""),
+    "trust_policy": (_ANY, ""),
+    "local_init_rb": (_ANY, ""),
+    "extend_buffer": ((None, True), "a batch is written by one `extend`; give a smaller frames_per_batch"),
+    "interruptor": (
+        (None,),
+        "use MultiSyncDataCollector(preemptive_threshold=...), which ends the batches of slow workers",
+    ),
+    "weight_updater": ((None,), "use update_policy_weights_(weights), which every collector has"),
+    "weight_sync_schemes": (
+        (None,),
+        "use update_policy_weights_(weights), or update_at_each_batch=True with workers",
+    ),
+    "weight_recv_schemes": ((None,), "use update_policy_weights_(weights) of the collector whose policy it is"),
+    "worker_idx": ((None,), "leave it out: collectors with workers number them"),
+    "collector_class": ((None,), "leave it out: workers run a SyncDataCollector"),
+    "trajs_per_write": ((None,), "use trajs_per_batch, which writes so many whole trajectories at a time"),
+    "num_collectors": ((None,), "use MultiSyncDataCollector or MultiaSyncDataCollector with num_workers"),
+    "backend": ((None, "direct"), "use the classes of engram.distributed for several machines"),
+    "backend_options": ((None,), "use the classes of engram.distributed for several machines"),
+}
+
 #: By class: the values of an argument that are accepted without effect, and what to do instead of giving another.
 ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     # ---- specs ----
@@ -32,6 +55,16 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     # ---- environments ----
     # ---- transforms ----
     # ---- collectors ----
+    "SyncDataCollector": {
+        **_COLLECTORS,
+        "sync": ((None,), "use MultiSyncDataCollector or MultiaSyncDataCollector"),
+        "preemptive_threshold": ((None,), "use MultiSyncDataCollector, whose workers may be ended early"),
+        "cat_results": ((None,), "use MultiSyncDataCollector, which joins the batches of its workers"),
+        "num_workers": ((None,), "use MultiSyncDataCollector or MultiaSyncDataCollector with num_workers"),
+    },
+    "MultiCollector": _COLLECTORS,
+    "MultiSyncDataCollector": _COLLECTORS,
+    "RayCollector": {**_COLLECTORS, "no_cuda_sync": (_ANY, "")},
 }
 
 #: By class, whose subclasses inherit them: members, and what to use instead.
@@ -48,7 +81,7 @@ MEMBERS: dict[str, dict[str, str]] = {
 def advised(cls: _Class) -> _Class:
     """A class decorator: gives the class the advice that the tables above have under its name."""
     if arguments := ARGUMENTS.get(cls.__name__):
-        cls.__init__ = _accepting(cls.__init__, cls.__name__, arguments)  # type: ignore[misc]
+        cls.__init__ = _accepting(cls.__init__, arguments)  # type: ignore[misc]
     for name, instead in MEMBERS.get(cls.__name__, {}).items():
         if name in vars(cls):
             raise TypeError(f"{cls.__name__} has {name!r}: delete the advice")
@@ -79,9 +112,7 @@ class _Absent:
         raise self.error(owner)
 
 
-def _accepting(
-    init: Callable[..., None], name: str, arguments: Mapping[str, tuple[tuple[Any, ...], str]]
-) -> Callable[..., None]:
+def _accepting(init: Callable[..., None], arguments: Mapping[str, tuple[tuple[Any, ...], str]]) -> Callable[..., None]:
     """A constructor that also takes the arguments without effect."""
 
     @functools.wraps(init)
@@ -92,7 +123,7 @@ def _accepting(
             if allowed and not any(value is one or value == one for one in allowed if type(value) is type(one)):
                 choices = " and ".join(map(repr, allowed))
                 verb = "is" if len(allowed) == 1 else "are"
-                raise TypeError(f"{name}({argument}={value!r:.60}): allowed {verb} {choices}; {instead}")
+                raise TypeError(f"{type(self).__name__}({argument}={value!r:.60}): allowed {verb} {choices}; {instead}")
         init(self, *args, **kwargs)
 
     return accepting

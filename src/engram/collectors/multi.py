@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import math
+import pickle
 import threading
 import time
 import weakref
@@ -19,7 +20,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from engram.collectors.arguments import settle_other_arguments
+from engram._advice import advised
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
 from engram.collectors.sync import (
@@ -27,6 +28,7 @@ from engram.collectors.sync import (
     Device,
     buffer_writer,
     device_argument,
+    none_if_unset,
     one_of_two_weights,
     to_storing_device,
     validate_counts,
@@ -41,7 +43,7 @@ from engram.collectors.trajectories import (
     SharedCounter,
     TrajectoryAssembler,
 )
-from engram.collectors.utils import split_trajectories
+from engram.collectors.utils import split_trajectories, with_time_named
 from engram.collectors.worker import (
     AttachBuffer,
     AttachWeights,
@@ -94,6 +96,7 @@ class Arrived(NamedTuple):
         return self.batch.frames if isinstance(self.batch, WroteFrames) else self.batch.numel()
 
 
+@advised
 class MultiCollector(BackgroundCollector):
     """Base of the collectors with worker processes; see `MultiSyncDataCollector`.
 
@@ -115,14 +118,14 @@ class MultiCollector(BackgroundCollector):
         policy: Any = None,
         *,
         policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
-        frames_per_batch: int | None = None,
-        total_frames: int = -1,
+        frames_per_batch: int | Sequence[int] | None = None,
+        total_frames: int | None = -1,
         num_workers: int | None = None,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        device: Device = None,
-        storing_device: Device = None,
-        policy_device: Device = None,
-        env_device: Device = None,
+        device: Device | Sequence[Device] = None,
+        storing_device: Device | Sequence[Device] = None,
+        policy_device: Device | Sequence[Device] = None,
+        env_device: Device | Sequence[Device] = None,
         max_frames_per_traj: int | None = None,
         init_random_frames: int | None = None,
         reset_at_each_iter: bool = False,
@@ -143,23 +146,27 @@ class MultiCollector(BackgroundCollector):
         compile_policy: bool | Mapping[str, Any] | None = None,
         cudagraph_policy: bool | Mapping[str, Any] | None = None,
         no_cuda_sync: bool = False,
+        compact_obs: bool = False,
         num_threads: int | None = None,
         num_sub_threads: int = 1,
         start_method: str | None = None,
         timeout: float | None = None,
         restarts: int = 0,
-        preemptive_threshold: None = None,
-        cat_results: None = None,
+        preemptive_threshold: float | None = None,
+        cat_results: str | int | None = None,
         sync: bool | None = None,
-        **others: Any,
     ) -> None:
         name = type(self).__name__
         if sync is not None and sync != isinstance(self, MultiSyncDataCollector):
             raise TypeError(f"a {name} has sync={not sync}; leave it out, or make a MultiCollector(sync={sync})")
-        for argument, value in (("cat_results", cat_results), ("preemptive_threshold", preemptive_threshold)):
-            if value is not None:
-                raise ValueError(f"{argument} can only be used with MultiSyncDataCollector; a {name} joins no batches")
-        settle_other_arguments(name, others)
+        if cat_results not in (None, "stack"):
+            raise ValueError(f"cat_results can only be used with MultiSyncDataCollector; a {name} joins no batches")
+        validate_threshold(preemptive_threshold)
+        total_frames, max_frames_per_traj, init_random_frames = (
+            -1 if total_frames is None else total_frames,
+            none_if_unset(max_frames_per_traj),
+            none_if_unset(init_random_frames),
+        )
         validate_timeout(timeout)
         self._restarts = Restarts(validate_restarts(restarts))
         makers = with_arguments(env_makers(create_env_fn, num_workers), create_env_kwargs)
@@ -171,8 +178,9 @@ class MultiCollector(BackgroundCollector):
         for threads in (num_sub_threads, 1 if num_threads is None else num_threads):
             if threads < 1:
                 raise ValueError(f"num_threads and num_sub_threads must be 1 or more, got {threads}")
+        frames_of_workers = self._frames_of_workers(frames_per_batch, len(makers))
         validate_counts(
-            frames_per_batch=frames_per_batch,
+            frames_per_batch=min(frames_of_workers) if isinstance(frames_per_batch, Sequence) else frames_per_batch,
             total_frames=total_frames,
             max_frames_per_traj=max_frames_per_traj,
             init_random_frames=init_random_frames,
@@ -197,11 +205,9 @@ class MultiCollector(BackgroundCollector):
                 f"num_sub_threads={num_sub_threads}: torch's threads may hang after a fork; leave start_method out"
             )
         self.num_workers = len(makers)
-        self._storing_device = device_argument("storing_device", storing_device, device)
-        devices = {
-            "policy_device": device_argument("policy_device", policy_device, device),
-            "env_device": device_argument("env_device", env_device, device),
-        }
+        self._storing_device = only_device(devices_of_workers("storing_device", storing_device, device, len(makers)))
+        policy_devices = devices_of_workers("policy_device", policy_device, device, len(makers))
+        env_devices = devices_of_workers("env_device", env_device, device, len(makers))
         self._postproc, self._split_trajs = postproc, split_trajs
         self._update_at_each_batch = update_at_each_batch
         self._replay_buffer = replay_buffer
@@ -212,12 +218,10 @@ class MultiCollector(BackgroundCollector):
         self._is_attached = False
         self._should_attach()  # raises its errors before there are processes
         self.total_frames = total_frames
-        self.requested_frames_per_batch = frames_per_batch
+        self.requested_frames_per_batch = None if isinstance(frames_per_batch, Sequence) else frames_per_batch
         self.frames = self.batches = 0
         self._set_policy(policy)
         settings = {
-            "frames_per_batch": self._frames_of_worker(frames_per_batch),
-            **devices,
             "max_frames_per_traj": max_frames_per_traj,
             "init_random_frames": -(-(init_random_frames or 0) // self.num_workers),
             "reset_at_each_iter": reset_at_each_iter,
@@ -225,6 +229,7 @@ class MultiCollector(BackgroundCollector):
             "auto_register_policy_transforms": auto_register_policy_transforms,
             "compile_policy": compile_policy,
             "cudagraph_policy": cudagraph_policy,
+            "compact_obs": compact_obs,
             "exploration_type": exploration_type,
             "track_policy_version": track_policy_version,
         }
@@ -234,7 +239,10 @@ class MultiCollector(BackgroundCollector):
             makers,
             policy_makers,
             calls,
-            settings,
+            [
+                {**settings, "frames_per_batch": frames, "policy_device": policy_on, "env_device": env_on}
+                for frames, policy_on, env_on in zip(frames_of_workers, policy_devices, env_devices, strict=True)
+            ],
             "spawn" if num_sub_threads > 1 and start_method is None else start_method,
             timeout,
             set_truncated=set_truncated,
@@ -260,15 +268,16 @@ class MultiCollector(BackgroundCollector):
         self._is_updated = False  # whether workers have other weights than those that they began with
         self._weights = SharedWeights(tensors_of(policy)) if isinstance(policy, nn.Module) else None
 
-    def _frames_of_worker(self, frames_per_batch: int | None) -> int | None:
-        return frames_per_batch
+    def _frames_of_workers(self, frames_per_batch: int | Sequence[int] | None, n: int) -> Sequence[int | None]:
+        """The frames of each worker's batch; None: as many as a worker wants."""
+        return one_for_each("frames_per_batch", frames_per_batch, n)
 
     def _start(
         self,
         makers: list[Callable[[], Any]],
         policy_makers: list[Callable[[], Any] | None],
         calls: WorkerCalls,
-        settings: dict[str, Any],
+        settings: list[dict[str, Any]],
         start_method: str | None,
         timeout: float | None,
         *,
@@ -315,7 +324,7 @@ class MultiCollector(BackgroundCollector):
             make_env=CloudpickleWrapper(self._makers[k]),
             policy=None if self._policy is None else CloudpickleWrapper(on_cpu(self._policy)),
             weights=self._weights,
-            settings=self._settings,
+            settings=self._settings[k],
             can_be_stopped=self._can_be_stopped,
             batches_in_memory=self._ahead + 1,
             clock=self._clocks[k],
@@ -390,6 +399,7 @@ class MultiCollector(BackgroundCollector):
             batch = to_storing_device(batch, self._storing_device, waits=self._waits_for_copies)
         if self._split_trajs or self._pads_trajectories:
             batch = split_trajectories(batch)
+        batch = with_time_named(batch)
         return batch if self._postproc is None else self._postproc(batch)
 
     @abstractmethod
@@ -605,7 +615,7 @@ class MultiCollector(BackgroundCollector):
     def _store(self, batch: TensorDictBase) -> None:
         """Writes a batch of workers that do not write into the buffer themselves."""
         assert self._writer is not None
-        self._writer.write(batch if self._postproc is None else self._postproc(batch))
+        self._writer.write(batch if self._postproc is None else self._postproc(with_time_named(batch)))
 
     def _seam_before(self, results: Sequence[Arrived]) -> None:
         """Marks a seam before the first batch of a worker that was replaced: it continues nothing."""
@@ -872,6 +882,7 @@ class MultiCollector(BackgroundCollector):
         )
 
 
+@advised
 class MultiSyncDataCollector(MultiCollector):
     """Worker processes that collect at the same time; each batch has the frames of all, with the same weights.
 
@@ -881,14 +892,18 @@ class MultiSyncDataCollector(MultiCollector):
 
     Args:
         create_env_fn: a callable for each worker that makes its environment (lambdas too), or one and `num_workers`.
+            An environment instead is pickled, and each worker gets a copy.
         policy: as in `SyncDataCollector`. Each worker has a copy; `update_policy_weights_` brings them up to date.
         policy_factory: makes the policy in each worker, or a list with one for each, instead of `policy`.
-        frames_per_batch, total_frames: over all workers. The first may be left out beside `trajs_per_batch`.
+        frames_per_batch, total_frames: over all workers. The first may be left out beside `trajs_per_batch`, or be a
+            list, of the frames of each worker's batch.
         num_workers: how many, where a single callable is given.
         create_env_kwargs: keyword arguments of `create_env_fn`, or a list of them with one for each worker.
-        device, storing_device, policy_device, env_device: as in `SyncDataCollector`.
+        device, storing_device, policy_device, env_device: as in `SyncDataCollector`, or a list with one for each
+            worker.
         max_frames_per_traj, reset_at_each_iter, reset_when_done, exploration_type, postproc, split_trajs,
-        auto_register_policy_transforms, compile_policy, cudagraph_policy, no_cuda_sync: as in `SyncDataCollector`.
+        auto_register_policy_transforms, compile_policy, cudagraph_policy, no_cuda_sync, compact_obs: as in
+            `SyncDataCollector`.
         set_truncated: as in `SyncDataCollector`, at the end of each worker's batch.
         init_random_frames: over all workers.
         trajs_per_batch: batches are so many whole trajectories of all workers, as in `SyncDataCollector`; what is left
@@ -898,8 +913,9 @@ class MultiSyncDataCollector(MultiCollector):
             is shared (`shared=True`, or mapped) and has a lane for each; else the batches come here first.
         update_at_each_batch: calls `update_policy_weights_()` before each batch.
         track_policy_version: int64 `("collector", "policy_version")` says which weights acted.
-        preemptive_threshold: a fraction of the workers, in (0, 1]: when so many have their batch, the others hand out
-            what they have. Missing steps are zeros, and `("collector", "mask")` says which are steps. None: all wait.
+        preemptive_threshold: a fraction of the workers, 0 to 1: when so many (one at least) have their batch, the
+            others hand out what they have. Missing steps are zeros, and `("collector", "mask")` says which are steps.
+            None: all wait.
         cat_results: "stack" (or None), or the dimension along which the workers' batches are put one after the other.
         init_fn: called first in each worker.
         pre_collect_hook, post_collect_hook: called in each worker before a batch of it, and with the batch as it was
@@ -945,7 +961,7 @@ class MultiSyncDataCollector(MultiCollector):
         create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]],
         policy: Any = None,
         *,
-        frames_per_batch: int | None = None,
+        frames_per_batch: int | Sequence[int] | None = None,
         preemptive_threshold: float | None = None,
         cat_results: str | int | None = "stack",
         **kwargs: Any,
@@ -953,16 +969,17 @@ class MultiSyncDataCollector(MultiCollector):
         cat_results = "stack" if cat_results is None else cat_results
         if cat_results != "stack" and (not isinstance(cat_results, int) or isinstance(cat_results, bool)):
             raise ValueError(f'cat_results must be "stack" or a dimension, got {cat_results!r}')
-        if preemptive_threshold is not None and not 0 < preemptive_threshold <= 1:
-            raise ValueError(f"preemptive_threshold must be in (0, 1], or None, got {preemptive_threshold}")
+        validate_threshold(preemptive_threshold)
         self._cat_results = cat_results
         self._threshold = preemptive_threshold
         self._can_be_stopped = preemptive_threshold is not None
         self._is_stopped = False  # whether the workers that have no batch yet were told to hand out what they have
         super().__init__(create_env_fn, policy, frames_per_batch=frames_per_batch, **kwargs)
 
-    def _frames_of_worker(self, frames_per_batch: int | None) -> int | None:
-        return None if frames_per_batch is None else -(-frames_per_batch // self.num_workers)
+    def _frames_of_workers(self, frames_per_batch: int | Sequence[int] | None, n: int) -> Sequence[int | None]:
+        if isinstance(frames_per_batch, int):
+            frames_per_batch = -(-frames_per_batch // n)
+        return super()._frames_of_workers(frames_per_batch, n)
 
     def _frames_of_batch(self) -> int:
         return sum(self._frames)
@@ -976,7 +993,8 @@ class MultiSyncDataCollector(MultiCollector):
         self._is_stopped = False
         for k in range(self.num_workers):
             self._post_collect(k)
-        enough = self.num_workers if self._threshold is None else math.ceil(self._threshold * self.num_workers)
+        share = 1 if self._threshold is None else self._threshold
+        enough = max(1, math.ceil(share * self.num_workers))
         while any(self._pending):
             self._wait()
             if sum(not pending for pending in self._pending) >= enough and not self._is_stopped:
@@ -1101,8 +1119,10 @@ class MultiaSyncDataCollector(MultiCollector):
 
     Args:
         create_env_fn: a callable for each worker that makes its environment (lambdas too), or one and `num_workers`.
+            An environment instead is pickled, and each worker gets a copy.
         policy: as in `SyncDataCollector`. Each worker has a copy; `update_policy_weights_` brings them up to date.
-        frames_per_batch: of one worker's batch.
+        frames_per_batch: of one worker's batch, or a list with one for each.
+        preemptive_threshold, cat_results="stack": without effect, as no batches are joined.
         total_frames: over all workers.
         num_workers, device, storing_device, policy_device, env_device, max_frames_per_traj, init_random_frames,
         reset_at_each_iter, exploration_type, postproc, split_trajs, trajs_per_batch, replay_buffer,
@@ -1200,18 +1220,79 @@ class MultiaSyncDataCollector(MultiCollector):
 
 def env_makers(create_env_fn: Any, num_workers: int | None) -> list[Callable[[], Any]]:
     """Returns a callable for each worker. Raises ValueError for a wrong number of them, TypeError for no callables."""
-    makers = [create_env_fn] * (num_workers or 1) if callable(create_env_fn) else list(create_env_fn)
+    is_one = callable(create_env_fn) or is_environment(create_env_fn)
+    makers = [create_env_fn] * (num_workers or 1) if is_one else list(create_env_fn)
     if not makers or (num_workers is not None and len(makers) != num_workers):
         raise ValueError(
             f"{len(makers)} environments to make and num_workers={num_workers}; give a callable for each worker, or "
             "a single one and num_workers of 1 or more"
         )
-    for maker in makers:
-        if not callable(maker) or (hasattr(maker, "step") and not isinstance(maker, type)):
+    return [_maker_of(one) for one in makers]
+
+
+def is_environment(value: Any) -> bool:
+    """Whether this is an environment, of any library, and not something that makes one."""
+    return hasattr(value, "step") and not isinstance(value, type)
+
+
+def _maker_of(value: Any) -> Callable[..., Any]:
+    """A function that makes an environment. Raises TypeError for what is neither that nor an environment."""
+    if is_environment(value):
+        return CopyOfEnvironment(value)
+    if not callable(value):
+        raise TypeError(f"each worker makes its own environment: give callables that do, got a {type(value).__name__}")
+    maker: Callable[..., Any] = value
+    return maker
+
+
+class CopyOfEnvironment:
+    """Makes a copy of an environment, from the bytes of its pickle. The original stays its owner's to close.
+
+    Raises:
+        TypeError: it cannot be pickled.
+    """
+
+    def __init__(self, env: Any) -> None:
+        try:
+            self._pickled = pickle.dumps(CloudpickleWrapper(env))
+        except Exception as error:  # a user's class may raise anything here
             raise TypeError(
-                f"each worker makes its own environment: give callables that do, got a {type(maker).__name__}"
-            )
-    return makers
+                f"each worker gets a copy of the environment, and this {type(env).__name__} cannot be pickled "
+                f"({type(error).__name__}: {error}); give a callable that makes one"
+            ) from error
+
+    def __call__(self) -> Any:
+        return pickle.loads(self._pickled).function
+
+
+def one_for_each(name: str, value: Any, n: int) -> Sequence[Any]:
+    """One value for each of `n` workers: those of a sequence, or the same one. ValueError: another number of them."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return [value] * n
+    if len(value) != n:
+        raise ValueError(f"{name} has {len(value)} values for {n} workers; give one for each")
+    return value
+
+
+def devices_of_workers(
+    name: str, given: Device | Sequence[Device], default: Device | Sequence[Device], n: int
+) -> list[torch.device | None]:
+    """The device of each worker; where it is None, that of the argument `device`, which is `default`."""
+    pairs = zip(one_for_each(name, given, n), one_for_each("device", default, n), strict=True)
+    return [device_argument(name, one, usual) for one, usual in pairs]
+
+
+def only_device(devices: Sequence[torch.device | None]) -> torch.device | None:
+    """The device on which batches of all workers are handed out. ValueError: there are several."""
+    if len(set(devices)) > 1:
+        raise ValueError(f"batches of all workers are handed out on one device; storing_device is {list(devices)}")
+    return devices[0]
+
+
+def validate_threshold(preemptive_threshold: float | None) -> None:
+    """Raises ValueError for what is no fraction."""
+    if preemptive_threshold is not None and not 0 <= preemptive_threshold <= 1:
+        raise ValueError(f"preemptive_threshold must be in [0, 1], or None, got {preemptive_threshold}")
 
 
 def with_arguments(

@@ -18,14 +18,14 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from engram.collectors.arguments import settle_other_arguments
+from engram._advice import advised
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.gym_rollout import GymRollout
 from engram.collectors.policy_weights import PolicyWeights, shapes_of
 from engram.collectors.rollout import Rollout, RolloutResult, TensorDictRollout, call_if_present, is_cpu
 from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
-from engram.collectors.trajectories import StepTags, TrajectoryAssembler, waiting_steps
-from engram.collectors.utils import split_trajectories
+from engram.collectors.trajectories import EpisodeSteps, StepTags, TrajectoryAssembler, waiting_steps
+from engram.collectors.utils import split_trajectories, with_time_named
 from engram.collectors.vector_rollout import VectorRollout
 from engram.data import ReplayBuffer
 from engram.envs.base import EnvBase
@@ -40,10 +40,12 @@ from engram.envs.policies import (
     compiled_policy,
     cudagraph_policy,
     is_hooked,
+    observation_keys,
     set_exploration_type,
 )
 from engram.envs.transformed import TransformedEnv
 from engram.processes.timeouts import CallTimer, TimedEnv, reject_timeout
+from engram.pytree import key_path
 from engram.specs.tensors import usable_device
 from engram.transforms.base import Deferred
 
@@ -201,6 +203,7 @@ COUNTERS = ("frames", "stepped", "batches", "trajectories", "policy_version")
 Device = torch.device | str | int | None
 
 
+@advised
 class SyncDataCollector(BackgroundCollector):
     """Steps an environment with a policy and hands out batches in TED.
 
@@ -217,13 +220,15 @@ class SyncDataCollector(BackgroundCollector):
             under `torch.no_grad`.
         policy_factory: makes the policy, instead of `policy`; it is the collector's own then.
         frames_per_batch: frames of one batch, over all environments; may be left out beside `trajs_per_batch`.
-        total_frames: where to stop; if it does not divide, a warning, and the last batch is whole.
+        total_frames: where to stop (-1 or None: never); if it does not divide, a warning, and the last batch is whole.
         create_env_kwargs: keyword arguments of `create_env_fn`.
         device: what `storing_device`, `policy_device` and `env_device` are unless they are given.
-        max_frames_per_traj: the step at which an episode is cut: `truncated` is set and the environment reset. What
-            cannot be reset without the others (vector environments that only reset themselves) is stepped to the end
-            of its episode instead, without frames of these steps; when all wait for that, all are reset.
-        init_random_frames: so many frames, rounded up to whole rows, have random actions.
+        max_frames_per_traj: the step at which an episode is cut: `truncated` is set and the environment reset; None, 0
+            and -1: no step. Batches then have `step_count`, int64, the steps of the episode before this one, and under
+            `next` with it, unless the environment gives an entry of this name. What cannot be reset without the others
+            (vector environments that only reset themselves) is stepped to the end of its episode instead, without
+            frames of these steps; when all wait for that, all are reset.
+        init_random_frames: so many frames, rounded up to whole rows, have random actions; None, 0 and -1: none.
         reset_at_each_iter: every batch starts with a reset.
         reset_when_done: False leaves it to the environment what follows the end of an episode; a trajectory is then all
             that comes between two resets.
@@ -251,9 +256,11 @@ class SyncDataCollector(BackgroundCollector):
         replay_buffer: gets each batch by `extend`; iterating then yields None. A buffer whose storage has one
             dimension gets the steps of several environments one environment after the other.
         no_cuda_sync: copies to `storing_device` are not waited for.
+        compact_obs: True leaves the observations under `next` out of the batches. Those after the last step of a batch
+            and of an episode are in no batch then; the storages' `compact=` saves as much memory and keeps them.
         timeout: None; for an environment that may hang, take a collector with worker processes (TypeError).
-        others: `use_buffers`, `trust_policy`, `local_init_rb` and `extend_buffer=True` are accepted without effect;
-            what other releases' collectors have besides is a TypeError that says what to use instead.
+        use_buffers, trust_policy, local_init_rb, extend_buffer=True, backend="direct": accepted without effect; what
+            other releases' collectors have besides is a TypeError that says what to use instead.
 
     Gymnasium environments, alone, in a `SerialEnv` or stepped together, are stepped with raw values; tensors are made
     once a batch. What an environment gives must be of its spaces: a ValueError names the key otherwise.
@@ -286,7 +293,7 @@ class SyncDataCollector(BackgroundCollector):
         *,
         policy_factory: Callable[[], Any] | None = None,
         frames_per_batch: int | None = None,
-        total_frames: int = -1,
+        total_frames: int | None = -1,
         create_env_kwargs: Mapping[str, Any] | None = None,
         device: Device = None,
         storing_device: Device = None,
@@ -312,11 +319,15 @@ class SyncDataCollector(BackgroundCollector):
         compile_policy: bool | Mapping[str, Any] | None = None,
         cudagraph_policy: bool | Mapping[str, Any] | None = None,
         no_cuda_sync: bool = False,
+        compact_obs: bool = False,
         timeout: None = None,
-        **others: Any,
     ) -> None:
-        settle_other_arguments(type(self).__name__, others)
         reject_timeout(timeout, "SyncDataCollector")
+        total_frames, max_frames_per_traj, init_random_frames = (
+            -1 if total_frames is None else total_frames,
+            none_if_unset(max_frames_per_traj),
+            none_if_unset(init_random_frames),
+        )
         validate_settings(
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
@@ -356,6 +367,7 @@ class SyncDataCollector(BackgroundCollector):
         self._policy_device = device_argument("policy_device", policy_device, device)
         device_of_env = device_argument("env_device", env_device, device)
         self._init_random_frames = init_random_frames or 0
+        self._compact_obs = compact_obs
         policy = made_policy(policy, policy_factory)
         self._weights = PolicyWeights(policy, self._policy_device, is_own=policy_factory is not None)
         makes_env = isinstance(create_env_fn, type) or not hasattr(create_env_fn, "step")
@@ -373,6 +385,7 @@ class SyncDataCollector(BackgroundCollector):
                 self._width, self._weights, tracks_ids=track_traj_ids, tracks_version=track_policy_version
             )
             self._max_frames_per_traj = max_frames_per_traj
+            self._episode_steps = None if max_frames_per_traj is None else EpisodeSteps(self._width)
             self._rollout = self._make_rollout()
         except BaseException:
             self.shutdown()
@@ -479,6 +492,7 @@ class SyncDataCollector(BackgroundCollector):
         self.batches += 1
         if self._splits:
             batch = split_trajectories(batch)
+        batch = with_time_named(batch)
         if self._return_same_td:
             batch = self._into_same_td(batch)
         if self._postproc is not None:
@@ -513,10 +527,14 @@ class SyncDataCollector(BackgroundCollector):
         self.broken_off = [env for env, _ in self._tags.cuts]
         if self._tags.cuts:
             self._end_broken_off()
+        if self._episode_steps is not None:
+            self._episode_steps.put_into(batch)
         self._stepped += batch.numel()
         self._note_episodes(batch)
         if self._set_truncated:
             truncate_last_step(batch)
+        if self._compact_obs:
+            batch = without_next_observations(batch, self.env)
         batch = to_storing_device(batch, self._storing_device, waits=self._waits_for_copies)
         self._throughput.add(batch.numel(), time.perf_counter() - start)
         return batch
@@ -526,6 +544,8 @@ class SyncDataCollector(BackgroundCollector):
         for env, traj_id in self._tags.cuts:
             self._episodes.drop(env)
             self._assembler.cut([traj_id])
+            if self._episode_steps is not None:
+                self._episode_steps.restart([env])
         self._tags.cuts.clear()
         if self._writer is not None:
             self._writer.restart()
@@ -553,6 +573,8 @@ class SyncDataCollector(BackgroundCollector):
         self._tags.ids.restart()
         self._tags.cuts.clear()
         self._episodes.restart()
+        if self._episode_steps is not None:
+            self._episode_steps.restart()
         self._assembler.restart()
         if self._writer is not None:
             self._writer.restart()
@@ -678,10 +700,21 @@ def truncate_last_step(batch: TensorDictBase) -> None:
     done |= truncated
 
 
+def without_next_observations(batch: TensorDictBase, env: Any) -> TensorDictBase:
+    """`batch` without the observations under `next`; rewards, flags and what a policy wrote there stay."""
+    keys = [("next", *key_path(key)) for key in observation_keys(env)]
+    return batch.exclude(*keys, ("next", "step_count"))
+
+
 def as_rows(leaf: torch.Tensor, shape: torch.Size, merge: np.ufunc) -> np.ndarray[Any, Any]:
     """`[*shape, ...]` as an array `[envs, time]`; further dimensions (agents) are merged by `merge`."""
     rows = leaf.detach().cpu().numpy().reshape(shape[:-1].numel(), shape[-1], -1)
     return rows[..., 0] if rows.shape[-1] == 1 else np.asarray(merge.reduce(rows, -1))
+
+
+def none_if_unset(count: int | None) -> int | None:
+    """None for None, 0 and -1, which all say that there is no such number."""
+    return None if count in (None, 0, -1) else count
 
 
 def validate_settings(

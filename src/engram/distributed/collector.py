@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from engram.collectors.arguments import settle_other_arguments
+from engram._advice import advised
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.multi import (
     ABANDON_INTERVAL,
@@ -33,6 +33,7 @@ from engram.collectors.sync import (
     Device,
     SyncDataCollector,
     as_rows,
+    none_if_unset,
     one_of_two_weights,
     validate_counts,
     warn_of_remainder,
@@ -228,6 +229,7 @@ class _Overdue(Exception):
     """A collector did not end a batch in time."""
 
 
+@advised
 class RayCollector(BackgroundCollector):
     """Collectors on the nodes of a Ray cluster, used as one that collects here.
 
@@ -268,7 +270,7 @@ class RayCollector(BackgroundCollector):
         update_after_each_batch: calls `update_policy_weights_()` before each batch.
         replay_buffer: a `RayReplayBuffer`, with a lane for each worker and for each other writer. Its transforms run
             in the collectors; where they hold steps back, `frames` counts the rows that are in.
-        use_env_creator, others: `trust_policy`, `no_cuda_sync` and such are accepted without effect.
+        use_env_creator, trust_policy, no_cuda_sync, use_buffers: accepted without effect.
 
     `("collector", "policy_version")` of each frame says which weights acted. The upper 31 bits of trajectory ids are
     the number of the worker, over all lives.
@@ -318,12 +320,11 @@ class RayCollector(BackgroundCollector):
         pre_collect_hook: Callable[[], Any] | None = None,
         post_collect_hook: Callable[[TensorDictBase], Any] | None = None,
         use_env_creator: bool = False,
-        **others: Any,
     ) -> None:
-        settle_other_arguments(type(self).__name__, {k: v for k, v in others.items() if k != "no_cuda_sync"})
         makers = with_arguments(env_makers(create_env_fn, num_collectors), create_env_kwargs)
         n = len(makers)
         policy_makers = policy_makers_of(policy, policy_factory, n)
+        max_frames_per_traj, init_random_frames = none_if_unset(max_frames_per_traj), none_if_unset(init_random_frames)
         validate_counts(
             frames_per_batch=frames_per_batch, total_frames=total_frames, max_frames_per_traj=max_frames_per_traj,
             init_random_frames=init_random_frames,
