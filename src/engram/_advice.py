@@ -64,6 +64,14 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     },
     "MultiCollector": _COLLECTORS,
     "MultiSyncDataCollector": _COLLECTORS,
+    "Evaluator": {
+        "collector_cls": ((None,), "leave it out: trajectories come from a SyncDataCollector"),
+        "collector_kwargs": ((None,), "give what they say to the environment or the Evaluator itself"),
+        "weight_sync_schemes": ((None,), "use evaluate(weights) and trigger_eval(weights)"),
+        "done_keys": (_ANY, ""),
+        "num_gpus": (_ANY, ""),
+        "ray_kwargs": ((None,), "use backend='process'"),
+    },
     "RayCollector": {**_COLLECTORS, "no_cuda_sync": (_ANY, "")},
 }
 

@@ -115,7 +115,7 @@ def test_an_action_beyond_the_space_is_refused_with_its_step_and_environment(pat
 @pytest.mark.parametrize("path", PATHS[:-1])
 def test_numbers_where_one_hot_vectors_are_taken_are_refused_with_what_to_pass(path, space):
     env = made(path, space, False)
-    numbers = torch.ones(*env.batch_size, *(() if isinstance(space, Discrete) else (2,)), dtype=torch.int64)
+    numbers = torch.ones((*env.batch_size, *space.shape), dtype=torch.int64)
     policy = TensorDictModule(lambda observation: numbers, ["observation"], ["action"])
     calls = (
         lambda: env.step(policy(env.reset())),
@@ -124,7 +124,7 @@ def test_numbers_where_one_hot_vectors_are_taken_are_refused_with_what_to_pass(p
         SyncDataCollector(env, lambda td: policy(td), frames_per_batch=4).rollout,
     )
     for call in calls:
-        with pytest.raises(ValueError, match=r"one_hot\(number, n\), or as it is to .*categorical_action_encoding=True"):
+        with pytest.raises(ValueError, match=r"one_hot\(number, n\), or .*categorical_action_encoding=True"):
             call()
     env.close()
 

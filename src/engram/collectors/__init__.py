@@ -1,5 +1,6 @@
 """Collectors step environments with a policy and hand out batches, or write them into a replay buffer."""
 
+from engram.collectors.evaluator import Evaluator
 from engram.collectors.multi import MultiaSyncDataCollector, MultiCollector, MultiSyncDataCollector
 from engram.collectors.sync import Collector, SyncDataCollector
 from engram.envs.policies import RandomPolicy
@@ -9,6 +10,7 @@ MultiAsyncCollector = MultiaSyncDataCollector
 
 __all__ = [
     "Collector",
+    "Evaluator",
     "MultiAsyncCollector",
     "MultiCollector",
     "MultiSyncCollector",

@@ -180,7 +180,7 @@ class MultiCollector(BackgroundCollector):
                 raise ValueError(f"num_threads and num_sub_threads must be 1 or more, got {threads}")
         frames_of_workers = self._frames_of_workers(frames_per_batch, len(makers))
         validate_counts(
-            frames_per_batch=min(frames_of_workers) if isinstance(frames_per_batch, Sequence) else frames_per_batch,
+            frames_per_batch=min(frames_per_batch) if isinstance(frames_per_batch, Sequence) else frames_per_batch,
             total_frames=total_frames,
             max_frames_per_traj=max_frames_per_traj,
             init_random_frames=init_random_frames,

@@ -176,9 +176,9 @@ def random_policy(env: Any) -> RandomPolicy:
     keys = written_actions(env)
     if keys == ["action"]:
         return RandomPolicy(env.action_spec)
-    spec = env.full_action_spec[keys[0]] if len(keys) == 1 else None
-    is_tensor = spec is not None and stack_members(spec) is None  # agents that differ: a lazy stack
-    return RandomPolicy(spec, keys[0]) if is_tensor else RandomPolicy(env.full_action_spec, None)
+    only: Any = env.full_action_spec[keys[0]] if len(keys) == 1 else None
+    is_tensor = only is not None and stack_members(only) is None  # agents that differ: a lazy stack
+    return RandomPolicy(only, keys[0]) if is_tensor else RandomPolicy(env.full_action_spec, None)
 
 
 def written_actions(env: Any) -> list[Any]:
