@@ -75,6 +75,9 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     "RayCollector": {**_COLLECTORS, "no_cuda_sync": (_ANY, "")},
 }
 
+_WEIGHTS = "use `update_policy_weights_(weights)`, which every collector has"
+_PROFILER = "use torch.profiler around the loop over the collector"
+
 #: By class, whose subclasses inherit them: members, and what to use instead.
 MEMBERS: dict[str, dict[str, str]] = {
     # ---- specs ----
@@ -83,6 +86,31 @@ MEMBERS: dict[str, dict[str, str]] = {
     # ---- environments ----
     # ---- transforms ----
     # ---- collectors ----
+    "BackgroundCollector": {
+        "cascade_execute": "read the attribute of `collector.env` or `collector.policy`, or use init_fn in workers",
+        "disable_profile": _PROFILER,
+        "enable_profile": _PROFILER,
+        "fake_tensordict": "use `env.fake_tensordict()`, or `torch.zeros_like(batch)`, with the policy's entries too",
+        "get_cached_weights": "read them from the policy, or a state_dict of the collector",
+        "get_distant_attr": "read the attribute of the collector; workers have no others",
+        "get_model": "use `collector.policy`, or the policy that the collector was made with",
+        "getattr_env": "read the attribute of `collector.env`; those in workers are made by your callable",
+        "getattr_policy": "read the attribute of the policy that the collector was made with",
+        "getattr_rb": "read the attribute of `collector.replay_buffer`",
+        "increment_version": "use `update_policy_weights_()`, which raises `policy_version`",
+        "init_updater": _WEIGHTS,
+        "map_fn": "call the methods of the collector: `set_seed`, `reset`, `state_dict` reach all workers",
+        "profile_config": _PROFILER,
+        "receive_weights": _WEIGHTS,
+        "register_scheme_receiver": _WEIGHTS,
+        "trajs_per_write": "use `trajs_per_batch`, which writes so many whole trajectories at a time",
+        "verbose": "there is nothing to print; `logging.getLogger('engram')` has what happens",
+        "weight_updater": _WEIGHTS,
+        "worker_idx": "workers are numbered by their place in create_env_fn",
+    },
+    "MultiCollector": {
+        "set_post_collect_hook": "give post_collect_hook= when the collector is made: its workers call it",
+    },
 }
 
 

@@ -70,7 +70,7 @@ def test_each_evaluation_has_the_weights_of_its_call(backend):
             assert evaluator.evaluate(weights)["eval/actions"] == [1]
         assert evaluator.evaluate(weights_dict={"policy": Always(1)})["eval/actions"] == [1]
         assert int(policy.action) == 2
-        with pytest.raises(TypeError, match="weights_dict has the weights of 'policy'"):
+        with pytest.raises(ValueError, match="none of \\['critic'\\]"):
             evaluator.evaluate(weights_dict={"critic": Always(1)})
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from engram._advice import advised
 from engram.collectors.policy_weights import State, copied_weights, state_of_weights
-from engram.collectors.sync import Device, SyncDataCollector
+from engram.collectors.sync import Device, SyncDataCollector, one_of_weights
 from engram.envs.policies import ExplorationType, own_exploration_type
 from engram.processes.worker import Channel, CloudpickleWrapper, Worker, close_all
 from engram.pytree import Key
@@ -213,7 +213,7 @@ class Evaluator:
         `weights` are a module, a state dict or a TensorDict of them, or `weights_dict["policy"]`; None: those that the
         policy has. `step` is what the result says in `"eval/step"`; None: the number of evaluations before.
         """
-        return self._submit(_one_of(weights, weights_dict), step, None).result()
+        return self._submit(one_of_weights(weights=weights, weights_dict=weights_dict), step, None).result()
 
     def trigger_eval(
         self, weights: Any = None, step: int | None = None, *, weights_dict: Mapping[str, Any] | None = None
@@ -231,7 +231,9 @@ class Evaluator:
                 "an evaluation is still running; wait() for it, or make the Evaluator with busy_policy='skip' or "
                 "'queue'"
             )
-        self._under_way.append(self._submit(_one_of(weights, weights_dict), step, self._on_result))
+        self._under_way.append(
+            self._submit(one_of_weights(weights=weights, weights_dict=weights_dict), step, self._on_result)
+        )
         if step is not None:
             self._last_step = step
         return True
@@ -318,15 +320,6 @@ class _Closing:
 
     def __call__(self) -> None:
         close_all([self._worker])
-
-
-def _one_of(weights: Any, weights_dict: Mapping[str, Any] | None) -> Any:
-    """The policy's weights. Raises TypeError for those of other models."""
-    if weights_dict is None:
-        return weights
-    if weights is not None or set(weights_dict) != {"policy"}:
-        raise TypeError(f"weights_dict has the weights of 'policy' and stands alone, got {sorted(weights_dict)}")
-    return weights_dict["policy"]
 
 
 def _result(

@@ -29,7 +29,7 @@ from engram.collectors.sync import (
     buffer_writer,
     device_argument,
     none_if_unset,
-    one_of_two_weights,
+    one_of_weights,
     to_storing_device,
     validate_counts,
     validate_state,
@@ -197,6 +197,8 @@ class MultiCollector(BackgroundCollector):
         )
         self._trajs_per_batch, self._assembler = trajs_per_batch or 0, TrajectoryAssembler()
         self._first_layout: _WorkerLayout | None = None  # of the first batch of steps for whole trajectories
+        self.traj_format = traj_format or "padded"
+        self.pre_collect_hook, self.post_collect_hook = pre_collect_hook, post_collect_hook
         self._pads_trajectories = trajs_per_batch is not None and traj_format != "cat"
         if split_trajs and replay_buffer is not None:
             raise ValueError("split_trajs=True would write padding into the replay buffer; leave it out")
@@ -205,12 +207,12 @@ class MultiCollector(BackgroundCollector):
                 f"num_sub_threads={num_sub_threads}: torch's threads may hang after a fork; leave start_method out"
             )
         self.num_workers = len(makers)
-        self._storing_device = only_device(devices_of_workers("storing_device", storing_device, device, len(makers)))
+        self.storing_device = only_device(devices_of_workers("storing_device", storing_device, device, len(makers)))
         policy_devices = devices_of_workers("policy_device", policy_device, device, len(makers))
         env_devices = devices_of_workers("env_device", env_device, device, len(makers))
-        self._postproc, self._split_trajs = postproc, split_trajs
+        self.postproc, self.split_trajs = postproc, split_trajs
         self._update_at_each_batch = update_at_each_batch
-        self._replay_buffer = replay_buffer
+        self.replay_buffer = replay_buffer
         self._writer = None if replay_buffer is None else buffer_writer(replay_buffer)
         self._waits_for_copies = not no_cuda_sync
         self._is_finishing = False  # no batches are asked for
@@ -286,7 +288,7 @@ class MultiCollector(BackgroundCollector):
     ) -> None:
         self._makers, self._policy_makers, self._calls = makers, policy_makers, calls
         self._settings, self._start_method = settings, start_method
-        self._set_truncated, self._sub_threads = set_truncated, threads
+        self.set_truncated, self._sub_threads = set_truncated, threads
         self._clocks = [None if timeout is None else CallTimer() for _ in makers]
         self._timeout = None if timeout is None else Timeout(timeout, [c for c in self._clocks if c is not None])
         self._workers: list[Worker] = []
@@ -330,7 +332,7 @@ class MultiCollector(BackgroundCollector):
             clock=self._clocks[k],
             policy_factory=_sendable(self._policy_makers[k]),
             calls=self._calls,
-            set_truncated=self._set_truncated,
+            set_truncated=self.set_truncated,
             threads=self._sub_threads,
             predecessor=predecessor,
         )
@@ -393,14 +395,14 @@ class MultiCollector(BackgroundCollector):
             batch = self._next_after_failure()
         self.batches += 1
         self._throughput.add(self.frames - before, time.perf_counter() - began)
-        if batch is None or self._replay_buffer is not None:
+        if batch is None or self.replay_buffer is not None:
             return None
-        if self._storing_device is not None:
-            batch = to_storing_device(batch, self._storing_device, waits=self._waits_for_copies)
-        if self._split_trajs or self._pads_trajectories:
+        if self.storing_device is not None:
+            batch = to_storing_device(batch, self.storing_device, waits=self._waits_for_copies)
+        if self.split_trajs or self._pads_trajectories:
             batch = split_trajectories(batch)
         batch = with_time_named(batch)
-        return batch if self._postproc is None else self._postproc(batch)
+        return batch if self.postproc is None else self.postproc(batch)
 
     @abstractmethod
     def _next(self) -> TensorDictBase | None:
@@ -615,7 +617,7 @@ class MultiCollector(BackgroundCollector):
     def _store(self, batch: TensorDictBase) -> None:
         """Writes a batch of workers that do not write into the buffer themselves."""
         assert self._writer is not None
-        self._writer.write(batch if self._postproc is None else self._postproc(with_time_named(batch)))
+        self._writer.write(batch if self.postproc is None else self.postproc(with_time_named(batch)))
 
     def _seam_before(self, results: Sequence[Arrived]) -> None:
         """Marks a seam before the first batch of a worker that was replaced: it continues nothing."""
@@ -624,13 +626,13 @@ class MultiCollector(BackgroundCollector):
 
     def _should_attach(self) -> bool:
         """Whether to give the buffer to the workers now: they do not have it yet, and its storage can be shared."""
-        storage = getattr(self._replay_buffer, "storage", None)
-        if self._is_attached or self._postproc is not None or storage is None or self._trajs_per_batch:
+        storage = getattr(self.replay_buffer, "storage", None)
+        if self._is_attached or self.postproc is not None or storage is None or self._trajs_per_batch:
             return False
-        transform = getattr(self._replay_buffer, "transform", None)
+        transform = getattr(self.replay_buffer, "transform", None)
         if transform is not None and not transform.can_flush:
             return False  # the steps that they hold back for a worker would be lost with it
-        if sent_to_writers(self._replay_buffer) is None:
+        if sent_to_writers(self.replay_buffer) is None:
             return False
         return can_be_shared(storage, self.num_workers)
 
@@ -644,14 +646,18 @@ class MultiCollector(BackgroundCollector):
                 self._replace(k, error)
 
     def _attach_worker(self, k: int) -> None:
-        self._replay_buffer.storage.release()  # workers need all lanes
-        self._workers[k].send(AttachBuffer(sent_to_writers(self._replay_buffer), self._ids))
+        self.replay_buffer.storage.release()  # workers need all lanes
+        self._workers[k].send(AttachBuffer(sent_to_writers(self.replay_buffer), self._ids))
 
     # ---- weights, seeds, states ----
     @property
     def policy_version(self) -> int:
         """The number of calls of `update_policy_weights_`, counted on from a loaded state."""
         return 0 if self._weights is None else self._weights.version
+
+    def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
+        """The frames of the batch of a worker (None: the first)."""
+        return self._frames[worker_idx or 0]
 
     @property
     def stats(self) -> CollectorStats:
@@ -662,16 +668,34 @@ class MultiCollector(BackgroundCollector):
         return collector_stats(self.frames, self.batches, self._episodes, self._throughput)
 
     def update_policy_weights_(
-        self, policy_weights: Any = None, *, policy_or_weights: Any = None, version: int | None = None
+        self,
+        policy_weights: Any = None,
+        *,
+        policy_or_weights: Any = None,
+        weights: Any = None,
+        policy: Any = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        model_id: str | None = None,
+        worker_ids: None = None,
+        version: int | None = None,
     ) -> None:
         """Updates the weights of the workers, from their next batch on, and raises `policy_version` (to `version`).
 
         None takes them from the policy that the collector was made with; otherwise a state dict, a module, or a
-        TensorDict of parameters; `policy_or_weights` is a second name. Nothing is pickled: they are copied into shared
-        memory. Raises TypeError without weights, ValueError for those of another policy.
+        TensorDict of parameters; `policy_or_weights`, `weights`, `policy` and `weights_dict["policy"]` are other names.
+        Nothing is pickled: they are copied into memory that all workers share. Raises TypeError without weights,
+        ValueError for those of another policy, another `model_id` than "policy", and for `worker_ids`.
         """
         self._raise_background_failure()
-        weights = one_of_two_weights(policy_weights, policy_or_weights)
+        weights = one_of_weights(
+            policy_weights=policy_weights,
+            policy_or_weights=policy_or_weights,
+            weights=weights,
+            policy=policy,
+            weights_dict=weights_dict,
+            model_id=model_id,
+            worker_ids=worker_ids,
+        )
         if self._weights is not None:
             if weights is None and self._policy is None:
                 raise TypeError("policy_factory made the policies of the workers; give the weights to update them with")
@@ -1022,7 +1046,7 @@ class MultiSyncDataCollector(MultiCollector):
         in_order = [batch for _, batch in batches]
         for k, batch in batches[1:]:
             _refuse_other_layout((batches[0][0], _layout_of(in_order[0])), (k, _layout_of(batch)))
-        if self._replay_buffer is not None:
+        if self.replay_buffer is not None:
             have_one_shape = len({batch.shape for batch in in_order}) == 1
             if have_one_shape:
                 in_order = [torch.stack(in_order).reshape(-1, in_order[0].shape[-1])]  # [workers * envs, time]
@@ -1165,7 +1189,7 @@ class MultiaSyncDataCollector(MultiCollector):
             return None
         self.frames += batch.numel()
         self._global_ids.number([(k, batch)])
-        if self._replay_buffer is None:
+        if self.replay_buffer is None:
             return batch
         self._store(batch)
         return None
