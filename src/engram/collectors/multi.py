@@ -78,7 +78,7 @@ from engram.processes.worker import (
     close_all,
     wait_for_any,
 )
-from engram.pytree import is_ragged
+from engram.pytree import is_ragged, map_leaves
 
 ABANDON_INTERVAL = 0.1  # seconds after which a thread in the background sees that nobody waits for it any more
 
@@ -1118,7 +1118,7 @@ def _padded(batch: TensorDictBase, length: int) -> TensorDictBase:
             rest = leaf.new_zeros((*batch.shape[:-1], length - time, *leaf.shape[ndim:]))
             return torch.cat([leaf, rest], ndim - 1)
 
-        batch = batch.apply(pad, batch_size=[*batch.shape[:-1], length])
+        batch = map_leaves(batch, pad, (*batch.shape[:-1], length))
     return batch.set(("collector", "mask"), mask)
 
 
