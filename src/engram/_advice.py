@@ -70,6 +70,28 @@ _SLICES = {
         "writers beside each other need a lane each, in which trajectories lie whole: LazyTensorStorage(lanes=n)",
     ),
 }
+_COLLECTORS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_buffers": (_ANY, ""),
+    "trust_policy": (_ANY, ""),
+    "local_init_rb": (_ANY, ""),
+    "extend_buffer": ((None, True), "a batch is written by one `extend`; give a smaller frames_per_batch"),
+    "interruptor": (
+        (None,),
+        "use MultiSyncDataCollector(preemptive_threshold=...), which ends the batches of slow workers",
+    ),
+    "weight_updater": ((None,), "use update_policy_weights_(weights), which every collector has"),
+    "weight_sync_schemes": (
+        (None,),
+        "use update_policy_weights_(weights), or update_at_each_batch=True with workers",
+    ),
+    "weight_recv_schemes": ((None,), "use update_policy_weights_(weights) of the collector whose policy it is"),
+    "worker_idx": ((None,), "leave it out: collectors with workers number them"),
+    "collector_class": ((None,), "leave it out: workers run a SyncDataCollector"),
+    "trajs_per_write": ((None,), "use trajs_per_batch, which writes so many whole trajectories at a time"),
+    "num_collectors": ((None,), "use MultiSyncDataCollector or MultiaSyncDataCollector with num_workers"),
+    "backend": ((None, "direct"), "use the classes of engram.distributed for several machines"),
+    "backend_options": ((None,), "use the classes of engram.distributed for several machines"),
+}
 
 #: By class: the values of an argument that are accepted without effect, and what to do instead of giving another.
 ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
@@ -140,7 +162,28 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "stateful": ((True,), "read the statistics from `loc` and `scale`, and save them with `state_dict`"),
     },
     # ---- collectors ----
+    "SyncDataCollector": {
+        **_COLLECTORS,
+        "sync": ((None,), "use MultiSyncDataCollector or MultiaSyncDataCollector"),
+        "preemptive_threshold": ((None,), "use MultiSyncDataCollector, whose workers may be ended early"),
+        "cat_results": ((None,), "use MultiSyncDataCollector, which joins the batches of its workers"),
+        "num_workers": ((None,), "use MultiSyncDataCollector or MultiaSyncDataCollector with num_workers"),
+    },
+    "MultiCollector": _COLLECTORS,
+    "MultiSyncDataCollector": _COLLECTORS,
+    "Evaluator": {
+        "collector_cls": ((None,), "leave it out: trajectories come from a SyncDataCollector"),
+        "collector_kwargs": ((None,), "give what they say to the environment or the Evaluator itself"),
+        "weight_sync_schemes": ((None,), "use evaluate(weights) and trigger_eval(weights)"),
+        "done_keys": (_ANY, ""),
+        "num_gpus": (_ANY, ""),
+        "ray_kwargs": ((None,), "use backend='process'"),
+    },
+    "RayCollector": {**_COLLECTORS, "no_cuda_sync": (_ANY, "")},
 }
+
+_WEIGHTS = "use `update_policy_weights_(weights)`, which every collector has"
+_PROFILER = "use torch.profiler around the loop over the collector"
 
 #: By class, whose subclasses inherit them: members, and what to use instead.
 MEMBERS: dict[str, dict[str, str]] = {
@@ -224,6 +267,31 @@ MEMBERS: dict[str, dict[str, str]] = {
         "build_td_for_shared_vecnorm": _ONE_PROCESS,
     },
     # ---- collectors ----
+    "BackgroundCollector": {
+        "cascade_execute": "read the attribute of `collector.env` or `collector.policy`, or use init_fn in workers",
+        "disable_profile": _PROFILER,
+        "enable_profile": _PROFILER,
+        "fake_tensordict": "use `env.fake_tensordict()`, or `torch.zeros_like(batch)`, with the policy's entries too",
+        "get_cached_weights": "read them from the policy, or a state_dict of the collector",
+        "get_distant_attr": "read the attribute of the collector; workers have no others",
+        "get_model": "use `collector.policy`, or the policy that the collector was made with",
+        "getattr_env": "read the attribute of `collector.env`; those in workers are made by your callable",
+        "getattr_policy": "read the attribute of the policy that the collector was made with",
+        "getattr_rb": "read the attribute of `collector.replay_buffer`",
+        "increment_version": "use `update_policy_weights_()`, which raises `policy_version`",
+        "init_updater": _WEIGHTS,
+        "map_fn": "call the methods of the collector: `set_seed`, `reset`, `state_dict` reach all workers",
+        "profile_config": _PROFILER,
+        "receive_weights": _WEIGHTS,
+        "register_scheme_receiver": _WEIGHTS,
+        "trajs_per_write": "use `trajs_per_batch`, which writes so many whole trajectories at a time",
+        "verbose": "there is nothing to print; `logging.getLogger('engram')` has what happens",
+        "weight_updater": _WEIGHTS,
+        "worker_idx": "workers are numbered by their place in create_env_fn",
+    },
+    "MultiCollector": {
+        "set_post_collect_hook": "give post_collect_hook= when the collector is made: its workers call it",
+    },
 }
 
 
@@ -321,7 +389,7 @@ NAMES: dict[str, dict[str, str]] = {
 def advised(cls: _Class) -> _Class:
     """A class decorator: gives the class the advice that the tables above have under its name."""
     if arguments := ARGUMENTS.get(cls.__name__):
-        cls.__init__ = _accepting(cls.__init__, cls.__name__, arguments)  # type: ignore[misc]
+        cls.__init__ = _accepting(cls.__init__, arguments)  # type: ignore[misc]
     for name, instead in MEMBERS.get(cls.__name__, {}).items():
         if name in vars(cls):
             raise TypeError(f"{cls.__name__} has {name!r}: delete the advice")
@@ -393,9 +461,7 @@ class _Absent:
         raise self.error(owner)
 
 
-def _accepting(
-    init: Callable[..., None], name: str, arguments: Mapping[str, tuple[tuple[Any, ...], str]]
-) -> Callable[..., None]:
+def _accepting(init: Callable[..., None], arguments: Mapping[str, tuple[tuple[Any, ...], str]]) -> Callable[..., None]:
     """A constructor that also takes the arguments without effect."""
 
     @functools.wraps(init)
@@ -406,7 +472,7 @@ def _accepting(
             if allowed and not any(value is one or value == one for one in allowed if type(value) is type(one)):
                 choices = " and ".join(map(repr, allowed))
                 verb = "is" if len(allowed) == 1 else "are"
-                raise TypeError(f"{name}({argument}={value!r:.60}): allowed {verb} {choices}; {instead}")
+                raise TypeError(f"{type(self).__name__}({argument}={value!r:.60}): allowed {verb} {choices}; {instead}")
         init(self, *args, **kwargs)
 
     return accepting

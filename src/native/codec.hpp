@@ -349,7 +349,7 @@ class Codec {
     }
     nb::object held;
     PyObject* const given = o;
-    if (!open(node, o, held, &lead) || (node.kind == Node::kTensorDict && !is_as_built(given))) return false;
+    if (!open(node, o, held, &lead) || (node.kind == Node::kTensorDict && !is_as_built(given, lead.size()))) return false;
     Py_ssize_t at = 0;
     PyObject *key = nullptr, *value = nullptr;
     bool more = PyDict_Next(o, &at, &key, &value);
@@ -367,12 +367,20 @@ class Codec {
     }
     return !more;
   }
-  // Whether a TensorDict has the device of those that are built, and no names.
-  bool is_as_built(PyObject* td) const {
+  // Whether a list of names has None alone after its first `lead`.
+  static bool are_unnamed(PyObject* names, size_t lead) {
+    if (!PyList_CheckExact(names)) return false;
+    for (size_t i = lead; i < static_cast<size_t>(PyList_Size(names)); ++i)
+      if (PyList_GetItem(names, static_cast<Py_ssize_t>(i)) != Py_None) return false;
+    return true;
+  }
+  // Whether a TensorDict has the device of those that are built, and no names after its first `lead` dimensions.
+  bool is_as_built(PyObject* td, size_t lead) const {
     static PyObject* device = PyUnicode_InternFromString("_device");
     static PyObject* names = PyUnicode_InternFromString("_td_dim_names");
     const nb::object on = nb::steal(PyObject_GenericGetAttr(td, device)), named = nb::steal(PyObject_GenericGetAttr(td, names));
-    if (!on.is_valid() || !named.is_valid() || !named.is_none() || !device_.is_valid()) return PyErr_Clear(), false;
+    if (!on.is_valid() || !named.is_valid() || !device_.is_valid()) return PyErr_Clear(), false;
+    if (!named.is_none() && !are_unnamed(named.ptr(), lead)) return false;
     if (on.is(device_)) return true;
     const int same = PyObject_RichCompareBool(on.ptr(), device_.ptr(), Py_EQ);
     return PyErr_Clear(), same == 1;

@@ -9,8 +9,10 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl import data
 from torchrl.envs import EnvBase, GymEnv, SerialEnv, StepCounter, TransformedEnv
+from torchrl.testing.mocking_classes import HeterogeneousCountingEnv, HeterogeneousCountingEnvPolicy
 
-from engram.collectors import SyncDataCollector
+from engram.collectors import Evaluator, MultiSyncDataCollector, SyncDataCollector
+from engram.data import LazyTensorStorage, TensorDictReplayBuffer
 
 
 class Greedy(nn.Module):
@@ -74,3 +76,45 @@ def test_choices_beyond_one_of_several_are_refused_whatever_the_batch(nvec, batc
     assert collector.rollout().shape == (*batch, 1) and env.steps == 1
     with pytest.raises(ValueError, match="step 2 of the batch"):
         collector.rollout()
+
+
+def assert_agents_are_whole(batch):
+    """Each agent's observations and actions have its own shapes, as the environment's spec says."""
+    env = HeterogeneousCountingEnv()
+    seen, done = env.observation_spec["lazy"].unbind(0), env.full_action_spec["lazy"].unbind(0)
+    for agent, of_agent, action in zip(batch["lazy"].unbind(batch.ndim), seen, done, strict=True):
+        for key, spec in (*of_agent.items(), *action.items()):
+            assert agent[key].shape == (*batch.shape, *spec.shape), key
+
+
+@pytest.mark.parametrize("is_random", [True, False])
+@pytest.mark.parametrize("kind", ["alone", "batched", "in series", "transformed"])
+@pytest.mark.parametrize("arguments", [{}, {"max_frames_per_traj": 2}, {"trajs_per_batch": 2, "traj_format": "cat"}])
+def test_agents_that_differ_keep_their_shapes(kind, is_random, arguments):
+    batch_size = (2,) if kind == "batched" else ()
+    env = HeterogeneousCountingEnv(max_steps=3, batch_size=batch_size)
+    if kind == "in series":
+        env = SerialEnv(2, lambda: HeterogeneousCountingEnv(max_steps=3))
+    elif kind == "transformed":
+        env = TransformedEnv(env, StepCounter())
+    policy = None if is_random else HeterogeneousCountingEnvPolicy(env.input_spec["full_action_spec"])
+    with SyncDataCollector(env, policy, frames_per_batch=12, **arguments) as collector:
+        for _ in range(2):
+            assert_agents_are_whole(collector.rollout())
+
+
+def test_agents_that_differ_come_from_workers_and_buffers():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(40), batch_size=8)
+    make = HeterogeneousCountingEnv
+    with MultiSyncDataCollector([make, make()], None, frames_per_batch=20, cat_results=0) as collector:
+        batch = collector.rollout()
+    assert_agents_are_whole(batch)
+    rb.extend(batch)
+    assert_agents_are_whole(rb.sample())
+
+
+def test_a_torchrl_environment_is_evaluated():
+    module = TensorDictModule(Greedy(), in_keys=["observation"], out_keys=["action"])
+    with Evaluator(transformed(), module, num_trajectories=3) as evaluator:
+        result = evaluator.evaluate(step=7)
+    assert result["eval/reward"] == result["eval/episode_length"] <= 20 and result["eval/step"] == 7

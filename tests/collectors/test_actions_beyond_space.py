@@ -111,6 +111,24 @@ def test_an_action_beyond_the_space_is_refused_with_its_step_and_environment(pat
     assert batch["next", "observation"].reshape(max(1, n), -1)[:, 0].tolist() == [AT] * max(1, n)
 
 
+@pytest.mark.parametrize("space", [Discrete(3), MultiDiscrete([2, 3])])
+@pytest.mark.parametrize("path", PATHS[:-1])
+def test_numbers_where_one_hot_vectors_are_taken_are_refused_with_what_to_pass(path, space):
+    env = made(path, space, False)
+    numbers = torch.ones((*env.batch_size, *space.shape), dtype=torch.int64)
+    policy = TensorDictModule(lambda observation: numbers, ["observation"], ["action"])
+    calls = (
+        lambda: env.step(policy(env.reset())),
+        lambda: env.rollout(2, policy),
+        SyncDataCollector(env, policy, frames_per_batch=4).rollout,
+        SyncDataCollector(env, lambda td: policy(td), frames_per_batch=4).rollout,
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"one_hot\(number, n\), or .*categorical_action_encoding=True"):
+            call()
+    env.close()
+
+
 @pytest.mark.parametrize("case", ["a number beyond", "two ones", "NaN"])
 @pytest.mark.parametrize("path", PATHS)
 def test_with_a_buffer_only_rows_before_the_refused_action_are_stored(path, case):

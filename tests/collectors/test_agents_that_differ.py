@@ -236,3 +236,47 @@ def test_trajectories_are_split_and_returns_summed():
     assert_whole(split[mask])
     summed = MultiStep(gamma=1.0, n_steps=2, reward_keys=[("next", "agents", "reward")])(batch)
     assert summed["next", "agents", "reward"][0, :, 0].flatten().tolist() == [3, 5, 7, 9, 5, 1]
+
+
+@pytest.mark.parametrize("make", [Team, lambda: SerialEnv(2, Team), lambda: TransformedEnv(Team(), StepCounter())])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_frames_per_traj": 2},
+        {"trajs_per_batch": 2, "traj_format": "cat"},
+        {"set_truncated": True},
+        {"return_same_td": True},
+        {"init_random_frames": 3},
+        {"storing_device": "cpu"},
+    ],
+)
+def test_each_way_to_collect_gives_whole_steps(make, arguments):
+    env = make()
+    collector = SyncDataCollector(env, env.rand_action, frames_per_batch=14, **arguments)
+    for _ in range(2):
+        assert_whole(collector.rollout())
+
+
+@pytest.mark.parametrize("arguments", [{"split_trajs": True}, {"trajs_per_batch": 2}])
+def test_padded_batches_have_whole_steps(arguments):
+    batch = SyncDataCollector(Team, None, frames_per_batch=14, **arguments).rollout()
+    assert_whole(batch[batch["collector", "mask"]])
+
+
+def test_batches_of_workers_of_different_lengths_are_padded():
+    settings = {"frames_per_batch": [4, 7], "preemptive_threshold": 1.0}
+    with MultiSyncDataCollector([Team, Team], None, **settings) as collector:
+        batch = collector.rollout()
+    mask = batch["collector", "mask"]
+    assert batch.shape == (2, 7) and mask.sum(1).tolist() == [4, 7]
+    assert_whole(batch[mask])
+
+
+def test_compact_batches_lack_what_each_agent_sees_next():
+    batch = SyncDataCollector(Team, None, frames_per_batch=7, compact_obs=True).rollout()
+    following = batch["next"]
+    assert "count" not in following.keys() and bool(
+        (following["agents", "reward"][:5, 0, 0] == torch.arange(1.0, 6)).all()
+    )
+    for agent in following["agents"].unbind(1):
+        assert "obs" not in agent.keys()

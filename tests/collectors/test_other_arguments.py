@@ -13,19 +13,20 @@ from torch import nn
 
 from contracts.gym_loop import WORLDS, Proxy, Rule
 from contracts.gym_worlds import Countdown
+from engram._advice import ARGUMENTS
 from engram.collectors import (
     MultiaSyncDataCollector,
     MultiCollector,
     MultiSyncDataCollector,
     SyncDataCollector,
 )
-from engram.collectors.arguments import OTHER_ARGUMENTS
 from engram.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.envs import EnvBase, GymEnv, SerialEnv, TransformedEnv
 from engram.envs.transforms import StepCounter
 from engram.specs import Bounded, Composite
 
 MULTI = [MultiSyncDataCollector, MultiaSyncDataCollector]
+CLASSES = ["SyncDataCollector", "MultiCollector"]
 IDS = ("collector", "traj_ids")
 
 
@@ -154,13 +155,15 @@ class TestOneProcess:
     def test_what_needs_nothing_here_is_accepted(self, name):
         assert SyncDataCollector(countdown, frames_per_batch=4, **{name: True}).rollout().shape == (4,)
 
-    @pytest.mark.parametrize("name", [name for name, (_, instead) in OTHER_ARGUMENTS.items() if instead])
+    @pytest.mark.parametrize(
+        "name", sorted({n for cls in CLASSES for n, (allowed, _) in ARGUMENTS[cls].items() if allowed})
+    )
     @pytest.mark.parametrize("cls", [SyncDataCollector, *MULTI])
     def test_what_has_no_meaning_here_is_refused_with_what_to_use(self, cls, name):
         if any(name in inspect.signature(base.__init__).parameters for base in cls.__mro__):
             pytest.skip("it has a meaning there")
         value = False if name == "extend_buffer" else "given"
-        with pytest.raises(TypeError, match=rf"{cls.__name__}\({name}=.* not supported, .*; (use|leave|a batch)"):
+        with pytest.raises(TypeError, match=rf"{cls.__name__}\({name}=.*: allowed (is|are) .*; (use|leave|a batch)"):
             cls([countdown] if cls in MULTI else countdown, frames_per_batch=4, **{name: value})
 
     @pytest.mark.parametrize("cls", [SyncDataCollector, *MULTI])
@@ -299,10 +302,12 @@ class TestWorkers:
         with pytest.raises(error, match=match):
             MultiSyncDataCollector([countdown] * 2, frames_per_batch=4, **arguments)
 
-    @pytest.mark.parametrize("argument", ["cat_results", "preemptive_threshold"])
-    def test_batches_of_one_worker_are_not_joined(self, argument):
-        with pytest.raises(ValueError, match=rf"{argument} can only be used with MultiSync"):
-            MultiaSyncDataCollector([countdown], frames_per_batch=4, **{argument: 1})
+    def test_batches_of_one_worker_are_not_joined(self):
+        with pytest.raises(ValueError, match="cat_results can only be used with MultiSync"):
+            MultiaSyncDataCollector([countdown], frames_per_batch=4, cat_results=1)
+        arguments = {"cat_results": "stack", "preemptive_threshold": 0.0}
+        with MultiaSyncDataCollector([countdown], frames_per_batch=4, **arguments) as collector:
+            assert collector.rollout().shape == (4,)
 
     @pytest.mark.parametrize("cls", MULTI)
     def test_each_workers_batch_ends_as_truncated_on_request_and_the_episode_goes_on(self, cls):

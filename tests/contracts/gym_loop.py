@@ -68,6 +68,9 @@ def reference(worlds, batches, steps, limit=None, choose=lambda state: int(state
                     ("next", "terminated"): np.array([terminated]),
                     ("next", "truncated"): np.array([truncated]),
                 }
+                if limit is not None:
+                    row["step_count"] = np.array([ages[e] - 1])
+                    row["next", "step_count"] = np.array([ages[e]])
                 rows.setdefault(e, []).append(row)
                 states[e] = None if terminated or truncated else following
         keys = rows[0][0]

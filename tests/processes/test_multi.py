@@ -15,6 +15,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 from collectors.failing import Fails, cartpole, raises
+from contracts.gym_worlds import Countdown
 from contracts.waiting import NEVER, allowed, comes, has_named_memory, is_gone
 from engram.collectors import (
     MultiAsyncCollector,
@@ -256,9 +257,38 @@ def test_settings_that_cannot_work_are_refused_and_leave_no_process(kwargs, erro
     assert workers_of() <= before
 
 
-def test_an_environment_that_exists_is_refused():
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_each_worker_gets_a_copy_of_an_environment(start_method):
+    env = GymEnv(Countdown((3, 1)))
+    with MultiSyncDataCollector(env, frames_per_batch=8, num_workers=2, start_method=start_method) as collector:
+        batch = collector.rollout()
+    assert batch["next", "done"].squeeze(-1).tolist() == [[False, False, True, True]] * 2
+    assert env.rollout(2).shape == (2,)
+
+
+def test_an_environment_that_cannot_be_pickled_is_refused_at_once():
+    env = cartpole()
+    env.held = threading.Lock()
+    with pytest.raises(TypeError, match=r"this GymEnv cannot be pickled.*give a callable"):
+        MultiSyncDataCollector([env], frames_per_batch=10)
     with pytest.raises(TypeError, match="each worker makes its own environment"):
-        MultiSyncDataCollector([cartpole()], frames_per_batch=10)
+        MultiSyncDataCollector([3], frames_per_batch=10)
+
+
+def test_the_frames_of_each_worker_may_be_given():
+    for cls, shapes in ((MultiSyncDataCollector, [(12,)]), (MultiaSyncDataCollector, [(4,), (8,)])):
+        joined = {"cat_results": 0} if cls is MultiSyncDataCollector else {}
+        with cls([cartpole] * 2, frames_per_batch=[4, 8], device=["cpu", "cpu"], **joined) as collector:
+            found = {tuple(collector.rollout().shape) for _ in range(3 * len(shapes))}
+        assert found <= set(shapes) and (len(shapes) > 1 or found == set(shapes))
+    with pytest.raises(ValueError, match="frames_per_batch has 1 values for 2 workers"):
+        MultiSyncDataCollector([cartpole] * 2, frames_per_batch=[4])
+
+
+def test_a_threshold_of_0_waits_for_the_first_worker():
+    with MultiSyncDataCollector([cartpole] * 2, frames_per_batch=640, preemptive_threshold=0.0) as collector:
+        mask = collector.rollout()["collector", "mask"]
+    assert mask.shape == (2, 320) and mask.all(-1).any() and mask[:, 0].all()
 
 
 # ---- weights ----

@@ -1,6 +1,7 @@
 """Collectors step environments with a policy and hand out batches, or write them into a replay buffer."""
 
 from engram._advice import advise_on_names
+from engram.collectors.evaluator import Evaluator
 from engram.collectors.multi import MultiaSyncDataCollector, MultiCollector, MultiSyncDataCollector
 from engram.collectors.sync import Collector, SyncDataCollector
 from engram.envs.policies import RandomPolicy
@@ -10,6 +11,7 @@ MultiAsyncCollector = MultiaSyncDataCollector
 
 __all__ = [
     "Collector",
+    "Evaluator",
     "MultiAsyncCollector",
     "MultiCollector",
     "MultiSyncCollector",

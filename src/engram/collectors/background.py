@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from engram._advice import advised
 from engram._system import fork_registry, notice_fork
 from engram._text import log
 from engram.envs.policies import own_exploration_type
@@ -181,6 +182,7 @@ def _stop_at_exit() -> None:
             log.warning("%s", error)
 
 
+@advised
 class BackgroundCollector:
     """Base of the collectors: with a replay buffer they can collect while the caller does other things.
 
@@ -194,7 +196,7 @@ class BackgroundCollector:
     total_frames: int
     frames: int
     frames_per_batch: int
-    _replay_buffer: Any
+    replay_buffer: Any
     _background: BackgroundThread | None = None
     _trajs_per_batch = 0
 
@@ -205,6 +207,24 @@ class BackgroundCollector:
     @abstractmethod
     def __iter__(self) -> Iterator[Any]:
         """Collects a batch at a time until there are `total_frames`."""
+
+    def iterator(self) -> Iterator[Any]:
+        """As `iter(collector)`."""
+        return iter(self)
+
+    @property
+    def trajs_per_batch(self) -> int | None:
+        """The number of whole trajectories in a batch; None where batches are so many frames."""
+        return self._trajs_per_batch or None
+
+    @property
+    @abstractmethod
+    def policy_version(self) -> int:
+        """The number of updates of the policy's weights."""
+
+    def get_policy_version(self) -> int:
+        """`policy_version`."""
+        return self.policy_version
 
     def next(self) -> Any:
         """The next batch, as a loop over the collector gives it; StopIteration after `total_frames`."""
@@ -239,7 +259,7 @@ class BackgroundCollector:
         (200, 200)
         """
         self._raise_background_failure()
-        if self._replay_buffer is None:
+        if self.replay_buffer is None:
             raise RuntimeError("collecting in the background fills a replay buffer; give replay_buffer=")
         self._refuse_if_shut_down()
         if self._background is None:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import math
+import pickle
 import threading
 import time
 import weakref
@@ -19,7 +20,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from engram.collectors.arguments import settle_other_arguments
+from engram._advice import advised
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.policy_weights import version_argument
 from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
@@ -28,7 +29,8 @@ from engram.collectors.sync import (
     Device,
     buffer_writer,
     device_argument,
-    one_of_two_weights,
+    none_if_unset,
+    one_of_weights,
     to_storing_device,
     validate_counts,
     validate_state,
@@ -42,7 +44,7 @@ from engram.collectors.trajectories import (
     SharedCounter,
     TrajectoryAssembler,
 )
-from engram.collectors.utils import split_trajectories
+from engram.collectors.utils import split_trajectories, with_time_named
 from engram.collectors.worker import (
     AttachBuffer,
     AttachWeights,
@@ -77,7 +79,7 @@ from engram.processes.worker import (
     close_all,
     wait_for_any,
 )
-from engram.pytree import is_ragged
+from engram.pytree import is_ragged, map_leaves
 
 ABANDON_INTERVAL = 0.1  # seconds after which a thread in the background sees that nobody waits for it any more
 
@@ -95,6 +97,7 @@ class Arrived(NamedTuple):
         return self.batch.frames if isinstance(self.batch, WroteFrames) else self.batch.numel()
 
 
+@advised
 class MultiCollector(BackgroundCollector):
     """Base of the collectors with worker processes; see `MultiSyncDataCollector`.
 
@@ -116,14 +119,14 @@ class MultiCollector(BackgroundCollector):
         policy: Any = None,
         *,
         policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
-        frames_per_batch: int | None = None,
-        total_frames: int = -1,
+        frames_per_batch: int | Sequence[int] | None = None,
+        total_frames: int | None = -1,
         num_workers: int | None = None,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        device: Device = None,
-        storing_device: Device = None,
-        policy_device: Device = None,
-        env_device: Device = None,
+        device: Device | Sequence[Device] = None,
+        storing_device: Device | Sequence[Device] = None,
+        policy_device: Device | Sequence[Device] = None,
+        env_device: Device | Sequence[Device] = None,
         max_frames_per_traj: int | None = None,
         init_random_frames: int | None = None,
         reset_at_each_iter: bool = False,
@@ -144,23 +147,27 @@ class MultiCollector(BackgroundCollector):
         compile_policy: bool | Mapping[str, Any] | None = None,
         cudagraph_policy: bool | Mapping[str, Any] | None = None,
         no_cuda_sync: bool = False,
+        compact_obs: bool = False,
         num_threads: int | None = None,
         num_sub_threads: int = 1,
         start_method: str | None = None,
         timeout: float | None = None,
         restarts: int = 0,
-        preemptive_threshold: None = None,
-        cat_results: None = None,
+        preemptive_threshold: float | None = None,
+        cat_results: str | int | None = None,
         sync: bool | None = None,
-        **others: Any,
     ) -> None:
         name = type(self).__name__
         if sync is not None and sync != isinstance(self, MultiSyncDataCollector):
             raise TypeError(f"a {name} has sync={not sync}; leave it out, or make a MultiCollector(sync={sync})")
-        for argument, value in (("cat_results", cat_results), ("preemptive_threshold", preemptive_threshold)):
-            if value is not None:
-                raise ValueError(f"{argument} can only be used with MultiSyncDataCollector; a {name} joins no batches")
-        settle_other_arguments(name, others)
+        if cat_results not in (None, "stack"):
+            raise ValueError(f"cat_results can only be used with MultiSyncDataCollector; a {name} joins no batches")
+        validate_threshold(preemptive_threshold)
+        total_frames, max_frames_per_traj, init_random_frames = (
+            -1 if total_frames is None else total_frames,
+            none_if_unset(max_frames_per_traj),
+            none_if_unset(init_random_frames),
+        )
         validate_timeout(timeout)
         self._restarts = Restarts(validate_restarts(restarts))
         makers = with_arguments(env_makers(create_env_fn, num_workers), create_env_kwargs)
@@ -172,8 +179,9 @@ class MultiCollector(BackgroundCollector):
         for threads in (num_sub_threads, 1 if num_threads is None else num_threads):
             if threads < 1:
                 raise ValueError(f"num_threads and num_sub_threads must be 1 or more, got {threads}")
+        frames_of_workers = self._frames_of_workers(frames_per_batch, len(makers))
         validate_counts(
-            frames_per_batch=frames_per_batch,
+            frames_per_batch=min(frames_per_batch) if isinstance(frames_per_batch, Sequence) else frames_per_batch,
             total_frames=total_frames,
             max_frames_per_traj=max_frames_per_traj,
             init_random_frames=init_random_frames,
@@ -190,6 +198,8 @@ class MultiCollector(BackgroundCollector):
         )
         self._trajs_per_batch, self._assembler = trajs_per_batch or 0, TrajectoryAssembler()
         self._first_layout: _WorkerLayout | None = None  # of the first batch of steps for whole trajectories
+        self.traj_format = traj_format or "padded"
+        self.pre_collect_hook, self.post_collect_hook = pre_collect_hook, post_collect_hook
         self._pads_trajectories = trajs_per_batch is not None and traj_format != "cat"
         if split_trajs and replay_buffer is not None:
             raise ValueError("split_trajs=True would write padding into the replay buffer; leave it out")
@@ -198,14 +208,12 @@ class MultiCollector(BackgroundCollector):
                 f"num_sub_threads={num_sub_threads}: torch's threads may hang after a fork; leave start_method out"
             )
         self.num_workers = len(makers)
-        self._storing_device = device_argument("storing_device", storing_device, device)
-        devices = {
-            "policy_device": device_argument("policy_device", policy_device, device),
-            "env_device": device_argument("env_device", env_device, device),
-        }
-        self._postproc, self._split_trajs = postproc, split_trajs
+        self.storing_device = only_device(devices_of_workers("storing_device", storing_device, device, len(makers)))
+        policy_devices = devices_of_workers("policy_device", policy_device, device, len(makers))
+        env_devices = devices_of_workers("env_device", env_device, device, len(makers))
+        self.postproc, self.split_trajs = postproc, split_trajs
         self._update_at_each_batch = update_at_each_batch
-        self._replay_buffer = replay_buffer
+        self.replay_buffer = replay_buffer
         self._writer = None if replay_buffer is None else buffer_writer(replay_buffer)
         self._waits_for_copies = not no_cuda_sync
         self._is_finishing = False  # no batches are asked for
@@ -213,12 +221,10 @@ class MultiCollector(BackgroundCollector):
         self._is_attached = False
         self._should_attach()  # raises its errors before there are processes
         self.total_frames = total_frames
-        self.requested_frames_per_batch = frames_per_batch
+        self.requested_frames_per_batch = None if isinstance(frames_per_batch, Sequence) else frames_per_batch
         self.frames = self.batches = 0
         self._set_policy(policy)
         settings = {
-            "frames_per_batch": self._frames_of_worker(frames_per_batch),
-            **devices,
             "max_frames_per_traj": max_frames_per_traj,
             "init_random_frames": -(-(init_random_frames or 0) // self.num_workers),
             "reset_at_each_iter": reset_at_each_iter,
@@ -226,6 +232,7 @@ class MultiCollector(BackgroundCollector):
             "auto_register_policy_transforms": auto_register_policy_transforms,
             "compile_policy": compile_policy,
             "cudagraph_policy": cudagraph_policy,
+            "compact_obs": compact_obs,
             "exploration_type": exploration_type,
             "track_policy_version": track_policy_version,
         }
@@ -235,7 +242,10 @@ class MultiCollector(BackgroundCollector):
             makers,
             policy_makers,
             calls,
-            settings,
+            [
+                {**settings, "frames_per_batch": frames, "policy_device": policy_on, "env_device": env_on}
+                for frames, policy_on, env_on in zip(frames_of_workers, policy_devices, env_devices, strict=True)
+            ],
             "spawn" if num_sub_threads > 1 and start_method is None else start_method,
             timeout,
             set_truncated=set_truncated,
@@ -261,15 +271,16 @@ class MultiCollector(BackgroundCollector):
         self._is_updated = False  # whether workers have other weights than those that they began with
         self._weights = SharedWeights(tensors_of(policy)) if isinstance(policy, nn.Module) else None
 
-    def _frames_of_worker(self, frames_per_batch: int | None) -> int | None:
-        return frames_per_batch
+    def _frames_of_workers(self, frames_per_batch: int | Sequence[int] | None, n: int) -> Sequence[int | None]:
+        """The frames of each worker's batch; None: as many as a worker wants."""
+        return one_for_each("frames_per_batch", frames_per_batch, n)
 
     def _start(
         self,
         makers: list[Callable[[], Any]],
         policy_makers: list[Callable[[], Any] | None],
         calls: WorkerCalls,
-        settings: dict[str, Any],
+        settings: list[dict[str, Any]],
         start_method: str | None,
         timeout: float | None,
         *,
@@ -278,7 +289,7 @@ class MultiCollector(BackgroundCollector):
     ) -> None:
         self._makers, self._policy_makers, self._calls = makers, policy_makers, calls
         self._settings, self._start_method = settings, start_method
-        self._set_truncated, self._sub_threads = set_truncated, threads
+        self.set_truncated, self._sub_threads = set_truncated, threads
         self._clocks = [None if timeout is None else CallTimer() for _ in makers]
         self._timeout = None if timeout is None else Timeout(timeout, [c for c in self._clocks if c is not None])
         self._workers: list[Worker] = []
@@ -316,13 +327,13 @@ class MultiCollector(BackgroundCollector):
             make_env=CloudpickleWrapper(self._makers[k]),
             policy=None if self._policy is None else CloudpickleWrapper(on_cpu(self._policy)),
             weights=self._weights,
-            settings=self._settings,
+            settings=self._settings[k],
             can_be_stopped=self._can_be_stopped,
             batches_in_memory=self._ahead + 1,
             clock=self._clocks[k],
             policy_factory=_sendable(self._policy_makers[k]),
             calls=self._calls,
-            set_truncated=self._set_truncated,
+            set_truncated=self.set_truncated,
             threads=self._sub_threads,
             predecessor=predecessor,
         )
@@ -385,13 +396,14 @@ class MultiCollector(BackgroundCollector):
             batch = self._next_after_failure()
         self.batches += 1
         self._throughput.add(self.frames - before, time.perf_counter() - began)
-        if batch is None or self._replay_buffer is not None:
+        if batch is None or self.replay_buffer is not None:
             return None
-        if self._storing_device is not None:
-            batch = to_storing_device(batch, self._storing_device, waits=self._waits_for_copies)
-        if self._split_trajs or self._pads_trajectories:
+        if self.storing_device is not None:
+            batch = to_storing_device(batch, self.storing_device, waits=self._waits_for_copies)
+        if self.split_trajs or self._pads_trajectories:
             batch = split_trajectories(batch)
-        return batch if self._postproc is None else self._postproc(batch)
+        batch = with_time_named(batch)
+        return batch if self.postproc is None else self.postproc(batch)
 
     @abstractmethod
     def _next(self) -> TensorDictBase | None:
@@ -606,7 +618,7 @@ class MultiCollector(BackgroundCollector):
     def _store(self, batch: TensorDictBase) -> None:
         """Writes a batch of workers that do not write into the buffer themselves."""
         assert self._writer is not None
-        self._writer.write(batch if self._postproc is None else self._postproc(batch))
+        self._writer.write(batch if self.postproc is None else self.postproc(with_time_named(batch)))
 
     def _seam_before(self, results: Sequence[Arrived]) -> None:
         """Marks a seam before the first batch of a worker that was replaced: it continues nothing."""
@@ -615,13 +627,13 @@ class MultiCollector(BackgroundCollector):
 
     def _should_attach(self) -> bool:
         """Whether to give the buffer to the workers now: they do not have it yet, and its storage can be shared."""
-        storage = getattr(self._replay_buffer, "storage", None)
-        if self._is_attached or self._postproc is not None or storage is None or self._trajs_per_batch:
+        storage = getattr(self.replay_buffer, "storage", None)
+        if self._is_attached or self.postproc is not None or storage is None or self._trajs_per_batch:
             return False
-        transform = getattr(self._replay_buffer, "transform", None)
+        transform = getattr(self.replay_buffer, "transform", None)
         if transform is not None and not transform.can_flush:
             return False  # the steps that they hold back for a worker would be lost with it
-        if sent_to_writers(self._replay_buffer) is None:
+        if sent_to_writers(self.replay_buffer) is None:
             return False
         return can_be_shared(storage, self.num_workers)
 
@@ -635,14 +647,18 @@ class MultiCollector(BackgroundCollector):
                 self._replace(k, error)
 
     def _attach_worker(self, k: int) -> None:
-        self._replay_buffer.storage.release()  # workers need all lanes
-        self._workers[k].send(AttachBuffer(sent_to_writers(self._replay_buffer), self._ids))
+        self.replay_buffer.storage.release()  # workers need all lanes
+        self._workers[k].send(AttachBuffer(sent_to_writers(self.replay_buffer), self._ids))
 
     # ---- weights, seeds, states ----
     @property
     def policy_version(self) -> int:
         """The number of calls of `update_policy_weights_`, counted on from a loaded state."""
         return 0 if self._weights is None else self._weights.version
+
+    def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
+        """The frames of the batch of a worker (None: the first)."""
+        return self._frames[worker_idx or 0]
 
     @property
     def stats(self) -> CollectorStats:
@@ -653,18 +669,36 @@ class MultiCollector(BackgroundCollector):
         return collector_stats(self.frames, self.batches, self._episodes, self._throughput)
 
     def update_policy_weights_(
-        self, policy_weights: Any = None, *, policy_or_weights: Any = None, version: int | None = None
+        self,
+        policy_weights: Any = None,
+        *,
+        policy_or_weights: Any = None,
+        weights: Any = None,
+        policy: Any = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        model_id: str | None = None,
+        worker_ids: None = None,
+        version: int | None = None,
     ) -> None:
         """Updates the weights of the workers, from their next batch on, and raises `policy_version` (to `version`).
 
         None takes them from the policy that the collector was made with; otherwise a state dict, a module, or a
-        TensorDict of parameters; `policy_or_weights` is a second name. Nothing is pickled: they are copied into shared
-        memory. Raises TypeError without weights, ValueError for those of another policy, and either for a `version`
-        that is no integer from 0 to below 2**63.
+        TensorDict of parameters; `policy_or_weights`, `weights`, `policy` and `weights_dict["policy"]` are other names.
+        Nothing is pickled: they are copied into memory that all workers share. Raises TypeError without weights,
+        ValueError for those of another policy, another `model_id` than "policy", and for `worker_ids`,
+        and either for a `version` that is no integer from 0 to below 2**63.
         """
         self._raise_background_failure()
         version = version_argument(version)
-        weights = one_of_two_weights(policy_weights, policy_or_weights)
+        weights = one_of_weights(
+            policy_weights=policy_weights,
+            policy_or_weights=policy_or_weights,
+            weights=weights,
+            policy=policy,
+            weights_dict=weights_dict,
+            model_id=model_id,
+            worker_ids=worker_ids,
+        )
         if self._weights is not None:
             if weights is None and self._policy is None:
                 raise TypeError("policy_factory made the policies of the workers; give the weights to update them with")
@@ -875,6 +909,7 @@ class MultiCollector(BackgroundCollector):
         )
 
 
+@advised
 class MultiSyncDataCollector(MultiCollector):
     """Worker processes that collect at the same time; each batch has the frames of all, with the same weights.
 
@@ -884,14 +919,18 @@ class MultiSyncDataCollector(MultiCollector):
 
     Args:
         create_env_fn: a callable for each worker that makes its environment (lambdas too), or one and `num_workers`.
+            An environment instead is pickled, and each worker gets a copy.
         policy: as in `SyncDataCollector`. Each worker has a copy; `update_policy_weights_` brings them up to date.
         policy_factory: makes the policy in each worker, or a list with one for each, instead of `policy`.
-        frames_per_batch, total_frames: over all workers. The first may be left out beside `trajs_per_batch`.
+        frames_per_batch, total_frames: over all workers. The first may be left out beside `trajs_per_batch`, or be a
+            list, of the frames of each worker's batch.
         num_workers: how many, where a single callable is given.
         create_env_kwargs: keyword arguments of `create_env_fn`, or a list of them with one for each worker.
-        device, storing_device, policy_device, env_device: as in `SyncDataCollector`.
+        device, storing_device, policy_device, env_device: as in `SyncDataCollector`, or a list with one for each
+            worker.
         max_frames_per_traj, reset_at_each_iter, reset_when_done, exploration_type, postproc, split_trajs,
-        auto_register_policy_transforms, compile_policy, cudagraph_policy, no_cuda_sync: as in `SyncDataCollector`.
+        auto_register_policy_transforms, compile_policy, cudagraph_policy, no_cuda_sync, compact_obs: as in
+            `SyncDataCollector`.
         set_truncated: as in `SyncDataCollector`, at the end of each worker's batch.
         init_random_frames: over all workers.
         trajs_per_batch: batches are so many whole trajectories of all workers, as in `SyncDataCollector`; what is left
@@ -901,8 +940,9 @@ class MultiSyncDataCollector(MultiCollector):
             is shared (`shared=True`, or mapped) and has a lane for each; else the batches come here first.
         update_at_each_batch: calls `update_policy_weights_()` before each batch.
         track_policy_version: int64 `("collector", "policy_version")` says which weights acted.
-        preemptive_threshold: a fraction of the workers, in (0, 1]: when so many have their batch, the others hand out
-            what they have. Missing steps are zeros, and `("collector", "mask")` says which are steps. None: all wait.
+        preemptive_threshold: a fraction of the workers, 0 to 1: when so many (one at least) have their batch, the
+            others hand out what they have. Missing steps are zeros, and `("collector", "mask")` says which are steps.
+            None: all wait.
         cat_results: "stack" (or None), or the dimension along which the workers' batches are put one after the other.
         init_fn: called first in each worker.
         pre_collect_hook, post_collect_hook: called in each worker before a batch of it, and with the batch as it was
@@ -948,7 +988,7 @@ class MultiSyncDataCollector(MultiCollector):
         create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]],
         policy: Any = None,
         *,
-        frames_per_batch: int | None = None,
+        frames_per_batch: int | Sequence[int] | None = None,
         preemptive_threshold: float | None = None,
         cat_results: str | int | None = "stack",
         **kwargs: Any,
@@ -956,16 +996,17 @@ class MultiSyncDataCollector(MultiCollector):
         cat_results = "stack" if cat_results is None else cat_results
         if cat_results != "stack" and (not isinstance(cat_results, int) or isinstance(cat_results, bool)):
             raise ValueError(f'cat_results must be "stack" or a dimension, got {cat_results!r}')
-        if preemptive_threshold is not None and not 0 < preemptive_threshold <= 1:
-            raise ValueError(f"preemptive_threshold must be in (0, 1], or None, got {preemptive_threshold}")
+        validate_threshold(preemptive_threshold)
         self._cat_results = cat_results
         self._threshold = preemptive_threshold
         self._can_be_stopped = preemptive_threshold is not None
         self._is_stopped = False  # whether the workers that have no batch yet were told to hand out what they have
         super().__init__(create_env_fn, policy, frames_per_batch=frames_per_batch, **kwargs)
 
-    def _frames_of_worker(self, frames_per_batch: int | None) -> int | None:
-        return None if frames_per_batch is None else -(-frames_per_batch // self.num_workers)
+    def _frames_of_workers(self, frames_per_batch: int | Sequence[int] | None, n: int) -> Sequence[int | None]:
+        if isinstance(frames_per_batch, int):
+            frames_per_batch = -(-frames_per_batch // n)
+        return super()._frames_of_workers(frames_per_batch, n)
 
     def _frames_of_batch(self) -> int:
         return sum(self._frames)
@@ -979,7 +1020,8 @@ class MultiSyncDataCollector(MultiCollector):
         self._is_stopped = False
         for k in range(self.num_workers):
             self._post_collect(k)
-        enough = self.num_workers if self._threshold is None else math.ceil(self._threshold * self.num_workers)
+        share = 1 if self._threshold is None else self._threshold
+        enough = max(1, math.ceil(share * self.num_workers))
         while any(self._pending):
             self._wait()
             if sum(not pending for pending in self._pending) >= enough and not self._is_stopped:
@@ -1007,7 +1049,7 @@ class MultiSyncDataCollector(MultiCollector):
         in_order = [batch for _, batch in batches]
         for k, batch in batches[1:]:
             _refuse_other_layout((batches[0][0], _layout_of(in_order[0])), (k, _layout_of(batch)))
-        if self._replay_buffer is not None:
+        if self.replay_buffer is not None:
             have_one_shape = len({batch.shape for batch in in_order}) == 1
             if have_one_shape:
                 in_order = [torch.stack(in_order).reshape(-1, in_order[0].shape[-1])]  # [workers * envs, time]
@@ -1079,7 +1121,7 @@ def _padded(batch: TensorDictBase, length: int) -> TensorDictBase:
             rest = leaf.new_zeros((*batch.shape[:-1], length - time, *leaf.shape[ndim:]))
             return torch.cat([leaf, rest], ndim - 1)
 
-        batch = batch.apply(pad, batch_size=[*batch.shape[:-1], length])
+        batch = map_leaves(batch, pad, (*batch.shape[:-1], length))
     return batch.set(("collector", "mask"), mask)
 
 
@@ -1104,8 +1146,10 @@ class MultiaSyncDataCollector(MultiCollector):
 
     Args:
         create_env_fn: a callable for each worker that makes its environment (lambdas too), or one and `num_workers`.
+            An environment instead is pickled, and each worker gets a copy.
         policy: as in `SyncDataCollector`. Each worker has a copy; `update_policy_weights_` brings them up to date.
-        frames_per_batch: of one worker's batch.
+        frames_per_batch: of one worker's batch, or a list with one for each.
+        preemptive_threshold, cat_results="stack": without effect, as no batches are joined.
         total_frames: over all workers.
         num_workers, device, storing_device, policy_device, env_device, max_frames_per_traj, init_random_frames,
         reset_at_each_iter, exploration_type, postproc, split_trajs, trajs_per_batch, replay_buffer,
@@ -1148,7 +1192,7 @@ class MultiaSyncDataCollector(MultiCollector):
             return None
         self.frames += batch.numel()
         self._global_ids.number([(k, batch)])
-        if self._replay_buffer is None:
+        if self.replay_buffer is None:
             return batch
         self._store(batch)
         return None
@@ -1203,18 +1247,79 @@ class MultiaSyncDataCollector(MultiCollector):
 
 def env_makers(create_env_fn: Any, num_workers: int | None) -> list[Callable[[], Any]]:
     """Returns a callable for each worker. Raises ValueError for a wrong number of them, TypeError for no callables."""
-    makers = [create_env_fn] * (num_workers or 1) if callable(create_env_fn) else list(create_env_fn)
+    is_one = callable(create_env_fn) or is_environment(create_env_fn)
+    makers = [create_env_fn] * (num_workers or 1) if is_one else list(create_env_fn)
     if not makers or (num_workers is not None and len(makers) != num_workers):
         raise ValueError(
             f"{len(makers)} environments to make and num_workers={num_workers}; give a callable for each worker, or "
             "a single one and num_workers of 1 or more"
         )
-    for maker in makers:
-        if not callable(maker) or (hasattr(maker, "step") and not isinstance(maker, type)):
+    return [_maker_of(one) for one in makers]
+
+
+def is_environment(value: Any) -> bool:
+    """Whether this is an environment, of any library, and not something that makes one."""
+    return hasattr(value, "step") and not isinstance(value, type)
+
+
+def _maker_of(value: Any) -> Callable[..., Any]:
+    """A function that makes an environment. Raises TypeError for what is neither that nor an environment."""
+    if is_environment(value):
+        return CopyOfEnvironment(value)
+    if not callable(value):
+        raise TypeError(f"each worker makes its own environment: give callables that do, got a {type(value).__name__}")
+    maker: Callable[..., Any] = value
+    return maker
+
+
+class CopyOfEnvironment:
+    """Makes a copy of an environment, from the bytes of its pickle. The original stays its owner's to close.
+
+    Raises:
+        TypeError: it cannot be pickled.
+    """
+
+    def __init__(self, env: Any) -> None:
+        try:
+            self._pickled = pickle.dumps(CloudpickleWrapper(env))
+        except Exception as error:  # a user's class may raise anything here
             raise TypeError(
-                f"each worker makes its own environment: give callables that do, got a {type(maker).__name__}"
-            )
-    return makers
+                f"each worker gets a copy of the environment, and this {type(env).__name__} cannot be pickled "
+                f"({type(error).__name__}: {error}); give a callable that makes one"
+            ) from error
+
+    def __call__(self) -> Any:
+        return pickle.loads(self._pickled).function
+
+
+def one_for_each(name: str, value: Any, n: int) -> Sequence[Any]:
+    """One value for each of `n` workers: those of a sequence, or the same one. ValueError: another number of them."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return [value] * n
+    if len(value) != n:
+        raise ValueError(f"{name} has {len(value)} values for {n} workers; give one for each")
+    return value
+
+
+def devices_of_workers(
+    name: str, given: Device | Sequence[Device], default: Device | Sequence[Device], n: int
+) -> list[torch.device | None]:
+    """The device of each worker; where it is None, that of the argument `device`, which is `default`."""
+    pairs = zip(one_for_each(name, given, n), one_for_each("device", default, n), strict=True)
+    return [device_argument(name, one, usual) for one, usual in pairs]
+
+
+def only_device(devices: Sequence[torch.device | None]) -> torch.device | None:
+    """The device on which batches of all workers are handed out. ValueError: there are several."""
+    if len(set(devices)) > 1:
+        raise ValueError(f"batches of all workers are handed out on one device; storing_device is {list(devices)}")
+    return devices[0]
+
+
+def validate_threshold(preemptive_threshold: float | None) -> None:
+    """Raises ValueError for what is no fraction."""
+    if preemptive_threshold is not None and not 0 <= preemptive_threshold <= 1:
+        raise ValueError(f"preemptive_threshold must be in [0, 1], or None, got {preemptive_threshold}")
 
 
 def with_arguments(

@@ -118,7 +118,7 @@ class PolicyWeights:
             if may_load or self._collecting is None or (self.is_shared and state is None):
                 self._load(state, version)
             else:
-                self._pending = _Update(None if state is None else _copied(state), version)
+                self._pending = _Update(None if state is None else copied_weights(state), version)
             self.newest_version = version
 
     def _load(self, state: State | None, version: int) -> None:
@@ -148,7 +148,7 @@ class PolicyWeights:
             return None
         if not isinstance(self.policy, nn.Module):
             raise TypeError(f"the policy is a {type(self.policy).__name__} and has no weights; give an nn.Module")
-        state, own = _state_of(self._original if weights is None else weights), self.policy.state_dict()
+        state, own = state_of_weights(self._original if weights is None else weights), self.policy.state_dict()
         # An extra state, which TensorDicts and shared memory do not have, stays.
         state = {**{name: value for name, value in own.items() if not isinstance(value, Tensor)}, **state}
         # Before the first value is copied: torch would copy all that fit, and raise then.
@@ -194,7 +194,8 @@ def _lives_on(module: nn.Module, device: torch.device) -> bool:
     return all(own.type == device.type and device.index in (None, own.index) for own in devices)
 
 
-def _state_of(weights: Any) -> State:
+def state_of_weights(weights: Any) -> State:
+    """The values of a module, a state dict or a TensorDict of parameters, by their names. TypeError for others."""
     if isinstance(weights, TensorDictBase):
         return {key: value.detach() for key, value in weights.flatten_keys(".").items()}
     if isinstance(weights, nn.Module):
@@ -204,7 +205,8 @@ def _state_of(weights: Any) -> State:
     return weights
 
 
-def _copied(state: State) -> State:
+def copied_weights(state: State) -> State:
+    """Copies of values, which do not change any more."""
     values = {name: value.detach() if isinstance(value, Tensor) else value for name, value in state.items()}
     return copy.deepcopy(values)
 

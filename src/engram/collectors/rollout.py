@@ -185,7 +185,7 @@ def _set_root_flags(td: TensorDictBase) -> None:
 
 def _any_agent(td: TensorDictBase, flag: str) -> Tensor | None:
     """bool `[*batch, 1]`: whether the flag holds for any agent; None where no agent has it."""
-    flags = [leaf for key, leaf in td.items(True, True) if isinstance(key, tuple) and key[-1] == flag]
+    flags = [td.get(key) for key in td.keys(True, True) if isinstance(key, tuple) and key[-1] == flag]
     if not flags:
         return None
     return torch.cat([leaf.reshape(*td.batch_size, -1) for leaf in flags], -1).any(-1, keepdim=True)

@@ -16,15 +16,15 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
+from engram._advice import advised
 from engram._text import warn_user
-from engram.collectors.arguments import settle_other_arguments
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.gym_rollout import GymRollout
 from engram.collectors.policy_weights import PolicyWeights, shapes_of
 from engram.collectors.rollout import Rollout, RolloutResult, TensorDictRollout, call_if_present, is_cpu
 from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
-from engram.collectors.trajectories import StepTags, TrajectoryAssembler, waiting_steps
-from engram.collectors.utils import split_trajectories
+from engram.collectors.trajectories import EpisodeSteps, StepTags, TrajectoryAssembler, waiting_steps
+from engram.collectors.utils import split_trajectories, with_time_named
 from engram.collectors.vector_rollout import VectorRollout
 from engram.data import ReplayBuffer
 from engram.envs.base import EnvBase
@@ -39,10 +39,12 @@ from engram.envs.policies import (
     compiled_policy,
     cudagraph_policy,
     is_hooked,
+    observation_keys,
     set_exploration_type,
 )
 from engram.envs.transformed import TransformedEnv
 from engram.processes.timeouts import CallTimer, TimedEnv, reject_timeout
+from engram.pytree import key_path
 from engram.specs.tensors import usable_device
 from engram.transforms.base import Deferred
 
@@ -200,6 +202,7 @@ COUNTERS = ("frames", "stepped", "batches", "trajectories", "policy_version")
 Device = torch.device | str | int | None
 
 
+@advised
 class SyncDataCollector(BackgroundCollector):
     """Steps an environment with a policy and hands out batches in TED.
 
@@ -216,13 +219,15 @@ class SyncDataCollector(BackgroundCollector):
             under `torch.no_grad`.
         policy_factory: makes the policy, instead of `policy`; it is the collector's own then.
         frames_per_batch: frames of one batch, over all environments; may be left out beside `trajs_per_batch`.
-        total_frames: where to stop; if it does not divide, a warning, and the last batch is whole.
+        total_frames: where to stop (-1 or None: never); if it does not divide, a warning, and the last batch is whole.
         create_env_kwargs: keyword arguments of `create_env_fn`.
         device: what `storing_device`, `policy_device` and `env_device` are unless they are given.
-        max_frames_per_traj: the step at which an episode is cut: `truncated` is set and the environment reset. What
-            cannot be reset without the others (vector environments that only reset themselves) is stepped to the end
-            of its episode instead, without frames of these steps; when all wait for that, all are reset.
-        init_random_frames: so many frames, rounded up to whole rows, have random actions.
+        max_frames_per_traj: the step at which an episode is cut: `truncated` is set and the environment reset; None, 0
+            and -1: no step. Batches then have `step_count`, int64, the steps of the episode before this one, and under
+            `next` with it, unless the environment gives an entry of this name. What cannot be reset without the others
+            (vector environments that only reset themselves) is stepped to the end of its episode instead, without
+            frames of these steps; when all wait for that, all are reset.
+        init_random_frames: so many frames, rounded up to whole rows, have random actions; None, 0 and -1: none.
         reset_at_each_iter: every batch starts with a reset.
         reset_when_done: False leaves it to the environment what follows the end of an episode; a trajectory is then all
             that comes between two resets.
@@ -250,9 +255,11 @@ class SyncDataCollector(BackgroundCollector):
         replay_buffer: gets each batch by `extend`; iterating then yields None. A buffer whose storage has one
             dimension gets the steps of several environments one environment after the other.
         no_cuda_sync: copies to `storing_device` are not waited for.
+        compact_obs: True leaves the observations under `next` out of the batches. Those after the last step of a batch
+            and of an episode are in no batch then; the storages' `compact=` saves as much memory and keeps them.
         timeout: None; for an environment that may hang, take a collector with worker processes (TypeError).
-        others: `use_buffers`, `trust_policy`, `local_init_rb` and `extend_buffer=True` are accepted without effect;
-            what other releases' collectors have besides is a TypeError that says what to use instead.
+        use_buffers, trust_policy, local_init_rb, extend_buffer=True, backend="direct": accepted without effect; what
+            other releases' collectors have besides is a TypeError that says what to use instead.
 
     Gymnasium environments, alone, in a `SerialEnv` or stepped together, are stepped with raw values; tensors are made
     once a batch. What an environment gives must be of its spaces: a ValueError names the key otherwise.
@@ -285,7 +292,7 @@ class SyncDataCollector(BackgroundCollector):
         *,
         policy_factory: Callable[[], Any] | None = None,
         frames_per_batch: int | None = None,
-        total_frames: int = -1,
+        total_frames: int | None = -1,
         create_env_kwargs: Mapping[str, Any] | None = None,
         device: Device = None,
         storing_device: Device = None,
@@ -311,11 +318,15 @@ class SyncDataCollector(BackgroundCollector):
         compile_policy: bool | Mapping[str, Any] | None = None,
         cudagraph_policy: bool | Mapping[str, Any] | None = None,
         no_cuda_sync: bool = False,
+        compact_obs: bool = False,
         timeout: None = None,
-        **others: Any,
     ) -> None:
-        settle_other_arguments(type(self).__name__, others)
         reject_timeout(timeout, "SyncDataCollector")
+        total_frames, max_frames_per_traj, init_random_frames = (
+            -1 if total_frames is None else total_frames,
+            none_if_unset(max_frames_per_traj),
+            none_if_unset(init_random_frames),
+        )
         validate_settings(
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
@@ -337,26 +348,28 @@ class SyncDataCollector(BackgroundCollector):
             replay_buffer=replay_buffer,
             track_traj_ids=track_traj_ids,
         )
-        self._exploration_type = exploration_type
-        self._reset_at_each_iter, self._reset_when_done = reset_at_each_iter, reset_when_done
-        self._postproc = postproc
-        self._replay_buffer = replay_buffer
+        self.exploration_type = exploration_type
+        self.reset_at_each_iter, self.reset_when_done = reset_at_each_iter, reset_when_done
+        self.postproc = postproc
+        self.replay_buffer = replay_buffer
         self._writer = None if replay_buffer is None else buffer_writer(replay_buffer)
-        self._pre_collect_hook, self._post_collect_hook = pre_collect_hook, post_collect_hook
+        self.pre_collect_hook, self.post_collect_hook = pre_collect_hook, post_collect_hook
         self._compile_policy, self._cudagraph_policy = compile_policy, cudagraph_policy
         self._failure: BaseException | None = None  # to be raised before anything else is collected
-        self._set_truncated, self._waits_for_copies = set_truncated, not no_cuda_sync
+        self.set_truncated, self._waits_for_copies = set_truncated, not no_cuda_sync
         self._trajs_per_batch, self._assembler = trajs_per_batch or 0, TrajectoryAssembler()
+        self.traj_format = traj_format or "padded"
         pads_trajectories = trajs_per_batch is not None and traj_format != "cat" and replay_buffer is None
         self._splits = split_trajs or pads_trajectories
         self._same_td: TensorDictBase | None = None
-        self._return_same_td = return_same_td
-        self._storing_device = device_argument("storing_device", storing_device, device)
-        self._policy_device = device_argument("policy_device", policy_device, device)
+        self.return_same_td = return_same_td
+        self.storing_device = device_argument("storing_device", storing_device, device)
+        self.policy_device = device_argument("policy_device", policy_device, device)
         device_of_env = device_argument("env_device", env_device, device)
-        self._init_random_frames = init_random_frames or 0
+        self.init_random_frames = init_random_frames or 0
+        self.compact_obs = compact_obs
         policy = made_policy(policy, policy_factory)
-        self._weights = PolicyWeights(policy, self._policy_device, is_own=policy_factory is not None)
+        self._weights = PolicyWeights(policy, self.policy_device, is_own=policy_factory is not None)
         makes_env = isinstance(create_env_fn, type) or not hasattr(create_env_fn, "step")
         if create_env_kwargs and not makes_env:
             raise TypeError("create_env_kwargs are arguments of a callable that makes the environment; got one made")
@@ -371,7 +384,8 @@ class SyncDataCollector(BackgroundCollector):
             self._tags = StepTags(
                 self._width, self._weights, tracks_ids=track_traj_ids, tracks_version=track_policy_version
             )
-            self._max_frames_per_traj = max_frames_per_traj
+            self.max_frames_per_traj = max_frames_per_traj
+            self._episode_steps = None if max_frames_per_traj is None else EpisodeSteps(self._width)
             self._rollout = self._make_rollout()
         except BaseException:
             self.shutdown()
@@ -400,16 +414,16 @@ class SyncDataCollector(BackgroundCollector):
         policy = as_policy(self._weights.policy, self.env)
         if self._compile_policy:
             policy = compiled_policy(policy, _options(self._compile_policy))
-        if self._cudagraph_policy and not is_cpu(self._policy_device):
+        if self._cudagraph_policy and not is_cpu(self.policy_device):
             policy = cudagraph_policy(policy, _options(self._cudagraph_policy))
         self._prepare = getattr(policy, "prepare", lambda: None)
-        policy = policy_on_device(policy, self._policy_device, self.env)
+        policy = policy_on_device(policy, self.policy_device, self.env)
         return make_rollout(
             self.env,
             policy,
             self._tags,
-            max_frames_per_traj=self._max_frames_per_traj,
-            reset_when_done=self._reset_when_done,
+            max_frames_per_traj=self.max_frames_per_traj,
+            reset_when_done=self.reset_when_done,
             clock=clock,
         )
 
@@ -422,6 +436,10 @@ class SyncDataCollector(BackgroundCollector):
     def policy_version(self) -> int:
         """The number of calls of `update_policy_weights_`."""
         return self._weights.newest_version
+
+    def set_post_collect_hook(self, hook: Callable[[TensorDictBase], Any] | None) -> None:
+        """Sets `post_collect_hook`, from the next batch on."""
+        self.post_collect_hook = hook
 
     @property
     def stats(self) -> CollectorStats:
@@ -471,21 +489,22 @@ class SyncDataCollector(BackgroundCollector):
             raise failure
 
     def _next_batch(self) -> TensorDictBase | None:
-        if self._pre_collect_hook is not None:
-            self._pre_collect_hook()
+        if self.pre_collect_hook is not None:
+            self.pre_collect_hook()
         batch = self._collect_trajectories() if self._trajs_per_batch else self._collect_batch()
         self.frames += batch.numel()
         self.batches += 1
         if self._splits:
             batch = split_trajectories(batch)
-        if self._return_same_td:
+        batch = with_time_named(batch)
+        if self.return_same_td:
             batch = self._into_same_td(batch)
-        if self._postproc is not None:
-            batch = self._postproc(batch)
+        if self.postproc is not None:
+            batch = self.postproc(batch)
         if self._writer is not None:
             self._writer.write(batch)
-        if self._post_collect_hook is not None:
-            self._post_collect_hook(batch)
+        if self.post_collect_hook is not None:
+            self.post_collect_hook(batch)
         return batch if self._writer is None else None
 
     def _collect_trajectories(self) -> TensorDictBase:
@@ -502,21 +521,25 @@ class SyncDataCollector(BackgroundCollector):
         return self._same_td
 
     def _collect_batch(self) -> TensorDictBase:
-        if self._reset_at_each_iter:
+        if self.reset_at_each_iter:
             self._reset()
         start = time.perf_counter()
-        random_frames = max(0, self._init_random_frames - self._stepped)
+        random_frames = max(0, self.init_random_frames - self._stepped)
         batch, self._failure = self._collect_steps(random_steps=-(-random_frames // self._width))
         if self._failure is not None and self._writer is None and not isinstance(self._failure, Exception):
             raise self._failure  # an interrupt is never held back
         self.broken_off = [env for env, _ in self._tags.cuts]
         if self._tags.cuts:
             self._end_broken_off()
+        if self._episode_steps is not None:
+            self._episode_steps.put_into(batch)
         self._stepped += batch.numel()
         self._note_episodes(batch)
-        if self._set_truncated:
+        if self.set_truncated:
             truncate_last_step(batch)
-        batch = to_storing_device(batch, self._storing_device, waits=self._waits_for_copies)
+        if self.compact_obs:
+            batch = without_next_observations(batch, self.env)
+        batch = to_storing_device(batch, self.storing_device, waits=self._waits_for_copies)
         self._throughput.add(batch.numel(), time.perf_counter() - start)
         return batch
 
@@ -525,6 +548,8 @@ class SyncDataCollector(BackgroundCollector):
         for env, traj_id in self._tags.cuts:
             self._episodes.drop(env)
             self._assembler.cut([traj_id])
+            if self._episode_steps is not None:
+                self._episode_steps.restart([env])
         self._tags.cuts.clear()
         if self._writer is not None:
             self._writer.restart()
@@ -533,17 +558,22 @@ class SyncDataCollector(BackgroundCollector):
         if self._rollout.is_random:  # no policy: the switches would cost as much as four steps of CartPole
             return self._rollout.collect(self._steps, random_steps=random_steps)
         self._prepare()
-        with self._weights.collecting(), torch.no_grad(), set_exploration_type(self._exploration_type):
+        with self._weights.collecting(), torch.no_grad(), set_exploration_type(self.exploration_type):
             return self._rollout.collect(self._steps, random_steps=random_steps)
 
     def _note_episodes(self, batch: TensorDictBase) -> None:
         following = batch.get("next")
         reward, done = following.get("reward", None), following.get("done", None)
-        if reward is not None and done is not None and self._reset_when_done:  # multi-agent ones have both in groups
+        if reward is not None and done is not None and self.reset_when_done:  # multi-agent ones have both in groups
             self._episodes.add(as_rows(reward, batch.shape, np.add), as_rows(done, batch.shape, np.logical_or))
 
-    def reset(self) -> None:
-        """Resets every environment before the next batch; trajectories that have not ended are left unfinished."""
+    def reset(self, index: None = None) -> None:
+        """Resets every environment before the next batch; trajectories that have not ended are left unfinished.
+
+        Raises ValueError for an `index`: some environments alone cannot be reset.
+        """
+        if index is not None:
+            raise ValueError(f"a collector resets all of its environments; leave index={index!r:.60} out")
         with self._between_batches():
             self._reset()
 
@@ -552,12 +582,19 @@ class SyncDataCollector(BackgroundCollector):
         self._tags.ids.restart()
         self._tags.cuts.clear()
         self._episodes.restart()
+        if self._episode_steps is not None:
+            self._episode_steps.restart()
         self._assembler.restart()
         if self._writer is not None:
             self._writer.restart()
 
     def update_policy_weights_(
-        self, policy_weights: Any = None, *, policy_or_weights: Any = None, version: int | None = None
+        self,
+        policy_weights: Any = None,
+        *,
+        policy_or_weights: Any = None,
+        worker_ids: None = None,
+        version: int | None = None,
     ) -> None:
         """Updates the weights of the policy that acts, and raises `policy_version` (to `version`, if given).
 
@@ -575,7 +612,10 @@ class SyncDataCollector(BackgroundCollector):
         integer from 0 to below 2**63; nothing is changed then.
         """
         self._raise_background_failure()
-        self._weights.update(one_of_two_weights(policy_weights, policy_or_weights), version)
+        weights = one_of_weights(
+            policy_weights=policy_weights, policy_or_weights=policy_or_weights, worker_ids=worker_ids
+        )
+        self._weights.update(weights, version)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """The next reset of each environment starts from `seed`, `seed + 1`, ...; returns the first that is free.
@@ -679,10 +719,21 @@ def truncate_last_step(batch: TensorDictBase) -> None:
     done |= truncated
 
 
+def without_next_observations(batch: TensorDictBase, env: Any) -> TensorDictBase:
+    """`batch` without the observations under `next`; rewards, flags and what a policy wrote there stay."""
+    keys = [("next", *key_path(key)) for key in observation_keys(env)]
+    return batch.exclude(*keys, ("next", "step_count"))
+
+
 def as_rows(leaf: torch.Tensor, shape: torch.Size, merge: np.ufunc) -> np.ndarray[Any, Any]:
     """`[*shape, ...]` as an array `[envs, time]`; further dimensions (agents) are merged by `merge`."""
     rows = leaf.detach().cpu().numpy().reshape(shape[:-1].numel(), shape[-1], -1)
     return rows[..., 0] if rows.shape[-1] == 1 else np.asarray(merge.reduce(rows, -1))
+
+
+def none_if_unset(count: int | None) -> int | None:
+    """None for None, 0 and -1, which all say that there is no such number."""
+    return None if count in (None, 0, -1) else count
 
 
 def validate_settings(
@@ -770,11 +821,30 @@ def validate_trajectory_settings(
         )
 
 
-def one_of_two_weights(policy_weights: Any, policy_or_weights: Any) -> Any:
-    """The weights, which have two names. Raises TypeError where both are given."""
-    if policy_weights is not None and policy_or_weights is not None:
-        raise TypeError("policy_weights and policy_or_weights are two names of one argument; give one")
-    return policy_or_weights if policy_weights is None else policy_weights
+def one_of_weights(
+    *,
+    weights_dict: Mapping[str, Any] | None = None,
+    model_id: str | None = None,
+    worker_ids: Any = None,
+    **named: Any,
+) -> Any:
+    """The weights, which have several names; None: those of the policy that a collector was made with.
+
+    Raises:
+        TypeError: two of the names are given.
+        ValueError: weights of another model than "policy", or for some of the workers.
+    """
+    others = {*(weights_dict or {}), "policy" if model_id is None else model_id} - {"policy"}
+    if others:
+        raise ValueError(f"a collector has the weights of its 'policy', and none of {sorted(others)}")
+    if worker_ids is not None:
+        raise ValueError("workers share the weights: all of them get the update; leave worker_ids out")
+    if weights_dict:
+        named["weights_dict"] = weights_dict["policy"]
+    given = {name: weights for name, weights in named.items() if weights is not None}
+    if len(given) > 1:
+        raise TypeError(f"{' and '.join(given)} are two names of one argument; give one")
+    return next(iter(given.values()), None)
 
 
 def made_policy(policy: Any, policy_factory: Callable[[], Any] | None) -> Any:

@@ -57,6 +57,41 @@ class TrajectoryIds:
         return ids
 
 
+class EpisodeSteps:
+    """Counts the steps of each environment's episode, over batches.
+
+    >>> steps = EpisodeSteps(2)
+    >>> steps.before(np.array([[False, True, False], [False, False, False]])).tolist()
+    [[0, 1, 0], [0, 1, 2]]
+    >>> steps.before(np.zeros((2, 1), dtype=np.bool_)).tolist()
+    [[1], [3]]
+    """
+
+    def __init__(self, envs: int) -> None:
+        self._made = np.zeros(envs, np.int64)  # steps of the episode that goes on
+
+    def restart(self, envs: Sequence[int] | slice = slice(None)) -> None:
+        """The next step of these environments is the first one of an episode."""
+        self._made[envs] = 0
+
+    def before(self, done: Array) -> Array:
+        """Steps of the episode before each step, int64 `[envs, time]`; `done`, bool, says which end an episode."""
+        time = np.arange(done.shape[1])
+        begins = np.broadcast_to(-self._made[:, None], done.shape).copy()
+        begins[:, 1:] = np.where(done[:, :-1], time[1:], begins[:, 1:])
+        counts = time - np.maximum.accumulate(begins, 1)
+        self._made = np.where(done[:, -1], 0, counts[:, -1] + 1)
+        return counts
+
+    def put_into(self, batch: TensorDictBase) -> None:
+        """Sets `step_count`, int64 `[*, time, 1]`, at the root and under `next`, unless the batch has such an entry."""
+        if batch.get("step_count", None) is not None:
+            return
+        done = batch.get(("next", "done")).reshape(-1, batch.shape[-1]).cpu().numpy()
+        count = torch.from_numpy(self.before(done)).reshape(*batch.shape, 1)
+        batch.set("step_count", count).set(("next", "step_count"), count + 1)
+
+
 class StepTags:
     """The entries under `"collector"` of each step: its trajectory and the policy's version, if tracked."""
 

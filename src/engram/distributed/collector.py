@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from engram.collectors.arguments import settle_other_arguments
+from engram._advice import advised
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.multi import (
     ABANDON_INTERVAL,
@@ -33,7 +33,8 @@ from engram.collectors.sync import (
     Device,
     SyncDataCollector,
     as_rows,
-    one_of_two_weights,
+    none_if_unset,
+    one_of_weights,
     validate_counts,
     warn_of_remainder,
 )
@@ -230,6 +231,7 @@ class _Overdue(Exception):
     """A collector did not end a batch in time."""
 
 
+@advised
 class RayCollector(BackgroundCollector):
     """Collectors on the nodes of a Ray cluster, used as one that collects here.
 
@@ -270,7 +272,7 @@ class RayCollector(BackgroundCollector):
         update_after_each_batch: calls `update_policy_weights_()` before each batch.
         replay_buffer: a `RayReplayBuffer`, with a lane for each worker and for each other writer. Its transforms run
             in the collectors; where they hold steps back, `frames` counts the rows that are in.
-        use_env_creator, others: `trust_policy`, `no_cuda_sync` and such are accepted without effect.
+        use_env_creator, trust_policy, no_cuda_sync, use_buffers: accepted without effect.
 
     `("collector", "policy_version")` of each frame says which weights acted. The upper 31 bits of trajectory ids are
     the number of the worker, over all lives.
@@ -320,12 +322,11 @@ class RayCollector(BackgroundCollector):
         pre_collect_hook: Callable[[], Any] | None = None,
         post_collect_hook: Callable[[TensorDictBase], Any] | None = None,
         use_env_creator: bool = False,
-        **others: Any,
     ) -> None:
-        settle_other_arguments(type(self).__name__, {k: v for k, v in others.items() if k != "no_cuda_sync"})
         makers = with_arguments(env_makers(create_env_fn, num_collectors), create_env_kwargs)
         n = len(makers)
         policy_makers = policy_makers_of(policy, policy_factory, n)
+        max_frames_per_traj, init_random_frames = none_if_unset(max_frames_per_traj), none_if_unset(init_random_frames)
         validate_counts(
             frames_per_batch=frames_per_batch, total_frames=total_frames, max_frames_per_traj=max_frames_per_traj,
             init_random_frames=init_random_frames,
@@ -350,8 +351,8 @@ class RayCollector(BackgroundCollector):
         self._kwargs = _one_for_each("collector_kwargs", collector_kwargs, n)
         options = _one_for_each("remote_configs", remote_configs, n)
         self._makers, self._policy_makers, self._policy = makers, policy_makers, policy
-        self._workers, self._postproc, self._sync = num_workers_per_collector, postproc, sync
-        self._replay_buffer, self._update_after_each_batch = replay_buffer, update_after_each_batch
+        self._workers, self.postproc, self._sync = num_workers_per_collector, postproc, sync
+        self.replay_buffer, self._update_after_each_batch = replay_buffer, update_after_each_batch
         self._random_frames = -(-(init_random_frames or 0) // n)
         self.num_collectors, self.total_frames = n, total_frames
         self.requested_frames_per_batch = frames_per_batch
@@ -387,7 +388,7 @@ class RayCollector(BackgroundCollector):
                 **self._settings, **self._kwargs[k],
                 "init_random_frames": max(0, self._random_frames - self._collected[k]),
             },
-            workers=self._workers, postproc=self._postproc, replay_buffer=self._replay_buffer, names=names,
+            workers=self._workers, postproc=self.postproc, replay_buffer=self.replay_buffer, names=names,
             first_producer=self._next_producer,
             seed=None if seed is None or not life else (seed_after(seed[0], life), seed[1]),
         )  # fmt: skip
@@ -459,7 +460,7 @@ class RayCollector(BackgroundCollector):
     def _replace(self, k: int, error: BaseException) -> None:
         """Counts what a collector that died has written, and begins its next life."""
         life = self._lives[k]
-        written = 0 if self._replay_buffer is None else self._rows_of(life)
+        written = 0 if self.replay_buffer is None else self._rows_of(life)
         self._count(k, max(0, written - life.frames))
         self._empty_lives[k] = 0 if life.batches or written else self._empty_lives[k] + 1
         if self._empty_lives[k] >= _MOST_EMPTY_LIVES:
@@ -478,11 +479,11 @@ class RayCollector(BackgroundCollector):
 
     def _rows_of(self, life: _Life) -> int:
         """Ends the tenancies of a dead collector; returns how many of its rows are in."""
-        assert self._replay_buffer is not None
+        assert self.replay_buffer is not None
         deadline = time.monotonic() + _PATIENCE
         while True:
             try:
-                return sum(self._replay_buffer.end_producer(name) for name in life.names)
+                return sum(self.replay_buffer.end_producer(name) for name in life.names)
             except ShardGoneError:
                 raise
             except (NoFreeLaneError, ShardUnavailableError):  # its process is just ending; the shard comes back
@@ -517,7 +518,7 @@ class RayCollector(BackgroundCollector):
             reports = self._next_of_all() if self._sync else [self._next_of_any()]
         self.batches += 1
         self._throughput.add(self.frames - before, time.perf_counter() - began)
-        if self._replay_buffer is not None:
+        if self.replay_buffer is not None:
             return None
         batches = [report.batch for _, report in sorted(reports, key=lambda one: one[0]) if report.batch is not None]
         if not self._sync:
@@ -595,7 +596,7 @@ class RayCollector(BackgroundCollector):
         """Waits for what collectors were asked for; batches that are handed out stay for the next `rollout`."""
         while self._pending:
             self._take_one()
-        if self._replay_buffer is not None:
+        if self.replay_buffer is not None:
             self._arrived.clear()
 
     @property
@@ -626,7 +627,7 @@ class RayCollector(BackgroundCollector):
             ValueError: those of another policy.
         """
         self._raise_background_failure()
-        weights = one_of_two_weights(policy_weights, policy_or_weights)
+        weights = one_of_weights(policy_weights=policy_weights, policy_or_weights=policy_or_weights)
         if weights is None and not isinstance(self._policy, nn.Module):
             raise TypeError(f"the policy is a {type(self._policy).__name__} and has no weights; give an nn.Module")
         self._weights.publish(tensors_of(self._policy if weights is None else weights))
@@ -760,7 +761,7 @@ class RayCollector(BackgroundCollector):
 
     def _take_begun(self, deadline: float) -> None:
         """Counts batches that come until then."""
-        if self._replay_buffer is None or not self._pending:
+        if self.replay_buffer is None or not self._pending:
             return
         done, _ = import_ray().wait(
             list(self._pending), num_returns=len(self._pending), timeout=max(0.0, deadline - time.monotonic())
@@ -778,7 +779,7 @@ class RayCollector(BackgroundCollector):
         import_ray().wait(closing, num_returns=len(closing), timeout=max(0.1, deadline - time.monotonic()))
         for k, life in enumerate(self._lives):
             import_ray().kill(life.actor)
-            if self._replay_buffer is not None:
+            if self.replay_buffer is not None:
                 self._count(k, max(0, self._rows_of(life) - life.frames))
         self._pending.clear()
 

@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.pytree import key_path
-from engram.specs import Stacked
+from engram.specs.torchrl import stack_members
 
 Array = np.ndarray[Any, Any]
 _MAX_TABLE = 256  # choices: a table of one-hot rows then takes at most half a megabyte
@@ -74,8 +74,8 @@ class EntriesCheck:
         self._leaves: list[tuple[Any, _LeafCheck]] = []
         self._stacks: list[tuple[Any, list[_LeafCheck]]] = []
         for key, spec in _action_specs(env).items():
-            if isinstance(spec, Stacked):
-                self._stacks.append((key, [_LeafCheck(one, one.shape, batch) for one in spec.specs]))
+            if (members := stack_members(spec)) is not None:
+                self._stacks.append((key, [_LeafCheck(one, one.shape, batch) for one in members]))
             else:
                 self._leaves.append((key, _LeafCheck(spec, spec.shape, batch)))
 
@@ -85,7 +85,7 @@ class EntriesCheck:
             leaf.require(td.get(key, None), key, step)
         for key, members in self._stacks:
             values = td.get(key, None, as_list=True)
-            for i, (leaf, value) in enumerate(zip(members, values or (), strict=False)):
+            for i, (leaf, value) in enumerate(zip(members, () if values is None else values, strict=False)):
                 leaf.require(value, (*key_path(key), i), step)
 
 
@@ -228,7 +228,10 @@ class _OneHots:
     """Concatenated one-hot vectors of the lengths `nvec`."""
 
     choices = 0
-    advice = _NEEDS_CHOICE
+    advice = (
+        "A number is passed as torch.nn.functional.one_hot(number, n), or as it is to GymEnv(..., "
+        f"categorical_action_encoding=True). {_NEEDS_CHOICE}"
+    )
 
     def __init__(self, nvec: Sequence[int]) -> None:
         self._nvec = list(nvec)

@@ -28,7 +28,8 @@ from tensordict.nn import (
 from tensordict.nn.probabilistic import interaction_type as exploration_type
 from torch import Tensor, nn
 
-from engram.specs import Spec, Stacked
+from engram.specs import Spec
+from engram.specs.torchrl import stack_members
 from engram.transforms.base import IDLE
 
 Call = Callable[[TensorDictBase], TensorDictBase]
@@ -181,8 +182,9 @@ def random_policy(env: Any) -> RandomPolicy:
     keys = written_actions(env)
     if keys == ["action"]:
         return RandomPolicy(env.action_spec)
-    is_tensor = len(keys) == 1 and not isinstance(env.action_spec, Stacked)  # agents that differ: a lazy stack
-    return RandomPolicy(env.action_spec, keys[0]) if is_tensor else RandomPolicy(env.full_action_spec, None)
+    only: Any = env.full_action_spec[keys[0]] if len(keys) == 1 else None
+    is_tensor = only is not None and stack_members(only) is None  # agents that differ: a lazy stack
+    return RandomPolicy(only, keys[0]) if is_tensor else RandomPolicy(env.full_action_spec, None)
 
 
 def written_actions(env: Any) -> list[Any]:
@@ -414,7 +416,7 @@ def _observations_by_name(function: Callable[..., Any], env: Any) -> list[str]:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return []
-    observations, names = _observation_keys(env), list[str]()
+    observations, names = observation_keys(env), list[str]()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     for place, parameter in enumerate(parameters):
         if place == len(names) and parameter.kind in positional and parameter.name in observations:
@@ -425,7 +427,7 @@ def _observations_by_name(function: Callable[..., Any], env: Any) -> list[str]:
 
 
 def _only_observation(env: Any) -> Any:
-    keys = _observation_keys(env)
+    keys = observation_keys(env)
     if len(keys) != 1:
         raise ValueError(
             f"an nn.Module policy whose parameters have other names gets one observation, and the environment has "
@@ -435,7 +437,8 @@ def _only_observation(env: Any) -> Any:
     return keys[0]
 
 
-def _observation_keys(env: Any) -> list[Any]:
+def observation_keys(env: Any) -> list[Any]:
+    """The keys of an environment's observations, of any library."""
     return [key for key in _leaf_keys(env.observation_spec) if key not in (*FLAGS, IDLE)]
 
 

@@ -6,7 +6,7 @@ TorchRL is never imported from here. Where somebody else imports it, before or a
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -57,6 +57,14 @@ class _RegisterAfterImport(MetaPathFinder):
 
             vars(spec.loader)["exec_module"] = execute_and_register
         return spec
+
+
+def stack_members(spec: Any) -> Sequence[Any] | None:
+    """The members of a stack of leaf specs, of ours or of TorchRL's class of that name; None for any other spec."""
+    if type(spec).__name__ != "Stacked":
+        return None
+    members: Sequence[Any] = spec.specs if hasattr(spec, "specs") else spec.unbind(spec.stack_dim)
+    return members
 
 
 def torchrl_spec(spec: Any) -> Any:

@@ -39,14 +39,17 @@ class ItemRows:
         self.rows = _native.ItemRows(self.layout.codec_for(_device(item)), ROW, max_size or 0)
 
     @staticmethod
-    def can_hold(item: Any) -> bool:
-        """Whether items of this form can be rows: TensorDicts, tensorclasses and dicts of plain tensors on the CPU."""
+    def can_hold(item: Any, *, batch: bool = False) -> bool:
+        """Whether items of this form can be rows: TensorDicts, tensorclasses and dicts of plain tensors on the CPU.
+
+        Their dimensions have no names; that of a `batch` of them may have one.
+        """
         devices = set[Any]()
         if type(item) not in (TensorDict, dict):
             if not is_tensorclass(item) or type(item._tensordict) is not TensorDict or item._non_tensordict:
                 return False
             item = item._tensordict
-        return _is_plain(item, devices) == _TENSORS and len(devices) <= 1
+        return _is_plain(item, devices, int(batch)) == _TENSORS and len(devices) <= 1
 
     def look(
         self, items: Any, *, single: bool, index_key: str | None = None, batch: bool = False
@@ -160,20 +163,23 @@ class NewItemRows:
 _TENSORS, _NO_TENSORS, _OTHERS = 1, 0, -1
 
 
-def _is_plain(value: Any, devices: set[Any]) -> int:
-    """Whether an entry consists of tensors that rows can hold, of none, or of others; and its TensorDicts' devices."""
+def _is_plain(value: Any, devices: set[Any], lead: int) -> int:
+    """Whether an entry consists of tensors that rows can hold, of none, or of others; and its TensorDicts' devices.
+
+    Dimensions after the first `lead` have no names.
+    """
     kind = type(value)
     if kind is Tensor:
         is_plain = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
         return _TENSORS if is_plain and not value.is_nested else _OTHERS
     if kind is TensorDict:
-        if value._td_dim_names is not None:
+        if any(name is not None for name in (value._td_dim_names or ())[lead:]):
             return _OTHERS
         devices.add(_device(value))
         value = value._tensordict
     elif kind is not dict:
         return _OTHERS
-    kinds = {_is_plain(entry, devices) for entry in value.values()}
+    kinds = {_is_plain(entry, devices, lead) for entry in value.values()}
     if _OTHERS in kinds or not all(type(key) is str for key in value):
         return _OTHERS
     return _TENSORS if _TENSORS in kinds else _NO_TENSORS

@@ -197,7 +197,7 @@ class ListStorage(Storage):
         if not single:
             if type(items) is list:
                 first = items[0] if items else None
-            elif time_dim or not ItemRows.can_hold(items):
+            elif time_dim or not ItemRows.can_hold(items, batch=True):
                 return None
             else:
                 try:
