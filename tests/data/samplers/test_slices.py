@@ -328,7 +328,7 @@ def test_init_flags_are_marked_in_each_part_of_an_ensemble(kind):
 def test_init_flags_are_not_added_and_those_of_whole_trajectories_stay(kind):
     rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=ALL_SLICES[kind]())
     rb.extend(episodes([7, 9, 4]))
-    assert "is_init" not in rb.sample(8).keys()  # noqa: SIM118 -- a TensorDict iterates over rows
+    assert "is_init" not in rb.sample(8).keys()
     for data in (TensorDict({"is_init": torch.zeros(8, 5, 1).bool()}, [8, 5]), {"is_init": torch.zeros(8, 5).bool()}):
         sampler = SliceSampler(slice_len=2, trajectories=torch.zeros(8).long(), truncated_key=None)
         rb = ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler)

@@ -990,9 +990,9 @@ class SequenceSampler(SliceSampler, built_in=True):
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
     """Slices of trajectories that start at a step with probability proportional to `(p + eps) ** alpha` of that step.
 
-    A step can be a start when a whole slice from it on lies in its trajectory; with `strict_length=False` also the first
-    step of a trajectory that is shorter, which is a slice whole. `info["priority_weight"]` has for each row the weight
-    of its slice's start, P_min over the steps that can be starts. Batches and `info` are otherwise those of
+    A step can be a start when a whole slice from it on lies in its trajectory; with `strict_length=False` also the
+    first step of a trajectory that is shorter, which is a slice whole. `info["priority_weight"]` has for each row the
+    weight of its slice's start, P_min over the steps that can be starts. Batches and `info` are otherwise those of
     `SliceSampler`, priorities those of `PrioritizedSampler`.
 
     Args:
