@@ -33,9 +33,8 @@ class FrameStackSampler(SliceSampler, built_in=True):
     """
 
     def __init__(self, *, slice_len: int, **settings: Any) -> None:
-        settings = {"span": (True, False), "strict_length": False, "truncated_key": None, **settings}
+        settings = {"span": (True, False), "strict_length": False, "truncated_key": None, "init_key": None, **settings}
         super().__init__(slice_len=slice_len, **settings)
-        self.init_key = None  # the rows of a batch are single steps
 
     def _sample_rows(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         assert self.slice_len is not None

@@ -199,7 +199,6 @@ class SliceInfo(EpochInfo):
 
 
 TRUNCATED = ("next", "truncated")
-INIT: KeyPath = ("is_init",)
 MASK = ("collector", "mask")
 Weight = Literal["trajectories", "steps"]
 #: By how much slices may be cut at one end: not at all, to one step, by so many steps at most.
@@ -214,7 +213,7 @@ class SliceSampler(Sampler, built_in=True):
     half of the draws. `weight="steps"` draws all starts that a slice can have with equal probability instead.
 
     A batch is flat, slice after slice, `[batch_size]`: `batch.reshape(num_slices, -1)` has a row for each where all are
-    whole. The last step of each is marked truncated and done, `terminated` stays. Where steps have a flag `"is_init"`,
+    whole. The last step of each is marked truncated and done, `terminated` stays. Where steps have a flag `init_key`,
     it is set at the first step of each, so that recurrent modules begin there with the state stored in that step, and
     carry none over from the slice before; batches `[B, T]`, of stored sequences, keep theirs. What is stored is not
     changed. `info["slice_id"]` (int64 [n]) says which slice a row is of, and with `truncated_key` `info` holds the
@@ -228,7 +227,8 @@ class SliceSampler(Sampler, built_in=True):
         end_key, end_keys, traj_key: where trajectories end, as for `EpisodeIndex`.
         ends, trajectories: flags or ids of a dataset that does not change, instead of keys, as for `EpisodeIndex`.
         cache_values: accepted for users of other libraries; boundaries are always kept and never read twice.
-        truncated_key: bool [n, 1], added where the data lack it, and `done` beside it; None: nothing is marked.
+        truncated_key: bool [n, 1], added where the data lack it, and `done` beside it; None: neither is marked.
+        init_key: flags of the first steps of trajectories, where data have them; None: they are not marked.
         strict_length: draw only from trajectories of at least a slice's length. False: a shorter one is a slice whole,
             and the batch has fewer rows.
         span: slices may be cut by the begin and the end of their trajectory, `(begin, end)` or one value for both, so
@@ -273,6 +273,7 @@ class SliceSampler(Sampler, built_in=True):
         trajectories: Tensor | None = None,
         cache_values: bool = False,
         truncated_key: Key | None = TRUNCATED,
+        init_key: Key | None = "is_init",
         strict_length: bool = True,
         pad_output: bool = False,
         span: Cut | tuple[Cut, Cut] = False,
@@ -302,7 +303,7 @@ class SliceSampler(Sampler, built_in=True):
         if self.slice_len is not None:
             _rows_cut(self.span, self.slice_len)
         self.slice_key = None if slice_key is None else as_path(slice_key, "slice_key")
-        self.init_key: KeyPath | None = INIT
+        self.init_key: KeyPath | None = None if init_key is None else as_path(init_key, "init_key")
         if weight not in get_args(Weight):
             raise ValueError(f"weight must be one of {get_args(Weight)}, got {weight!r}")
         self.weight = weight
@@ -1034,6 +1035,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
         trajectories: Tensor | None = None,
         cache_values: bool = False,
         truncated_key: Key | None = TRUNCATED,
+        init_key: Key | None = "is_init",
         strict_length: bool = True,
         pad_output: bool = False,
         span: Cut | tuple[Cut, Cut] = False,
@@ -1043,7 +1045,8 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
         SliceSampler.__init__(
             self, num_slices=num_slices, slice_len=slice_len, end_key=end_key, end_keys=end_keys, traj_key=traj_key,
             ends=ends, trajectories=trajectories, cache_values=cache_values, truncated_key=truncated_key,
-            strict_length=strict_length, pad_output=pad_output, span=span, slice_key=slice_key, compilable=compilable,
+            init_key=init_key, strict_length=strict_length, pad_output=pad_output, span=span, slice_key=slice_key,
+            compilable=compilable,
         )  # fmt: skip
         self._table = PriorityTable(
             max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, starts_only=True
