@@ -56,7 +56,7 @@ LAYERS = [
     ["engram._generator", "engram._progress", "engram._system"],
     ["engram._native"],
     ["engram.errors"],
-    ["engram._advice", "engram._text"],
+    ["engram._advice", "engram._aliases", "engram._text"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Optional packages, and the only files that import each.

@@ -35,7 +35,7 @@ SPECS = {
 }  # fmt: skip
 NAMES = {
     "engram": {"Generator", "__version__", "load", "verify"},
-    "engram.data": BUFFERS | SPECS | {"MultiStep"},
+    "engram.data": BUFFERS | SPECS | {"MultiStep", "TensorDict"},
     "engram.data.specs": SPECS,
     "engram.data.replay_buffers": BUFFERS,
     "engram.data.replay_buffers.samplers": {

@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any
 if sys.platform == "win32":
     raise ImportError("engram runs on Linux and macOS; on Windows use the Linux subsystem (WSL 2)")
 
+from engram._aliases import install as _install_aliases
+
 if TYPE_CHECKING:
     from engram._generator import Generator
     from engram.data.replay_buffers.checkpointers import VerificationReport
+
+_install_aliases()
 
 __version__ = "0.1.0"
 __all__ = ["Generator", "__version__", "load", "verify"]

@@ -181,6 +181,15 @@ class BatchForm {
     marks_.push_back({child->leaf, last});
     return true;
   }
+  // Marks each slice's first step in a flag at the root, where there is one and the batch is flat. False: it is no bool.
+  bool mark_first_if_any(nb::tuple path) {
+    Node* const node = parent(path, false);
+    const Node* const child = node ? child_of(*node, path[path.size() - 1]) : nullptr;
+    if (!child || child->kind != Node::kLeaf || child->leaf >= leaves_) return true;
+    const Leaf& leaf = codec_->leaves()[child->leaf];
+    if (node->kind == Node::kDict && leaf.bytes != leaf.dtype.bits / 8) return true;  // steps of several trajectories
+    return mark(path, false);
+  }
 
  private:
   static Node* child_of(Node& node, nb::handle key) {

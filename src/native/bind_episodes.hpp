@@ -256,9 +256,9 @@ class Episodes {
 class SliceDraw final : public RowDraw {
  public:
   // `planned`: a callable of a batch size that gives the episodes, the store that they are of, the number of slices, their
-  // rule, and what is done to batches: pairs of one of "last", "first", "mask" and "slice_id", and a path. None: there is
-  // no index of the store yet, or such slices are drawn in Python. It is called again when one of the sampler's attributes
-  // named by `watched` is another object.
+  // rule, and what is done to batches: pairs of one of "last", "first", "first if any", "mask" and "slice_id", and a path.
+  // None: there is no index of the store yet, or such slices are drawn in Python. It is called again when one of the
+  // sampler's attributes named by `watched` is another object.
   SliceDraw(nb::object sampler, nb::object lock, nb::object planned, nb::tuple watched)
       : seeds_(sampler, std::move(lock)), sampler_(std::move(sampler)), planned_(std::move(planned)) {
     for (nb::handle name : watched) {
@@ -276,6 +276,7 @@ class SliceDraw final : public RowDraw {
     for (nb::handle mark : marks_) {
       const auto [what, path] = nb::cast<std::pair<std::string, nb::tuple>>(mark);
       const bool fits = what == "last" || what == "first" ? form.mark(path, what == "last")
+                        : what == "first if any"          ? form.mark_first_if_any(path)
                         : what == "mask"                  ? form.add(path, {BatchForm::kMask, {kDLBool, 8}})
                                                           : form.add(path, {BatchForm::kSliceId, {kDLInt, 64}});
       if (!fits) return false;

@@ -219,8 +219,7 @@ inline nb::object stale_places(const DrawnRows& drawn, const Store& store, nb::h
 // Opens the starts of slices that a rule allows, as far as rows and trajectories have been taken in.
 inline void open_starts(Priorities& self, const Store& store, const EpisodeIndex& index, const SliceRule& rule) {
   if (!self.draws_starts()) throw nb::value_error("these are priorities of steps, not of starts of slices");
-  const bool any_row = rule.min_length < rule.length;
-  self.open_starts(store, index, any_row ? 1 : rule.length - rule.after, any_row ? 1 : rule.length);
+  self.open_starts(store, index, rule.length - rule.after, rule.min_length);
 }
 
 // Takes in what is new, and opens the starts of slices that a rule allows.

@@ -169,8 +169,9 @@ class Priorities {
     return best > 0 ? best : latest_;
   }
 
-  // Opens the rows at which slices can start, as far as the index has them (it polls first, then this): those from which
-  // `least` rows on lie in their trajectory, of trajectories of at least `min_length` stored rows. O(1) for each new row.
+  // Opens the rows at which slices can start, as far as the index has them (it polls first, then this), in trajectories of
+  // at least `min_length` stored rows: those from which `least` rows on lie in their trajectory, and the first row of a
+  // trajectory that has fewer than `least`. O(1) for each new row.
   void open_starts(const Store& store, const EpisodeIndex& index, uint64_t least, uint64_t min_length) {
     if (reopen_ || least_ != least || min_length_ != min_length || restarts_ != index.restarts() ||
         edits_ != index.edits()) {
@@ -185,16 +186,22 @@ class Priorities {
       const uint64_t lane = k / index.per_lane(), published = index.indexed(lane).published;
       const Follower::Seen& seen = follower_.seen()[lane];
       const uint64_t replaced = seen.published > s.lane_capacity ? seen.published - s.lane_capacity : 0;
+      const uint64_t oldest = std::max({index.indexed(lane).first, seen.first, replaced});
       uint64_t& next = opened_[k];
-      next = std::max({next, index.indexed(lane).first, seen.first, replaced});
+      next = std::max(next, oldest);
       Trajectory t;
       while (next < published && index.find(k, next, t)) {
-        const uint64_t end = t.length() >= min_length && t.stop + 1 > least ? t.stop + 1 - least : 0;
+        const uint64_t first = std::max(t.start, oldest), whole = t.stop + 1 > least ? t.stop + 1 - least : 0;
+        const uint64_t end = t.length() >= min_length ? std::max(first + 1, whole) : 0;
         if (next < end) set_open(s, lane, k % index.per_lane(), next, end, true), next = end;
         if (t.stop == published) break;  // it may grow
         next = t.stop;
       }
       if (min_length > least && index.count(k) > 0) close_short(s, index, k, published);
+      // As rows are overwritten, another one becomes the first of the oldest trajectory.
+      if (min_length < least && oldest < published && is_closed(slot_of(s, lane, oldest, k % index.per_lane())) &&
+          index.find(k, oldest, t) && t.stop - oldest >= min_length)
+        set_open(s, lane, k % index.per_lane(), oldest, oldest + 1, true);
     }
   }
 
@@ -394,6 +401,7 @@ class Priorities {
   }
   // ---- starts of slices ----
   bool drawable(uint64_t slot) const { return !starts_ || open_->data()[slot]; }
+  bool is_closed(uint64_t slot) const { return holds(slot) && !drawable(slot); }
   void close_all() {
     std::memset(open_->data(), 0, capacity_);
     for (uint64_t slot = 0; slot < capacity_; ++slot)

@@ -86,11 +86,11 @@ class PrioritizedSliceOracle(PrioritizedOracle, SliceOracle):
         )
 
     def slices(self, length: int) -> dict[tuple[Row, ...], float]:
-        shortest = length if self.strict else 1
         return {
             tuple(piece[start : start + length]): self.mass(piece[start])
             for piece in self.ring.trajectories(self.by_id)
-            for start in range(len(piece) - shortest + 1)
+            if len(piece) >= self.shortest(length)
+            for start in range(max(len(piece) - length, 0) + 1)
         }
 
     def weights(self, rows: list[Row]) -> list[float]:

@@ -31,6 +31,11 @@ def priority_of(n: int) -> float:
     return n * 31 % 17 / 4
 
 
+def is_init(n: int) -> bool:
+    """The flag of a step that is said to begin a trajectory."""
+    return n % 5 == 0
+
+
 def as_data(columns: list[list[Step]], envs: int) -> TensorDict:
     """Columns as users give them: [envs, time], with envs=0 [time]."""
     n = torch.tensor([[s.n for s in column] for column in columns])
@@ -42,6 +47,7 @@ def as_data(columns: list[list[Step]], envs: int) -> TensorDict:
     data["td_error"] = torch.tensor([priority_of(int(k)) for k in n.flatten()]).reshape(n.shape)
     data["next", "done"], data["next", "terminated"] = done[..., None], done[..., None].clone()
     data["next", "truncated"] = torch.zeros_like(done[..., None])
+    data["is_init"] = torch.tensor([is_init(int(k)) for k in n.flatten()]).reshape(*n.shape, 1)
     return data
 
 

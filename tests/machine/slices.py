@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from engram.data import SequenceSampler, SliceSampler, SliceSamplerWithoutReplacement
-from machine.ring import Row
+from machine.ring import Row, is_init
 from machine.samplers import RandomOracle
 
 
@@ -71,6 +71,8 @@ class SliceOracle(RandomOracle):
         done = [self.ring.step(row).done or end for row, end in zip(rows, last, strict=True)]
         for key, expected in ((("next", "truncated"), last), (("next", "done"), done)):
             assert batch[key].squeeze(-1).tolist() == info[key].squeeze(-1).tolist() == expected, key
+        begins = [k == 0 or ids[k - 1] != i or is_init(self.ring.step(rows[k]).n) for k, i in enumerate(ids)]
+        assert batch["is_init"].squeeze(-1).tolist() == begins
         self._ids = ids
 
     def drew_slices(self, count: int, drawn: list[tuple[Row, ...]]) -> None:
@@ -228,7 +230,8 @@ class SequenceOracle(SliceOracle):
             first += [k == real[0] for k in range(len(window))]
             last += [k == real[-1] for k in range(len(window))]
         done = [self.ring.step(row).done or end for row, end in zip(rows, last, strict=True)]
-        for key, expected in (("is_init", first), (("next", "truncated"), last), (("next", "done"), done)):
+        begins = [begin or is_init(self.ring.step(row).n) for row, begin in zip(rows, first, strict=True)]
+        for key, expected in (("is_init", begins), (("next", "truncated"), last), (("next", "done"), done)):
             assert batch[key].squeeze(-1).tolist() == expected, key
 
     def frequencies(self) -> dict[Hashable, float]:

@@ -3,6 +3,8 @@
 import importlib
 from typing import Any
 
+from tensordict import TensorDict
+
 from engram._advice import absent_name
 from engram.data.replay_buffers import (
     DEFAULT_DONE_KEYS,
@@ -131,6 +133,7 @@ __all__ = [
     "StorageEnsembleCheckpointer",
     "TED2Flat",
     "TED2Nested",
+    "TensorDict",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
@@ -151,7 +154,14 @@ __all__ = [
 ]
 
 
+#: Classes of a layer above, by their modules; the first one loads torch.distributed.rpc.
+_FROM_ABOVE = {
+    "RemoteTensorDictReplayBuffer": "engram.distributed.rpc",
+    "RayReplayBuffer": "engram.distributed.ray_buffer",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "RemoteTensorDictReplayBuffer":  # its import loads torch.distributed.rpc; it is a part of a layer above
-        return importlib.import_module("engram.distributed.rpc").RemoteTensorDictReplayBuffer
+    if name in _FROM_ABOVE:
+        return getattr(importlib.import_module(_FROM_ABOVE[name]), name)
     raise absent_name(__name__, name)

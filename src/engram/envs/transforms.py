@@ -7,6 +7,7 @@ from engram.transforms import __all__ as _transforms
 from engram.transforms.base import apply_to_composite as _apply_to_composite  # noqa: F401 -- users' transforms have it
 from engram.transforms.base import apply_to_composite_inv as _apply_to_composite_inv  # noqa: F401
 
+__path__: list[str] = []  # modules below it are aliases only
 __all__ = sorted([*_transforms, "TransformedEnv"])
 
 advise_on_names(__name__)

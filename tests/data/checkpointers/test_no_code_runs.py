@@ -59,7 +59,6 @@ COMPUTED = {
     ("_advice.py", "advised"): "the names in the table that stands there, at import",
     ("checkpoint/encoding.py", ""): "dtypes that stand there, at import",
     ("interop/torchrl/files.py", ""): "dtypes that stand there, at import",
-    ("_advice.py", "advised"): "the names that stand there, at import",
     ("store/episodes.py", "_query"): "the methods that call it",
     ("data/replay_buffers/samplers/base.py", "_call"): "the methods that call it",
     ("data/replay_buffers/samplers/prioritized.py", "__get__"): "the settings that stand there, at import",
@@ -72,7 +71,6 @@ COMPUTED = {
     ("transforms/torchrl.py", "__getattr__"): "the transform, which asks for an attribute of the environment",
     ("transforms/base.py", "state_settings"): "_state_settings of the class",
     ("transforms/base.py", "changed"): "the names of a transform's lists of keys, which stand there",
-    ("_advice.py", "advised"): "the names of the tables that stand there",
     ("data/replay_buffers/buffer.py", "_replace"): "the methods that call it",
 }
 

@@ -56,7 +56,8 @@ def valid_starts(rb, length, strict=True, span=(0, 0)):
     found, begin = {}, 0
     for i in range(len(slots)):
         stop = next((k + 1 for k in range(i, len(slots)) if ends[k]), len(slots))
-        if not strict or (stop - begin >= length and stop - i >= length - span[1]):
+        fits = stop - i >= length - span[1] or i == begin
+        if fits and (stop - begin >= length or not strict):
             found[slots[i]] = stop - i, i == begin
         begin = i + 1 if ends[i] else begin
     return found
@@ -133,6 +134,30 @@ def test_starts_are_drawn_in_proportion_among_those_that_fit(storage):
     statistic = float(((counts[torch.tensor(starts)] - expected) ** 2 / expected).sum())
     k, z = len(starts) - 1, 4.7534
     assert statistic < k * (1 - 2 / (9 * k) + z * math.sqrt(2 / (9 * k))) ** 3
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+def test_only_shorter_trajectories_are_short_slices_and_these_are_whole(storage):
+    torch.manual_seed(0)
+    rb = buffer(100, storage, length=5, strict_length=False)
+    index = rb.extend(data([k == 19 or k == 22 for k in range(27)]))  # of 20, 3 and, running, 4 steps
+    rb.update_priority(index, torch.rand(27) * 4)
+    p = rb.sampler.priorities(torch.arange(27))
+    batch, info = rb.sample(5 * 20_000, return_info=True)
+    lengths = torch.bincount(info["slice_id"])
+    first = batch["n"][lengths.cumsum(0) - lengths]
+    starts = [*range(16), 20, 23]
+    assert lengths.tolist() == [{20: 3, 23: 4}.get(n, 5) for n in first.tolist()]
+    counts, expected = torch.bincount(first, minlength=27)[starts], p[starts] / p[starts].sum() * 20_000
+    assert counts.sum() == 20_000 and float(((counts - expected) ** 2 / expected).sum()) < 17 + 5 * math.sqrt(34)
+
+
+def test_first_step_of_a_short_trajectory_stays_a_start_while_the_ring_overwrites_it():
+    rb = buffer(8, length=5, strict_length=False)
+    rb.extend(data([0] * 3 + [1] + [0] * 4))
+    for n in range(8, 30):
+        assert set(check(rb, 5, 40, strict=False)) == set(valid_starts(rb, 5, strict=False))
+        rb.add(data([n % 6 == 0], n)[0])
 
 
 def test_a_step_becomes_a_start_when_its_slice_is_there_and_not_before():

@@ -14,14 +14,17 @@ from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    PrioritizedSliceSampler,
     ReplayBuffer,
+    ReplayBufferEnsemble,
     SequenceSampler,
     SliceSampler,
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from engram.testing.helpers import numbers, steps
+from engram.data.replay_buffers.samplers.slices import mark_rows
+from engram.testing.helpers import assert_equal, numbers, steps
 from engram.testing.sampler import SamplerContract
 
 
@@ -249,6 +252,113 @@ def test_marks_that_the_data_lack_are_added():
         assert batch["which"]["slice"].tolist() == [0, 0, 0, 1, 1, 1]
         rb.set_sampler(SliceSampler(slice_len=3, end_key="end", truncated_key=None))
         assert set(rb.sample(6)) == {"n", "end"} if isinstance(data, dict) else set(rb.sample(6).keys()) == {"n", "end"}
+
+
+# ---- the flag that a trajectory begins ----
+ALL_SLICES = {
+    "uniform": lambda **how: SliceSampler(slice_len=4, traj_key="id", **how),
+    "by step": lambda **how: SliceSampler(slice_len=4, traj_key="id", weight="steps", **how),
+    "short": lambda **how: SliceSampler(slice_len=4, traj_key="id", strict_length=False, span=True, **how),
+    "padded": lambda **how: SliceSampler(slice_len=4, traj_key="id", strict_length=False, pad_output=True, **how),
+    "epochs": lambda **how: SliceSamplerWithoutReplacement(slice_len=4, traj_key="id", **how),
+    "by priority": lambda **how: PrioritizedSliceSampler(None, 0.7, 0.9, slice_len=4, traj_key="id", **how),
+    "sequences": lambda **how: SequenceSampler(slice_len=4, traj_key="id", **how),
+}
+FLAG_SHAPES = {"column": (1,), "plain": (), "agents": (3, 1)}
+
+
+def with_init(lengths, start=0, first_id=0, shape=(1,)):
+    """Episodes of which every third step is said to begin one."""
+    data = episodes(lengths, start, first_id)
+    data["is_init"] = (data["n"] % 3 == 0).reshape(-1, *[1] * len(shape)).expand(-1, *shape).clone()
+    return data
+
+
+def assert_init_marked(batch, slice_id, mask=None):
+    first = slice_id != torch.cat([torch.tensor([-1]), slice_id[:-1]])
+    expected = first | (batch["n"] % 3 == 0)
+    assert torch.equal(batch["is_init"].reshape(len(first), -1).all(1), expected)
+    assert torch.equal(batch["is_init"].reshape(len(first), -1).any(1), expected)
+
+
+@pytest.mark.parametrize("kind", ALL_SLICES)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_first_step_of_each_slice_is_marked_as_init_and_the_stored_row_stays(kind, storage, tmp_path):
+    for truncated_key in (None, ("next", "truncated")):
+        sampler = ALL_SLICES[kind](truncated_key=truncated_key)
+        rb = ReplayBuffer(storage=STORAGES[storage](tmp_path / str(truncated_key), 30), sampler=sampler, batch_size=12)
+        if storage != "columns":
+            for k in range(3):  # the ring wraps
+                rb.extend(with_init([7, 9, 4], 20 * k, 3 * k))
+        else:
+            rb = ReplayBuffer(storage=TensorStorage(with_init([7, 9, 4])), sampler=sampler, batch_size=12)
+        before = [step["is_init"].clone() for step in rb[:]]
+        for _ in range(4):
+            batch, info = rb.sample(return_info=True)
+            assert_init_marked(batch, info["slice_id"])
+            plain = rb.sample()  # by the native reader, where there is one
+            starts = plain["n"] != torch.cat([torch.tensor([-9]), plain["n"][:-1]]) + 1
+            assert bool(plain["is_init"].flatten()[starts & (kind not in ("padded", "sequences"))].all())
+        assert all(torch.equal(old, step["is_init"]) for old, step in zip(before, rb[:], strict=True))
+
+
+@pytest.mark.parametrize("shape", FLAG_SHAPES.values(), ids=FLAG_SHAPES)
+@pytest.mark.parametrize("kind", ["uniform", "by priority"])
+def test_init_flags_of_any_shape_are_marked_with_environments_and_ahead(kind, shape):
+    storage = LazyTensorStorage(40, ndim=2)
+    rb = TensorDictReplayBuffer(storage=storage, sampler=ALL_SLICES[kind](), batch_size=12, prefetch=2)
+    rb.extend(torch.stack([with_init([7, 9, 4], 100 * env, 10 * env, shape) for env in range(2)]))
+    for _ in range(6):
+        batch, info = rb.sample(return_info=True)
+        assert_init_marked(batch, info["slice_id"])
+
+
+@pytest.mark.parametrize("kind", ["uniform", "by priority"])
+def test_init_flags_are_marked_in_each_part_of_an_ensemble(kind):
+    rbs = [ReplayBuffer(storage=LazyTensorStorage(20), sampler=ALL_SLICES[kind]()) for _ in range(2)]
+    for k, rb in enumerate(rbs):
+        rb.extend(with_init([7, 9, 4], 20 * k))
+    batch, info = ReplayBufferEnsemble(*rbs, batch_size=24, sample_from_all=True).sample(return_info=True)
+    for part, slice_id in zip(batch, info["slice_id"], strict=True):
+        assert_init_marked(part, slice_id)
+
+
+@pytest.mark.filterwarnings("ignore:a batch of shape")
+@pytest.mark.parametrize("kind", ["uniform", "by priority"])
+def test_init_flags_are_not_added_and_those_of_whole_trajectories_stay(kind):
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=ALL_SLICES[kind]())
+    rb.extend(episodes([7, 9, 4]))
+    assert "is_init" not in rb.sample(8).keys()
+    for data in (TensorDict({"is_init": torch.zeros(8, 5, 1).bool()}, [8, 5]), {"is_init": torch.zeros(8, 5).bool()}):
+        sampler = SliceSampler(slice_len=2, trajectories=torch.zeros(8).long(), truncated_key=None)
+        rb = ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler)
+        rb.extend(data)
+        for _ in range(2):
+            assert not bool(rb.sample(4)["is_init"].any()) and not bool(rb.sample(4, True)[0]["is_init"].any())
+
+
+@pytest.mark.parametrize("kind", ["uniform", "padded", "by priority", "sequences"])
+def test_slices_that_came_as_rows_are_marked_as_those_of_a_buffer(kind):
+    sampler = ALL_SLICES[kind](slice_key="slice")
+    for data in (with_init([7, 9, 4, 2]), episodes([7, 9, 4, 2])):
+        rb = ReplayBuffer(storage=LazyTensorStorage(30), sampler=sampler)
+        rb.extend(data)
+        index, info = sampler.sample(rb.storage, 20)
+        slices = info["slices"]
+        expected, batch = rb[index], rb[index]
+        sampler._mark(expected, info, slices)
+        mask = slices.mask() if ("collector", "mask") in info else None
+        mark_rows(batch, sampler, slices.last().flatten(), mask)
+        assert_equal(batch, expected)
+
+
+def test_init_flags_of_numbers_are_marked_too():
+    for dtype in (torch.uint8, torch.float32):
+        data = with_init([7, 9, 4])
+        data["is_init"] = data["is_init"].to(dtype)
+        rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=SliceSampler(slice_len=4, traj_key="id"))
+        rb.extend(data)
+        assert bool((rb.sample(12)["is_init"].reshape(3, 4)[:, 0] == 1).all())
 
 
 @tensorclass

@@ -33,7 +33,7 @@ class FrameStackSampler(SliceSampler, built_in=True):
     """
 
     def __init__(self, *, slice_len: int, **settings: Any) -> None:
-        settings = {"span": (True, False), "strict_length": False, "truncated_key": None, **settings}
+        settings = {"span": (True, False), "strict_length": False, "truncated_key": None, "init_key": None, **settings}
         super().__init__(slice_len=slice_len, **settings)
 
     def _sample_rows(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:

@@ -26,7 +26,18 @@ from engram.data.replay_buffers.samplers.base import (
     stored_rows,
 )
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler, PriorityTable
-from engram.pytree import Key, KeyPath, as_path, format_key, get_entries, get_entry, has_keys, map_outermost, set_entry
+from engram.pytree import (
+    Key,
+    KeyPath,
+    as_path,
+    format_key,
+    get_entries,
+    get_entry,
+    has_batch_size,
+    has_keys,
+    map_outermost,
+    set_entry,
+)
 from engram.store.episodes import EpisodeIndex
 from engram.store.indexing import to_slots
 
@@ -44,6 +55,18 @@ def mark_first(batch: Any, path: KeyPath, slices: _native.SliceBatch) -> Tensor:
     return _marked(batch, path, slices.mark_first, slices.first)
 
 
+def mark_first_if_any(batch: Any, path: KeyPath, slices: _native.SliceBatch) -> Tensor | None:
+    """As `mark_first`, but only where a flat batch has such a leaf, else it stays: bool [n, ...]; None: it has none.
+
+    A plain dict is flat where it has one flag a step: `[n]` or `[n, 1]`.
+    """
+    leaf = get_entry(batch, path)
+    if not isinstance(leaf, Tensor):
+        return None
+    is_flat = batch.ndim == 1 if has_batch_size(batch) else leaf.numel() == len(leaf)
+    return mark_first(batch, path, slices) if is_flat else leaf
+
+
 def _marked(batch: Any, path: KeyPath, mark: Callable[[Any], bool], flags: Callable[[], Tensor]) -> Tensor:
     leaf: Tensor | None = get_entry(batch, path)
     if leaf is None:
@@ -58,20 +81,32 @@ def mark_rows(batch: Any, sampler: SliceSampler, last: Tensor, mask: Tensor | No
     """Marks slices in a batch that came as rows, in place, as a buffer on one machine does.
 
     Args:
+        sampler: one with `slice_len`; all slices have that many rows.
         last: where slices end, bool [n]; mask: False where they are padded, bool [n].
     """
     if not has_keys(batch):
         return
     for path in sampler.marked_keys:
-        leaf: Tensor | None = get_entry(batch, path)
-        if leaf is None:
-            put(batch, path, last.unsqueeze(-1))
-        else:
-            leaf[last] = 1
+        _mark_where(batch, path, last)
     if mask is not None:
-        put(batch, MASK, mask)
+        put(batch, sampler.mask_key if isinstance(sampler, SequenceSampler) else MASK, mask)
+    length = sampler.slice_len
+    assert length is not None
+    if sampler.init_key is not None:
+        steps = (torch.ones_like(last) if mask is None else mask).reshape(-1, length)
+        first = (steps & (steps.cumsum(1) == 1)).flatten()
+        if isinstance(sampler, SequenceSampler) or get_entry(batch, sampler.init_key) is not None:
+            _mark_where(batch, sampler.init_key, first)
     if sampler.slice_key is not None:
-        put(batch, sampler.slice_key, last.cumsum(0) - last.long())
+        put(batch, sampler.slice_key, torch.arange(len(last)) // length)
+
+
+def _mark_where(batch: Any, path: KeyPath, flags: Tensor) -> None:
+    leaf: Tensor | None = get_entry(batch, path)
+    if leaf is None:
+        put(batch, path, flags.unsqueeze(-1))
+    else:
+        leaf[flags] = 1
 
 
 def put(batch: Any, path: KeyPath, value: Tensor) -> None:
@@ -180,19 +215,22 @@ class SliceSampler(Sampler, built_in=True):
     half of the draws. `weight="steps"` draws all starts that a slice can have with equal probability instead.
 
     A batch is flat, slice after slice, `[batch_size]`: `batch.reshape(num_slices, -1)` has a row for each where all are
-    whole. The last step of each is marked truncated and done, `terminated` stays. `info["slice_id"]` (int64 [n]) says
-    which slice a row is of, and with `truncated_key` `info` holds the marked flags, and `terminated`, under their keys
-    (bool [n, 1]; also of a sampler that is used without a buffer: `sampler.sample(storage, n)`). A slice never
-    crosses the end of a trajectory, the write cursor, a seam, or goes from one lane or environment to another; it wraps
-    around the ring. What is new since the last batch is taken in at each, whatever the size of the buffer.
+    whole. The last step of each is marked truncated and done, `terminated` stays. Where steps have a flag `init_key`,
+    it is set at the first step of each, so that recurrent modules begin there with the state stored in that step, and
+    carry none over from the slice before; batches `[B, T]`, of stored sequences, keep theirs. What is stored is not
+    changed. `info["slice_id"]` (int64 [n]) says which slice a row is of, and with `truncated_key` `info` holds the
+    marked flags, and `terminated`, under their keys (bool [n, 1]; also of a sampler that is used without a buffer:
+    `sampler.sample(storage, n)`). A slice never crosses the end of a trajectory, the write cursor, a seam, or goes from
+    one lane or environment to another; it wraps around the ring. What is new since the last batch is taken in at each,
+    whatever the size of the buffer.
 
     Args:
         num_slices, slice_len: exactly one of them; the batch size is a multiple of it.
         end_key, end_keys, traj_key: where trajectories end, as for `EpisodeIndex`.
         ends, trajectories: flags or ids of a dataset that does not change, instead of keys, as for `EpisodeIndex`.
         cache_values: accepted for users of other libraries; boundaries are always kept and never read twice.
-        truncated_key: bool [n, 1], added where the data lack it, and `done` beside it; None: nothing is marked.
-        init_key: where data have flags that say where a trajectory begins; None: there are none.
+        truncated_key: bool [n, 1], added where the data lack it, and `done` beside it; None: neither is marked.
+        init_key: flags of the first steps of trajectories, where data have them; None: they are not marked.
         strict_length: draw only from trajectories of at least a slice's length. False: a shorter one is a slice whole,
             and the batch has fewer rows.
         span: slices may be cut by the begin and the end of their trajectory, `(begin, end)` or one value for both, so
@@ -320,7 +358,7 @@ class SliceSampler(Sampler, built_in=True):
         return index, info
 
     #: Attributes that decide what `_planned` gives, beside those of which `_plan` is made.
-    _watched: tuple[str, ...] = ("_plan", "pad_output", "slice_key")
+    _watched: tuple[str, ...] = ("_plan", "pad_output", "slice_key", "init_key")
 
     def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
         return _native.SliceDraw(self, drawing, partial(self._planned, storage), self._watched)
@@ -338,6 +376,8 @@ class SliceSampler(Sampler, built_in=True):
     def _marks(self) -> tuple[tuple[str, KeyPath], ...]:
         """What `_mark` does to a batch, in this order: the content of an entry, and its path."""
         marks = [("last", path) for path in self.marked_keys]
+        if self.init_key is not None:
+            marks.append(("first if any", self.init_key))
         if self.pad_output:
             marks.append(("mask", MASK))
         if self.slice_key is not None:
@@ -524,6 +564,8 @@ class SliceSampler(Sampler, built_in=True):
             marked = done is not None and slices.mark_last(done)
             flags[done_key] = done if marked else mark_last(batch, self._flags[1], slices)
             flags[terminated_key] = torch.zeros_like(slices.last()) if terminated is None else terminated
+        if self.init_key is not None:
+            mark_first_if_any(batch, self.init_key, slices)
         if self.pad_output:
             put(batch, MASK, slices.mask())
         if self.slice_key is not None:
@@ -923,7 +965,7 @@ class SequenceSampler(SliceSampler, built_in=True):
         self.mask_key = as_path(mask_key, "mask_key")
         self.init_key = None if init_key is None else as_path(init_key, "init_key")
 
-    _watched = (*SliceSampler._watched, "mask_key", "init_key")
+    _watched = (*SliceSampler._watched, "mask_key")
 
     def _marks(self) -> tuple[tuple[str, KeyPath], ...]:
         init = () if self.init_key is None else (("first", self.init_key),)
@@ -977,10 +1019,10 @@ class SequenceSampler(SliceSampler, built_in=True):
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
     """Slices of trajectories that start at a step with probability proportional to `(p + eps) ** alpha` of that step.
 
-    A step can be a start when a whole slice from it on lies in its trajectory; with `strict_length=False` any step can,
-    and a slice may be cut by the end of its trajectory. `info["priority_weight"]` has for each row the weight of its
-    slice's start, P_min over the steps that can be starts. Batches and `info` are otherwise those of `SliceSampler`,
-    priorities those of `PrioritizedSampler`.
+    A step can be a start when a whole slice from it on lies in its trajectory; with `strict_length=False` also the
+    first step of a trajectory that is shorter, which is a slice whole. `info["priority_weight"]` has for each row the
+    weight of its slice's start, P_min over the steps that can be starts. Batches and `info` are otherwise those of
+    `SliceSampler`, priorities those of `PrioritizedSampler`.
 
     Args:
         max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as `PrioritizedSampler`.
