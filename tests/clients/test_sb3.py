@@ -15,7 +15,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 import engram.data
 from clients.trainings import sb3 as trainings
-from engram.compat.sb3 import ReplayBuffer
+from engram.compat.sb3 import NStepReplayBuffer, ReplayBuffer
 from engram.data import LazyMemmapStorage, SliceSampler
 
 TRAININGS = {"dqn_cartpole": 2000, "sac_pendulum": 300, "td3_dict_in_four_environments": 1200}
@@ -54,6 +54,9 @@ def fill(pair: list[Any], observation: spaces.Space, action: spaces.Space, steps
         for buffer in pair:
             given = (dict(obs), dict(following)) if isinstance(obs, dict) else (obs, following)
             buffer.add(*given, act, reward, done, infos)
+
+
+ARRAYS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
 
 
 def same(a: Any, b: Any) -> bool:
@@ -112,8 +115,7 @@ def test_n_step_batches_are_those_of_its_own_buffer(n_envs, n_steps, handle, ste
     fill(pair, BOX, ACTIONS["box"], steps=steps, n_envs=n_envs)
     assert_same_n_steps(pair)
     for name in ("dones", "timeouts"):
-        theirs, ours = (getattr(buffer, name) for buffer in pair)
-        assert (theirs[: len(ours)] == ours).all(), name
+        assert same(*(getattr(buffer, name) for buffer in pair)), name
 
 
 def assert_same_n_steps(pair: list[Any]) -> None:
@@ -137,7 +139,7 @@ def test_truncation_without_done_ends_an_episode_for_every_reader(tmp_path):
     for one in (buffer, loaded, pickle.loads(pickle.dumps(buffer))):
         batch = one._get_samples(np.arange(5))
         assert batch.rewards.flatten().tolist() == [2, 1, 3, 2, 1] and not batch.dones.any()
-        assert not one.dones.any() and one.timeouts.flatten().tolist() == [0, 1, 0, 0, 0]
+        assert not one.dones.any() and one.timeouts[:5].flatten().tolist() == [0, 1, 0, 0, 0]
         rows = engram.data.ReplayBuffer(
             storage=one.rows.buffer.storage, sampler=SliceSampler(slice_len=2), batch_size=64
         )
@@ -212,14 +214,60 @@ def test_a_checkpoint_of_the_rows_brings_position_and_batches_back(tmp_path):
     assert_same_batches(pair)
 
 
-def test_what_is_stored_can_be_looked_at_and_not_written_to():
-    pair = [cls(9, BOX, ACTIONS["discrete"], "cpu", n_envs=3) for cls in (buffers.ReplayBuffer, ReplayBuffer)]
-    fill(pair, BOX, ACTIONS["discrete"], steps=5, n_envs=3)
-    for name in ("observations", "next_observations", "actions", "rewards", "dones", "timeouts"):
-        theirs, ours = (getattr(buffer, name) for buffer in pair)
-        assert theirs.shape == ours.shape and (theirs == ours).all(), name
-        with pytest.raises(ValueError, match="read-only"):
-            ours[0] = 0
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+@pytest.mark.parametrize("steps", [0, 2, 5], ids=["empty", "half full", "gone round"])
+def test_arrays_of_all_slots_are_those_of_its_own_buffer(observation, steps):
+    kind = buffers.DictReplayBuffer if observation == "dict" else buffers.ReplayBuffer
+    for action in ACTIONS.values():
+        pair = [cls(9, OBSERVATIONS[observation], action, "cpu", n_envs=3) for cls in (kind, ReplayBuffer)]
+        fill(pair, OBSERVATIONS[observation], action, steps=steps, n_envs=3)
+        for name in ARRAYS:
+            theirs, ours = (getattr(buffer, name) for buffer in pair)
+            assert same(theirs, ours), name
+
+
+@pytest.mark.parametrize(
+    "dtype", ["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "float16", "float64"]
+)
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_observations_keep_the_dtype_and_shape_of_their_space(dtype, shape):
+    space = spaces.Box(0, 100, shape, np.dtype(dtype))
+    pair = [cls(4, space, ACTIONS["discrete"], "cpu", n_envs=2) for cls in (buffers.ReplayBuffer, ReplayBuffer)]
+    for steps in (0, 3):
+        fill(pair, space, ACTIONS["discrete"], steps=steps, n_envs=2)
+        assert same(pair[0].observations, pair[1].observations)
+    assert pair[1].sample(2).observations.dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("steps", [3, 7], ids=["half full", "gone round"])
+def test_assignments_to_arrays_change_the_rows(steps, tmp_path):
+    pair = [cls(15, BOX, ACTIONS["discrete"], "cpu", n_envs=3) for cls in (buffers.ReplayBuffer, ReplayBuffer)]
+    fill(pair, BOX, ACTIONS["discrete"], steps=steps, n_envs=3)
+    for buffer in pair:
+        rewards = buffer.rewards
+        rewards[:3] = rewards[:3] * 10
+        buffer.dones[2] = True
+        buffer.timeouts[1, 2] = 1
+        buffer.observations[0, 1] = 7
+        buffer.next_observations[1, 0, 2] = -7
+        assert rewards[0, 0] == buffer.rewards[0, 0]
+    assert_same_batches(pair)
+    for name in ARRAYS:
+        assert same(*(getattr(buffer, name) for buffer in pair)), name
+    assert type(pair[1].rewards.sum()) is type(pair[0].rewards.sum()) and type(pair[1].rewards + 1) is np.ndarray
+    assert pair[1].rows.buffer.storage[:]["next"]["done"][2].all()
+    pair[1].rows.buffer.dumps(tmp_path)
+
+
+def test_assignments_that_reach_no_row_are_refused():
+    buffer = ReplayBuffer(9, BOX, ACTIONS["discrete"], "cpu", n_envs=3)
+    fill([buffer], BOX, ACTIONS["discrete"], steps=2, n_envs=3)
+    before = np.array(buffer.rewards)
+    with pytest.raises(IndexError, match="written"):
+        buffer.rewards[1:] = 5
+    with pytest.raises(ValueError, match="read-only"):
+        buffer.rewards[0][0] = 5
+    assert same(np.array(buffer.rewards), before)
 
 
 def test_reset_forgets_everything():
@@ -238,11 +286,57 @@ def test_extend_adds_step_after_step():
     buffer = ReplayBuffer(9, BOX, ACTIONS["box"], "cpu")
     steps = np.zeros((4, 1, 3), np.float32)
     buffer.extend(steps, steps, np.zeros((4, 1, 2, 2)), np.arange(4.0)[:, None], np.zeros((4, 1)), [[{}]] * 4)
-    assert buffer.rewards[:, 0].tolist() == [0, 1, 2, 3]
+    assert buffer.rewards[:4, 0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("infos", [
+    [{"TimeLimit.truncated": np.array([True])}], [{"TimeLimit.truncated": np.array(True)}],
+    [{"TimeLimit.truncated": np.array([True, False])}], [{"TimeLimit.truncated": True}], [{}, {"other": 1}],
+])  # fmt: skip
+def test_truncations_may_be_arrays(infos):
+    n_envs = 1 if np.size(infos[0].get("TimeLimit.truncated", 0)) == 1 and len(infos) == 1 else 2
+    pair = [cls(8, BOX, ACTIONS["discrete"], "cpu", n_envs=n_envs) for cls in (buffers.ReplayBuffer, ReplayBuffer)]
+    for buffer in pair:
+        obs = np.zeros((n_envs, 3), np.float32)
+        buffer.add(obs, obs, np.zeros((n_envs, 1)), np.ones(n_envs), np.ones(n_envs), infos)
+    assert same(pair[0].timeouts, pair[1].timeouts)
+    assert_same_batches(pair)
+
+
+def test_infos_of_another_number_of_environments_are_refused():
+    buffer, obs = ReplayBuffer(9, BOX, ACTIONS["box"], "cpu", n_envs=3), np.zeros((3, 3), np.float32)
+    for infos in ([], [{}, {}], [{"TimeLimit.truncated": np.array([True, False])}]):
+        with pytest.raises(ValueError, match=r"'TimeLimit.truncated' for 3 environments"):
+            buffer.add(obs, obs, np.zeros((3, 4)), np.ones(3), np.ones(3), infos)
+    assert buffer.pos == 0
+
+
+def test_an_n_step_buffer_of_that_name_has_its_defaults():
+    theirs, ours = (cls(9, BOX, ACTIONS["box"], "cpu") for cls in (buffers.NStepReplayBuffer, NStepReplayBuffer))
+    assert (theirs.n_steps, theirs.gamma) == (ours.n_steps, ours.gamma) == (3, 0.99)
+
+
+def test_a_training_that_asks_for_shared_observations_goes_on_after_a_second_learn():
+    outcomes = []
+    for cls in (buffers.ReplayBuffer, ReplayBuffer):
+        model = DQN("MlpPolicy", "CartPole-v1", buffer_size=30, learning_starts=5, seed=1, device="cpu",
+                    replay_buffer_class=cls, optimize_memory_usage=True,
+                    replay_buffer_kwargs={"handle_timeout_termination": False})  # fmt: skip
+        model.learn(24)
+        with pytest.warns(UserWarning, match="last trajectory"):
+            model.learn(12)
+        outcomes.append(model.replay_buffer)
+    for name in ("dones", "rewards", "actions"):
+        assert same(*(getattr(buffer, name) for buffer in outcomes)), name
+    draws = []
+    for buffer in outcomes:
+        np.random.seed(3)
+        draws.append(buffer.sample(20))
+    assert same(draws[0].observations, draws[1].observations) and same(draws[0].dones, draws[1].dones)
 
 
 def test_settings_that_cannot_be_honoured_are_refused():
-    with pytest.raises(ValueError, match="at the end of an episode"):
+    with pytest.raises(ValueError, match="handle_timeout_termination=False only"):
         ReplayBuffer(9, BOX, ACTIONS["box"], optimize_memory_usage=True)
     with pytest.raises(ValueError, match="n_steps must be 1 or more"):
         ReplayBuffer(9, BOX, ACTIONS["box"], n_steps=0)

@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from engram.compat.transitions import REFUSES_SHARED_OBSERVATIONS, MakeStorage, TransitionRows
+from engram.compat.transitions import REFUSES_SHARED_OBSERVATIONS, MakeStorage, TransitionRows, truncations
 from engram.data import LazyTensorStorage
 
 
@@ -34,13 +34,13 @@ class ReplayBuffer:
         observation_space, action_space: of one environment; a Dict makes batches of dicts.
         device: where batches are put; "auto" is a GPU where there is one.
         n_envs: environments that step side by side.
-        optimize_memory_usage: must be False.
+        optimize_memory_usage: taken with `handle_timeout_termination=False`; saves nothing: rows hold both observations.
         handle_timeout_termination: `dones` of a batch are 0 where an info says `"TimeLimit.truncated"`. Scripts set it
             to False, and add terminations.
         storage: makes the storage: called with a number of steps and `ndim=2`.
 
     Raises:
-        ValueError: `optimize_memory_usage=True`, which mixes episodes up where one ends.
+        ValueError: `optimize_memory_usage=True` with `handle_timeout_termination=True`.
 
     Example:
         >>> from gymnasium.spaces import Box, Discrete
@@ -63,7 +63,7 @@ class ReplayBuffer:
         *,
         storage: MakeStorage = LazyTensorStorage,
     ) -> None:
-        if optimize_memory_usage:
+        if optimize_memory_usage and handle_timeout_termination:
             raise ValueError(REFUSES_SHARED_OBSERVATIONS)
         if str(device) == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,10 +101,8 @@ class ReplayBuffer:
                 dict of arrays that gymnasium's vector environments give.
         """
         truncated = np.zeros(self.n_envs, np.bool_)
-        if self.handle_timeout_termination and isinstance(infos, dict):
-            truncated[:] = infos.get("TimeLimit.truncated", False)
-        elif self.handle_timeout_termination:
-            truncated[:] = [info.get("TimeLimit.truncated", False) for info in infos]
+        if self.handle_timeout_termination:
+            truncated = truncations([infos] if isinstance(infos, dict) else infos, self.n_envs)
         self.rows.add(obs, next_obs, action, reward, done, truncated)
 
     def extend(self, *columns: Any) -> None:

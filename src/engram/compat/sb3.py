@@ -12,7 +12,7 @@ from stable_baselines3.common import buffers
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
-from engram.compat.transitions import REFUSES_SHARED_OBSERVATIONS, MakeStorage, TransitionRows
+from engram.compat.transitions import REFUSES_SHARED_OBSERVATIONS, MakeStorage, TransitionRows, truncations
 from engram.data import LazyTensorStorage
 
 
@@ -31,10 +31,12 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
             for dict observations.
         Others: as stable-baselines3's, but `buffer_size`, and `pos`, follow from the storage.
 
-    `replay_buffer.observations` and its likes are views of what is stored so far, which cannot be written to.
+    `replay_buffer.observations`, `actions`, `rewards`, `dones`, `timeouts` are arrays of all time slots, 0 where nothing
+    is stored; `replay_buffer.rewards[3] = 0` changes the stored row. `optimize_memory_usage=True` is accepted with
+    `handle_timeout_termination=False`, as there, and saves nothing: rows hold both observations.
 
     Raises:
-        ValueError: `optimize_memory_usage=True`, which mixes episodes up where one ends.
+        ValueError: `optimize_memory_usage=True` with `handle_timeout_termination=True`.
         TypeError: arguments of HerReplayBuffer: goals are relabelled by stable-baselines3's own class only.
 
     Example:
@@ -58,14 +60,14 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         gamma: float = 0.99,
         storage: MakeStorage = LazyTensorStorage,
     ) -> None:
-        if optimize_memory_usage:
+        if optimize_memory_usage and handle_timeout_termination:
             raise ValueError(REFUSES_SHARED_OBSERVATIONS)
         if n_steps < 1:
             raise ValueError(f"n_steps must be 1 or more, got {n_steps}")
         # Not that of its ReplayBuffer, which makes arrays for all steps.
         super(buffers.ReplayBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
-        self.optimize_memory_usage = False
+        self.optimize_memory_usage = optimize_memory_usage
         self.handle_timeout_termination = handle_timeout_termination
         self.n_steps = n_steps
         self.gamma = gamma
@@ -105,9 +107,8 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         done: npt.NDArray[Any],
         infos: list[dict[str, Any]],
     ) -> None:
-        truncated = np.zeros(self.n_envs, np.bool_)
-        if self.handle_timeout_termination:
-            truncated[:] = [info.get("TimeLimit.truncated", False) for info in infos]
+        handled = self.handle_timeout_termination
+        truncated = truncations(infos, self.n_envs) if handled else np.zeros(self.n_envs, np.bool_)
         self.rows.add(obs, next_obs, action, reward, done, truncated)
 
     # ---- reading; `sample` is inherited, and draws ----
@@ -157,9 +158,20 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         return torch.as_tensor(obs, device=self.device)
 
     # ---- to look at ----
-    observations = property(lambda self: self.rows.stored("observation"))
-    next_observations = property(lambda self: self.rows.stored("next", "observation"))
-    actions = property(lambda self: self.rows.stored("action"))
-    rewards = property(lambda self: self.rows.stored("next", "reward")[..., 0])
-    dones = property(lambda self: self.rows.stored("next", "reported_done")[..., 0])
-    timeouts = property(lambda self: self.rows.stored("next", "truncated")[..., 0])
+    observations = property(lambda self: self.rows.all_observations())
+    next_observations = property(lambda self: self.rows.all_observations("next"))
+    actions = property(lambda self: self.rows.all_actions())
+    rewards = property(lambda self: self.rows.all_numbers("reward"))
+    dones = property(lambda self: self.rows.all_numbers("reported_done"))
+    timeouts = property(lambda self: self.rows.all_numbers("truncated"))
+
+
+#: Dict observations need no class of their own here.
+DictReplayBuffer = ReplayBuffer
+
+
+class NStepReplayBuffer(ReplayBuffer):
+    """ReplayBuffer with stable-baselines3's default of this name: rewards of three steps are added up."""
+
+    def __init__(self, *args: Any, n_steps: int = 3, **kwargs: Any) -> None:
+        super().__init__(*args, n_steps=n_steps, **kwargs)

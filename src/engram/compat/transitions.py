@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from gymnasium import spaces
 from torch import Tensor
 
 from engram.data import LazyTensorStorage, ReplayBuffer, Storage
-from engram.pytree import KeyPath
+from engram.pytree import KeyPath, get_entry
 
 #: Makes a storage: called with the number of steps of all environments together, and `ndim=2`.
 MakeStorage: TypeAlias = Callable[..., Storage]
 
 REFUSES_SHARED_OBSERVATIONS = (
-    "optimize_memory_usage=True keeps each next observation in the row of the step after it, which at the end of an "
-    "episode is one of another episode. Rows here hold both: leave it out, and where memory is short halve buffer_size "
-    "or keep the rows in a file, storage=LazyMemmapStorage"
+    "optimize_memory_usage=True goes with handle_timeout_termination=False only, as in stable-baselines3; it saves no "
+    "memory here, where rows hold both observations: leave it out, and where memory is short halve buffer_size or keep "
+    "the rows in a file, storage=LazyMemmapStorage"
 )
 
 
@@ -95,23 +97,90 @@ class TransitionRows:
         with storage.mutex:
             return storage.column(path, torch.from_numpy(times))[torch.arange(len(times)), torch.from_numpy(envs)]
 
-    def stored(self, *path: str) -> Any:
-        """One entry of all stored steps, in the order of their slots, to look at: arrays `[time, n_envs, ...]`."""
-        if not len(self.buffer):
-            raise AttributeError(f"nothing has been added yet, and so there is no {path!r} to look at")
-        entry = self.buffer.storage[:]
-        for key in path:
-            entry = entry[key]
-        return _read_only(entry)
+    def all_observations(self, *path: str) -> Any:
+        """Observations under this path at all time slots: `[steps, n_envs, ...]`, a dict of these for a Dict space."""
+        return self._all_parts((*path, "observation"), self._observation_space)
+
+    def all_actions(self) -> StoredEntry:
+        """Actions at all time slots: `[steps, n_envs, action_size]`."""
+        return self._all(("action",), (self._action_size,), self._action_dtype)
+
+    def all_numbers(self, key: str) -> StoredEntry:
+        """The entry `("next", key)`, of one number, at all time slots: float32 `[steps, n_envs]`."""
+        return self._all(("next", key), (), np.dtype(np.float32))
+
+    def _all_parts(self, path: KeyPath, space: Any) -> Any:
+        if isinstance(space, Mapping):
+            return {key: self._all_parts((*path, key), part) for key, part in space.items()}
+        return self._all(path, shape_of(space), space.dtype)
+
+    def _all(self, path: KeyPath, shape: tuple[int, ...], dtype: np.dtype[Any]) -> StoredEntry:
+        array = np.zeros((0 if self.is_full else self.steps, self.n_envs, *shape), dtype)
+        if len(self.buffer):
+            stored = get_entry(self.buffer.storage[:], path).numpy()
+            stored = stored.reshape(*stored.shape[:2], *shape)
+            if self.is_full:
+                array = stored.astype(dtype, copy=False)
+            else:
+                array[: len(stored)] = stored
+        return StoredEntry.of(array, functools.partial(self._change, path))
+
+    def _change(self, path: KeyPath, slots: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+        """Stores other values of one entry, [n, ...], in the rows of these slots."""
+        storage, at = self.buffer.storage, torch.from_numpy(slots)
+        with storage.mutex:
+            rows = read_slots(self.buffer, slots)
+            entry = get_entry(rows, path)
+            entry.copy_(torch.from_numpy(values).reshape(entry.shape))
+            following = rows["next"]
+            following["done"] = following["reported_done"] | following["truncated"]
+            following["terminated"] = following["reported_done"] & ~following["truncated"]
+            storage.set(storage.from_slots(at), rows)
 
     def _per_env(self, value: Any, dtype: Any) -> npt.NDArray[Any]:
         return np.asarray(value, dtype).reshape(self.n_envs, 1)
 
     def _observations(self, value: Any, space: Any) -> Any:
-        """Observations of all environments in the shapes and dtypes of their space; the shape of a number is (1,)."""
+        """Observations of all environments in the shapes and dtypes of their space."""
         if isinstance(space, Mapping):
             return {key: self._observations(value[key], part) for key, part in space.items()}
-        return np.asarray(value, space.dtype).reshape(self.n_envs, *(space.shape or (1,)))
+        return np.asarray(value, space.dtype).reshape(self.n_envs, *shape_of(space))
+
+
+class StoredEntry(np.ndarray[Any, Any]):
+    """One entry at all time slots, `[steps, n_envs, ...]`: 0 where nothing is stored. A copy until every slot is stored.
+
+    `entry[index] = value` changes the stored rows; parts of it are for reading.
+
+    Raises:
+        IndexError: a value for a step that has not been written.
+    """
+
+    _change: Callable[[npt.NDArray[Any], npt.NDArray[Any]], None] | None = None  # None: a part, or computed from one
+
+    @classmethod
+    def of(cls, array: npt.NDArray[Any], change: Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]) -> StoredEntry:
+        entry = array.view(cls)
+        entry._change = change
+        entry.flags.writeable = False
+        return entry
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        return np.asarray(array)[()]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if self._change is None:
+            super().__setitem__(index, value)
+            return
+        rows = self.shape[0] * self.shape[1]
+        changed = np.array(self)
+        changed[index] = value
+        slots = np.flatnonzero((changed != np.asarray(self)).reshape(rows, -1).any(1))
+        if len(slots):
+            self._change(slots, changed.reshape(rows, *self.shape[2:])[slots])
+            self.flags.writeable = True
+            super().__setitem__(index, value)
+            self.flags.writeable = False
 
 
 def read_slots(buffer: ReplayBuffer, slots: npt.NDArray[Any]) -> Any:
@@ -123,9 +192,20 @@ def read_slots(buffer: ReplayBuffer, slots: npt.NDArray[Any]) -> Any:
     return storage.get(storage.from_slots(at))  # which names what is absent, and reads again
 
 
-def _read_only(entry: Any) -> Any:
-    if isinstance(entry, dict):
-        return {key: _read_only(part) for key, part in entry.items()}
-    array = entry.numpy()
-    array.flags.writeable = False
-    return array
+def shape_of(space: Any) -> tuple[int, ...]:
+    """The shape of one observation: that of its space; (1,) for a Discrete one."""
+    shape: tuple[int, ...] = (1,) if isinstance(space, spaces.Discrete) else space.shape
+    return shape
+
+
+def truncations(infos: Sequence[Mapping[str, Any]], n_envs: int) -> npt.NDArray[np.bool_]:
+    """Which of the environments are cut off, [n_envs]: their infos' "TimeLimit.truncated", a flag or an array of one.
+
+    One info of several environments may hold an array with the flag of each, and a single flag counts for all.
+    """
+    flags = np.array([info.get("TimeLimit.truncated", False) for info in infos], np.bool_)
+    if flags.size not in (1, n_envs) or not len(infos):
+        raise ValueError(
+            f"infos hold {flags.size} values of 'TimeLimit.truncated' for {n_envs} environments: pass one info for each"
+        )
+    return np.broadcast_to(flags.reshape(-1), n_envs)
