@@ -21,6 +21,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from tensordict import TensorDict
+
 _Class = TypeVar("_Class", bound=type)
 _ANY: tuple[Any, ...] = ()  # every value of the argument is accepted and changes nothing
 
@@ -48,6 +50,13 @@ _NEW_WORKERS: dict[str, str] = {
 #: By class: the values of an argument that are accepted without effect, and what to do instead of giving another.
 ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     # ---- specs ----
+    "Composite": {
+        "data_cls": ((None, TensorDict), "values are TensorDicts: convert them by data_cls.from_tensordict(value)"),
+        "step_mdp_static": ((False,), "keep entries that no step changes out of step_mdp by its exclude arguments"),
+    },
+    "MultiCategorical": {"remove_singleton": ((True, False), "values have the spec's shape: squeeze them yourself")},
+    "OneHot": {"use_register": ((False,), "encode the number of a choice; keep other names of it in a dict")},
+    "MultiOneHot": {"use_register": ((False,), "encode the numbers of choices; keep other names of them in a dict")},
     # ---- buffers and their parts ----
     "ReplayBuffer": {"service_backend": ((None, "direct"), "use RayReplayBuffer")},
     # ---- environments ----
@@ -72,6 +81,12 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
 #: By class, whose subclasses inherit them: members, and what to use instead.
 MEMBERS: dict[str, dict[str, str]] = {
     # ---- specs ----
+    "Spec": {
+        "memoize_encode": "encode has no table to fill: leave the call out",
+        "erase_memoize_cache": "encode has no table to fill: leave the call out",
+        "make_neg_dim": "sizes are known here: leave the call out",
+        "implements_for_spec": "torch.stack takes specs, other functions of torch do not",
+    },
     # ---- buffers and their parts ----
     "ReplayBuffer": {"query": "choose from `rb[:]`; a later release has it"},
     # ---- environments ----

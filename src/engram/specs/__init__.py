@@ -4,13 +4,13 @@ A spec is immutable, except that entries may be added to a `Composite`. `shape` 
 batch dimensions first. All draws come from torch's global generator.
 """
 
+from engram.specs.composite import Composite
 from engram.specs.spaces import space_from_spec, spec_from_space
 from engram.specs.stacked import Stacked, StackedComposite
 from engram.specs.tensors import (
     Binary,
     Bounded,
     Categorical,
-    Composite,
     MultiCategorical,
     MultiOneHot,
     OneHot,

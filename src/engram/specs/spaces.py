@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from engram.specs.composite import Composite
 from engram.specs.tensors import (
     Binary,
     Bounded,
     Categorical,
-    Composite,
     MultiCategorical,
     MultiOneHot,
     OneHot,

@@ -7,7 +7,7 @@ batch dimension; all others a `Stacked` or, of Composites, a `StackedComposite`,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,8 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.pytree import Key
-from engram.specs.tensors import Bounded, Composite, Spec, as_device, shape_after
+from engram.specs.composite import Composite
+from engram.specs.tensors import Bounded, Spec, as_device, as_sizes, shape_after
 
 Member = TypeVar("Member", bound=Spec)
 
@@ -89,7 +90,7 @@ def _common_shape(specs: Sequence[Spec], dim: int) -> torch.Size:
 
 def _expanded(spec: Any, shape: tuple[Any, ...]) -> Any:
     """The stack of the members, each with the dimensions that `shape` has before those of the stack."""
-    new = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+    new = as_sizes(shape)
     extra = new[: len(new) - spec.ndim]
     if len(new) < spec.ndim or new[len(extra) :] != spec.shape:
         raise ValueError(f"cannot expand {tuple(spec.shape)} to {tuple(new)}: the new shape must end in the old one")
@@ -190,29 +191,44 @@ class Stacked(Spec):
     def one(self, shape: Sequence[int] = ()) -> Tensor:
         return self._together([one.one(shape) for one in self.specs], len(tuple(shape)))
 
-    def is_in(self, value: Any) -> bool:
-        parts = self._apart(value)
+    def is_in(self, val: Any) -> bool:
+        parts = self._apart(val)
         return parts is not None and all(one.is_in(part) for one, part in zip(self.specs, parts, strict=True))
 
-    def project(self, value: Any) -> Tensor:
-        parts = self._apart(value)
+    def project(self, val: Any) -> Tensor:
+        parts = self._apart(val)
         if parts is None:
-            raise ValueError(f"cannot project {value!r:.80} on {self}: it is no stack of {len(self.specs)}")
+            raise ValueError(f"cannot project {val!r:.80} on {self}: it is no stack of {len(self.specs)}")
         projected = [one.project(part) for one, part in zip(self.specs, parts, strict=True)]
         return self._together(projected, projected[0].ndim - self.specs[0].ndim)
 
-    def encode(self, value: Any) -> Tensor:
+    def encode(self, val: Any, *, ignore_device: bool = False) -> Tensor:
         """A value for each member, in a list, as a tensor of this spec; ValueError for those outside of the domain."""
-        if len(value) != len(self.specs):
-            raise ValueError(f"a stack of {len(self.specs)} specs takes as many values, got {len(value)}")
-        return self._together([one.encode(part) for one, part in zip(self.specs, value, strict=True)], 0)
+        if len(val) != len(self.specs):
+            raise ValueError(f"a stack of {len(self.specs)} specs takes as many values, got {len(val)}")
+        parts = zip(self.specs, val, strict=True)
+        return self._together([one.encode(part, ignore_device=ignore_device) for one, part in parts], 0)
 
-    def to_numpy(self, value: Any) -> list[Any]:
+    def to_numpy(self, val: Any, safe: bool | None = None) -> list[Any]:
         """The members' values as numpy arrays, in a list."""
-        self.assert_is_in(value)
-        parts = self._apart(value)
+        parts = self._apart(val)
+        if parts is None or safe is not False:
+            self.assert_is_in(val)
         assert parts is not None
-        return [one.to_numpy(part) for one, part in zip(self.specs, parts, strict=True)]
+        return [one.to_numpy(part, safe) for one, part in zip(self.specs, parts, strict=True)]
+
+    def type_check(self, value: Any, selected_keys: Any = None) -> None:
+        if value.dtype != self.dtype:
+            raise TypeError(f"the value has dtype {value.dtype}, and its spec says {self.dtype}: {self}")
+
+    def enumerate(self, use_mask: bool = False) -> Tensor:
+        return self._together([one.enumerate(use_mask) for one in self.specs], 1)
+
+    def clear_device_(self) -> Any:
+        for one in self.specs:
+            one.clear_device_()
+        self.device = None
+        return self
 
     def cardinality(self) -> int | float:
         """Raises NotImplementedError: each of `specs` has its own."""
@@ -268,6 +284,7 @@ class StackedComposite(Composite):
     """
 
     def __init__(self, *specs: Composite, dim: int = 0) -> None:
+        self._set_up_lock()
         _common("batch shape", (one.shape for one in specs))
         self.specs = tuple(one.clone() for one in specs)  # nobody else can add entries to them
         self.dim = dim
@@ -295,6 +312,7 @@ class StackedComposite(Composite):
         return stacked
 
     def __setitem__(self, key: Key, spec: Spec | None) -> None:
+        self._require_unlocked()
         if spec is not None and spec.shape[: self.ndim] != self.shape:
             raise ValueError(
                 f"{key!r} has shape {tuple(spec.shape)}, which does not start with the batch shape "
@@ -305,13 +323,20 @@ class StackedComposite(Composite):
         self._entries = self._shared_entries()
 
     def __delitem__(self, key: Key) -> None:
+        self._require_unlocked()
         self[key]
         for one in self.specs:
             del one[key]
         self._entries = self._shared_entries()
 
-    def is_empty(self) -> bool:
-        return all(one.is_empty() for one in self.specs)
+    def update(self, dict: Mapping[Any, Any] | Composite) -> Any:
+        """Adds or replaces entries, split among the members; returns the spec itself."""
+        for key, spec in dict.items():
+            self[key] = spec
+        return self
+
+    def is_empty(self, recurse: bool = True) -> bool:
+        return all(one.is_empty(recurse) for one in self.specs)
 
     def parts_of(self, value: TensorDictBase) -> Sequence[TensorDictBase] | None:
         """The members' parts of a stacked TensorDict; None where it is no stack of as many."""
@@ -331,7 +356,10 @@ class StackedComposite(Composite):
         return parts
 
     def _together(self, values: Sequence[TensorDictBase], n_extra: int) -> TensorDictBase:
-        return LazyStackedTensorDict(*values, stack_dim=n_extra + self.dim)
+        stacked = LazyStackedTensorDict(*values, stack_dim=n_extra + self.dim)
+        if self._names is not None:
+            stacked.names = [*[None] * n_extra, *self._names]
+        return stacked
 
     def rand(self, shape: Sequence[int] = ()) -> TensorDictBase:
         return self._together([one.rand(shape) for one in self.specs], len(tuple(shape)))
@@ -342,27 +370,50 @@ class StackedComposite(Composite):
     def one(self, shape: Sequence[int] = ()) -> TensorDictBase:
         return self._together([one.one(shape) for one in self.specs], len(tuple(shape)))
 
-    def is_in(self, value: Any) -> bool:
-        if not isinstance(value, TensorDictBase):
+    def is_in(self, val: Any) -> bool:
+        if not isinstance(val, TensorDictBase):
             return False
-        parts = self.parts_of(value)
+        parts = self.parts_of(val)
         return parts is not None and all(one.is_in(part) for one, part in zip(self.specs, parts, strict=True))
 
-    def project(self, value: TensorDictBase) -> TensorDictBase:
-        parts = self._require_parts(value)
+    def project(self, val: TensorDictBase) -> TensorDictBase:
+        parts = self._require_parts(val)
         projected = [one.project(part) for one, part in zip(self.specs, parts, strict=True)]
-        return self._together(projected, value.ndim - self.ndim)
+        return self._together(projected, val.ndim - self.ndim)
 
-    def encode(self, value: Any) -> TensorDictBase:
+    def encode(self, val: Any, *, ignore_device: bool = False) -> TensorDictBase:
         """A value for each member, in a list, as a lazy stack."""
-        if len(value) != len(self.specs):
-            raise ValueError(f"a stack of {len(self.specs)} specs takes as many values, got {len(value)}")
-        encoded = [one.encode(part) for one, part in zip(self.specs, value, strict=True)]
+        if len(val) != len(self.specs):
+            raise ValueError(f"a stack of {len(self.specs)} specs takes as many values, got {len(val)}")
+        parts = zip(self.specs, val, strict=True)
+        encoded = [one.encode(part, ignore_device=ignore_device) for one, part in parts]
         return self._together(encoded, encoded[0].ndim - self.specs[0].ndim)
 
-    def to_numpy(self, value: TensorDictBase) -> Any:
+    def to_numpy(self, val: TensorDictBase, safe: bool | None = None) -> Any:
         """The members' values as dicts of numpy arrays, in a list."""
-        return [one.to_numpy(part) for one, part in zip(self.specs, self._require_parts(value), strict=True)]
+        return [one.to_numpy(part, safe) for one, part in zip(self.specs, self._require_parts(val), strict=True)]
+
+    def type_check(self, value: Any, selected_keys: Any = None) -> None:
+        for one, part in zip(self.specs, self._require_parts(value), strict=True):
+            one.type_check(part, selected_keys)
+
+    def enumerate(self, use_mask: bool = False) -> TensorDictBase:
+        return self._together([one.enumerate(use_mask) for one in self.specs], 1)
+
+    def clear_device_(self) -> Any:
+        for one in self.specs:
+            one.clear_device_()
+        self.device = None
+        self._entries = self._shared_entries()
+        return self
+
+    def nested(self) -> list[Composite]:
+        return [inner for one in self.specs for inner in (one, *one.nested())]
+
+    def repr_exclusive_keys(self) -> str:
+        """The entries that not all members have, member by member, as text."""
+        exclusive = ([key for key in one.leaves() if key not in self] for one in self.specs)
+        return "\n".join(f"{i}: {keys}" for i, keys in enumerate(exclusive) if keys)
 
     def cardinality(self) -> int | float:
         """Raises NotImplementedError: each of `specs` has its own."""

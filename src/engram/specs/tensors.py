@@ -1,19 +1,19 @@
-"""The interface `Spec` and all its classes."""
+"""The interface `Spec` and its classes of one tensor."""
 
 from __future__ import annotations
 
 import math
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from engram.pytree import Key, key_path
+from engram._advice import advised
 from engram.specs.torchrl import torchrl_spec
 
 Self = TypeVar("Self", bound="Spec")
@@ -57,11 +57,30 @@ def as_shape(shape: Sequence[int] | int) -> torch.Size:
     return torch.Size((shape,) if isinstance(shape, int) else shape)
 
 
+def as_sizes(sizes: tuple[Any, ...]) -> torch.Size:
+    """Sizes that were given one by one, or as one sequence."""
+    return torch.Size(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
+
+
+def require_expandable(shape: torch.Size, new: torch.Size, n_batch: int) -> None:
+    """Raises ValueError unless `new` ends in `shape`; of its first `n_batch` dimensions those of length 1 may grow."""
+    ends = new[len(new) - len(shape) :]
+    fits = len(new) >= len(shape) and all(
+        end == size or (size == 1 and i < n_batch) for i, (size, end) in enumerate(zip(shape, ends, strict=True))
+    )
+    if not fits:
+        raise ValueError(
+            f"cannot expand {tuple(shape)} to {tuple(new)}: the new shape must end in the old one, in which batch "
+            "dimensions of length 1 may grow"
+        )
+
+
 def shape_after(shape: Sequence[int], change: Callable[[Tensor], Tensor]) -> torch.Size:
     """The shape of `change(tensor)` for a tensor of `shape`."""
     return change(torch.empty(()).expand(tuple(shape))).shape
 
 
+@advised
 class Spec(ABC):
     """Describes a tensor: `shape`, `dtype`, `device` (None: torch's default) and the domain of its values.
 
@@ -95,16 +114,19 @@ class Spec(ABC):
         """Zeros of shape `[*shape, *self.shape]`, whether or not the domain has them."""
 
     @abstractmethod
-    def is_in(self, value: Any) -> bool:
-        """Whether `value` has this dtype and this shape (after any batch dimensions), and is in the domain."""
+    def is_in(self, val: Any) -> bool:
+        """Whether `val` has this dtype and this shape (after any batch dimensions), and is in the domain."""
 
     @abstractmethod
-    def project(self, value: Any) -> Any:
-        """`value` if it is in the domain, else the nearest value that is; in the spec's dtype."""
+    def project(self, val: Any) -> Any:
+        """`val` if it is in the domain, else the nearest value that is; in the spec's dtype."""
 
     @abstractmethod
     def expand(self: Self, *shape: Any) -> Self:
-        """The same spec with more batch dimensions: `shape` is the new shape, and ends in the present one."""
+        """The same spec with more batch dimensions: `shape` is the new shape, and ends in the present one.
+
+        Batch dimensions of length 1 may grow.
+        """
 
     @abstractmethod
     def to(self: Self, dest: torch.device | torch.dtype | str) -> Self:
@@ -119,15 +141,18 @@ class Spec(ABC):
         """An equal spec that shares no memory with this one."""
 
     @abstractmethod
-    def encode(self, value: Any) -> Any:
-        """`value`, an array, number or list (for a Composite a mapping), as a tensor of this spec.
+    def encode(self, val: Any, *, ignore_device: bool = False) -> Any:
+        """`val`, an array, number or list (for a Composite a mapping), as a tensor of this spec.
 
-        Raises ValueError for values outside of the domain.
+        With `ignore_device` a tensor stays on its device. Raises ValueError for values outside of the domain.
         """
 
     @abstractmethod
-    def to_numpy(self, value: Any) -> Any:
-        """A tensor of this spec as numpy arrays: one-hot vectors become integers, a Composite becomes a dict."""
+    def to_numpy(self, val: Any, safe: bool | None = None) -> Any:
+        """A tensor of this spec as numpy arrays: one-hot vectors become integers, a Composite becomes a dict.
+
+        Raises ValueError, unless `safe=False`, for values outside of the domain.
+        """
 
     @property
     @abstractmethod
@@ -150,9 +175,34 @@ class Spec(ABC):
         """`one`."""
         return self.one(shape)
 
-    def contains(self, value: Any) -> bool:
+    def contains(self, item: Any) -> bool:
         """`is_in`."""
-        return self.is_in(value)
+        return self.is_in(item)
+
+    @abstractmethod
+    def type_check(self, value: Any, selected_keys: Any = None) -> None:
+        """Raises TypeError where a tensor has another dtype than its spec.
+
+        `selected_keys`: the entry of a Composite, or the entries, that `value` is, or that alone are compared.
+        """
+
+    def enumerate(self, use_mask: bool = False) -> Any:
+        """All values of the domain, along a new first dimension; every place of a batch has the same one.
+
+        With `use_mask` without those that a mask forbids, which must be the same in the whole batch (else ValueError).
+        Raises NotImplementedError for domains of numbers.
+
+        >>> Categorical(3).enumerate(), MultiCategorical([2, 2]).enumerate().tolist()
+        (tensor([0, 1, 2]), [[0, 0], [0, 1], [1, 0], [1, 1]])
+        """
+        raise NotImplementedError(f"the values of a {type(self).__name__} cannot be enumerated; draw some by rand([n])")
+
+    def index(self, index: Any, tensor_to_index: Any) -> Any:
+        """`tensor_to_index[..., choice]` for the choices of `index`, values of this spec.
+
+        Raises NotImplementedError for specs of anything but one choice a value.
+        """
+        raise NotImplementedError(f"a {type(self).__name__} is no spec of choices; index the tensor itself")
 
     @abstractmethod
     def cardinality(self) -> int | float:
@@ -180,10 +230,81 @@ class Spec(ABC):
         assert isinstance(self, Spec)
         return self.with_batch(self.batch_ndim, lambda tensor: tensor.unsqueeze(dim))
 
-    def squeeze(self: Self, dim: int) -> Self:
-        """Without batch dimension `dim`, if it has length 1."""
+    def squeeze(self: Self, dim: int | None = None) -> Self:
+        """Without batch dimension `dim` (None: without each one), if it has length 1."""
         assert isinstance(self, Spec)
+        if dim is None:
+            return self.with_batch(self.batch_ndim, lambda tensor: tensor.squeeze())
         return self.with_batch(self.batch_ndim, lambda tensor: tensor.squeeze(dim))
+
+    def ndimension(self) -> int:
+        """`ndim`."""
+        return self.ndim
+
+    def reshape(self: Self, *shape: Any) -> Self:
+        """The spec of a tensor that was reshaped, one size may be -1; what is no batch dimension must stay.
+
+        >>> OneHot(4, (2, 3, 4)).reshape(-1, 4).shape
+        torch.Size([6, 4])
+        """
+        assert isinstance(self, Spec)
+        n_batch = self.batch_ndim
+        kept = self.shape[n_batch:]
+        new = as_sizes(shape)
+        if -1 not in kept:
+            new = shape_after(self.shape, lambda tensor: tensor.reshape(new))
+        batch = new[: len(new) - len(kept)]
+        if (*batch, *kept) != tuple(new):
+            raise ValueError(
+                f"cannot reshape {tuple(self.shape)} to {tuple(new)}: the last {len(kept)} sizes are the domain's own "
+                "and must remain unchanged"
+            )
+        return self.with_batch(n_batch, lambda tensor: tensor.reshape(batch))
+
+    def view(self: Self, *shape: Any) -> Self:
+        """`reshape`."""
+        assert isinstance(self, Spec)
+        return self.reshape(*shape)
+
+    def flatten(self: Self, start_dim: int = 0, end_dim: int = -1) -> Self:
+        """The spec of a tensor whose batch dimensions from `start_dim` to `end_dim` became one."""
+        assert isinstance(self, Spec)
+        start, end = self._batch_dim(start_dim), self._batch_dim(end_dim)
+        return self.with_batch(self.batch_ndim, lambda tensor: tensor.flatten(start, end))
+
+    def unflatten(self: Self, dim: int, sizes: Sequence[int]) -> Self:
+        """The spec of a tensor whose batch dimension `dim` became several of these sizes."""
+        assert isinstance(self, Spec)
+        at, parts = self._batch_dim(dim), list(sizes)
+
+        def unflattened(tensor: Tensor) -> Tensor:
+            parted: Tensor = tensor.unflatten(at, parts)  # type: ignore[no-untyped-call]
+            return parted
+
+        return self.with_batch(self.batch_ndim, unflattened)
+
+    def unbind(self: Self, dim: int = 0) -> tuple[Self, ...]:
+        """The specs of the parts of a tensor along its batch dimension `dim`."""
+        assert isinstance(self, Spec)
+        at = self._batch_dim(dim)
+        places = ((*[slice(None)] * at, i) for i in range(self.shape[at]))
+        return tuple(self.with_batch(self.batch_ndim, operator.itemgetter(place)) for place in places)
+
+    def _batch_dim(self, dim: int) -> int:
+        """A batch dimension as a number of 0 or more. Raises IndexError, or ValueError for one that is no batch's."""
+        if not -self.ndim <= dim < self.ndim:
+            raise IndexError(f"dim must be {-self.ndim} to {self.ndim - 1}, got {dim}")
+        at = dim % self.ndim
+        if at >= self.batch_ndim:
+            raise ValueError(
+                f"dimension {dim} of {tuple(self.shape)} is the domain's own and must remain unchanged: the first "
+                f"{self.batch_ndim} are batch dimensions"
+            )
+        return at
+
+    @abstractmethod
+    def clear_device_(self: Self) -> Self:
+        """Sets `device` to None, in place; returns the spec itself."""
 
     def assert_is_in(self, value: Any) -> None:
         """Raises ValueError, with the value and the spec, unless `is_in(value)`."""
@@ -240,18 +361,27 @@ class LeafTensorSpec(Spec):
     def zero(self, shape: Sequence[int] = ()) -> Tensor:
         return torch.zeros((*shape, *self.shape), dtype=self.dtype, device=self.device)
 
-    def is_in(self, value: Any) -> bool:
-        fits = isinstance(value, Tensor) and value.dtype == self.dtype and self.has_shape(value)
-        return fits and bool(torch.as_tensor(self._inside(value)).all())
+    def is_in(self, val: Any) -> bool:
+        fits = isinstance(val, Tensor) and val.dtype == self.dtype and self.has_shape(val)
+        return fits and bool(torch.as_tensor(self._inside(val)).all())
+
+    def type_check(self, value: Any, selected_keys: Any = None) -> None:
+        if value.dtype != self.dtype:
+            raise TypeError(f"the value has dtype {value.dtype}, and its spec says {self.dtype}: {self}")
+
+    def clear_device_(self: Self) -> Self:
+        assert isinstance(self, LeafTensorSpec)
+        self.device = None
+        return self
 
     def has_shape(self, value: Tensor) -> bool:
         """Whether the last dimensions of `value` are this spec's shape."""
         return value.ndim >= self.ndim and value.shape[value.ndim - self.ndim :] == self.shape
 
-    def project(self, value: Tensor) -> Tensor:
-        if not self.has_shape(value):
-            raise ValueError(f"cannot project a tensor of shape {tuple(value.shape)} on {self}: the shapes differ")
-        return value if self.is_in(value) else self._nearest(value).to(self.dtype)
+    def project(self, val: Tensor) -> Tensor:
+        if not self.has_shape(val):
+            raise ValueError(f"cannot project a tensor of shape {tuple(val.shape)} on {self}: the shapes differ")
+        return val if self.is_in(val) else self._nearest(val).to(self.dtype)
 
     def one(self, shape: Sequence[int] = ()) -> Tensor:
         return torch.ones((*shape, *self.shape), dtype=self.dtype, device=self.device)
@@ -268,17 +398,18 @@ class LeafTensorSpec(Spec):
         assert isinstance(self, LeafTensorSpec)
         return self._rebuilt(**{k: v.clone() for k, v in self.domain_arguments().items() if isinstance(v, Tensor)})
 
-    def encode(self, value: Any) -> Tensor:
-        tensor = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
-        encoded = tensor.to(device=self.device, dtype=self.dtype)
+    def encode(self, val: Any, *, ignore_device: bool = False) -> Tensor:
+        tensor = val if isinstance(val, Tensor) else torch.as_tensor(np.asarray(val))
+        encoded = tensor.to(device=None if ignore_device else self.device, dtype=self.dtype)
         if not (self.is_in(encoded) and torch.equal(encoded.to(tensor), tensor)):
             self.assert_is_in(encoded)
-            raise ValueError(f"{value!r} cannot be written as {self.dtype} without loss")
+            raise ValueError(f"{val!r} cannot be written as {self.dtype} without loss")
         return encoded
 
-    def to_numpy(self, value: Tensor) -> Any:
-        self.assert_is_in(value)
-        return value.detach().cpu().numpy()
+    def to_numpy(self, val: Tensor, safe: bool | None = None) -> Any:
+        if safe is not False:
+            self.assert_is_in(val)
+        return val.detach().cpu().numpy()
 
     def __getitem__(self: Self, index: Any) -> Self:
         assert isinstance(self, LeafTensorSpec)
@@ -296,11 +427,8 @@ class LeafTensorSpec(Spec):
 
     def expand(self: Self, *shape: Any) -> Self:
         assert isinstance(self, LeafTensorSpec)
-        new = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-        if len(new) < self.ndim or new[len(new) - self.ndim :] != self.shape:
-            raise ValueError(
-                f"cannot expand {tuple(self.shape)} to {tuple(new)}: the new shape must end in the old one"
-            )
+        new = as_sizes(shape)
+        require_expandable(self.shape, new, self.batch_ndim)
         return self._rebuilt(shape=new)
 
     def to(self: Self, dest: torch.device | torch.dtype | str) -> Self:
@@ -311,9 +439,13 @@ class LeafTensorSpec(Spec):
         if type(other) is not type(self):
             return NotImplemented
         assert isinstance(other, LeafTensorSpec)
-        same = (self.shape, self.dtype, self.device) == (other.shape, other.dtype, other.device)
         mine, theirs = self.domain_arguments(), other.domain_arguments()
-        return same and all(bool(torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))) for k in mine)
+        same = (self.shape, self.dtype, self.device) == (other.shape, other.dtype, other.device)
+        return (
+            same
+            and mine.keys() == theirs.keys()
+            and all(bool(torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))) for k in mine)
+        )
 
     def __hash__(self) -> int:
         return hash((type(self), self.shape, self.dtype, self.device))
@@ -515,10 +647,15 @@ class Bounded(LeafTensorSpec):
 
     def with_batch(self: Self, ndim: int, change: Callable[[Tensor], Tensor]) -> Self:
         assert isinstance(self, Bounded)
-        batch = self.shape[:ndim]
-        positions = change(torch.arange(batch.numel(), device=self.device).reshape(batch))
-        ends = [end.reshape(batch.numel(), *self.shape[ndim:])[positions] for end in (self.low, self.high)]
-        return self._rebuilt(shape=ends[0].shape, low=ends[0], high=ends[1])
+        low, high = (_with_batch(end, ndim, change) for end in (self.low, self.high))
+        return self._rebuilt(shape=low.shape, low=low, high=high)
+
+
+def _with_batch(tensor: Tensor, ndim: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """The tensor after `change` of its first `ndim` dimensions."""
+    batch = tensor.shape[:ndim]
+    positions = change(torch.arange(batch.numel(), device=tensor.device).reshape(batch))
+    return tensor.reshape(batch.numel(), *tensor.shape[ndim:])[positions]
 
 
 def _one_hot_shape(shape: Sequence[int] | int | None, width: int, name: str) -> torch.Size:
@@ -528,49 +665,187 @@ def _one_hot_shape(shape: Sequence[int] | int | None, width: int, name: str) -> 
     return shape
 
 
-class Categorical(LeafTensorSpec):
-    """Integers in `[0, n)`.
+class _Choices(LeafTensorSpec):
+    """Values that stand for one choice, or for several, of the numbers of choices `nvec`.
+
+    `mask`, bool `[*batch, sum(nvec)]`, forbids those choices where it is False: they are not drawn, not in the domain,
+    and `project` goes to the nearest one that is allowed.
+    """
+
+    nvec: tuple[int, ...]
+    mask: Tensor | None = None
+
+    def numbers_of(self, value: Tensor) -> Tensor:
+        """The choices, int64 `[..., len(nvec)]`, of values in the domain."""
+        raise NotImplementedError
+
+    def values_of(self, choice: Tensor) -> Tensor:
+        """The values of choices `[..., len(nvec)]`."""
+        raise NotImplementedError
+
+    def update_mask(self, mask: Tensor | None) -> None:
+        """Replaces the mask, in place; None allows all choices.
+
+        Raises:
+            TypeError: the mask is not a tensor of bools.
+            ValueError: it does not broadcast to `[*batch, sum(nvec)]`, or allows no choice somewhere.
+        """
+        if mask is None:
+            self.mask = None
+            return
+        if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+            raise TypeError(f"mask must be a tensor of bools, got {mask!r:.100}")
+        shape = (*self.shape[: self.batch_ndim], sum(self.nvec))
+        try:
+            whole = mask.to(self.device).expand(shape)
+        except RuntimeError:
+            raise ValueError(
+                f"mask has shape {tuple(mask.shape)}, and {tuple(shape)} is needed: cannot expand"
+            ) from None
+        if not all(bool(part.any(-1).all()) for part in self._parts(whole)):
+            raise ValueError(f"mask allows no choice somewhere: {mask}")
+        self.mask = whole.clone()
+
+    def _parts(self, mask: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(mask, list(self.nvec), -1)
+
+    def _mask_argument(self) -> dict[str, Any]:
+        return {} if self.mask is None else {"mask": self.mask}
+
+    def _draw(self, shape: torch.Size) -> Tensor:
+        batch = shape[: len(shape) - self.domain_ndim]
+        if self.mask is None:
+            drawn = [torch.randint(n, batch, device=self.device) for n in self.nvec]
+        else:
+            weights = [part.float().expand(*batch, -1) for part in self._parts(self.mask)]
+            drawn = [torch.multinomial(each.reshape(-1, each.shape[-1]), 1).reshape(batch) for each in weights]
+        return self.values_of(drawn[0].unsqueeze(-1) if len(drawn) == 1 else torch.stack(drawn, -1))
+
+    def _allowed(self, choice: Tensor) -> Tensor:
+        """Which of the choices `[..., len(nvec)]` the mask allows."""
+        assert self.mask is not None
+        parts = zip(self._parts(self.mask), choice.unbind(-1), strict=True)
+        one = [part.to(c.device).expand(*c.shape, -1).gather(-1, c.unsqueeze(-1)) for part, c in parts]
+        return torch.cat(one, -1)
+
+    def _nearest_allowed(self, choice: Tensor) -> Tensor:
+        if self.mask is None:
+            return choice
+        columns = []
+        for part, column in zip(self._parts(self.mask), choice.unbind(-1), strict=True):
+            n = part.shape[-1]
+            distance = (torch.arange(n, device=column.device) - column.unsqueeze(-1)).abs()
+            columns.append(distance.masked_fill(~part.to(column.device), n).argmin(-1))
+        return torch.stack(columns, -1)
+
+    def _rebuilt(self: Self, **changes: Any) -> Self:
+        assert isinstance(self, _Choices)
+        if self.mask is None or "mask" in changes or "shape" not in changes:
+            return super()._rebuilt(**changes)
+        new = torch.Size(changes["shape"])  # of `expand`
+        batch = new[: len(new) - self.domain_ndim]
+        return super()._rebuilt(**changes, mask=self.mask.expand(*batch, -1))
+
+    def with_batch(self: Self, ndim: int, change: Callable[[Tensor], Tensor]) -> Self:
+        assert isinstance(self, _Choices)
+        if self.mask is None:
+            return super().with_batch(ndim, change)
+        shape = (*shape_after(self.shape[:ndim], change), *self.shape[ndim:])
+        return self._rebuilt(shape=shape, mask=_with_batch(self.mask, ndim, change))
+
+    def enumerate(self, use_mask: bool = False) -> Tensor:
+        choices = torch.cartesian_prod(*(torch.arange(n, device=self.device) for n in self.nvec))
+        choices = choices.reshape(-1, len(self.nvec))
+        if use_mask and self.mask is not None:
+            rows = self.mask.reshape(-1, self.mask.shape[-1])
+            if not bool((rows == rows[:1]).all()):
+                raise ValueError("places of the batch have different masks: enumerate single ones, spec[i]")
+            each = [part[0].gather(0, choices[:, i]) for i, part in enumerate(self._parts(rows))]
+            choices = choices[torch.stack(each).all(0)]
+        batch = self.shape[: self.batch_ndim]
+        rows = choices.reshape(len(choices), *[1] * len(batch), len(self.nvec))
+        return self.values_of(rows.expand(-1, *batch, -1)).to(self.dtype)
+
+    def cardinality(self) -> int:
+        return math.prod(self.nvec)
+
+
+def _as_nvec(nvec: Any) -> tuple[int, ...]:
+    numbers = tuple(int(n) for n in ([nvec] if isinstance(nvec, int) else nvec))
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"nvec must hold one or more numbers of 1 or more, got {numbers}")
+    return numbers
+
+
+class Categorical(_Choices):
+    """Integers in `[0, n)`, without those that `mask`, bool `[*shape, n]`, forbids.
 
     >>> Categorical(4).is_in(torch.tensor(3)), Categorical(4).is_in(torch.tensor(4))
     (True, False)
+    >>> Categorical(3, mask=torch.tensor([True, False, True])).project(torch.tensor(1))
+    tensor(0)
     """
 
     def __init__(
-        self, n: int, shape: Sequence[int] | int = (), device: Device = None, dtype: torch.dtype = torch.int64
+        self,
+        n: int,
+        shape: Sequence[int] | int | None = None,
+        device: Device = None,
+        dtype: torch.dtype = torch.int64,
+        mask: Tensor | None = None,
     ) -> None:
         if n < 1:
             raise ValueError(f"n must be 1 or more, got {n}")
-        super().__init__(shape, device, dtype)
+        super().__init__(() if shape is None else shape, device, dtype)
         self.n = n
+        self.nvec = (n,)
+        self.update_mask(mask)
 
     def domain_arguments(self) -> dict[str, Any]:
-        return {"n": self.n}
+        return {"n": self.n, **self._mask_argument()}
 
-    def _draw(self, shape: torch.Size) -> Tensor:
-        return torch.randint(self.n, shape, device=self.device)
+    def numbers_of(self, value: Tensor) -> Tensor:
+        return value.long().unsqueeze(-1)
+
+    def values_of(self, choice: Tensor) -> Tensor:
+        return choice.squeeze(-1)
 
     def _inside(self, value: Tensor) -> Tensor:
-        return _is_below(value, torch.tensor(self.n, device=value.device))
+        inside = _is_below(value, torch.tensor(self.n, device=value.device))
+        if self.mask is None or not bool(inside.all()):
+            return inside
+        return self._allowed(self.numbers_of(value)).squeeze(-1)
 
     def _nearest(self, value: Tensor) -> Tensor:
-        return as_ordered_int64(value, torch.int64).clamp(0, self.n - 1)
-
-    def cardinality(self) -> int:
-        return self.n
+        choice = as_ordered_int64(value, torch.int64).clamp(0, self.n - 1)
+        return self.values_of(self._nearest_allowed(choice.unsqueeze(-1)))
 
     @property
     def space(self) -> CategoricalBox:
         return CategoricalBox(self.n)
 
-    def to_one_hot(self, value: Tensor, safe: bool | None = None) -> Tensor:
-        """One-hot vectors (bool) `[*value.shape, n]` of integers; ValueError, unless `safe=False`, for other values."""
+    def index(self, index: Any, tensor_to_index: Tensor) -> Tensor:
+        return tensor_to_index[..., index.long()]
+
+    def to_one_hot(self, val: Tensor, safe: bool | None = None) -> Tensor:
+        """One-hot vectors (bool) `[*val.shape, n]` of integers; ValueError, unless `safe=False`, for other values."""
         if safe is not False:
-            self.assert_is_in(value)
-        return self.to_one_hot_spec().encode(value)
+            self.assert_is_in(val)
+        return self.to_one_hot_spec().encode(val)
 
     def to_one_hot_spec(self) -> OneHot:
         """The one-hot vectors (bool) of the same choices: shape `[*self.shape, n]`."""
-        return OneHot(self.n, (*self.shape, self.n), self.device)
+        return OneHot(self.n, (*self.shape, self.n), self.device, mask=self.mask)
+
+    def to_categorical(self, val: Tensor, safe: bool | None = None) -> Tensor:
+        """`val` itself; ValueError, unless `safe=False`, for values out of range."""
+        if safe is not False:
+            self.assert_is_in(val)
+        return val
+
+    def to_categorical_spec(self) -> Categorical:
+        """This spec itself."""
+        return self
 
 
 class Binary(Categorical):
@@ -586,18 +861,23 @@ class Binary(Categorical):
         shape: Sequence[int] | int | None = None,
         device: Device = None,
         dtype: torch.dtype = torch.int8,
+        mask: Tensor | None = None,
     ) -> None:
         if n is None and shape is None:
             raise ValueError("Binary needs n or shape")
         whole = as_shape(() if shape is None else shape) if n is None else _one_hot_shape(shape, n, "Binary")
-        super().__init__(2, whole, device, dtype)
+        super().__init__(2, whole, device, dtype, mask)
 
     def domain_arguments(self) -> dict[str, Any]:
-        return {}
+        return self._mask_argument()
 
 
-class MultiCategorical(LeafTensorSpec):
+@advised
+class MultiCategorical(_Choices):
     """Vectors of integers, the i-th in `[0, nvec[i])`: shape `[..., len(nvec)]`.
+
+    `mask`, bool `[..., sum(nvec)]`: what it forbids of each, one after the other. `remove_singleton` has no effect:
+    vectors of one integer stay vectors.
 
     >>> MultiCategorical([2, 3]).project(torch.tensor([5, 1]))
     tensor([1, 1])
@@ -607,49 +887,59 @@ class MultiCategorical(LeafTensorSpec):
 
     def __init__(
         self,
-        nvec: Sequence[int],
+        nvec: Sequence[int] | Tensor | int,
         shape: Sequence[int] | int | None = None,
         device: Device = None,
         dtype: torch.dtype = torch.int64,
+        mask: Tensor | None = None,
     ) -> None:
-        self.nvec = tuple(int(n) for n in nvec)
-        if not self.nvec or min(self.nvec) < 1:
-            raise ValueError(f"nvec must hold one or more numbers of 1 or more, got {self.nvec}")
+        self.nvec = _as_nvec(nvec)
         super().__init__(_one_hot_shape(shape, len(self.nvec), type(self).__name__), device, dtype)
+        self.update_mask(mask)
 
     def domain_arguments(self) -> dict[str, Any]:
-        return {"nvec": self.nvec}
+        return {"nvec": self.nvec, **self._mask_argument()}
 
-    def _draw(self, shape: torch.Size) -> Tensor:
-        return torch.stack([torch.randint(n, shape[:-1], device=self.device) for n in self.nvec], -1)
+    def numbers_of(self, value: Tensor) -> Tensor:
+        return value.long()
+
+    def values_of(self, choice: Tensor) -> Tensor:
+        return choice
 
     def _inside(self, value: Tensor) -> Tensor:
-        return _is_below(value, torch.tensor(self.nvec, device=value.device))
+        inside = _is_below(value, torch.tensor(self.nvec, device=value.device))
+        return inside if self.mask is None or not bool(inside.all()) else self._allowed(self.numbers_of(value))
 
     def _nearest(self, value: Tensor) -> Tensor:
-        return (
-            as_ordered_int64(value, torch.int64).clamp(min=0).minimum(torch.tensor(self.nvec, device=value.device) - 1)
-        )
-
-    def cardinality(self) -> int:
-        return math.prod(self.nvec)
+        last = torch.tensor(self.nvec, device=value.device) - 1
+        return self._nearest_allowed(as_ordered_int64(value, torch.int64).clamp(min=0).minimum(last))
 
     @property
     def space(self) -> BoxList:
         return BoxList(CategoricalBox(n) for n in self.nvec)
 
-    def to_one_hot(self, value: Tensor, safe: bool | None = None) -> Tensor:
+    def to_one_hot(self, val: Tensor, safe: bool | None = None) -> Tensor:
         """One-hot vectors (bool) `[..., sum(nvec)]`; ValueError, unless `safe=False`, for values out of range."""
         if safe is not False:
-            self.assert_is_in(value)
-        return self.to_one_hot_spec().encode(value)
+            self.assert_is_in(val)
+        return self.to_one_hot_spec().encode(val)
 
     def to_one_hot_spec(self) -> MultiOneHot:
         """The one-hot vectors (bool) of the same choices: shape `[..., sum(nvec)]`."""
-        return MultiOneHot(self.nvec, (*self.shape[:-1], sum(self.nvec)), self.device)
+        return MultiOneHot(self.nvec, (*self.shape[:-1], sum(self.nvec)), self.device, mask=self.mask)
+
+    def to_categorical(self, val: Tensor, safe: bool | None = None) -> Tensor:
+        """`val` itself; ValueError, unless `safe=False`, for values out of range."""
+        if safe is not False:
+            self.assert_is_in(val)
+        return val
+
+    def to_categorical_spec(self) -> MultiCategorical:
+        """This spec itself."""
+        return self
 
 
-class _OneHotVectors(LeafTensorSpec):
+class _OneHotVectors(_Choices):
     """Concatenated one-hot vectors of the lengths `nvec`: shape `[..., sum(nvec)]`."""
 
     domain_ndim = 1
@@ -660,61 +950,79 @@ class _OneHotVectors(LeafTensorSpec):
         shape: Sequence[int] | int | None = None,
         device: Device = None,
         dtype: torch.dtype = torch.bool,
+        mask: Tensor | None = None,
     ) -> None:
-        self.nvec = tuple(int(n) for n in nvec)
-        if not self.nvec or min(self.nvec) < 1:
-            raise ValueError(f"nvec must hold one or more numbers of 1 or more, got {self.nvec}")
+        self.nvec = _as_nvec(nvec)
         super().__init__(_one_hot_shape(shape, sum(self.nvec), type(self).__name__), device, dtype)
+        self.update_mask(mask)
 
     def domain_arguments(self) -> dict[str, Any]:
-        return {"nvec": self.nvec}
+        return {"nvec": self.nvec, **self._mask_argument()}
 
-    def _draw(self, shape: torch.Size) -> Tensor:
-        return self.encode(torch.stack([torch.randint(n, shape[:-1], device=self.device) for n in self.nvec], -1))
+    def numbers_of(self, value: Tensor) -> Tensor:
+        numbers = value if value.dtype.is_floating_point else as_ordered_int64(value, torch.int64)
+        return torch.stack([part.argmax(-1) for part in self._parts(numbers)], -1)
+
+    def values_of(self, choice: Tensor) -> Tensor:
+        parts = [one_hot(column, n) for column, n in zip(choice.unbind(-1), self.nvec, strict=True)]
+        return torch.cat(parts, -1)
 
     def _inside(self, value: Tensor) -> Tensor:
-        in_part = [
-            ((p == 0) | (p == 1)).all(-1) & (p != 0).sum(-1).eq(1) for p in torch.split(value, list(self.nvec), -1)
-        ]
-        return torch.stack(in_part, -1).all(-1)
+        in_part = [((p == 0) | (p == 1)).all(-1) & (p != 0).sum(-1).eq(1) for p in self._parts(value)]
+        inside = torch.stack(in_part, -1).all(-1)
+        if self.mask is None or not bool(inside.all()):
+            return inside
+        return self._allowed(self.numbers_of(value))
 
     def _nearest(self, value: Tensor) -> Tensor:
-        return self.encode(self.decode(value))
+        if self.mask is None:
+            return self.values_of(self.numbers_of(value))
+        allowed = torch.where(self.mask.to(value.device), value.double(), -math.inf)
+        return self.values_of(self.numbers_of(allowed))
 
-    def encode(self, value: Any) -> Tensor:
+    def encode(self, val: Any, *, ignore_device: bool = False) -> Tensor:
         """One-hot vectors `[..., sum(nvec)]` of the spec's dtype from integers `[..., len(nvec)]`.
 
         Raises torch's RuntimeError for integers out of range.
         """
-        choice = torch.as_tensor(value, device=self.device)
-        parts = [one_hot(column, n) for column, n in zip(choice.long().unbind(-1), self.nvec, strict=True)]
-        return torch.cat(parts, -1).to(self.dtype)
+        choice = torch.as_tensor(val, device=None if ignore_device else self.device)
+        return self.values_of(choice.long()).to(self.dtype)
 
     def decode(self, value: Tensor) -> Tensor:
         """Integers `[..., len(nvec)]`, int64, from one-hot vectors; of other vectors the largest entry wins."""
-        numbers = value if value.dtype.is_floating_point else as_ordered_int64(value, torch.int64)
-        return torch.stack([part.argmax(-1) for part in torch.split(numbers, list(self.nvec), -1)], -1)
+        return self.numbers_of(value)
 
-    def to_numpy(self, value: Tensor) -> Any:
-        self.assert_is_in(value)
-        return self.decode(value.detach()).cpu().numpy()
+    def to_numpy(self, val: Tensor, safe: bool | None = None) -> Any:
+        if safe is not False:
+            self.assert_is_in(val)
+        return self.decode(val.detach()).cpu().numpy()
 
-    def cardinality(self) -> int:
-        return math.prod(self.nvec)
-
-    def to_categorical(self, value: Tensor, safe: bool | None = None) -> Tensor:
+    def to_categorical(self, val: Tensor, safe: bool | None = None) -> Tensor:
         """The integers (int64) of one-hot vectors; ValueError, unless `safe=False`, for other vectors."""
         if safe is not False:
-            self.assert_is_in(value)
-        return self.decode(value)
+            self.assert_is_in(val)
+        return self.decode(val)
 
     def to_categorical_spec(self) -> MultiCategorical | Categorical:
         """The integers of the same choices: shape `[..., len(nvec)]`, int64."""
-        return MultiCategorical(self.nvec, (*self.shape[:-1], len(self.nvec)), self.device)
+        return MultiCategorical(self.nvec, (*self.shape[:-1], len(self.nvec)), self.device, mask=self.mask)
+
+    def to_one_hot(self, val: Tensor, safe: bool | None = None) -> Tensor:
+        """`val` itself; ValueError, unless `safe=False`, for other vectors."""
+        if safe is not False:
+            self.assert_is_in(val)
+        return val
+
+    def to_one_hot_spec(self: Self) -> Self:
+        """This spec itself."""
+        return self
 
 
+@advised
 class MultiOneHot(_OneHotVectors):
     """Concatenated one-hot vectors of the lengths `nvec`: shape `[..., sum(nvec)]`.
+
+    `mask`, bool of that shape: what it forbids. `use_register=False` has no effect.
 
     >>> MultiOneHot([2, 3]).rand().sum()
     tensor(2)
@@ -725,34 +1033,45 @@ class MultiOneHot(_OneHotVectors):
         return BoxList(CategoricalBox(n) for n in self.nvec)
 
 
+@advised
 class OneHot(_OneHotVectors):
     """One-hot vectors of length `n`: shape `[..., n]`.
+
+    `mask`, bool of that shape: what it forbids. `use_register=False` has no effect.
 
     >>> OneHot(3, dtype=torch.int64).project(torch.tensor([0.1, 0.7, 0.2]))
     tensor([0, 1, 0])
     """
 
     def __init__(
-        self, n: int, shape: Sequence[int] | int | None = None, device: Device = None, dtype: torch.dtype = torch.bool
+        self,
+        n: int,
+        shape: Sequence[int] | int | None = None,
+        device: Device = None,
+        dtype: torch.dtype = torch.bool,
+        mask: Tensor | None = None,
     ) -> None:
-        super().__init__((n,), shape, device, dtype)
+        super().__init__((n,), shape, device, dtype, mask)
         self.n = n
 
     def domain_arguments(self) -> dict[str, Any]:
-        return {"n": self.n}
+        return {"n": self.n, **self._mask_argument()}
 
-    def _draw(self, shape: torch.Size) -> Tensor:
-        return self.encode(torch.randint(self.n, shape[:-1], device=self.device))
-
-    def encode(self, value: Any) -> Tensor:
+    def encode(self, val: Any, *, ignore_device: bool = False) -> Tensor:
         """One-hot vectors `[..., n]` of the spec's dtype from integers `[...]`; RuntimeError for those out of range."""
-        choice = torch.as_tensor(value, device=self.device)
+        choice = torch.as_tensor(val, device=None if ignore_device else self.device)
         blank = torch.zeros((*choice.shape, self.n), dtype=self.dtype, device=choice.device)
         return blank.scatter_(-1, choice.long().unsqueeze(-1), 1)
+
+    def values_of(self, choice: Tensor) -> Tensor:
+        return self.encode(choice.squeeze(-1))
 
     def decode(self, value: Tensor) -> Tensor:
         """Integers `[...]`, int64, from one-hot vectors; of other vectors the largest entry wins."""
         return super().decode(value).squeeze(-1)
+
+    def index(self, index: Any, tensor_to_index: Tensor) -> Tensor:
+        return tensor_to_index[..., self.decode(index)]
 
     @property
     def space(self) -> CategoricalBox:
@@ -760,235 +1079,10 @@ class OneHot(_OneHotVectors):
 
     def to_categorical_spec(self) -> Categorical:
         """The integers of the same choices: shape `[...]`, int64."""
-        return Categorical(self.n, self.shape[:-1], self.device)
+        return Categorical(self.n, self.shape[:-1], self.device, mask=self.mask)
 
 
 def _is_below(value: Tensor, end: Tensor) -> Tensor:
     number = as_ordered_int64(value, torch.int64)
     fits = (number >= 0) & (number < end)
     return fits & (number == value) if value.dtype.is_floating_point else fits
-
-
-class Composite(Spec):
-    """Named specs, nested as a TensorDict is; `shape` is the batch shape that every entry's shape starts with.
-
-    Keys are strings, or tuples of them for nested entries; anything else in brackets indexes the batch dimensions. An
-    entry may be None: the key exists, and any value or none is allowed. `batch_size=` is `shape=`.
-
-    >>> from engram.specs import Binary, Unbounded
-    >>> spec = Composite(observation=Unbounded((4,)), inner=Composite(flag=Binary(1)))
-    >>> sorted(spec.rand((2,)).keys(include_nested=True, leaves_only=True), key=str)
-    [('inner', 'flag'), 'observation']
-    >>> spec.expand(3)[0] == spec
-    True
-    """
-
-    dtype = None
-
-    @property
-    def batch_ndim(self) -> int:
-        return self.ndim
-
-    def __init__(
-        self,
-        entries: Mapping[str, Spec | None] | None = None,
-        *,
-        shape: Sequence[int] | int | None = None,
-        batch_size: Sequence[int] | int | None = None,
-        device: Device = None,
-        **more: Spec | None,
-    ) -> None:
-        given = [one for one in (shape, batch_size) if one is not None]
-        if len(given) == 2:
-            raise TypeError("shape and batch_size are the same: give one of them")
-        self.shape = as_shape(given[0] if given else ())
-        self.device = as_device(device)
-        self._entries: dict[str, Spec | None] = {}
-        given_entries: dict[Any, Spec | None] = {**dict((entries or {}).items()), **more}
-        self.update(given_entries)
-
-    @property
-    def batch_size(self) -> torch.Size:
-        """`shape`."""
-        return self.shape
-
-    def _specs(self) -> dict[str, Spec]:
-        return {key: spec for key, spec in self._entries.items() if spec is not None}
-
-    def __setitem__(self, key: Key, spec: Spec | None) -> None:
-        name, *rest = key_path(key)
-        if rest:
-            inner = self._entries.setdefault(name, Composite(shape=self.shape, device=self.device))
-            if not isinstance(inner, Composite):
-                raise KeyError(f"{name!r} is {inner}, which has no entries; delete it before you set {key!r}")
-            inner[tuple(rest)] = spec
-            return
-        if spec is None:
-            self._entries[name] = None
-            return
-        if not isinstance(spec, Spec):
-            raise TypeError(f"{name!r} must be a spec, got {type(spec).__name__}")
-        if spec.shape[: self.ndim] != self.shape:
-            raise ValueError(
-                f"{name!r} has shape {tuple(spec.shape)}, which does not start with the batch shape "
-                f"{tuple(self.shape)}; expand it first"
-            )
-        self._entries[name] = spec if self.device in (None, spec.device) else spec.to(self.device)
-
-    def __getitem__(self, key: Any) -> Any:
-        if not _is_key(key):
-            return self.with_batch(self.ndim, lambda tensor: tensor[key])
-        entry: Any = self
-        for name in key_path(key):
-            if not isinstance(entry, Composite) or name not in entry._entries:
-                raise KeyError(f"there is no entry {key!r}, there are {list(self.leaves())}")
-            entry = entry._entries[name]
-        return entry
-
-    def __delitem__(self, key: Key) -> None:
-        name, *rest = key_path(key)
-        self[key]
-        if rest:
-            del self._entries[name][tuple(rest)]  # type: ignore[union-attr]
-        else:
-            del self._entries[name]
-
-    def __contains__(self, key: Key) -> bool:
-        absent = object()
-        return self.get(key, absent) is not absent
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, key: Key, default: Any = None) -> Any:
-        """The entry, or `default`."""
-        try:
-            return self[key]
-        except KeyError:
-            return default
-
-    def set(self: Self, key: Key, spec: Spec) -> Self:
-        """Adds or replaces an entry; returns the spec itself."""
-        assert isinstance(self, Composite)
-        self[key] = spec
-        return self
-
-    def pop(self, key: Key) -> Any:
-        """Removes an entry and returns it. Raises KeyError if it does not exist."""
-        entry = self[key]
-        del self[key]
-        return entry
-
-    def update(self, entries: Mapping[Any, Spec | None] | Composite) -> None:
-        """Adds or replaces entries."""
-        for key, spec in entries.items():
-            self[key] = spec
-
-    def keys(self, include_nested: bool = False, leaves_only: bool = False) -> list[Any]:
-        """The keys of the entries: with nested ones if `include_nested`, without Composites if `leaves_only`."""
-        return [key for key, _ in self.items(include_nested, leaves_only)]
-
-    def values(self, include_nested: bool = False, leaves_only: bool = False) -> list[Any]:
-        """The entries of `keys`."""
-        return [spec for _, spec in self.items(include_nested, leaves_only)]
-
-    def items(self, include_nested: bool = False, leaves_only: bool = False) -> list[tuple[Any, Any]]:
-        """The entries of `keys` with their keys."""
-        entries: list[tuple[Any, Any]] = []
-        for name, spec in self._entries.items():
-            if not (leaves_only and isinstance(spec, Composite)):
-                entries.append((name, spec))
-            if include_nested and isinstance(spec, Composite):
-                entries += [((name, *key_path(key)), inner) for key, inner in spec.items(True, leaves_only)]
-        return entries
-
-    def leaves(self) -> dict[str | tuple[str, ...], Spec]:
-        """Every spec that is not a Composite, by key: a string at the root, a tuple for nested ones."""
-        return {key: spec for key, spec in self.items(True, True) if spec is not None}
-
-    def empty(self) -> Composite:
-        """A Composite of the same shape and device, without entries."""
-        return Composite(shape=self.shape, device=self.device)
-
-    def is_empty(self) -> bool:
-        """Whether there is no leaf."""
-        return not self.leaves()
-
-    def rand(self, shape: Sequence[int] = ()) -> TensorDictBase:
-        return self._dict({key: spec.rand(shape) for key, spec in self._specs().items()}, shape)
-
-    def zero(self, shape: Sequence[int] = ()) -> TensorDictBase:
-        return self._dict({key: spec.zero(shape) for key, spec in self._specs().items()}, shape)
-
-    def one(self, shape: Sequence[int] = ()) -> TensorDictBase:
-        return self._dict({key: spec.one(shape) for key, spec in self._specs().items()}, shape)
-
-    def _dict(self, entries: dict[str, Any], shape: Sequence[int]) -> TensorDictBase:
-        return TensorDict(entries, batch_size=(*shape, *self.shape), device=self.device)
-
-    def is_in(self, value: Any) -> bool:
-        if not isinstance(value, TensorDictBase):
-            return False
-        return all(spec.is_in(value.get(key, None)) for key, spec in self._specs().items())
-
-    def project(self, value: TensorDictBase) -> TensorDictBase:
-        """`project` of each entry; entries without a spec stay. Raises KeyError if an entry is missing."""
-        if missing := [key for key in self._specs() if value.get(key, None) is None]:
-            raise KeyError(f"cannot project on {missing}: there are only {list(value.keys())}")
-        return value.copy().update({key: spec.project(value.get(key)) for key, spec in self._specs().items()})
-
-    def encode(self, value: Any) -> TensorDictBase:
-        specs = self._specs()
-        encoded = {key: spec.encode(value[key]) for key, spec in specs.items()}
-        batches = [part.shape[: part.ndim - specs[key].ndim] for key, part in encoded.items()]
-        return self._dict(encoded, batches[0] if batches else ())
-
-    def to_numpy(self, value: TensorDictBase) -> dict[str, Any]:
-        return {key: spec.to_numpy(value.get(key)) for key, spec in self._specs().items()}
-
-    def _mapped(self: Self, change: Callable[[Any], Any], *, shape: Sequence[int], device: Device) -> Self:
-        assert isinstance(self, Composite)
-        entries = {key: None if spec is None else change(spec) for key, spec in self._entries.items()}
-        return type(self)(entries, shape=shape, device=device)
-
-    def cardinality(self) -> int | float:
-        return math.prod(spec.cardinality() for spec in self._specs().values())
-
-    def expand(self: Self, *shape: Any) -> Self:
-        assert isinstance(self, Composite)
-        new = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-        return self._mapped(lambda spec: spec.expand((*new, *spec.shape[self.ndim :])), shape=new, device=self.device)
-
-    def to(self: Self, dest: torch.device | torch.dtype | str) -> Self:
-        assert isinstance(self, Composite)
-        device = self.device if isinstance(dest, torch.dtype) else dest
-        return self._mapped(lambda spec: spec.to(dest), shape=self.shape, device=device)
-
-    def clone(self: Self) -> Self:
-        assert isinstance(self, Composite)
-        return self._mapped(lambda spec: spec.clone(), shape=self.shape, device=self.device)
-
-    def with_batch(self: Self, ndim: int, change: Callable[[Tensor], Tensor]) -> Self:
-        assert isinstance(self, Composite)
-        shape = (*shape_after(self.shape[:ndim], change), *self.shape[ndim:])
-        return self._mapped(lambda spec: spec.with_batch(ndim, change), shape=shape, device=self.device)
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        assert isinstance(other, Composite)
-        return (self.shape, self.device, self._entries) == (other.shape, other.device, other._entries)
-
-    def __hash__(self) -> int:
-        return hash((Composite, self.shape, self.device))  # entries may be added while it is a key
-
-    def __repr__(self) -> str:
-        inner = "".join(f"\n    {key}: {spec!r}".replace("\n", "\n    ") for key, spec in self._entries.items())
-        return f"Composite(shape={tuple(self.shape)}, device={self.device},{inner})"
-
-
-def _is_key(key: Any) -> bool:
-    return isinstance(key, str) or (isinstance(key, tuple) and bool(key) and all(isinstance(k, str) for k in key))
