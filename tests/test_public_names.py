@@ -21,8 +21,9 @@ BUFFERS = SCHEDULERS | {
     "BufferStats", "DrawTotals", "Trajectory", "UpdateResult", "find_start_stop_traj", "iter_trajectories",
 }  # fmt: skip
 TRANSFORMS = {
-    "CatFrames", "CatTensors", "ClipTransform", "Compose", "DTypeCastTransform", "DoubleToFloat",
-    "EndOfLifeTransform", "ExcludeTransform", "FlattenObservation", "GrayScale", "InitTracker",
+    "ActionScaling", "CatFrames", "CatTensors", "CenterCrop", "ClipTransform", "Compose", "DTypeCastTransform",
+    "DoubleToFloat", "EndOfLifeTransform", "ExcludeTransform", "FlattenObservation", "FrameSkipTransform", "GrayScale",
+    "InitTracker", "RandomCropTensorDict", "RandomTruncationTransform", "TargetReturn", "VecNormV2",
     "MultiStepTransform", "NextStateReconstructor", "NoopResetEnv", "ObservationNorm", "RenameTransform",
     "Resize", "Reward2GoTransform", "RewardScaling", "RewardSum", "SelectTransform", "SignTransform",
     "StepCounter", "TensorDictPrimer", "ToTensorImage", "TrajCounter", "Transform", "UnsqueezeTransform",

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from tensordict import TensorDict
 
 _Class = TypeVar("_Class", bound=type)
+_ONE_PROCESS = "give one object to all environments of a process; those of workers learn by themselves"
 _ANY: tuple[Any, ...] = ()  # every value of the argument is accepted and changes nothing
 
 _WORKERS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -75,6 +76,29 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "spec_locked": (_ANY, ""),
     },
     # ---- transforms ----
+    "CatFrames": {
+        "as_inverse": ((False,), "use rb.append_transform(CatFrames(...), invert=True), which stacks on writing"),
+        "future": ((False,), "reverse the batch in time before and after, or store the frames one by one"),
+        "mask_key": ((None,), "take slices without padding, or stack before padding"),
+        "reset_key": ((None, "_reset"), "episodes begin where '_reset' says"),
+    },
+    "MultiStepTransform": {"mask_key": ((None, "mask"), "write steps without padding")},
+    "RewardSum": {
+        "reset_keys": ((None, "_reset", ["_reset"], ("_reset",)), "episodes begin where '_reset' says"),
+        "reward_spec": ((False,), "read the spec of the sum in observation_spec"),
+    },
+    "TrajCounter": {"repeats": ((None, 1), "divide the numbers: traj_count // repeats")},
+    "VecNorm": {
+        "lock": ((None,), _ONE_PROCESS),
+        "new_api": (_ANY, "leave it out"),
+        "shapes": (_ANY, "leave it out"),
+        "shared_td": ((None,), _ONE_PROCESS),
+    },
+    "VecNormV2": {
+        "lock": ((None,), _ONE_PROCESS),
+        "shared_data": ((None,), _ONE_PROCESS),
+        "stateful": ((True,), "read the statistics from `loc` and `scale`, and save them with `state_dict`"),
+    },
     # ---- collectors ----
 }
 
@@ -121,6 +145,27 @@ MEMBERS: dict[str, dict[str, str]] = {
     "SerialEnv": _NEW_WORKERS,
     "TransformedEnv": {"set_missing_tolerance": "use env.transform.set_missing_tolerance(...)"},
     # ---- transforms ----
+    "CatFrames": {"inplace": "out_keys other than in_keys leave the source unchanged"},
+    "EndOfLifeTransform": {"NO_PARENT_ERR": "catch the RuntimeError of `parent`"},
+    "MultiStepTransform": {"ENV_ERR": "catch the TypeError of TransformedEnv"},
+    "Reward2GoTransform": {"ENV_ERR": "catch the TypeError of TransformedEnv"},
+    "StepCounter": {
+        "all_done_keys": "use `done_keys`",
+        "all_truncated_keys": "use `truncated_keys`",
+        "full_done_spec": "use `parent.full_done_spec`",
+    },
+    "Transform": {
+        "collector": "give the transform what it needs of the collector",
+        "enable_inv_on_reset": "inverses change actions and what is written; change a reset in `_reset`",
+        "init": "begin episodes in `_reset`",
+        "transform_env_batch_size": "a transform keeps the batch size of its environment",
+        "transform_env_device": "a transform keeps the device of its environment; move both by `env.to(device)`",
+        "transform_fake_tensordict": "call `fake_tensordict` of the environment",
+    },
+    "VecNorm": {
+        "SEP": "statistics are lists in the order of in_keys, and by key with VecNormV2",
+        "build_td_for_shared_vecnorm": _ONE_PROCESS,
+    },
     # ---- collectors ----
 }
 

@@ -16,8 +16,10 @@ from engram.specs import Unbounded
 from engram.testing import TransformContract
 from engram.testing.transform import Replayed, as_dict, assert_equal
 from engram.transforms import (
+    ActionScaling,
     CatFrames,
     CatTensors,
+    CenterCrop,
     ClipTransform,
     Compose,
     DoubleToFloat,
@@ -39,11 +41,13 @@ from engram.transforms import (
     SelectTransform,
     SignTransform,
     StepCounter,
+    TargetReturn,
     TensorDictPrimer,
     ToTensorImage,
     TrajCounter,
     UnsqueezeTransform,
     VecNorm,
+    VecNormV2,
 )
 from transforms.data import steps, trajectory
 
@@ -194,6 +198,14 @@ class TestResize(KeyedTransformContract):
         return steps(*shape, feature=(3, 6, 7))
 
 
+class TestCenterCrop(KeyedTransformContract):
+    def make_for(self, in_keys, out_keys=None):
+        return CenterCrop(3, 4, in_keys, out_keys)
+
+    def batch(self, *shape):
+        return steps(*shape, feature=(3, 6, 7))
+
+
 class TestGrayScale(KeyedTransformContract):
     def make_for(self, in_keys, out_keys=None):
         return GrayScale(in_keys, out_keys)
@@ -267,6 +279,27 @@ class TestVecNorm(Steps, KeyedTransformContract):
 
     def make_for(self, in_keys, out_keys=None):
         return VecNorm(in_keys, out_keys)
+
+
+class TestVecNormV2(Steps, KeyedTransformContract):
+    learns = True
+
+    def make_for(self, in_keys, out_keys=None):
+        return VecNormV2(in_keys, out_keys)
+
+
+class TestActionScaling(Steps, TransformContract):
+    environments = False  # such as have other actions
+
+    def make(self):
+        return ActionScaling(["x"], loc=1.0, scale=2.0)
+
+    def make_for_env(self):
+        return ActionScaling(loc=1.0, scale=2.0)
+
+    def test_where_it_works_in_no_environment_it_says_what_to_use(self):
+        with pytest.raises(ValueError, match="ActionScaling scales continuous actions"):
+            self._env()
 
 
 class TestRenameTransform(Steps, TransformContract):
@@ -364,6 +397,20 @@ class TestRewardSum(Steps, TimedTransformContract):
 
     def make(self):
         return RewardSum()
+
+
+class TestTargetReturn(Steps, TimedTransformContract):
+    trajectory = staticmethod(trajectory)
+
+    def make(self):
+        return TargetReturn(100.0)
+
+
+class TestConstantTargetReturn(Steps, TimedTransformContract):
+    trajectory = staticmethod(trajectory)
+
+    def make(self):
+        return TargetReturn(100.0, mode="constant")
 
 
 class TestStepCounter(Steps, TimedTransformContract):

@@ -212,9 +212,11 @@ def test_other_rewards_and_flags_can_be_named():
     rb.append_transform(MultiStepTransform(2, 0.5, reward_keys=[("next", "score")], done_key=("next", "over")))
     rb.extend(batch)
     assert torch.equal(rb[:]["next", "score"], expected["next", "reward"])
-    for make in (lambda **k: MultiStep(0.5, 2, **k), lambda **k: MultiStepTransform(2, 0.5, **k)):
-        with pytest.raises(ValueError, match="under 'next'"):
-            make(reward_keys=["reward"])
+    with pytest.raises(ValueError, match="under 'next'"):
+        MultiStep(0.5, 2, reward_keys=["reward"])
+    short = MultiStepTransform(2, 0.5, reward_keys=["score"], done_key="over", done_keys=["over"])
+    assert (short.reward_keys, short.done_key) == ([("next", "score")], ("next", "over"))
+    assert MultiStepTransform(2, 0.5).done_keys == [("next", flag) for flag in ("done", "truncated", "terminated")]
     with pytest.raises(KeyError, match=r"\('next', 'reward'\)"):
         MultiStep(0.5, 2, done_key=("next", "over"))(batch)
 

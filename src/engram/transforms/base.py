@@ -338,6 +338,7 @@ def apply_to_composite(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any]
     The method is applied to the spec of each of `in_keys`, and gives that of the `out_key`.
 
     Example:
+        >>> from engram.envs import GymEnv, TransformedEnv
         >>> class Sine(Transform):
         ...     def _apply_transform(self, value):
         ...         return value.sin()

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram._advice import advised
 from engram.pytree import (
     Key,
     Keys,
@@ -27,6 +28,7 @@ from engram.transforms.env_specs import EnvSpecs, map_spec
 from engram.transforms.trajectory import BatchView, TrajectoryBounds, TrajectoryTransform
 
 
+@advised
 class CatFrames(TrajectoryTransform, built_in=True):
     """Concatenates each observation with the N - 1 before it in its trajectory, oldest first.
 
@@ -40,6 +42,8 @@ class CatFrames(TrajectoryTransform, built_in=True):
         padding_value: the constant.
         done_key, traj_key: where trajectories end; see TrajectoryTransform.
 
+    TorchRL's `reset_key="_reset"`, `as_inverse=False`, `future=False` and `mask_key=None` are accepted without effect.
+
     A batch that starts in the middle of a trajectory is padded as if it started there. Trajectories, and carrying on
     between writes: see TrajectoryTransform.
 
@@ -52,6 +56,8 @@ class CatFrames(TrajectoryTransform, built_in=True):
                 [3., 3.]])
     """
 
+    ACCEPTED_PADDING = ("same", "constant")
+    reset_key, mask_key, as_inverse, future = "_reset", None, False, False  #: as TorchRL names them
     _state_settings = (*TrajectoryTransform._state_settings, "N", "dim")
 
     def __init__(
@@ -71,7 +77,7 @@ class CatFrames(TrajectoryTransform, built_in=True):
             raise ValueError(f"N must be 1 or more, got {N}")
         if dim >= 0:
             raise ValueError(f"dim must be negative, as batches may have any number of leading dimensions, got {dim}")
-        if padding not in ("same", "constant"):
+        if padding not in self.ACCEPTED_PADDING:
             raise ValueError(f"padding must be 'same' or 'constant', got {padding!r}")
         self.N, self.dim = N, dim
         self.padding, self.padding_value = padding, padding_value
@@ -104,6 +110,10 @@ class CatFrames(TrajectoryTransform, built_in=True):
         key = as_key(sampler_kwargs.pop("slice_key", None) or _SLICE)
         sampler = frames.FrameStackSampler(slice_len=self.N, slice_key=key, **sampler_kwargs)
         return StackedFrames(self, key), sampler
+
+    def unfolding(self, tensordict: Any) -> Any:
+        """`forward`: a batch `[*, T]` with its observations stacked."""
+        return self.forward(tensordict)
 
     # ---- environments ----
     def _init_env_state(self, specs: EnvSpecs) -> None:

@@ -22,6 +22,7 @@ class ToTensorImage(Transform, built_in=True):
 
     Args:
         from_int: True divides floats by 255 as well, False divides nothing; None: integers only.
+        unsqueeze: adds a leading dimension of 1 to a single image, one without batch dimensions.
         dtype: of the result; None: torch's default dtype for integers, the image's own for floats.
         in_keys: images, `["pixels"]` if None.
         out_keys: as Transform's.
@@ -40,6 +41,7 @@ class ToTensorImage(Transform, built_in=True):
     def __init__(
         self,
         from_int: bool | None = None,
+        unsqueeze: bool = False,
         dtype: torch.dtype | None = None,
         *,
         in_keys: Keys = None,
@@ -49,7 +51,7 @@ class ToTensorImage(Transform, built_in=True):
         super().__init__("pixels" if in_keys is None else in_keys, out_keys)
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating point dtype, got {dtype}")
-        self.from_int = from_int
+        self.from_int, self.unsqueeze = from_int, bool(unsqueeze)
         self.dtype = dtype
         self.shape_tolerant = shape_tolerant
 
@@ -65,10 +67,11 @@ class ToTensorImage(Transform, built_in=True):
         divides = self.from_int if self.from_int is not None else not is_float and value.dtype is not torch.bool
         # One pass that permutes and converts: the result is contiguous, as networks like it.
         image = torch.empty(value.shape, dtype=dtype, device=value.device).copy_(value)
-        return image.div_(255) if divides else image
+        image = image.div_(255) if divides else image
+        return image.unsqueeze(0) if self.unsqueeze and image.ndim == 3 else image
 
     def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
-        return all((row_ndim(key) or 0) >= 3 for key in self.in_keys)
+        return not self.unsqueeze and all((row_ndim(key) or 0) >= 3 for key in self.in_keys)
 
     def does_the_same(self, other: Transform) -> bool:
         return self._has_settings_of(other)
@@ -182,3 +185,43 @@ class GrayScale(Transform, built_in=True):
             return (red * _GREY[0] + green * _GREY[1] + blue * _GREY[2]).unsqueeze(-3)
         grey = red.to(torch.float32) * _GREY[0] + green * _GREY[1] + blue * _GREY[2]
         return grey.round_().to(value.dtype).unsqueeze(-3)
+
+
+class CenterCrop(Transform, built_in=True):
+    """Cuts the middle out of images: the last two dimensions become `[w, h]`, in this order, as those of `Resize`.
+
+    Args:
+        w, h: the sizes; without `h` the piece is a square.
+        in_keys: images, `["pixels"]` if None.
+        out_keys: as Transform's.
+
+    Raises:
+        ValueError: a size below 1, or an image that is smaller.
+
+    Example:
+        >>> CenterCrop(84)({"pixels": torch.zeros(2, 3, 100, 120)})["pixels"].shape
+        torch.Size([2, 3, 84, 84])
+    """
+
+    def __init__(self, w: int, h: int | None = None, in_keys: Keys = None, out_keys: Keys = None) -> None:
+        super().__init__("pixels" if in_keys is None else in_keys, out_keys)
+        self.w, self.h = w, w if h is None else h
+        if self.w < 1 or self.h < 1:
+            raise ValueError(f"w and h must be 1 or more, got {self.w} and {self.h}")
+
+    _keeps_order = True
+
+    def _apply_transform(self, value: Tensor) -> Tensor:
+        if value.ndim < 2 or value.shape[-2] < self.w or value.shape[-1] < self.h:
+            raise ValueError(f"CenterCrop({self.w}, {self.h}) takes larger images, got shape {list(value.shape)}")
+        top, left = (round((size - part) / 2) for size, part in zip(value.shape[-2:], (self.w, self.h), strict=True))
+        return value[..., top : top + self.w, left : left + self.h].contiguous()
+
+    def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
+        return all((row_ndim(key) or 0) >= 2 for key in self.in_keys)
+
+    def does_the_same(self, other: Transform) -> bool:
+        return self._has_settings_of(other)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"w": self.w, "h": self.h}

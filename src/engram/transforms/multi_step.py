@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from engram._advice import advised
 from engram.pytree import (
     Key,
     Keys,
@@ -53,6 +54,10 @@ def reward_keys_of(keys: Any) -> list[Key]:
     if any(key[0] != "next" or isinstance(key, str) for key in reward_keys):
         raise ValueError(f"rewards of n steps are under 'next', got {reward_keys}")
     return reward_keys
+
+
+def _under_next(key: Key) -> Key:
+    return key if key_path(key)[0] == "next" else ("next", *key_path(key))
 
 
 class NSteps(NamedTuple):
@@ -175,15 +180,17 @@ class _Rows(NamedTuple):
         return unflatten(self.form, list(self.leaves), (*self.lead, self.steps), self.device)
 
 
+@advised
 class MultiStepTransform(Transform, built_in=True):
     """Makes n-step transitions of the steps that are written; steps whose future is not known yet are held back.
 
     Args:
         n_steps: the horizon; 1 changes no reward.
         gamma: the discount, 0 to 1.
-        reward_keys: rewards, `[("next", "reward")]` if None.
-        done_key, traj_key: where trajectories end; `("next", "done")` and `("collector", "traj_ids")` (or `"episode"`,
-            where these exist) if None.
+        reward_keys: rewards, `[("next", "reward")]` if None; `"reward"` is that, too.
+        done_key, traj_key: where trajectories end; `("next", "done")` (or `"done"`, which is that, too) and
+            `("collector", "traj_ids")` (or `"episode"`, where these exist) if None.
+        done_keys: all flags, without effect: what follows a step comes from n steps on, flags included.
         next_key: for flat batches (`obs`, `action`, `reward`, `next_obs`, `done`): the entry that follows a step, or a
             list of them, `"next_obs"`. Rewards are then `"reward"` if None, the flags those at the root, and they, too,
             come from n steps on; read "next" so below. None: all that follows a step is under `"next"`.
@@ -226,6 +233,7 @@ class MultiStepTransform(Transform, built_in=True):
         done_key: Key | None = None,
         traj_key: Key | None = None,
         next_key: Keys = None,
+        done_keys: Keys = None,
     ) -> None:
         super().__init__()
         self.n_steps = checked_n_steps(n_steps)
@@ -233,8 +241,15 @@ class MultiStepTransform(Transform, built_in=True):
         self.next_keys = as_keys(next_key)
         if "next" in self.next_keys:
             raise ValueError('all that is under "next" follows a step: leave next_key out')
-        self.reward_keys = (as_keys(reward_keys) or ["reward"]) if self.next_keys else reward_keys_of(reward_keys)
         self.done_key = None if done_key is None else as_key(done_key)
+        if self.next_keys:
+            self.reward_keys = as_keys(reward_keys) or ["reward"]
+        else:
+            self.reward_keys = reward_keys_of(reward_keys and [_under_next(key) for key in as_keys(reward_keys)])
+            self.done_key = None if self.done_key is None else _under_next(self.done_key)
+        done: Key = self.done_key or ("done" if self.next_keys else ("next", "done"))
+        flags = [sibling_key(done, name) for name in ("truncated", "terminated")]
+        self.done_keys, self.mask_key = as_keys(done_keys) or [done, *flags], None
         self.traj_key = None if traj_key is None else as_key(traj_key)
         self._held: _Rows | None = None
 

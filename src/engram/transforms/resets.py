@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram._advice import advised
 from engram.pytree import Key, as_key, get_tensor, has_batch_size, key_path, require_tensor, set_entry
 from engram.specs import Categorical, Composite, Spec, Unbounded
 from engram.transforms.base import Transform, select_reset, to_device
@@ -55,6 +56,11 @@ class NoopResetEnv(Transform, built_in=True):
             )
         return copy.copy(self)  # which has this environment as its parent
 
+    @property
+    def base_env(self) -> Any:
+        """The environment as it is before this transform: `parent`."""
+        return self.parent
+
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         return specs
 
@@ -84,6 +90,7 @@ class NoopResetEnv(Transform, built_in=True):
         return {"noops": self.noops, "random": self.random}
 
 
+@advised
 class EndOfLifeTransform(Transform, built_in=True):
     """Marks the steps that cost a life, in environments such as those of Atari: `end-of-life`, and the `lives` left.
 
@@ -115,6 +122,10 @@ class EndOfLifeTransform(Transform, built_in=True):
         super().__init__()
         self.eol_key, self.lives_key, self.done_key = as_key(eol_key), as_key(lives_key), as_key(done_key)
         self.eol_attribute = eol_attribute
+
+    def register_keys(self, loss_or_advantage: Any) -> None:
+        """Tells a loss or a value estimator of TorchRL's that an episode ends with a life."""
+        loss_or_advantage.set_keys(done=self.eol_key, terminated=self.eol_key)
 
     def for_env(self, specs: EnvSpecs) -> EndOfLifeTransform:
         return copy.copy(self)  # which has this environment as its parent
@@ -206,7 +217,7 @@ class TensorDictPrimer(Transform, built_in=True):
         if single_default_value and not callable(default_value):
             raise ValueError("single_default_value needs a function as default_value, which returns a TensorDict")
         self.random, self.expand_specs, self.single_default_value = bool(random), expand_specs, single_default_value
-        self.default_value = default_value
+        self.default_value, self.reset_key = default_value, "_reset"
         if isinstance(default_value, Mapping) and set(map(as_key, default_value)) != set(self.primers.leaves()):
             raise ValueError(
                 f"default_value is for {list(default_value)}, and the specs are of {list(self.primers.leaves())}: "
@@ -306,12 +317,15 @@ def _fitting(value: Tensor, key: Key, spec: Any) -> Tensor:
     return value if value.shape == spec.shape else value.expand(spec.shape).clone()
 
 
+@advised
 class TrajCounter(TrajectoryTransform, built_in=True):
     """Numbers the trajectories of an environment, or of a batch: `traj_count` is 0, 1, 2, ...; under `next`, too.
 
     Args:
         out_key: the number's key; int64 with the shape of the flags.
         done_key, traj_key: where trajectories end; see TrajectoryTransform.
+
+    TorchRL's `repeats=None` is accepted without effect.
 
     Trajectories that begin at the same step are numbered in the order of the environments. In an environment every
     reset begins new ones, and a saved state goes on with the number that is next; in a batch (reading) the numbers

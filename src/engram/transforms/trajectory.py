@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram._advice import advised
 from engram.pytree import (
     Key,
     Keys,
@@ -216,6 +217,8 @@ class TrajectoryTransform(Transform, built_in=True):
 
     forward_in_order = True
     _state_settings: tuple[str, ...] = ("in_keys", "out_keys", "done_key", "traj_key")
+    #: Where episodes of an environment begin.
+    reset_keys: Sequence[Key] = ("_reset",)
 
     def __init__(self, *keys: Any, done_key: Key | None = None, traj_key: Key | None = None) -> None:
         super().__init__(*keys)
@@ -334,6 +337,7 @@ def sibling_key(key: Key, name: str) -> Key:
     return name if isinstance(key, str) else (*key[:-1], name)
 
 
+@advised
 class RewardSum(TrajectoryTransform, built_in=True):
     """Adds up the rewards of each trajectory so far, this step's included, as `episode_reward` beside each reward.
 
@@ -343,6 +347,7 @@ class RewardSum(TrajectoryTransform, built_in=True):
         done_key, traj_key: where trajectories end; see TrajectoryTransform.
 
     In an environment `in_keys` of None are `"reward"`, and the sums are 0 at resets.
+    TorchRL's `reset_keys=["_reset"]` and `reward_spec=False` are accepted without effect.
     Sums of integers are int64. Trajectories, and carrying on between writes: see TrajectoryTransform.
 
     Example:
@@ -441,6 +446,7 @@ class RewardSum(TrajectoryTransform, built_in=True):
         return left
 
 
+@advised
 class StepCounter(TrajectoryTransform, built_in=True):
     """Counts steps within each trajectory: `step_count` 0, 1, 2, ... and, one higher, `("next", "step_count")`.
 
@@ -476,6 +482,26 @@ class StepCounter(TrajectoryTransform, built_in=True):
         self.max_steps = max_steps
         self.truncated_key, self.step_count_key = truncated_key, step_count_key
         self.update_done = update_done
+
+    @property
+    def step_count_keys(self) -> list[Key]:
+        """The key of the count, in a list."""
+        return [self.step_count_key]
+
+    @property
+    def done_keys(self) -> list[Key]:
+        """The key of the done flag, in a list."""
+        return ["done" if self.done_key is None else self.done_key]
+
+    @property
+    def truncated_keys(self) -> list[Key]:
+        """The key of the flag that `max_steps` sets, in a list."""
+        return [sibling_key(self.done_keys[0], self.truncated_key)]
+
+    @property
+    def terminated_keys(self) -> list[Key]:
+        """The key of the terminated flag, in a list."""
+        return [sibling_key(self.done_keys[0], "terminated")]
 
     # ---- environments ----
     def for_env(self, specs: EnvSpecs) -> StepCounter:
@@ -569,6 +595,11 @@ class InitTracker(TrajectoryTransform, built_in=True):
         mark = Categorical(2, specs.done.shape, specs.done.device, torch.bool)
         return specs.with_entries({root_key(self.init_key): mark})
 
+    @property
+    def init_keys(self) -> list[Key]:
+        """The key of the mark, in a list."""
+        return [self.init_key]
+
     def root_entries(self) -> list[Key]:
         """The key of the mark in an environment."""
         return [root_key(self.init_key)]
@@ -623,6 +654,7 @@ def as_sum_dtype(value: Tensor) -> Tensor:
     return value if value.is_floating_point() else value.to(torch.int64)
 
 
+@advised
 class Reward2GoTransform(TrajectoryTransform, built_in=True):
     """On writing, adds the discounted sum of rewards from each step to its trajectory's end, as `reward_to_go`.
 

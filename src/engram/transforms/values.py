@@ -575,6 +575,11 @@ class CatTensors(Transform, built_in=True):
     def _out_key(self) -> Key:
         return self.out_keys[0]
 
+    @property
+    def keys_to_exclude(self) -> list[Key]:
+        """The entries that it removes."""
+        return [key for key in self.in_keys if key != self._out_key] if self.del_keys else []
+
     def forward(self, batch: Any) -> Any:
         if type(batch) is list:
             return [self.forward(item) for item in batch]
@@ -742,7 +747,7 @@ class UnsqueezeTransform(Transform, built_in=True):
         _check_dim("dim", dim, allow_positive_dim)
         if not self.in_keys and not self.in_keys_inv:
             raise ValueError("UnsqueezeTransform needs in_keys, in_keys_inv or both")
-        self.dim = dim
+        self.dim = self.unsqueeze_dim = dim
 
     _keeps_order = True
 

@@ -8,12 +8,14 @@ import warnings
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from engram.pytree import Keys, has_batch_size, require_tensor, set_entry
+from engram._advice import advised
+from engram.pytree import Keys, has_batch_size, key_path, require_tensor, set_entry
 from engram.specs import Spec, Unbounded
 from engram.transforms.base import IDLE, EnvTransformMixin, Transform, WriteRequest, root_key
+from engram.transforms.compose import Compose
 from engram.transforms.env_specs import EnvSpecs
 from engram.transforms.values import ObservationNorm, cast_stat
 
@@ -45,6 +47,7 @@ class _Stats(NamedTuple):
         return _Stats(count, mean, squares)
 
 
+@advised
 class VecNorm(Transform, built_in=True):
     """Normalises entries with their running mean and standard deviation.
 
@@ -53,6 +56,8 @@ class VecNorm(Transform, built_in=True):
         out_keys: as Transform's.
         decay: factor on the weight of all earlier steps at each new batch; 1 weighs every step the same.
         eps: added to the variance.
+
+    TorchRL's `shapes`, `new_api` and `lock=None` are accepted without effect.
 
     In a buffer it learns from the data that are written, which are stored unchanged, and normalises those that are
     read. Called, or appended with `invert=True`, it learns from the batch and normalises it. `forward` alone only
@@ -100,7 +105,7 @@ class VecNorm(Transform, built_in=True):
             return
         if batch_dims is None:
             batch_dims = batch.batch_dims if has_batch_size(batch) else 1
-        self._add([require_tensor(batch, key, "VecNorm") for key in self.in_keys], batch_dims)
+        self._add([require_tensor(batch, key, type(self).__name__) for key in self.in_keys], batch_dims)
 
     def _add(self, values: list[Tensor | None], batch_dims: int) -> None:
         """Adds the entries of a batch to the statistics; None stands for an entry that the batch lacks."""
@@ -143,6 +148,18 @@ class VecNorm(Transform, built_in=True):
 
     frozen_copy = frozen
 
+    #: That means are subtracted, and the rest divided by standard deviations.
+    standard_normal = True
+
+    def denorm(self, tensordict: Any) -> Any:
+        """The batch with the values that were normalised, of `out_keys`, as they were before; changed in place."""
+        for key, stats in zip(self.out_keys, self._norms(), strict=True):
+            value = require_tensor(tensordict, key, f"{type(self).__name__}.denorm")
+            if stats is not None:
+                scale = (stats.squares / stats.weight + self.eps).sqrt()
+                set_entry(tensordict, key, value * cast_stat(scale, value) + cast_stat(stats.mean, value))
+        return tensordict
+
     def to_observation_norm(self) -> list[ObservationNorm]:
         """The present statistics as transforms that do not learn, one for each entry."""
         return [
@@ -180,7 +197,7 @@ class VecNorm(Transform, built_in=True):
         if type(batch) is list:
             return [self.forward(item) for item in batch]
         stats = self._norms()  # read once: a writer in another thread may learn at the same time
-        sources = [require_tensor(batch, key, "VecNorm") for key in self.in_keys]
+        sources = [require_tensor(batch, key, type(self).__name__) for key in self.in_keys]
         for value, key, one in zip(sources, self.out_keys, stats, strict=True):
             set_entry(batch, key, self._normalised(value, one))
         return batch
@@ -278,6 +295,70 @@ class VecNorm(Transform, built_in=True):
 
     def _settings(self) -> dict[str, Any]:
         return {"decay": self.decay, **({} if self._learns else {"frozen": True})}
+
+
+@advised
+class VecNormV2(VecNorm, built_in=True):
+    """`VecNorm` whose `loc` and `scale` are TensorDicts, by key.
+
+    Args:
+        in_keys, out_keys, decay, eps: as VecNorm's.
+        reduce_batch_dims: without effect: the statistics are those of all environments together.
+
+    Raises:
+        TypeError: `stateful=False`, a `lock` or `shared_data`: the statistics are this object's, which the
+            environments of a process may share.
+
+    Example:
+        >>> norm = VecNormV2(in_keys=["obs"], decay=1.0)
+        >>> batch = norm(TensorDict({"obs": torch.tensor([[1.0], [3.0]])}, [2]))
+        >>> norm.loc["obs"], norm.denorm(batch)["obs"].flatten()
+        (tensor([2.]), tensor([1., 3.]))
+    """
+
+    def __init__(
+        self,
+        in_keys: Keys,
+        out_keys: Keys = None,
+        *,
+        decay: float = 0.9999,
+        eps: float = 1e-4,
+        reduce_batch_dims: bool = False,
+    ) -> None:
+        super().__init__(in_keys, out_keys, decay=decay, eps=eps)
+        self.reduce_batch_dims = reduce_batch_dims
+
+    @property
+    def frozen(self) -> bool:  # type: ignore[override]
+        """Whether it has stopped learning."""
+        return not self._learns
+
+    def frozen_copy(self) -> VecNormV2:
+        """A frozen copy."""
+        own = copy.copy(self)
+        own.freeze()
+        return own
+
+    @property
+    def loc(self) -> TensorDict:
+        """Means, by key."""
+        return self._by_name(super().loc)
+
+    @property
+    def scale(self) -> TensorDict:
+        """Standard deviations, by key."""
+        return self._by_name(super().scale)
+
+    def _by_name(self, values: list[Tensor]) -> TensorDict:
+        dtype = torch.get_default_dtype()
+        pairs = zip(self.in_keys, values, strict=True)
+        return TensorDict({}, []).update({key_path(key): value.to(dtype) for key, value in pairs})
+
+    def to_observation_norm(self) -> Any:
+        """The present statistics as a transform that does not learn: one of each entry, in a Compose where several."""
+        stats = zip(self.in_keys, self.out_keys, super().loc, super().scale, strict=True)
+        norms = [ObservationNorm(loc, scale, [key], [out], standard_normal=True) for key, out, loc, scale in stats]
+        return norms[0] if len(norms) == 1 else Compose(*norms)
 
 
 def _merged(old: _Stats | None, new: _Stats | None, decay: float) -> _Stats | None:

@@ -1,0 +1,234 @@
+"""Transforms of the length of episodes and of the return that is aimed at."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from engram.pytree import Key, Keys, as_key, key_path, require_tensor, set_entry
+from engram.specs import Spec, Unbounded
+from engram.transforms.base import Transform, root_pairs, select_reset, to_device
+from engram.transforms.env_specs import RESULT_KEYS, EnvSpecs
+from engram.transforms.trajectory import (
+    TrajectoryBounds,
+    TrajectoryTransform,
+    flatten_for_sum,
+    running_sum,
+)
+from engram.transforms.values import REWARD_KEYS, first_key
+
+
+class RandomTruncationTransform(Transform, built_in=True):
+    """Truncates episodes at random lengths, so that environments which started together do not end together.
+
+    Args:
+        min_horizon, max_horizon: the smallest and the largest length that is drawn, both included.
+        prob: the probability that an episode has a length drawn from `min_horizon` to `max_horizon`; all others are
+            truncated at `max_horizon`.
+        first_episode_prob: the same for the first episode of each environment that follows a reset of all; `prob` if
+            None.
+        step_count_key: the entry of a `StepCounter` that stands before this transform.
+        truncated_key, done_key: the flags, `"truncated"` and `"done"` in environments.
+
+    A reset of all environments at once draws their lengths from 1 to `max_horizon`.
+
+    Raises:
+        ValueError: a horizon below 1, `min_horizon` above `max_horizon`, or no probability.
+        RuntimeError: there is no such step count before this transform.
+        NotImplementedError: it is called on a batch.
+
+    Example:
+        >>> from engram.envs import GymEnv, TransformedEnv
+        >>> from engram.transforms import Compose, StepCounter
+        >>> truncation = RandomTruncationTransform(min_horizon=2, max_horizon=4, prob=1.0)
+        >>> env = TransformedEnv(GymEnv("CartPole-v1"), Compose(StepCounter(), truncation))
+        >>> env.rollout(10)["next", "step_count"].max() <= 4
+        tensor(True)
+    """
+
+    def __init__(
+        self,
+        min_horizon: int,
+        max_horizon: int,
+        prob: float = 0.0,
+        first_episode_prob: float | None = None,
+        *,
+        step_count_key: Key = "step_count",
+        truncated_key: Key = "truncated",
+        done_key: Key = "done",
+    ) -> None:
+        super().__init__()
+        if not 1 <= min_horizon <= max_horizon:
+            raise ValueError(
+                f"min_horizon must be 1 or more and at most max_horizon, got {min_horizon} and {max_horizon}"
+            )
+        for name, value in (("prob", prob), ("first_episode_prob", first_episode_prob)):
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"{name} must be 0 to 1, got {value}")
+        if (truncated_key, done_key) != ("truncated", "done"):
+            raise ValueError(
+                f"the flags of an environment are 'truncated' and 'done', got {truncated_key!r} and {done_key!r}"
+            )
+        self.min_horizon, self.max_horizon = int(min_horizon), int(max_horizon)
+        self.prob, self.first_episode_prob = prob, prob if first_episode_prob is None else first_episode_prob
+        self.step_count_key = as_key(step_count_key)
+
+    def for_env(self, specs: EnvSpecs) -> RandomTruncationTransform:
+        own = copy.copy(self)
+        own._horizon = own._is_first = None
+        return own
+
+    _horizon: Tensor | None = None  # int64, with the shape of the flags
+    _is_first: Tensor | None = None  # whether the next episode is the first one after a reset of all
+
+    def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
+        if specs.entry(self.step_count_key) is None:
+            raise RuntimeError(
+                f"RandomTruncationTransform needs {self.step_count_key!r}: put a StepCounter before it, "
+                "Compose(StepCounter(), RandomTruncationTransform(...))"
+            )
+        return specs
+
+    def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
+        done, mask = fresh.get("done"), td.get("_reset", None)
+        if mask is None or self._horizon is None or self._is_first is None:
+            self._horizon = torch.randint(1, self.max_horizon + 1, done.shape).to(done.device)
+            self._is_first = torch.ones_like(done, dtype=torch.bool)
+            return fresh
+        is_first = to_device(self._is_first, done.device)
+        prob = torch.where(is_first, self.first_episode_prob, self.prob)
+        drawn = torch.randint(self.min_horizon, self.max_horizon + 1, done.shape).to(done.device)
+        horizon = torch.where(torch.rand(done.shape).to(done.device) < prob, drawn, self.max_horizon)
+        self._horizon = select_reset(td, horizon, self._horizon)
+        self._is_first = select_reset(td, torch.zeros_like(is_first), is_first)
+        return fresh
+
+    def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        done = following.get("done")
+        if self._horizon is None:  # steps without a reset
+            self._horizon = torch.full(done.shape, self.max_horizon)
+        self._horizon = to_device(self._horizon, done.device)
+        over = following.get(self.step_count_key) >= self._horizon
+        return following.set("truncated", following.get("truncated") | over).set("done", done | over)
+
+    def forward(self, batch: Any) -> Any:
+        raise NotImplementedError(
+            "RandomTruncationTransform truncates episodes of an environment: put it into a TransformedEnv"
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        return {"min_horizon": self.min_horizon, "max_horizon": self.max_horizon, "prob": self.prob}
+
+
+class TargetReturn(TrajectoryTransform, built_in=True):
+    """Gives each step the return that is aimed at, as `target_return`: for policies that are told it (decision
+    transformers).
+
+    Args:
+        target_return: the return at the start of each trajectory.
+        mode: "reduce" subtracts the rewards that were received since; "constant" does not.
+        in_keys: rewards; `("next", "reward")` if None, or `"reward"` in batches without it.
+        out_keys: what is aimed at; `"target_return"` if None.
+        reset_key: None or `"_reset"`: trajectories begin where the environment is reset.
+        done_key, traj_key: where trajectories end; see TrajectoryTransform.
+
+    The entry has the shape of the rewards, also under `"next"`, where it is reduced by the step's own reward. In an
+    environment it is computed from the entry of the step before: a caller may set another target there. In a buffer,
+    trajectories and carrying on between writes: see TrajectoryTransform.
+
+    Raises:
+        ValueError: another mode, or another reset key.
+
+    Example:
+        >>> from engram.envs import GymEnv, TransformedEnv
+        >>> env = TransformedEnv(GymEnv("CartPole-v1"), TargetReturn(200.0))
+        >>> env.rollout(3)["target_return"].flatten()
+        tensor([200., 199., 198.])
+    """
+
+    MODES = ("reduce", "constant")
+
+    def __init__(
+        self,
+        target_return: float,
+        mode: str = "reduce",
+        in_keys: Keys = None,
+        out_keys: Keys = None,
+        reset_key: Key | None = None,
+        *,
+        done_key: Key | None = None,
+        traj_key: Key | None = None,
+    ) -> None:
+        if mode not in self.MODES:
+            raise ValueError(f"mode must be one of {self.MODES}, got {mode!r}")
+        if reset_key not in (None, "_reset"):
+            raise ValueError(f"trajectories begin where '_reset' says, got reset_key={reset_key!r}")
+        self._finds_reward = in_keys is None
+        outs = "target_return" if out_keys is None else out_keys
+        super().__init__("reward" if in_keys is None else in_keys, outs, done_key=done_key, traj_key=traj_key)
+        self.target_return, self.mode = float(target_return), mode
+        self.reset_key = "_reset"
+
+    # ---- environments ----
+    def _init_env_state(self, specs: EnvSpecs) -> None:
+        specs.require([source for source, _ in self._env_pairs], "TargetReturn")
+        self._reward_specs: list[Any] = [specs.entry(source) for source, _ in self._env_pairs]
+
+    def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
+        if replaced := [target for _, target in self._env_pairs if target in RESULT_KEYS]:
+            raise ValueError(f"TargetReturn would replace {replaced}; give it out_keys of its own in an environment")
+        return specs.with_entries({target: self._spec(specs.entry(source)) for source, target in self._env_pairs})
+
+    def _spec(self, spec: Any) -> Spec:
+        return Unbounded(spec.shape, spec.device, _float_of(spec.dtype))
+
+    def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
+        for (_, target), spec in zip(self._env_pairs, self._reward_specs, strict=True):
+            value = torch.full(spec.shape, self.target_return, dtype=_float_of(spec.dtype))
+            fresh.set(target, to_device(value, fresh.get("done").device))
+        return fresh
+
+    def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        for source, target in self._env_pairs:
+            before = require_tensor(td, target, "TargetReturn")
+            following.set(target, before - following.get(source) if self.mode == "reduce" else before.clone())
+        return following
+
+    # ---- batches ----
+    def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
+        if not self._finds_reward:
+            return super()._pairs(batch)
+        key = first_key(batch, REWARD_KEYS, "TargetReturn")
+        return [(key, self.out_keys[0])]
+
+    def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
+        first, left = trajectories.first(), []
+        for i, (source, key) in enumerate(self._pairs(batch)):
+            reward = require_tensor(batch, source, "TargetReturn")
+            split = trajectories.view.split(reward, source)
+            x = flatten_for_sum(split)
+            x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+            x = x.clone() if self.mode == "reduce" else torch.zeros_like(x)
+            own = x.clone()
+            if before is not None:
+                x[:, 0] += torch.where(continues.unsqueeze(-1), before[i].to(x.device), 0)
+            received = running_sum(x, first)
+            left.append(received[:, -1].clone())
+            dtype = _float_of(reward.dtype)
+            root, following = root_pairs([source], [key])[0][1], source[0] == "next" and not isinstance(source, str)
+            for target, value in ((root, received - own), (("next", *key_path(root)), received)):
+                if target == root or following:
+                    shaped = (self.target_return - value).reshape(split.shape).to(dtype)
+                    set_entry(batch, target, trajectories.view.join(shaped))
+        return left
+
+    def _settings(self) -> dict[str, Any]:
+        return {"target_return": self.target_return, "mode": self.mode, **super()._settings()}
+
+
+def _float_of(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.is_floating_point else torch.get_default_dtype()
