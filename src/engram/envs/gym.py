@@ -10,10 +10,10 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.envs.base import EnvBase
-from engram.envs.codecs import flag_of, reward_of
+from engram.envs.codecs import flag_of, reward_of, reward_vector
 from engram.envs.engines import GymEngine, GymVectorEngine, InfoKeys, VectorEngine
 from engram.envs.vector_env import VectorStepper
-from engram.specs import Composite, Spec
+from engram.specs import Composite, Spec, Unbounded
 from engram.specs.tensors import usable_device
 
 
@@ -31,10 +31,12 @@ class _Stepper(Protocol):
 class GymEnv(EnvBase):
     """A gymnasium environment or several of them, from a name or an existing object.
 
-    Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple spaces are supported. The entries of a Dict are
+    Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict and Tuple spaces are supported. The entries of a Dict are
     observations under their own keys; any other observation is `observation`. Discrete and MultiDiscrete values are
-    one-hot int64, or categories with `categorical_action_encoding=True`. A reset is never stored as a step, and the
-    last observation of an episode stays under `next`, in every autoreset mode of gymnasium.
+    one-hot int64, or categories with `categorical_action_encoding=True`. Texts (a mission of MiniGrid) are UTF-8 in a
+    fixed number of bytes: `env.observation_spec[key].decode(batch[key])` gives them back, see `Text`. Rewards are
+    float32 `[1]`, or vectors of the shape of the environment's `reward_space` (mo-gymnasium). A reset is never stored
+    as a step, and the last observation of an episode stays under `next`, in every autoreset mode of gymnasium.
 
     Args:
         name_or_env: a name, a `gymnasium.Env`, or a `gymnasium.vector.VectorEnv` (any autoreset mode; EnvPool's too).
@@ -99,6 +101,8 @@ class GymEnv(EnvBase):
             self._stepper = SingleStepper(GymEngine(env, frame_skip=frame_skip, **codecs))
         spec = self._stepper.observation_spec
         super().__init__(spec, self._stepper.action_spec, batch_size=spec.shape)
+        if reward_shape := self._stepper.engine.reward_shape:
+            self.reward_spec = Unbounded((*spec.shape, *reward_shape))
         if target is not None:
             self.to(target)
 
@@ -108,18 +112,24 @@ class GymEnv(EnvBase):
         return self._stepper.engine.env
 
     def engines(self) -> list[GymEngine] | None:
-        """The engine of a single environment, in a list, for collectors; None if a subclass may have changed steps."""
-        return (
-            [self._stepper.engine] if not self._has_own_steps() and isinstance(self._stepper, SingleStepper) else None
-        )
+        """The engine of a single environment, in a list, for collectors.
+
+        None if a subclass may have changed steps, or if rewards are vectors, which only the TensorDict interface has.
+        """
+        stepper = self._stepper
+        return [stepper.engine] if isinstance(stepper, SingleStepper) and self._has_raw_steps() else None
+
+    def _has_raw_steps(self) -> bool:
+        return not self._has_own_steps() and not self._stepper.engine.reward_shape
 
     def _has_own_steps(self) -> bool:
         cls = type(self)
         return (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS
 
     def vector_engine(self) -> VectorEngine | None:
-        """The engine that steps several environments, for collectors; None if a subclass may have changed steps."""
-        return self._stepper.engine if not self._has_own_steps() and isinstance(self._stepper, VectorStepper) else None
+        """The engine that steps several environments, for collectors; None as `engines`."""
+        stepper = self._stepper
+        return stepper.engine if isinstance(stepper, VectorStepper) and self._has_raw_steps() else None
 
     def call_below(self, path: str) -> Any:
         if isinstance(self._stepper, VectorStepper):
@@ -184,7 +194,10 @@ class SingleStepper:
         raw = self.engine.raw_action(td.get("action"))
         observation, reward, terminated, truncated, _ = self.engine.step(raw)
         values = self.engine.observation(observation)
-        values["reward"] = torch.tensor([reward_of(reward)], dtype=torch.float32)
+        if shape := self.engine.reward_shape:
+            values["reward"] = torch.tensor(reward_vector(reward, shape))
+        else:
+            values["reward"] = torch.tensor([reward_of(reward)], dtype=torch.float32)
         values["terminated"] = torch.tensor([flag_of(terminated, "terminated")])
         values["truncated"] = torch.tensor([flag_of(truncated, "truncated")])
         return values
