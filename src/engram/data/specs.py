@@ -3,6 +3,8 @@
 from engram.specs import (
     Binary,
     Bounded,
+    BoundedContinuous,
+    BoundedDiscrete,
     Categorical,
     Composite,
     MultiCategorical,
@@ -12,7 +14,10 @@ from engram.specs import (
     Stacked,
     StackedComposite,
     TensorSpec,
+    Text,
     Unbounded,
+    UnboundedContinuous,
+    UnboundedDiscrete,
     space_from_spec,
     spec_from_space,
 )
@@ -20,6 +25,8 @@ from engram.specs import (
 __all__ = [
     "Binary",
     "Bounded",
+    "BoundedContinuous",
+    "BoundedDiscrete",
     "Categorical",
     "Composite",
     "MultiCategorical",
@@ -29,7 +36,10 @@ __all__ = [
     "Stacked",
     "StackedComposite",
     "TensorSpec",
+    "Text",
     "Unbounded",
+    "UnboundedContinuous",
+    "UnboundedDiscrete",
     "space_from_spec",
     "spec_from_space",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from abc import ABC, abstractmethod
+from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -647,6 +647,51 @@ class Bounded(LeafTensorSpec):
         assert isinstance(self, Bounded)
         low, high = (_with_batch(end, ndim, change) for end in (self.low, self.high))
         return self._rebuilt(shape=low.shape, low=low, high=high)
+
+
+class _ByDtype(ABCMeta):
+    """The classes of objects of `base` whose dtype is a float's, or is none: calling one makes an object of `base`."""
+
+    base: type[LeafTensorSpec]
+    usual: torch.dtype
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = cls.base(*args, **{"dtype": cls.usual, **kwargs})
+        if not isinstance(made, cls):
+            raise ValueError(f"{cls.__name__} got dtype={made.dtype}; {cls.base.__name__} takes every dtype")
+        return made
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        is_same_kind = isinstance(instance, cls.base)
+        return is_same_kind and instance.dtype.is_floating_point == cls.usual.is_floating_point
+
+
+class UnboundedContinuous(metaclass=_ByDtype):
+    """`Unbounded` of floats.
+
+    >>> isinstance(Unbounded(3), UnboundedContinuous), isinstance(Unbounded(3), UnboundedDiscrete)
+    (True, False)
+    """
+
+    base, usual = Unbounded, torch.float32
+
+
+class UnboundedDiscrete(metaclass=_ByDtype):
+    """`Unbounded` of integers or flags; int64 unless `dtype` is given."""
+
+    base, usual = Unbounded, torch.int64
+
+
+class BoundedContinuous(metaclass=_ByDtype):
+    """`Bounded` of floats."""
+
+    base, usual = Bounded, torch.float32
+
+
+class BoundedDiscrete(metaclass=_ByDtype):
+    """`Bounded` of integers; int64 unless `dtype` is given."""
+
+    base, usual = Bounded, torch.int64
 
 
 def _with_batch(tensor: Tensor, ndim: int, change: Callable[[Tensor], Tensor]) -> Tensor:
