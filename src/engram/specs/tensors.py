@@ -708,7 +708,7 @@ def _one_hot_shape(shape: Sequence[int] | int | None, width: int, name: str) -> 
     return shape
 
 
-class _Choices(LeafTensorSpec):
+class ChoiceSpec(LeafTensorSpec):
     """Values that stand for one choice, or for several, of the numbers of choices `nvec`.
 
     `mask`, bool `[*batch, sum(nvec)]`, forbids those choices where it is False: they are not drawn, not in the domain,
@@ -782,7 +782,7 @@ class _Choices(LeafTensorSpec):
         return torch.stack(columns, -1)
 
     def _rebuilt(self: Self, **changes: Any) -> Self:
-        assert isinstance(self, _Choices)
+        assert isinstance(self, ChoiceSpec)
         if self.mask is None or "mask" in changes or "shape" not in changes:
             return super()._rebuilt(**changes)
         new = torch.Size(changes["shape"])  # of `expand`
@@ -790,7 +790,7 @@ class _Choices(LeafTensorSpec):
         return super()._rebuilt(**changes, mask=self.mask.expand(*batch, -1))
 
     def with_batch(self: Self, ndim: int, change: Callable[[Tensor], Tensor]) -> Self:
-        assert isinstance(self, _Choices)
+        assert isinstance(self, ChoiceSpec)
         if self.mask is None:
             return super().with_batch(ndim, change)
         shape = (*shape_after(self.shape[:ndim], change), *self.shape[ndim:])
@@ -820,7 +820,7 @@ def _as_nvec(nvec: Any) -> tuple[int, ...]:
     return numbers
 
 
-class Categorical(_Choices):
+class Categorical(ChoiceSpec):
     """Integers in `[0, n)`, without those that `mask`, bool `[*shape, n]`, forbids.
 
     >>> Categorical(4).is_in(torch.tensor(3)), Categorical(4).is_in(torch.tensor(4))
@@ -916,7 +916,7 @@ class Binary(Categorical):
 
 
 @advised
-class MultiCategorical(_Choices):
+class MultiCategorical(ChoiceSpec):
     """Vectors of integers, the i-th in `[0, nvec[i])`: shape `[..., len(nvec)]`.
 
     `mask`, bool `[..., sum(nvec)]`: what it forbids of each, one after the other. `remove_singleton` has no effect:
@@ -982,7 +982,7 @@ class MultiCategorical(_Choices):
         return self
 
 
-class _OneHotVectors(_Choices):
+class _OneHotVectors(ChoiceSpec):
     """Concatenated one-hot vectors of the lengths `nvec`: shape `[..., sum(nvec)]`."""
 
     domain_ndim = 1
