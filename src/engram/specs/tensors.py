@@ -762,7 +762,7 @@ class ChoiceSpec(LeafTensorSpec):
         else:
             weights = [part.float().expand(*batch, -1) for part in self._parts(self.mask)]
             drawn = [torch.multinomial(each.reshape(-1, each.shape[-1]), 1).reshape(batch) for each in weights]
-        return self.values_of(drawn[0].unsqueeze(-1) if len(drawn) == 1 else torch.stack(drawn, -1))
+        return self.values_of(torch.stack(drawn, -1))
 
     def _allowed(self, choice: Tensor) -> Tensor:
         """Which of the choices `[..., len(nvec)]` the mask allows."""
@@ -846,6 +846,11 @@ class Categorical(ChoiceSpec):
 
     def domain_arguments(self) -> dict[str, Any]:
         return {"n": self.n, **self._mask_argument()}
+
+    def _draw(
+        self, shape: torch.Size
+    ) -> Tensor:  # of each step of a random policy: the general way costs twice as much
+        return torch.randint(self.n, shape, device=self.device) if self.mask is None else super()._draw(shape)
 
     def numbers_of(self, value: Tensor) -> Tensor:
         return value.long().unsqueeze(-1)
@@ -1099,6 +1104,11 @@ class OneHot(_OneHotVectors):
 
     def domain_arguments(self) -> dict[str, Any]:
         return {"n": self.n, **self._mask_argument()}
+
+    def _draw(self, shape: torch.Size) -> Tensor:  # as that of `Categorical`
+        if self.mask is not None:
+            return super()._draw(shape)
+        return self.encode(torch.randint(self.n, shape[:-1], device=self.device))
 
     def encode(self, val: Any, *, ignore_device: bool = False) -> Tensor:
         """One-hot vectors `[..., n]` of the spec's dtype from integers `[...]`; RuntimeError for those out of range."""
