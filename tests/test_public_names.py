@@ -30,8 +30,9 @@ TRANSFORMS = {
     "VecNorm",
 }  # fmt: skip
 SPECS = {
-    "Binary", "Bounded", "Categorical", "Composite", "MultiCategorical", "MultiOneHot", "OneHot", "Spec",
-    "Stacked", "StackedComposite", "TensorSpec", "Unbounded", "space_from_spec", "spec_from_space",
+    "Binary", "Bounded", "BoundedContinuous", "BoundedDiscrete", "Categorical", "Composite", "MultiCategorical",
+    "MultiOneHot", "OneHot", "Spec", "Stacked", "StackedComposite", "TensorSpec", "Text", "Unbounded",
+    "UnboundedContinuous", "UnboundedDiscrete", "space_from_spec", "spec_from_space",
 }  # fmt: skip
 NAMES = {
     "engram": {"Generator", "__version__", "load", "verify"},

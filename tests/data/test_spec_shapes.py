@@ -12,6 +12,8 @@ from tensordict import TensorDict
 from engram.specs import (
     Binary,
     Bounded,
+    BoundedContinuous,
+    BoundedDiscrete,
     Categorical,
     Composite,
     MultiCategorical,
@@ -20,6 +22,8 @@ from engram.specs import (
     Stacked,
     StackedComposite,
     Unbounded,
+    UnboundedContinuous,
+    UnboundedDiscrete,
 )
 
 # ---- shapes: a spec's values, reshaped, are the reshaped spec's ----
@@ -281,3 +285,14 @@ def test_values_are_converted_without_a_check_where_asked():
     assert beyond.to_numpy(torch.full((2,), 5.0), safe=False).tolist() == [5.0, 5.0]
     with pytest.raises(ValueError, match="does not lie"):
         beyond.to_numpy(torch.full((2,), 5.0))
+
+
+# ---- classes by dtype ----
+def test_continuous_and_discrete_are_told_apart_by_the_dtype():
+    assert UnboundedContinuous((3,)) == Unbounded((3,)) and BoundedContinuous(0, 1, (2,)) == Bounded(0, 1, (2,))
+    assert UnboundedDiscrete((3,)) == Unbounded((3,), dtype=torch.int64)
+    assert BoundedDiscrete(0, 5, (2,), dtype=torch.uint8).dtype is torch.uint8
+    assert isinstance(Bounded(0, 1), BoundedContinuous) and not isinstance(Bounded(0, 1), BoundedDiscrete)
+    assert not isinstance(Unbounded(), BoundedContinuous) and not isinstance(OneHot(3), UnboundedDiscrete)
+    with pytest.raises(ValueError, match="every dtype"):
+        UnboundedContinuous((3,), dtype=torch.int64)

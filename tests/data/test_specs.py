@@ -376,7 +376,6 @@ def test_a_clone_is_equal_and_its_own(space, categorical, seed):
 @pytest.mark.parametrize(
     "space",
     [
-        spaces.Text(5),
         spaces.Graph(spaces.Box(0, 1, (2,)), None),
         spaces.Sequence(spaces.Discrete(2)),
         spaces.OneOf([spaces.Discrete(2), spaces.Discrete(3)]),

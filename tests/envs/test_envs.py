@@ -142,8 +142,8 @@ def test_what_a_policy_keeps_is_zero_in_a_new_episode():
 
 
 def test_spaces_without_a_tensor_form_are_named():
-    with pytest.raises(TypeError, match="Text"):
-        GymEnv(Echo(spaces.Text(5), SPACES["discrete"]))
+    with pytest.raises(TypeError, match="Sequence"):
+        GymEnv(Echo(spaces.Sequence(SPACES["box"]), SPACES["discrete"]))
 
 
 def test_a_space_key_that_engram_uses_is_refused():

@@ -19,6 +19,7 @@ from engram.envs.base import merge_where, zero_where
 from engram.envs.codecs import SpaceCodec, space_leaves
 from engram.envs.engines import action_check
 from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy, zero_outputs
+from engram.specs.tensors import ChoiceSpec
 
 Array = np.ndarray[Any, Any]
 Envs = Array | list[int] | range
@@ -119,12 +120,16 @@ class RandomActions(ActionSource):
         self._is_codec_spec = self._spec == codec.spec.expand(*batch_size, *codec.spec.shape)
         self.is_one_array = not space_leaves(codec, ("action",))[0].path
 
+    def _has_mask(self) -> bool:
+        """Whether the spec forbids choices now, which the codec does not know of."""
+        return isinstance(self._spec, ChoiceSpec) and self._spec.mask is not None
+
     def choose(self, t: int) -> Any:
         return self._spec.rand(())
 
     def draw_rows(self, steps: int) -> tuple[Any, list[Any]]:
         """Actions `[steps * environments, ...]`, and a list of the raw ones."""
-        if self._is_codec_spec:
+        if self._is_codec_spec and not self._has_mask():
             return self._codec.random_rows(steps * self._batch_size.numel())
         drawn = self._spec.rand((steps,))
         action_check(self._codec, (steps, *self._batch_size)).require(drawn)
@@ -134,7 +139,7 @@ class RandomActions(ActionSource):
 
     def draw_batches(self, steps: int) -> Array:
         """Raw actions `[steps, *batch_size, ...]` as gymnasium batches them, where an action is one array."""
-        if self._is_codec_spec:
+        if self._is_codec_spec and not self._has_mask():
             return np.asarray(self._codec.random_batch((steps, *self._batch_size)))
         drawn = self._spec.rand((steps,))
         action_check(self._codec, (steps, *self._batch_size)).require(drawn)

@@ -4,6 +4,8 @@ from engram._advice import advise_on_names
 from engram.specs import (
     Binary,
     Bounded,
+    BoundedContinuous,
+    BoundedDiscrete,
     Categorical,
     Composite,
     MultiCategorical,
@@ -13,7 +15,10 @@ from engram.specs import (
     Stacked,
     StackedComposite,
     TensorSpec,
+    Text,
     Unbounded,
+    UnboundedContinuous,
+    UnboundedDiscrete,
     space_from_spec,
     spec_from_space,
 )
@@ -21,6 +26,8 @@ from engram.specs import (
 __all__ = [
     "Binary",
     "Bounded",
+    "BoundedContinuous",
+    "BoundedDiscrete",
     "Categorical",
     "Composite",
     "MultiCategorical",
@@ -30,7 +37,10 @@ __all__ = [
     "Stacked",
     "StackedComposite",
     "TensorSpec",
+    "Text",
     "Unbounded",
+    "UnboundedContinuous",
+    "UnboundedDiscrete",
     "space_from_spec",
     "spec_from_space",
 ]

@@ -118,9 +118,17 @@ def reward_of(value: Any) -> float:
     what = "the environment gave a reward"
     array = number_array(value, what, (), "float32")
     if array.shape not in ((), (1,)):
-        raise ValueError(f"{what} of shape {array.shape}, and a reward is one number; correct the environment")
+        raise ValueError(
+            f"{what} of shape {array.shape}, and a reward is one number; correct the environment, or give it a "
+            "`reward_space` of that shape"
+        )
     _converted(array, np.dtype(np.float32), what)
     return float(array.reshape(()))
+
+
+def reward_vector(value: Any, shape: tuple[int, ...]) -> Array:
+    """Rewards of this shape, float32. Raises ValueError as `array_of`."""
+    return array_of(value, SINGLE, shape, "the environment gave a reward")
 
 
 def rewards_of(values: Sequence[Any]) -> Rewards:

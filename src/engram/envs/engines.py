@@ -28,6 +28,7 @@ from engram.envs.codecs import (
     flag_row,
     number_array,
     reward_of,
+    reward_vector,
     space_leaves,
 )
 from engram.pytree import Key, key_path
@@ -74,6 +75,7 @@ class VectorEngine(ABC):
     leaves: list[SpaceLeaf]
     autoreset: Autoreset
     can_reset_some: bool
+    reward_shape: tuple[int, ...] = ()  #: of one environment's reward; (): one number, as gymnasium's are
     can_lose_episodes = False  #: whether an environment may be `idle` in the middle of an episode, which is lost then
 
     @abstractmethod
@@ -236,7 +238,9 @@ class GymEngine:
         info_keys: InfoKeys | None = None,
     ) -> None:
         self.env = env
-        self.step: RawStep = env.step if frame_skip is None else repeat_action(env.step, frame_skip)
+        #: Of a reward; (): one number.
+        self.reward_shape = reward_shape_of(env)
+        self.step: RawStep = env.step if frame_skip is None else repeat_action(env.step, frame_skip, self.reward_shape)
         self.action: SpaceCodec = codec_for(env.action_space, categorical=categorical)
         self._action_check = action_check(self.action)
         self._info = make_info_reader(info_keys, self._probe_infos, batch_dims=0)
@@ -331,14 +335,33 @@ def observation_leaves(
     return space_leaves(codec, key) if info is None else [*space_leaves(codec, key, (0,)), *info.leaves]
 
 
-def repeat_action(step: RawStep, times: int) -> RawStep:
+def reward_shape_of(env: Any) -> tuple[int, ...]:
+    """The shape of an environment's rewards: that of its `reward_space`, (): one number, where it has none.
+
+    Environments of several objectives (mo-gymnasium) have such a space, also below a `LinearReward`, whose rewards are
+    one number.
+    """
+    layer = env
+    while layer is not None:
+        if any(cls.__name__ == "LinearReward" for cls in type(layer).__mro__):
+            return ()
+        layer = getattr(layer, "env", None)
+    try:
+        space = env.get_wrapper_attr("reward_space")
+    except AttributeError:
+        return ()
+    shape = tuple(getattr(space, "shape", None) or ())
+    return () if shape == (1,) else shape
+
+
+def repeat_action(step: RawStep, times: int, reward_shape: tuple[int, ...] = ()) -> RawStep:
     """A `step` that repeats each action `times` times, adds up the rewards, and stops when the episode ends."""
 
     def step_times(action: Any) -> tuple[Any, Any, bool, bool, Any]:
-        total = 0.0
+        total: Any = 0.0
         for _ in range(times):
             observation, reward, terminated, truncated, info = step(action)
-            total += reward_of(reward)
+            total = total + (reward_vector(reward, reward_shape) if reward_shape else reward_of(reward))
             if flag_of(terminated, "terminated") or flag_of(truncated, "truncated"):
                 break
         return observation, total, terminated, truncated, info
@@ -364,6 +387,7 @@ class GymVectorEngine(VectorEngine):
     ) -> None:
         self.env = env
         self.n = int(env.num_envs)
+        self.reward_shape = self._reward_shape()
         self.autoreset = autoreset_of(env)
         kinds = {cls.__name__ for cls in type(env.unwrapped).__mro__}
         if self.autoreset is Autoreset.NEXT_STEP and "AsyncVectorEnv" in kinds and not env.unwrapped.shared_memory:
@@ -380,6 +404,17 @@ class GymVectorEngine(VectorEngine):
         self._info = make_info_reader(info_keys, self._probed, batch_dims=1)
         space = env.single_observation_space
         self.leaves: list[SpaceLeaf] = observation_leaves(space, observation_key, self._info, categorical=categorical)
+
+    def _reward_shape(self) -> tuple[int, ...]:
+        env = self.env.unwrapped
+        shape = tuple(getattr(getattr(env, "reward_space", None), "shape", None) or ())
+        single = next((shape for shape in map(reward_shape_of, getattr(env, "envs", ())) if shape), ())
+        if single and not shape:
+            raise ValueError(
+                f"the environments give rewards of shape {single}, and {type(env).__name__} has a place for one number "
+                "each; use SerialEnv or ParallelEnv of single environments"
+            )
+        return () if shape == (1,) else shape
 
     def _probed(self) -> list[Any]:
         """The `infos` of a step and of a reset."""

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from engram._advice import advised
 from engram.envs.base import EnvBase
-from engram.envs.codecs import flag_of, reward_of
+from engram.envs.codecs import flag_of, reward_of, reward_vector
 from engram.envs.engines import GymEngine, GymVectorEngine, InfoKeys, VectorEngine
 from engram.envs.vector_env import VectorStepper
-from engram.specs import Composite, Spec
+from engram.specs import Composite, Spec, Unbounded
 from engram.specs.tensors import usable_device
 
 
@@ -45,10 +45,12 @@ class _Stepper(Protocol):
 class GymEnv(EnvBase):
     """A gymnasium environment or several of them, from a name or an existing object.
 
-    Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple spaces are supported. The entries of a Dict are
+    Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict and Tuple spaces are supported. The entries of a Dict are
     observations under their own keys; any other observation is `observation`. Discrete and MultiDiscrete values are
-    one-hot int64, or categories with `categorical_action_encoding=True`. A reset is never stored as a step, and the
-    last observation of an episode stays under `next`, in every autoreset mode of gymnasium.
+    one-hot int64, or categories with `categorical_action_encoding=True`. Texts (a mission of MiniGrid) are UTF-8 in a
+    fixed number of bytes: `env.observation_spec[key].decode(batch[key])` gives them back, see `Text`. Rewards are
+    float32 `[1]`, or vectors of the shape of the environment's `reward_space` (mo-gymnasium). A reset is never stored
+    as a step, and the last observation of an episode stays under `next`, in every autoreset mode of gymnasium.
 
     Members that it does not have are those of the gymnasium environment: `env.render()`, `env.unwrapped`,
     `env.action_space`. Atari's environments are registered where `ale_py` is installed.
@@ -135,6 +137,8 @@ class GymEnv(EnvBase):
         spec = self._stepper.observation_spec
         super().__init__(spec, self._stepper.action_spec, batch_size=spec.shape)
         self.env_name = gym_make.registered_name(self.gym_env)  #: gymnasium's name of it; None if it has none
+        if reward_shape := self._stepper.engine.reward_shape:
+            self.reward_spec = Unbounded((*spec.shape, *reward_shape))
         if target is not None:
             self.to(target)
 
@@ -159,19 +163,25 @@ class GymEnv(EnvBase):
         return self._stepper.engine.env
 
     def engines(self) -> list[GymEngine] | None:
-        """The engine of a single environment, in a list, for collectors; None if a subclass may have changed steps."""
-        if self._has_own_steps() or not isinstance(self._stepper, SingleStepper):
+        """The engine of a single environment, in a list, for collectors.
+
+        None if a subclass may have changed steps, or if rewards are vectors, which only the TensorDict interface has.
+        """
+        if not isinstance(self._stepper, SingleStepper) or not self._has_raw_steps():
             return None
         self.start()
         return [self._stepper.engine]
+
+    def _has_raw_steps(self) -> bool:
+        return not self._has_own_steps() and not self._stepper.engine.reward_shape
 
     def _has_own_steps(self) -> bool:
         cls = type(self)
         return (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS
 
     def vector_engine(self) -> VectorEngine | None:
-        """The engine that steps several environments, for collectors; None if a subclass may have changed steps."""
-        if self._has_own_steps() or not isinstance(self._stepper, VectorStepper):
+        """The engine that steps several environments, for collectors; None as `engines`."""
+        if not isinstance(self._stepper, VectorStepper) or not self._has_raw_steps():
             return None
         self.start()
         return self._stepper.engine
@@ -261,7 +271,10 @@ class SingleStepper:
         raw = self.engine.raw_action(td.get("action"))
         observation, reward, terminated, truncated, _ = self.engine.step(raw)
         values = self.engine.observation(observation)
-        values["reward"] = torch.tensor([reward_of(reward)], dtype=torch.float32)
+        if shape := self.engine.reward_shape:
+            values["reward"] = torch.tensor(reward_vector(reward, shape))
+        else:
+            values["reward"] = torch.tensor([reward_of(reward)], dtype=torch.float32)
         values["terminated"] = torch.tensor([flag_of(terminated, "terminated")])
         values["truncated"] = torch.tensor([flag_of(truncated, "truncated")])
         return values

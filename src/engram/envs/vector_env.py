@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.envs.base import EnvBase
-from engram.envs.codecs import flag_row, narrow_rewards, reward_row
+from engram.envs.codecs import flag_row, narrow_rewards, reward_row, reward_vector
 from engram.envs.engines import (
     Array,
     Autoreset,
@@ -18,7 +18,7 @@ from engram.envs.engines import (
     action_check,
     composite_spec,
 )
-from engram.specs import Categorical
+from engram.specs import Categorical, Unbounded
 from engram.transforms.base import IDLE
 
 
@@ -103,15 +103,20 @@ class VectorStepper:
         observation, reward, terminated, truncated, last, idle = self.engine.step(raw)
         n = self.engine.n
         idle = np.zeros(n, dtype=np.bool_) if idle is None else idle.copy()
-        reward, terminated = reward_row(reward, n), flag_row(terminated, n, "terminated")
-        truncated = flag_row(truncated, n, "truncated")
+        shape = self.engine.reward_shape
+        reward = reward_vector(reward, (n, *shape)) if shape else reward_row(reward, n)
+        terminated, truncated = flag_row(terminated, n, "terminated"), flag_row(truncated, n, "truncated")
         ended = np.logical_or(terminated, truncated)
         fresh = ended | idle if self.engine.autoreset is Autoreset.SAME_STEP else idle.copy()
         idle |= self._drains
         self._drains &= ~fresh
-        rewards = narrow_rewards(np.where(idle, 0, reward)[None])
-        if rewards.error is not None:
-            raise rewards.error
+        if shape:
+            reward_column = torch.tensor(np.where(idle.reshape(n, *(1,) * len(shape)), np.float32(0), reward))
+        else:
+            rewards = narrow_rewards(np.where(idle, 0, reward)[None])
+            if rewards.error is not None:
+                raise rewards.error
+            reward_column = _column(rewards.values[0])
         values = self._encoded(observation)
         changes = bool((ended | idle).any())  # the caller may write into the tensors that it gets
         self._shown = {key: column.clone() if changes else column for key, column in values.items()}
@@ -123,7 +128,7 @@ class VectorStepper:
         if self.marks_idle:
             td.set(IDLE, _column(idle))
             values[IDLE] = torch.zeros(self.engine.n, 1, dtype=torch.bool)
-        values["reward"] = _column(rewards.values[0])
+        values["reward"] = reward_column
         values["terminated"] = _column(terminated & ~idle)
         values["truncated"] = _column(
             truncated | idle
@@ -167,14 +172,19 @@ class VectorEnv(EnvBase):
     def __init__(self, engine: VectorEngine, *, device: torch.device | str | None = None) -> None:
         self._stepper = VectorStepper(engine)
         super().__init__(self._stepper.observation_spec, self._stepper.action_spec, batch_size=(engine.n,))
+        if engine.reward_shape:
+            self.reward_spec = Unbounded((engine.n, *engine.reward_shape))
         if device is not None:
             self.to(device)
 
     def vector_engine(self) -> VectorEngine | None:
-        """The engine that steps with raw values, for collectors; None if a subclass has changed steps."""
+        """The engine that steps with raw values, for collectors.
+
+        None if a subclass has changed steps, or if rewards are vectors, which only the TensorDict interface has.
+        """
         cls = type(self)
         is_changed = (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS
-        return None if is_changed else self._stepper.engine
+        return None if is_changed or self._stepper.engine.reward_shape else self._stepper.engine
 
     def _reset(self, mask: Tensor | None) -> TensorDictBase:
         return TensorDict(self._stepper.reset(mask), batch_size=self.batch_size, device=self.device)

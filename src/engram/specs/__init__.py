@@ -10,12 +10,16 @@ from engram.specs.stacked import Stacked, StackedComposite
 from engram.specs.tensors import (
     Binary,
     Bounded,
+    BoundedContinuous,
+    BoundedDiscrete,
     Categorical,
     MultiCategorical,
     MultiOneHot,
     OneHot,
     Spec,
     Unbounded,
+    UnboundedContinuous,
+    UnboundedDiscrete,
 )
 from engram.specs.text import Text
 from engram.specs.torchrl import register_in_torchrl
@@ -40,6 +44,8 @@ register_in_torchrl(
 __all__ = [
     "Binary",
     "Bounded",
+    "BoundedContinuous",
+    "BoundedDiscrete",
     "Categorical",
     "Composite",
     "MultiCategorical",
@@ -51,6 +57,8 @@ __all__ = [
     "TensorSpec",
     "Text",
     "Unbounded",
+    "UnboundedContinuous",
+    "UnboundedDiscrete",
     "space_from_spec",
     "spec_from_space",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from abc import ABC, abstractmethod
+from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -651,6 +651,51 @@ class Bounded(LeafTensorSpec):
         return self._rebuilt(shape=low.shape, low=low, high=high)
 
 
+class _ByDtype(ABCMeta):
+    """The classes of objects of `base` whose dtype is a float's, or is none: calling one makes an object of `base`."""
+
+    base: type[LeafTensorSpec]
+    usual: torch.dtype
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = cls.base(*args, **{"dtype": cls.usual, **kwargs})
+        if not isinstance(made, cls):
+            raise ValueError(f"{cls.__name__} got dtype={made.dtype}; {cls.base.__name__} takes every dtype")
+        return made
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        is_same_kind = isinstance(instance, cls.base)
+        return is_same_kind and instance.dtype.is_floating_point == cls.usual.is_floating_point
+
+
+class UnboundedContinuous(metaclass=_ByDtype):
+    """`Unbounded` of floats.
+
+    >>> isinstance(Unbounded(3), UnboundedContinuous), isinstance(Unbounded(3), UnboundedDiscrete)
+    (True, False)
+    """
+
+    base, usual = Unbounded, torch.float32
+
+
+class UnboundedDiscrete(metaclass=_ByDtype):
+    """`Unbounded` of integers or flags; int64 unless `dtype` is given."""
+
+    base, usual = Unbounded, torch.int64
+
+
+class BoundedContinuous(metaclass=_ByDtype):
+    """`Bounded` of floats."""
+
+    base, usual = Bounded, torch.float32
+
+
+class BoundedDiscrete(metaclass=_ByDtype):
+    """`Bounded` of integers; int64 unless `dtype` is given."""
+
+    base, usual = Bounded, torch.int64
+
+
 def _with_batch(tensor: Tensor, ndim: int, change: Callable[[Tensor], Tensor]) -> Tensor:
     """The tensor after `change` of its first `ndim` dimensions."""
     batch = tensor.shape[:ndim]
@@ -665,7 +710,7 @@ def _one_hot_shape(shape: Sequence[int] | int | None, width: int, name: str) -> 
     return shape
 
 
-class _Choices(LeafTensorSpec):
+class ChoiceSpec(LeafTensorSpec):
     """Values that stand for one choice, or for several, of the numbers of choices `nvec`.
 
     `mask`, bool `[*batch, sum(nvec)]`, forbids those choices where it is False: they are not drawn, not in the domain,
@@ -719,7 +764,7 @@ class _Choices(LeafTensorSpec):
         else:
             weights = [part.float().expand(*batch, -1) for part in self._parts(self.mask)]
             drawn = [torch.multinomial(each.reshape(-1, each.shape[-1]), 1).reshape(batch) for each in weights]
-        return self.values_of(drawn[0].unsqueeze(-1) if len(drawn) == 1 else torch.stack(drawn, -1))
+        return self.values_of(torch.stack(drawn, -1))
 
     def _allowed(self, choice: Tensor) -> Tensor:
         """Which of the choices `[..., len(nvec)]` the mask allows."""
@@ -739,7 +784,7 @@ class _Choices(LeafTensorSpec):
         return torch.stack(columns, -1)
 
     def _rebuilt(self: Self, **changes: Any) -> Self:
-        assert isinstance(self, _Choices)
+        assert isinstance(self, ChoiceSpec)
         if self.mask is None or "mask" in changes or "shape" not in changes:
             return super()._rebuilt(**changes)
         new = torch.Size(changes["shape"])  # of `expand`
@@ -747,7 +792,7 @@ class _Choices(LeafTensorSpec):
         return super()._rebuilt(**changes, mask=self.mask.expand(*batch, -1))
 
     def with_batch(self: Self, ndim: int, change: Callable[[Tensor], Tensor]) -> Self:
-        assert isinstance(self, _Choices)
+        assert isinstance(self, ChoiceSpec)
         if self.mask is None:
             return super().with_batch(ndim, change)
         shape = (*shape_after(self.shape[:ndim], change), *self.shape[ndim:])
@@ -777,7 +822,7 @@ def _as_nvec(nvec: Any) -> tuple[int, ...]:
     return numbers
 
 
-class Categorical(_Choices):
+class Categorical(ChoiceSpec):
     """Integers in `[0, n)`, without those that `mask`, bool `[*shape, n]`, forbids.
 
     >>> Categorical(4).is_in(torch.tensor(3)), Categorical(4).is_in(torch.tensor(4))
@@ -803,6 +848,11 @@ class Categorical(_Choices):
 
     def domain_arguments(self) -> dict[str, Any]:
         return {"n": self.n, **self._mask_argument()}
+
+    def _draw(
+        self, shape: torch.Size
+    ) -> Tensor:  # of each step of a random policy: the general way costs twice as much
+        return torch.randint(self.n, shape, device=self.device) if self.mask is None else super()._draw(shape)
 
     def numbers_of(self, value: Tensor) -> Tensor:
         return value.long().unsqueeze(-1)
@@ -873,7 +923,7 @@ class Binary(Categorical):
 
 
 @advised
-class MultiCategorical(_Choices):
+class MultiCategorical(ChoiceSpec):
     """Vectors of integers, the i-th in `[0, nvec[i])`: shape `[..., len(nvec)]`.
 
     `mask`, bool `[..., sum(nvec)]`: what it forbids of each, one after the other. `remove_singleton` has no effect:
@@ -939,7 +989,7 @@ class MultiCategorical(_Choices):
         return self
 
 
-class _OneHotVectors(_Choices):
+class _OneHotVectors(ChoiceSpec):
     """Concatenated one-hot vectors of the lengths `nvec`: shape `[..., sum(nvec)]`."""
 
     domain_ndim = 1
@@ -1056,6 +1106,11 @@ class OneHot(_OneHotVectors):
 
     def domain_arguments(self) -> dict[str, Any]:
         return {"n": self.n, **self._mask_argument()}
+
+    def _draw(self, shape: torch.Size) -> Tensor:  # as that of `Categorical`
+        if self.mask is not None:
+            return super()._draw(shape)
+        return self.encode(torch.randint(self.n, shape[:-1], device=self.device))
 
     def encode(self, val: Any, *, ignore_device: bool = False) -> Tensor:
         """One-hot vectors `[..., n]` of the spec's dtype from integers `[...]`; RuntimeError for those out of range."""
