@@ -59,6 +59,24 @@ def test_apply_visits_environments_and_transforms():
     assert sum(isinstance(one, StepCounter) for one in visited(env)) == 2
 
 
+def test_single_transform_and_one_after_it_are_visited():
+    env = TransformedEnv(countdown(), StepCounter())
+    env.append_transform(VecNorm(in_keys=["observation"]))
+    assert [type(one) for one in visited(env) if one in env.transform.parts()] == [StepCounter, VecNorm]
+
+
+def test_transform_is_replaced():
+    env = TransformedEnv(countdown(), StepCounter())
+    env.transform = Compose(StepCounter(step_count_key="steps"))
+    assert "steps" in env.rollout(2) and "step_count" not in env.rollout(2)
+    assert len(visited(env)) == 4
+    with pytest.raises(AttributeError):
+        env.base_env = countdown()
+    with pytest.raises((TypeError, ValueError, KeyError)):
+        env.transform = VecNorm(in_keys=["absent"])
+    assert "steps" in env.rollout(2)
+
+
 def test_train_and_eval_reach_all_modules():
     env = TransformedEnv(Learned(), StepCounter())
     assert env.training

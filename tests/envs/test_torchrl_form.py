@@ -313,8 +313,8 @@ def test_the_only_library_of_gym_environments_is_gymnasium():
     with set_gym_backend("gymnasium") as backend:
         backend.set()
     assert set_gym_backend(gymnasium)(lambda: 3)() == 3 and gym_backend() is gymnasium
-    with pytest.raises(ValueError, match="'gym' is not supported"):
-        set_gym_backend("gym")
+    with pytest.raises(ValueError, match="'brax' is not supported"):
+        set_gym_backend("brax")
 
 
 def test_an_environment_is_no_function():

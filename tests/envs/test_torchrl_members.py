@@ -9,9 +9,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from contracts.gym_worlds import Countdown
+from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.collectors import SyncDataCollector
+from engram.data import Composite, OneHot, Unbounded
 from engram.envs import (
+    EnvBase,
     EnvCreator,
     GymEnv,
     GymWrapper,
@@ -202,3 +204,35 @@ def test_random_policy_takes_the_spec_of_an_environment():
     policy = RandomPolicy(None)
     policy.set_action_spec_from_env(countdown())
     assert policy(TensorDict())["action"].shape == (3,)
+
+
+def test_random_policy_takes_the_composite_of_all_actions():
+    single, several = countdown(), GymEnv(Echo(SPACES["box"], SPACES["dict"]))
+    assert RandomPolicy(single.full_action_spec)(TensorDict())["action"].shape == (3,)
+    assert single.rollout(2, RandomPolicy(single.full_action_spec))["action"].shape == (2, 3)
+    for spec in (several.action_spec, several.full_action_spec):
+        assert several.rollout(2, RandomPolicy(spec))["action"].keys() == {"a", "b"}
+
+
+def test_random_policy_takes_actions_with_other_keys():
+    env = Agents()
+    assert env.rollout(2, RandomPolicy(env.full_action_spec))["agents", "action"].shape == (2, 3, 2)
+
+
+class Agents(EnvBase):
+    """Three agents, whose actions are under their own key."""
+
+    def __init__(self):
+        super().__init__(batch_size=())
+        self.observation_spec = Composite(seen=Unbounded((1,)))
+        self.action_spec = Composite(agents=Composite(action=OneHot(2, (3, 2)), shape=(3,)))
+        self.reward_spec = Unbounded((1,))
+
+    def _reset(self, tensordict=None, **kwargs):
+        return TensorDict({"seen": torch.zeros(1)})
+
+    def _step(self, td):
+        return TensorDict({"seen": torch.zeros(1), "reward": torch.zeros(1), "done": torch.zeros(1).bool()})
+
+    def _set_seed(self, seed):
+        pass

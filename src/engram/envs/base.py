@@ -322,6 +322,7 @@ class EnvBase(nn.Module, ABC):
     _behind_transform: Any  # TransformedEnv, which imports this file
     batch_locked = True  #: whether all TensorDicts must have the environment's batch size
     run_type_checks = True  #: shapes and dtypes are always compared with the specs
+    is_spec_locked = False  #: specs may be changed at any time
     auto_complete_done_specs = True  #: `done`, `terminated` and `truncated` are always there
     reset_keys: Sequence[Key] = ("_reset",)  #: where a TensorDict says which environments to reset
 

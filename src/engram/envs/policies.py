@@ -28,7 +28,7 @@ from tensordict.nn import (
 from tensordict.nn.probabilistic import interaction_type as exploration_type
 from torch import Tensor, nn
 
-from engram.specs import Spec
+from engram.specs import Composite, Spec
 from engram.specs.torchrl import stack_members
 from engram.transforms.base import IDLE
 
@@ -151,7 +151,7 @@ class RandomPolicy:
     """A policy that draws random actions from a spec, with torch's global generator.
 
     `action_spec` has the batch dimensions of the TensorDicts that the policy gets, or fewer. With `action_key=None` it
-    is a Composite, whose keys are those of the actions.
+    is a Composite, whose keys are those of the actions; so is one that has an entry `action_key`.
 
     >>> from tensordict import TensorDict
     >>> from engram.specs import Categorical
@@ -161,7 +161,8 @@ class RandomPolicy:
 
     def __init__(self, action_spec: Spec, action_key: str | tuple[str, ...] | None = "action") -> None:
         self.action_spec = action_spec
-        self.action_key = action_key
+        is_whole = isinstance(action_spec, Composite) and action_key is not None and action_key in action_spec
+        self.action_key = None if is_whole else action_key
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         batch_is_in_spec = td.batch_size == self.action_spec.shape[: td.ndim]
@@ -380,6 +381,10 @@ def as_observation_policy(policy: TensorDictPolicy) -> ObservationPolicy | None:
 
 def _expanded(policy: RandomPolicy, env: Any) -> RandomPolicy:
     spec = policy.action_spec
+    if policy.action_key is not None and isinstance(spec, Composite):  # with other keys than "action"
+        whole: Any = env.full_action_spec
+        if list(_leaf_keys(spec)) == list(_leaf_keys(whole)):
+            policy = RandomPolicy(spec, None)
     expected = env.action_spec.shape if policy.action_key is not None else env.full_action_spec.shape
     if spec.shape == expected:
         return policy

@@ -56,14 +56,11 @@ class TransformedEnv(EnvBase):
                 f"TransformedEnv takes an engram environment, got a {type(base_env).__name__}; put another library's "
                 "environment behind that library's own transforms"
             )
-        given = _as_list(transform)
-        parts = [part for one in given for part in one.parts()]
         super().__init__(batch_size=base_env.batch_size, device=base_env.device)
         vars(self)["_base"] = base_env  # as a module it is `base_env`: that lookup is too slow for each step
-        self._is_single = len(given) == 1 and given[0].parts() == given
         self._take_specs(base_env)
         self.batch_locked = base_env.batch_locked
-        self._attach(parts, 0)
+        self._replace_all(transform)
         if device is not None:
             self.to(device)
 
@@ -78,6 +75,22 @@ class TransformedEnv(EnvBase):
         """The transform, or a flat `Compose` of all of them, as this environment uses them."""
         return self._parts[0] if self._is_single else Compose(*self._parts)
 
+    @transform.setter
+    def transform(self, transform: Any) -> None:
+        self._replace_all(transform)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("base_env", "transform"):
+            object.__setattr__(self, name, value)  # a module would become an attribute beside the property
+        else:
+            super().__setattr__(name, value)
+
+    def _replace_all(self, transform: Any) -> None:
+        """Uses these transforms only."""
+        given = _as_list(transform)
+        is_single = len(given) == 1 and given[0].parts() == given
+        self._attach([part for one in given for part in one.parts()], 0, is_single=is_single)
+
     def append_transform(self: Self, transform: Any) -> Self:
         """Adds a transform at the end; one along time starts at the next reset. Returns the environment itself."""
         self.insert_transform(len(self._parts), transform)
@@ -91,9 +104,8 @@ class TransformedEnv(EnvBase):
         at = index + n if index < 0 else index
         new = [part for one in _as_list(transform) for part in one.parts()]
         self._attach([*self._parts[:at], *new, *self._parts[at:]], at)
-        self._is_single = False
 
-    def _attach(self, parts: list[Transform], n_attached: int) -> None:
+    def _attach(self, parts: list[Transform], n_attached: int, *, is_single: bool = False) -> None:
         """Uses these transforms, of which the first `n_attached` are in use already."""
         before, specs = getattr(self, "_parts", []), self._base_specs()
         self._parts: list[Transform] = []  # those that are in use, for the `parent` of the next one
@@ -107,6 +119,7 @@ class TransformedEnv(EnvBase):
         except BaseException:
             self._parts = before
             raise
+        self._is_single = is_single
         self._update_specs()
 
     def before_transform(self, transform: Transform) -> EnvBase:
