@@ -103,6 +103,13 @@ def test_agents_that_differ_keep_their_shapes(kind, is_random, arguments):
             assert_agents_are_whole(collector.rollout())
 
 
+def test_the_last_step_is_truncated_for_each_agent():
+    env = HeterogeneousCountingEnv(max_steps=50)
+    batch = SyncDataCollector(env, None, frames_per_batch=5, set_truncated=True).rollout()
+    for flag in ("truncated", "done"):
+        assert batch["next", "lazy", flag].flatten(1).all(1).tolist() == [False] * 4 + [True]
+
+
 def test_agents_that_differ_come_from_workers_and_buffers():
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(40), batch_size=8)
     make = HeterogeneousCountingEnv

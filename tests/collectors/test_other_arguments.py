@@ -356,3 +356,44 @@ class TestWorkers:
             [countdown], policy_factory=Multiplies, frames_per_batch=4, num_sub_threads=2
         ) as collector:
             assert collector.rollout().numel() == 4
+
+
+class TestOtherNames:
+    def test_weights_reach_workers_under_each_of_their_names(self):
+        policy = nn.Sequential(nn.Linear(1, 1), Rule())
+        with MultiSyncDataCollector([countdown], frames_per_batch=4, policy_factory=lambda: policy) as collector:
+            for given in (
+                {"weights": policy},
+                {"policy": policy},
+                {"policy_or_weights": policy.state_dict()},
+                {"weights_dict": {"policy": policy}, "model_id": "policy"},
+            ):
+                collector.update_policy_weights_(**given)
+            assert collector.get_policy_version() == 4 and collector.frames_per_batch_worker() == 4
+            for wrong, error in (
+                ({"weights": policy, "policy": policy}, TypeError),
+                ({"model_id": "critic"}, ValueError),
+                ({"weights_dict": {"critic": policy}}, ValueError),
+                ({"worker_ids": [0]}, ValueError),
+            ):
+                with pytest.raises(error):
+                    collector.update_policy_weights_(**wrong)
+
+    def test_settings_and_hooks_can_be_read_and_the_hook_set(self):
+        rb, seen = ReplayBuffer(storage=LazyTensorStorage(20)), []
+        collector = SyncDataCollector(
+            countdown, Rule(), frames_per_batch=4, total_frames=4, replay_buffer=rb, max_frames_per_traj=2
+        )
+        assert collector.replay_buffer is rb and collector.max_frames_per_traj == 2 and collector.postproc is None
+        assert collector.traj_format == "padded" and collector.trajs_per_batch is None
+        collector.set_post_collect_hook(seen.append)
+        assert list(collector.iterator()) == [None] and collector.post_collect_hook == seen.append
+        assert [batch.shape for batch in seen] == [(4,)]
+        with pytest.raises(ValueError, match="leave index=0 out"):
+            collector.reset(index=0)
+
+    def test_another_release_s_member_says_what_to_use(self):
+        collector = SyncDataCollector(countdown, frames_per_batch=4)
+        assert not hasattr(collector, "getattr_env")
+        with pytest.raises(AttributeError, match=r"read the attribute of `collector.env`"):
+            collector.getattr_env("batch_size")

@@ -27,7 +27,7 @@ from engram.collectors.trajectories import EpisodeSteps, StepTags, TrajectoryAss
 from engram.collectors.utils import split_trajectories, with_time_named
 from engram.collectors.vector_rollout import VectorRollout
 from engram.data import ReplayBuffer
-from engram.envs.base import EnvBase
+from engram.envs.base import EnvBase, mark_truncated
 from engram.envs.engines import Autoreset
 from engram.envs.policies import (
     CallablePolicy,
@@ -706,17 +706,8 @@ Collector = SyncDataCollector
 
 
 def truncate_last_step(batch: TensorDictBase) -> None:
-    """Marks the last step as truncated and done where it is not terminated."""
-    time_dim, following = batch.ndim - 1, batch.get("next")
-    if following.get("terminated", None) is None:
-        following.set("terminated", following.get("done").clone())
-    if following.get("truncated", None) is None:  # some environments have no such flag
-        following.set("truncated", torch.zeros_like(following.get("done")))
-    done, terminated, truncated = (
-        batch.get(("next", key)).select(time_dim, -1) for key in ("done", "terminated", "truncated")
-    )
-    truncated |= ~terminated
-    done |= truncated
+    """Marks the last step as truncated and done where it is not terminated, also for agents with flags of their own."""
+    mark_truncated(batch, (*(slice(None) for _ in batch.shape[1:]), -1))
 
 
 def without_next_observations(batch: TensorDictBase, env: Any) -> TensorDictBase:
