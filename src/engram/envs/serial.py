@@ -13,6 +13,7 @@ from torch import Tensor
 from engram._advice import advised
 from engram.envs.base import SPEC_NAMES, EnvBase
 from engram.envs.engines import GymEngine
+from engram.envs.from_torchrl import as_env
 from engram.processes.timeouts import reject_timeout
 from engram.specs.tensors import usable_device
 
@@ -48,7 +49,7 @@ class SerialEnv(EnvBase):
         n = only_one("n", n, "num_workers", num_workers)
         make_env = only_one("make_env", make_env, "create_env_fn", create_env_fn)
         place = usable_device(device, "device")  # before an environment is created
-        envs = [make() for make in env_makers("SerialEnv", n, make_env, create_env_kwargs)]
+        envs = [as_env(make(), "SerialEnv") for make in env_makers("SerialEnv", n, make_env, create_env_kwargs)]
         first = envs[0]
         for index, env in enumerate(envs):
             check_same_specs(index, env, first)

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from engram._advice import advised
 from engram.envs.base import EnvBase
+from engram.envs.from_torchrl import as_env
 from engram.pytree import Key
 from engram.specs import Spec
 from engram.transforms import Compose, Transform
 from engram.transforms.adapters import as_transform
-from engram.transforms.env_specs import FLAGS, EnvSpecs
+from engram.transforms.env_specs import FLAGS, EnvSpecs, clone_composite
 
 Self = TypeVar("Self", bound="TransformedEnv")
 
@@ -33,7 +34,8 @@ class TransformedEnv(EnvBase):
     objects, so that a `VecNorm` may be shared. An entry that is computed from rewards only is zero at resets.
 
     Keys are those of the root: `"observation"`, `"reward"`. A base environment that reads its state from the TensorDict
-    reads the caller's: there, use `out_keys` that leave the state's entries unchanged.
+    reads the caller's: there, use `out_keys` that leave the state's entries unchanged. The base environment may be one
+    of TorchRL's, and so may transforms.
 
     `device` is that of all outputs, of the base environment too; None: as that is. Attributes of the base environment
     are read through. `auto_unwrap` and `cache_specs` have no effect: an environment with transforms below stays whole.
@@ -50,12 +52,8 @@ class TransformedEnv(EnvBase):
 
     _base: EnvBase
 
-    def __init__(self, base_env: EnvBase, transform: Any = None, *, device: Any = None) -> None:
-        if not isinstance(base_env, EnvBase):
-            raise TypeError(
-                f"TransformedEnv takes an engram environment, got a {type(base_env).__name__}; put another library's "
-                "environment behind that library's own transforms"
-            )
+    def __init__(self, base_env: Any, transform: Any = None, *, device: Any = None) -> None:
+        base_env = as_env(base_env, "TransformedEnv")
         super().__init__(batch_size=base_env.batch_size, device=base_env.device)
         vars(self)["_base"] = base_env  # as a module it is `base_env`: that lookup is too slow for each step
         self._take_specs(base_env)
@@ -170,6 +168,9 @@ class TransformedEnv(EnvBase):
         for name, spec in (("action_spec", specs.action), ("reward_spec", specs.reward), ("done_spec", specs.done)):
             if spec is not getattr(self._base, name):  # those with several keys stay as they are
                 setattr(self, name, spec)
+        added = {key: spec for key, spec in specs.grouped.items() if self.full_reward_spec.get(key) is None}
+        for key in added.keys() - self.full_done_spec.leaves().keys():
+            self.full_reward_spec = clone_composite(self.full_reward_spec).set(key, added[key])
 
     # ---- episodes ----
     def random_state(self) -> Any:

@@ -7,12 +7,13 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from engram._advice import advise_on_names
-from engram.envs.base import EnvBase, step_mdp
+from engram.envs.base import step_mdp
+from engram.envs.from_torchrl import as_env
 from engram.envs.policies import ExplorationType, RandomPolicy, exploration_type, set_exploration_type
 
 
 def check_env_specs(
-    env: EnvBase,
+    env: Any,
     return_contiguous: bool | None = None,
     check_dtype: bool = True,
     seed: int | None = None,
@@ -25,19 +26,14 @@ def check_env_specs(
 
     It also checks that TensorDicts have the environment's `batch_size` and device, that flags agree, and that
     environments which are not reset continue from their last step. The first reset gets `tensordict`. Raises ValueError
-    with the key, the value and what its spec allows, TypeError for an environment of another library. The environment
-    is left in the middle of an episode. `return_contiguous`, `check_dtype` and `break_when_any_done` have no effect:
-    dtypes are always checked, and environments that are done are reset.
+    with the key, the value and what its spec allows, TypeError for what is neither an environment of engram nor one of
+    TorchRL. The environment is left in the middle of an episode. `return_contiguous`, `check_dtype` and
+    `break_when_any_done` have no effect: dtypes are always checked, and environments that are done are reset.
 
     >>> from engram.envs import GymEnv
     >>> check_env_specs(GymEnv("CartPole-v1", num_envs=2), seed=0)
     """
-    if not isinstance(env, EnvBase):
-        raise TypeError(
-            f"check_env_specs takes an engram environment, got a {type(env).__name__}; check another library's "
-            "environment with that library"
-        )
-    env.check_env_specs(seed=seed, tensordict=tensordict, max_steps=max_steps)
+    as_env(env, "check_env_specs").check_env_specs(seed=seed, tensordict=tensordict, max_steps=max_steps)
 
 
 __all__ = [

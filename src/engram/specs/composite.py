@@ -13,6 +13,7 @@ from torch import Tensor
 from engram._advice import advised
 from engram.pytree import Key, key_path
 from engram.specs.tensors import Device, Spec, as_device, as_shape, as_sizes, require_expandable, shape_after
+from engram.specs.torchrl import own_spec
 
 Self = TypeVar("Self", bound=Spec)
 _NOTHING = object()
@@ -165,6 +166,7 @@ class Composite(Spec):
         if spec is None:
             self._entries[name] = None
             return
+        spec = own_spec(spec)
         if not isinstance(spec, Spec):
             raise TypeError(f"{name!r} must be a spec, got {type(spec).__name__}")
         if spec.shape[: self.ndim] != self.shape:

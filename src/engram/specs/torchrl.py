@@ -1,25 +1,32 @@
-"""Specs in TorchRL's modules and losses: its type checks and its registry of action spaces accept the classes of here.
+"""Specs beside TorchRL's: its type checks, its registry of action spaces and its Composites accept the classes of here.
 
-TorchRL is never imported from here. Where somebody else imports it, before or after, the classes are registered then.
+A spec of here that is put into one of TorchRL's Composites (where its environments keep theirs) becomes TorchRL's, and
+one of TorchRL's in a Composite of here becomes one of here. TorchRL is never imported from here. Where somebody else
+imports it, before or after, the classes are registered then.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
+
 _REGISTRY_MODULE = "torchrl.data.utils"  # holds the registry, and imports TorchRL's specs itself
+_OWN_CLASSES: dict[str, Any] = {}  # by the names that they have in TorchRL, too
 
 
 def register_in_torchrl(classes: Mapping[str, type]) -> None:
     """Makes `classes`, by the names that they have in TorchRL too, virtual subclasses of TorchRL's and action spaces.
 
-    At once where torchrl is imported already, else as soon as it is.
+    At once where torchrl is imported already, else as soon as it is. TorchRL's Composites convert their objects.
     """
+    _OWN_CLASSES.update(classes)
     if (module := sys.modules.get(_REGISTRY_MODULE)) is not None:
         _register(classes, module)
     else:
@@ -34,6 +41,18 @@ def _register(classes: Mapping[str, type], registry: ModuleType) -> None:
         of_torchrl.register(ours)
         if of_torchrl in action_spaces:
             action_spaces[ours] = action_spaces[of_torchrl]
+    for composite in (theirs.Composite, theirs.StackedComposite):
+        composite.__setitem__ = _converting(composite.__setitem__)
+
+
+def _converting(set_item: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    """`__setitem__` of a Composite of TorchRL's that takes specs of here, too."""
+
+    @functools.wraps(set_item)
+    def set_converted(self: Any, key: Any, value: Any) -> None:
+        set_item(self, key, value.to_torchrl() if isinstance(value, _OWN_CLASSES["TensorSpec"]) else value)
+
+    return set_converted
 
 
 class _RegisterAfterImport(MetaPathFinder):
@@ -84,3 +103,45 @@ def torchrl_spec(spec: Any) -> Any:
         entries = {key: None if part is None else part.to_torchrl() for key, part in spec.items()}
         return kind(entries, shape=spec.shape, device=spec.device)
     return kind(**spec.domain_arguments(), shape=spec.shape, device=spec.device, dtype=spec.dtype)
+
+
+def own_spec(spec: Any) -> Any:
+    """`spec`, as a spec of here where it is one of TorchRL's."""
+    theirs = sys.modules.get("torchrl.data.tensor_specs")
+    is_own = theirs is None or isinstance(spec, _OWN_CLASSES["TensorSpec"]) or not isinstance(spec, theirs.TensorSpec)
+    return spec if is_own else spec_from_torchrl(spec)
+
+
+def spec_from_torchrl(spec: Any) -> Any:
+    """A spec of TorchRL's as one of here; of kinds that are not here, an Unbounded of the same shape.
+
+    None for values that are no tensors.
+    """
+    theirs: Any = sys.modules["torchrl.data.tensor_specs"]
+    kinds = _OWN_CLASSES
+    if isinstance(spec, theirs.Stacked | theirs.StackedComposite):
+        return torch.stack([spec_from_torchrl(one) for one in spec.unbind(spec.dim)], spec.dim)
+    if isinstance(spec, theirs.Composite):
+        entries = {key: None if part is None else spec_from_torchrl(part) for key, part in spec.items()}
+        return kinds["Composite"](entries, shape=spec.shape, device=spec.device)
+    if spec.dtype is None:
+        return None
+    place = {"shape": spec.shape, "device": spec.device, "dtype": spec.dtype}
+    mask = {} if getattr(spec, "mask", None) is None else {"mask": spec.mask}  # Bounded and Unbounded have none
+    width = spec.shape[-1] if len(spec.shape) else 0
+    if isinstance(spec, theirs.Binary) and width == spec.n:
+        return kinds["Binary"](spec.n, **place)
+    if isinstance(spec, theirs.OneHot):
+        return kinds["OneHot"](spec.space.n, **place, **mask)
+    if isinstance(spec, theirs.MultiOneHot):
+        return kinds["MultiOneHot"](list(spec.nvec), **place, **mask)
+    if isinstance(spec, theirs.MultiCategorical):
+        nvec = torch.as_tensor(spec.nvec).reshape(-1, width)[0].tolist()
+        return kinds["MultiCategorical"](nvec, **place, **mask)
+    if isinstance(spec, theirs.Categorical) and spec.space.n >= 1:
+        return kinds["Categorical"](spec.space.n, **place, **mask)
+    if isinstance(spec, theirs.Binary):
+        return kinds["Categorical"](2, **place)
+    if isinstance(spec, theirs.Bounded):
+        return kinds["Bounded"](spec.space.low, spec.space.high, **place)
+    return kinds["Unbounded"](**place)

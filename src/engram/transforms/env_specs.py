@@ -34,7 +34,7 @@ class EnvSpecs(NamedTuple):
     action: Spec
     reward: Spec
     done: Spec
-    grouped: Mapping[Key, Spec] = {}  #: the rewards and flags of groups of agents, by nested keys
+    grouped: Mapping[Key, Spec] = {}  #: the rewards and flags of groups of agents, and rewards that transforms added
 
     def entry(self, key: Key) -> Spec | None:
         """The spec of the entry that steps have under `key`; None if they have none."""

@@ -9,20 +9,10 @@ import sys
 from functools import lru_cache
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
 
 from engram.pytree import Key
-from engram.specs import (
-    Binary,
-    Bounded,
-    Categorical,
-    Composite,
-    MultiCategorical,
-    MultiOneHot,
-    OneHot,
-    Unbounded,
-)
+from engram.specs.torchrl import spec_from_torchrl
 from engram.transforms.base import Transform, TransformStep
 from engram.transforms.env_specs import EnvSpecs
 
@@ -30,7 +20,8 @@ from engram.transforms.env_specs import EnvSpecs
 class TorchRLTransform(Transform, built_in=True):
     """A transform of TorchRL's, or of a user's that inherits from TorchRL's, in an environment.
 
-    It gets the environment before it as its `parent`, in TorchRL's form. Unknown attributes are the transform's.
+    It gets the environment before it as its `parent`, in TorchRL's form. Rewards that it adds are rewards of the
+    environment. Unknown attributes are the transform's.
     """
 
     def __init__(self, transform: Any, root: Any) -> None:
@@ -46,13 +37,12 @@ class TorchRLTransform(Transform, built_in=True):
         self._env: Any = None  # the environment with it, as TorchRL sees it
 
     def policy_entries(self) -> list[Key]:
-        specs = [part.primers for part in _parts(self.transform) if hasattr(part, "primers")]
-        return [key for spec in specs for key in spec_from_torchrl(spec).leaves()]
+        return primed_keys(self.transform)
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         if self._after is None or self._before != specs:
             self._connect(specs)
-            changed = self._specs_of(self._env)
+            changed = self._specs_of(self._env, specs)
             self._check_action(changed, specs)
             self._before, self._after = specs, changed
         return self._after
@@ -89,22 +79,31 @@ class TorchRLTransform(Transform, built_in=True):
             "buffers to the buffer"
         )
 
-    def _specs_of(self, env: Any) -> EnvSpecs:
+    def _specs_of(self, env: Any, before: EnvSpecs) -> EnvSpecs:
         """The specs of an environment of TorchRL's. Raises TypeError, with the names, for entries that are not ours."""
-        rewards, actions = (spec_from_torchrl(spec) for spec in (env.full_reward_spec, env.full_action_spec))
-        flags = spec_from_torchrl(env.full_done_spec)
-        for what, spec, names in (
-            ("rewards", rewards, {"reward"}),
-            ("flags", flags, {"done", "terminated", "truncated"}),
-            ("actions", actions, {"action"}),
+        parent = self.parent
+        rewards, actions, flags = (
+            spec_from_torchrl(spec) for spec in (env.full_reward_spec, env.full_action_spec, env.full_done_spec)
+        )
+        for what, spec, given, may_add in (
+            ("rewards", rewards, parent.full_reward_spec, True),
+            ("flags", flags, parent.full_done_spec, False),
+            ("actions", actions, parent.full_action_spec, False),
         ):
-            if set(spec.keys()) != names:
+            found, allowed = spec.leaves().keys(), given.leaves().keys()
+            if not (found >= allowed if may_add else found == allowed):
                 raise TypeError(
-                    f"{self.kind} makes the {what} {sorted(map(str, spec.keys()))} of an environment, where these are "
-                    f"{sorted(names)}: use a transform of engram.envs, or append it to the replay buffer"
+                    f"{self.kind} makes the {what} {sorted(map(str, found))} of an environment, where these are "
+                    f"{sorted(map(str, allowed))}: use a transform of engram.envs, or append it to the replay buffer"
                 )
-        observation = spec_from_torchrl(env.observation_spec)
-        return EnvSpecs(observation, actions["action"], rewards["reward"], flags["done"])
+        added = {key: spec for key, spec in rewards.leaves().items() if key not in parent.full_reward_spec.leaves()}
+        return EnvSpecs(
+            spec_from_torchrl(env.observation_spec),
+            actions["action"] if set(actions.keys()) == {"action"} else before.action,
+            rewards["reward"] if "reward" in parent.full_reward_spec else before.reward,
+            flags["done"],
+            {**before.grouped, **added},
+        )
 
     # ---- steps ----
     def env_steps(self) -> list[TransformStep]:
@@ -155,6 +154,12 @@ class TorchRLTransform(Transform, built_in=True):
         return {**vars(self), "_env": None, "transform": self.transform.clone()}
 
 
+def primed_keys(transform: Any) -> list[Key]:
+    """The entries that a transform's primers begin episodes with."""
+    specs = [part.primers for part in _parts(transform) if hasattr(part, "primers")]
+    return [key for spec in specs for key in spec_from_torchrl(spec).leaves()]
+
+
 def _parts(transform: Any) -> list[Any]:
     """The transforms that one of TorchRL's is composed of; itself if it is a single one."""
     if not hasattr(transform, "transforms"):
@@ -171,12 +176,10 @@ def _parent_class() -> Any:
         def __init__(self, env: Any, specs: EnvSpecs) -> None:
             super().__init__(device=env.device, batch_size=env.batch_size)
             self.engram_env = env
-            shape = env.batch_size
-            flags = dict.fromkeys(("done", "terminated", "truncated"), specs.done)
             self.observation_spec = specs.observation.to_torchrl()
-            self.full_action_spec = Composite({"action": specs.action}, shape=shape).to_torchrl()
-            self.full_reward_spec = Composite({"reward": specs.reward}, shape=shape).to_torchrl()
-            self.full_done_spec = Composite(flags, shape=shape).to_torchrl()
+            self.full_action_spec = env.full_action_spec.to_torchrl()
+            self.full_reward_spec = env.full_reward_spec.to_torchrl()
+            self.full_done_spec = env.full_done_spec.to_torchrl()
 
         def _reset(self, tensordict: Any = None, **_: Any) -> Any:
             td = None if tensordict is None or tensordict.get("_reset", None) is None else tensordict
@@ -197,28 +200,3 @@ def _parent_class() -> Any:
                 return getattr(self.engram_env.gym_env, name)  # as TorchRL's environments of gymnasium do
 
     return Parent
-
-
-def spec_from_torchrl(spec: Any) -> Any:
-    """A spec of TorchRL's as one of engram's; of kinds that engram has not, an Unbounded of the same shape."""
-    theirs: Any = sys.modules["torchrl.data"]
-    if isinstance(spec, theirs.Composite):
-        entries = {key: spec_from_torchrl(part) for key, part in spec.items() if part is not None}
-        return Composite(entries, shape=spec.shape, device=spec.device)
-    place = {"shape": spec.shape, "device": spec.device, "dtype": spec.dtype}
-    width = spec.shape[-1] if len(spec.shape) else 0
-    if isinstance(spec, theirs.Binary) and width == spec.n:
-        return Binary(spec.n, **place)
-    if isinstance(spec, theirs.OneHot):
-        return OneHot(spec.space.n, **place)
-    if isinstance(spec, theirs.MultiOneHot):
-        return MultiOneHot(list(spec.nvec), **place)
-    if isinstance(spec, theirs.MultiCategorical):
-        return MultiCategorical(torch.as_tensor(spec.nvec).reshape(-1, width)[0].tolist(), **place)
-    if isinstance(spec, theirs.Categorical) and spec.space.n >= 1:
-        return Categorical(spec.space.n, **place)
-    if isinstance(spec, theirs.Binary):
-        return Categorical(2, **place)
-    if isinstance(spec, theirs.Bounded):
-        return Bounded(spec.space.low, spec.space.high, **place)
-    return Unbounded(**place)
