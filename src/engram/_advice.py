@@ -144,7 +144,7 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "mask_key": ((None,), "take slices without padding, or stack before padding"),
         "reset_key": ((None, "_reset"), "episodes begin where '_reset' says"),
     },
-    "MultiStepTransform": {"mask_key": ((None, "mask"), "write steps without padding")},
+    "MultiStepTransform": {"mask_key": ((None,), "write steps without padding")},
     "RewardSum": {
         "reset_keys": ((None, "_reset", ["_reset"], ("_reset",)), "episodes begin where '_reset' says"),
         "reward_spec": ((False,), "read the spec of the sum in observation_spec"),

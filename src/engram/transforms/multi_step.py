@@ -195,6 +195,8 @@ class MultiStepTransform(Transform, built_in=True):
             list of them, `"next_obs"`. Rewards are then `"reward"` if None, the flags those at the root, and they, too,
             come from n steps on; read "next" so below. None: all that follows a step is under `"next"`.
 
+    TorchRL's `mask_key=None` is accepted without effect.
+
     A step gets `("next", "reward")`, the discounted sum of up to n rewards; everything else under `next` from n steps
     on; and `gamma` (to the power of the steps summed), `steps_to_next_obs` (int64), `nonterminal` (bool: the state
     after them is not done; all three `[*, 1]`) and `("next", "original_reward")`.

@@ -57,7 +57,7 @@ class VecNorm(Transform, built_in=True):
         decay: factor on the weight of all earlier steps at each new batch; 1 weighs every step the same.
         eps: added to the variance.
 
-    TorchRL's `shapes`, `new_api` and `lock=None` are accepted without effect.
+    TorchRL's `shapes`, `new_api`, `lock=None` and `shared_td=None` are accepted without effect.
 
     In a buffer it learns from the data that are written, which are stored unchanged, and normalises those that are
     read. Called, or appended with `invert=True`, it learns from the batch and normalises it. `forward` alone only
@@ -308,6 +308,8 @@ class VecNormV2(VecNorm, built_in=True):
     Args:
         in_keys, out_keys, decay, eps: as VecNorm's.
         reduce_batch_dims: without effect: the statistics are those of all environments together.
+
+    TorchRL's `stateful=True`, `lock=None` and `shared_data=None` are accepted without effect.
 
     Raises:
         TypeError: `stateful=False`, a `lock` or `shared_data`: the statistics are this object's, which the
