@@ -180,7 +180,7 @@ class PriorityTable:
             warnings.warn(
                 f"max_capacity={self.max_capacity} of the sampler is less than the {storage.max_size} steps that the "
                 "storage can hold; what is stored beyond it is refused",
-                stacklevel=6,
+                stacklevel=7,
             )
 
     def most_rows(self, storage: Storage) -> int | None:
