@@ -54,7 +54,6 @@ _NEW_WORKERS: dict[str, str] = {
 }
 _LATER = "a later release has it; until then"
 _WEIGHTS = "use update_policy_weights_(weights), which every collector has"
-_NO_SERVICE = "leave it out: a buffer is used as it is; RayReplayBuffer is one that lives elsewhere"
 _ON_CPU = (None, "cpu", torch.device("cpu")), "priorities are kept and drawn from in memory; batches may go anywhere"
 _PRIORITIES = {
     "sampler": ((None,), "a prioritized buffer makes its own sampler; for another one use ReplayBuffer(sampler=...)"),
@@ -198,13 +197,7 @@ MEMBERS: dict[str, dict[str, str]] = {
     "ReplayBuffer": {
         "query": "choose from `rb[:]`; a later release has it",
         "as_remote": "use RayReplayBuffer, or shared=True for processes of one machine",
-        "client": _NO_SERVICE,
-        "start": _NO_SERVICE,
-        "is_alive": _NO_SERVICE,
-        "service_backend": _NO_SERVICE,
-        "shutdown": "leave it out: a buffer ends with its last reference",
         "submit_update_if_present": "use update_if_present, which is done when it returns",
-        "synchronize": "leave it out: what is written is there when `add` and `extend` return",
     },
     "ReplayBufferEnsemble": {"end_streams": "call mark_seam() of the storage of each member"},
     "CompressedListStorage": {"to_bytestream": "use tensor.numpy().tobytes()"},

@@ -64,6 +64,19 @@ def test_next_gives_batches_and_none_at_the_end_of_each_epoch():
         buffer().next()
 
 
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_a_buffer_is_used_as_one_in_another_process_is(prefetch):
+    rb = buffer(SamplerWithoutReplacement(shuffle=False), batch_size=2, prefetch=prefetch)
+    assert rb.service_backend == "direct" and rb.start() is rb and rb.client() is rb and rb.is_alive
+    rb.client().extend(steps(0, 6))
+    rb.synchronize()
+    assert numbers(rb.sample()) == [0, 1]
+    for _ in range(2):
+        rb.shutdown(timeout=1.0)
+        assert not rb.is_alive
+    assert numbers(rb.sample()) == [2, 3] and copy.deepcopy(rb).is_alive
+
+
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 def test_write_all_replaces_what_read_all_in_order_gives(cls):
     rb = cls(storage=LazyTensorStorage(10))

@@ -287,6 +287,7 @@ class ReplayBuffer(Generic[T]):
 
     _reuse_batches = False
     _iteration: Iterator[T] | None = None  # of `next`
+    _is_shut_down = False
 
     def _default_writer(self) -> Writer:
         return RoundRobinWriter()
@@ -1102,6 +1103,35 @@ class ReplayBuffer(Generic[T]):
             raise ValueError("the rows are in shared memory and stay there; make a storage with shared=False")
         return self
 
+    # ---- as buffers that live in another process are used; this one is used as it is ----
+    service_backend = "direct"
+
+    def start(self) -> Self:
+        """Returns itself: it can be used as soon as it is made."""
+        return self
+
+    def client(self) -> Self:
+        """Returns itself: what uses a buffer in another process through a client uses this one so, too."""
+        return self
+
+    def synchronize(self) -> None:
+        """Does nothing: what was written is there when `add` and `extend` return."""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ends the threads that prepare batches: from now on each is made when it is wanted.
+
+        Args:
+            timeout: without effect: they end with the batches that they are making.
+        """
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+        self._is_shut_down = True
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether `shutdown` was not called."""
+        return not self._is_shut_down
+
     def _replace(self, name: str, part: Any) -> Any:
         with self._undisturbed():
             old = getattr(self, name)
@@ -1407,7 +1437,7 @@ class ReplayBuffer(Generic[T]):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_handed_out"] = BatchCount()
-        for name in ("_reader", "_prefetcher", "_iteration"):
+        for name in ("_reader", "_prefetcher", "_iteration", "_is_shut_down"):
             state.pop(name, None)
         # As bytes: a tensor made here would be gone, with its memory, before another process had received it.
         state["_generator"] = None if self._generator is None else state_of(self._generator).numpy().tobytes()

@@ -119,12 +119,12 @@ class CompressedListStorage(ListStorage):
         if compression_level < 0:
             raise ValueError(f"compression_level must be 0 or more, got {compression_level}")
         self.compression_level = compression_level
-        self.device = usable_device(device, "device")
         self._functions = compression_fn, decompression_fn
         self._compress: Compress = compression_fn or self._deflated
         self._decompress: Decompress = decompression_fn or _inflated
         self._form: TreeSpec | None = None  # of the last item: most have the same
         super().__init__(max_size, checkpointer=checkpointer, compilable=compilable)
+        self.device = usable_device(device, "device")  # of what is read, unlike that of a ListStorage
 
     def _copy_arguments(self) -> dict[str, Any]:
         compression_fn, decompression_fn = self._functions
