@@ -547,5 +547,4 @@ def _row(batched: Any, env: int) -> Any:
     """The row of one environment in a batched value."""
     if isinstance(batched, Mapping):
         return {key: _row(value, env) for key, value in batched.items()}
-    is_nested = isinstance(batched, tuple) and not all(isinstance(value, str) for value in batched)
-    return tuple(_row(value, env) for value in batched) if is_nested else batched[env]
+    return tuple(_row(value, env) for value in batched) if isinstance(batched, tuple) else batched[env]
