@@ -221,7 +221,7 @@ def test_a_state_is_that_between_two_batches():
     state = collector.state_dict()
     with collector.pause():
         second = collector.state_dict()
-        assert second["frames"] == collector.frames == collector._replay_buffer.write_count
+        assert second["frames"] == collector.frames == collector.replay_buffer.write_count
     assert state["frames"] % 5 == 0 and state["frames"] <= second["frames"]
     collector.load_state_dict(second)
     assert collector.set_seed(3) > 3
@@ -332,6 +332,8 @@ def test_a_policy_of_its_own_changes_between_two_batches_only():
         collector.update_policy_weights_()
         weights["module.first"] += 0.5  # the caller trains on
         assert collector.policy_version == 2 * k
+        while batches.acquire(blocking=False):
+            pass  # those of before the update
         for _ in range(3):
             assert batches.acquire(timeout=120)
     assert collector.state_dict()["policy_version"] == 10
