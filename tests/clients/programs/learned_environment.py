@@ -18,7 +18,7 @@ class Learned(EnvBase):
     def __init__(self, worlds):
         super().__init__(batch_size=[worlds])
         self.model = MLP(in_features=4, out_features=4, num_cells=[32])
-        self.register_buffer("start", torch.tensor([1.0, 0.0, 0.0]))
+        self.register_buffer("origin", torch.tensor([1.0, 0.0, 0.0]))
         self.observation_spec = Composite(observation=Unbounded((worlds, 3)), shape=(worlds,))
         self.state_spec = self.observation_spec.clone()
         self.action_spec = Bounded(-2.0, 2.0, (worlds, 1), dtype=torch.float32)
@@ -26,7 +26,7 @@ class Learned(EnvBase):
         self.done_spec = Categorical(2, (worlds, 1), dtype=torch.bool)
 
     def _reset(self, tensordict=None):
-        return TensorDict({"observation": self.start.expand(*self.batch_size, 3).clone()}, self.batch_size)
+        return TensorDict({"observation": self.origin.expand(*self.batch_size, 3).clone()}, self.batch_size)
 
     def predict(self, observation, action):
         out = self.model(torch.cat([observation, action], -1))
