@@ -1,12 +1,14 @@
-"""Environments of TorchRL's that simulate many worlds with several agents at once, as Vmas does; specs of engram."""
+"""Environments of TorchRL's that simulate many worlds with several agents at once, as Vmas does."""
 
 from __future__ import annotations
 
+import clients.chosen_package  # noqa: F401  `rl` is engram or TorchRL
+
+# isort: split
 import torch
+from rl.data import Bounded, Categorical, Composite, Unbounded
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.envs import EnvBase
-
-from engram.data import Bounded, Categorical, Composite, Unbounded
 
 WORLDS, AGENTS = 4, 3
 

@@ -11,6 +11,8 @@ from tensordict.nn import TensorDictSequential
 from torchrl.modules import MLP, EGreedyModule, QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
+from clients.evaluation import evaluate
+
 
 def make_env():
     return GymEnv("CartPole-v1")
@@ -56,6 +58,7 @@ def main(seed):
     while rb.write_count == before and time.monotonic() < after:
         time.sleep(0.01)
     went_on = rb.write_count > before
+    evaluate(make_env(), actor)
     collector.async_shutdown()
     return {"frames": len(rb), "loss": losses[-1], "paused": paused, "went_on": went_on}
 

@@ -11,6 +11,8 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.modules import MLP
 
+from clients.evaluation import evaluate
+
 
 class Pendulum(EnvBase):
     """A batch of pendulums, stateless: the state and the parameters travel in the TensorDict."""
@@ -91,6 +93,7 @@ def main(seed):
     for data in collector:
         rb.extend(data)
         rewards += data["next", "reward"].flatten().tolist()
+    evaluate(env, policy)
     collector.shutdown()
     assert rb.sample().shape == (16,)
     return {"frames": len(rb), "loss": -rewards[9], "return": sum(rewards[-20:]), "equal": rewards}

@@ -13,6 +13,8 @@ from rl.envs.transforms import Transform
 from torchrl.modules import MLP, QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
+from clients.evaluation import evaluate
+
 
 class SameStart(gymnasium.Wrapper):
     """Begins every episode in one state."""
@@ -188,6 +190,7 @@ def main(seed):
             updater.step()
             losses.append(loss.item())
         collector.update_policy_weights_()
+    evaluate(env, actor)
     collector.shutdown()
     assert rb[0]["next", "reward"].dtype == torch.float32
     return {"frames": frames, "stored": len(rb), "loss": losses[-1], "equal": losses + observations}

@@ -19,6 +19,8 @@ from tensordict.nn import TensorDictSequential
 from torchrl.modules import MLP, EGreedyModule, QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
+from clients.evaluation import evaluate
+
 
 class SameStart(gymnasium.Wrapper):
     """Begins every episode in one state."""
@@ -66,6 +68,7 @@ def main(seed):
             updater.step()
             losses.append(loss.item())
         collector.update_policy_weights_()
+    evaluate(env, actor)
     collector.shutdown()
     return {
         "frames": frames,

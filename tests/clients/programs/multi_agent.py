@@ -20,6 +20,8 @@ from torch import nn
 from torchrl.modules import MultiAgentMLP, ProbabilisticActor, TanhNormal
 from torchrl.objectives import ClipPPOLoss, ValueEstimators
 
+from clients.evaluation import evaluate
+
 AGENTS = 3
 
 
@@ -115,6 +117,7 @@ def main(seed):
                 optim.step()
                 losses.append(total.item())
         collector.update_policy_weights_()
+    evaluate(env, actor)
     collector.shutdown()
     return {
         "frames": frames,

@@ -6,13 +6,15 @@ import tempfile
 import torch
 from rl.collectors import Collector
 from rl.data import ImmutableDatasetWriter, SamplerWithoutReplacement, TensorDictReplayBuffer, TensorStorage
-from rl.envs import Compose, DoubleToFloat, ExplorationType, GymEnv, StepCounter, TransformedEnv, set_exploration_type
+from rl.envs import Compose, DoubleToFloat, GymEnv, StepCounter, TransformedEnv
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from tensordict.nn.distributions import NormalParamExtractor
 from torch import nn
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import IQLLoss, SoftUpdate
+
+from clients.evaluation import evaluate
 
 
 def make_env():
@@ -69,8 +71,7 @@ def main(seed):
                 optim.step()
                 updater.step()
                 losses.append(total.item())
-        with set_exploration_type(ExplorationType.DETERMINISTIC), torch.no_grad():
-            trained = env.rollout(100, actor)
+        trained = evaluate(env, actor, max_steps=100)
         try:
             rb.extend(trained)
         except RuntimeError:

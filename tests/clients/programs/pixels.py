@@ -21,6 +21,8 @@ from torch import nn
 from torchrl.modules import MLP, ConvNet, QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
+from clients.evaluation import evaluate
+
 
 class Catch(gymnasium.Env):
     """A ball falls and a bar moves below it: 24 by 24 pixels in colour."""
@@ -94,6 +96,7 @@ def main(seed):
             updater.step()
             losses.append(loss.item())
         collector.update_policy_weights_()
+    evaluate(env, actor)
     collector.shutdown()
     return {"frames": frames, "stored": len(rb), "loss": losses[-1], "equal": rewards[0]}
 

@@ -12,6 +12,8 @@ from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
+from clients.evaluation import evaluate
+
 
 def main(seed):
     env = TransformedEnv(
@@ -54,6 +56,7 @@ def main(seed):
                 optim.step()
                 optim.zero_grad()
                 losses.append(total.item())
+    evaluate(env, actor)
     collector.shutdown()
     return {"frames": frames, "updates": len(losses), "loss": losses[-1], "return": sum(rewards[-1])}
 

@@ -20,6 +20,8 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl.modules import MLP, EGreedyModule, LSTMModule, QValueModule, set_recurrent_mode
 from torchrl.objectives import DQNLoss, SoftUpdate
 
+from clients.evaluation import evaluate
+
 
 class SameStart(gymnasium.Wrapper):
     """Begins every episode in one state."""
@@ -74,6 +76,7 @@ def main(seed):
             losses.append(loss.item())
         updater.step()
         collector.update_policy_weights_()
+    evaluate(env, actor)
     collector.shutdown()
     return {
         "frames": frames,

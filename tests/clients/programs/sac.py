@@ -22,6 +22,8 @@ from torch import nn
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate
 
+from clients.evaluation import evaluate
+
 
 def make_pendulum():
     return GymEnv("Pendulum-v1")
@@ -72,6 +74,7 @@ def main(seed):
             updater.step()
             losses.append(loss["loss_qvalue"].item())
         collector.update_policy_weights_()
+    evaluate(env, actor)
     collector.shutdown()
     return {
         "frames": frames,

@@ -11,6 +11,8 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl.modules import MLP, AdditiveGaussianModule, TanhModule, ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
 
+from clients.evaluation import evaluate
+
 
 def make_env():
     return TransformedEnv(GymEnv("Pendulum-v1"), Compose(DoubleToFloat(), StepCounter(100), RewardSum()))
@@ -60,7 +62,8 @@ def main(seed):
                     actor_optim.step()
                     updater.step()
                 losses.append(loss.item())
-        collector.shutdown()
+        evaluate(make_env(), actor)
+    collector.shutdown()
     return {"frames": frames, "loss": losses[-1], "return": sum(rewards[-1]), "equal": rewards[0]}
 
 

@@ -11,6 +11,8 @@ from torchrl.modules import MLP, OneHotCategorical, ProbabilisticActor, ValueOpe
 from torchrl.objectives import ReinforceLoss
 from torchrl.objectives.value import TDLambdaEstimator
 
+from clients.evaluation import evaluate
+
 
 def main(seed):
     env = TransformedEnv(TransformedEnv(GymEnv("CartPole-v1"), StepCounter(100)), RewardSum())
@@ -55,6 +57,7 @@ def main(seed):
         batch = rb.sample()
         assert batch["collector", "traj_ids"].unique().numel() <= 4
         collector.update_policy_weights_()
+    evaluate(env, actor)
     collector.shutdown()
     return {
         "frames": frames,
