@@ -30,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from engram.errors import is_masked, masked_array
 
@@ -687,9 +688,9 @@ def as_tensor(value: Any, path: KeyPath) -> Tensor:
         return torch.from_numpy(native.view(f"{native.dtype.kind}{native.dtype.itemsize}"))
     if isinstance(value, bool | int | float | complex):
         return torch.as_tensor(value)
-    array = _array_of(value)
-    if array is not None:
-        return as_tensor(array, path)
+    foreign = _array_of(value)
+    if foreign is not None:
+        return as_tensor(foreign, path)
     raise TypeError(
         f"{format_key(path)} is a {type(value).__name__}; a storage of tensors takes tensors, numpy arrays, numbers, "
         "and TensorDicts, dicts, lists and tuples of them. A ListStorage keeps any object"
@@ -702,7 +703,7 @@ def _array_of(value: Any) -> Tensor | NDArray[Any] | None:
         return None
     if hasattr(value, "__dlpack__"):
         with contextlib.suppress(BufferError, RuntimeError, TypeError):  # a dtype that torch lacks, memory elsewhere
-            array: Tensor = torch.from_dlpack(value)
+            array: Tensor = from_dlpack(value)
             return array
     return np.asarray(value) if hasattr(value, "__array__") else None
 
