@@ -145,7 +145,7 @@ def _lists() -> list[Row]:
 
 
 FIRST_FIGURE = 128
-"""Items of a batch in the figure of the first proposal of such buffers: lists, memory and files of three kinds of data."""
+"""Items of a batch, as in the figure of the first proposal of such buffers."""
 
 
 def _collated() -> list[Row]:
