@@ -140,6 +140,38 @@ def _lists() -> list[Row]:
             floor=lambda: floors.gather(leaves, CAPACITY, BATCH),
             target={"us": 15},
         ),
+        *_collated(),
+    ]
+
+
+FIRST_FIGURE = 128
+"""Items of a batch, as in the figure of the first proposal of such buffers."""
+
+
+def _collated() -> list[Row]:
+    """Lists of items that a collate function of the user's own makes a batch of: each is to be the function's own."""
+    n = FIRST_FIGURE
+    values = torch.rand(n, 4)
+    kinds: dict[str, tuple[list[Any], Any]] = {
+        "tensors, torch.stack": (list(values), torch.stack),
+        "tensors, a function": (list(values), lambda items: torch.stack(items)),
+        "dicts, a function": ([{"a": row, "b": row, "c": row[:1]} for row in values], stack_dicts),
+    }
+
+    def sampling(library: str, items: list[Any], collate: Any) -> Call:
+        data = replay_buffers(library)
+        rb = data.ReplayBuffer(storage=data.ListStorage(1_000), batch_size=n, collate_fn=collate)
+        rb.extend(items)
+        return lambda: rb.sample()
+
+    return [
+        Row(
+            f"sample_collated_{key.split()[0].strip(',')}_{number}",
+            f"sample({n}) of a ListStorage of {key}",
+            {name: calling(lambda name=name, kind=kind: sampling(name, *kind)) for name in SAME_API},
+            notes=["torchrl hands out the stored items: a function that changes them changes what is stored"],
+        )
+        for number, (key, kind) in enumerate(kinds.items())
     ]
 
 

@@ -16,6 +16,7 @@ Leaves are tensors, or what becomes one: numpy arrays and Python numbers (`as_te
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -26,8 +27,10 @@ from typing import Any, TypeGuard, Union
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from engram.errors import is_masked, masked_array
 
@@ -685,10 +688,24 @@ def as_tensor(value: Any, path: KeyPath) -> Tensor:
         return torch.from_numpy(native.view(f"{native.dtype.kind}{native.dtype.itemsize}"))
     if isinstance(value, bool | int | float | complex):
         return torch.as_tensor(value)
+    foreign = _array_of(value)
+    if foreign is not None:
+        return as_tensor(foreign, path)
     raise TypeError(
         f"{format_key(path)} is a {type(value).__name__}; a storage of tensors takes tensors, numpy arrays, numbers, "
         "and TensorDicts, dicts, lists and tuples of them. A ListStorage keeps any object"
     )
+
+
+def _array_of(value: Any) -> Tensor | NDArray[Any] | None:
+    """An array of another library, as JAX's, by `__dlpack__` or `__array__`; None: it has neither. Memory is shared."""
+    if isinstance(value, type):
+        return None
+    if hasattr(value, "__dlpack__"):
+        with contextlib.suppress(BufferError, RuntimeError, TypeError):  # a dtype that torch lacks, memory elsewhere
+            array: Tensor = from_dlpack(value)
+            return array
+    return np.asarray(value) if hasattr(value, "__array__") else None
 
 
 def _plain(t: Tensor, path: KeyPath) -> Tensor:

@@ -223,3 +223,32 @@ def test_a_batch_of_list_items_for_which_there_is_no_memory_says_so_and_not_that
     huge = torch.empty(1).expand(2**50)
     with pytest.raises(RuntimeError, match="allocate"):
         collate_items([huge, huge])
+
+
+@pytest.mark.parametrize("how", ["same", "dtypes", "shapes", "few"])
+def test_tensors_that_a_collate_function_gets_are_copies_of_their_own_form(how):
+    items = [torch.full((2,), float(n)) for n in range(3 if how == "few" else 20)]
+    if how != "few":
+        items[7] = {"same": items[7], "dtypes": torch.tensor([7, 7]), "shapes": torch.full((3,), 7.0)}[how]
+
+    def changed(got):
+        for item in got:
+            item += 100
+        return got
+
+    rb = ReplayBuffer(storage=ListStorage(20), collate_fn=changed, batch_size=60)
+    rb.extend(items)
+    batch, info = rb.sample(return_info=True)
+    assert len(batch) == 60
+    for item, n in zip(batch, info["index"].tolist(), strict=True):
+        assert item.dtype is items[n].dtype and torch.equal(item, items[n] + 100)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(rb.storage[:], items, strict=True))
+
+
+@pytest.mark.parametrize("items", [list(torch.rand(20, 2)), TensorDict({"x": torch.rand(20, 2)}, [20])])
+def test_stack_as_collate_function_gives_what_it_gives_of_the_items(items):
+    rb = ReplayBuffer(storage=ListStorage(20), collate_fn=torch.stack, batch_size=30)
+    rb.extend(items)
+    batch, info = rb.sample(return_info=True)
+    expected = torch.stack([items[n] for n in info["index"].tolist()])
+    assert type(batch) is type(expected) and batch.shape == expected.shape and bool((batch == expected).all())

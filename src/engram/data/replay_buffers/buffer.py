@@ -57,6 +57,7 @@ from engram.pytree import (
     KeyPath,
     as_arrays,
     as_keys,
+    collate_items,
     format_key,
     get_entry,
     leaf_keys,
@@ -338,6 +339,8 @@ class ReplayBuffer(Generic[T]):
         """
         if collate_fn is None:
             collate_fn = self._collate_fn or storage._default_collate
+        if collate_fn is torch.stack and storage._default_collate is collate_items:
+            collate_fn = collate_items  # of tensors and TensorDicts the same, which rows can be gathered for at once
         if sampler._given is self._sampler._given:
             sampler = self._sampler  # whose lock all draws of a user's own sampler take
         attach = self._attach if self._attaches else None

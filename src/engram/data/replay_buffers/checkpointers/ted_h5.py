@@ -61,6 +61,7 @@ from engram.ted.codec import DONE_KEYS, REWARD_KEYS, Column, Mask, Positions, St
 
 STARTS = "trajectory_starts"
 ROWS = np.dtype("<i8")
+_COMPRESSED = {"compression": "gzip", "shuffle": True}
 
 
 @dataclass(frozen=True)
@@ -492,7 +493,8 @@ class H5StorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
         done_keys: flags, which are never read from the step after: names at any depth, or tuples for one place.
         reward_keys: rewards, the same.
         h5_kwargs: how datasets are compressed: `compression` ("gzip", "lzf"), `compression_opts`, `shuffle`,
-            `fletcher32`.
+            `fletcher32`. None: gzip with shuffle, with `group_per_trajectory` nothing, as its datasets are small; `{}`:
+            nothing.
         group_per_trajectory: a group for each trajectory, in place of a dataset for each key: slow with many.
 
     Raises:
@@ -520,7 +522,9 @@ class H5StorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
                 f"checkpoint_file={checkpoint_file!r} is not the name of a file; use letters, digits, '_', '-' and '.'"
             )
         self.checkpoint_file, self.group_per_trajectory = checkpoint_file, group_per_trajectory
-        self._keys, self._options = StepKeys(done_keys, reward_keys), check_options(h5_kwargs or {})
+        if h5_kwargs is None:
+            h5_kwargs = {} if group_per_trajectory else _COMPRESSED
+        self._keys, self._options = StepKeys(done_keys, reward_keys), check_options(h5_kwargs)
 
     def plan_save(self, source: RowSource, previous: dict[str, Any] | None = None) -> SavePlan:
         return _SavePlan(self, source)

@@ -356,6 +356,9 @@ class ListStorage(Storage):
         """Items that were just read, as `_own`; those of packed rows are new anyhow."""
         if not self._copies:
             return rows
+        together = _copied_together(rows.batch)
+        if together is not None:
+            return rows._replace(batch=together)
         stored, n = list.__getitem__, len(self._items)
         pairs = zip(rows.batch, slots.tolist(), strict=True)
         own = [item if slot < n and stored(self._items, slot) is ROW else clone(item) for item, slot in pairs]
@@ -516,6 +519,10 @@ class ListStorage(Storage):
         return undo
 
 
+_FEWEST_TOGETHER = 8  # items, and the bytes of each at most, that are copied together
+_LARGEST_TOGETHER = 4096
+
+
 class _Batch:
     """A batch of which each row is an item, in consecutive slots of a ring."""
 
@@ -638,6 +645,20 @@ def _moved(items: Any, device: torch.device) -> Any:
     if isinstance(items, dict):
         return {key: _moved(value, device) for key, value in items.items()}
     return type(items)(_moved(item, device) for item in items) if type(items) in (list, tuple) else items
+
+
+def _copied_together(items: list[Any]) -> list[Any] | None:
+    """Copies of items that are tensors of one form, in half the time of one after the other; None: they are not."""
+    first = items[0] if len(items) >= _FEWEST_TOGETHER else None
+    if type(first) is not Tensor or first.layout is not torch.strided or first.nbytes > _LARGEST_TOGETHER:
+        return None
+    dtype = first.dtype
+    if not all(type(item) is Tensor and item.dtype is dtype for item in items):
+        return None
+    try:
+        return list(torch.stack(items).detach().unbind(0))
+    except RuntimeError:  # shapes or devices differ
+        return None
 
 
 def _has_only_tensors(td: TensorDict) -> bool:
