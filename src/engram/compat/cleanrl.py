@@ -34,7 +34,7 @@ class ReplayBuffer:
         observation_space, action_space: of one environment; a Dict makes batches of dicts.
         device: where batches are put; "auto" is a GPU where there is one.
         n_envs: environments that step side by side.
-        optimize_memory_usage: taken with `handle_timeout_termination=False`; saves nothing: rows hold both observations.
+        optimize_memory_usage: taken with `handle_timeout_termination=False`, and saves nothing here.
         handle_timeout_termination: `dones` of a batch are 0 where an info says `"TimeLimit.truncated"`. Scripts set it
             to False, and add terminations.
         storage: makes the storage: called with a number of steps and `ndim=2`.

@@ -31,8 +31,8 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
             for dict observations.
         Others: as stable-baselines3's, but `buffer_size`, and `pos`, follow from the storage.
 
-    `replay_buffer.observations`, `actions`, `rewards`, `dones`, `timeouts` are arrays of all time slots, 0 where nothing
-    is stored; `replay_buffer.rewards[3] = 0` changes the stored row. `optimize_memory_usage=True` is accepted with
+    `replay_buffer.observations`, `actions`, `rewards`, `dones`, `timeouts` are arrays of all time slots, 0 where
+    nothing is stored; `replay_buffer.rewards[3] = 0` changes the stored row. `optimize_memory_usage=True` goes with
     `handle_timeout_termination=False`, as there, and saves nothing: rows hold both observations.
 
     Raises:

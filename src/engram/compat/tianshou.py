@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,9 @@ from tianshou.data.batch import create_value
 from engram import data as engram_data
 from engram.compat.transitions import read_slots
 from engram.data import LazyTensorStorage, Storage
+
+#: Makes the storage of one ring: called with its size.
+MakeStorage: TypeAlias = Callable[[int], Storage]
 
 #: Where a row has what tianshou calls so.
 _ENTRIES = {"obs": ("observation",), "act": ("action",), "obs_next": ("next", "observation")}
@@ -59,6 +63,8 @@ class _ReadsRows(data.ReplayBuffer):  # type: ignore[misc]
         return _entry(self._read(np.asarray(stacked)), key)
 
     def __getitem__(self, index: Any) -> Any:
+        if not len(self._meta.get_keys()):  # no IndexError, with which NumPy would take a buffer for an empty list
+            raise KeyError("nothing has been added to this buffer yet: it has no steps to look at")
         if isinstance(index, slice):
             index = self.sample_indices(0) if index == slice(None) else self._indices[: len(self)][index]
         index = self._indices[index]
@@ -86,27 +92,11 @@ class _ReadsRows(data.ReplayBuffer):  # type: ignore[misc]
         return everything
 
 
-def _refuses(instead: str) -> Any:
-    """A method that says what to do instead."""
-
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(instead)
-
-    return refuse
-
-
 class _WritesRows:
     """Writes whole transitions to rows, and what tianshou keeps itself to tianshou; stands before its class."""
 
-    def __init__(self, *args: Any, storage: Callable[[int], Storage] = LazyTensorStorage, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        me: Any = self
-        me.rows = [engram_data.ReplayBuffer(storage=storage(int(size))) for size in np.diff(me.subbuffer_edges)]
-        if any(len(rows) for rows in me.rows):
-            raise ValueError(
-                "a storage holds rows already, and tianshou's own record of their episodes is not in it: pass one that "
-                "makes new storages, and pickle the buffer to go on with it later"
-            )
+    #: tianshou's class of the same name.
+    _own: Any
 
     def add(self, batch: Any, buffer_ids: Any = None) -> Any:
         me: Any = self
@@ -115,18 +105,17 @@ class _WritesRows:
         lead, rest = ((len(ids),) if stacked else ()), Batch()
         for key in batch.get_keys():
             rest.__dict__[key] = np.empty((*lead, 1, 0)) if key in _ENTRIES else batch[key]
-        row = self._row(batch, lead)
+        row = self._row(batch, lead, me._save_only_last_obs)
         # First: what does not fit is refused here, before anything has changed.
         slots = [me.rows[i].add(_map(operator.itemgetter(k), row) if stacked else row) for k, i in enumerate(ids)]
         result = super().add(rest, buffer_ids)  # type: ignore[misc]
-        if [int(me.subbuffer_edges[i]) + slot for i, slot in zip(ids, slots, strict=True)] != list(result[0]):
-            raise RuntimeError(f"steps {result[0]} lie in the slots {slots}: somebody else has written to `rows`")
+        self._check_slots(result[0], [int(me.subbuffer_edges[i]) + slot for i, slot in zip(ids, slots, strict=True)])
         return result
 
-    def _row(self, batch: Any, lead: tuple[int, ...]) -> dict[str, Any]:
-        """A batch in the form of rows: arrays `[*lead, ...]`."""
+    def _row(self, batch: Any, lead: tuple[int, ...], last_obs: bool) -> dict[str, Any]:
+        """A batch in the form of rows: arrays `[*lead, ...]`; the last of each stack of observations, or all of it."""
         me: Any = self
-        last = (slice(None),) * len(lead) + (-1,) if me._save_only_last_obs else ()
+        last = (slice(None),) * len(lead) + (-1,) if last_obs else ()
         terminated, truncated = (np.asarray(batch[k], np.bool_).reshape(*lead, 1) for k in ("terminated", "truncated"))
         following = {
             "reward": np.asarray(batch.rew, np.float64).reshape(*lead, -1),
@@ -139,12 +128,25 @@ class _WritesRows:
         obs = _map(lambda obs: np.asarray(obs)[last], batch.obs)
         return {"observation": obs, "action": _map(np.asarray, batch.act), "next": following}
 
+    def _check_slots(self, steps: Any, slots: Any) -> None:
+        if list(slots) != list(steps):
+            raise RuntimeError(f"steps {steps} lie in the slots {slots}: somebody else has written to `rows`")
+
+    def _without_entries(self, batch: Any) -> Any:
+        """Of a batch of steps what tianshou keeps itself; of the rest, which is in rows, arrays without a value."""
+        me: Any = self
+        lead, rest = len(batch), Batch()
+        for key in batch.get_keys():
+            stacks = () if key != "act" and me._save_only_last_obs else (1,)
+            rest.__dict__[key] = np.empty((lead, *stacks, 0)) if key in _ENTRIES else batch[key]
+        return rest
+
     def reset(self, keep_statistics: bool = False) -> None:
         super().reset(keep_statistics)  # type: ignore[misc]
         me: Any = self
         for rows in me.rows:
             rows.empty()
-        if isinstance(self, data.PrioritizedReplayBuffer):  # which itself goes on drawing what it has forgotten
+        if "weight" in vars(self):  # priorities: tianshou itself goes on drawing what it has forgotten
             me.weight[np.arange(me.maxsize)] = 0.0
             me._max_prio = me._min_prio = 1.0
 
@@ -153,21 +155,206 @@ class _WritesRows:
             raise ValueError(f"{key!r} of stored steps cannot be replaced; a hook may add other keys")
         super().set_array_at_key(seq, key, index, default_value)  # type: ignore[misc]
 
-    update = _refuses("rows cannot be moved over from another buffer: add() its steps to this one")
-    set_batch = _refuses("a batch cannot take the place of the rows: add() its steps")
-    dropnull = _refuses("stored rows cannot be taken out: look at hasnull() of a batch before it is added")
-    save_hdf5 = _refuses("pickle the whole buffer, rows and all; or `dumps` each of `rows`, without tianshou's part")
-    load_hdf5: Any = classmethod(_refuses("load them with tianshou's class, and add() its steps to this one"))
-    from_data = load_hdf5
+    # ---- tianshou's files ----
+    def save_hdf5(self, path: str, compression: str | None = None) -> None:
+        self._as_own().save_hdf5(path, compression)
+
+    @classmethod
+    def load_hdf5(cls, path: str, device: str | None = None, *, storage: MakeStorage = LazyTensorStorage) -> Any:
+        own = cls._own.load_hdf5(path, device)
+        return cls._of_own(own, own._meta, storage)
+
+    def _as_own(self) -> Any:
+        """tianshou's own buffer with the same steps."""
+        own, me = self._own.__new__(self._own), self
+        meta: Any = vars(self)["_meta"]
+        stored = Batch()
+        for key in meta.get_keys():
+            if key not in _ENTRIES:
+                stored.__dict__[key] = meta[key]
+            elif hasattr(me, key):  # whose rows are not all empty
+                stored.__dict__[key] = getattr(me, key)
+        own.__dict__.update({k: v for k, v in vars(self).items() if k != "rows"} | {"_meta": stored})
+        return own
+
+    @classmethod
+    def _of_own(cls, own: Any, steps: Any, storage: MakeStorage) -> Any:
+        """A buffer of this class with the settings and the record of one of tianshou's own, and these steps."""
+        raise NotImplementedError
 
 
-class ReplayBuffer(_WritesRows, _ReadsRows):
+class _OneRing(_WritesRows):
+    """A buffer of one ring of rows."""
+
+    def __init__(self, *args: Any, storage: MakeStorage = LazyTensorStorage, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        me: Any = self
+        me.rows = [engram_data.ReplayBuffer(storage=storage(max(1, int(me.maxsize))))]
+        if len(me.rows[0]):
+            raise ValueError(
+                "a storage holds rows already, and tianshou's own record of their episodes is not in it: pass one that "
+                "makes new storages, and pickle the buffer to go on with it later"
+            )
+
+    @classmethod
+    def _of_own(cls, own: Any, steps: Any, storage: MakeStorage) -> Any:
+        buffer: Any = cls.__new__(cls)
+        buffer.__dict__.update(vars(own))
+        buffer.rows = [engram_data.ReplayBuffer(storage=storage(max(1, int(own.maxsize))))]
+        buffer._meta = buffer._without_entries(steps) if len(steps.get_keys()) else Batch()
+        if len(buffer):
+            buffer._fill(steps, len(buffer))
+        return buffer
+
+    def _fill(self, steps: Any, n: int) -> None:
+        """Makes the first n of these steps the rows; the next one goes where tianshou's does."""
+        me: Any = self
+        cursor, rows = int(me._insertion_idx), me.rows[0]
+        if n < me.maxsize and cursor != n:
+            raise ValueError(f"{n} of {me.maxsize} steps are stored, and the next goes to {cursor}: these are no ring")
+        missing = {"obs", "act", "rew", "terminated", "truncated"} - set(steps.get_keys())
+        if missing:
+            raise ValueError(f"the batch lacks {sorted(missing)}: rows are whole transitions")
+        row = self._row(steps[:n], (n,), last_obs=False)
+        if len(rows):
+            rows.storage.check(row, False)  # what does not fit is refused while the old rows are there
+        rows.empty()
+        rows.extend(row)
+        if n == me.maxsize and cursor:
+            rows.extend(_map(operator.itemgetter(slice(cursor)), row))
+
+    def set_batch(self, batch: Any) -> None:
+        """Makes a batch of `maxsize` steps the rows; how many of them count is not changed, as in tianshou's class."""
+        me: Any = self
+        before = me._meta
+        super().set_batch(batch)  # type: ignore[misc]
+        try:
+            self._fill(batch, me.maxsize)
+        except BaseException:
+            me._meta = before
+            raise
+        me._meta = self._without_entries(batch)
+
+    def update(self, buffer: Any) -> Any:
+        """Adds all steps of another buffer, of this package or of tianshou; returns where they are."""
+        me: Any = self
+        if not len(buffer) or not me.maxsize:
+            return np.array([], np.int64)
+        source: Any = object.__new__(type(buffer))
+        source.__dict__.update(vars(buffer))
+        source.stack_num = 1  # all steps, also those whose stack would begin before them
+        index = source.sample_indices(0)
+        if isinstance(buffer, _WritesRows):
+            row = source._read(index)
+        else:
+            row = self._row(source._meta[index], (len(index),), last_obs=False)
+        if not me._save_obs_next:
+            row["next"].pop("observation", None)
+        source._meta = self._without_entries(source._meta)
+        slots = me.rows[0].extend(row)  # first: what does not fit is refused here, before anything has changed
+        steps = super().update(source)  # type: ignore[misc]
+        self._check_slots(steps, slots.tolist())
+        return steps
+
+    def dropnull(self) -> None:
+        """Takes out the steps in which some value is None or NaN; those that stay move up, the oldest to the front."""
+        me: Any = self
+        if not len(me):
+            return
+        source: Any = object.__new__(type(self))
+        source.__dict__.update(vars(self))
+        source.stack_num = 1
+        index = source.sample_indices(0)
+        batch = me._meta[index]
+        for key in set(_ENTRIES) & set(batch.get_keys()):
+            batch.__dict__[key] = me.get(index, key, stack_num=1)
+        nulls = np.zeros(len(index), np.bool_)
+        _each(lambda flags: np.logical_or(nulls, flags.reshape(len(index), -1).any(1), out=nulls), batch.isnull())
+        kept = index[~nulls]
+        row, rest = me._read(kept), me._meta[kept]
+        weights = me.weight[kept] if "weight" in vars(self) and len(kept) else None
+        before_episode = nulls[: int(np.argmax(index == me._ep_start_idx))]
+        me.rows[0].empty()
+        if len(kept):
+            me.rows[0].extend(row)
+            me._meta[np.arange(len(kept))] = rest
+        if "weight" in vars(self):
+            me.weight[np.arange(me.maxsize)] = 0.0
+            if weights is not None:
+                me.weight[np.arange(len(kept))] = weights
+        me._size, me._insertion_idx = len(kept), len(kept) % me.maxsize
+        me.last_index = np.array([max(0, len(kept) - 1)])
+        me._ep_start_idx = int((~before_episode).sum()) if me._ep_len else me._insertion_idx
+
+
+class _Rings(_WritesRows):
+    """A buffer of several buffers of one ring."""
+
+    #: The class of these buffers.
+    _part: Any
+
+    def _manage(self, above: type, buffers: Sequence[Any]) -> None:
+        """Constructs tianshou's manager of these buffers, from the class above this one on."""
+        others = [type(buffer) for buffer in buffers if not isinstance(buffer, _OneRing)]
+        if others:
+            raise TypeError(f"the buffers of a manager are of engram.compat.tianshou, got one of {others[0]}")
+        super(above, self).__init__(buffers)  # type: ignore[misc]
+        me: Any = self
+        me.rows = [buffer.rows[0] for buffer in buffers]
+
+    def _set_batch_for_children(self) -> None:
+        me: Any = self
+        for buffer, start, stop in zip(me.buffers, me.subbuffer_edges, me.subbuffer_edges[1:], strict=False):
+            buffer._meta = me._meta[start:stop]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        if len(vars(self)["_meta"].get_keys()):
+            self._set_batch_for_children()  # the same memory again, which pickle does not tell
+
+    def set_batch(self, batch: Any) -> None:
+        me: Any = self
+        before = me._meta
+        super().set_batch(batch)  # type: ignore[misc]
+        try:
+            for buffer, start, stop in zip(me.buffers, me.subbuffer_edges, me.subbuffer_edges[1:], strict=False):
+                buffer._fill(batch[start:stop], buffer.maxsize)
+        except BaseException:
+            me._meta = before
+            raise
+        me._meta = self._without_entries(batch)
+        self._set_batch_for_children()
+
+    def dropnull(self) -> None:
+        raise NotImplementedError("a buffer of several rings drops no steps: look at hasnull() of a batch before add()")
+
+    def _as_own(self) -> Any:
+        own = super()._as_own()
+        own.__dict__["buffers"] = _array_of([buffer._as_own() for buffer in vars(self)["buffers"]])
+        return own
+
+    @classmethod
+    def _of_own(cls, own: Any, steps: Any, storage: MakeStorage) -> Any:
+        buffer: Any = cls.__new__(cls)
+        buffer.__dict__.update(vars(own))
+        edges = zip(own.buffers, own.subbuffer_edges, own.subbuffer_edges[1:], strict=False)
+        kept = bool(len(steps.get_keys()))
+        parts = [cls._part._of_own(part, steps[a:b] if kept else Batch(), storage) for part, a, b in edges]
+        buffer.buffers, buffer.rows = _array_of(parts), [part.rows[0] for part in parts]
+        if kept:
+            buffer._meta = buffer._without_entries(steps)
+            buffer._set_batch_for_children()
+        return buffer
+
+
+class ReplayBuffer(_OneRing, _ReadsRows):
     """tianshou's ReplayBuffer with its transitions in rows of engram: `rows`, one engram buffer for each sub-buffer.
 
     Draws, priorities and the record of episodes are tianshou's own: equal seeds give equal batches. It also keeps
-    `info`, `policy` and what hooks add, whose keys may vary. Arguments are those of tianshou's class. Pickle works;
-    `update`, `set_batch`, `from_data`, `dropnull` and HDF5 are a NotImplementedError that says what to do instead. An
-    index of a step that was never written is an IndexError, where tianshou's class has zeros.
+    `info`, `policy` and what hooks add, whose keys may vary. Arguments and methods are those of tianshou's class;
+    `save_hdf5` writes files that tianshou's class loads, and `load_hdf5` loads its files: only those that you trust,
+    since tianshou's hold pickled objects. `dropnull` leaves the steps in order of time, with room for as many as
+    before. An index of a step that was never written is an IndexError, where tianshou's class has zeros.
 
     Args:
         storage: makes the storage of a sub-buffer: called with its size.
@@ -179,17 +366,100 @@ class ReplayBuffer(_WritesRows, _ReadsRows):
         (array([ 0, 10]), 2)
     """
 
-
-class VectorReplayBuffer(_WritesRows, data.VectorReplayBuffer, _ReadsRows):  # type: ignore[misc]
-    """tianshou's VectorReplayBuffer with its transitions in rows, as ReplayBuffer: one ring for each environment."""
+    _own = data.ReplayBuffer
 
 
-class PrioritizedReplayBuffer(_WritesRows, data.PrioritizedReplayBuffer, _ReadsRows):  # type: ignore[misc]
+class PrioritizedReplayBuffer(_OneRing, data.PrioritizedReplayBuffer, _ReadsRows):  # type: ignore[misc]
     """tianshou's PrioritizedReplayBuffer with its transitions in rows, as ReplayBuffer; `reset` forgets priorities."""
 
+    _own = data.PrioritizedReplayBuffer
 
-class PrioritizedVectorReplayBuffer(_WritesRows, data.PrioritizedVectorReplayBuffer, _ReadsRows):  # type: ignore[misc]
+
+class ReplayBufferManager(_Rings, data.ReplayBufferManager, _ReadsRows):  # type: ignore[misc]
+    """tianshou's ReplayBufferManager of ReplayBuffers of this module, which all begin empty."""
+
+    _own, _part = data.ReplayBufferManager, ReplayBuffer
+
+    def __init__(self, buffer_list: Sequence[ReplayBuffer]) -> None:
+        self._manage(_Rings, buffer_list)
+
+
+class PrioritizedReplayBufferManager(_Rings, data.PrioritizedReplayBufferManager, _ReadsRows):  # type: ignore[misc]
+    """tianshou's PrioritizedReplayBufferManager of PrioritizedReplayBuffers of this module, which all begin empty."""
+
+    _own, _part = data.PrioritizedReplayBufferManager, PrioritizedReplayBuffer
+
+    def __init__(self, buffer_list: Sequence[PrioritizedReplayBuffer]) -> None:
+        self._manage(_Rings, buffer_list)
+
+
+class VectorReplayBuffer(_Rings, data.VectorReplayBuffer, _ReadsRows):  # type: ignore[misc]
+    """tianshou's VectorReplayBuffer with its transitions in rows, as ReplayBuffer: one ring for each environment."""
+
+    _own, _part = data.VectorReplayBuffer, ReplayBuffer
+
+    def __init__(self, total_size: int, buffer_num: int, **kwargs: Any) -> None:
+        self._manage(data.VectorReplayBuffer, _parts(ReplayBuffer, total_size, buffer_num, kwargs))
+
+
+class PrioritizedVectorReplayBuffer(_Rings, data.PrioritizedVectorReplayBuffer, _ReadsRows):  # type: ignore[misc]
     """tianshou's PrioritizedVectorReplayBuffer with its transitions in rows: one ring for each environment."""
+
+    _own, _part = data.PrioritizedVectorReplayBuffer, PrioritizedReplayBuffer
+
+    def __init__(self, total_size: int, buffer_num: int, **kwargs: Any) -> None:
+        parts = _parts(PrioritizedReplayBuffer, total_size, buffer_num, kwargs)
+        self._manage(data.PrioritizedVectorReplayBuffer, parts)
+
+
+class CachedReplayBuffer(data.CachedReplayBuffer, ReplayBufferManager):  # type: ignore[misc]
+    """tianshou's CachedReplayBuffer of a ReplayBuffer of this module: whole episodes move to it as they end."""
+
+    _own = data.CachedReplayBuffer
+
+    def __init__(self, main_buffer: ReplayBuffer, cached_buffer_num: int, max_episode_length: int) -> None:
+        assert cached_buffer_num > 0, f"cached_buffer_num must be 1 or more, got {cached_buffer_num}"
+        assert max_episode_length > 0, f"max_episode_length must be 1 or more, got {max_episode_length}"
+        assert type(main_buffer) is ReplayBuffer, f"main_buffer is a ReplayBuffer of this module, got {main_buffer!r}"
+        cached = [ReplayBuffer(max_episode_length, **main_buffer.options) for _ in range(cached_buffer_num)]
+        ReplayBufferManager.__init__(self, [main_buffer, *cached])
+        self._name_parts()
+
+    def _name_parts(self) -> None:
+        self.main_buffer, self.cached_buffers = self.buffers[0], self.buffers[1:]
+        self.cached_buffer_num = len(self.cached_buffers)
+
+    def _as_own(self) -> Any:
+        own = super()._as_own()
+        own.main_buffer, own.cached_buffers = own.buffers[0], own.buffers[1:]
+        return own
+
+    @classmethod
+    def _of_own(cls, own: Any, steps: Any, storage: MakeStorage) -> Any:
+        buffer = super()._of_own(own, steps, storage)
+        buffer._name_parts()
+        return buffer
+
+
+def _parts(kind: Any, total_size: int, number: int, settings: dict[str, Any]) -> list[Any]:
+    assert number > 0, f"buffer_num must be 1 or more, got {number}"
+    return [kind(math.ceil(total_size / number), **settings) for _ in range(number)]
+
+
+def _array_of(buffers: list[Any]) -> npt.NDArray[Any]:
+    array = np.empty(len(buffers), object)
+    for i, buffer in enumerate(buffers):  # one by one: numpy would take what has a length apart
+        array[i] = buffer
+    return array
+
+
+def _each(use: Callable[[Any], Any], values: Any) -> None:
+    """Calls a function with each array of a nested Batch."""
+    for value in values.values():
+        if isinstance(value, Batch):
+            _each(use, value)
+        else:
+            use(np.asarray(value))
 
 
 def _arrays_of(rows: Any, shape: tuple[int, ...]) -> Any:

@@ -148,7 +148,7 @@ class TransitionRows:
 
 
 class StoredEntry(np.ndarray[Any, Any]):
-    """One entry at all time slots, `[steps, n_envs, ...]`: 0 where nothing is stored. A copy until every slot is stored.
+    """One entry at all time slots, `[steps, n_envs, ...]`: 0 where nothing is stored. A copy until all are stored.
 
     `entry[index] = value` changes the stored rows; parts of it are for reading.
 
