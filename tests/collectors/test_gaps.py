@@ -67,7 +67,7 @@ def assert_new(batch, old):
     assert batch["observation"][0] == 0 and batch["collector", "traj_ids"][0] not in old["collector", "traj_ids"]
 
 
-@pytest.mark.parametrize("place", ["_note_episodes", "_postproc", "_split"])
+@pytest.mark.parametrize("place", ["_note_episodes", "postproc", "_split"])
 def test_a_batch_that_is_lost_after_its_steps_is_followed_by_new_trajectories(monkeypatch, place):
     fails = Once(KeyboardInterrupt)
     collector = SyncDataCollector(

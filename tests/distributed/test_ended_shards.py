@@ -287,7 +287,7 @@ def test_the_rows_of_a_dead_collector_are_not_waited_for_where_their_shard_is_go
             return 3
 
     collecting = object.__new__(RayCollector)
-    collecting._replay_buffer = Gone()
+    collecting.replay_buffer = Gone()
     with pytest.raises(ShardGoneError):
         collecting._rows_of(_Life(None, None, None, ("collector 0",)))
 

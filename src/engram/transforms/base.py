@@ -868,7 +868,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         if destination is not None:
             return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         state: dict[str, Any] = self.get_extra_state()
-        if self._has_tensors():
+        if self._parameters or self._buffers or self._modules:  # as `_has_tensors`, without a call
             tensors, weights = _copies(self._saved_tensors()), dict(self.named_parameters()).keys()
             for kind, names in (("parameters", tensors.keys() & weights), ("buffers", tensors.keys() - weights)):
                 if names:

@@ -37,8 +37,16 @@ H5_OBJECTS = {"string_dtype", "vlen_dtype", "ref_dtype", "special_dtype", "regio
 # `pickle` and `copy` of a buffer, which the user calls, ask of it; the path to a method of a gymnasium environment, as
 # a transform names it; `torch.compile` of a user's policy; the hook that sees TorchRL being imported; the sampler that
 # a transform makes for its caller, from a package above its own; names of a package whose modules are imported when
-# they are used, from a table that stands in the code; calls of a shard's actor, which Ray would send by pickle, too.
+# they are used, from a table that stands in the code; calls of a shard's actor, which Ray would send by pickle, too;
+# modules under other paths, from a table; a module below gymnasium, which the caller names, and `ale_py`; copies of an
+# environment for the worker processes of this program.
 NEEDED = {
+    "_aliases.py": [
+        *("import importlib", "import importlib.util", "import importlib.abc", "import importlib.machinery"),
+        "importlib.import_module",
+    ],
+    "collectors/multi.py": ["import pickle"],
+    "envs/libs/gym.py": ["import importlib", "importlib.import_module"],
     "cli/__init__.py": ["import importlib", ".import_module"],
     "data/__init__.py": ["import importlib", "importlib.import_module"],
     "data/datasets/atomic_files.py": ["import ctypes"],
@@ -47,7 +55,7 @@ NEEDED = {
     "envs/policies.py": ["torch.compile"],
     "specs/torchrl.py": ["import importlib.abc", "import importlib.machinery"],
     "transforms/cat_frames.py": ["import importlib", "importlib.import_module"],
-    "envs/gym_make.py": ["import importlib", "importlib.import_module"],
+    "envs/gym_make.py": ["import importlib", "importlib.import_module", "importlib.import_module"],
     "processes/worker.py": ["import pickle", "import cloudpickle"],
     "data/replay_buffers/buffer.py": [".__reduce_ex__"],
     "data/replay_buffers/storages/base.py": [".__reduce_ex__", ".__reduce_ex__"],

@@ -347,7 +347,7 @@ class SliceSampler(Sampler, built_in=True):
 
     def _sample_checked(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         index, info = super()._sample_checked(storage, batch_size)
-        if not self._built_in and "slices" in info and self._marks():
+        if not self._built_in and "slices" in info and self._marks_rows_of(storage):
             slots = to_slots(index, storage.env_shape, storage.max_size or 0)
             if not torch.equal(slots, info["slices"].slots()):
                 raise IndexError(
@@ -356,6 +356,11 @@ class SliceSampler(Sampler, built_in=True):
                     "info without 'slices' and 'slice_id', so that nothing is marked"
                 )
         return index, info
+
+    def _marks_rows_of(self, storage: Storage) -> bool:
+        """Whether batches of this storage are marked: entries that are marked only where they are must be there."""
+        layout = storage.layout
+        return any(what != "first if any" or layout is None or path in layout.paths for what, path in self._marks())
 
     #: Attributes that decide what `_planned` gives, beside those of which `_plan` is made.
     _watched: tuple[str, ...] = ("_plan", "pad_output", "slice_key", "init_key")
