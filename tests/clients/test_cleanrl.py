@@ -60,7 +60,7 @@ def test_reset_forgets_everything_and_extend_adds():
 
 
 def test_observations_that_rows_share_are_refused():
-    with pytest.raises(ValueError, match="at the end of an episode"):
+    with pytest.raises(ValueError, match="handle_timeout_termination=False only"):
         ReplayBuffer(10, BOX, spaces.Discrete(2), optimize_memory_usage=True)
 
 
@@ -70,3 +70,14 @@ def test_it_needs_no_stable_baselines3():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "engram.compat.cleanrl.ReplayBuffer" in done.stdout
+
+
+def test_a_script_that_asks_for_shared_observations_gets_batches():
+    buffer = ReplayBuffer(
+        4, BOX, spaces.Discrete(2), "cpu", optimize_memory_usage=True, handle_timeout_termination=False
+    )
+    for t in range(6):
+        obs = np.full((1, *BOX.shape), t, np.float32)
+        buffer.add(obs, obs + 1, np.array([0]), np.array([float(t)]), np.array([t % 2 == 0]), {})
+    batch = buffer.sample(50)
+    assert (batch.next_observations == batch.observations + 1).all() and batch.dones.any()

@@ -287,7 +287,7 @@ def test_update_with_steps_that_do_not_fit_changes_nothing():
     pair = [make(package, "ReplayBuffer") for package in (own, ours)]
     fill(pair, OBSERVATIONS["vectors"], 5)
     other = make(own, "ReplayBuffer")
-    fill([other], OBSERVATIONS["numbers"], 5)
+    fill([other, make(own, "ReplayBuffer")], OBSERVATIONS["numbers"], 5)
     with pytest.raises(ValueError, match="observation"):
         pair[1].update(other)
     assert_same_buffers(pair)
@@ -353,17 +353,10 @@ def test_dropnull_takes_out_steps_with_nulls(kind, steps):
     expected = []
     for t in range(steps):
         null = draw.random() < 0.3
-        buffer.add(
-            Batch(
-                obs=np.array([t, np.nan if null and t % 2 else t]),
-                act=t,
-                rew=float(t),
-                terminated=t % 5 == 4,
-                truncated=False,
-                obs_next=np.zeros(2),
-                info=Batch(x=np.nan if null and not t % 2 else 1.0),
-            )
-        )
+        step = Batch(act=t, rew=float(t), terminated=t % 5 == 4, truncated=False, obs_next=np.zeros(2))
+        step.obs = np.array([t, np.nan if null and t % 2 else t], float)
+        step.info = Batch(x=np.nan if null and not t % 2 else 1.0)
+        buffer.add(step)
         expected += [] if null or t < steps - 40 else [t]
     assert buffer.hasnull()
     buffer.dropnull()
@@ -371,17 +364,9 @@ def test_dropnull_takes_out_steps_with_nulls(kind, steps):
     assert buffer.act[: len(buffer)].tolist() == buffer.rew[: len(buffer)].tolist() == expected
     assert buffer.rows[0][:]["action"].tolist() == expected
     for t in range(1000, 1045):  # room for as many as before
-        place = buffer.add(
-            Batch(
-                obs=np.zeros(2),
-                act=t,
-                rew=0.0,
-                terminated=False,
-                truncated=False,
-                obs_next=np.zeros(2),
-                info=Batch(x=1.0),
-            )
-        )[0]
+        step = Batch(obs=np.zeros(2), act=t, rew=0.0, terminated=False, truncated=False, obs_next=np.zeros(2))
+        step.info = Batch(x=1.0)
+        place = buffer.add(step)[0]
         assert buffer.act[place] == t
     assert len(buffer) == 40 and set(buffer.sample(300)[1]) <= set(range(40))
 

@@ -298,7 +298,7 @@ class _Rings(_WritesRows):
         others = [type(buffer) for buffer in buffers if not isinstance(buffer, _OneRing)]
         if others:
             raise TypeError(f"the buffers of a manager are of engram.compat.tianshou, got one of {others[0]}")
-        super(above, self).__init__(buffers)  # type: ignore[misc]
+        super(above, self).__init__(buffers)  # type: ignore[arg-type]
         me: Any = self
         me.rows = [buffer.rows[0] for buffer in buffers]
 
@@ -321,6 +321,7 @@ class _Rings(_WritesRows):
                 buffer._fill(batch[start:stop], buffer.maxsize)
         except BaseException:
             me._meta = before
+            self._set_batch_for_children()
             raise
         me._meta = self._without_entries(batch)
         self._set_batch_for_children()
