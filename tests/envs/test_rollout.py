@@ -182,3 +182,8 @@ def test_step_mdp_writes_into_a_given_tensordict():
     assert step_mdp(tensordict=stepped, next_tensordict=given) is given
     assert torch.equal(given["observation"], stepped["next", "observation"])
     assert "action" in step_mdp(stepped, None, True, True, False, False)
+
+
+@pytest.mark.parametrize(("num_envs", "names"), [(0, ["time"]), (2, [None, "time"])])
+def test_the_dimension_of_the_steps_is_named_time(num_envs, names):
+    assert GymEnv("CartPole-v1", num_envs=num_envs).rollout(3).names == names

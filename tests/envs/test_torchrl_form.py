@@ -369,6 +369,8 @@ import abc
 class TensorSpec(abc.ABC):
     def __init__(self, *args, **kwargs):
         self.args, self.kwargs = args, kwargs
+    def __setitem__(self, key, value):
+        self.kwargs[key] = value
 names = "Unbounded Bounded Categorical Binary MultiCategorical OneHot MultiOneHot Composite Stacked StackedComposite"
 for name in names.split():
     globals()[name] = type(TensorSpec)(name, (TensorSpec,), {})
@@ -385,6 +387,9 @@ made = engram.specs.Bounded(-1, 1, (2,)).to_torchrl()
 assert type(made) is theirs.Bounded and made.kwargs['low'].tolist() == [-1.0, -1.0] and made.kwargs['shape'] == (2,)
 nested = engram.specs.Composite(a=spec, b=None).to_torchrl()
 assert type(nested.args[0]['a']) is theirs.OneHot and nested.args[0]['b'] is None
+of_theirs = theirs.Composite()
+of_theirs["a"] = spec
+assert type(of_theirs.kwargs["a"]) is theirs.OneHot
 import sys
 assert not any(type(finder).__name__ == '_RegisterAfterImport' for finder in sys.meta_path)
 """

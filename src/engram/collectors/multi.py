@@ -44,7 +44,7 @@ from engram.collectors.trajectories import (
     SharedCounter,
     TrajectoryAssembler,
 )
-from engram.collectors.utils import split_trajectories, with_time_named
+from engram.collectors.utils import split_trajectories
 from engram.collectors.worker import (
     AttachBuffer,
     AttachWeights,
@@ -65,7 +65,7 @@ from engram.collectors.worker import (
     run_worker,
 )
 from engram.data.replay_buffers.buffer import sent_to_writers
-from engram.envs.base import mark_truncated
+from engram.envs.base import mark_truncated, with_time_named
 from engram.envs.policies import ExplorationType
 from engram.errors import WorkerError
 from engram.processes.restarts import Restarts, seed_after, validate_restarts

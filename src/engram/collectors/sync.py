@@ -24,10 +24,10 @@ from engram.collectors.policy_weights import PolicyWeights, shapes_of
 from engram.collectors.rollout import Rollout, RolloutResult, TensorDictRollout, call_if_present, is_cpu
 from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
 from engram.collectors.trajectories import EpisodeSteps, StepTags, TrajectoryAssembler, waiting_steps
-from engram.collectors.utils import split_trajectories, with_time_named
+from engram.collectors.utils import split_trajectories
 from engram.collectors.vector_rollout import VectorRollout
 from engram.data import ReplayBuffer
-from engram.envs.base import EnvBase, mark_truncated
+from engram.envs.base import EnvBase, mark_truncated, with_time_named
 from engram.envs.engines import Autoreset
 from engram.envs.policies import (
     CallablePolicy,

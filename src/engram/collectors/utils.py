@@ -84,12 +84,6 @@ def split_trajectories(
     return split.set(mask_key, mask)
 
 
-def with_time_named(batch: TensorDictBase) -> TensorDictBase:
-    """The same batch `[*, time]`, whose last dimension has the name "time"."""
-    batch.names = [*(None for _ in batch.shape[1:]), "time"]
-    return batch
-
-
 def _nested(rows: TensorDictBase, lengths: list[int]) -> TensorDictBase:
     def nest(key: Any, leaf: Tensor) -> Tensor:
         if leaf.dtype in SIGNED:

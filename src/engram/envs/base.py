@@ -116,6 +116,12 @@ def stack_steps(steps: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
     return torch.stack(list(steps), dim)
 
 
+def with_time_named(batch: TensorDictBase) -> TensorDictBase:
+    """The same batch `[*, time]`, whose last dimension has the name "time"."""
+    batch.names = [*(None for _ in batch.shape[1:]), "time"]
+    return batch
+
+
 def _like(mask: Tensor, leaf: Tensor, batch_dims: int) -> Tensor:
     flat = mask.reshape(mask.shape[:batch_dims])
     return flat.reshape((*flat.shape, *(1,) * (leaf.ndim - batch_dims)))
@@ -927,7 +933,7 @@ class EnvBase(nn.Module, ABC):
             elif break_when_any_done:
                 max_steps = min(max_steps, _frames_of_ended(stepped, frames, default=max_steps))
             if frames.least >= max_steps:
-                batch = frames.take(max_steps)[0]
+                batch = with_time_named(frames.take(max_steps)[0])
                 batch = _with_last_truncated(batch) if set_truncated else batch
                 return batch if out is None else _written_into(out, batch)
             td = following(stepped) if break_when_all_done else self.maybe_reset(following(stepped))
