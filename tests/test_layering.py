@@ -63,7 +63,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 OWNERS = {
     "cloudpickle": ("processes/worker.py",),
     "dm_control": ("libs/dm_control.py",),
-    "gymnasium": ("compat/cleanrl.py", "compat/sb3.py", "envs/gym_make.py", "specs/spaces.py"),
+    "gymnasium": ("compat/cleanrl.py", "compat/sb3.py", "compat/transitions.py", "envs/gym_make.py", "specs/spaces.py"),
     "h5py": ("engram/_hdf5.py",),
     "matplotlib": ("cli/plots.py",),
     "minari": ("datasets/experience_replay.py",),
