@@ -278,9 +278,11 @@ def test_update_adds_the_steps_of_another_buffer(kind, source, settings, there, 
     others = [package.ReplayBuffer(30, **SETTINGS[settings]) for package in (own, source)]
     fill(pair, OBSERVATIONS["vectors"], here)
     fill(others, OBSERVATIONS["vectors"], there)
-    assert np.array_equal(*(buffer.update(other) for buffer, other in zip(pair, others, strict=True)))
-    if there + here:
-        assert_same_buffers(pair)
+    if "Prioritized" in kind and not there:  # tianshou's own never returns
+        assert len(pair[1].update(others[1])) == 0
+    else:
+        assert np.array_equal(*(buffer.update(other) for buffer, other in zip(pair, others, strict=True)))
+    assert_same_buffers(pair)
 
 
 def test_update_with_steps_that_do_not_fit_changes_nothing():
