@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -359,10 +361,13 @@ class ListStorage(Storage):
         together = _copied_together(rows.batch)
         if together is not None:
             return rows._replace(batch=together)
-        stored, n = list.__getitem__, len(self._items)
-        pairs = zip(rows.batch, slots.tolist(), strict=True)
-        own = [item if slot < n and stored(self._items, slot) is ROW else clone(item) for item, slot in pairs]
-        return rows._replace(batch=own)
+        if rows.absent is not None:
+            return rows._replace(batch=[clone(item) for item in rows.batch])
+        stored = list(map(functools.partial(list.__getitem__, self._items), slots.tolist()))
+        if all(map(operator.is_, stored, itertools.repeat(ROW))):
+            return rows
+        pairs = zip(rows.batch, stored, strict=True)
+        return rows._replace(batch=[item if held is ROW else clone(item) for item, held in pairs])
 
     @property
     def _item_shape(self) -> tuple[int, ...]:
