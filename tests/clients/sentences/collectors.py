@@ -144,13 +144,13 @@ def policies_on_named_observations(rl: Package) -> None:
 
 
 @sentence(
-    "`weight_sync_schemes=` and `compact_obs=` are a TypeError that says what to use", not_in_torchrl="it has them"
+    "`weight_sync_schemes=` and `trajs_per_write=` are a TypeError that says what to use", not_in_torchrl="it has them"
 )
 def refused_arguments(rl: Package) -> None:
     for name in ("Collector", "MultiSyncCollector", "MultiAsyncCollector"):
         for arguments, words in (
             ({"weight_sync_schemes": {"policy": object()}}, "use update_policy_weights_(weights)"),
-            ({"compact_obs": True}, "leave it out"),
+            ({"trajs_per_write": 2}, "use trajs_per_batch"),
         ):
             make = [lambda: cartpole(rl)] if name.startswith("Multi") else lambda: cartpole(rl)
             try:
