@@ -372,6 +372,8 @@ class TensorSpec(abc.ABC):
 names = "Unbounded Bounded Categorical Binary MultiCategorical OneHot MultiOneHot Composite Stacked StackedComposite"
 for name in names.split():
     globals()[name] = type(TensorSpec)(name, (TensorSpec,), {})
+for kind in (Composite, StackedComposite):
+    kind.__setitem__ = lambda self, key, value: vars(self).__setitem__(key, value)
 """,
     "data/utils.py": "from torchrl.data.tensor_specs import OneHot\nACTION_SPACE_MAP = {OneHot: 'one_hot'}\n",
 }
@@ -385,6 +387,8 @@ made = engram.specs.Bounded(-1, 1, (2,)).to_torchrl()
 assert type(made) is theirs.Bounded and made.kwargs['low'].tolist() == [-1.0, -1.0] and made.kwargs['shape'] == (2,)
 nested = engram.specs.Composite(a=spec, b=None).to_torchrl()
 assert type(nested.args[0]['a']) is theirs.OneHot and nested.args[0]['b'] is None
+nested['c'], nested['d'] = spec, 'else'
+assert type(nested.c) is theirs.OneHot and nested.d == 'else'
 import sys
 assert not any(type(finder).__name__ == '_RegisterAfterImport' for finder in sys.meta_path)
 """

@@ -306,7 +306,7 @@ def test_what_cannot_work_is_refused_with_a_way_out(transform, error, words):
 
 
 def test_only_environments_can_be_transformed():
-    with pytest.raises(TypeError, match="engram environment, got a dict"):
+    with pytest.raises(TypeError, match="environment of engram or of TorchRL, got a dict"):
         TransformedEnv({})
 
 
