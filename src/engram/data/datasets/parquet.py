@@ -68,7 +68,7 @@ def decoded_row_bytes(file: BinaryIO, metadata: Any, columns: Collection[str], a
         row = nested = levels = 0
         for i in range(row_group.num_columns):
             column, schema = row_group.column(i), metadata.schema.column(i)
-            if column.path_in_schema.split(".")[0] not in columns and column.path_in_schema not in columns:
+            if not _is_below(column.path_in_schema, columns):
                 continue
             place = f"row group {group}, column {column.path_in_schema!r}"
             page = _largest_page(file, column, place)
@@ -93,6 +93,12 @@ def decoded_row_bytes(file: BinaryIO, metadata: Any, columns: Collection[str], a
             )
         most = max(most, row)
     return most
+
+
+def _is_below(path: str, columns: Collection[str]) -> bool:
+    """Whether a path in the schema is that of one of these columns: "a.b.list.element" is of "a.b", and of "a"."""
+    parts = path.split(".")
+    return any(".".join(parts[:n]) in columns for n in range(1, len(parts) + 1))
 
 
 def _limit(allowed: int) -> str:
@@ -423,9 +429,14 @@ def foreign_columns(schema: Any, chosen: Sequence[str] | None) -> list[tuple[Key
 
 def _has_numbers(kind: Any) -> bool:
     types = import_pyarrow().types
-    while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        kind = kind.value_type
+    while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or _is_extension(kind):
+        kind = kind.storage_type if _is_extension(kind) else kind.value_type
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+
+
+def _is_extension(kind: Any) -> bool:
+    """Whether a type is an extension that this process knows; of others, Arrow gives the type that is stored."""
+    return isinstance(kind, import_pyarrow().BaseExtensionType)
 
 
 def tensor_of(array: Any, name: str) -> Tensor:
@@ -434,13 +445,22 @@ def tensor_of(array: Any, name: str) -> Tensor:
     Raises:
         ValueError: values are missing, or lists differ in length.
     """
-    types = import_pyarrow().types
+    pa = import_pyarrow()
+    types = pa.types
     shape = [len(array)]
     while True:
         if array.null_count:
             raise ValueError(f"has no value in {array.null_count} places of {name!r}")
         kind = array.type
-        if types.is_fixed_size_list(kind):
+        if isinstance(kind, pa.FixedShapeTensorType):
+            if kind.permutation is not None and list(kind.permutation) != sorted(kind.permutation):
+                raise ValueError(f"has {name!r} as {kind}, whose dimensions are permuted; write them in their order")
+            shape.extend(kind.shape)
+            array = array.storage
+        elif _is_extension(kind):
+            array = array.storage
+            continue
+        elif types.is_fixed_size_list(kind):
             shape.append(kind.list_size)
         elif types.is_list(kind) or types.is_large_list(kind):
             shape.append(_list_length(array, name))
@@ -539,7 +559,7 @@ def read_parquet(
         ImportError: pyarrow is missing: `pip install "engram[parquet]"`.
     """
     check_buffer(buffer)
-    with _open(Path(path), columns, max_row_bytes) as file:
+    with open_parquet(Path(path), columns, max_row_bytes) as file:
         total = file.total
         first = next_trajectory(buffer.storage) if new_ids or file.hidden else None
         blocks = file.blocks(None, first)
@@ -564,13 +584,13 @@ def iter_parquet(
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    with _open(Path(path), columns, max_row_bytes) as file:
+    with open_parquet(Path(path), columns, max_row_bytes) as file:
         yield from file.blocks(batch_size, 0 if file.hidden else None)
 
 
 def parquet_size(path: str | os.PathLike[str]) -> DatasetSize:
     """Rows of a Parquet file, from its footer; errors as `read_parquet`."""
-    with _open(Path(path), None, MAX_ROW_BYTES) as file:
+    with open_parquet(Path(path), None, MAX_ROW_BYTES) as file:
         return DatasetSize(file.total, None)
 
 
@@ -729,7 +749,7 @@ class _ParquetWriter:
             self._file.close()
 
 
-class _ParquetReader:
+class ParquetReader:
     """Reads an open file; DatasetError where it is damaged."""
 
     def __init__(self, path: Path, file: Any, pages: BinaryIO, columns: Sequence[str] | None, allowed: int) -> None:
@@ -820,7 +840,8 @@ class _ParquetReader:
 
 
 @contextmanager
-def _open(path: Path, columns: Sequence[str] | None, max_row_bytes: int | str) -> Iterator[_ParquetReader]:
+def open_parquet(path: Path, columns: Sequence[str] | None, max_row_bytes: int | str) -> Iterator[ParquetReader]:
+    """Opens a file: all of it, or these columns of one that engram did not write; errors as `read_parquet`."""
     allowed = parse_bytes(max_row_bytes, "max_row_bytes")
     parquet = import_pyarrow().parquet
     with open_file(path) as bytes_of_file:
@@ -832,7 +853,7 @@ def _open(path: Path, columns: Sequence[str] | None, max_row_bytes: int | str) -
         except _FAILURES as error:
             raise DatasetError(str(path), f"this is no Parquet file, or a damaged one ({error})") from error
         with file:
-            yield _ParquetReader(path, file, bytes_of_file, columns, allowed)
+            yield ParquetReader(path, file, bytes_of_file, columns, allowed)
 
 
 def _check_first_id(blocks: Iterator[Any], storage: Any) -> Iterator[Any]:
