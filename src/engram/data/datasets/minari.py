@@ -16,7 +16,6 @@ from tensordict import TensorDict
 from engram import pytree
 from engram._hdf5 import NEEDED_BY, H5Dataset, H5RowWriter, H5Source, create_plain, import_h5py, is_ours, open_foreign
 from engram._progress import progress_bar
-from engram._system import open_file
 from engram.data.datasets.atomic_files import Replaceable, new_folder, replaceable_file
 from engram.data.datasets.episodes import (
     INDEX,
@@ -38,6 +37,7 @@ from engram.data.datasets.episodes import (
     next_key,
     next_trajectory,
     observation_key,
+    read_json_object,
 )
 from engram.errors import DatasetError
 from engram.pytree import Key, KeyPath, as_path
@@ -447,7 +447,6 @@ def _differs(a: Array, b: Array) -> npt.NDArray[np.bool_]:
 
 FILE, METADATA = "main_data.hdf5", "metadata.json"
 _MINARI_VERSION = "0.5.4"  # whose layout the files have
-_MAX_METADATA_BYTES = 64 << 20
 
 
 def read_minari(
@@ -534,7 +533,7 @@ def _open_episodes(
 ) -> Iterator[tuple[EpisodeReader, int | None]]:
     """Opens a dataset: its episodes and, if its metadata have it, the number of their steps."""
     file = _find(Path(path))
-    metadata = _read_metadata(file.with_name(METADATA))
+    metadata = read_json_object(file.with_name(METADATA))
     excluded = tuple(as_path(key, "exclude") for key in exclude)
     with open_foreign(file, max_row_bytes) as source:
         episodes = EpisodeReader(source, infos, excluded)
@@ -552,23 +551,6 @@ def _find(path: Path) -> Path:
     if (path / "data" / METADATA).is_file():
         raise DatasetError(str(path), f"data/{FILE} is missing: only Minari's HDF5 format is read, not Arrow")
     raise FileNotFoundError(2, f"there is no Minari dataset (data/{FILE})", str(path))
-
-
-def _read_metadata(file: Path) -> dict[str, Any]:
-    try:
-        with open_file(file) as opened:
-            text = opened.read(_MAX_METADATA_BYTES + 1)
-    except FileNotFoundError:
-        return {}
-    if len(text) > _MAX_METADATA_BYTES:
-        raise DatasetError(str(file), f"is longer than {_MAX_METADATA_BYTES} bytes")
-    try:
-        metadata = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DatasetError(str(file), f"is no JSON ({error})") from error
-    if not isinstance(metadata, dict):
-        raise DatasetError(str(file), "is no JSON object")
-    return metadata
 
 
 def write_minari(

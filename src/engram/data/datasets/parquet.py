@@ -749,13 +749,36 @@ class _ParquetWriter:
             self._file.close()
 
 
+@contextmanager
+def _failures(path: Path) -> Iterator[None]:
+    """Turns what pyarrow raises for a damaged file, and ValueErrors of the checks, into a DatasetError."""
+    try:
+        yield
+    except DatasetError:
+        raise
+    except _FAILURES as error:
+        raise DatasetError(str(path), f"{error}" if str(error)[:3] == "has" else f"cannot be read ({error})") from error
+
+
+def _check_sizes(file: Any, size: int) -> None:
+    """ValueError unless all columns lie inside a file of `size` bytes."""
+    for group in range(file.metadata.num_row_groups):
+        row_group = file.metadata.row_group(group)
+        for i in range(row_group.num_columns):
+            column = row_group.column(i)
+            start = first_page(column)
+            stop = start + column.total_compressed_size
+            if start < 0 or column.total_compressed_size < 0 or stop > size + (1 << 16):
+                raise ValueError(f"row group {group}, column {column.path_in_schema!r}, lies outside the file")
+
+
 class ParquetReader:
     """Reads an open file; DatasetError where it is damaged."""
 
     def __init__(self, path: Path, file: Any, pages: BinaryIO, columns: Sequence[str] | None, allowed: int) -> None:
         self._path, self._file = path, file
-        with self._failures():
-            self._check_sizes(os.fstat(pages.fileno()).st_size)
+        with _failures(self._path):
+            _check_sizes(file, os.fstat(pages.fileno()).st_size)
             schema = file.schema_arrow
             described = described_columns(schema)
             self._layout: RowLayout | None = None if described is None else described[0]
@@ -769,39 +792,15 @@ class ParquetReader:
             self.total: int = file.metadata.num_rows
             self._row_bytes = decoded_row_bytes(pages, file.metadata, self._names(), allowed)
 
-    def _check_sizes(self, size: int) -> None:
-        """ValueError unless all columns lie inside the file."""
-        metadata = self._file.metadata
-        for group in range(metadata.num_row_groups):
-            row_group = metadata.row_group(group)
-            for i in range(row_group.num_columns):
-                column = row_group.column(i)
-                start = first_page(column)
-                stop = start + column.total_compressed_size
-                if start < 0 or column.total_compressed_size < 0 or stop > size + (1 << 16):
-                    raise ValueError(f"row group {group}, column {column.path_in_schema!r}, lies outside the file")
-
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Turns what pyarrow raises for a damaged file, and ValueErrors of the checks, into a DatasetError."""
-        try:
-            yield
-        except DatasetError:
-            raise
-        except _FAILURES as error:
-            raise DatasetError(
-                str(self._path), f"{error}" if str(error)[:3] == "has" else f"cannot be read ({error})"
-            ) from error
-
     def blocks(self, rows: int | None, first_id: int | None) -> Iterator[Any]:
         """All rows in batches; with `first_id`, trajectories are numbered from there on."""
         n = rows or self._block_rows()
-        with self._failures():
+        with _failures(self._path):
             check_batch(min(n, self.total), self._row_bytes)
         batches = self._file.iter_batches(batch_size=n, columns=self._names())
         left = self.total
         while True:
-            with self._failures():
+            with _failures(self._path):
                 batch = next(batches, None)
                 left -= 0 if batch is None else batch.num_rows
                 if left < 0 or (batch is None and left):  # a damaged page may just have fewer rows
@@ -843,17 +842,61 @@ class ParquetReader:
 def open_parquet(path: Path, columns: Sequence[str] | None, max_row_bytes: int | str) -> Iterator[ParquetReader]:
     """Opens a file: all of it, or these columns of one that engram did not write; errors as `read_parquet`."""
     allowed = parse_bytes(max_row_bytes, "max_row_bytes")
+    with _arrow_file(path) as (pages, file):
+        yield ParquetReader(path, file, pages, columns, allowed)
+
+
+@contextmanager
+def _arrow_file(path: Path, **options: Any) -> Iterator[tuple[BinaryIO, Any]]:
+    """The bytes of a file, and the file as pyarrow opens it once its footer is checked."""
     parquet = import_pyarrow().parquet
-    with open_file(path) as bytes_of_file:
+    with open_file(path) as pages:
         try:
-            check_footer(bytes_of_file)
+            check_footer(pages)
             file = parquet.ParquetFile(
-                path_of(bytes_of_file), pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True
+                path_of(pages), pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True, **options
             )
         except _FAILURES as error:
             raise DatasetError(str(path), f"this is no Parquet file, or a damaged one ({error})") from error
         with file:
-            yield ParquetReader(path, file, bytes_of_file, columns, allowed)
+            yield pages, file
+
+
+def read_texts(path: Path, number: str, texts: Sequence[str], allowed: int) -> dict[int, str]:
+    """The texts of a file by their numbers: `number` is a column, the first of `texts` that is there another.
+
+    Raises:
+        DatasetError: the file is damaged, has no such columns, or more than `allowed` bytes in them.
+    """
+    types = import_pyarrow().types
+    with _arrow_file(path) as (_, file), _failures(path):
+        names = file.schema_arrow.names
+    text = next((name for name in texts if name in names), None)
+    if text is None or number not in names:
+        raise DatasetError(str(path), f"has no columns {number!r} and {texts[0]!r}; it has {names}")
+    # As a dictionary, a text that many rows repeat is in memory once.
+    with _arrow_file(path, read_dictionary=[text]) as (pages, file), _failures(path):
+        _check_sizes(file, os.fstat(pages.fileno()).st_size)
+        schema = file.schema_arrow
+        kind = schema.field(text).type
+        if not types.is_dictionary(kind) or not types.is_integer(schema.field(number).type):
+            raise ValueError(
+                f"has {number!r} as {schema.field(number).type} and {text!r} as {kind}, not number and text"
+            )
+        decoded_row_bytes(pages, file.metadata, (number, text), allowed)
+        found: dict[int, str] = {}
+        nbytes = 0
+        for batch in file.iter_batches(batch_size=1024, columns=[number, text]):
+            nbytes += batch.nbytes
+            if nbytes > allowed:
+                raise ValueError(f"has texts of {human_bytes(nbytes)} or more; {_limit(allowed)}")
+            numbers, values = batch.column(number), batch.column(text)
+            if numbers.null_count or values.null_count:
+                raise ValueError(f"has no value in some places of {number!r} or {text!r}")
+            words = values.dictionary.to_pylist()
+            places = values.indices.to_pylist()
+            found |= {key: words[at] for key, at in zip(numbers.to_pylist(), places, strict=True)}
+        return found
 
 
 def _check_first_id(blocks: Iterator[Any], storage: Any) -> Iterator[Any]:
