@@ -50,10 +50,15 @@ def _kind_of_folder(place: Path) -> Kind | None:
         return "checkpoint"
     # Late: they load torch.
     from engram.data.datasets.lerobot import INFO as LEROBOT_INFO
+    from engram.data.datasets.minari import ARROW_FILE
     from engram.data.datasets.minari import FILE as MINARI_FILE
     from engram.interop.torchrl.load import is_torchrl
 
-    if (place / "data" / MINARI_FILE).is_file() or (place / MINARI_FILE).is_file():
+    if (
+        (place / "data" / MINARI_FILE).is_file()
+        or (place / MINARI_FILE).is_file()
+        or any(place.glob(f"data/*/{ARROW_FILE}"))
+    ):
         return "Minari dataset"
     if (place / LEROBOT_INFO).is_file():
         return "LeRobot dataset"

@@ -862,6 +862,59 @@ def _arrow_file(path: Path, **options: Any) -> Iterator[tuple[BinaryIO, Any]]:
             yield pages, file
 
 
+@contextmanager
+def open_arrow(path: Path) -> Iterator[Any]:
+    """Opens an Arrow IPC file, which is mapped: pyarrow's reader of its batches; DatasetError where it is damaged."""
+    pa = import_pyarrow()
+    with (
+        open_file(path) as file,
+        _failures(path),
+        pa.memory_map(path_of(file)) as mapped,
+        pa.ipc.open_file(mapped) as reader,
+    ):
+        yield reader
+
+
+def arrow_children(kind: Any) -> list[Any]:
+    """The fields of a struct; none of other types."""
+    return list(kind) if import_pyarrow().types.is_struct(kind) else []
+
+
+def has_fixed_numbers(kind: Any) -> bool:
+    """Whether a type is a number or bool, or a list of fixed size of them."""
+    if import_pyarrow().types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    return not import_pyarrow().types.is_nested(kind) and _has_numbers(kind)
+
+
+def arrow_bytes(kind: Any) -> int:
+    """Bytes of one value of a type that `has_fixed_numbers`, as a tensor has them."""
+    if import_pyarrow().types.is_fixed_size_list(kind):
+        return int(kind.list_size) * arrow_bytes(kind.value_type)
+    return -(-int(kind.bit_width) // 8)
+
+
+def arrow_column(reader: Any, names: Sequence[str], kind: Any, path: Path) -> Any:
+    """A column of all batches of an Arrow file, which is in the structs of these names.
+
+    Raises:
+        DatasetError: it is missing, or of another type than `kind`.
+    """
+    with _failures(path):
+        array = reader.read_all().column(names[0]).combine_chunks()
+        for name in names[1:]:
+            array = array.field(name)
+        if array.type != kind:
+            raise ValueError(f"has {'.'.join(names)!r} as {array.type}; the first episode has {kind}")
+        return array
+
+
+def arrow_values(array: Any, path: Path) -> Array:
+    """The numbers of a column, in memory of their own."""
+    with _failures(path):
+        return np.array(tensor_of(array, "a column").numpy())
+
+
 def read_texts(path: Path, number: str, texts: Sequence[str], allowed: int) -> dict[int, str]:
     """The texts of a file by their numbers: `number` is a column, the first of `texts` that is there another.
 
