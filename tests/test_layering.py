@@ -40,6 +40,7 @@ LAYERS = [
         "engram.data.datasets.atomic_files",
         "engram.data.datasets.episodes",
         "engram.data.datasets.hdf5",
+        "engram.data.datasets.lerobot",
         "engram.data.datasets.minari",
         "engram.data.datasets.parquet",
     ],

@@ -59,9 +59,9 @@ NAMES = {
         "divide", "draw_sequences", "importance_weights", "pack", "unpack",
     },
     "engram.data.datasets": {
-        "D4RLExperienceReplay", "MinariExperienceReplay",
-        "iter_hdf5", "iter_minari", "iter_parquet", "read_hdf5", "read_minari", "read_parquet", "write_hdf5",
-        "write_minari", "write_parquet",
+        "D4RLExperienceReplay", "LeRobotInfo", "MinariExperienceReplay",
+        "iter_hdf5", "iter_lerobot", "iter_minari", "iter_parquet", "lerobot_info", "read_hdf5", "read_lerobot",
+        "read_minari", "read_parquet", "write_hdf5", "write_minari", "write_parquet",
     },
     "engram.envs.transforms": TRANSFORMS | {"TransformedEnv"},
     "engram.transforms": TRANSFORMS,

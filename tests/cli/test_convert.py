@@ -8,11 +8,13 @@ from tensordict import TensorDict
 
 from cli.support import episodes, store
 from cli.test_command import call
+from data.datasets.support import assert_same_bits
 from engram.cli import convert, diff, head, info, verify
 from engram.cli.conversion import TARGETS
 from engram.cli.main import FORMS
 from engram.cli.sources import open_rows
 from engram.data import FlatStorageCheckpointer, LazyMemmapStorage, ListStorage, ReplayBuffer
+from engram.data.datasets import iter_lerobot, iter_parquet
 from engram.errors import DatasetError
 
 SUFFIX = {"hdf5": ".hdf5", "parquet": ".parquet"}
@@ -189,3 +191,14 @@ def test_the_command_says_what_it_wrote(tmp_path):
     again = call("convert", tmp_path / "store", tmp_path / "steps.parquet")
     assert again.exit_code == 2 and "it exists already" in again.stderr
     assert "300 rows" in call("convert", tmp_path / "store", tmp_path / "saved", "--to", "checkpoint").output
+
+
+def test_lerobot_dataset_is_described_verified_and_converted(tmp_path):
+    lerobot_files = pytest.importorskip("data.datasets.lerobot_files")
+    folder = lerobot_files.write(tmp_path / "arm")
+    described = info(folder)
+    assert (described.kind, described.rows, described.episodes) == ("LeRobot dataset", 8, 3)
+    assert verify(folder).ok
+    assert convert(folder, tmp_path / "arm.parquet").rows == 8
+    assert convert(folder, tmp_path / "saved", to="checkpoint").rows == 8
+    assert_same_bits(torch.cat(list(iter_parquet(tmp_path / "arm.parquet"))), torch.cat(list(iter_lerobot(folder))))

@@ -28,6 +28,7 @@ from engram.cli.trajectories import read_column, trajectories_of
 from engram.data.datasets.atomic_files import new_folder
 from engram.data.datasets.episodes import TERMINATED, TRUNCATED, StepBlock, episode_source
 from engram.data.datasets.hdf5 import iter_hdf5, write_hdf5
+from engram.data.datasets.lerobot import iter_lerobot
 from engram.data.datasets.minari import iter_minari, write_minari
 from engram.data.datasets.parquet import write_parquet
 from engram.data.replay_buffers import LazyMemmapStorage, ReplayBuffer, TensorDictReplayBuffer
@@ -171,7 +172,9 @@ class _Data(NamedTuple):
 @contextmanager
 def _opened(source: str | os.PathLike[str], snapshot: str | None, progress: bool) -> Iterator[_Data]:
     """Files of others are streamed: their keys follow from their format. Anything else may hold whatever it likes."""
-    readers: dict[Kind, Callable[[Any], Iterator[Any]]] = {"Minari dataset": iter_minari, "HDF5 dataset": iter_hdf5}
+    readers: dict[Kind, Callable[[Any], Iterator[Any]]] = {
+        "Minari dataset": iter_minari, "LeRobot dataset": iter_lerobot, "HDF5 dataset": iter_hdf5,
+    }  # fmt: skip
     kind = kind_of(source)
     if kind in readers:
         first, total = next(readers[kind](source), None), DATASET_SIZES[kind](source).steps

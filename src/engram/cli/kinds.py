@@ -15,7 +15,9 @@ from engram.checkpoint.reader import reading
 from engram.store.header import FILE_NAME, has_store
 
 #: What a path can hold.
-Kind = Literal["store", "checkpoint", "TorchRL directory", "Minari dataset", "HDF5 dataset", "Parquet file"]
+Kind = Literal[
+    "store", "checkpoint", "TorchRL directory", "Minari dataset", "LeRobot dataset", "HDF5 dataset", "Parquet file"
+]
 
 _HDF5_MAGIC, _PARQUET_MAGIC = b"\x89HDF\r\n\x1a\n", b"PAR1"
 
@@ -35,7 +37,7 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     if kind is None:
         raise ValueError(
             f"{visible(path)} is none of: a store (a folder with {FILE_NAME}), a checkpoint (a folder with CURRENT), a "
-            "directory that TorchRL's dumps wrote, a Minari dataset, a flat HDF5 file, a Parquet file"
+            "directory that TorchRL's dumps wrote, a Minari or LeRobot dataset, a flat HDF5 file, a Parquet file"
         )
     return kind
 
@@ -47,11 +49,19 @@ def _kind_of_folder(place: Path) -> Kind | None:
     if os.path.lexists(directory.path("CURRENT")) or directory.snapshots():
         return "checkpoint"
     # Late: they load torch.
+    from engram.data.datasets.lerobot import INFO as LEROBOT_INFO
+    from engram.data.datasets.minari import ARROW_FILE
     from engram.data.datasets.minari import FILE as MINARI_FILE
     from engram.interop.torchrl.load import is_torchrl
 
-    if (place / "data" / MINARI_FILE).is_file() or (place / MINARI_FILE).is_file():
+    if (
+        (place / "data" / MINARI_FILE).is_file()
+        or (place / MINARI_FILE).is_file()
+        or any(place.glob(f"data/*/{ARROW_FILE}"))
+    ):
         return "Minari dataset"
+    if (place / LEROBOT_INFO).is_file():
+        return "LeRobot dataset"
     return "TorchRL directory" if is_torchrl(place) else None
 
 

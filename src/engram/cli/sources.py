@@ -13,6 +13,7 @@ from engram._progress import progress_bar
 from engram._system import free_memory
 from engram.cli.kinds import Kind, kind_of, one_snapshot, store_folder
 from engram.data.datasets.hdf5 import hdf5_size, iter_hdf5
+from engram.data.datasets.lerobot import iter_lerobot, lerobot_size
 from engram.data.datasets.minari import iter_minari, minari_size
 from engram.data.datasets.parquet import iter_parquet, parquet_size
 from engram.data.replay_buffers.rebuild import saved_storage
@@ -22,12 +23,18 @@ from engram.errors import CheckpointMisfitError, DatasetError
 from engram.interop.torchrl.files import SavedSteps, layout_of
 from engram.interop.torchrl.load import open_torchrl
 
-DATASET_SIZES = {"Minari dataset": minari_size, "HDF5 dataset": hdf5_size, "Parquet file": parquet_size}
+DATASET_SIZES = {
+    "Minari dataset": minari_size, "LeRobot dataset": lerobot_size, "HDF5 dataset": hdf5_size,
+    "Parquet file": parquet_size,
+}  # fmt: skip
 
 
 def dataset_batches(path: str | os.PathLike[str], kind: Kind) -> Iterator[Any]:
     """The steps of a dataset as batches `[n]`."""
-    readers: dict[str, Any] = {"Minari dataset": iter_minari, "HDF5 dataset": iter_hdf5, "Parquet file": iter_parquet}
+    readers: dict[str, Any] = {
+        "Minari dataset": iter_minari, "LeRobot dataset": iter_lerobot, "HDF5 dataset": iter_hdf5,
+        "Parquet file": iter_parquet,
+    }  # fmt: skip
     batches: Iterator[Any] = readers[kind](path)
     return batches
 

@@ -40,14 +40,14 @@ def little_memory(monkeypatch):
     return say
 
 
-def lists(path, rows, values, fixed=False):
+def lists(path, rows, values, fixed=False, name="a"):
     """A Parquet file of lists of equal values."""
     flat = pa.array(np.zeros(rows * values, np.int64))
     if fixed:
         column = pa.FixedSizeListArray.from_arrays(flat, values)
     else:
         column = pa.ListArray.from_arrays(pa.array(np.arange(rows + 1, dtype=np.int32) * values), flat)
-    pq.write_table(pa.table({"a": column}), path, compression="zstd")
+    pq.write_table(pa.table({name: column}), path, compression="zstd")
     return path
 
 
@@ -57,6 +57,12 @@ def test_lists_that_take_nothing_in_the_file_are_decoded_a_few_at_a_time(tmp_pat
     assert path.stat().st_size < 20_000
     batches = list(iter_parquet(path))
     assert max(batch["a"].nbytes for batch in batches) <= 16 << 20 and sum(map(len, batches)) == 400
+
+
+def test_lists_of_nested_keys_are_checked_like_others(tmp_path):
+    path = lists(tmp_path / "a.parquet", 4, 20_000, name="observation.state")
+    with pytest.raises(DatasetError, match=r"has rows that need 240 KB to be decoded; max_row_bytes= allows 100 KB"):
+        next(iter_parquet(path, max_row_bytes="100KB"))
 
 
 @pytest.mark.parametrize("fixed", [False, True])

@@ -207,6 +207,41 @@ def test_columns_that_are_no_tensors_are_named(tmp_path, columns, said):
     assert len(rb) == 0
 
 
+class MatrixType(pa.ExtensionType):
+    """An extension type over nested lists, as Hugging Face's Array2D is one."""
+
+    def __init__(self):
+        super().__init__(pa.list_(pa.list_(pa.float32())), "engram.tests.matrix")
+
+    def __arrow_ext_serialize__(self):
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage_type, serialized):
+        return cls()
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_column_of_an_extension_type_is_read_as_what_it_stores(tmp_path, registered):
+    values = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
+    column = pa.ExtensionArray.from_storage(MatrixType(), pa.array(values.tolist(), MatrixType().storage_type))
+    pq.write_table(pa.table({"grid": column}), tmp_path / "grids.parquet")
+    if registered:
+        pa.register_extension_type(MatrixType())
+    try:
+        np.testing.assert_array_equal(whole(tmp_path / "grids.parquet", 3)["grid"].numpy(), values)
+    finally:
+        if registered:
+            pa.unregister_extension_type("engram.tests.matrix")
+
+
+def test_column_of_tensors_of_fixed_shape_keeps_their_shape(tmp_path):
+    values = np.arange(24, dtype=np.int64).reshape(4, 2, 3)
+    column = pa.FixedShapeTensorArray.from_numpy_ndarray(values)
+    pq.write_table(pa.table({"grid": column}), tmp_path / "grids.parquet")
+    np.testing.assert_array_equal(whole(tmp_path / "grids.parquet", 3)["grid"].numpy(), values)
+
+
 def test_a_column_that_is_not_there_is_named(tmp_path):
     pq.write_table(pa.table({"a": [1]}), tmp_path / "other")
     with pytest.raises(DatasetError, match="has no column 'b'"):

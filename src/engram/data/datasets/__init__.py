@@ -1,4 +1,4 @@
-"""Datasets in and out of buffers, and as buffers: Minari, flat HDF5 (D4RL), Parquet.
+"""Datasets in and out of buffers, and as buffers: Minari, flat HDF5 (D4RL), Parquet; LeRobot's are read.
 
 `docs/datasets.md` says where each key goes.
 """
@@ -9,6 +9,12 @@ from engram.data.datasets.hdf5 import (
     iter_hdf5,
     read_hdf5,
     write_hdf5,
+)
+from engram.data.datasets.lerobot import (
+    LeRobotInfo,
+    iter_lerobot,
+    lerobot_info,
+    read_lerobot,
 )
 from engram.data.datasets.minari import (
     iter_minari,
@@ -23,11 +29,15 @@ from engram.data.datasets.parquet import (
 
 __all__ = [
     "D4RLExperienceReplay",
+    "LeRobotInfo",
     "MinariExperienceReplay",
     "iter_hdf5",
+    "iter_lerobot",
     "iter_minari",
     "iter_parquet",
+    "lerobot_info",
     "read_hdf5",
+    "read_lerobot",
     "read_minari",
     "read_parquet",
     "write_hdf5",

@@ -5,7 +5,9 @@ Steps are episode data (TED): the next observation, reward and flags of a step a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from engram import pytree
 from engram._progress import progress_bar
+from engram._system import open_file
 from engram._text import visible, warn_user
 from engram.errors import DatasetError
 from engram.pytree import Key, KeyPath, as_path, stack
@@ -471,6 +474,31 @@ class _OpenTrajectory:
 def block_rows(row_bytes: int) -> int:
     """The number of steps of this size that make a block."""
     return max(1, BLOCK_BYTES // max(1, row_bytes))
+
+
+_MAX_JSON_BYTES = 64 << 20
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one where there is no file.
+
+    Raises:
+        DatasetError: it is too long, or holds something else.
+    """
+    try:
+        with open_file(file) as opened:
+            text = opened.read(_MAX_JSON_BYTES + 1)
+    except FileNotFoundError:
+        return {}
+    if len(text) > _MAX_JSON_BYTES:
+        raise DatasetError(str(file), f"is longer than {_MAX_JSON_BYTES} bytes")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DatasetError(str(file), f"is no JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise DatasetError(str(file), "is no JSON object")
+    return found
 
 
 _IDS_AT_ONCE = 1 << 20

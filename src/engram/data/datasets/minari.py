@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from tensordict import TensorDict
 from engram import pytree
 from engram._hdf5 import NEEDED_BY, H5Dataset, H5RowWriter, H5Source, create_plain, import_h5py, is_ours, open_foreign
 from engram._progress import progress_bar
-from engram._system import open_file
+from engram._system import parse_bytes
 from engram.data.datasets.atomic_files import Replaceable, new_folder, replaceable_file
 from engram.data.datasets.episodes import (
     INDEX,
@@ -38,6 +39,15 @@ from engram.data.datasets.episodes import (
     next_key,
     next_trajectory,
     observation_key,
+    read_json_object,
+)
+from engram.data.datasets.parquet import (
+    arrow_bytes,
+    arrow_children,
+    arrow_column,
+    arrow_values,
+    has_fixed_numbers,
+    open_arrow,
 )
 from engram.errors import DatasetError
 from engram.pytree import Key, KeyPath, as_path
@@ -107,6 +117,17 @@ Array = npt.NDArray[Any]
 _OBSERVATIONS, _ACTIONS, _INFOS = "observations", "actions", "infos"
 _REWARDS, _TERMINATIONS, _TRUNCATIONS = "rewards", "terminations", "truncations"
 _ROLES = (_OBSERVATIONS, _ACTIONS, _REWARDS, _TERMINATIONS, _TRUNCATIONS, _INFOS)
+
+
+class EpisodeEntry(Protocol):
+    """A key of the episodes: where it is in the dataset, and how many more entries than steps it has."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    @property
+    def key(self) -> KeyPath: ...
+    @property
+    def more(self) -> int: ...
 
 
 class EpisodeDataset(NamedTuple):
@@ -265,26 +286,33 @@ class EpisodeReader:
     def blocks(self, first_id: int) -> Iterator[TensorDict]:
         """All steps, in batches of bounded size; episodes are numbered from `first_id` on."""
         most = block_rows(self._row_bytes)
-        held: list[EpisodePart] = []
-        ids: list[int] = []
-        steps = 0
-        for number, name in enumerate(self._names):
-            for part in self._parts_of(name, most):
-                if held and steps + part.steps > most:
-                    yield batch_of_parts(self.datasets, held, ids)
-                    held, ids, steps = [], [], 0
-                held.append(part)
-                ids.append(first_id + number)
-                steps += part.steps
-        if held:
-            yield batch_of_parts(self.datasets, held, ids)
+        parts = ((first_id + i, part) for i, name in enumerate(self._names) for part in self._parts_of(name, most))
+        return blocks_of_parts(self.datasets, parts, most)
 
 
 def _is_episode(name: str) -> bool:
     return name.startswith("episode_") and name[len("episode_") :].isdecimal()
 
 
-def batch_of_parts(datasets: list[EpisodeDataset], parts: list[EpisodePart], ids: list[int]) -> TensorDict:
+def blocks_of_parts(
+    datasets: Sequence[EpisodeEntry], parts: Iterator[tuple[int, EpisodePart]], most: int
+) -> Iterator[TensorDict]:
+    """Batches of about `most` steps, of the parts of episodes and their ids."""
+    held: list[EpisodePart] = []
+    ids: list[int] = []
+    steps = 0
+    for number, part in parts:
+        if held and steps + part.steps > most:
+            yield batch_of_parts(datasets, held, ids)
+            held, ids, steps = [], [], 0
+        held.append(part)
+        ids.append(number)
+        steps += part.steps
+    if held:
+        yield batch_of_parts(datasets, held, ids)
+
+
+def batch_of_parts(datasets: Sequence[EpisodeEntry], parts: list[EpisodePart], ids: list[int]) -> TensorDict:
     """One TED batch of parts of episodes."""
     n = sum(part.steps for part in parts)
     leaves: dict[KeyPath, Any] = {}
@@ -301,6 +329,123 @@ def batch_of_parts(datasets: list[EpisodeDataset], parts: list[EpisodePart], ids
     leaves |= flag_leaves(terminated, truncated)
     leaves[TRAJECTORY] = np.repeat(np.array(ids, np.int64), [part.steps for part in parts])
     return batch_of(leaves, n)
+
+
+class ArrowColumn(NamedTuple):
+    """A column of numbers, which may be in structs, that every episode's Arrow file has."""
+
+    names: tuple[str, ...]
+    key: KeyPath
+    more: int
+    shape: tuple[int, ...]
+    kind: Any  # Arrow's type
+
+
+class ArrowEpisodeReader:
+    """Reads the episodes of Minari's Arrow form: `data/<number>/part-0.arrow`, with one row more than steps.
+
+    Raises:
+        DatasetError: there are no episodes, or a column holds no numbers.
+    """
+
+    def __init__(
+        self, folder: Path, metadata: Mapping[str, Any], infos: bool, exclude: Sequence[KeyPath], allowed: int
+    ) -> None:
+        self.path, self._skipped = str(folder), tuple(exclude)
+        numbers = sorted(int(one.name) for one in folder.iterdir() if one.name.isdecimal())
+        self._files = [folder / str(number) / ARROW_FILE for number in numbers]
+        if not self._files:
+            raise DatasetError(self.path, "holds no episode")
+        self.datasets: list[ArrowColumn] = []
+        with open_arrow(self._files[0]) as table:
+            for role in (_OBSERVATIONS, _ACTIONS, *((_INFOS,) if infos and _INFOS in table.schema.names else ())):
+                self._add_below(self._field(table.schema, role), (role,), _space(metadata, role))
+            for role in (_REWARDS, _TERMINATIONS, _TRUNCATIONS):
+                self.datasets.append(ArrowColumn((role,), REWARD, 0, (), self._field(table.schema, role).type))
+        self._row_bytes = sum(arrow_bytes(c.kind) * (1 + c.more) for c in self.datasets)
+        if self._row_bytes > allowed:
+            raise DatasetError(
+                self.path, f"has rows of {self._row_bytes} bytes or more; max_row_bytes= allows {allowed}"
+            )
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def _field(self, schema: Any, name: str) -> Any:
+        if name not in schema.names:
+            raise DatasetError(str(self._files[0]), f"has no column {name!r}; it has {schema.names}")
+        return schema.field(name)
+
+    def _add_below(self, field: Any, names: tuple[str, ...], space: Any) -> None:
+        """Adds a column, or all columns of a struct."""
+        inner = names[1:]
+        key = observation_key(inner) if names[0] == _OBSERVATIONS else (
+            "action" if names[0] == _ACTIONS else "info", *key_of(inner)
+        )  # fmt: skip
+        if key in self._skipped:
+            return
+        subspaces = space.get("subspaces", {}) if isinstance(space, dict) else {}
+        if children := arrow_children(field.type):
+            for child in children:
+                at = int(child.name) if isinstance(subspaces, list) and child.name.isdecimal() else child.name
+                below = subspaces[at] if isinstance(subspaces, list) else subspaces.get(at)
+                named = f"{INDEX}{child.name}" if isinstance(subspaces, list) else child.name
+                self._add_below(child, (*names, named), below)
+            return
+        if not has_fixed_numbers(field.type):
+            raise DatasetError(
+                str(self._files[0]),
+                f"has {'.'.join(names)!r} as {field.type}; engram reads numbers, bools and lists of them of one "
+                f"length: exclude=[{pytree.format_key(key)}] leaves it out",
+            )
+        said = (field.metadata or {}).get(b"shape")
+        shape = space.get("shape") if isinstance(space, dict) and "shape" in space else None
+        if said is not None:
+            shape = [int(size) for size in re.findall(rb"\d+", said)]
+        size = getattr(field.type, "list_size", 1)
+        if shape is None or int(np.prod(shape)) != size:
+            shape = [size] if hasattr(field.type, "list_size") else []
+        more = 0 if names[0] == _ACTIONS else 1
+        self.datasets.append(ArrowColumn(names, key, more, tuple(shape), field.type))
+
+    def parts(self, most: int | None) -> Iterator[EpisodePart]:
+        """The episodes, one after the other; those of more than `most` steps are cut."""
+        for file in self._files:
+            yield from self._parts_of(file, most)
+
+    def _parts_of(self, file: Path, most: int | None) -> Iterator[EpisodePart]:
+        with open_arrow(file) as table:
+            arrays = [arrow_column(table, _arrow_names(c.names), c.kind, file) for c in self.datasets]
+            steps = len(arrays[-1]) - 1
+            if steps < 0:
+                raise DatasetError(str(file), "has no rows; an episode has one more than steps")
+            for start in range(0, steps, most or max(1, steps)):
+                n = min(steps - start, most or steps)
+                values = [
+                    arrow_values(array.slice(start, n + c.more), file).reshape(n + c.more, *c.shape)
+                    for c, array in zip(self.datasets, arrays, strict=True)
+                ]
+                yield EpisodePart(n, values)
+
+    def blocks(self, first_id: int) -> Iterator[TensorDict]:
+        """All steps, in batches of bounded size; episodes are numbered from `first_id` on."""
+        most = block_rows(self._row_bytes)
+        parts = ((first_id + i, part) for i, file in enumerate(self._files) for part in self._parts_of(file, most))
+        return blocks_of_parts(self.datasets, parts, most)
+
+
+def _arrow_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of a column in its file, where a Tuple's entries are called "0", "1", ..."""
+    return (names[0], *key_of(names[1:]))
+
+
+def _space(metadata: Mapping[str, Any], role: str) -> Any:
+    """The JSON of the space of observations or actions; None where the metadata have none."""
+    text = metadata.get({_OBSERVATIONS: "observation_space", _ACTIONS: "action_space"}.get(role, ""))
+    try:
+        return json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return None
 
 
 class EpisodeWriter:
@@ -445,9 +590,8 @@ def _differs(a: Array, b: Array) -> npt.NDArray[np.bool_]:
     return different
 
 
-FILE, METADATA = "main_data.hdf5", "metadata.json"
+FILE, METADATA, ARROW_FILE = "main_data.hdf5", "metadata.json", "part-0.arrow"
 _MINARI_VERSION = "0.5.4"  # whose layout the files have
-_MAX_METADATA_BYTES = 64 << 20
 
 
 def read_minari(
@@ -531,11 +675,21 @@ def _open_episodes(
     infos: bool,
     exclude: Sequence[Key],
     max_row_bytes: int | str = MAX_ROW_BYTES,
-) -> Iterator[tuple[EpisodeReader, int | None]]:
+) -> Iterator[tuple[EpisodeReader | ArrowEpisodeReader, int | None]]:
     """Opens a dataset: its episodes and, if its metadata have it, the number of their steps."""
-    file = _find(Path(path))
-    metadata = _read_metadata(file.with_name(METADATA))
     excluded = tuple(as_path(key, "exclude") for key in exclude)
+    arrow = _arrow_folder(Path(path))
+    if arrow is not None:
+        metadata, allowed = read_json_object(arrow / METADATA), parse_bytes(max_row_bytes, "max_row_bytes")
+        reader = ArrowEpisodeReader(arrow, metadata, infos, excluded, allowed)
+        if metadata.get("total_episodes", len(reader)) != len(reader):
+            said = metadata["total_episodes"]
+            raise DatasetError(str(arrow), f"has {len(reader)} episodes, {METADATA} says {said}")
+        total = metadata.get("total_steps")
+        yield reader, total if type(total) is int else None
+        return
+    file = _find(Path(path))
+    metadata = read_json_object(file.with_name(METADATA))
     with open_foreign(file, max_row_bytes) as source:
         episodes = EpisodeReader(source, infos, excluded)
         expected = metadata.get("total_episodes")
@@ -545,30 +699,19 @@ def _open_episodes(
         yield episodes, total if type(total) is int else None
 
 
+def _arrow_folder(path: Path) -> Path | None:
+    """The folder of the episodes, where a dataset has Arrow's form."""
+    folders = (folder for folder in (path / "data", path) if (folder / METADATA).is_file())
+    return next((f for f in folders if read_json_object(f / METADATA).get("data_format") == "arrow"), None)
+
+
 def _find(path: Path) -> Path:
     for file in (path / "data" / FILE, path / FILE, path):
         if file.is_file():
             return file
     if (path / "data" / METADATA).is_file():
-        raise DatasetError(str(path), f"data/{FILE} is missing: only Minari's HDF5 format is read, not Arrow")
+        raise DatasetError(str(path), f"data/{FILE} is missing")
     raise FileNotFoundError(2, f"there is no Minari dataset (data/{FILE})", str(path))
-
-
-def _read_metadata(file: Path) -> dict[str, Any]:
-    try:
-        with open_file(file) as opened:
-            text = opened.read(_MAX_METADATA_BYTES + 1)
-    except FileNotFoundError:
-        return {}
-    if len(text) > _MAX_METADATA_BYTES:
-        raise DatasetError(str(file), f"is longer than {_MAX_METADATA_BYTES} bytes")
-    try:
-        metadata = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DatasetError(str(file), f"is no JSON ({error})") from error
-    if not isinstance(metadata, dict):
-        raise DatasetError(str(file), "is no JSON object")
-    return metadata
 
 
 def write_minari(

@@ -68,7 +68,7 @@ def decoded_row_bytes(file: BinaryIO, metadata: Any, columns: Collection[str], a
         row = nested = levels = 0
         for i in range(row_group.num_columns):
             column, schema = row_group.column(i), metadata.schema.column(i)
-            if column.path_in_schema.split(".")[0] not in columns and column.path_in_schema not in columns:
+            if not _is_below(column.path_in_schema, columns):
                 continue
             place = f"row group {group}, column {column.path_in_schema!r}"
             page = _largest_page(file, column, place)
@@ -93,6 +93,12 @@ def decoded_row_bytes(file: BinaryIO, metadata: Any, columns: Collection[str], a
             )
         most = max(most, row)
     return most
+
+
+def _is_below(path: str, columns: Collection[str]) -> bool:
+    """Whether a path in the schema is that of one of these columns: "a.b.list.element" is of "a.b", and of "a"."""
+    parts = path.split(".")
+    return any(".".join(parts[:n]) in columns for n in range(1, len(parts) + 1))
 
 
 def _limit(allowed: int) -> str:
@@ -423,9 +429,14 @@ def foreign_columns(schema: Any, chosen: Sequence[str] | None) -> list[tuple[Key
 
 def _has_numbers(kind: Any) -> bool:
     types = import_pyarrow().types
-    while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        kind = kind.value_type
+    while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or _is_extension(kind):
+        kind = kind.storage_type if _is_extension(kind) else kind.value_type
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+
+
+def _is_extension(kind: Any) -> bool:
+    """Whether a type is an extension that this process knows; of others, Arrow gives the type that is stored."""
+    return isinstance(kind, import_pyarrow().BaseExtensionType)
 
 
 def tensor_of(array: Any, name: str) -> Tensor:
@@ -434,13 +445,22 @@ def tensor_of(array: Any, name: str) -> Tensor:
     Raises:
         ValueError: values are missing, or lists differ in length.
     """
-    types = import_pyarrow().types
+    pa = import_pyarrow()
+    types = pa.types
     shape = [len(array)]
     while True:
         if array.null_count:
             raise ValueError(f"has no value in {array.null_count} places of {name!r}")
         kind = array.type
-        if types.is_fixed_size_list(kind):
+        if isinstance(kind, pa.FixedShapeTensorType):
+            if kind.permutation is not None and list(kind.permutation) != sorted(kind.permutation):
+                raise ValueError(f"has {name!r} as {kind}, whose dimensions are permuted; write them in their order")
+            shape.extend(kind.shape)
+            array = array.storage
+        elif _is_extension(kind):
+            array = array.storage
+            continue
+        elif types.is_fixed_size_list(kind):
             shape.append(kind.list_size)
         elif types.is_list(kind) or types.is_large_list(kind):
             shape.append(_list_length(array, name))
@@ -539,7 +559,7 @@ def read_parquet(
         ImportError: pyarrow is missing: `pip install "engram[parquet]"`.
     """
     check_buffer(buffer)
-    with _open(Path(path), columns, max_row_bytes) as file:
+    with open_parquet(Path(path), columns, max_row_bytes) as file:
         total = file.total
         first = next_trajectory(buffer.storage) if new_ids or file.hidden else None
         blocks = file.blocks(None, first)
@@ -564,13 +584,13 @@ def iter_parquet(
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    with _open(Path(path), columns, max_row_bytes) as file:
+    with open_parquet(Path(path), columns, max_row_bytes) as file:
         yield from file.blocks(batch_size, 0 if file.hidden else None)
 
 
 def parquet_size(path: str | os.PathLike[str]) -> DatasetSize:
     """Rows of a Parquet file, from its footer; errors as `read_parquet`."""
-    with _open(Path(path), None, MAX_ROW_BYTES) as file:
+    with open_parquet(Path(path), None, MAX_ROW_BYTES) as file:
         return DatasetSize(file.total, None)
 
 
@@ -729,13 +749,36 @@ class _ParquetWriter:
             self._file.close()
 
 
-class _ParquetReader:
+@contextmanager
+def _failures(path: Path) -> Iterator[None]:
+    """Turns what pyarrow raises for a damaged file, and ValueErrors of the checks, into a DatasetError."""
+    try:
+        yield
+    except DatasetError:
+        raise
+    except _FAILURES as error:
+        raise DatasetError(str(path), f"{error}" if str(error)[:3] == "has" else f"cannot be read ({error})") from error
+
+
+def _check_sizes(file: Any, size: int) -> None:
+    """ValueError unless all columns lie inside a file of `size` bytes."""
+    for group in range(file.metadata.num_row_groups):
+        row_group = file.metadata.row_group(group)
+        for i in range(row_group.num_columns):
+            column = row_group.column(i)
+            start = first_page(column)
+            stop = start + column.total_compressed_size
+            if start < 0 or column.total_compressed_size < 0 or stop > size + (1 << 16):
+                raise ValueError(f"row group {group}, column {column.path_in_schema!r}, lies outside the file")
+
+
+class ParquetReader:
     """Reads an open file; DatasetError where it is damaged."""
 
     def __init__(self, path: Path, file: Any, pages: BinaryIO, columns: Sequence[str] | None, allowed: int) -> None:
         self._path, self._file = path, file
-        with self._failures():
-            self._check_sizes(os.fstat(pages.fileno()).st_size)
+        with _failures(self._path):
+            _check_sizes(file, os.fstat(pages.fileno()).st_size)
             schema = file.schema_arrow
             described = described_columns(schema)
             self._layout: RowLayout | None = None if described is None else described[0]
@@ -749,39 +792,15 @@ class _ParquetReader:
             self.total: int = file.metadata.num_rows
             self._row_bytes = decoded_row_bytes(pages, file.metadata, self._names(), allowed)
 
-    def _check_sizes(self, size: int) -> None:
-        """ValueError unless all columns lie inside the file."""
-        metadata = self._file.metadata
-        for group in range(metadata.num_row_groups):
-            row_group = metadata.row_group(group)
-            for i in range(row_group.num_columns):
-                column = row_group.column(i)
-                start = first_page(column)
-                stop = start + column.total_compressed_size
-                if start < 0 or column.total_compressed_size < 0 or stop > size + (1 << 16):
-                    raise ValueError(f"row group {group}, column {column.path_in_schema!r}, lies outside the file")
-
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Turns what pyarrow raises for a damaged file, and ValueErrors of the checks, into a DatasetError."""
-        try:
-            yield
-        except DatasetError:
-            raise
-        except _FAILURES as error:
-            raise DatasetError(
-                str(self._path), f"{error}" if str(error)[:3] == "has" else f"cannot be read ({error})"
-            ) from error
-
     def blocks(self, rows: int | None, first_id: int | None) -> Iterator[Any]:
         """All rows in batches; with `first_id`, trajectories are numbered from there on."""
         n = rows or self._block_rows()
-        with self._failures():
+        with _failures(self._path):
             check_batch(min(n, self.total), self._row_bytes)
         batches = self._file.iter_batches(batch_size=n, columns=self._names())
         left = self.total
         while True:
-            with self._failures():
+            with _failures(self._path):
                 batch = next(batches, None)
                 left -= 0 if batch is None else batch.num_rows
                 if left < 0 or (batch is None and left):  # a damaged page may just have fewer rows
@@ -820,19 +839,117 @@ class _ParquetReader:
 
 
 @contextmanager
-def _open(path: Path, columns: Sequence[str] | None, max_row_bytes: int | str) -> Iterator[_ParquetReader]:
+def open_parquet(path: Path, columns: Sequence[str] | None, max_row_bytes: int | str) -> Iterator[ParquetReader]:
+    """Opens a file: all of it, or these columns of one that engram did not write; errors as `read_parquet`."""
     allowed = parse_bytes(max_row_bytes, "max_row_bytes")
+    with _arrow_file(path) as (pages, file):
+        yield ParquetReader(path, file, pages, columns, allowed)
+
+
+@contextmanager
+def _arrow_file(path: Path, **options: Any) -> Iterator[tuple[BinaryIO, Any]]:
+    """The bytes of a file, and the file as pyarrow opens it once its footer is checked."""
     parquet = import_pyarrow().parquet
-    with open_file(path) as bytes_of_file:
+    with open_file(path) as pages:
         try:
-            check_footer(bytes_of_file)
+            check_footer(pages)
             file = parquet.ParquetFile(
-                path_of(bytes_of_file), pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True
+                path_of(pages), pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True, **options
             )
         except _FAILURES as error:
             raise DatasetError(str(path), f"this is no Parquet file, or a damaged one ({error})") from error
         with file:
-            yield _ParquetReader(path, file, bytes_of_file, columns, allowed)
+            yield pages, file
+
+
+@contextmanager
+def open_arrow(path: Path) -> Iterator[Any]:
+    """Opens an Arrow IPC file, which is mapped: pyarrow's reader of its batches; DatasetError where it is damaged."""
+    pa = import_pyarrow()
+    with (
+        open_file(path) as file,
+        _failures(path),
+        pa.memory_map(path_of(file)) as mapped,
+        pa.ipc.open_file(mapped) as reader,
+    ):
+        yield reader
+
+
+def arrow_children(kind: Any) -> list[Any]:
+    """The fields of a struct; none of other types."""
+    return list(kind) if import_pyarrow().types.is_struct(kind) else []
+
+
+def has_fixed_numbers(kind: Any) -> bool:
+    """Whether a type is a number or bool, or a list of fixed size of them."""
+    if import_pyarrow().types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    return not import_pyarrow().types.is_nested(kind) and _has_numbers(kind)
+
+
+def arrow_bytes(kind: Any) -> int:
+    """Bytes of one value of a type that `has_fixed_numbers`, as a tensor has them."""
+    if import_pyarrow().types.is_fixed_size_list(kind):
+        return int(kind.list_size) * arrow_bytes(kind.value_type)
+    return -(-int(kind.bit_width) // 8)
+
+
+def arrow_column(reader: Any, names: Sequence[str], kind: Any, path: Path) -> Any:
+    """A column of all batches of an Arrow file, which is in the structs of these names.
+
+    Raises:
+        DatasetError: it is missing, or of another type than `kind`.
+    """
+    with _failures(path):
+        array = reader.read_all().column(names[0]).combine_chunks()
+        for name in names[1:]:
+            array = array.field(name)
+        if array.type != kind:
+            raise ValueError(f"has {'.'.join(names)!r} as {array.type}; the first episode has {kind}")
+        return array
+
+
+def arrow_values(array: Any, path: Path) -> Array:
+    """The numbers of a column, in memory of their own."""
+    with _failures(path):
+        return np.array(tensor_of(array, "a column").numpy())
+
+
+def read_texts(path: Path, number: str, texts: Sequence[str], allowed: int) -> dict[int, str]:
+    """The texts of a file by their numbers: `number` is a column, the first of `texts` that is there another.
+
+    Raises:
+        DatasetError: the file is damaged, has no such columns, or more than `allowed` bytes in them.
+    """
+    types = import_pyarrow().types
+    with _arrow_file(path) as (_, file), _failures(path):
+        names = file.schema_arrow.names
+    text = next((name for name in texts if name in names), None)
+    if text is None or number not in names:
+        raise DatasetError(str(path), f"has no columns {number!r} and {texts[0]!r}; it has {names}")
+    # As a dictionary, a text that many rows repeat is in memory once.
+    with _arrow_file(path, read_dictionary=[text]) as (pages, file), _failures(path):
+        _check_sizes(file, os.fstat(pages.fileno()).st_size)
+        schema = file.schema_arrow
+        kind = schema.field(text).type
+        if not types.is_dictionary(kind) or not types.is_integer(schema.field(number).type):
+            raise ValueError(
+                f"has {number!r} as {schema.field(number).type} and {text!r} as {kind}, not number and text"
+            )
+        decoded_row_bytes(pages, file.metadata, (number, text), allowed)
+        found: dict[int, str] = {}
+        nbytes = 0
+        for batch in file.iter_batches(batch_size=1024, columns=[number, text]):
+            nbytes += batch.nbytes
+            if nbytes > allowed:
+                raise ValueError(f"has texts of {human_bytes(nbytes)} or more; {_limit(allowed)}")
+            numbers, values = batch.column(number), batch.column(text)
+            if numbers.null_count or values.null_count:
+                raise ValueError(f"has no value in some places of {number!r} or {text!r}")
+            words = values.dictionary.to_pylist()
+            places = values.indices.to_pylist()
+            found |= {key: words[at] for key, at in zip(numbers.to_pylist(), places, strict=True)}
+        return found
 
 
 def _check_first_id(blocks: Iterator[Any], storage: Any) -> Iterator[Any]:
