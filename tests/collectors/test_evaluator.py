@@ -38,6 +38,12 @@ def actions(batch):
     return {"actions": taken.unique().tolist()}
 
 
+def fails_for_action_2(batch):
+    if 2 in actions(batch)["actions"]:
+        raise ZeroDivisionError("action 2")
+    return actions(batch)
+
+
 @pytest.mark.parametrize("backend", ["thread", "process"])
 def test_an_evaluation_has_whole_trajectories_from_their_beginnings(backend):
     with Evaluator(countdown, Always(), num_trajectories=3, backend=backend, metrics_fn=actions) as evaluator:
@@ -86,9 +92,10 @@ class Held:
     """A function of metrics that waits to be let go."""
 
     def __init__(self):
-        self.go = threading.Event()
+        self.begun, self.go = threading.Event(), threading.Event()
 
     def __call__(self, batch):
+        self.begun.set()
         assert self.go.wait(allowed(60))
         return {}
 
@@ -136,6 +143,27 @@ def test_an_error_is_raised_where_the_result_would_be_returned():
             assert evaluator.trigger_eval()
             with pytest.raises(error):
                 evaluator.wait()
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_evaluations_go_on_after_one_that_failed(backend):
+    with Evaluator(
+        countdown, Always(), num_trajectories=1, metrics_fn=fails_for_action_2, backend=backend
+    ) as evaluator:
+        with pytest.raises((ZeroDivisionError, WorkerError), match="action 2") as failed:
+            evaluator.evaluate(Always(2))
+        assert isinstance(failed.value if backend == "thread" else failed.value.__cause__, ZeroDivisionError)
+        assert evaluator.evaluate(Always(1))["eval/actions"] == [1]
+
+
+def test_a_shutdown_drops_evaluations_that_have_not_begun():
+    held = Held()
+    evaluator = Evaluator(countdown, Always(), num_trajectories=1, metrics_fn=held, busy_policy="queue")
+    assert all(evaluator.trigger_eval(step=step) for step in range(3))
+    assert held.begun.wait(allowed(60))
+    evaluator.shutdown(timeout=0)
+    held.go.set()
+    assert evaluator.wait()["eval/step"] == 0 and evaluator.wait() is None
 
 
 @pytest.mark.parametrize("arguments", [{"num_trajectories": 0}, {"busy_policy": "wait"}, {"backend": "ray"}])

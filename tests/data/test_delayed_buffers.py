@@ -3,11 +3,13 @@
 import copy
 import functools
 import multiprocessing
+import os
 import pickle
 import threading
 
 import pytest
 
+from contracts import children
 from engram.data import (
     FlatStorageCheckpointer,
     LazyTensorStorage,
@@ -172,3 +174,28 @@ def test_a_process_that_it_is_sent_to_writes_the_same_rows():
     process.start()
     process.join()
     assert rb.initialized and numbers(rb[:]) == [0, 1, 2]
+
+
+def test_a_child_forked_while_a_thread_makes_the_parts_makes_its_own():
+    begun, go = threading.Event(), threading.Event()
+
+    def transform():
+        begun.set()
+        assert go.wait(60)
+        return RewardScaling(0.0, 1.0)
+
+    rb = TensorDictReplayBuffer(storage=lambda: LazyTensorStorage(10), transform_factory=transform, batch_size=2)
+    thread = threading.Thread(target=lambda: rb.extend(steps(0, 4)))
+    thread.start()
+    assert begun.wait(60)
+
+    def work():
+        go.set()
+        rb.extend(steps(0, 3))
+        assert len(rb) == 3
+
+    pid = children.fork(work, seconds=8)
+    go.set()
+    thread.join()
+    assert os.waitpid(pid, 0)[1] == 0
+    assert len(rb) == 4

@@ -203,3 +203,9 @@ def test_values_of_no_fixed_form_are_refused_with_the_storage_that_holds_them(sp
     value = space.sample()
     buffer.extend([{"observation": value, "reward": 1.0} for _ in range(3)])
     assert all(type(item["observation"]) is type(value) for item in buffer.sample())
+
+
+@pytest.mark.parametrize("value", [b"go", None, 5, ["go", ["left"]]])
+def test_text_refuses_to_encode_what_is_no_text(value):
+    with pytest.raises(TypeError, match="a text is a str, found a"):
+        Text(8).encode(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 import time
 import weakref
 from collections import deque
@@ -20,7 +21,8 @@ from engram._advice import advised
 from engram.collectors.policy_weights import State, copied_weights, state_of_weights
 from engram.collectors.sync import Device, SyncDataCollector, one_of_weights
 from engram.envs.policies import ExplorationType, own_exploration_type
-from engram.processes.worker import Channel, CloudpickleWrapper, Worker, close_all
+from engram.errors import WorkerError
+from engram.processes.worker import Channel, CloudpickleWrapper, Worker, close_all, packed_exception
 from engram.pytree import Key
 
 Metrics = dict[str, Any]
@@ -89,6 +91,12 @@ def _metrics(batch: TensorDictBase, reward_key: Key, seconds: float) -> Metrics:
     }
 
 
+class _Failure(NamedTuple):
+    """What a worker sends in the place of the result of an evaluation that raised an error."""
+
+    packed: bytes
+
+
 def run_evaluations(channel: Channel, *parts: Any) -> None:
     """Runs a worker process: evaluates with each weights that come, until its owner closes the channel."""
     make_env, policy, factory, init, settings = parts
@@ -99,7 +107,12 @@ def run_evaluations(channel: Channel, *parts: Any) -> None:
     )
     try:
         while True:
-            channel.send(evaluation.run(channel.receive()))
+            weights = channel.receive()
+            try:
+                metrics: Metrics | _Failure = evaluation.run(weights)
+            except Exception as error:  # of the policy, the environment or a function of the user's; the worker stays
+                metrics = _Failure(packed_exception(error))
+            channel.send(metrics)
     finally:
         evaluation.env.close()
 
@@ -285,12 +298,12 @@ class Evaluator:
         A thread that is still in the middle of an evaluation after `timeout` seconds is left to end it.
         """
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._under_way = deque(future for future in self._under_way if not future.cancelled())
         for future in self._under_way:
-            if not future.cancelled():
-                try:
-                    future.exception(timeout)
-                except NotReady:
-                    break
+            try:
+                future.exception(timeout)
+            except NotReady:
+                break
         self._close()
 
     def __enter__(self) -> Evaluator:
@@ -308,7 +321,10 @@ class _Request:
 
     def __call__(self, weights: State | None) -> Metrics:
         self._worker.send(weights)
-        metrics: Metrics = self._worker.receive()
+        metrics: Metrics | _Failure = self._worker.receive()
+        if isinstance(metrics, _Failure):
+            cause, traceback = pickle.loads(metrics.packed)
+            raise WorkerError(self._worker.name, traceback) from cause
         return metrics
 
 

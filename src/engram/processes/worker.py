@@ -114,6 +114,17 @@ class CloudpickleWrapper:
         self.function = pickle.loads(state)
 
 
+def packed_exception(error: BaseException) -> bytes:
+    """An exception and its traceback, pickled; None and the traceback where the exception cannot be pickled."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        packed: bytes = _cloudpickle().dumps((error, text))
+        pickle.loads(packed)  # some exceptions can be pickled but not unpickled
+    except Exception:  # a user's exception class may raise anything here
+        packed = pickle.dumps((None, text))
+    return packed
+
+
 class Channel:
     """The worker's end of the connection to its owner."""
 
@@ -160,14 +171,8 @@ class Channel:
 
     def send_exception(self, error: BaseException) -> None:
         """Sends an exception and its traceback to the owner; only the traceback where it cannot be pickled."""
-        text = "".join(traceback.format_exception(error))
         try:
-            failure = _cloudpickle().dumps((error, text))
-            pickle.loads(failure)  # some exceptions can be pickled but not unpickled
-        except Exception:  # a user's exception class may raise anything here
-            failure = pickle.dumps((None, text))
-        try:
-            self._connection.send_bytes(_FAILURE + failure)
+            self._connection.send_bytes(_FAILURE + packed_exception(error))
         except OSError:
             pass  # the owner has ended
 

@@ -99,12 +99,15 @@ class Text(LeafTensorSpec):
     def encode(self, val: Any, *, ignore_device: bool = False) -> Tensor:
         """A text, nested lists or an array of texts, or a tensor of this spec, as a tensor of this spec.
 
-        Raises ValueError for a text that is too long.
+        Raises ValueError for a text that is too long, TypeError for what is no text.
         """
         if isinstance(val, Tensor):
             return super().encode(val, ignore_device=ignore_device)
         texts = np.asarray(val, dtype=object)
-        rows = [bytes_of_text(str(text), self.width) for text in texts.reshape(-1)]
+        for text in texts.reshape(-1):
+            if not isinstance(text, str):
+                raise TypeError(f"a text is a str, found a {type(text).__name__} ({text!r:.80}); decode bytes first")
+        rows = [bytes_of_text(text, self.width) for text in texts.reshape(-1)]
         stacked = torch.from_numpy(np.array(rows, np.uint8).reshape(*texts.shape, self.width))
         return stacked if ignore_device else stacked.to(self.device)
 

@@ -9,6 +9,7 @@ import math
 import os
 import textwrap
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing_extensions import Self, TypedDict, TypeVar, Unpack
 from engram._advice import advised
 from engram._arguments import describe
 from engram._generator import Generator, is_state
-from engram._system import human_bytes, set_state, state_of
+from engram._system import fork_registry, human_bytes, set_state, state_of
 from engram._text import warn_user
 from engram.checkpoint.protocols import StorageCheckpointerBase
 from engram.data.replay_buffers.checkpointing import (
@@ -1498,8 +1499,12 @@ class _DelayedParts:
 
     def __init__(self, cls: type, capacity: int | None, arguments: BufferArguments) -> None:
         self._cls, self._capacity, self._arguments = cls, capacity, arguments
-        self._lock = threading.RLock()
-        self._begun = False
+        self.after_fork()
+        _unmade.add(self)
+
+    def after_fork(self) -> None:
+        """In a child, where no thread goes on that was making them."""
+        self._lock, self._begun = threading.RLock(), False
 
     def make(self, buffer: Any) -> None:
         """Makes them, unless they are made or this thread is making them; after an error the buffer waits again."""
@@ -1514,6 +1519,9 @@ class _DelayedParts:
                 raise
             del buffer._delayed
             buffer.__class__ = self._cls
+
+
+_unmade: weakref.WeakSet[_DelayedParts] = fork_registry(_DelayedParts.after_fork)
 
 
 def _make_parts(buffer: Any) -> None:
