@@ -50,6 +50,20 @@ def test_sums_counts_marks_and_returns_are_those_of_a_loop(done, gamma):
         torch.testing.assert_close(found.flatten(), torch.tensor(to_go).double())
 
 
+@pytest.mark.parametrize("done_key", ["done", ("next", "done"), None])
+def test_rewards_to_go_end_at_the_flag_of_their_own_step(done_key):
+    done = torch.tensor([False, True, False, True]).unsqueeze(-1)
+    batch = {"done": done.roll(1, 0), "next": {"reward": torch.ones(4, 1), "done": done}}
+    found = Reward2GoTransform(done_key=done_key).inv(batch)["reward_to_go"]
+    assert found.flatten().tolist() == [2, 1, 2, 1]
+
+
+def test_rewards_to_go_end_at_the_root_flag_of_batches_without_next():
+    done = torch.tensor([False, True, False, True]).unsqueeze(-1)
+    found = Reward2GoTransform(done_key="done").inv({"reward": torch.ones(4, 1), "done": done})["reward_to_go"]
+    assert found.flatten().tolist() == [2, 1, 2, 1]
+
+
 @settings(max_examples=60, deadline=None)
 @given(done=done_of, n=st.integers(1, 5), padding=st.sampled_from(["same", "constant"]))
 def test_frames_are_those_of_a_loop(done, n, padding):

@@ -22,6 +22,7 @@ from engram.pytree import (
     Key,
     Keys,
     as_key,
+    as_path,
     collate_items,
     copy_containers,
     get_tensor,
@@ -662,7 +663,8 @@ class Reward2GoTransform(TrajectoryTransform, built_in=True):
         gamma: the discount, 0 to 1.
         in_keys: rewards; `("next", "reward")` if None, or `"reward"` in batches without it.
         out_keys: the keys of the sums; `"reward_to_go"` if None.
-        done_key, traj_key: where trajectories end; see TrajectoryTransform.
+        done_key, traj_key: where trajectories end; see TrajectoryTransform. `"done"` means `("next", "done")` where the
+            batch has it: the flag of the step itself, not of the step before.
 
     `inv` and writing into a buffer compute it, from each batch by itself: extend by whole trajectories. Steps after the
     last end in a batch count the rewards up to the end of the batch; a batch without any end is an error. On reading
@@ -722,6 +724,12 @@ class Reward2GoTransform(TrajectoryTransform, built_in=True):
         if not self._finds_reward:
             return super()._pairs(batch)
         return [(first_key(batch, REWARD_KEYS, "Reward2GoTransform"), self.out_keys[0])]
+
+    def _trajectories(self, batch: Any, dims: int | None = None) -> TrajectoryBounds:
+        done_key = self.done_key
+        if done_key is not None:
+            done_key = first_key(batch, (("next", *as_path(done_key)), done_key), "Reward2GoTransform")
+        return trajectory_bounds(batch, "Reward2GoTransform", done_key, self.traj_key, dims=dims)
 
     def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
         if not bool(trajectories.ends.any()):
