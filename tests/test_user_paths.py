@@ -44,7 +44,7 @@ ALLOWED = {
     ("cli.plots", "png_of_figure", "fig.savefig"): "into memory",
     ("data.datasets.minari", "write_minari", "(new / 'data' / METADATA).write_text"): "a new file in a new folder",
     ("data.datasets.parquet", "_is_ours", "import_pyarrow().parquet.ParquetFile"): "a file that is open",
-    ("data.datasets.parquet", "_open", "parquet.ParquetFile"): "the descriptor of a file that was checked",
+    ("data.datasets.parquet", "_arrow_file", "parquet.ParquetFile"): "the descriptor of a file that was checked",
     ("data.datasets.parquet", "_begin", "import_pyarrow().parquet.ParquetWriter"): "a new file in a new folder",
     ("distributed.node_folders", "_began", "Path(f'/proc/{process}/stat').read_text"): "a file of the kernel's",
     ("distributed.node_folders", "_is_abandoned", "mark.touch"): "makes or marks, and reads nothing",

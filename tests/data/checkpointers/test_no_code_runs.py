@@ -39,12 +39,13 @@ H5_OBJECTS = {"string_dtype", "vlen_dtype", "ref_dtype", "special_dtype", "regio
 # a transform makes for its caller, from a package above its own; names of a package whose modules are imported when
 # they are used, from a table that stands in the code; calls of a shard's actor, which Ray would send by pickle, too;
 # modules under other paths, from a table; a module below gymnasium, which the caller names, and `ale_py`; copies of an
-# environment for the worker processes of this program.
+# environment for the worker processes of this program, and the errors that come back from them.
 NEEDED = {
     "_aliases.py": [
         *("import importlib", "import importlib.util", "import importlib.abc", "import importlib.machinery"),
         "importlib.import_module",
     ],
+    "collectors/evaluator.py": ["import pickle"],
     "collectors/multi.py": ["import pickle"],
     "envs/libs/gym.py": ["import importlib", "importlib.import_module"],
     "cli/__init__.py": ["import importlib", ".import_module"],
