@@ -6,11 +6,11 @@
 
 callgrind runs `counted.py` in a process of its own, with a fixed hash seed and without address space randomisation:
 the same code in the same folder counts the same to the last digit. A line that is added anywhere, or another name of
-the folder, moves addresses, which Python's caches go by: half a percent as a rule, 1.4 % once, in
-the epoch. torch, numpy and libc choose their code by what `cpuid` tells them, and under callgrind that is the CPU that it emulates, with AVX2 and without
-AVX-512: an Intel Xeon and an AMD EPYC counted the same to 0.4 %, as two folders do. So the file names the emulated CPU
-and the versions. Where they are others, nothing can be compared: that is said, and with `--must-compare` (CI) it is a
-failure.
+the folder, moves addresses, which Python's caches go by: half a percent as a rule, 1.4 % once, in the epoch. torch,
+numpy and libc choose their code by what `cpuid` tells them, and under callgrind that is the CPU that it emulates, with
+AVX2 and without AVX-512: an Intel Xeon and an AMD EPYC counted the same to 0.4 %, as two folders do. So the file names
+the emulated CPU and the versions. Where they are others, nothing can be compared: that is said, and with
+`--must-compare` (CI) it is a failure.
 """
 
 from __future__ import annotations
