@@ -59,6 +59,15 @@ def parse_bytes(size: int | str, argument: str) -> int:
     return nbytes
 
 
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Waits until the names in a directory are on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def open_regular(
     path: str | os.PathLike[str],
     flags: int = os.O_RDONLY,

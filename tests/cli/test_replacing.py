@@ -11,10 +11,9 @@ from cli.support import store
 from contracts.children import Child, Signal
 from data.datasets.support import steps
 from engram import _native, cli
-from engram.cli import own_files
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from engram.data.datasets import atomic_files, write_hdf5, write_minari, write_parquet
-from engram.store import nodes
+from engram.store import header, nodes
 
 FORMS = {"store": "store", "checkpoint": "checkpoint", "torchrl": "torchrl", "minari": "minari"}
 
@@ -116,7 +115,7 @@ def test_a_store_that_another_node_has_open_is_not_replaced(source, tmp_path, mo
     shutil.copytree(tmp_path / "live", tmp_path / "target")  # locks of one node are unknown in another
     monkeypatch.setattr(_native, "file_system_type", lambda fd: 0x6969)
     monkeypatch.setattr(nodes, "host_id", lambda boot: b"another machine.")
-    monkeypatch.setattr(own_files, "boot_id", lambda: b"another start...")
+    monkeypatch.setattr(header, "boot_id", lambda: b"another start...")
     before = contents(tmp_path / "target")
     with pytest.raises(FileExistsError, match="another node has it open"):
         convert(source, tmp_path / "target", "store")

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import xxhash
 
-from engram._system import open_regular
+from engram._system import open_regular, sync_directory
 from engram.errors import CheckpointError, CorruptCheckpointError
 from engram.store.locks import FileLock
 
@@ -152,14 +152,6 @@ def open_folder_below(directory: int, name: str) -> int:
             os.close(fd)
         raise
     return fd
-
-
-def sync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 class CheckpointDirectory:

@@ -278,7 +278,7 @@ class SnapshotReader:
 
     def check(self, names: Iterable[str] | None = None) -> None:
         """Compares files (all by default) with their checksums; CorruptCheckpointError names the first that differs."""
-        in_parallel((functools.partial(self._check, n) for n in (self.files if names is None else names)), THREADS)
+        in_parallel(functools.partial(self._check, n) for n in (self.files if names is None else names))
 
     def _check(self, name: str) -> None:
         with self.open(name) as file:
@@ -417,7 +417,7 @@ class SnapshotReader:
             os.close(self._folders.popitem()[1])
 
 
-def in_parallel(tasks: Iterable[Callable[[], object]], threads: int) -> None:
+def in_parallel(tasks: Iterable[Callable[[], object]], threads: int = THREADS) -> None:
     """Runs tasks in several threads, started in their order; raises the first error after the running tasks ended."""
     with ThreadPoolExecutor(threads, thread_name_prefix="engram-read") as pool:
         running: deque[Future[object]] = deque()

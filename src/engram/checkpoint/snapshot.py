@@ -17,6 +17,8 @@ from engram.checkpoint.writer import SnapshotWriter, saving
 from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError
 from engram.store.layout import MalformedLayoutError
 
+# Errors that a state which no part of engram's has made can cause where it is looked at.
+_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError)
 _COMPONENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,239}", re.ASCII)  # that can be a file's
 
 
@@ -80,7 +82,7 @@ def load_part(path: str | os.PathLike[str], name: str, part: SavedPart) -> None:
     """
     with open_snapshot(path) as saved:
         body = saved.component(name)
-        with _as_damage(saved) if part._built_in else nullcontext():
+        with as_damage(saved.malformed, "such a part") if part._built_in else nullcontext():
             kind, state = body["kind"], body["state"]
             different = [f"a {part._kind} here, a {kind} there"] if kind != part._kind else part._differences(state)
             if not different:
@@ -90,12 +92,14 @@ def load_part(path: str | os.PathLike[str], name: str, part: SavedPart) -> None:
 
 
 @contextmanager
-def _as_damage(saved: Snapshot) -> Iterator[None]:
-    """Around looks at a state whose checksums are right: what cannot be true there, somebody has made up."""
+def as_damage(malformed: Callable[[str], Exception], owner: str) -> Iterator[None]:
+    """Around looks at a state whose checksums are right: content that cannot be true there is damage."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
-        raise saved.malformed(f"it cannot be the state of such a part ({error!r})") from error
+    except CheckpointError:
+        raise
+    except _MALFORMED as error:
+        raise malformed(f"a state in it cannot be that of {owner} ({error!r})") from error
 
 
 @contextmanager

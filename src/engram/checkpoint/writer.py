@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from engram._system import open_regular
+from engram._system import open_regular, sync_directory
 from engram._text import visible
 from engram.checkpoint.directory import (
     FORMAT,
@@ -39,7 +39,6 @@ from engram.checkpoint.directory import (
     Pointer,
     digest,
     is_file_name,
-    sync_directory,
     to_checksummed_json,
 )
 from engram.checkpoint.reader import SnapshotReader

@@ -16,25 +16,22 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from engram import __version__, pytree
-from engram._progress import progress_bar
-from engram._text import visible
-from engram.checkpoint.snapshot import open_snapshot
 from engram.cli.description import shown_key
 from engram.cli.kinds import Kind, kind_of, one_snapshot
 from engram.cli.own_files import BUFFER, replaceable_folder
 from engram.cli.rows import _oldest_first
 from engram.cli.sources import DATASET_SIZES, new_storage, open_rows, row_bytes
 from engram.cli.trajectories import read_column, trajectories_of
+from engram.data import LazyMemmapStorage, ReplayBuffer, Storage, TensorDictReplayBuffer
 from engram.data.datasets.atomic_files import new_folder
 from engram.data.datasets.episodes import TERMINATED, TRUNCATED, StepBlock, episode_source
 from engram.data.datasets.hdf5 import iter_hdf5, write_hdf5
 from engram.data.datasets.lerobot import iter_lerobot
 from engram.data.datasets.minari import iter_minari, write_minari
 from engram.data.datasets.parquet import write_parquet
-from engram.data.replay_buffers import LazyMemmapStorage, ReplayBuffer, TensorDictReplayBuffer
-from engram.data.replay_buffers.storages import Storage
+from engram.kernel.rows import DONE, IDS, StoredTrajectories, open_snapshot
+from engram.kernel.tools import progress_bar, visible
 from engram.pytree import KeyPath
-from engram.store.episodes import DONE, IDS, StoredTrajectories
 
 #: What can be written, by the words of `--to`.
 TARGETS: dict[str, Kind] = {

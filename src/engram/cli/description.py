@@ -15,19 +15,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engram._progress import progress_bar
-from engram._text import visible
-from engram.checkpoint.directory import HOOKED
-from engram.checkpoint.reader import reading
 from engram.cli.kinds import Kind, kind_of, one_snapshot, store_folder
 from engram.errors import StorageError, StorageInUseError
-from engram.store.counters import Counters
-from engram.store.header import FILE_NAME, observe_store, open_store
-from engram.store.locks import has_writer, is_open_elsewhere
+from engram.kernel.disk import (
+    FILE_NAME,
+    HOOKED,
+    Counters,
+    has_writer,
+    is_open_elsewhere,
+    observe_store,
+    open_store,
+    reading,
+)
+from engram.kernel.tools import progress_bar, visible
 
 if TYPE_CHECKING:
     from engram.cli.trajectories import CountedTrajectories
-    from engram.data.replay_buffers.storages import Storage
+    from engram.data import Storage
 
 #: Stores of no more rows have their episodes counted without being asked: their flags are read.
 _FEW_ROWS = 1 << 20
@@ -346,7 +350,7 @@ def _of_torchrl(path: str | os.PathLike[str]) -> Info:
 
 def _of_dataset(path: str | os.PathLike[str], kind: Kind) -> Info:
     from engram.cli.sources import DATASET_SIZES, dataset_batches
-    from engram.store.layout import RowLayout
+    from engram.kernel.rows import RowLayout
 
     size, place = DATASET_SIZES[kind](path), Path(path)
     first = next(iter(dataset_batches(path, kind)), None)

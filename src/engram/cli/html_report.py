@@ -12,8 +12,6 @@ from pathlib import Path
 import torch
 
 from engram import __version__
-from engram._system import human_bytes
-from engram._text import visible
 from engram.cli.description import Info, info_of_rows, shown_key
 from engram.cli.differences import INDEX
 from engram.cli.kinds import one_snapshot
@@ -22,7 +20,8 @@ from engram.cli.plots import LENGTHS, RETURNS, Series, figure, import_matplotlib
 from engram.cli.rows import RowsShown, _drawn, _read
 from engram.cli.sources import open_rows
 from engram.cli.tables import HELD, facts
-from engram.data.replay_buffers.storages import Storage
+from engram.data import Storage
+from engram.kernel.tools import human_bytes, visible
 
 _IMAGES = 16  # rows of which images are shown
 _ROWS = 8

@@ -8,11 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from engram._system import open_file
-from engram._text import visible
-from engram.checkpoint.directory import CheckpointDirectory
-from engram.checkpoint.reader import reading
-from engram.store.header import FILE_NAME, has_store
+from engram.kernel.disk import FILE_NAME, CheckpointDirectory, has_store, reading
+from engram.kernel.tools import open_file, visible
 
 #: What a path can hold.
 Kind = Literal[

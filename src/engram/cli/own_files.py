@@ -11,17 +11,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from engram import _native
-from engram._system import boot_id, open_file, open_regular
-from engram.checkpoint.directory import CURRENT, LOCK, MANIFEST, MARKER, CheckpointDirectory
-from engram.checkpoint.reader import SnapshotReader
 from engram.cli.kinds import Kind, kind_of
 from engram.cli.sources import torchrl_steps
 from engram.data.datasets.atomic_files import Replaceable, new_file, refuse_existing, replaceable_file
 from engram.errors import EngramError
-from engram.store.header import FILE_NAME
-from engram.store.locks import FileLock, is_open_elsewhere
-from engram.store.nodes import refuse_other_node
+from engram.kernel.disk import (
+    CURRENT,
+    FILE_NAME,
+    LOCK,
+    MANIFEST,
+    MARKER,
+    CheckpointDirectory,
+    FileLock,
+    SnapshotReader,
+    refuse_used,
+)
+from engram.kernel.tools import open_file, open_regular
 
 _BEGINNING = 4096  # bytes, in which the mark of a file lies
 
@@ -69,16 +74,7 @@ def replaceable_folder(kind: Kind) -> Replaceable:
 
 
 def _store_refusal(path: Path) -> str | None:
-    fd = open_regular(path / FILE_NAME)
-    try:
-        if is_open_elsewhere(fd):
-            return "it is in use"
-        store = _native.Store.open(fd, read_only=True)
-        refuse_other_node(store, boot_id(), fd, path / FILE_NAME)
-    except RuntimeError as error:
-        return f"{FILE_NAME}: {error}"
-    finally:
-        os.close(fd)
+    refuse_used(path)
     return _other_than(path, {FILE_NAME})
 
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engram._text import visible
 from engram.cli.description import KeyInfo, shown_key
 from engram.cli.own_files import PICTURE, write_target
 from engram.cli.pixels import image_grid, is_image, png_of
 from engram.cli.sources import open_rows
-from engram.data.replay_buffers.storages import Storage
+from engram.data import Storage
 from engram.errors import StorageInUseError
+from engram.kernel.tools import visible
 from engram.pytree import describe
 
 _TRIES = 100  # beside a writer

@@ -9,19 +9,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from engram import pytree
-from engram._progress import progress_bar
-from engram._system import free_memory
 from engram.cli.kinds import Kind, kind_of, one_snapshot, store_folder
+from engram.data import LazyMemmapStorage, LazyTensorStorage, Storage
 from engram.data.datasets.hdf5 import hdf5_size, iter_hdf5
 from engram.data.datasets.lerobot import iter_lerobot, lerobot_size
 from engram.data.datasets.minari import iter_minari, minari_size
 from engram.data.datasets.parquet import iter_parquet, parquet_size
-from engram.data.replay_buffers.rebuild import saved_storage
-from engram.data.replay_buffers.storages import LazyMemmapStorage, LazyTensorStorage, Storage
-from engram.data.replay_buffers.storages.memmap import ObservedMemmapStorage
 from engram.errors import CheckpointMisfitError, DatasetError
 from engram.interop.torchrl.files import SavedSteps, layout_of
 from engram.interop.torchrl.load import open_torchrl
+from engram.kernel.replay import ObservedMemmapStorage, saved_storage
+from engram.kernel.tools import free_memory, progress_bar
 
 DATASET_SIZES = {
     "Minari dataset": minari_size, "LeRobot dataset": lerobot_size, "HDF5 dataset": hdf5_size,

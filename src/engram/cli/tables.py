@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from engram._system import human_bytes
 from engram.cli.description import Info, Summary
 from engram.cli.terminal import print_line, print_table
+from engram.kernel.tools import human_bytes
 
 if TYPE_CHECKING:
     from engram.cli.conversion import Conversion

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from engram._text import visible
+from engram.kernel.tools import visible
 
 _WIDE = 10_000  # columns
 

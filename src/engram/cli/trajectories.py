@@ -9,11 +9,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engram.data import Storage
 from engram.data.datasets.episodes import REWARD
-from engram.data.replay_buffers.stats import stored_trajectories
-from engram.data.replay_buffers.storages import Storage
+from engram.kernel.replay import stored_trajectories
+from engram.kernel.rows import EpisodeIndex, StoredTrajectories
 from engram.pytree import KeyPath
-from engram.store.episodes import EpisodeIndex, StoredTrajectories
 
 _AT_ONCE = 1 << 16  # time steps of which rewards are read at once
 

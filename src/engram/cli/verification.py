@@ -10,14 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engram._progress import progress_bar
-from engram._text import visible
-from engram.checkpoint.directory import CheckpointDirectory
-from engram.checkpoint.reader import THREADS, SnapshotReader, SnapshotReport, in_parallel
-from engram.checkpoint.reader import verify as verify_snapshots
 from engram.cli.kinds import Kind, kind_of, store_folder
 from engram.errors import CheckpointError, DatasetError, StorageError, StorageInUseError
-from engram.store.header import FILE_NAME, observe_store
+from engram.kernel.disk import (
+    FILE_NAME,
+    CheckpointDirectory,
+    SnapshotReader,
+    SnapshotReport,
+    in_parallel,
+    observe_store,
+)
+from engram.kernel.disk import verify as verify_snapshots
+from engram.kernel.tools import progress_bar, visible
 
 _ROWS_AT_ONCE = 1 << 16  # rows of a lane, in one native call
 _TRIES = 500  # while rows are being changed in place
@@ -113,7 +117,7 @@ def _verify_store(path: str | os.PathLike[str], progress: bool) -> Verification:
                 advance((stop - start) * store.envs)
 
             # While one thread waits for the disk, the other one computes; neither holds the GIL.
-            in_parallel((functools.partial(check, *piece) for piece in pieces), THREADS)
+            in_parallel(functools.partial(check, *piece) for piece in pieces)
     finally:
         os.close(fd)
     results.sort()

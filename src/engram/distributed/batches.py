@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram.data.replay_buffers.samplers import DrawTotals, PrioritizedSampler, RandomSampler, Sampler, SliceSampler
+from engram.data import DrawTotals, PrioritizedSampler, RandomSampler, Sampler, SliceSampler
 from engram.distributed.blocks import Block
 from engram.distributed.client import PendingCall, ShardClient, finish_all, raise_if_gone
 from engram.distributed.local import LocalReader

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram.store.layout import LeafSpec, RowLayout
+from engram.kernel.rows import LeafSpec, RowLayout
 
 BY_LEAF_BYTES = 4096  # longer rows travel leaf by leaf, so that a leaf can be used where it lies
 

@@ -18,33 +18,33 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from engram._advice import advised
-from engram.collectors.background import BackgroundCollector
-from engram.collectors.multi import (
-    ABANDON_INTERVAL,
-    MultiSyncDataCollector,
-    env_makers,
-    on_cpu,
-    policy_makers_of,
-    with_arguments,
-)
-from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
-from engram.collectors.sync import (
-    Device,
-    SyncDataCollector,
-    as_rows,
-    none_if_unset,
-    one_of_weights,
-    validate_counts,
-    warn_of_remainder,
-)
-from engram.collectors.trajectories import IDS
+from engram.collectors import MultiSyncDataCollector, SyncDataCollector
 from engram.distributed.ray_buffer import RayReplayBuffer, import_ray
 from engram.distributed.weights import WeightsFetcher, WeightsOffer, WeightsPublisher
-from engram.envs.policies import ExplorationType
+from engram.envs.utils import ExplorationType
 from engram.errors import NoFreeLaneError, ShardGoneError, ShardUnavailableError, WorkerError
-from engram.processes.restarts import seed_after
-from engram.processes.shared_weights import tensors_of
+from engram.kernel.collecting import (
+    ABANDON_INTERVAL,
+    TRAJECTORY_IDS,
+    BackgroundCollector,
+    CollectorStats,
+    Device,
+    EpisodeStats,
+    Throughput,
+    as_rows,
+    collector_stats,
+    env_makers,
+    none_if_unset,
+    on_cpu,
+    one_of_weights,
+    policy_makers_of,
+    seed_after,
+    tensors_of,
+    validate_counts,
+    warn_of_remainder,
+    with_arguments,
+)
+from engram.kernel.tools import advised
 
 _ID_BITS = 32  # of a trajectory's id that its producer counts; the others are the producer's number
 _PRODUCERS = 1 << 31
@@ -164,10 +164,10 @@ class _CollectorActor:
 
     def _add_producer(self, part: TensorDictBase, worker: int) -> None:
         """Makes trajectory ids those of this producer."""
-        ids = part.get(IDS, None)
+        ids = part.get(TRAJECTORY_IDS, None)
         if ids is not None:
             producer = (self._config.first_producer + worker) % _PRODUCERS
-            part.set(IDS, ids + (producer << _ID_BITS))
+            part.set(TRAJECTORY_IDS, ids + (producer << _ID_BITS))
 
     def _note_episodes(self, parts: Sequence[TensorDictBase]) -> None:
         for k, part in enumerate(parts):

@@ -15,11 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from engram.checkpoint.directory import CheckpointDirectory, is_snapshot_name
-from engram.checkpoint.reader import SnapshotReader, reading
-from engram.checkpoint.writer import saving
 from engram.distributed.client import ShardClient
 from engram.errors import CheckpointError, CheckpointMisfitError, ShardUnavailableError
+from engram.kernel.disk import CheckpointDirectory, SnapshotReader, is_snapshot_name, reading, saving
 
 _FORMAT = "engram shards"
 _PAUSE = 0.02  # seconds between two tries with a shard that was away

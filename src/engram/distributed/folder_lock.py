@@ -8,9 +8,9 @@ import time
 import weakref
 from pathlib import Path
 
-from engram._system import fork_registry, open_regular
 from engram.errors import NoFreeLaneError
-from engram.store.locks import FirstByte
+from engram.kernel.disk import FirstByte
+from engram.kernel.tools import fork_registry, open_regular
 
 _NAME = "shard.lock"
 _PAUSE = 0.02  # seconds between two tries

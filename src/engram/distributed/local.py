@@ -11,15 +11,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from engram.data.replay_buffers.samplers import DrawTotals
-from engram.data.replay_buffers.storages import LazyMemmapStorage
-from engram.data.replay_buffers.storages.memmap import ObservedMemmapStorage
+from engram.data import DrawTotals, LazyMemmapStorage
 from engram.distributed.blocks import Block
 from engram.distributed.client import PendingCall, ShardClient
 from engram.distributed.folder_lock import FolderWatch, watch_folder
 from engram.distributed.shard import DrawnRows, Tenancy
 from engram.distributed.shard_sampling import draw_rows, lane_ranges
 from engram.errors import ShardUnavailableError, StorageError
+from engram.kernel.replay import ObservedMemmapStorage
 
 
 class ShardMovedError(ShardUnavailableError):

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from engram._system import open_file, open_regular
 from engram.distributed.folder_lock import remove_folder
+from engram.kernel.tools import open_file, open_regular
 
 PREFIX = "engram-"
 _OWNER = "owner.json"

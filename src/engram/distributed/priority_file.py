@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._system import open_regular
 from engram.errors import StorageError
+from engram.kernel.tools import open_regular
 
 FILE_NAME = "priorities"
 

@@ -19,11 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram.data.replay_buffers.buffer import ReplayBuffer
-from engram.data.replay_buffers.samplers import RandomSampler, Sampler
-from engram.data.replay_buffers.storages import Storage
-from engram.data.replay_buffers.tensordict import TensorDictReplayBuffer
-from engram.data.replay_buffers.writers import RoundRobinWriter
+from engram.data import RandomSampler, ReplayBuffer, RoundRobinWriter, Sampler, Storage, TensorDictReplayBuffer
 from engram.distributed.blocks import Block
 from engram.distributed.client import PendingCall, ShardLink
 from engram.distributed.node_folders import PREFIX, FolderOwner, claim_folder, remove_abandoned_folders

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed import rpc
 
-from engram.data.replay_buffers.tensordict import TensorDictReplayBuffer
+from engram.data import TensorDictReplayBuffer
 
 if not rpc.is_available():
     raise ImportError("RemoteTensorDictReplayBuffer needs torch.distributed.rpc, which this build of torch leaves out")

@@ -16,24 +16,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._system import open_file, open_regular
-from engram.checkpoint.directory import CheckpointDirectory, from_checksummed_json, to_checksummed_json
-from engram.checkpoint.reader import reading
-from engram.data.replay_buffers.buffer import ReplayBuffer
-from engram.data.replay_buffers.reader import BatchReader
-from engram.data.replay_buffers.samplers import DrawTotals, PrioritizedSampler, RandomSampler, Sampler
-from engram.data.replay_buffers.samplers.slices import MASK
-from engram.data.replay_buffers.storages import LazyMemmapStorage, LazyTensorStorage
+from engram.data import (
+    DrawTotals,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    Sampler,
+)
 from engram.distributed.blocks import Block, check, goes_by_leaf
 from engram.distributed.folder_lock import FolderLock
 from engram.distributed.priority_file import FILE_NAME as _PRIORITIES
 from engram.distributed.priority_file import PriorityFile
 from engram.distributed.shard_sampling import draw_rows, lane_ranges, read_by_sequence
+from engram.envs.transforms import Compose
 from engram.errors import IncarnationError, NoFreeLaneError, StorageError
-from engram.store.files import sync_folder
-from engram.store.lanes import Lanes
-from engram.store.layout import RowLayout
-from engram.transforms.compose import Compose
+from engram.kernel.disk import CheckpointDirectory, from_checksummed_json, reading, to_checksummed_json
+from engram.kernel.replay import MASK, BatchReader
+from engram.kernel.rows import Lanes, RowLayout
+from engram.kernel.tools import open_file, open_regular, sync_directory
 
 _RECORD = "shard.json"
 _PAUSE = 0.02  # seconds between two tries to take a lane
@@ -367,7 +369,7 @@ class ReplayShard:
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(aside, path)
-                sync_folder(self._folder)
+                sync_directory(self._folder)
             except OSError as error:
                 raise StorageError(f"{path} cannot be written: {error.strerror}; nothing was changed") from error
         self._record = record

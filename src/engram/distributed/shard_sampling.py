@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engram.data.replay_buffers.samplers import DrawTotals
-from engram.data.replay_buffers.storages.tensor import TableStorage
+from engram.data import DrawTotals
 from engram.distributed.blocks import Block, goes_by_leaf
-from engram.store.lanes import Lanes
+from engram.kernel.replay import TableStorage
+from engram.kernel.rows import Lanes
 
 EMPTY = "Cannot sample from empty shards. Add or extend them first."
 

@@ -19,23 +19,26 @@ from torch import Tensor
 from typing_extensions import Self
 
 from engram import pytree
-from engram._text import warn_user
-from engram.data.replay_buffers.buffer import ReplayBuffer
-from engram.data.replay_buffers.samplers import PrioritizedSampler, RandomSampler, Sampler, SliceSampler
-from engram.data.replay_buffers.samplers.slices import mark_rows
-from engram.data.replay_buffers.storages import LazyMemmapStorage
-from engram.data.replay_buffers.tensordict import TensorDictReplayBuffer
+from engram.data import (
+    LazyMemmapStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    Sampler,
+    SliceSampler,
+    TensorDictReplayBuffer,
+)
 from engram.distributed.batches import BatchStream, Rows
 from engram.distributed.blocks import Block, pack, unpack
 from engram.distributed.client import PendingCall, Producer, ShardClient, ShardLink, finish_all, raise_if_gone
 from engram.distributed.commit import load_shards, save_shards
 from engram.distributed.folder_lock import FolderWatch, watch_folder
 from engram.distributed.local import LocalProducer, LocalReader, ShardMovedError, await_shard
+from engram.envs.transforms import Compose
 from engram.errors import ShardUnavailableError, StorageError
-from engram.store.layout import RowLayout
-from engram.transforms.adapters import as_transform
-from engram.transforms.base import WriteRequest
-from engram.transforms.compose import Compose
+from engram.kernel.replay import WriteRequest, as_transform, mark_rows
+from engram.kernel.rows import RowLayout
+from engram.kernel.tools import warn_user
 
 _MOST_UPDATES = 16  # calls that set priorities, without their answer
 _ANY_INDEX = 1 << 62  # below which an index may lie, as far as is known before a shard has answered

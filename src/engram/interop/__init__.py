@@ -1,1 +1,6 @@
-"""Checkpoints of other libraries, read as plain states and rows. Nothing here knows a buffer, a sampler or a writer."""
+"""Directories of other libraries, which `loads` reads: importing this registers their forms."""
+
+from engram.interop.torchrl.load import is_torchrl, open_torchrl
+from engram.kernel.rows import ForeignForm, register_form
+
+register_form(ForeignForm(is_torchrl, open_torchrl))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engram import _native
-from engram._system import boot_id, free_memory, human_bytes, open_regular
+from engram._system import boot_id, free_memory, human_bytes, open_regular, sync_directory
 from engram._text import log, visible, warn_user
 from engram.errors import StorageError
 from engram.store.header import FILE_NAME, open_store
@@ -229,7 +229,7 @@ def _new_folder(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         for new in missing:  # a power cut that loses the folder's name loses the store, flushed or not
-            sync_folder(new.parent)
+            sync_directory(new.parent)
         yield
     except BaseException:
         for new in missing:
@@ -238,12 +238,6 @@ def _new_folder(folder: Path) -> Iterator[None]:
             except OSError:
                 break  # another process uses it by now
         raise
-
-
-def sync_folder(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk."""
-    with _directory(folder) as fd:
-        os.fsync(fd)
 
 
 @contextlib.contextmanager
@@ -421,7 +415,7 @@ class StoreSession:
         if self._name_synced:
             return
         with contextlib.suppress(FileNotFoundError):  # the user has moved it
-            sync_folder(self._path.parent)
+            sync_directory(self._path.parent)
         self._name_synced = True
 
     @contextlib.contextmanager

@@ -74,6 +74,22 @@ def observe_store(folder: Path) -> tuple[_native.Store, int]:
     return store, fd
 
 
+def refuse_used(folder: Path) -> None:
+    """A StorageError where a process has the store in a folder open, or where its file is no store."""
+    path = folder / FILE_NAME
+    fd = open_regular(path)
+    try:
+        if is_open_elsewhere(fd):
+            raise StorageInUseError("it is in use")
+        refuse_other_node(_native.Store.open(fd, read_only=True), boot_id(), fd, path)
+    except StorageInUseError:
+        raise
+    except RuntimeError as error:
+        raise StorageError(f"{FILE_NAME}: {error}") from error
+    finally:
+        os.close(fd)
+
+
 def _check_repaired(store: _native.Store, fd: int, path: Path) -> None:
     """A StorageError where the store needs a repair, which only a writing process makes, or is another node's."""
     now = boot_id()

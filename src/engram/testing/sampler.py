@@ -19,8 +19,8 @@ from engram.data import (
     SamplerEnsemble,
     TensorDictReplayBuffer,
 )
-from engram.data.replay_buffers.samplers.base import as_sampler
 from engram.errors import OutOfMemoryError
+from engram.kernel.replay import as_sampler
 from engram.testing.helpers import assert_equal, env_steps, numbers, steps
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, ReplayBufferEnsemble
 from engram.envs import EnvBase, TransformedEnv, check_env_specs
+from engram.envs.transforms import Compose, Transform
+from engram.kernel.replay import as_transform
 from engram.specs import Categorical, Composite, Unbounded
 from engram.testing.helpers import assert_equal, of_numbers
-from engram.transforms import Compose, Transform
-from engram.transforms.adapters import as_transform
 
 FLAGS = ("done", "terminated", "truncated")
 _NO_OBSERVATIONS = {*FLAGS, "next", "action", "collector"}

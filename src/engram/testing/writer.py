@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
-from engram.data.replay_buffers.writers.round_robin import as_writer
 from engram.errors import CorruptCheckpointError
+from engram.kernel.replay import as_writer
 from engram.testing.helpers import assert_equal, numbers, state_of, steps
 
 

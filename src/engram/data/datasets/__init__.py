@@ -3,7 +3,6 @@
 `docs/datasets.md` says where each key goes.
 """
 
-from engram._advice import advise_on_names
 from engram.data.datasets.experience_replay import D4RLExperienceReplay, MinariExperienceReplay
 from engram.data.datasets.hdf5 import (
     iter_hdf5,
@@ -26,6 +25,7 @@ from engram.data.datasets.parquet import (
     read_parquet,
     write_parquet,
 )
+from engram.kernel.tools import advise_on_names
 
 __all__ = [
     "D4RLExperienceReplay",

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from engram._system import open_file, open_regular
-from engram._text import visible
+from engram.kernel.tools import open_file, open_regular, sync_directory, visible
 
 _AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2
 _SUFFIX = ".engram-tmp"
@@ -74,7 +73,7 @@ def new_folder(path: Path, overwrite: bool, replaceable: Replaceable) -> Iterato
         for folder, _, files in os.walk(new, topdown=False):
             for name in files:
                 _sync_file(Path(folder, name))
-            _sync_folder(Path(folder))
+            sync_directory(folder)
         _rename(new, path, overwrite, replaceable)
 
 
@@ -136,7 +135,7 @@ def _rename(new: Path, path: Path, overwrite: bool, replaceable: Replaceable) ->
         if path.is_dir():
             raise OSError(errno.ENOTSUP, "this file system replaces no folder in one step; delete it first", str(path))
         os.replace(new, path)
-    _sync_folder(path.parent)
+    sync_directory(path.parent)
 
 
 def _exchanged(new: Path, path: Path, replaceable: Replaceable) -> bool:
@@ -188,14 +187,7 @@ def _rename_with(source: Path, target: Path, flag: int) -> bool:
 
 
 def _sync_file(path: Path) -> None:
-    _sync(open_regular(path))
-
-
-def _sync_folder(path: Path) -> None:
-    _sync(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-
-
-def _sync(fd: int) -> None:
+    fd = open_regular(path)
     try:
         os.fsync(fd)
     finally:

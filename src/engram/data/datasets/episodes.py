@@ -17,13 +17,10 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram import pytree
-from engram._progress import progress_bar
-from engram._system import open_file
-from engram._text import visible, warn_user
 from engram.errors import DatasetError
+from engram.kernel.rows import DONE, IDS, EpisodeIndex, LeafSpec, RowLayout
+from engram.kernel.tools import open_file, progress_bar, visible, warn_user
 from engram.pytree import Key, KeyPath, as_path, stack
-from engram.store.episodes import DONE, IDS, EpisodeIndex
-from engram.store.layout import LeafSpec, RowLayout
 
 Array = npt.NDArray[Any]
 

@@ -12,8 +12,6 @@ import numpy.typing as npt
 from tensordict import TensorDict
 
 from engram import pytree
-from engram._hdf5 import H5Dataset, H5Source, check_options, create_plain, is_ours, open_foreign
-from engram._progress import progress_bar
 from engram.data.datasets.atomic_files import new_file, replaceable_file
 from engram.data.datasets.episodes import (
     MAX_ROW_BYTES,
@@ -33,9 +31,10 @@ from engram.data.datasets.episodes import (
     next_trajectory,
     observation_key,
 )
+from engram.kernel.hdf5 import H5Dataset, H5Source, check_options, create_plain, is_ours, open_foreign
+from engram.kernel.rows import DONE, RowLayout
+from engram.kernel.tools import progress_bar
 from engram.pytree import Key, KeyPath, as_path
-from engram.store.episodes import DONE
-from engram.store.layout import RowLayout
 
 Array = npt.NDArray[Any]
 

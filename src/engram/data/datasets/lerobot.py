@@ -16,7 +16,6 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from engram import pytree
-from engram._system import human_bytes, parse_bytes
 from engram.data.datasets.episodes import (
     MAX_ROW_BYTES,
     OBSERVATION,
@@ -36,9 +35,9 @@ from engram.data.datasets.episodes import (
 )
 from engram.data.datasets.parquet import open_parquet, read_texts
 from engram.errors import DatasetError
+from engram.kernel.rows import DONE, bytes_of_text
+from engram.kernel.tools import human_bytes, parse_bytes
 from engram.pytree import Key, KeyPath, as_path
-from engram.specs.text import bytes_of_text
-from engram.store.episodes import DONE
 
 INFO = Path("meta") / "info.json"
 LastStep = Literal["truncated", "terminated", "drop"]

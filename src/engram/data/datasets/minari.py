@@ -15,9 +15,6 @@ import numpy.typing as npt
 from tensordict import TensorDict
 
 from engram import pytree
-from engram._hdf5 import NEEDED_BY, H5Dataset, H5RowWriter, H5Source, create_plain, import_h5py, is_ours, open_foreign
-from engram._progress import progress_bar
-from engram._system import parse_bytes
 from engram.data.datasets.atomic_files import Replaceable, new_folder, replaceable_file
 from engram.data.datasets.episodes import (
     INDEX,
@@ -50,9 +47,10 @@ from engram.data.datasets.parquet import (
     open_arrow,
 )
 from engram.errors import DatasetError
+from engram.kernel.hdf5 import H5Dataset, H5RowWriter, H5Source, create_plain, import_h5py, is_ours, open_foreign
+from engram.kernel.rows import DONE, LeafSpec, RowLayout
+from engram.kernel.tools import parse_bytes, progress_bar
 from engram.pytree import Key, KeyPath, as_path
-from engram.store.episodes import DONE
-from engram.store.layout import LeafSpec, RowLayout
 
 
 def space_of(leaves: Sequence[tuple[tuple[str, ...], LeafSpec]]) -> dict[str, Any]:
@@ -453,7 +451,7 @@ class EpisodeWriter:
 
     def __init__(self, file: Any) -> None:
         self._file = file
-        self._h5 = import_h5py(NEEDED_BY)
+        self._h5 = import_h5py("writing HDF5 datasets")
         self._mapping: KeyMapping | None = None
         self.episodes = 0
         self._writers: list[H5RowWriter] = []

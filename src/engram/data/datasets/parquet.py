@@ -24,8 +24,6 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from engram import pytree
-from engram._progress import progress_bar
-from engram._system import free_memory, human_bytes, open_file, open_regular, parse_bytes, path_of
 from engram.data.datasets.atomic_files import new_file, replaceable_file
 from engram.data.datasets.episodes import (
     BLOCK_BYTES,
@@ -41,9 +39,9 @@ from engram.data.datasets.episodes import (
     next_trajectory,
 )
 from engram.errors import DatasetError
+from engram.kernel.rows import DONE, IDS, LeafSpec, RowLayout
+from engram.kernel.tools import free_memory, human_bytes, open_file, open_regular, parse_bytes, path_of, progress_bar
 from engram.pytree import Key, KeyPath, TreeSpec
-from engram.store.episodes import DONE, IDS
-from engram.store.layout import LeafSpec, RowLayout
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 _COPIES = 3  # in memory at once: the Arrow array, levels of lists, the tensor

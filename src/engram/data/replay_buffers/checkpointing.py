@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 from engram._system import fork_registry, notice_fork
 from engram._text import log
-from engram.checkpoint.snapshot import save_snapshot
+from engram.checkpoint.foreign import Part, Receiver, open_saved
+from engram.checkpoint.snapshot import as_damage, save_snapshot
 from engram.checkpoint.writer import SnapshotWriter
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.writers.round_robin import Writer
 from engram.errors import CheckpointError, CheckpointMisfitError, differences_of
-from engram.interop.open import Part, Receiver, as_damage, open_saved
 from engram.transforms.compose import Compose
 
 Malformed = Callable[[str], Exception]
@@ -229,7 +229,7 @@ def damage_of(part: Any, malformed: Malformed | None) -> contextlib.AbstractCont
     """
     if malformed is None or not all(map(_is_built_in, _with_members(part) if part is not None else ())):
         return contextlib.nullcontext()
-    return as_damage(malformed)
+    return as_damage(malformed, "this buffer")
 
 
 class SaveHandle:

@@ -23,11 +23,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engram._system import check_memory
-from engram.checkpoint.directory import open_below, open_folder_below
 from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError
+from engram.kernel.rows import LeafSpec, RowLayout
+from engram.kernel.tools import check_memory, open_below, open_folder_below
 from engram.pytree import KeyPath, TreeSpec, format_key
-from engram.store.layout import LeafSpec, RowLayout
 
 META, METADATA = "meta.json", "storage_metadata.json"
 _SUFFIX, _SHAPES = ".memmap", ".shape.memmap"

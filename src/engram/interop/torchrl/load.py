@@ -9,7 +9,7 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -17,9 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engram._text import visible
-from engram.checkpoint.directory import CURRENT
-from engram.checkpoint.protocols import RowSink
 from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError
 from engram.interop.torchrl.files import (
     META,
@@ -36,8 +33,10 @@ from engram.interop.torchrl.files import (
     tensordict_steps,
 )
 from engram.interop.torchrl.trajectories import SHAPE, flat_steps, h5_steps
+from engram.kernel.disk import CURRENT
+from engram.kernel.rows import LayoutState, Part, Receiver, RowSink
+from engram.kernel.tools import visible
 from engram.pytree import KeyPath
-from engram.store.layout import LayoutState
 
 Rows = npt.NDArray[Any]
 
@@ -374,32 +373,6 @@ def generator_state(folder: Folder) -> torch.Tensor | None:
 
 
 # ---- states of engram's parts, made of what TorchRL saved ----
-class Part(NamedTuple):
-    """A part of the buffer that takes a saved state over, as plain data.
-
-    Attributes:
-        kinds: the name of its class, then those of the classes that it inherits from.
-        state: its own state, of which it keeps the settings that TorchRL does not save.
-    """
-
-    kinds: tuple[str, ...]
-    state: Mapping[str, Any]
-
-
-class Receiver(NamedTuple):
-    """The buffer that loads a directory.
-
-    Attributes:
-        storage: the storage that is filled.
-        index_key: the key under which its writer stores each row's index; None: it stores none.
-        part: gives the "sampler" or the "writer".
-    """
-
-    storage: Any
-    index_key: str | None
-    part: Callable[[str], Part]
-
-
 def _translated(name: str, part: Part, saved: Any) -> dict[str, Any]:
     """The state for a part, as a checkpoint of engram's has it; a ValueError says why there is none."""
     by_kind, otherwise = _TRANSLATIONS[name]

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engram._hdf5 import H5Reader, open_checked
 from engram.errors import CheckpointError, CheckpointMisfitError
 from engram.interop.torchrl.files import (
     DTYPES,
@@ -29,6 +28,7 @@ from engram.interop.torchrl.files import (
     TensorFile,
     capacity_and_length,
 )
+from engram.kernel.hdf5 import H5Reader, open_checked
 from engram.pytree import KeyPath, format_key
 
 Numbers = npt.NDArray[np.int64]

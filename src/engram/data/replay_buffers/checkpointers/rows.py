@@ -350,11 +350,11 @@ class _RowRestorePlan:
     def load(self, sink: RowSink) -> None:
         if len(sink):
             self.check(sink)
-            in_parallel((functools.partial(self._rows, c) for c in self._read_ahead()), THREADS)
+            in_parallel(functools.partial(self._rows, c) for c in self._read_ahead())
         sink.begin_restore(self.layout, self.counters)
         try:
             # several files are read, hashed and copied at once
-            in_parallel((functools.partial(self._load, sink, c) for c in self._read_ahead()), THREADS)
+            in_parallel(functools.partial(self._load, sink, c) for c in self._read_ahead())
             sink.end_restore()
         except BaseException:
             sink.abort_restore()

@@ -22,9 +22,9 @@ from torch import Tensor
 from engram import _native, pytree
 from engram._system import fork_registry
 from engram._text import warn_user
+from engram.checkpoint.foreign import open_saved
 from engram.checkpoint.snapshot import save_snapshot
 from engram.errors import CheckpointMisfitError, StorageError
-from engram.interop.open import open_saved
 from engram.pytree import KeyPath, format_key, get_entry
 from engram.store.counters import Counters, check_sequences
 from engram.store.files import is_passing_fds, pickle_by_state

@@ -1,0 +1,87 @@
+"""Opens the directory that `loads` is given: a checkpoint, or what another library wrote in a form registered here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+from engram.checkpoint.snapshot import open_snapshot
+from engram.errors import CorruptCheckpointError
+
+
+class SavedState(Protocol):
+    """An open directory, of which no part has been read yet."""
+
+    def part_states(self, parts: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
+        """States of a buffer's parts, and why some of them cannot be taken over."""
+        ...
+
+    def check_storage(self, checkpointer: Any, sink: Any) -> None:
+        """ValueError where the sink cannot take the storage that was saved; changes nothing."""
+        ...
+
+    def load_storage(self, checkpointer: Any, sink: Any) -> None:
+        """Fills the sink; one that holds rows is untouched unless everything was verified before."""
+        ...
+
+    def malformed(self, reason: str) -> CorruptCheckpointError:
+        """The error for content that cannot be true."""
+        ...
+
+
+class Part(NamedTuple):
+    """A part of the buffer that takes a saved state over, as plain data.
+
+    Attributes:
+        kinds: the name of its class, then those of the classes that it inherits from.
+        state: its own state, of which it keeps the settings that the other library does not save.
+    """
+
+    kinds: tuple[str, ...]
+    state: Mapping[str, Any]
+
+
+class Receiver(NamedTuple):
+    """The buffer that loads a directory.
+
+    Attributes:
+        storage: the storage that is filled.
+        index_key: the key under which its writer stores each row's index; None: it stores none.
+        part: gives the "sampler" or the "writer".
+    """
+
+    storage: Any
+    index_key: str | None
+    part: Callable[[str], Part]
+
+
+class ForeignForm(NamedTuple):
+    """Directories that another library writes.
+
+    Attributes:
+        recognises: whether a path is one of them.
+        open: opens one, for the buffer that loads it; None: a storage loads its rows alone.
+    """
+
+    recognises: Callable[[str | os.PathLike[str]], bool]
+    open: Callable[[str | os.PathLike[str], Receiver | None], AbstractContextManager[SavedState]]
+
+
+_forms: list[ForeignForm] = []
+
+
+def register_form(form: ForeignForm) -> None:
+    """Adds a form that `loads` reads."""
+    _forms.append(form)
+
+
+@contextmanager
+def open_saved(
+    path: str | os.PathLike[str], snapshot: str | None = None, receiver: Receiver | None = None
+) -> Iterator[SavedState]:
+    """The saved state at `path`; errors as `open_snapshot` and those of the form that it has."""
+    form = next((form for form in _forms if snapshot is None and form.recognises(path)), None)
+    with open_snapshot(path, snapshot) if form is None else form.open(path, receiver) as saved:
+        yield saved
