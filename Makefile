@@ -7,7 +7,7 @@ PYTEST ?=
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-deep mutants test-long test-search check format stubs wheels wheel-test wheel-check docs clean
+.PHONY: help demo test test-deep mutants test-long test-search check format stubs wheels wheel-test wheel-check walls docs clean
 
 help:
 	@echo "make demo       train an agent on CartPole from a mapped buffer that is killed in the middle (under half a minute)"
@@ -23,6 +23,7 @@ help:
 	@echo "make mutants    every planted error and every protection taken out, which the tests must find (three minutes)"
 	@echo "make test-long  the long tests;  make test-native-sanitized  the native core under sanitizers"
 	@echo "make wheels     dist/: an sdist, and from it wheels for the Pythons here (three minutes);  make wheel-test tries them"
+	@echo "make walls      how much the classes use of each other's inside"
 	@echo "make docs       the documentation site, in site/"
 	@echo "make model      the lanes under the C++ memory model, each fence shown necessary (a minute; relacy-dev)"
 
@@ -63,6 +64,9 @@ mutants: $(VENV)/.engram $(VENV)/.dev
 test-search: $(VENV)/.engram $(VENV)/.dev
 	for round in $$(seq $(or $(ROUNDS),10)); do \
 	  HYPOTHESIS_PROFILE=search $(VENV)/bin/python -m pytest -q -m "hypothesis and not long and not deep" $(PYTEST) || exit 1; done
+
+walls: $(VENV)/.engram
+	$(VENV)/bin/python tests/walls.py
 
 check: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m ruff check src tests benchmarks examples packaging

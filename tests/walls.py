@@ -1,0 +1,116 @@
+"""Counts how porous the walls between classes are: `make walls`. `test_layering` keeps what it counts from growing."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import inspect
+import re
+import sys
+from pathlib import Path
+
+COPIES = {"__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__"}
+# Private names that TorchRL, torch, tensordict, gymnasium or the standard library gave: their users rely on them.
+THEIRS = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        _replace _asdict _fields _make _tensordict _cursor _sampler _writer _storage _storages
+        _inv_call _call _inv_apply_transform _apply_transform _step _reset _set_seed _transform
+        _transforms _collate_fn _is_full _get_cursor _set_cursor _empty _C _sum_tree _min_tree
+        _max_priority _current_top_values _sample_list _env _specs _new_unsafe _batch_size
+        _td_dim_names _device _is_locked _parent _base _modules _buffers _parameters _getframe _exit
+        _tensor _rng _len _init
+        """,
+    )
+)
+WIDE = 20  # arguments of a constructor
+MANY = 45  # methods in the body of a class
+
+
+def count(root: Path) -> dict[str, int]:
+    """What the sources below a folder `engram` show, without importing them."""
+    now: collections.Counter[str] = collections.Counter()
+    flags: set[str] = set()
+    asked: collections.Counter[str] = collections.Counter()
+    for file in sorted(root.rglob("*.py")):
+        text = file.read_text()
+        now["Python files"] += 1
+        now["lines"] += text.count("\n")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Attribute):
+                if _is_private(node.attr) and not _is_own(node.value):
+                    now["uses of another object's private name"] += 1
+                if not _is_own(node.value) and isinstance(node.ctx, ast.Load):
+                    asked[node.attr] += 1
+            elif isinstance(node, ast.Compare):
+                now["probes by identity of a method"] += _is_probe(node)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                now["hasattr and getattr"] += node.func.id in ("hasattr", "getattr")
+            elif isinstance(node, ast.FunctionDef):
+                now["copy and pickle dunders"] += node.name in COPIES
+                arguments = len(node.args.args + node.args.kwonlyargs)
+                now[f"constructors of {WIDE} arguments"] += node.name == "__init__" and arguments >= WIDE
+            elif isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(inside, ast.FunctionDef) for inside in node.body)
+                now[f"classes of {MANY} methods"] += methods >= MANY
+                flags |= {name for inside in node.body for name in _flags(inside)}
+    now["class flags that others ask"] = sum(1 for name in flags if asked[name])
+    return dict(now)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in THEIRS
+
+
+def _is_own(value: ast.expr) -> bool:
+    if isinstance(value, ast.Name):
+        return value.id in ("self", "cls", "_native")
+    return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "super"
+
+
+def _is_probe(node: ast.Compare) -> bool:
+    """`type(x).get is not Storage.get`."""
+    sides = [node.left, *node.comparators]
+    names = {side.attr for side in sides if isinstance(side, ast.Attribute)}
+    is_identity = isinstance(node.ops[0], ast.Is | ast.IsNot)
+    return is_identity and len(sides) == 2 and len(names) == 1 and all(isinstance(s, ast.Attribute) for s in sides)
+
+
+def _flags(node: ast.stmt) -> list[str]:
+    """Names that a statement in the body of a class sets to True or False."""
+    if isinstance(node, ast.Assign):
+        targets, value = node.targets, node.value
+    elif isinstance(node, ast.AnnAssign) and "ClassVar" in ast.unparse(node.annotation):
+        targets, value = [node.target], node.value
+    else:
+        return []
+    is_flag = isinstance(value, ast.Constant) and isinstance(value.value, bool)
+    return [target.id for target in targets if isinstance(target, ast.Name)] if is_flag else []
+
+
+def methods() -> dict[str, tuple[int, int]]:
+    """Methods and properties of the central classes, inherited ones counted, dunders apart: all, and private ones."""
+    from engram.data import ReplayBuffer, Sampler, Storage
+
+    found = {}
+    for kind in (Storage, Sampler, ReplayBuffer):
+        names = {
+            name
+            for parent in kind.__mro__
+            if parent.__module__.startswith("engram.")
+            for name, value in vars(parent).items()
+            if inspect.isroutine(value) or isinstance(value, property | classmethod | staticmethod)
+            if not (name.startswith("__") and name.endswith("__"))
+        }
+        found[kind.__name__] = len(names), sum(name.startswith("_") for name in names)
+    return found
+
+
+if __name__ == "__main__":
+    trees = [Path(tree) for tree in sys.argv[1:] or ["."]]
+    columns = [count(tree / "src/engram") for tree in trees]
+    for what in columns[-1]:
+        print(f"  {what:44}" + "".join(f"{column.get(what, 0):>9,}" for column in columns))
+    for name, (every, private) in methods().items():
+        print(f"  {f'methods of {name}, private ones':44}{every:>9} / {private}")
