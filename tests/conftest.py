@@ -5,6 +5,8 @@ one of each kind, so that a fault shows in `make test`, too. (`make test-search`
 """
 
 import gc
+import importlib.util
+import logging
 import os
 import random
 import signal
@@ -23,12 +25,8 @@ from contracts.programs import Program
 #: Torch's threads sleep while they wait for each other: spinning, they would take the cores from the tests beside them.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-try:
-    import torch
-
-    from engram.data.replay_buffers import prefetch
-except ModuleNotFoundError:  # wheels are tried without torch
-    torch = prefetch = None
+#: Wheels are tried without torch.
+TORCH = importlib.util.find_spec("torch") is not None
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -51,6 +49,10 @@ gc.disable()
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.enable()
+    # Pytest attaches its handlers to each logger that does not propagate, six times a test, and torch has fifty of them.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -86,19 +88,32 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.fixture(scope="session")
+def seed_torch() -> Callable[[int], object]:
+    """Seeds torch's generators; without a device only that of the CPU, as `torch.manual_seed` notes a stack for others."""
+    if not TORCH:
+        return lambda seed: None
+    import torch  # late: two seconds, which the process that only hands tests to others does without
+
+    return torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+
+
 @pytest.fixture(autouse=True)
-def seeded():
+def seeded(seed_torch):
     """The same draws in every run, of tests that do not seed themselves."""
     random.seed(0)
-    if torch is not None:
-        torch.manual_seed(0)
+    seed_torch(0)
 
 
-@pytest.fixture(autouse=True)
-def prefetching(monkeypatch):
+@pytest.fixture(autouse=True, scope="session")
+def prefetching():
     """Batches of a buffer with `prefetch` are prepared by threads also where they are as quick as those of tests."""
-    if prefetch is not None:
-        monkeypatch.setattr(prefetch, "PAYS_FROM_S", 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        if TORCH:
+            from engram.data.replay_buffers import prefetch  # late, as above
+
+            patch.setattr(prefetch, "PAYS_FROM_S", 0.0)
+        yield
 
 
 @pytest.fixture
