@@ -1,7 +1,8 @@
 """What all tests share: the tiers, the same examples in every run, scripts that end with it, and places to save to.
 
 `make test` runs what is neither deep nor long. What lies in a folder of DEEP is deep, but for what is marked `quick`:
-one of each kind, so that a fault shows in `make test`, too. (`make test-search` looks for new examples.)
+one of each kind, so that a fault shows in `make test`, too. Of what is marked `pairwise`, cases in which every two values
+of its parameters meet are quick, and the others deep. (`make test-search` looks for new examples.)
 """
 
 import gc
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from contracts.pairwise import pairwise
 from contracts.programs import Program
 
 #: Torch's threads sleep while they wait for each other: spinning, they would take the cores from the tests beside them.
@@ -37,6 +39,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 #: Kills, damaged files, pages, races, processes, whole trainings, and machines that drive everything: minutes.
 DEEP = ("cluster", "crash", "damage", "docs", "examples", "law", "machine", "processes", "races")
+#: Tests of products in the contracts, which users run without our markers.
+PAIRWISE = ("test_a_state_saved_alone_goes_on_with_its_storage",)
 _HERE = Path(__file__).parent
 
 
@@ -49,7 +53,7 @@ gc.disable()
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.enable()
-    # Pytest attaches its handlers to each logger that does not propagate, six times a test, and torch has fifty of them.
+    # Pytest attaches its handlers to each logger that does not propagate, six times a test; torch has fifty.
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
@@ -63,6 +67,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("deep")
         if inside in ("clients", "cluster"):  # what the threads of peers and of Ray do is not ours
             item.add_marker(pytest.mark.filterwarnings("default::pytest.PytestUnhandledThreadExceptionWarning"))
+    _leave_pairs_quick(items)
+
+
+def _leave_pairs_quick(items: list[pytest.Item]) -> None:
+    """Of tests of wide products, the cases in which every two values still meet are quick, and the others deep."""
+    products: dict[tuple[object, ...], list[pytest.Function]] = {}
+    for item in items:
+        if not isinstance(item, pytest.Function) or item.get_closest_marker("deep"):
+            continue
+        if item.get_closest_marker("pairwise") or item.originalname in PAIRWISE:
+            products.setdefault((item.path, item.cls, item.originalname), []).append(item)
+    for cases in products.values():
+        values = [{name: repr(value) for name, value in case.callspec.params.items()} for case in cases]
+        for k in set(range(len(cases))) - set(pairwise(values)):
+            cases[k].add_marker("deep")
 
 
 #: What `make mutants` must find: a line each, the test's folder and name.
@@ -90,7 +109,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def seed_torch() -> Callable[[int], object]:
-    """Seeds torch's generators; without a device only that of the CPU, as `torch.manual_seed` notes a stack for others."""
+    """Seeds torch's generators: without a device that of the CPU, as `torch.manual_seed` notes a stack for each other."""
     if not TORCH:
         return lambda seed: None
     import torch  # late: two seconds, which the process that only hands tests to others does without
