@@ -6,7 +6,7 @@ NATIVE_SOURCES := $(shell find src/native -name '*.cpp' -o -name '*.hpp' -o -nam
 PYTEST ?=
 WORKERS ?= 2
 
-# With it each process of the tests compiles engram and all tests again: five seconds, and half a second of each it starts.
+# With it each process compiles engram and all tests again: five seconds, and half a second of each that it starts.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help

@@ -1,8 +1,8 @@
 """What all tests share: the tiers, the same examples in every run, scripts that end with it, and places to save to.
 
 `make test` runs what is neither deep nor long. What lies in a folder of DEEP is deep, but for what is marked `quick`:
-one of each kind, so that a fault shows in `make test`, too. Of what is marked `pairwise`, cases in which every two values
-of its parameters meet are quick, and the others deep. (`make test-search` looks for new examples.)
+one of each kind, so that a fault shows in `make test`, too. Of what is marked `pairwise` the cases in which every two
+values of its parameters meet are quick, and the others deep. (`make test-search` looks for new examples.)
 """
 
 import gc
@@ -109,7 +109,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def seed_torch() -> Callable[[int], object]:
-    """Seeds torch's generators: without a device that of the CPU, as `torch.manual_seed` notes a stack for each other."""
+    """Seeds torch's generators: without a device only the CPU's, as `torch.manual_seed` notes stacks for others."""
     if not TORCH:
         return lambda seed: None
     import torch  # late: two seconds, which the process that only hands tests to others does without
