@@ -6,6 +6,9 @@ NATIVE_SOURCES := $(shell find src/native -name '*.cpp' -o -name '*.hpp' -o -nam
 PYTEST ?=
 WORKERS ?= 2
 
+# With it each process compiles engram and all tests again: five seconds, and half a second of each that it starts.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-deep mutants test-long test-search check format stubs wheels wheel-test wheel-check walls docs clean
 

@@ -1,10 +1,13 @@
 """What all tests share: the tiers, the same examples in every run, scripts that end with it, and places to save to.
 
 `make test` runs what is neither deep nor long. What lies in a folder of DEEP is deep, but for what is marked `quick`:
-one of each kind, so that a fault shows in `make test`, too. (`make test-search` looks for new examples.)
+one of each kind, so that a fault shows in `make test`, too. Of what is marked `pairwise` the cases in which every two
+values of its parameters meet are quick, and the others deep. (`make test-search` looks for new examples.)
 """
 
 import gc
+import importlib.util
+import logging
 import os
 import random
 import signal
@@ -18,17 +21,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from contracts.pairwise import pairwise
 from contracts.programs import Program
 
 #: Torch's threads sleep while they wait for each other: spinning, they would take the cores from the tests beside them.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-try:
-    import torch
-
-    from engram.data.replay_buffers import prefetch
-except ModuleNotFoundError:  # wheels are tried without torch
-    torch = prefetch = None
+#: Wheels are tried without torch.
+TORCH = importlib.util.find_spec("torch") is not None
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,6 +39,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 #: Kills, damaged files, pages, races, processes, whole trainings, and machines that drive everything: minutes.
 DEEP = ("cluster", "crash", "damage", "docs", "examples", "law", "machine", "processes", "races")
+#: Tests of products in the contracts, which users run without our markers.
+PAIRWISE = ("test_a_state_saved_alone_goes_on_with_its_storage",)
 _HERE = Path(__file__).parent
 
 
@@ -51,6 +53,10 @@ gc.disable()
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.enable()
+    # Pytest attaches its handlers to each logger that does not propagate, six times a test; torch has fifty.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -61,6 +67,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("deep")
         if inside in ("clients", "cluster"):  # what the threads of peers and of Ray do is not ours
             item.add_marker(pytest.mark.filterwarnings("default::pytest.PytestUnhandledThreadExceptionWarning"))
+    _leave_pairs_quick(items)
+
+
+def _leave_pairs_quick(items: list[pytest.Item]) -> None:
+    """Of tests of wide products, the cases in which every two values still meet are quick, and the others deep."""
+    products: dict[tuple[object, ...], list[pytest.Function]] = {}
+    for item in items:
+        if not isinstance(item, pytest.Function) or item.get_closest_marker("deep"):
+            continue
+        if item.get_closest_marker("pairwise") or item.originalname in PAIRWISE:
+            products.setdefault((item.path, item.cls, item.originalname), []).append(item)
+    for cases in products.values():
+        values = [{name: repr(value) for name, value in case.callspec.params.items()} for case in cases]
+        for k in set(range(len(cases))) - set(pairwise(values)):
+            cases[k].add_marker("deep")
 
 
 #: What `make mutants` must find: a line each, the test's folder and name.
@@ -86,19 +107,32 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.fixture(scope="session")
+def seed_torch() -> Callable[[int], object]:
+    """Seeds torch's generators: without a device only the CPU's, as `torch.manual_seed` notes stacks for others."""
+    if not TORCH:
+        return lambda seed: None
+    import torch  # late: two seconds, which the process that only hands tests to others does without
+
+    return torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+
+
 @pytest.fixture(autouse=True)
-def seeded():
+def seeded(seed_torch):
     """The same draws in every run, of tests that do not seed themselves."""
     random.seed(0)
-    if torch is not None:
-        torch.manual_seed(0)
+    seed_torch(0)
 
 
-@pytest.fixture(autouse=True)
-def prefetching(monkeypatch):
+@pytest.fixture(autouse=True, scope="session")
+def prefetching():
     """Batches of a buffer with `prefetch` are prepared by threads also where they are as quick as those of tests."""
-    if prefetch is not None:
-        monkeypatch.setattr(prefetch, "PAYS_FROM_S", 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        if TORCH:
+            from engram.data.replay_buffers import prefetch  # late, as above
+
+            patch.setattr(prefetch, "PAYS_FROM_S", 0.0)
+        yield
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ RAY_PYTHON := $(RAY_VENV)/bin/python
 RAY_WORKERS ?= 2
 
 .PHONY: test-ray bench-ray bench-ray-peers
-# Without the variable the hundred processes that it starts read compiled modules.
 test-ray: $(RAY_VENV)/.engram
-	env -u PYTHONDONTWRITEBYTECODE $(RAY_PYTHON) -m pytest -n $(RAY_WORKERS) --dist loadfile tests/cluster $(PYTEST)
+	$(RAY_PYTHON) -m pytest -n $(RAY_WORKERS) --dist loadfile tests/cluster $(PYTEST)
 
 $(RAY_VENV)/.run: constraints.txt tests/cluster/ray.mk
 	@echo "making $(RAY_VENV) with torch and Ray in the tested versions: a few minutes, once"

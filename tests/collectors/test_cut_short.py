@@ -94,6 +94,7 @@ def shown(batch):
     return rows["observation"][:, 0].tolist(), rows["next", "observation"][:, 0].tolist()
 
 
+@pytest.mark.pairwise
 @ways
 @policies
 @pytest.mark.parametrize("world", [Breaks, LiesAboutReward])

@@ -93,6 +93,7 @@ SETTINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("kwargs", "env", "parts"), SETTINGS, ids=str)
 def test_batches_are_those_of_steps_key_by_key(monkeypatch, env, parts, kwargs):
     made = [batches(monkeypatch, ENVS[env], PARTS[parts](), later=later, **kwargs) for later in (True, False)]

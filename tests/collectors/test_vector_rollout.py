@@ -334,6 +334,7 @@ ways = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("policy", [Rule, Remembers], ids=["rule", "two outputs"])
 @pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)

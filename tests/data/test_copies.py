@@ -89,6 +89,7 @@ def assert_goes_on_alike(one, other):
     assert plain(one[:]) == plain(other[:]) and one.write_count == other.write_count
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -59,6 +59,7 @@ def filled(sampler, storage=STORAGES["memory"], **how):
     return rb
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("sampler", REFUSED)

@@ -386,6 +386,7 @@ REFUSING = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("storage", ["memory", "named", "list", "columns"])
 @pytest.mark.parametrize("kind", REFUSING)
@@ -479,6 +480,7 @@ def test_a_writer_that_keeps_the_best(tmp_path):
 STEPS = ["_load_parts", "_connect", "_load_transforms"]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("step", STEPS)

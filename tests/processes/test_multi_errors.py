@@ -162,26 +162,28 @@ def box(*shape, dtype=np.float32):
     return Box(0, 1, shape, dtype)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("spaces", "entry"),
-    [
-        (
-            (box(3), box(4)),
-            r"'observation' is torch.float32 \[3\] from worker 0, and torch.float32 \[4\] from worker 1",
-        ),
-        ((box(3), box(3, dtype=np.uint8)), "'observation' is torch.float32 .* and torch.uint8"),
-        (
-            (Dict(a=box(3), b=box(3)), Dict(a=box(3), c=box(3))),
-            r"'b' is torch.float32 \[3\] .* and missing from worker 1",
-        ),
-        ((Dict(a=box(3)), Dict(a=box(3), c=box(3))), "'c' is missing from worker 0, and"),
-    ],
-)
-@pytest.mark.parametrize(
-    "arguments",
-    [{}, {"cat_results": 0}, {"trajs_per_batch": 3}, {"preemptive_threshold": 0.5}, {"replay_buffer": True}],
-)
+#: Spaces of two workers, and what is said of the entry in which they differ.
+DIFFERING = [
+    (
+        (box(3), box(4)),
+        r"'observation' is torch.float32 \[3\] from worker 0, and torch.float32 \[4\] from worker 1",
+    ),
+    ((box(3), box(3, dtype=np.uint8)), "'observation' is torch.float32 .* and torch.uint8"),
+    (
+        (Dict(a=box(3), b=box(3)), Dict(a=box(3), c=box(3))),
+        r"'b' is torch.float32 \[3\] .* and missing from worker 1",
+    ),
+    ((Dict(a=box(3)), Dict(a=box(3), c=box(3))), "'c' is missing from worker 0, and"),
+]
+ARGUMENTS = [{}, {"cat_results": 0}, {"trajs_per_batch": 3}, {"preemptive_threshold": 0.5}, {"replay_buffer": True}]
+#: Of workers, which take long to start: each difference without an argument, and the first one with each.
+DIFFERENCES = [
+    pytest.param(*differing, arguments, marks=pytest.mark.quick if not arguments or differing is DIFFERING[0] else ())
+    for differing in DIFFERING for arguments in ARGUMENTS
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spaces", "entry", "arguments"), DIFFERENCES)
 def test_workers_whose_batches_do_not_go_into_one_are_named_with_the_entry(spaces, entry, arguments):
     rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
     if "replay_buffer" in arguments:

@@ -54,6 +54,7 @@ def test_environments_and_lanes(tmp_path, sampler, order):
     assert draws(twin) == draws(rb)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("order", [("storage", "sampler"), ("sampler", "storage")])
 @pytest.mark.parametrize("capacity", [20, 32])
 def test_parts_of_one_checkpoint_loaded_one_by_one(tmp_path, sampler, order, capacity):
@@ -88,6 +89,7 @@ def replace_three(rb):
     rb[3:6] = steps(500, 503)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("write", [replace_three, lambda rb: rb.extend(steps(100, 107))], ids=["in place", "new"])
 @pytest.mark.parametrize("way", ["dumps", "state_dict"])
 @pytest.mark.parametrize(
