@@ -574,6 +574,12 @@ def create_plain(path: Path) -> Iterator[Any]:
         raise OSError(errno.EIO, f"HDF5 cannot write it ({error})", str(path)) from error
 
 
+def text_dtype() -> np.dtype[Any]:
+    """The dtype of arrays of texts, which become variable-length strings in UTF-8."""
+    dtype: np.dtype[Any] = import_h5py(NEEDED_BY).string_dtype()
+    return dtype
+
+
 class H5RowWriter:
     """Writes a dataset of fixed length from its first row to its last; its values are contiguous in the file."""
 
