@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import string
@@ -58,14 +59,17 @@ from engram.data.datasets.parquet import (
     arrow_bytes,
     arrow_children,
     arrow_column,
+    arrow_texts,
     arrow_values,
     has_fixed_numbers,
+    has_texts,
+    is_fixed_list,
     open_arrow,
 )
 from engram.errors import DatasetError
 from engram.pytree import Key, KeyPath, as_path
 from engram.specs import MultiOneHot, OneHot, Spec, Text, Unbounded, space_from_spec, spec_from_space
-from engram.specs.spaces import TEXT_BYTES, EncodedSpaces, HasSpaces, leaf_spaces
+from engram.specs.spaces import TEXT_BYTES, EncodedSpaces, HasSpaces, leaf_spaces, text_width
 from engram.specs.text import text_of_bytes
 from engram.store.episodes import DONE
 from engram.store.layout import LeafSpec, RowLayout
@@ -273,8 +277,11 @@ class EpisodeReader:
         DatasetError: the file has no episodes, or an entry does not belong in it.
     """
 
-    def __init__(self, source: H5Source, infos: bool, exclude: Sequence[KeyPath]) -> None:
+    def __init__(
+        self, source: H5Source, metadata: Mapping[str, Any], infos: bool, exclude: Sequence[KeyPath]
+    ) -> None:
         self._source, self.path = source, source.path
+        self._metadata = metadata
         self._skipped, self._infos = tuple(exclude), infos
         names = source.names(source.root, "the file")
         others = [name for name in names if not _is_episode(name)]
@@ -307,7 +314,7 @@ class EpisodeReader:
         self._count = len(present)
         steps = self._source.rows(group, _REWARDS, f"{name}/{_REWARDS}").shape[0]
         for role in (_OBSERVATIONS, _ACTIONS, *([_INFOS] if self._infos and _INFOS in present else [])):
-            self._add_below(group, (role,), name, steps, datasets)
+            self._add_below(group, (role,), _space(self._metadata, role), name, steps, datasets)
         for role in (_REWARDS, _TERMINATIONS, _TRUNCATIONS):
             datasets.append(EpisodeDataset((role,), REWARD, 0, self._source.rows(group, role, f"{name}/{role}")))
         for flag in datasets[-2:]:
@@ -321,7 +328,7 @@ class EpisodeReader:
             raise self._source.wrong(f"{name}/{min(others)}", "does not belong to an episode")
 
     def _add_below(
-        self, group: Any, names: tuple[str, ...], episode: str, steps: int, datasets: list[EpisodeDataset]
+        self, group: Any, names: tuple[str, ...], space: Any, episode: str, steps: int, datasets: list[EpisodeDataset]
     ) -> None:
         """Adds a dataset, or all datasets of a group."""
         place = "/".join((episode, *names))
@@ -333,9 +340,9 @@ class EpisodeReader:
             children = self._source.names(opened, place)
             self._groups[names] = len(children)
             for child in children:
-                self._add_below(opened, (*names, child), episode, steps, datasets)
+                self._add_below(opened, (*names, child), _subspace(space, child), episode, steps, datasets)
             return
-        array = self._source.checked_rows(opened, place)
+        array = self._source.checked_rows(opened, place, text_width=_text_width(space))
         more = 1 if names[0] == _OBSERVATIONS or (names[0] == _INFOS and len(array) == steps + 1) else 0
         datasets.append(EpisodeDataset(names, key, more, array))
 
@@ -381,13 +388,13 @@ class EpisodeReader:
         """The datasets of an episode, compared with those of the first one."""
         source = self._source
         root = source.group(source.root, name, name)
-        if source.count(root) != self._count:
+        if source.count(root, name) != self._count:
             self._refuse_others(name, set(source.names(root, name)) - set(_ROLES))
         opened: dict[tuple[str, ...], Any] = {(): root}
         for names, count in self._groups.items():
             place = "/".join((name, *names))
             opened[names] = group = source.group(opened[names[:-1]], names[-1], place)
-            if source.count(group) != count:
+            if source.count(group, place) != count:
                 present = source.names(group, place)
                 raise source.wrong(place, f"holds {sorted(present)}, which is not what it holds in {self._names[0]}")
         arrays = []
@@ -460,6 +467,17 @@ class ArrowColumn(NamedTuple):
     shape: tuple[int, ...]
     kind: Any  # Arrow's type
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one value."""
+        return self.shape[0] if has_texts(self.kind) else arrow_bytes(self.kind)
+
+    def values_of(self, array: Any, file: Path) -> Array:
+        """The values of an Arrow array, `[n, *shape]`."""
+        if has_texts(self.kind):
+            return arrow_texts(array, self.shape[0], ".".join(_arrow_names(self.names)), file)
+        return arrow_values(array, file).reshape(len(array), *self.shape)
+
 
 class ArrowEpisodeReader:
     """Reads the episodes of Minari's Arrow form: `data/<number>/part-0.arrow`, with one row more than steps.
@@ -482,7 +500,7 @@ class ArrowEpisodeReader:
                 self._add_below(self._field(table.schema, role), (role,), _space(metadata, role))
             for role in (_REWARDS, _TERMINATIONS, _TRUNCATIONS):
                 self.datasets.append(ArrowColumn((role,), REWARD, 0, (), self._field(table.schema, role).type))
-        self._row_bytes = sum(arrow_bytes(c.kind) * (1 + c.more) for c in self.datasets)
+        self._row_bytes = sum(c.nbytes * (1 + c.more) for c in self.datasets)
         if self._row_bytes > allowed:
             raise DatasetError(
                 self.path, f"has rows of {self._row_bytes} bytes or more; max_row_bytes= allows {allowed}"
@@ -504,28 +522,27 @@ class ArrowEpisodeReader:
         )  # fmt: skip
         if key in self._skipped:
             return
-        subspaces = space.get("subspaces", {}) if isinstance(space, dict) else {}
         if children := arrow_children(field.type):
+            is_tuple = isinstance(space, dict) and isinstance(space.get("subspaces"), list)
             for child in children:
-                at = int(child.name) if isinstance(subspaces, list) and child.name.isdecimal() else child.name
-                below = subspaces[at] if isinstance(subspaces, list) else subspaces.get(at)
-                named = f"{INDEX}{child.name}" if isinstance(subspaces, list) else child.name
-                self._add_below(child, (*names, named), below)
+                named = f"{INDEX}{child.name}" if is_tuple else child.name
+                self._add_below(child, (*names, named), _subspace(space, named))
+            return
+        more = 0 if names[0] == _ACTIONS else 1
+        if has_texts(field.type):
+            self.datasets.append(ArrowColumn(names, key, more, (_text_width(space),), field.type))
             return
         if not has_fixed_numbers(field.type):
             raise DatasetError(
                 str(self._files[0]),
-                f"has {'.'.join(names)!r} as {field.type}; engram reads numbers, bools and lists of them of one "
-                f"length: exclude=[{pytree.format_key(key)}] leaves it out",
+                f"has {'.'.join(names)!r} as {field.type}; engram reads texts, numbers, bools, and lists of "
+                f"numbers of one length: exclude=[{pytree.format_key(key)}] leaves it out",
             )
         said = (field.metadata or {}).get(b"shape")
-        shape = space.get("shape") if isinstance(space, dict) and "shape" in space else None
-        if said is not None:
-            shape = [int(size) for size in re.findall(rb"\d+", said)]
-        size = getattr(field.type, "list_size", 1)
-        if shape is None or int(np.prod(shape)) != size:
-            shape = [size] if hasattr(field.type, "list_size") else []
-        more = 0 if names[0] == _ACTIONS else 1
+        shape = _shape_of(space) if said is None else [int(size) for size in re.findall(rb"\d{1,18}", said)]
+        listed = [field.type.list_size] if is_fixed_list(field.type) else []
+        if shape is None or math.prod(shape) != math.prod(listed):
+            shape = listed
         self.datasets.append(ArrowColumn(names, key, more, tuple(shape), field.type))
 
     def parts(self, most: int | None) -> Iterator[EpisodePart]:
@@ -542,7 +559,7 @@ class ArrowEpisodeReader:
             for start in range(0, steps, most or max(1, steps)):
                 n = min(steps - start, most or steps)
                 values = [
-                    arrow_values(array.slice(start, n + c.more), file).reshape(n + c.more, *c.shape)
+                    c.values_of(array.slice(start, n + c.more), file)
                     for c, array in zip(self.datasets, arrays, strict=True)
                 ]
                 yield EpisodePart(n, values)
@@ -566,6 +583,36 @@ def _space(metadata: Mapping[str, Any], role: str) -> Any:
         return json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
         return None
+
+
+def _subspace(space: Any, name: str) -> Any:
+    """The JSON of an entry's space, which is called `_index_3` in a Tuple; None where there is none."""
+    below = space.get("subspaces") if isinstance(space, dict) else None
+    if isinstance(below, list):
+        at = name.removeprefix(INDEX)
+        return below[int(at)] if at.isdecimal() and len(at) < 10 and int(at) < len(below) else None
+    return below.get(name) if isinstance(below, dict) else None
+
+
+def _shape_of(space: Any) -> list[int] | None:
+    """The shape of the values of a space, of which this is the JSON; None where it does not say it."""
+    said = space if isinstance(space, dict) else {}
+    shape = said.get("shape", said.get("n"))
+    if said.get("type") == "MultiDiscrete":
+        try:
+            shape = list(np.shape(said.get("nvec")))
+        except ValueError:  # ragged lists
+            return None
+    is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    return shape if is_shape else None
+
+
+def _text_width(space: Any) -> int:
+    """The bytes of the texts of a space, of which this is the JSON: as many as observations of it have."""
+    length, characters = (space.get(key) if isinstance(space, dict) else None for key in ("max_length", "charset"))
+    if type(length) is not int or length < 0 or not isinstance(characters, str):
+        return TEXT_BYTES
+    return text_width(length, characters)
 
 
 class KnownSpaces(NamedTuple):
@@ -869,7 +916,7 @@ def _open_episodes(
     file = _find(Path(path))
     metadata = read_json_object(file.with_name(METADATA))
     with open_foreign(file, max_row_bytes) as source:
-        episodes = EpisodeReader(source, infos, excluded)
+        episodes = EpisodeReader(source, metadata, infos, excluded)
         expected = metadata.get("total_episodes")
         if expected is not None and expected != len(episodes):
             raise DatasetError(str(file), f"has {len(episodes)} episodes, {METADATA} says {expected}")

@@ -42,6 +42,7 @@ from engram.data.datasets.episodes import (
 )
 from engram.errors import DatasetError
 from engram.pytree import Key, KeyPath, TreeSpec
+from engram.specs.text import bytes_of_text
 from engram.store.episodes import DONE, IDS
 from engram.store.layout import LeafSpec, RowLayout
 
@@ -526,7 +527,9 @@ def _footer(file: BinaryIO) -> tuple[int, bytes]:
     return at, file.read()
 
 
-_FAILURES = (OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError, RecursionError, NotImplementedError)
+_FAILURES = (
+    OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError, RecursionError, NotImplementedError, IndexError,
+)  # fmt: skip
 
 
 def read_parquet(
@@ -880,16 +883,27 @@ def arrow_children(kind: Any) -> list[Any]:
     return list(kind) if import_pyarrow().types.is_struct(kind) else []
 
 
+def is_fixed_list(kind: Any) -> bool:
+    """Whether a type is a list of fixed size."""
+    return bool(import_pyarrow().types.is_fixed_size_list(kind))
+
+
 def has_fixed_numbers(kind: Any) -> bool:
     """Whether a type is a number or bool, or a list of fixed size of them."""
-    if import_pyarrow().types.is_fixed_size_list(kind):
+    if is_fixed_list(kind):
         kind = kind.value_type
     return not import_pyarrow().types.is_nested(kind) and _has_numbers(kind)
 
 
+def has_texts(kind: Any) -> bool:
+    """Whether a type is text."""
+    types = import_pyarrow().types
+    return bool(types.is_string(kind) or types.is_large_string(kind))
+
+
 def arrow_bytes(kind: Any) -> int:
     """Bytes of one value of a type that `has_fixed_numbers`, as a tensor has them."""
-    if import_pyarrow().types.is_fixed_size_list(kind):
+    if is_fixed_list(kind):
         return int(kind.list_size) * arrow_bytes(kind.value_type)
     return -(-int(kind.bit_width) // 8)
 
@@ -902,7 +916,10 @@ def arrow_column(reader: Any, names: Sequence[str], kind: Any, path: Path) -> An
     """
     with _failures(path):
         array = reader.read_all().column(names[0]).combine_chunks()
+        array.validate()
         for name in names[1:]:
+            if array.null_count:
+                raise ValueError(f"has no value in {array.null_count} places of {name!r}")
             array = array.field(name)
         if array.type != kind:
             raise ValueError(f"has {'.'.join(names)!r} as {array.type}; the first episode has {kind}")
@@ -915,11 +932,32 @@ def arrow_values(array: Any, path: Path) -> Array:
         return np.array(tensor_of(array, "a column").numpy())
 
 
+def arrow_texts(array: Any, width: int, name: str, path: Path) -> Array:
+    """The texts of a column as uint8 [n, width].
+
+    Raises:
+        DatasetError: a value is missing, is no UTF-8, or is longer.
+    """
+    with _failures(path):
+        array.validate(full=True)
+        if array.null_count:
+            raise ValueError(f"has no value in {array.null_count} places of {name!r}")
+        rows = [bytes_of_text(text, width, f"a value of {name!r}") for text in array.to_pylist()]
+        return np.array(rows, np.uint8).reshape(-1, width)
+
+
+def column_names(path: Path) -> list[str]:
+    """The names of a Parquet file's columns; DatasetError where it is damaged."""
+    with _arrow_file(path) as (_, file), _failures(path):
+        return [str(name) for name in file.schema_arrow.names]
+
+
 def read_texts(path: Path, number: str, texts: Sequence[str], allowed: int) -> dict[int, str]:
     """The texts of a file by their numbers: `number` is a column, the first of `texts` that is there another.
 
     Raises:
-        DatasetError: the file is damaged, has no such columns, or more than `allowed` bytes in them.
+        DatasetError: the file is damaged, has no such columns, more than `allowed` bytes in them, or two texts of one
+            number.
     """
     types = import_pyarrow().types
     with _arrow_file(path) as (_, file), _failures(path):
@@ -948,7 +986,9 @@ def read_texts(path: Path, number: str, texts: Sequence[str], allowed: int) -> d
                 raise ValueError(f"has no value in some places of {number!r} or {text!r}")
             words = values.dictionary.to_pylist()
             places = values.indices.to_pylist()
-            found |= {key: words[at] for key, at in zip(numbers.to_pylist(), places, strict=True)}
+            for key, at in zip(numbers.to_pylist(), places, strict=True):
+                if found.setdefault(key, words[at]) != words[at]:
+                    raise ValueError(f"has two values of {text!r} for {number!r} {key}")
         return found
 
 
