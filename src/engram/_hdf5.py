@@ -34,6 +34,7 @@ _MARK = "engram"  # the attribute of datasets' files that engram wrote
 _CHUNK_BYTES = 1 << 18  # of the chunks that checkpoints are written in
 _LARGEST_RATIO = 1100  # of compression by these filters: deflate's limit is 1032
 _GZIP, _SHUFFLE, _FLETCHER32, _LZF = 1, 2, 3, 32000  # the numbers that HDF5 gives its filters
+_STRING_REFERENCE = np.dtype("V16")  # a string of any length in its dataset: size, place in the file, number
 _OPTIONS = ("compression", "compression_opts", "shuffle", "fletcher32")
 _COMPRESSIONS = (None, "gzip", "lzf")
 _DTYPES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
@@ -234,8 +235,7 @@ class H5File(ABC):
             held = "objects or strings of any length" if dtype.kind == "O" else str(dtype)
             raise self.wrong(
                 place,
-                f"holds {held}, which no tensor does (JPEG images and graphs are not read); exclude= leaves it "
-                "out",
+                f"holds {held}, which no tensor does (JPEG images and graphs are not read); exclude= leaves it out",
             )
         native: np.dtype[Any] = dtype.newbyteorder("=")
         return native
@@ -410,9 +410,7 @@ class H5Source(H5File):
         width = like.shape[-1] if isinstance(like, H5Texts) else 0
         return self.checked_rows(self.open(group, name, place), place, like, text_width=width)
 
-    def checked_rows(
-        self, opened: Any, place: str, like: H5Dataset | None = None, *, text_width: int = 0
-    ) -> H5Dataset:
+    def checked_rows(self, opened: Any, place: str, like: H5Dataset | None = None, *, text_width: int = 0) -> H5Dataset:
         """What `open` returned, as a dataset with a value for each step; texts as uint8 of this width, if it is not 0.
 
         A text's bytes lie elsewhere in the file, where many rows may share them: no more rows are decoded at once than
@@ -421,7 +419,7 @@ class H5Source(H5File):
         if text_width and self._holds_texts(opened):
             with self.failures(place):
                 kind = opened.get_type()
-                self._check_storage(opened, H5Dataset(opened, np.dtype(f"V{kind.get_size()}"), kind, place), place)
+                self._check_storage(opened, H5Dataset(opened, _STRING_REFERENCE, kind, place), place)
                 at_once = max(1, self._allowed // max(1, self._nbytes))
                 dataset: H5Dataset = H5Texts(opened, kind, place, text_width, at_once)
             if len(dataset.shape) != 2:
@@ -436,7 +434,6 @@ class H5Source(H5File):
                 f"is {dataset.dtype} {list(dataset.shape[1:])} a step, but {like.dtype} {list(like.shape[1:])} before",
             )
         return dataset
-
 
     def _holds_texts(self, opened: Any) -> bool:
         """Whether a dataset has strings of any length."""

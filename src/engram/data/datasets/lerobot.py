@@ -195,7 +195,7 @@ class LeRobotReader:
             if said != found:
                 raise self._wrong(_EPISODES, f"has {found} {what}, {INFO} says {said}")
         for name, bound in zip(_RANGE, (np.cumsum(lengths) - lengths, np.cumsum(lengths)), strict=True):
-            wrong = np.flatnonzero(table[name].numpy() != bound) if name in table else []
+            wrong = np.flatnonzero(table[name].numpy() != bound) if name in table else np.zeros(0, np.int64)
             if len(wrong):
                 i = int(wrong[0])
                 raise self._wrong(
@@ -447,6 +447,27 @@ def read_lerobot(
             the message names file and feature, `rows_read` is the number of steps that were written to the buffer.
         FileNotFoundError: there is no LeRobot dataset.
         ImportError: pyarrow is missing: `pip install "engram[parquet]"`.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> import pyarrow, pyarrow.parquet
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> frames = {"action": [0.5, 1.5, 2.5], "timestamp": [0.0, 0.1, 0.0], "frame_index": [0, 1, 0]}
+        >>> frames |= {"episode_index": [0, 0, 1], "task_index": [0, 0, 0], "observation.state": [[1.0], [2.0], [3.0]]}
+        >>> kinds = {name: "int64" if name.endswith("index") else "float64" for name in frames}
+        >>> features = {name: {"dtype": kind, "shape": [1]} for name, kind in kinds.items()}
+        >>> said = {"codebase_version": "v3.0", "total_frames": 3, "total_episodes": 2, "features": features}
+        >>> tables = {"data": frames, "meta/episodes": {"episode_index": [0, 1], "length": [2, 1]}}
+        >>> files = {f"{name}/chunk-000/file-000.parquet": table for name, table in tables.items()}
+        >>> files["meta/tasks.parquet"] = {"task_index": [0], "task": ["push"]}
+        >>> for name, table in files.items():
+        ...     (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        ...     pyarrow.parquet.write_table(pyarrow.table(table), folder / name)
+        >>> (folder / "meta/info.json").write_text(json.dumps(said)) > 0
+        True
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> read_lerobot(folder, rb), rb[:]["next", "observation", "state"].flatten().tolist()
+        (3, [2.0, 2.0, 3.0])
     """
     check_buffer(buffer)
     reader = LeRobotReader(path, exclude, last_step, max_row_bytes)
@@ -471,12 +492,36 @@ def iter_lerobot(
 
     Raises:
         DatasetError, FileNotFoundError, ImportError: as `read_lerobot`.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> import pyarrow, pyarrow.parquet
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> frames = {"action": [0.5, 1.5, 2.5], "timestamp": [0.0, 0.1, 0.0], "frame_index": [0, 1, 0]}
+        >>> frames |= {"episode_index": [0, 0, 1], "task_index": [0, 0, 0], "observation.state": [[1.0], [2.0], [3.0]]}
+        >>> kinds = {name: "int64" if name.endswith("index") else "float64" for name in frames}
+        >>> features = {name: {"dtype": kind, "shape": [1]} for name, kind in kinds.items()}
+        >>> said = {"codebase_version": "v3.0", "total_frames": 3, "total_episodes": 2, "features": features}
+        >>> tables = {"data": frames, "meta/episodes": {"episode_index": [0, 1], "length": [2, 1]}}
+        >>> files = {f"{name}/chunk-000/file-000.parquet": table for name, table in tables.items()}
+        >>> files["meta/tasks.parquet"] = {"task_index": [0], "task": ["push"]}
+        >>> for name, table in files.items():
+        ...     (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        ...     pyarrow.parquet.write_table(pyarrow.table(table), folder / name)
+        >>> (folder / "meta/info.json").write_text(json.dumps(said)) > 0
+        True
+        >>> from engram.data import Text
+        >>> [Text(4).decode(episode["task"]) for episode in iter_lerobot(folder)]
+        [['push', 'push'], ['push']]
     """
     yield from LeRobotReader(path, exclude, last_step, max_row_bytes).episodes()
 
 
 def lerobot_info(path: str | os.PathLike[str], *, max_row_bytes: int | str = MAX_ROW_BYTES) -> LeRobotInfo:
-    """The tables of a LeRobot dataset: features, tasks, the place of its videos; errors as `read_lerobot`."""
+    """The tables of a LeRobot dataset: features, tasks, the place of its videos; errors as `read_lerobot`.
+
+    `lerobot_info(path).tasks[0]` is the text of task 0, `.video_file(name, chunk_index, file_index)` a file of a video.
+    """
     return _read_info(Path(path), parse_bytes(max_row_bytes, "max_row_bytes"))
 
 

@@ -74,7 +74,6 @@ from engram.specs.text import text_of_bytes
 from engram.store.episodes import DONE
 from engram.store.layout import LeafSpec, RowLayout
 
-
 Array = npt.NDArray[Any]
 
 
@@ -222,7 +221,7 @@ def _likely_spec(leaf: LeafSpec, space: Any, kind: str) -> Spec | None:
 def _hot_places(values: Array, sizes: Ints, name: str) -> Ints:
     """The places of the ones, int64 [n, len(sizes)], in one-hot vectors of these sizes, one behind the other."""
     bounds = np.cumsum([0, *sizes])
-    parts = [values.reshape(len(values), -1)[:, a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    parts = [values.reshape(len(values), -1)[:, a:b] for a, b in itertools.pairwise(bounds)]
     if any(((part != 0).sum(1) != 1).any() for part in parts):
         raise ValueError(f"{name} has a value that is not one-hot, as its space is written. Nothing was written")
     return np.stack([(part != 0).argmax(1) for part in parts], 1).astype(np.int64)
@@ -233,7 +232,9 @@ def _texts(rows: Array, name: str) -> Array:
     texts = [text_of_bytes(row) for row in rows]
     for text, row in zip(texts, rows, strict=True):
         if text.encode() != row.tobytes().rstrip(b"\0") or "\0" in text:
-            raise ValueError(f"{name} has the bytes {row.tobytes()!r:.80}, which are no text in UTF-8. Nothing was written")
+            raise ValueError(
+                f"{name} has the bytes {row.tobytes()!r:.80}, which are no text in UTF-8. Nothing was written"
+            )
     return np.array(texts, text_dtype())
 
 
@@ -277,9 +278,7 @@ class EpisodeReader:
         DatasetError: the file has no episodes, or an entry does not belong in it.
     """
 
-    def __init__(
-        self, source: H5Source, metadata: Mapping[str, Any], infos: bool, exclude: Sequence[KeyPath]
-    ) -> None:
+    def __init__(self, source: H5Source, metadata: Mapping[str, Any], infos: bool, exclude: Sequence[KeyPath]) -> None:
         self._source, self.path = source, source.path
         self._metadata = metadata
         self._skipped, self._infos = tuple(exclude), infos
@@ -600,7 +599,7 @@ def _shape_of(space: Any) -> list[int] | None:
     shape = said.get("shape", said.get("n"))
     if said.get("type") == "MultiDiscrete":
         try:
-            shape = list(np.shape(said.get("nvec")))
+            shape = list(np.shape(said.get("nvec", 0)))
         except ValueError:  # ragged lists
             return None
     is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
@@ -635,7 +634,7 @@ class KnownSpaces(NamedTuple):
         names = [key_of(pair.name) for pair in pairs]
         if set(names) != spaces.keys():
             raise ValueError(
-                f"the space {self.given[role]} has the entries {_shown(spaces)}, the {role} have {_shown(names)}; "
+                f"the space {self.given[role]} has {_shown(spaces)}; the {role} are {_shown(names)}; "
                 "exclude= leaves keys out. Nothing was written"
             )
         return [encoded_column(leaf, spaces[name], None) for name, leaf in zip(names, leaves, strict=True)]
@@ -663,7 +662,7 @@ class KnownSpaces(NamedTuple):
 
 
 def _shown(names: Iterable[KeyPath]) -> str:
-    return ", ".join(sorted(pytree.format_key(name) for name in names if name)) or "of one array"
+    return ", ".join(sorted(pytree.format_key(name) for name in names if name)) or "one array"
 
 
 class EpisodeWriter:
@@ -882,6 +881,16 @@ def iter_minari(
 
     Raises:
         DatasetError, ImportError: as `read_minari`.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp() + "/pole-v0"
+        >>> follows = {"observation": torch.ones(2, 4), "reward": torch.ones(2, 1), "done": torch.ones(2, 1).bool()}
+        >>> steps = TensorDict({"observation": torch.ones(2, 4), "action": torch.ones(2), "next": follows}, [2])
+        >>> write_minari(steps, folder)
+        2
+        >>> [len(episode) for episode in iter_minari(folder)]
+        [1, 1]
     """
     with _open_episodes(path, infos, exclude, max_row_bytes) as (episodes, _):
         for number, part in enumerate(episodes.parts(None)):

@@ -528,7 +528,8 @@ def _footer(file: BinaryIO) -> tuple[int, bytes]:
 
 
 _FAILURES = (
-    OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError, RecursionError, NotImplementedError, IndexError,
+    OSError, ValueError, KeyError, IndexError, TypeError, RuntimeError, MemoryError, RecursionError,
+    NotImplementedError,
 )  # fmt: skip
 
 
@@ -560,6 +561,17 @@ def read_parquet(
             names file and column, `rows_read` is the number of steps that were written to the buffer.
         ValueError: the file begins with the trajectory id that the buffer ends with: two trajectories would become one.
         ImportError: pyarrow is missing: `pip install "engram[parquet]"`.
+
+    Example:
+        >>> import tempfile
+        >>> file = tempfile.mkdtemp() + "/steps.parquet"
+        >>> follows = {"observation": torch.ones(2, 4), "reward": torch.ones(2, 1), "done": torch.ones(2, 1).bool()}
+        >>> steps = TensorDict({"observation": torch.ones(2, 4), "action": torch.ones(2), "next": follows}, [2])
+        >>> write_parquet(steps, file)
+        2
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> read_parquet(file, rb), rb[:]["next", "done"].flatten().tolist()
+        (2, [True, True])
     """
     check_buffer(buffer)
     with open_parquet(Path(path), columns, max_row_bytes) as file:
@@ -584,6 +596,16 @@ def iter_parquet(
 
     Raises:
         DatasetError, ImportError: as `read_parquet`.
+
+    Example:
+        >>> import tempfile
+        >>> file = tempfile.mkdtemp() + "/steps.parquet"
+        >>> follows = {"observation": torch.ones(2, 4), "reward": torch.ones(2, 1), "done": torch.ones(2, 1).bool()}
+        >>> steps = TensorDict({"observation": torch.ones(2, 4), "action": torch.ones(2), "next": follows}, [2])
+        >>> write_parquet(steps, file)
+        2
+        >>> [len(batch) for batch in iter_parquet(file, 1)]
+        [1, 1]
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -629,6 +651,17 @@ def write_parquet(
         ValueError: nothing to write.
         FileExistsError: there is something at `path`.
         ImportError: pyarrow is missing: `pip install "engram[parquet]"`.
+
+    Example:
+        >>> import tempfile
+        >>> file = tempfile.mkdtemp() + "/steps.parquet"
+        >>> follows = {"observation": torch.ones(2, 4), "reward": torch.ones(2, 1), "done": torch.ones(2, 1).bool()}
+        >>> steps = TensorDict({"observation": torch.ones(2, 4), "action": torch.ones(2), "next": follows}, [2])
+        >>> write_parquet(steps, file)
+        2
+        >>> import pyarrow.parquet
+        >>> pyarrow.parquet.read_schema(file).names
+        ['action', 'next.done', 'next.observation', 'next.reward', 'observation', 'engram.trajectory']
     """
     if compression not in ("zstd", "snappy", "lz4", "gzip", "none"):
         raise ValueError(f"compression is 'zstd', 'snappy', 'lz4', 'gzip' or 'none', got {compression!r}")
