@@ -661,7 +661,7 @@ def write_parquet(
         2
         >>> import pyarrow.parquet
         >>> pyarrow.parquet.read_schema(file).names
-        ['action', 'next.done', 'next.observation', 'next.reward', 'observation', 'engram.trajectory']
+        ['observation', 'action', 'next.observation', 'next.reward', 'next.done', 'engram.trajectory']
     """
     if compression not in ("zstd", "snappy", "lz4", "gzip", "none"):
         raise ValueError(f"compression is 'zstd', 'snappy', 'lz4', 'gzip' or 'none', got {compression!r}")
