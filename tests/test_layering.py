@@ -47,8 +47,8 @@ LAYERS = [
     ["engram.ted"],
     ["engram.transforms"],
     ["engram.data.specs"],
-    ["engram.specs"],
     ["engram._hdf5"],
+    ["engram.specs"],
     ["engram._arguments", "engram.pytree"],
     ["engram._generator", "engram._progress", "engram._system"],
     ["engram._native"],
@@ -59,7 +59,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 #: Parts around the kernel. They use what users import, the kernel's edge and each other.
 SATELLITES = ("cli", "compat", "data.datasets", "distributed", "interop", "testing")
 #: Modules of which satellites use the names in `__all__`: the kernel's edge, and what users import.
-EDGE = {f"engram.kernel.{name}" for name in ("collecting", "disk", "hdf5", "replay", "rows", "tools")}
+EDGE = {f"engram.kernel.{name}" for name in ("collecting", "disk", "hdf5", "replay", "rows", "spaces", "tools")}
 FACES = {f"engram.{name}" for name in ("collectors", "data", "envs", "envs.transforms", "envs.utils", "specs")}
 OPEN = ("engram.errors", "engram.pytree")  # of which they use every name
 #: The only imports of the kernel's that look up: `engram.data` lets the forms of other libraries register themselves,

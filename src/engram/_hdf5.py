@@ -25,6 +25,7 @@ import numpy.typing as npt
 from engram._system import check_memory, human_bytes, open_file, parse_bytes, path_of
 from engram.errors import DatasetError
 from engram.pytree import KeyPath
+from engram.specs.text import bytes_of_text
 
 Array = npt.NDArray[Any]
 
@@ -33,6 +34,7 @@ _MARK = "engram"  # the attribute of datasets' files that engram wrote
 _CHUNK_BYTES = 1 << 18  # of the chunks that checkpoints are written in
 _LARGEST_RATIO = 1100  # of compression by these filters: deflate's limit is 1032
 _GZIP, _SHUFFLE, _FLETCHER32, _LZF = 1, 2, 3, 32000  # the numbers that HDF5 gives its filters
+_STRING_REFERENCE = np.dtype("V16")  # a string of any length in its dataset: size, place in the file, number
 _OPTIONS = ("compression", "compression_opts", "shuffle", "fletcher32")
 _COMPRESSIONS = (None, "gzip", "lzf")
 _DTYPES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
@@ -114,6 +116,34 @@ class H5Dataset:
         return values
 
 
+class H5Texts(H5Dataset):
+    """A dataset of texts of any length, one a row, as uint8 `[rows, width]`: see `Text`."""
+
+    def __init__(self, dataset: Any, file_type: Any, place: str, width: int, rows_at_once: int) -> None:
+        super().__init__(dataset, np.dtype(np.uint8), file_type, place)
+        self.shape = (*self.shape, width)
+        self._rows_at_once = rows_at_once
+
+    def read(self, *window: slice) -> Array:
+        """A new array of the rows that the slice selects. Raises ValueError for a text without a place in `width`."""
+        start, stop, _ = window[0].indices(len(self)) if window else (0, len(self), 1)
+        rows, width = max(0, stop - start), self.shape[-1]
+        check_memory(rows * width, f"a read of {self._place}")
+        values = np.empty((rows, width), np.uint8)
+        for at in range(start, stop, self._rows_at_once):
+            for i, text in enumerate(self._strings(at, min(stop, at + self._rows_at_once)), at - start):
+                values[i] = bytes_of_text(text.decode(), width, self._place)
+        return values
+
+    def _strings(self, start: int, stop: int) -> Array:
+        h5s = import_h5py().h5s
+        strings = np.empty(stop - start, text_dtype())
+        selection = h5s.create_simple((len(self),))
+        selection.select_hyperslab((start,), strings.shape)
+        self._dataset.read(h5s.create_simple(strings.shape), selection, strings)
+        return strings
+
+
 class H5File(ABC):
     """An open file that is not believed: no link is followed, nothing outside the file is opened, no Python object is
     made, and no memory is allocated because a header claims a size.
@@ -154,9 +184,10 @@ class H5File(ABC):
         with self.failures(place):
             return [name.decode() for name in group]
 
-    def count(self, group: Any) -> int:
+    def count(self, group: Any, place: str) -> int:
         """The number of a group's entries."""
-        return int(group.get_num_objs())
+        with self.failures(place):
+            return int(group.get_num_objs())
 
     def open(self, group: Any, name: str, place: str) -> Any:
         """Opens a group or dataset; the link to it is checked first, which may lead to another file."""
@@ -204,8 +235,7 @@ class H5File(ABC):
             held = "objects or strings of any length" if dtype.kind == "O" else str(dtype)
             raise self.wrong(
                 place,
-                f"holds {held}, which no tensor does (texts, JPEG images and graphs are not read); exclude= leaves it "
-                "out",
+                f"holds {held}, which no tensor does (JPEG images and graphs are not read); exclude= leaves it out",
             )
         native: np.dtype[Any] = dtype.newbyteorder("=")
         return native
@@ -377,11 +407,25 @@ class H5Source(H5File):
 
     def rows(self, group: Any, name: str, place: str, like: H5Dataset | None = None) -> H5Dataset:
         """Opens a dataset with a value for each step; `like`: of the same dtype and row shape as this one."""
-        return self.checked_rows(self.open(group, name, place), place, like)
+        width = like.shape[-1] if isinstance(like, H5Texts) else 0
+        return self.checked_rows(self.open(group, name, place), place, like, text_width=width)
 
-    def checked_rows(self, opened: Any, place: str, like: H5Dataset | None = None) -> H5Dataset:
-        """What `open` returned, as a dataset with a value for each step."""
-        dataset = self.checked(opened, place, like)
+    def checked_rows(self, opened: Any, place: str, like: H5Dataset | None = None, *, text_width: int = 0) -> H5Dataset:
+        """What `open` returned, as a dataset with a value for each step; texts as uint8 of this width, if it is not 0.
+
+        A text's bytes lie elsewhere in the file, where many rows may share them: no more rows are decoded at once than
+        fit what a row may take, if each has the whole file.
+        """
+        if text_width and self._holds_texts(opened):
+            with self.failures(place):
+                kind = opened.get_type()
+                self._check_storage(opened, H5Dataset(opened, _STRING_REFERENCE, kind, place), place)
+                at_once = max(1, self._allowed // max(1, self._nbytes))
+                dataset: H5Dataset = H5Texts(opened, kind, place, text_width, at_once)
+            if len(dataset.shape) != 2:
+                raise self.wrong(place, "has texts that are not one a step; exclude= leaves it out")
+        else:
+            dataset = self.checked(opened, place, like)
         if not dataset.shape:
             raise self.wrong(place, "is a single value, where there should be one a step")
         if like is not None and (dataset.dtype != like.dtype or dataset.shape[1:] != like.shape[1:]):
@@ -390,6 +434,13 @@ class H5Source(H5File):
                 f"is {dataset.dtype} {list(dataset.shape[1:])} a step, but {like.dtype} {list(like.shape[1:])} before",
             )
         return dataset
+
+    def _holds_texts(self, opened: Any) -> bool:
+        """Whether a dataset has strings of any length."""
+        if self.is_group(opened):
+            return False
+        kind = opened.get_type()
+        return isinstance(kind, self._h5.h5t.TypeStringID) and bool(kind.is_variable_str())
 
 
 @contextmanager
@@ -572,6 +623,12 @@ def create_plain(path: Path) -> Iterator[Any]:
         file.close()
     except RuntimeError as error:  # what h5py makes of a full disk when it closes
         raise OSError(errno.EIO, f"HDF5 cannot write it ({error})", str(path)) from error
+
+
+def text_dtype() -> np.dtype[Any]:
+    """The dtype of arrays of texts, which become variable-length strings in UTF-8."""
+    dtype: np.dtype[Any] = import_h5py(NEEDED_BY).string_dtype()
+    return dtype
 
 
 class H5RowWriter:

@@ -50,6 +50,7 @@ from engram.collectors.worker import (
     AttachWeights,
     BatchReady,
     Collect,
+    GetSpaces,
     GetState,
     Hello,
     LoadState,
@@ -80,6 +81,7 @@ from engram.processes.worker import (
     wait_for_any,
 )
 from engram.pytree import is_ragged, map_leaves
+from engram.specs.spaces import EncodedSpaces, HasSpaces, common_spaces
 
 ABANDON_INTERVAL = 0.1  # seconds after which a thread in the background sees that nobody waits for it any more
 
@@ -98,7 +100,7 @@ class Arrived(NamedTuple):
 
 
 @advised
-class MultiCollector(BackgroundCollector):
+class MultiCollector(BackgroundCollector, HasSpaces):
     """Base of the collectors with worker processes; see `MultiSyncDataCollector`.
 
     `MultiCollector(..., sync=True)` (the default) makes a `MultiSyncDataCollector`, with `sync=False` a
@@ -708,6 +710,12 @@ class MultiCollector(BackgroundCollector):
                 self._is_updated = True
         elif weights is not None:
             raise TypeError(f"the policy is a {type(self._policy).__name__} and has no weights; give an nn.Module")
+
+    def encoded_spaces(self) -> EncodedSpaces:
+        """The specs of observations and actions of a worker, and the gymnasium spaces that all workers have."""
+        with self._asking(), self._shut_down_on_error():
+            members: list[EncodedSpaces] = [self._request(k, GetSpaces())() for k in range(self.num_workers)]
+        return members[0]._replace(spaces=common_spaces(members))
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """The next reset of each environment starts from a seed of its own; returns the first that is free.

@@ -29,6 +29,7 @@ from engram.collectors.vector_rollout import VectorRollout
 from engram.data import ReplayBuffer
 from engram.envs.base import EnvBase, mark_truncated, with_time_named
 from engram.envs.engines import Autoreset
+from engram.envs.from_torchrl import as_env
 from engram.envs.policies import (
     CallablePolicy,
     ExplorationType,
@@ -45,6 +46,7 @@ from engram.envs.policies import (
 from engram.envs.transformed import TransformedEnv
 from engram.processes.timeouts import CallTimer, TimedEnv, reject_timeout
 from engram.pytree import key_path
+from engram.specs.spaces import EncodedSpaces, HasSpaces
 from engram.specs.tensors import usable_device
 from engram.transforms.base import Deferred
 
@@ -203,7 +205,7 @@ Device = torch.device | str | int | None
 
 
 @advised
-class SyncDataCollector(BackgroundCollector):
+class SyncDataCollector(BackgroundCollector, HasSpaces):
     """Steps an environment with a policy and hands out batches in TED.
 
     A batch is `[time]` for a single environment, `[*batch_size, time]` for several, with `frames_per_batch` frames
@@ -616,6 +618,14 @@ class SyncDataCollector(BackgroundCollector):
             policy_weights=policy_weights, policy_or_weights=policy_or_weights, worker_ids=worker_ids
         )
         self._weights.update(weights, version)
+
+    def encoded_spaces(self) -> EncodedSpaces:
+        """The specs of observations and actions, and the gymnasium spaces behind them, which `write_minari` writes."""
+        try:
+            env = as_env(self.env, "SyncDataCollector")
+        except TypeError:  # an environment of another kind, of which only steps are known
+            return EncodedSpaces({}, 0, {})
+        return env.encoded_spaces()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """The next reset of each environment starts from `seed`, `seed + 1`, ...; returns the first that is free.

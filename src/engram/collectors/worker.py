@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.processes.shared_weights import SharedWeights
 from engram.processes.timeouts import CallTimer
 from engram.processes.worker import Channel, CloudpickleWrapper
+from engram.specs.spaces import EncodedSpaces
 
 MAX_PIECES = 32  # a batch that can be stopped is collected in so many pieces at most
 
@@ -63,6 +65,10 @@ class Reset(NamedTuple):
 
 class GetState(NamedTuple):
     """Asks for the state of the collector."""
+
+
+class GetSpaces(NamedTuple):
+    """Asks for the `encoded_spaces` of the collector; the answer is a function that returns them."""
 
 
 class ValidateState(NamedTuple):
@@ -203,6 +209,7 @@ class _CollectorProcess:
             SetSeed: self._set_seed,
             Reset: lambda message: self._reset(),
             GetState: lambda message: self._get_state(),
+            GetSpaces: lambda message: CloudpickleWrapper(partial(EncodedSpaces, *self._collector.encoded_spaces())),
             ValidateState: lambda message: self._validate(message.random_state),
             LoadState: lambda message: self._load_state(message.state),
         }

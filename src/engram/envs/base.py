@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from engram.envs.policies import FLAGS, RecordedActions, as_policy, on_device_of
 from engram.envs.torchrl import as_torchrl_env
 from engram.pytree import Key, as_keys, key_path
 from engram.specs import Categorical, Composite, Spec, Stacked, StackedComposite, Unbounded
+from engram.specs.spaces import EncodedSpaces, HasSpaces
 from engram.specs.tensors import usable_device
 from engram.transforms.base import IDLE
 
@@ -291,7 +292,7 @@ SPEC_NAMES = ("observation_spec", "full_action_spec", "full_reward_spec", "full_
 
 
 @advised
-class EnvBase(nn.Module, ABC):
+class EnvBase(nn.Module, HasSpaces):
     """An environment, or a batch of environments, that reads and writes TensorDicts of shape `batch_size`.
 
     A subclass calls `__init__` with its specs (batch dimensions included) and implements `_reset`, `_step` and
@@ -499,6 +500,11 @@ class EnvBase(nn.Module, ABC):
 
     def _unbatched(self, spec: Spec) -> Any:
         return spec[(0,) * len(self.batch_size)] if len(self.batch_size) else spec  # type: ignore[index]
+
+    def encoded_spaces(self) -> EncodedSpaces:
+        """The specs of observations and actions, and the gymnasium spaces behind them, which `write_minari` writes."""
+        leaves = {**self.observation_spec.leaves(), **self.full_action_spec.leaves()}
+        return EncodedSpaces({key_path(key): spec for key, spec in leaves.items()}, len(self.batch_size), {})
 
     @property
     def action_spec_unbatched(self) -> Any:

@@ -31,8 +31,9 @@ from engram.envs.codecs import (
     reward_vector,
     space_leaves,
 )
-from engram.pytree import Key, key_path
+from engram.pytree import Key, KeyPath, key_path
 from engram.specs import Composite, Spec, Unbounded
+from engram.specs.spaces import leaf_spaces
 from engram.transforms.base import IDLE
 
 Array = np.ndarray[Any, Any]
@@ -247,6 +248,7 @@ class GymEngine:
         if self._info is not None:
             self.step = self._info.stepping(self.step)
         self.leaves = observation_leaves(env.observation_space, observation_key, self._info, categorical=categorical)
+        self.spaces = entry_spaces(env.observation_space, observation_key, env.action_space)
         self.observation_spec = composite_spec(self.leaves)
         self._seed: int | None = None
 
@@ -326,11 +328,21 @@ def composite_spec(leaves: list[SpaceLeaf]) -> Composite:
     return spec
 
 
+def entry_spaces(observation: Any, key: str, action: Any) -> dict[KeyPath, Any]:
+    """The gymnasium spaces of one environment's observations and actions, by the keys that they become."""
+    return {**leaf_spaces(observation, _observation_path(observation, key)), **leaf_spaces(action, ("action",))}
+
+
+def _observation_path(space: Any, key: str) -> tuple[str, ...]:
+    """Where observations are: the entries of a Dict under their own keys, any other observation under `key`."""
+    return () if isinstance(getattr(space, "spaces", None), dict) else (key,)
+
+
 def observation_leaves(
     space: Any, observation_key: str, info: InfoReader | None, *, categorical: bool
 ) -> list[SpaceLeaf]:
     """The leaves of an observation space, followed by those of the `info` entries."""
-    key = () if isinstance(getattr(space, "spaces", None), dict) else (observation_key,)
+    key = _observation_path(space, observation_key)
     codec = codec_for(space, categorical=categorical)
     return space_leaves(codec, key) if info is None else [*space_leaves(codec, key, (0,)), *info.leaves]
 
@@ -404,6 +416,7 @@ class GymVectorEngine(VectorEngine):
         self._info = make_info_reader(info_keys, self._probed, batch_dims=1)
         space = env.single_observation_space
         self.leaves: list[SpaceLeaf] = observation_leaves(space, observation_key, self._info, categorical=categorical)
+        self.spaces = entry_spaces(space, observation_key, env.single_action_space)
 
     def _reward_shape(self) -> tuple[int, ...]:
         env = self.env.unwrapped

@@ -18,6 +18,7 @@ from engram.envs.codecs import flag_of, reward_of, reward_vector
 from engram.envs.engines import GymEngine, GymVectorEngine, InfoKeys, VectorEngine
 from engram.envs.vector_env import VectorStepper
 from engram.specs import Composite, Spec, Unbounded
+from engram.specs.spaces import EncodedSpaces
 from engram.specs.tensors import usable_device
 
 
@@ -161,6 +162,9 @@ class GymEnv(EnvBase):
     def gym_env(self) -> Any:
         """The gymnasium environment, wrappers included."""
         return self._stepper.engine.env
+
+    def encoded_spaces(self) -> EncodedSpaces:
+        return super().encoded_spaces()._replace(spaces=self._stepper.engine.spaces)
 
     def engines(self) -> list[GymEngine] | None:
         """The engine of a single environment, in a list, for collectors.

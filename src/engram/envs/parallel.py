@@ -27,6 +27,7 @@ from engram.processes.timeouts import TimedEnv, validate_timeout
 from engram.processes.worker import CLOSE_TIMEOUT, Channel, CloudpickleWrapper
 from engram.pytree import Key, is_ragged
 from engram.specs import Categorical
+from engram.specs.spaces import EncodedSpaces, common_spaces
 from engram.specs.tensors import usable_device
 from engram.transforms.base import IDLE
 
@@ -807,6 +808,9 @@ class ParallelEnv(EnvBase):
         """The process ids of the workers."""
         return self._pool.pids
 
+    def encoded_spaces(self) -> EncodedSpaces:
+        return super().encoded_spaces()._replace(spaces=self._one.encoded().spaces)
+
     def vector_engine(self) -> VectorEngine | None:
         """The engine of gymnasium environments; None for others, and if a subclass has changed steps."""
         cls = type(self)
@@ -883,6 +887,7 @@ class _EnvDescription(NamedTuple):
     reads_state: bool
     spaces: Any  # of a single gymnasium environment; None for other environments
     raw: Any  # the codecs of these spaces
+    encoded: Callable[[], EncodedSpaces]  # of the owner's one: with the spaces that all environments have
     fake: TensorDictBase
     policy_entries: tuple[Any, ...]
 
@@ -906,6 +911,7 @@ class _EnvDescription(NamedTuple):
             env._reads_state(),
             None if engine is None else (engine.env.action_space, engine.env.observation_space),
             None if engine is None else (engine.action, engine.leaves),
+            CloudpickleWrapper(functools.partial(EncodedSpaces, *env.encoded_spaces())),
             env.fake_tensordict(),
             getattr(env, "policy_entries", ()),
         )
@@ -962,7 +968,10 @@ def _connect(
 ) -> tuple[_EnvDescription, VectorStepper | TensorDictStepper]:
     """The description of one environment, and the stepper of all."""
     members = [member for of_worker in pool.handshake() for member in of_worker]
-    one = members[0]
+    encoded = [member.encoded() for member in members]
+    one = members[0]._replace(
+        encoded=functools.partial(EncodedSpaces, *encoded[0]._replace(spaces=common_spaces(encoded)))
+    )
     replacements = Replacements(pool, starts, n, one)
     for index, member in enumerate(members):
         check_same_specs(index, member, one)

@@ -15,6 +15,7 @@ from engram.envs.base import SPEC_NAMES, EnvBase
 from engram.envs.engines import GymEngine
 from engram.envs.from_torchrl import as_env
 from engram.processes.timeouts import reject_timeout
+from engram.specs.spaces import EncodedSpaces, common_spaces
 from engram.specs.tensors import usable_device
 
 
@@ -61,6 +62,9 @@ class SerialEnv(EnvBase):
         self.policy_entries = first.policy_entries
         if place is not None:
             self.to(place)
+
+    def encoded_spaces(self) -> EncodedSpaces:
+        return super().encoded_spaces()._replace(spaces=common_spaces([env.encoded_spaces() for env in self._envs]))
 
     def engines(self) -> list[GymEngine] | None:
         """The engines that step with raw values, for collectors; None unless all are single gymnasium environments."""

@@ -14,6 +14,7 @@ from engram.envs.base import EnvBase
 from engram.envs.from_torchrl import as_env
 from engram.pytree import Key
 from engram.specs import Spec
+from engram.specs.spaces import EncodedSpaces
 from engram.transforms import Compose, Transform
 from engram.transforms.adapters import as_transform
 from engram.transforms.env_specs import FLAGS, EnvSpecs, clone_composite
@@ -171,6 +172,11 @@ class TransformedEnv(EnvBase):
         added = {key: spec for key, spec in specs.grouped.items() if self.full_reward_spec.get(key) is None}
         for key in added.keys() - self.full_done_spec.leaves().keys():
             self.full_reward_spec = clone_composite(self.full_reward_spec).set(key, added[key])
+
+    def encoded_spaces(self) -> EncodedSpaces:
+        own, below = super().encoded_spaces(), self._base.encoded_spaces()
+        same = {path: one for path, one in below.spaces.items() if own.specs.get(path) == below.specs.get(path)}
+        return own._replace(spaces=same)
 
     # ---- episodes ----
     def random_state(self) -> Any:

@@ -9,6 +9,7 @@ which imports none of them (`tests/test_layering.py`). A name that is added here
     disk        checkpoint directories, mapped stores and their locks, without torch
     rows        rows: their layout, lanes, episodes; snapshots of them
     hdf5        reading HDF5 files that nobody vouches for, and writing them
+    spaces      spaces of environments; texts as bytes of a row
     replay      what stands behind a buffer: storages' tables, readers, adapters of users' parts
     collecting  arguments and counts of collectors
 """

@@ -11,6 +11,7 @@ from engram._hdf5 import (
     is_ours,
     open_checked,
     open_foreign,
+    text_dtype,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "is_ours",
     "open_checked",
     "open_foreign",
+    "text_dtype",
 ]

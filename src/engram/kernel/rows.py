@@ -3,7 +3,6 @@
 from engram.checkpoint.foreign import ForeignForm, Part, Receiver, register_form
 from engram.checkpoint.protocols import RowSink
 from engram.checkpoint.snapshot import open_snapshot
-from engram.specs.text import bytes_of_text
 from engram.store.episodes import DONE, IDS, EpisodeIndex, StoredTrajectories
 from engram.store.lanes import Lanes
 from engram.store.layout import LayoutState, LeafSpec, RowLayout
@@ -21,7 +20,6 @@ __all__ = [
     "RowLayout",
     "RowSink",
     "StoredTrajectories",
-    "bytes_of_text",
     "open_snapshot",
     "register_form",
 ]

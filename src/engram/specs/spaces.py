@@ -6,12 +6,14 @@ Spaces are recognised by the names of their classes, so that reading them does n
 from __future__ import annotations
 
 import string
-from collections.abc import Callable
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from engram.pytree import KeyPath
 from engram.specs.composite import Composite
 from engram.specs.tensors import (
     Binary,
@@ -91,10 +93,13 @@ def _box(space: Any, categorical: bool) -> Spec:
 
 def _text(space: Any, categorical: bool) -> Spec:
     length = getattr(space, "max_length", None)
-    if length is None:
-        return Text(TEXT_BYTES)
-    widest = max((len(character.encode()) for character in space.character_set), default=1)
-    return Text(max(1, length * widest))
+    return Text(TEXT_BYTES if length is None else text_width(length, space.character_set))
+
+
+def text_width(max_length: int, characters: Iterable[str]) -> int:
+    """The bytes that a text of so many of these characters has at most."""
+    widest = max((len(character.encode(errors="surrogatepass")) for character in characters), default=1)
+    return max(1, max_length * widest)
 
 
 def _discrete(space: Any, categorical: bool) -> Spec:
@@ -192,3 +197,44 @@ _SPACES: dict[type, Callable[[Any, Any], Any]] = {
     Text: _text_space,
     Composite: lambda spec, spaces: spaces.Dict({key: space_from_spec(part) for key, part in spec.items()}),
 }
+
+
+class EncodedSpaces(NamedTuple):
+    """What the tensors of an environment's observations and actions stand for."""
+
+    specs: Mapping[KeyPath, Spec]  #: the spec of each entry, by key
+    batch_dims: int  #: the first dimensions of these specs, which are those of the environment's batch
+    #: The gymnasium spaces of those entries whose values are encoded values of such a space: `specs` does not tell
+    #: where a Discrete starts, or the characters of a Text.
+    spaces: Mapping[KeyPath, Any]
+
+
+class HasSpaces(ABC):
+    """What can say which spaces its steps come from: environments and collectors."""
+
+    @abstractmethod
+    def encoded_spaces(self) -> EncodedSpaces:
+        """The specs of observations and actions, and the gymnasium spaces behind them."""
+
+
+def leaf_spaces(space: Any, path: KeyPath) -> dict[KeyPath, Any]:
+    """The spaces below a Dict or Tuple by key path, as `spec_from_space` has them; a space of another kind alone.
+
+    >>> import gymnasium
+    >>> leaf_spaces(gymnasium.spaces.Dict(gear=gymnasium.spaces.Discrete(3, start=1)), ())
+    {('gear',): Discrete(3, start=1)}
+    """
+    kind = for_space_class(space, _SPECS)
+    if kind is _dict:
+        parts = [(str(key), part) for key, part in space.spaces.items()]
+    elif kind is _tuple:
+        parts = [(str(key), part) for key, part in enumerate(space.spaces)]
+    else:
+        return {path: space}
+    return {below: leaf for key, part in parts for below, leaf in leaf_spaces(part, (*path, key)).items()}
+
+
+def common_spaces(members: Sequence[EncodedSpaces]) -> dict[KeyPath, Any]:
+    """The spaces that all of these have."""
+    first, *others = (member.spaces for member in members)
+    return {path: space for path, space in first.items() if all(other.get(path) == space for other in others)}

@@ -145,12 +145,53 @@ def swapped(name, a, b):
         ({"features": {"x": 3}}, r"info\.json: has no 'features', each with dtype and shape"),
         ({"columns": swapped("episode_index", 2, 3)}, r"frame 2 of episode 1 where meta/episodes has frame 2 of epis"),
         ({"columns": swapped("frame_index", 5, 6)}, r"frame 2 of episode 2 where meta/episodes has frame 1 of epis"),
+        ({"columns": swapped("index", 1, 2)}, r"has index 2 in frame 1 of the dataset; exclude=\['index'\] passes"),
         ({"columns": {"task_index": np.full(8, 5)}}, r"tasks\.parquet: has no task 5, which frames have"),
     ],
 )  # fmt: skip
 def test_tables_that_do_not_fit_are_named(tmp_path, given, said):
     with pytest.raises(DatasetError, match=said):
         read(write(tmp_path, **given))
+
+
+def test_numbers_of_frames_are_passed_over_where_index_is_left_out(tmp_path):
+    assert len(read(write(tmp_path, columns=swapped("index", 1, 2)), exclude=["index"])) == 8
+
+
+EPISODES = "meta/episodes/chunk-000/file-000.parquet"
+
+
+@pytest.mark.parametrize(
+    ("begins", "stops", "said"),
+    [
+        ([0, 3, 4], [3, 4, 8], None),
+        ([0, 2, 4], [3, 4, 8], "dataset_from_index 2 of episode 1; with the lengths before it is 3"),
+        ([0, 3, 4], [3, 5, 8], "dataset_to_index 5 of episode 1; with the lengths before it is 4"),
+    ],
+)
+def test_ranges_of_episodes_that_overlap_are_named(tmp_path, begins, stops, said):
+    file = write(tmp_path) / EPISODES
+    table = pq.read_table(file).append_column("dataset_from_index", pa.array(begins))
+    pq.write_table(table.append_column("dataset_to_index", pa.array(stops)), file)
+    if said is None:
+        assert len(read(tmp_path)) == 8
+    else:
+        with pytest.raises(DatasetError, match=said):
+            read(tmp_path)
+
+
+def test_table_of_episodes_without_rows_is_named(tmp_path):
+    file = write(tmp_path) / EPISODES
+    pq.write_table(pq.read_table(file).slice(0, 0), file)
+    with pytest.raises(DatasetError, match=r"meta/episodes: has no episodes, meta/info\.json says 3"):
+        read(tmp_path)
+
+
+def test_task_with_two_texts_is_named(tmp_path):
+    tasks = pa.table({"task": TASKS, "task_index": [0, 0]})
+    pq.write_table(tasks, write(tmp_path) / "meta/tasks.parquet")
+    with pytest.raises(DatasetError, match=r"tasks\.parquet: has two values of 'task' for 'task_index' 0"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("gone", ["meta/tasks.parquet", "meta/episodes/chunk-000/file-000.parquet"])

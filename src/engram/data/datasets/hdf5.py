@@ -313,6 +313,16 @@ def iter_hdf5(
 
     Raises:
         DatasetError, ImportError: as `read_hdf5`.
+
+    Example:
+        >>> import tempfile
+        >>> file = tempfile.mkdtemp() + "/steps.hdf5"
+        >>> follows = {"observation": torch.ones(2, 4), "reward": torch.ones(2, 1), "done": torch.ones(2, 1).bool()}
+        >>> steps = TensorDict({"observation": torch.ones(2, 4), "action": torch.ones(2), "next": follows}, [2])
+        >>> write_hdf5(steps, file)
+        2
+        >>> [batch["collector", "traj_ids"].tolist() for batch in iter_hdf5(file, 1)]
+        [[0], [1]]
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -358,6 +368,16 @@ def write_hdf5(
         ValueError: nothing to write, or keys without a place in this format (all are listed).
         FileExistsError: there is something at `path`.
         ImportError: h5py is missing: `pip install "engram[h5]"`.
+
+    Example:
+        >>> import tempfile
+        >>> file = tempfile.mkdtemp() + "/steps.hdf5"
+        >>> follows = {"observation": torch.ones(2, 4), "reward": torch.ones(2, 1), "done": torch.ones(2, 1).bool()}
+        >>> steps = TensorDict({"observation": torch.ones(2, 4), "action": torch.ones(2), "next": follows}, [2])
+        >>> write_hdf5(steps, file)
+        2
+        >>> write_hdf5(steps, file, overwrite=True, h5_kwargs={"compression": "gzip"})
+        2
     """
     file, total = Path(path), 0
     options = check_options(h5_kwargs or {})

@@ -33,9 +33,10 @@ from engram.data.datasets.episodes import (
     next_trajectory,
     read_json_object,
 )
-from engram.data.datasets.parquet import open_parquet, read_texts
+from engram.data.datasets.parquet import column_names, open_parquet, read_texts
 from engram.errors import DatasetError
-from engram.kernel.rows import DONE, bytes_of_text
+from engram.kernel.rows import DONE
+from engram.kernel.spaces import bytes_of_text
 from engram.kernel.tools import human_bytes, parse_bytes
 from engram.pytree import Key, KeyPath, as_path
 
@@ -47,6 +48,8 @@ _LAST_STEPS = ("truncated", "terminated", "drop")
 _TASKS, _EPISODES = Path("meta") / "tasks.parquet", Path("meta") / "episodes"
 _FILE = re.compile(r"chunk-(\d+)/file-(\d+)\.parquet")
 _EPISODE, _FRAME, _TIME, _TASK = "episode_index", "frame_index", "timestamp", "task_index"
+_INDEX = "index"  # of a frame in the dataset
+_RANGE = ("dataset_from_index", "dataset_to_index")  # of the frames of an episode, where the table has them
 _SCALARS = (_EPISODE, _FRAME, _TIME, _TASK)  # one number a frame, without a dimension
 _VIDEO_PLACES = ("chunk_index", "file_index", "from_timestamp")
 _FLAGS = {".".join(path): path for path in (TERMINATED, TRUNCATED, DONE)}
@@ -142,7 +145,7 @@ class LeRobotReader:
         features, used = [], list(_RESERVED)
         for name, said in self.info.features.items():
             path: KeyPath = tuple(name.split("."))
-            if name == "index" or (self._is_excluded(path) and name not in _SCALARS):
+            if name == _INDEX or (self._is_excluded(path) and name not in _SCALARS):
                 continue
             problem = _problem_of(path, said)
             clash = [key for key in used if key[: len(path)] == path or path[: len(key)] == key]
@@ -169,11 +172,16 @@ class LeRobotReader:
             if said["dtype"] == "video" and not self._is_excluded(tuple(name.split(".")))
         ]
         names = [_EPISODE, "length", *(f"videos/{name}/{place}" for name, _ in videos for place in _VIDEO_PLACES)]
+        files = _numbered_files(self._folder, _EPISODES)
+        if all(set(_RANGE) <= {*column_names(self._folder / file)} for file in files):
+            names += _RANGE
         parts = [
             [_number_each(block, name, file) for name in names]
-            for file in _numbered_files(self._folder, _EPISODES)
+            for file in files
             for block in _blocks_of(self._folder / file, names, self._allowed)
         ]
+        if not parts:
+            raise self._wrong(_EPISODES, f"has no episodes, {INFO} says {self.info.episodes}")
         table = dict(zip(names, (torch.cat(column) for column in zip(*parts, strict=True)), strict=True))
         ids, lengths = table[_EPISODE].numpy(), table["length"].numpy()
         if (np.diff(ids) <= 0).any() or (lengths < 0).any():
@@ -186,6 +194,14 @@ class LeRobotReader:
         ):
             if said != found:
                 raise self._wrong(_EPISODES, f"has {found} {what}, {INFO} says {said}")
+        for name, bound in zip(_RANGE, (np.cumsum(lengths) - lengths, np.cumsum(lengths)), strict=True):
+            wrong = np.flatnonzero(table[name].numpy() != bound) if name in table else np.zeros(0, np.int64)
+            if len(wrong):
+                i = int(wrong[0])
+                raise self._wrong(
+                    _EPISODES,
+                    f"has {name} {int(table[name][i])} of episode {ids[i]}; with the lengths before it is {bound[i]}",
+                )
         return ids, lengths, [VideoPlace(path, *_video_columns(table, name)) for name, path in videos]
 
     # ---- frames ----
@@ -220,13 +236,16 @@ class LeRobotReader:
 
     def _frames(self) -> Iterator[Columns]:
         """The columns of all frames, in blocks; `episode` is the place of a frame's episode in the table."""
-        names = [feature.name for feature in self._features]
+        is_numbered = _INDEX in self.info.features and not self._is_excluded((_INDEX,))
+        names = [*(feature.name for feature in self._features), *([_INDEX] if is_numbered else [])]
         stops, start = np.cumsum(self._lengths), 0
         for file in _numbered_files(self._folder, Path("data")):
             for block in _blocks_of(self._folder / file, names, self._allowed):
                 for rows in block.split(self._block_rows):
                     columns = {f.name: self._values(rows, f, file) for f in self._features}
                     frames = np.arange(start, start + len(rows))
+                    if is_numbered:
+                        self._check_index(_number_each(rows, _INDEX, file).numpy(), frames, file)
                     columns["episode"] = torch.from_numpy(self._checked_episodes(columns, frames, stops, file))
                     start += len(rows)
                     yield columns
@@ -259,6 +278,15 @@ class LeRobotReader:
                 f"frame {place[i]} of episode {number[i]}",
             )
         return episode
+
+    def _check_index(self, index: Ints, frames: Ints, file: Path) -> None:
+        """DatasetError where the frames are not numbered one after the other."""
+        wrong = np.flatnonzero(index != frames)
+        if len(wrong):
+            i = int(wrong[0])
+            raise self._wrong(
+                file, f"has {_INDEX} {index[i]} in frame {frames[i]} of the dataset; exclude=['index'] passes over it"
+            )
 
     def _steps(self, frames: Columns, n: int, first_id: int) -> TensorDict:
         """The first `n` frames as steps; those behind them are looked at only."""
@@ -419,6 +447,27 @@ def read_lerobot(
             the message names file and feature, `rows_read` is the number of steps that were written to the buffer.
         FileNotFoundError: there is no LeRobot dataset.
         ImportError: pyarrow is missing: `pip install "engram[parquet]"`.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> import pyarrow, pyarrow.parquet
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> frames = {"action": [0.5, 1.5, 2.5], "timestamp": [0.0, 0.1, 0.0], "frame_index": [0, 1, 0]}
+        >>> frames |= {"episode_index": [0, 0, 1], "task_index": [0, 0, 0], "observation.state": [[1.0], [2.0], [3.0]]}
+        >>> kinds = {name: "int64" if name.endswith("index") else "float64" for name in frames}
+        >>> features = {name: {"dtype": kind, "shape": [1]} for name, kind in kinds.items()}
+        >>> said = {"codebase_version": "v3.0", "total_frames": 3, "total_episodes": 2, "features": features}
+        >>> tables = {"data": frames, "meta/episodes": {"episode_index": [0, 1], "length": [2, 1]}}
+        >>> files = {f"{name}/chunk-000/file-000.parquet": table for name, table in tables.items()}
+        >>> files["meta/tasks.parquet"] = {"task_index": [0], "task": ["push"]}
+        >>> for name, table in files.items():
+        ...     (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        ...     pyarrow.parquet.write_table(pyarrow.table(table), folder / name)
+        >>> (folder / "meta/info.json").write_text(json.dumps(said)) > 0
+        True
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> read_lerobot(folder, rb), rb[:]["next", "observation", "state"].flatten().tolist()
+        (3, [2.0, 2.0, 3.0])
     """
     check_buffer(buffer)
     reader = LeRobotReader(path, exclude, last_step, max_row_bytes)
@@ -443,12 +492,36 @@ def iter_lerobot(
 
     Raises:
         DatasetError, FileNotFoundError, ImportError: as `read_lerobot`.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> import pyarrow, pyarrow.parquet
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> frames = {"action": [0.5, 1.5, 2.5], "timestamp": [0.0, 0.1, 0.0], "frame_index": [0, 1, 0]}
+        >>> frames |= {"episode_index": [0, 0, 1], "task_index": [0, 0, 0], "observation.state": [[1.0], [2.0], [3.0]]}
+        >>> kinds = {name: "int64" if name.endswith("index") else "float64" for name in frames}
+        >>> features = {name: {"dtype": kind, "shape": [1]} for name, kind in kinds.items()}
+        >>> said = {"codebase_version": "v3.0", "total_frames": 3, "total_episodes": 2, "features": features}
+        >>> tables = {"data": frames, "meta/episodes": {"episode_index": [0, 1], "length": [2, 1]}}
+        >>> files = {f"{name}/chunk-000/file-000.parquet": table for name, table in tables.items()}
+        >>> files["meta/tasks.parquet"] = {"task_index": [0], "task": ["push"]}
+        >>> for name, table in files.items():
+        ...     (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        ...     pyarrow.parquet.write_table(pyarrow.table(table), folder / name)
+        >>> (folder / "meta/info.json").write_text(json.dumps(said)) > 0
+        True
+        >>> from engram.data import Text
+        >>> [Text(4).decode(episode["task"]) for episode in iter_lerobot(folder)]
+        [['push', 'push'], ['push']]
     """
     yield from LeRobotReader(path, exclude, last_step, max_row_bytes).episodes()
 
 
 def lerobot_info(path: str | os.PathLike[str], *, max_row_bytes: int | str = MAX_ROW_BYTES) -> LeRobotInfo:
-    """The tables of a LeRobot dataset: features, tasks, the place of its videos; errors as `read_lerobot`."""
+    """The tables of a LeRobot dataset: features, tasks, the place of its videos; errors as `read_lerobot`.
+
+    `lerobot_info(path).tasks[0]` is the text of task 0, `.video_file(name, chunk_index, file_index)` a file of a video.
+    """
     return _read_info(Path(path), parse_bytes(max_row_bytes, "max_row_bytes"))
 
 

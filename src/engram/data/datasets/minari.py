@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from tensordict import TensorDict
 
 from engram import pytree
@@ -42,23 +46,48 @@ from engram.data.datasets.parquet import (
     arrow_bytes,
     arrow_children,
     arrow_column,
+    arrow_texts,
     arrow_values,
     has_fixed_numbers,
+    has_texts,
+    is_fixed_list,
     open_arrow,
 )
 from engram.errors import DatasetError
-from engram.kernel.hdf5 import H5Dataset, H5RowWriter, H5Source, create_plain, import_h5py, is_ours, open_foreign
+from engram.kernel.hdf5 import (
+    H5Dataset,
+    H5RowWriter,
+    H5Source,
+    create_plain,
+    import_h5py,
+    is_ours,
+    open_foreign,
+    text_dtype,
+)
 from engram.kernel.rows import DONE, LeafSpec, RowLayout
+from engram.kernel.spaces import TEXT_BYTES, EncodedSpaces, HasSpaces, leaf_spaces, text_of_bytes, text_width
 from engram.kernel.tools import parse_bytes, progress_bar
 from engram.pytree import Key, KeyPath, as_path
+from engram.specs import MultiOneHot, OneHot, Spec, Text, Unbounded, space_from_spec, spec_from_space
+
+Array = npt.NDArray[Any]
 
 
-def space_of(leaves: Sequence[tuple[tuple[str, ...], LeafSpec]]) -> dict[str, Any]:
-    """The JSON of the widest space with these leaves, named as datasets are."""
+class RawColumn(NamedTuple):
+    """How an entry of steps is written: its space as JSON, and its values as those of the space."""
+
+    space: dict[str, Any]
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    values: Callable[[Array], Array]  #: of stored values `[n, ...]`; ValueError where one is not of the space
+
+
+def space_of(leaves: Sequence[tuple[tuple[str, ...], dict[str, Any]]]) -> dict[str, Any]:
+    """The JSON of the space with these leaves, which are JSON, too, and are named as datasets are."""
     (name, leaf), *_ = leaves
     if not name:
-        return _widest(leaf)
-    below: dict[str, list[tuple[tuple[str, ...], LeafSpec]]] = {}
+        return leaf
+    below: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {}
     for (first, *rest), leaf in leaves:
         below.setdefault(first, []).append((tuple(rest), leaf))
     parts = {key: space_of(group) for key, group in below.items()}
@@ -67,15 +96,17 @@ def space_of(leaves: Sequence[tuple[tuple[str, ...], LeafSpec]]) -> dict[str, An
     return {"type": "Dict", "subspaces": parts}
 
 
-def _widest(leaf: LeafSpec) -> dict[str, Any]:
-    """The widest space of one leaf."""
+def _widest(leaf: LeafSpec) -> RawColumn:
+    """Values as they are stored, in the widest space of their dtype and shape."""
     shape = list(leaf.shape)
     name = str(leaf.dtype).removeprefix("torch.")
     if name == "bool":
-        return {"type": "MultiBinary", "n": shape or 1}
-    low, high = (-np.inf, np.inf) if leaf.dtype.is_floating_point else _limits(name)
-    bounds = [np.full(shape, limit, object).tolist() for limit in (low, high)]
-    return {"type": "Box", "dtype": name, "shape": shape, "low": bounds[0], "high": bounds[1]}
+        space: dict[str, Any] = {"type": "MultiBinary", "n": shape or 1}
+    else:
+        low, high = (-np.inf, np.inf) if leaf.dtype.is_floating_point else _limits(name)
+        bounds = [np.full(shape, limit, object).tolist() for limit in (low, high)]
+        space = {"type": "Box", "dtype": name, "shape": shape, "low": bounds[0], "high": bounds[1]}
+    return RawColumn(space, _numpy_dtype(leaf), tuple(leaf.shape), lambda values: values)
 
 
 def _limits(name: str) -> tuple[int, int]:
@@ -89,14 +120,28 @@ def space_json(space: Any) -> dict[str, Any]:
     Raises:
         TypeError: a space without a fixed shape.
     """
+    kind = _kind_of(space)
+    return {"type": kind, **_KINDS[kind](space)}
+
+
+def _kind_of(space: Any) -> str:
+    """The name in `_KINDS` of a space's class; TypeError where there is none."""
     for cls in type(space).__mro__:
         if cls.__name__ in _KINDS:
-            return {"type": cls.__name__, **_KINDS[cls.__name__](space)}
+            return cls.__name__
+    if isinstance(spec_from_space(space), Text):
+        return "Text"
     raise TypeError(f"a space of type {type(space).__name__} cannot be written; these can: {', '.join(_KINDS)}")
 
 
 def _box(s: Any) -> dict[str, Any]:
     return {"dtype": str(s.dtype), "shape": list(s.shape), "low": s.low.tolist(), "high": s.high.tolist()}
+
+
+def _text(s: Any) -> dict[str, Any]:
+    if type(s).__name__ != "Text":  # another space of `str`, such as a mission of MiniGrid
+        return {"max_length": TEXT_BYTES, "min_length": 0, "charset": string.printable}
+    return {"max_length": int(s.max_length), "min_length": int(s.min_length), "charset": s.characters}
 
 
 _KINDS: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -106,15 +151,93 @@ _KINDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "MultiDiscrete": lambda s: {
         "dtype": str(s.dtype), "nvec": s.nvec.tolist(), "start": np.asarray(s.start).tolist()
     },
+    "Text": _text,
     "Dict": lambda s: {"subspaces": {key: space_json(part) for key, part in s.spaces.items()}},
     "Tuple": lambda s: {"subspaces": [space_json(part) for part in s.spaces]},
 }  # fmt: skip
 
 
-Array = npt.NDArray[Any]
+def encoded_column(leaf: LeafSpec, space: Any, spec: Spec | None) -> RawColumn:
+    """How an entry is written whose values are of a gymnasium space, or were encoded as `spec`.
+
+    Without a spec, values are the space's own, one-hot vectors, or UTF-8 in a fixed width.
+
+    Raises:
+        ValueError: the entry's shape or dtype is not that of the space.
+    """
+    kind, name = _kind_of(space), pytree.format_key(leaf.path)
+    if spec is None and not (spec := _likely_spec(leaf, space, kind)):
+        raise ValueError(
+            f"{name} is {str(leaf.dtype)[6:]} {list(leaf.shape)}, which is not of the space {space}; give the space of "
+            "the stored values. Nothing was written"
+        )
+    json_of, dtype = space_json(space), np.dtype(object if kind == "Text" else space.dtype)
+    if isinstance(spec, Text):
+        return RawColumn(json_of, text_dtype(), (), lambda rows: _texts(rows, name))
+    shape = tuple(space.shape)
+    if kind in ("Discrete", "MultiDiscrete"):
+        sizes = np.asarray(space.n if kind == "Discrete" else space.nvec, np.int64).reshape(-1)
+        start = np.broadcast_to(np.asarray(space.start, np.int64), shape).reshape(-1)
+        counts = not isinstance(spec, Unbounded)
+        is_hot = isinstance(spec, OneHot | MultiOneHot)
+
+        def choices(values: Array) -> Array:
+            found = _hot_places(values, sizes, name) if is_hot else values.astype(np.int64).reshape(len(values), -1)
+            found = found + start if counts else found
+            wrong = np.argwhere((found < start) | (found >= start + sizes))
+            if len(wrong):
+                raise ValueError(
+                    f"{name} has the value {found[tuple(wrong[0])]}, which is not of the space {space}. Nothing was "
+                    "written"
+                )
+            return found.astype(dtype).reshape(len(values), *shape)
+
+        return RawColumn(json_of, dtype, shape, choices)
+    return RawColumn(json_of, dtype, shape, lambda values: values.astype(dtype, copy=False))
+
+
+def _likely_spec(leaf: LeafSpec, space: Any, kind: str) -> Spec | None:
+    """The spec that an entry of this dtype and shape has if its values are of the space; None: they are not.
+
+    `Unbounded` is that of the space's own values.
+    """
+    shape = tuple(leaf.shape)
+    if kind == "Text":
+        return Text(shape[0]) if leaf.dtype is torch.uint8 and len(shape) == 1 and shape[0] else None
+    is_number = leaf.dtype.is_floating_point or leaf.dtype is torch.bool
+    if kind in ("Discrete", "MultiDiscrete"):
+        if not is_number and (shape == tuple(space.shape) or (shape, tuple(space.shape)) == ((1,), ())):
+            return Unbounded(shape, dtype=leaf.dtype)
+        spec = spec_from_space(space)
+        return spec if shape == tuple(spec.shape) and not leaf.dtype.is_floating_point else None
+    fits = shape == tuple(space.shape) and np.can_cast(_numpy_dtype(leaf), space.dtype, "safe")
+    return Unbounded(shape, dtype=leaf.dtype) if fits else None
+
+
+def _hot_places(values: Array, sizes: Ints, name: str) -> Ints:
+    """The places of the ones, int64 [n, len(sizes)], in one-hot vectors of these sizes, one behind the other."""
+    bounds = np.cumsum([0, *sizes])
+    parts = [values.reshape(len(values), -1)[:, a:b] for a, b in itertools.pairwise(bounds)]
+    if any(((part != 0).sum(1) != 1).any() for part in parts):
+        raise ValueError(f"{name} has a value that is not one-hot, as its space is written. Nothing was written")
+    return np.stack([(part != 0).argmax(1) for part in parts], 1).astype(np.int64)
+
+
+def _texts(rows: Array, name: str) -> Array:
+    """Texts, of uint8 [n, width]."""
+    texts = [text_of_bytes(row) for row in rows]
+    for text, row in zip(texts, rows, strict=True):
+        if text.encode() != row.tobytes().rstrip(b"\0") or "\0" in text:
+            raise ValueError(
+                f"{name} has the bytes {row.tobytes()!r:.80}, which are no text in UTF-8. Nothing was written"
+            )
+    return np.array(texts, text_dtype())
+
+
 _OBSERVATIONS, _ACTIONS, _INFOS = "observations", "actions", "infos"
 _REWARDS, _TERMINATIONS, _TRUNCATIONS = "rewards", "terminations", "truncations"
 _ROLES = (_OBSERVATIONS, _ACTIONS, _REWARDS, _TERMINATIONS, _TRUNCATIONS, _INFOS)
+_SPACE_OF = {_OBSERVATIONS: "observation_space", _ACTIONS: "action_space"}  # in the metadata
 
 
 class EpisodeEntry(Protocol):
@@ -151,8 +274,9 @@ class EpisodeReader:
         DatasetError: the file has no episodes, or an entry does not belong in it.
     """
 
-    def __init__(self, source: H5Source, infos: bool, exclude: Sequence[KeyPath]) -> None:
+    def __init__(self, source: H5Source, metadata: Mapping[str, Any], infos: bool, exclude: Sequence[KeyPath]) -> None:
         self._source, self.path = source, source.path
+        self._metadata = metadata
         self._skipped, self._infos = tuple(exclude), infos
         names = source.names(source.root, "the file")
         others = [name for name in names if not _is_episode(name)]
@@ -185,7 +309,7 @@ class EpisodeReader:
         self._count = len(present)
         steps = self._source.rows(group, _REWARDS, f"{name}/{_REWARDS}").shape[0]
         for role in (_OBSERVATIONS, _ACTIONS, *([_INFOS] if self._infos and _INFOS in present else [])):
-            self._add_below(group, (role,), name, steps, datasets)
+            self._add_below(group, (role,), _space(self._metadata, role), name, steps, datasets)
         for role in (_REWARDS, _TERMINATIONS, _TRUNCATIONS):
             datasets.append(EpisodeDataset((role,), REWARD, 0, self._source.rows(group, role, f"{name}/{role}")))
         for flag in datasets[-2:]:
@@ -199,7 +323,7 @@ class EpisodeReader:
             raise self._source.wrong(f"{name}/{min(others)}", "does not belong to an episode")
 
     def _add_below(
-        self, group: Any, names: tuple[str, ...], episode: str, steps: int, datasets: list[EpisodeDataset]
+        self, group: Any, names: tuple[str, ...], space: Any, episode: str, steps: int, datasets: list[EpisodeDataset]
     ) -> None:
         """Adds a dataset, or all datasets of a group."""
         place = "/".join((episode, *names))
@@ -211,9 +335,9 @@ class EpisodeReader:
             children = self._source.names(opened, place)
             self._groups[names] = len(children)
             for child in children:
-                self._add_below(opened, (*names, child), episode, steps, datasets)
+                self._add_below(opened, (*names, child), _subspace(space, child), episode, steps, datasets)
             return
-        array = self._source.checked_rows(opened, place)
+        array = self._source.checked_rows(opened, place, text_width=_text_width(space))
         more = 1 if names[0] == _OBSERVATIONS or (names[0] == _INFOS and len(array) == steps + 1) else 0
         datasets.append(EpisodeDataset(names, key, more, array))
 
@@ -259,13 +383,13 @@ class EpisodeReader:
         """The datasets of an episode, compared with those of the first one."""
         source = self._source
         root = source.group(source.root, name, name)
-        if source.count(root) != self._count:
+        if source.count(root, name) != self._count:
             self._refuse_others(name, set(source.names(root, name)) - set(_ROLES))
         opened: dict[tuple[str, ...], Any] = {(): root}
         for names, count in self._groups.items():
             place = "/".join((name, *names))
             opened[names] = group = source.group(opened[names[:-1]], names[-1], place)
-            if source.count(group) != count:
+            if source.count(group, place) != count:
                 present = source.names(group, place)
                 raise source.wrong(place, f"holds {sorted(present)}, which is not what it holds in {self._names[0]}")
         arrays = []
@@ -338,6 +462,17 @@ class ArrowColumn(NamedTuple):
     shape: tuple[int, ...]
     kind: Any  # Arrow's type
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one value."""
+        return self.shape[0] if has_texts(self.kind) else arrow_bytes(self.kind)
+
+    def values_of(self, array: Any, file: Path) -> Array:
+        """The values of an Arrow array, `[n, *shape]`."""
+        if has_texts(self.kind):
+            return arrow_texts(array, self.shape[0], ".".join(_arrow_names(self.names)), file)
+        return arrow_values(array, file).reshape(len(array), *self.shape)
+
 
 class ArrowEpisodeReader:
     """Reads the episodes of Minari's Arrow form: `data/<number>/part-0.arrow`, with one row more than steps.
@@ -360,7 +495,7 @@ class ArrowEpisodeReader:
                 self._add_below(self._field(table.schema, role), (role,), _space(metadata, role))
             for role in (_REWARDS, _TERMINATIONS, _TRUNCATIONS):
                 self.datasets.append(ArrowColumn((role,), REWARD, 0, (), self._field(table.schema, role).type))
-        self._row_bytes = sum(arrow_bytes(c.kind) * (1 + c.more) for c in self.datasets)
+        self._row_bytes = sum(c.nbytes * (1 + c.more) for c in self.datasets)
         if self._row_bytes > allowed:
             raise DatasetError(
                 self.path, f"has rows of {self._row_bytes} bytes or more; max_row_bytes= allows {allowed}"
@@ -382,28 +517,27 @@ class ArrowEpisodeReader:
         )  # fmt: skip
         if key in self._skipped:
             return
-        subspaces = space.get("subspaces", {}) if isinstance(space, dict) else {}
         if children := arrow_children(field.type):
+            is_tuple = isinstance(space, dict) and isinstance(space.get("subspaces"), list)
             for child in children:
-                at = int(child.name) if isinstance(subspaces, list) and child.name.isdecimal() else child.name
-                below = subspaces[at] if isinstance(subspaces, list) else subspaces.get(at)
-                named = f"{INDEX}{child.name}" if isinstance(subspaces, list) else child.name
-                self._add_below(child, (*names, named), below)
+                named = f"{INDEX}{child.name}" if is_tuple else child.name
+                self._add_below(child, (*names, named), _subspace(space, named))
+            return
+        more = 0 if names[0] == _ACTIONS else 1
+        if has_texts(field.type):
+            self.datasets.append(ArrowColumn(names, key, more, (_text_width(space),), field.type))
             return
         if not has_fixed_numbers(field.type):
             raise DatasetError(
                 str(self._files[0]),
-                f"has {'.'.join(names)!r} as {field.type}; engram reads numbers, bools and lists of them of one "
-                f"length: exclude=[{pytree.format_key(key)}] leaves it out",
+                f"has {'.'.join(names)!r} as {field.type}; engram reads texts, numbers, bools, and lists of "
+                f"numbers of one length: exclude=[{pytree.format_key(key)}] leaves it out",
             )
         said = (field.metadata or {}).get(b"shape")
-        shape = space.get("shape") if isinstance(space, dict) and "shape" in space else None
-        if said is not None:
-            shape = [int(size) for size in re.findall(rb"\d+", said)]
-        size = getattr(field.type, "list_size", 1)
-        if shape is None or int(np.prod(shape)) != size:
-            shape = [size] if hasattr(field.type, "list_size") else []
-        more = 0 if names[0] == _ACTIONS else 1
+        shape = _shape_of(space) if said is None else [int(size) for size in re.findall(rb"\d{1,18}", said)]
+        listed = [field.type.list_size] if is_fixed_list(field.type) else []
+        if shape is None or math.prod(shape) != math.prod(listed):
+            shape = listed
         self.datasets.append(ArrowColumn(names, key, more, tuple(shape), field.type))
 
     def parts(self, most: int | None) -> Iterator[EpisodePart]:
@@ -420,7 +554,7 @@ class ArrowEpisodeReader:
             for start in range(0, steps, most or max(1, steps)):
                 n = min(steps - start, most or steps)
                 values = [
-                    arrow_values(array.slice(start, n + c.more), file).reshape(n + c.more, *c.shape)
+                    c.values_of(array.slice(start, n + c.more), file)
                     for c, array in zip(self.datasets, arrays, strict=True)
                 ]
                 yield EpisodePart(n, values)
@@ -439,18 +573,100 @@ def _arrow_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _space(metadata: Mapping[str, Any], role: str) -> Any:
     """The JSON of the space of observations or actions; None where the metadata have none."""
-    text = metadata.get({_OBSERVATIONS: "observation_space", _ACTIONS: "action_space"}.get(role, ""))
+    text = metadata.get(_SPACE_OF.get(role, ""))
     try:
         return json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
         return None
 
 
+def _subspace(space: Any, name: str) -> Any:
+    """The JSON of an entry's space, which is called `_index_3` in a Tuple; None where there is none."""
+    below = space.get("subspaces") if isinstance(space, dict) else None
+    if isinstance(below, list):
+        at = name.removeprefix(INDEX)
+        return below[int(at)] if at.isdecimal() and len(at) < 10 and int(at) < len(below) else None
+    return below.get(name) if isinstance(below, dict) else None
+
+
+def _shape_of(space: Any) -> list[int] | None:
+    """The shape of the values of a space, of which this is the JSON; None where it does not say it."""
+    said = space if isinstance(space, dict) else {}
+    shape = said.get("shape", said.get("n"))
+    if said.get("type") == "MultiDiscrete":
+        try:
+            shape = list(np.shape(said.get("nvec", 0)))
+        except ValueError:  # ragged lists
+            return None
+    is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    return shape if is_shape else None
+
+
+def _text_width(space: Any) -> int:
+    """The bytes of the texts of a space, of which this is the JSON: as many as observations of it have."""
+    length, characters = (space.get(key) if isinstance(space, dict) else None for key in ("max_length", "charset"))
+    if type(length) is not int or length < 0 or not isinstance(characters, str):
+        return TEXT_BYTES
+    return text_width(length, characters)
+
+
+class KnownSpaces(NamedTuple):
+    """What is known of the spaces of the steps that are written."""
+
+    encoded: EncodedSpaces
+    is_given: bool  #: whether the caller said that the steps have these specs; else those that fit count
+    given: Mapping[str, Any]  #: by role, the space that the caller gave
+
+    def columns(self, role: str, pairs: Sequence[KeyPair], layout: RowLayout) -> list[RawColumn]:
+        """How the entries of a role are written.
+
+        Raises:
+            ValueError: they are not of the space that was given.
+        """
+        leaves = [layout.leaves[pair.root] for pair in pairs]
+        if role not in self.given:
+            return [self._column(leaf) for leaf in leaves]
+        spaces = leaf_spaces(self.given[role], ())
+        names = [key_of(pair.name) for pair in pairs]
+        if set(names) != spaces.keys():
+            raise ValueError(
+                f"the space {self.given[role]} has {_shown(spaces)}; the {role} are {_shown(names)}; "
+                "exclude= leaves keys out. Nothing was written"
+            )
+        return [encoded_column(leaf, spaces[name], None) for name, leaf in zip(names, leaves, strict=True)]
+
+    def _column(self, leaf: LeafSpec) -> RawColumn:
+        spec = self.encoded.specs.get(leaf.path)
+        if spec is None:
+            return _widest(leaf)
+        shape = tuple(spec.shape[self.encoded.batch_dims :])
+        if (spec.dtype, shape) != (leaf.dtype, tuple(leaf.shape)):
+            if self.is_given:
+                raise ValueError(
+                    f"{pytree.format_key(leaf.path)} is {str(leaf.dtype)[6:]} {list(leaf.shape)}, the environment has "
+                    f"{str(spec.dtype)[6:]} {list(shape)}; give the one that the steps are from. Nothing was written"
+                )
+            return _widest(leaf)  # a collector's postproc may change its batches
+        space = self.encoded.spaces.get(leaf.path)
+        if space is None:
+            try:
+                one = spec[(0,) * self.encoded.batch_dims] if self.encoded.batch_dims else spec  # type: ignore[index]
+                space = space_from_spec(one)
+            except (TypeError, ValueError, ImportError):  # it has no space, or gymnasium is missing
+                return _widest(leaf)
+        return encoded_column(leaf, space, spec)
+
+
+def _shown(names: Iterable[KeyPath]) -> str:
+    return ", ".join(sorted(pytree.format_key(name) for name in names if name)) or "one array"
+
+
 class EpisodeWriter:
     """Writes blocks of trajectories to an open file, given as h5py's low-level id."""
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
+    def __init__(self, file: Any, known: KnownSpaces) -> None:
+        self._file, self._known = file, known
+        self._columns_of: dict[str, list[RawColumn]] = {}  # by role, in the order of its pairs
         self._h5 = import_h5py("writing HDF5 datasets")
         self._mapping: KeyMapping | None = None
         self.episodes = 0
@@ -458,11 +674,13 @@ class EpisodeWriter:
         self._last_next: list[Array] = []  # the next observations and infos of the last step that was written
 
     def spaces(self) -> dict[str, Any]:
-        """The widest spaces that hold the written values."""
+        """The spaces of observations and actions as JSON."""
         assert self._mapping is not None
-        pairs_of = {"observation_space": self._mapping.observations, "action_space": self._mapping.actions}
-        leaf = self._mapping.leaf
-        return {role: space_of([(p.name, leaf(p.root)) for p in pairs]) for role, pairs in pairs_of.items()}
+        made = {}
+        for role, pairs in ((_OBSERVATIONS, self._mapping.observations), (_ACTIONS, self._mapping.actions)):
+            columns = zip(pairs, self._columns_of[role], strict=True)
+            made[_SPACE_OF[role]] = space_of([(pair.name, column.space) for pair, column in columns])
+        return made | {_SPACE_OF[role]: space_json(space) for role, space in self._known.given.items()}
 
     def write(self, block: StepBlock, advance: Callable[[int], None]) -> int:
         """Writes the parts of trajectories in a block; returns their steps.
@@ -471,7 +689,11 @@ class EpisodeWriter:
             ValueError: the steps do not fit this format, or those before them.
         """
         if self._mapping is None:
-            self._mapping = KeyMapping(RowLayout.of(block.rows, 1), "a Minari dataset", single_infos="next")
+            self._mapping = mapping = KeyMapping(RowLayout.of(block.rows, 1), "a Minari dataset", single_infos="next")
+            for role, pairs in ((_OBSERVATIONS, mapping.observations), (_ACTIONS, mapping.actions)):
+                self._columns_of[role] = self._known.columns(role, pairs, mapping.layout)
+            leaves = [mapping.leaf(pair.root if pair.root >= 0 else pair.next) for pair in mapping.infos]
+            self._columns_of[_INFOS] = [_widest(leaf) for leaf in leaves]
         if block.parts is None:
             raise ValueError(
                 "the steps have neither done flags nor trajectory ids: engram cannot tell where episodes end"
@@ -538,18 +760,17 @@ class EpisodeWriter:
         self._writers = []
         mapping = self._mapping
         for role, pairs in (
-            ("observations", mapping.observations),
-            ("infos", mapping.infos),
-            ("actions", mapping.actions),
+            (_OBSERVATIONS, mapping.observations),
+            (_INFOS, mapping.infos),
+            (_ACTIONS, mapping.actions),
         ):
-            for pair in pairs:
-                leaf = mapping.leaf(pair.root if pair.root >= 0 else pair.next)
+            for pair, column in zip(pairs, self._columns_of[role], strict=True):
                 rows = length + (pair.root >= 0 and pair.next >= 0)
                 names = (role, *pair.name)
                 for depth in range(1, len(names)):
                     if names[:depth] not in groups:
                         groups[names[:depth]] = h5g.create(groups[names[: depth - 1]], names[depth - 1].encode())
-                self._writers.append(H5RowWriter(groups[names[:-1]], names[-1], rows, leaf.shape, _numpy_dtype(leaf)))
+                self._writers.append(H5RowWriter(groups[names[:-1]], names[-1], rows, column.shape, column.dtype))
         if not mapping.infos:
             h5g.create(group, b"infos")
         reward = mapping.leaf(mapping.reward)
@@ -567,11 +788,12 @@ class EpisodeWriter:
             attribute.write(np.array(value, np.int64))
 
     def _write_rows(self, columns: list[tuple[Array, Array | None]], start: int, stop: int, ends: bool) -> None:
-        for writer, (values, after) in zip(self._writers, columns, strict=True):
+        raw = [column.values for role in (_OBSERVATIONS, _INFOS, _ACTIONS) for column in self._columns_of[role]]
+        for writer, (values, after), as_raw in itertools.zip_longest(self._writers, columns, raw):
+            rows = values[start:stop]
             if ends and after is not None:
-                writer.write(np.concatenate([values[start:stop], after[stop - 1 : stop]]))
-            else:
-                writer.write(values[start:stop])
+                rows = np.concatenate([rows, after[stop - 1 : stop]])
+            writer.write(rows if as_raw is None else as_raw(rows))
 
 
 def _numpy_dtype(leaf: Any) -> np.dtype[Any]:
@@ -655,6 +877,16 @@ def iter_minari(
 
     Raises:
         DatasetError, ImportError: as `read_minari`.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp() + "/pole-v0"
+        >>> follows = {"observation": torch.ones(2, 4), "reward": torch.ones(2, 1), "done": torch.ones(2, 1).bool()}
+        >>> steps = TensorDict({"observation": torch.ones(2, 4), "action": torch.ones(2), "next": follows}, [2])
+        >>> write_minari(steps, folder)
+        2
+        >>> [len(episode) for episode in iter_minari(folder)]
+        [1, 1]
     """
     with _open_episodes(path, infos, exclude, max_row_bytes) as (episodes, _):
         for number, part in enumerate(episodes.parts(None)):
@@ -689,7 +921,7 @@ def _open_episodes(
     file = _find(Path(path))
     metadata = read_json_object(file.with_name(METADATA))
     with open_foreign(file, max_row_bytes) as source:
-        episodes = EpisodeReader(source, infos, excluded)
+        episodes = EpisodeReader(source, metadata, infos, excluded)
         expected = metadata.get("total_episodes")
         if expected is not None and expected != len(episodes):
             raise DatasetError(str(file), f"has {len(episodes)} episodes, {METADATA} says {expected}")
@@ -717,6 +949,7 @@ def write_minari(
     path: str | os.PathLike[str],
     *,
     dataset_id: str | None = None,
+    env: HasSpaces | None = None,
     observation_space: Any = None,
     action_space: Any = None,
     metadata: Mapping[str, Any] | None = None,
@@ -733,12 +966,20 @@ def write_minari(
     while writers of this process wait. Trajectory ids, `index`, the flags at the root and `("next", "done")` are not
     written: readers derive them.
 
+    The dataset has the spaces of the environment, where it is known, and values as these spaces have them: one-hot
+    vectors and categories become the numbers of Discrete and MultiDiscrete, from their start on, `Text` becomes text.
+    Entries that are not the environment's, and all of them without an environment, are written as they are stored,
+    with the widest space of their dtype and shape.
+
     Args:
         source: a buffer or storage; a TensorDict `[time]` or `[envs, time]`, or an iterable of such, as a collector. Of
             an iterable, trajectories are kept in memory until they end.
         path: the folder to create.
         dataset_id: Minari's name of it; the folder's name.
-        observation_space, action_space: gymnasium spaces; None: the widest that hold the stored values.
+        env: the environment that the steps are from (transforms included), or a collector of it; None: a collector's
+            own, if `source` is one.
+        observation_space, action_space: gymnasium spaces, instead of those of `env`: the stored values are theirs,
+            one-hot vectors, or texts as uint8 `[width]`.
         metadata: more entries for `metadata.json`: `author`, `description`, `env_spec` (a string of JSON), ...
         exclude: keys to leave out.
         end_key, traj_key: what ends a trajectory, as for `SliceSampler`.
@@ -746,22 +987,33 @@ def write_minari(
         progress: show a progress bar, if standard error is a terminal.
 
     Raises:
-        ValueError: nothing to write, keys without a place in this format (all are listed), or an observation that is
-            not the next one of the step before.
+        ValueError: nothing to write, keys without a place in this format (all are listed), an observation that is
+            not the next one of the step before, or values that are not of the given spaces or environment.
+        TypeError: `env` is no environment or collector of engram's, or a space cannot be written.
         FileExistsError: there is something at `path`.
         ImportError: h5py is missing: `pip install "engram[h5]"`.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> from engram.collectors import SyncDataCollector
+        >>> from engram.envs import GymEnv
+        >>> folder = tempfile.mkdtemp() + "/cartpole-v0"
+        >>> collector = SyncDataCollector(GymEnv("CartPole-v1"), frames_per_batch=50, total_frames=100)
+        >>> write_minari(collector, folder)
+        100
+        >>> json.loads(pathlib.Path(folder, "data/metadata.json").read_text())["action_space"]
+        '{"type": "Discrete", "dtype": "int64", "start": 0, "n": 2}'
     """
     folder, total = Path(path), 0
     steps = episode_source(source, end_key, traj_key, exclude)
-    spaces = {"observation_space": observation_space, "action_space": action_space}
-    given = {name: space_json(space) for name, space in spaces.items() if space is not None}
+    known = _known_spaces(source, env, observation_space, action_space)
     with (
         new_folder(folder, overwrite, Replaceable("a Minari dataset of engram's", _not_ours)) as new,
         progress_bar(f"writing {folder}", steps.total, progress) as advance,
     ):
         (new / "data").mkdir()
         with create_plain(new / "data" / FILE) as file:
-            writer = EpisodeWriter(file.id)
+            writer = EpisodeWriter(file.id, known)
             for block in steps.blocks():
                 total += writer.write(block, advance)
         described = {
@@ -769,7 +1021,7 @@ def write_minari(
             "total_steps": total,
             "data_format": "hdf5",
             "jpeg_encoding": False,
-            **{name: json.dumps(space) for name, space in {**writer.spaces(), **given}.items()},
+            **{name: json.dumps(space) for name, space in writer.spaces().items()},
             "dataset_size": round((new / "data" / FILE).stat().st_size / 1e6, 1),
             "dataset_id": folder.name if dataset_id is None else dataset_id,
             "minari_version": _MINARI_VERSION,
@@ -777,6 +1029,22 @@ def write_minari(
         }
         (new / "data" / METADATA).write_text(json.dumps(described))
     return total
+
+
+def _known_spaces(source: Any, env: Any, observation_space: Any, action_space: Any) -> KnownSpaces:
+    """What is known of the spaces of steps; TypeError for an `env` that cannot say it, or a space of another kind."""
+    spaces = {_OBSERVATIONS: observation_space, _ACTIONS: action_space}
+    given = {role: space for role, space in spaces.items() if space is not None}
+    for space in given.values():
+        space_json(space)
+    if env is not None and not isinstance(env, HasSpaces):
+        raise TypeError(
+            f"env is an environment or a collector of engram's, got a {type(env).__name__}: GymEnv(env) makes one of "
+            "gymnasium's, TransformedEnv(env) one of TorchRL's; observation_space= and action_space= take spaces"
+        )
+    origin = source if env is None and isinstance(source, HasSpaces) else env
+    encoded = EncodedSpaces({}, 0, {}) if origin is None else origin.encoded_spaces()
+    return KnownSpaces(encoded, env is not None, given)
 
 
 def _not_ours(path: Path) -> str | None:

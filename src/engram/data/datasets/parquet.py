@@ -40,6 +40,7 @@ from engram.data.datasets.episodes import (
 )
 from engram.errors import DatasetError
 from engram.kernel.rows import DONE, IDS, LeafSpec, RowLayout
+from engram.kernel.spaces import bytes_of_text
 from engram.kernel.tools import free_memory, human_bytes, open_file, open_regular, parse_bytes, path_of, progress_bar
 from engram.pytree import Key, KeyPath, TreeSpec
 
@@ -524,7 +525,10 @@ def _footer(file: BinaryIO) -> tuple[int, bytes]:
     return at, file.read()
 
 
-_FAILURES = (OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError, RecursionError, NotImplementedError)
+_FAILURES = (
+    OSError, ValueError, KeyError, IndexError, TypeError, RuntimeError, MemoryError, RecursionError,
+    NotImplementedError,
+)  # fmt: skip
 
 
 def read_parquet(
@@ -555,6 +559,17 @@ def read_parquet(
             names file and column, `rows_read` is the number of steps that were written to the buffer.
         ValueError: the file begins with the trajectory id that the buffer ends with: two trajectories would become one.
         ImportError: pyarrow is missing: `pip install "engram[parquet]"`.
+
+    Example:
+        >>> import tempfile
+        >>> file = tempfile.mkdtemp() + "/steps.parquet"
+        >>> follows = {"observation": torch.ones(2, 4), "reward": torch.ones(2, 1), "done": torch.ones(2, 1).bool()}
+        >>> steps = TensorDict({"observation": torch.ones(2, 4), "action": torch.ones(2), "next": follows}, [2])
+        >>> write_parquet(steps, file)
+        2
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> read_parquet(file, rb), rb[:]["next", "done"].flatten().tolist()
+        (2, [True, True])
     """
     check_buffer(buffer)
     with open_parquet(Path(path), columns, max_row_bytes) as file:
@@ -579,6 +594,16 @@ def iter_parquet(
 
     Raises:
         DatasetError, ImportError: as `read_parquet`.
+
+    Example:
+        >>> import tempfile
+        >>> file = tempfile.mkdtemp() + "/steps.parquet"
+        >>> follows = {"observation": torch.ones(2, 4), "reward": torch.ones(2, 1), "done": torch.ones(2, 1).bool()}
+        >>> steps = TensorDict({"observation": torch.ones(2, 4), "action": torch.ones(2), "next": follows}, [2])
+        >>> write_parquet(steps, file)
+        2
+        >>> [len(batch) for batch in iter_parquet(file, 1)]
+        [1, 1]
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -624,6 +649,17 @@ def write_parquet(
         ValueError: nothing to write.
         FileExistsError: there is something at `path`.
         ImportError: pyarrow is missing: `pip install "engram[parquet]"`.
+
+    Example:
+        >>> import tempfile
+        >>> file = tempfile.mkdtemp() + "/steps.parquet"
+        >>> follows = {"observation": torch.ones(2, 4), "reward": torch.ones(2, 1), "done": torch.ones(2, 1).bool()}
+        >>> steps = TensorDict({"observation": torch.ones(2, 4), "action": torch.ones(2), "next": follows}, [2])
+        >>> write_parquet(steps, file)
+        2
+        >>> import pyarrow.parquet
+        >>> pyarrow.parquet.read_schema(file).names
+        ['observation', 'action', 'next.observation', 'next.reward', 'next.done', 'engram.trajectory']
     """
     if compression not in ("zstd", "snappy", "lz4", "gzip", "none"):
         raise ValueError(f"compression is 'zstd', 'snappy', 'lz4', 'gzip' or 'none', got {compression!r}")
@@ -878,16 +914,27 @@ def arrow_children(kind: Any) -> list[Any]:
     return list(kind) if import_pyarrow().types.is_struct(kind) else []
 
 
+def is_fixed_list(kind: Any) -> bool:
+    """Whether a type is a list of fixed size."""
+    return bool(import_pyarrow().types.is_fixed_size_list(kind))
+
+
 def has_fixed_numbers(kind: Any) -> bool:
     """Whether a type is a number or bool, or a list of fixed size of them."""
-    if import_pyarrow().types.is_fixed_size_list(kind):
+    if is_fixed_list(kind):
         kind = kind.value_type
     return not import_pyarrow().types.is_nested(kind) and _has_numbers(kind)
 
 
+def has_texts(kind: Any) -> bool:
+    """Whether a type is text."""
+    types = import_pyarrow().types
+    return bool(types.is_string(kind) or types.is_large_string(kind))
+
+
 def arrow_bytes(kind: Any) -> int:
     """Bytes of one value of a type that `has_fixed_numbers`, as a tensor has them."""
-    if import_pyarrow().types.is_fixed_size_list(kind):
+    if is_fixed_list(kind):
         return int(kind.list_size) * arrow_bytes(kind.value_type)
     return -(-int(kind.bit_width) // 8)
 
@@ -900,7 +947,10 @@ def arrow_column(reader: Any, names: Sequence[str], kind: Any, path: Path) -> An
     """
     with _failures(path):
         array = reader.read_all().column(names[0]).combine_chunks()
+        array.validate()
         for name in names[1:]:
+            if array.null_count:
+                raise ValueError(f"has no value in {array.null_count} places of {name!r}")
             array = array.field(name)
         if array.type != kind:
             raise ValueError(f"has {'.'.join(names)!r} as {array.type}; the first episode has {kind}")
@@ -913,11 +963,32 @@ def arrow_values(array: Any, path: Path) -> Array:
         return np.array(tensor_of(array, "a column").numpy())
 
 
+def arrow_texts(array: Any, width: int, name: str, path: Path) -> Array:
+    """The texts of a column as uint8 [n, width].
+
+    Raises:
+        DatasetError: a value is missing, is no UTF-8, or is longer.
+    """
+    with _failures(path):
+        array.validate(full=True)
+        if array.null_count:
+            raise ValueError(f"has no value in {array.null_count} places of {name!r}")
+        rows = [bytes_of_text(text, width, f"a value of {name!r}") for text in array.to_pylist()]
+        return np.array(rows, np.uint8).reshape(-1, width)
+
+
+def column_names(path: Path) -> list[str]:
+    """The names of a Parquet file's columns; DatasetError where it is damaged."""
+    with _arrow_file(path) as (_, file), _failures(path):
+        return [str(name) for name in file.schema_arrow.names]
+
+
 def read_texts(path: Path, number: str, texts: Sequence[str], allowed: int) -> dict[int, str]:
     """The texts of a file by their numbers: `number` is a column, the first of `texts` that is there another.
 
     Raises:
-        DatasetError: the file is damaged, has no such columns, or more than `allowed` bytes in them.
+        DatasetError: the file is damaged, has no such columns, more than `allowed` bytes in them, or two texts of one
+            number.
     """
     types = import_pyarrow().types
     with _arrow_file(path) as (_, file), _failures(path):
@@ -946,7 +1017,9 @@ def read_texts(path: Path, number: str, texts: Sequence[str], allowed: int) -> d
                 raise ValueError(f"has no value in some places of {number!r} or {text!r}")
             words = values.dictionary.to_pylist()
             places = values.indices.to_pylist()
-            found |= {key: words[at] for key, at in zip(numbers.to_pylist(), places, strict=True)}
+            for key, at in zip(numbers.to_pylist(), places, strict=True):
+                if found.setdefault(key, words[at]) != words[at]:
+                    raise ValueError(f"has two values of {text!r} for {number!r} {key}")
         return found
 
 
