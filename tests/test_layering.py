@@ -28,7 +28,6 @@ LAYERS = [
         f"{BUFFERS}.dataset",
         f"{BUFFERS}.prefetch",
         f"{BUFFERS}.reader",
-        f"{BUFFERS}.reuse",
         f"{BUFFERS}.stats",
     ],
     [f"{BUFFERS}.samplers", f"{BUFFERS}.writers"],
@@ -46,7 +45,7 @@ LAYERS = [
     ],
     ["engram.checkpoint"],
     ["engram.processes"],
-    [f"{BUFFERS}.trajectories", f"{BUFFERS}.utils"],  # also the conversions under their public path
+    [f"{BUFFERS}.reuse", f"{BUFFERS}.trajectories", f"{BUFFERS}.utils"],  # also the conversions under their public path
     ["engram.store"],
     ["engram.ted"],
     ["engram.transforms"],
