@@ -32,7 +32,6 @@ LAYERS = [
         f"{BUFFERS}.dataset",
         f"{BUFFERS}.prefetch",
         f"{BUFFERS}.reader",
-        f"{BUFFERS}.reuse",
         f"{BUFFERS}.stats",
     ],
     [f"{BUFFERS}.samplers", f"{BUFFERS}.writers"],
@@ -42,7 +41,7 @@ LAYERS = [
     ["engram.kernel"],  # of rows and files
     ["engram.checkpoint"],
     ["engram.processes"],
-    [f"{BUFFERS}.trajectories", f"{BUFFERS}.utils"],  # also the conversions under their public path
+    [f"{BUFFERS}.reuse", f"{BUFFERS}.trajectories", f"{BUFFERS}.utils"],  # also the conversions under their public path
     ["engram.store"],
     ["engram.ted"],
     ["engram.transforms"],

@@ -190,7 +190,7 @@ class Codec {
   // As `check_without`, of items (`batch`: a batch of them) that are exactly of this form, so that they can be built again as
   // they are: plain tensors, keys in the same order, the batch dimensions and the device of each TensorDict, no names.
   bool check_same(Plan& plan, std::vector<nb::object>& values, PyObject* items, bool batch, std::optional<size_t> own) const {
-    if (!has_tree_ || root_.kind == Node::kLeaf) return false;
+    if (!has_tree_) return false;
     std::optional<int64_t> lead;
     if (batch && !first_length(root_, items, lead)) return false;
     values.assign(leaves_.size(), nb::object());

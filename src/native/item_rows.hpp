@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bind_store.hpp"
+#include "reuse.hpp"
 
 namespace engram {
 
@@ -128,15 +129,28 @@ class ItemRows {
     for (uint64_t i = 0; i < n; ++i)
       std::memcpy(at(i < until_end ? slot + i : i - until_end), rows.bytes.data() + (first + i) * stride_, stride_);
   }
-  // What stands in the list at these places, rows as new items.
-  nb::list pick(nb::list list, nb::list slots) const {
+  // What stands in the list at these places, rows as new items. With `reuse` a small list of rows is read into the tensors of
+  // an earlier one, once nobody has any of them.
+  nb::list pick(nb::list list, nb::list slots, bool reuse) {
+    const size_t n = nb::len(slots), leaves = codec_->leaves().size();
+    reuse = reuse && n <= kMostKept / leaves && n <= kMostKeptBytes / stride_;
+    std::vector<OldTensor> old = reuse ? free_tensors(n) : std::vector<OldTensor>();
+    const bool keep = reuse && old.empty() && lists_.wants_more();
+    std::vector<KeptBatches::Place> places;
     nb::list picked;
-    for (size_t i = 0; i < nb::len(slots); ++i) {
+    for (size_t i = 0; i < n; ++i) {
       const auto slot = nb::cast<Py_ssize_t>(slots[i]);
       if (slot < 0 || slot >= static_cast<Py_ssize_t>(nb::len(list))) throw nb::index_error("no such slot");
       nb::object item = nb::borrow(PyList_GetItem(list.ptr(), slot));
-      picked.append(item.is(row_) ? this->item(static_cast<uint64_t>(slot)) : item);
+      const auto find = [&] { return row(static_cast<uint64_t>(slot)); };
+      if (!item.is(row_))
+        picked.append(item);
+      else if (!old.empty())
+        picked.append(rebuilt(&old[i * leaves], find()));
+      else
+        picked.append(built(find, keep ? &places : nullptr));
     }
+    if (keep && places.size() == n * leaves) lists_.keep(n, n * stride_, std::move(places));
     return picked;
   }
   nb::object item(uint64_t slot) const { return built([&] { return row(slot); }); }
@@ -172,6 +186,7 @@ class ItemRows {
  private:
   static constexpr size_t kChunkBytes = 64 << 10;
   static constexpr uint64_t kMostSlots = uint64_t{1} << 56;
+  static constexpr size_t kMostKept = 2048, kMostKeptBytes = size_t{1} << 20;  // tensors of a list, and bytes of their rows
   struct Chunks {
     std::vector<std::unique_ptr<uint8_t[]>> at;
   };
@@ -198,20 +213,51 @@ class ItemRows {
     if (c >= chunks_->at.size() || !chunks_->at[c]) throw nb::index_error("this slot holds no row");
     return at(slot);
   }
-  // An item of the row that `find` returns once its tensors are there.
-  nb::object built(auto&& find) const {
-    static const std::vector<int64_t> lead;
-    OutLeaves out(*codec_, lead, 1);
+  // An item of the row that `find` returns once its tensors are there, which are added to `places` to be used again.
+  nb::object built(auto&& find, std::vector<KeptBatches::Place>* places = nullptr) const {
+    OutLeaves out(*codec_, kNoDims, 1);
+    for (size_t i = 0; places && i < out.copies().size(); ++i) {
+      const size_t leaf = codec_->in_row()[i];
+      places->push_back({leaf, out.copies()[i].array, KeptTensor(out.tensors()[leaf])});
+    }
     const uint8_t* row = find();
     for (const LeafCopy& leaf : out.copies())
       if (leaf.bytes) std::memcpy(leaf.array, row + leaf.offset, leaf.bytes);
-    return codec_->build(out.tensors(), lead, nb::none());
+    return codec_->build(out.tensors(), kNoDims, nb::none());
+  }
+  // A tensor that was handed out before, and is used again.
+  struct OldTensor {
+    size_t leaf = 0;
+    uint8_t* data = nullptr;
+    nb::object tensor;
+  };
+  // Those of a list of n items, leaf by leaf as they lie in a row; none: somebody has one. Held from here on: what Python
+  // runs later finds them in use.
+  std::vector<OldTensor> free_tensors(size_t n) {
+    std::vector<OldTensor> old;
+    if (const auto* places = lists_.find(0, n)) {
+      old.reserve(places->size());
+      for (const KeptBatches::Place& place : *places)
+        old.push_back({place.leaf, place.data, nb::borrow(place.kept.tensor())});
+    }
+    return old;
+  }
+  nb::object rebuilt(OldTensor* old, const uint8_t* row) const {
+    std::vector<nb::object> tensors(codec_->leaves().size());
+    for (size_t i = 0; i < tensors.size(); ++i, ++old) {
+      const Leaf& leaf = codec_->leaves()[old->leaf];
+      if (leaf.bytes) std::memcpy(old->data, row + leaf.offset, leaf.bytes);
+      tensors[old->leaf] = std::move(old->tensor);
+    }
+    return codec_->build(tensors, kNoDims, nb::none());
   }
 
+  inline static const std::vector<int64_t> kNoDims;
   nb::object kept_, row_;
   const Codec* codec_ = nullptr;
   uint64_t stride_ = 8, per_chunk_ = 1;
   std::shared_ptr<Chunks> chunks_;
+  KeptBatches lists_;  // of items that were handed out
 };
 
 inline void bind_item_rows(nb::module_& m) {
@@ -224,7 +270,7 @@ inline void bind_item_rows(nb::module_& m) {
       .def("set_index", &ItemRows::set_index, "rows"_a, "own"_a, "slots"_a)
       .def("reserve", &ItemRows::reserve, "slot"_a, "n"_a, "capacity"_a)
       .def("put", &ItemRows::put, "rows"_a, "first"_a, "n"_a, "slot"_a, "capacity"_a)
-      .def("pick", &ItemRows::pick, "list"_a, "slots"_a)
+      .def("pick", &ItemRows::pick, "list"_a, "slots"_a, "reuse"_a = false)
       .def("item", &ItemRows::item, "slot"_a)
       .def("new_item", &ItemRows::new_item, "rows"_a, "i"_a)
       .def("gather", &ItemRows::gather, "list"_a, "slots"_a, "extra"_a.none() = nb::none())

@@ -202,10 +202,10 @@ def test_a_state_saved_in_the_middle_resumes_exactly(tmp_path):
 
 def test_a_batch_that_a_writer_overtook_is_drawn_again_and_nobody_waits_for_ever(monkeypatch):
     """The thread that reads must draw again while the caller waits for it."""
-    for storage in (LazyTensorStorage(50), ListStorage(50)):
+    for storage, name in ((LazyTensorStorage(50), "read"), (ListStorage(50), "_read_items")):
         rb = ReplayBuffer(storage=storage, prefetch=2, batch_size=7)
         rb.extend(torch.arange(50))
-        read, torn = storage.read, []
+        read, torn = getattr(storage, name), []
 
         def read_torn(slots, *args, _read=read, _torn=torn, **kwargs):
             rows = _read(slots, *args, **kwargs)
@@ -214,7 +214,7 @@ def test_a_batch_that_a_writer_overtook_is_drawn_again_and_nobody_waits_for_ever
                 return rows._replace(overwritten=[0, 3])
             return rows
 
-        monkeypatch.setattr(storage, "read", read_torn)
+        monkeypatch.setattr(storage, name, read_torn)
         done = []
         thread = threading.Thread(
             target=lambda rb=rb, done=done: done.extend(rb.sample(return_info=True)[0].tolist() for _ in range(5)),

@@ -1,4 +1,7 @@
-"""`reuse_batches=True`: what somebody still has of a batch never changes, and what somebody did to it is never seen."""
+"""`reuse_batches=True`, and the items of a list that a collate function gets: tensors that are used again.
+
+What somebody still has never changes, and what somebody did to it is never seen.
+"""
 
 import copy
 import functools
@@ -15,7 +18,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 import engram
-from engram.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.data.replay_buffers import reuse
 
 N, BATCH = 1000, 64
@@ -36,9 +39,24 @@ def buffer(kind=TensorDictReplayBuffer, rows=N, batch_size=BATCH, extra=None, **
     return rb
 
 
+def buffer_of_items(copy=True, collate_fn=lambda items: items[5]):
+    """The "batch" is the sixth of 8 items, of which each has the observations of a whole batch."""
+    torch.manual_seed(0)
+    storage = ListStorage(20, copy=copy)
+    rb = ReplayBuffer(storage=storage, batch_size=8, collate_fn=collate_fn, generator=engram.Generator(3))
+    rb.extend([{"obs": torch.randn(BATCH, 4), "n": torch.tensor(n)} for n in range(20)])
+    return rb
+
+
 @pytest.fixture(scope="module")
 def rb():
     return buffer()
+
+
+@pytest.fixture(scope="module", params=[buffer, buffer_of_items])
+def source(request):
+    """Of observations that are read into the memory of earlier ones."""
+    return request.param()
 
 
 def addresses(rb, n):
@@ -164,13 +182,13 @@ def cycle_with(obs):
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_what_somebody_still_has_of_a_batch_does_not_change(rb, name):
+def test_what_somebody_still_has_of_a_batch_does_not_change(source, name):
     hold, look = HELD[name]
-    obs = rb.sample()["obs"]
+    obs = source.sample()["obs"]
     where, expected = obs.data_ptr(), obs.clone()
     held = hold(obs)
     del obs
-    assert where not in addresses(rb, 30)
+    assert where not in addresses(source, 30)
     assert torch.equal(look(held).reshape(BATCH, 4), expected)
 
 
@@ -205,8 +223,9 @@ def test_batches_and_what_is_made_of_them_do_not_change(rb, name):
         del held
 
 
-def test_a_tensor_that_a_thread_is_still_working_with_does_not_change():
-    rb, wrong = buffer(), []
+@pytest.mark.parametrize("make", [buffer, buffer_of_items])
+def test_a_tensor_that_a_thread_is_still_working_with_does_not_change(make):
+    rb, wrong = make(), []
 
     def work():
         for _ in range(200):
@@ -276,11 +295,18 @@ DONE = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", DONE)
-def test_what_somebody_did_to_a_tensor_before_dropping_it_is_not_seen_later(name):
+def pairs():
+    """A buffer that reuses tensors and one with the same rows and draws that does not."""
     rb, other = buffer(), buffer(reuse_batches=False)
     other[:] = rb[:]
+    return {"batches": (rb, other), "items": (buffer_of_items(), buffer_of_items(copy=False))}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["batches", "items"])
+@pytest.mark.parametrize("name", DONE)
+def test_what_somebody_did_to_a_tensor_before_dropping_it_is_not_seen_later(name, kind):
+    rb, other = pairs()[kind]
     for _ in range(5):
         obs = rb.sample()["obs"]
         other.sample()
@@ -300,12 +326,12 @@ def test_what_somebody_did_to_a_tensor_before_dropping_it_is_not_seen_later(name
             del obs
 
 
-def test_a_weak_reference_to_a_tensor_does_not_show_a_later_batch(rb):
+def test_a_weak_reference_to_a_tensor_does_not_show_a_later_batch(source):
     for _ in range(10):
-        obs = rb.sample()["obs"]
+        obs = source.sample()["obs"]
         where, reference = obs.data_ptr(), weakref.ref(obs)
         del obs
-        assert where not in addresses(rb, 20) or reference() is None
+        assert where not in addresses(source, 20) or reference() is None
 
 
 def test_writing_into_a_batch_changes_no_later_one():
@@ -348,16 +374,16 @@ def test_no_more_than_64_megabytes_wait():
     assert 0 < sum(o.nbytes for o in kept) <= 64 << 20
 
 
-def test_inference_mode_has_tensors_of_its_own(rb):
-    outside = rb.sample()
+def test_inference_mode_has_tensors_of_its_own(source):
+    outside = source.sample()
     assert not outside["obs"].is_inference()
     del outside
     with torch.inference_mode():
-        inside = [rb.sample()["obs"] for _ in range(3)]
+        inside = [source.sample()["obs"] for _ in range(3)]
         assert all(obs.is_inference() for obs in inside)
         del inside
     for _ in range(10):
-        assert not rb.sample()["obs"].is_inference()
+        assert not source.sample()["obs"].is_inference()
 
 
 def test_while_torch_compiles_each_batch_is_new(rb, monkeypatch):
@@ -384,6 +410,63 @@ def test_whatever_must_be_seen_in_a_tensor_is_tried_before_any_is_reused(name, m
     table = reuse._HELD if name in reuse._HELD else reuse._CHANGED
     monkeypatch.setitem(table, name, lambda tensor: None)  # as if the native core did not see it
     assert f"{name} cannot be seen" in reuse.why_not_reusable.__wrapped__()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_default_dtype_does_not_matter_to_the_trial(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert reuse.why_not_reusable.__wrapped__() is None
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_failed_trial_is_a_reason_and_no_error(monkeypatch):
+    def fail(tensor):
+        raise RuntimeError("tensors are fake here")
+
+    monkeypatch.setitem(reuse._HELD, "a view", fail)
+    assert reuse.why_not_reusable.__wrapped__() == "a view cannot be tried out: tensors are fake here"
+
+
+def test_collate_function_gets_the_same_tensors_again_with_the_drawn_rows():
+    seen = []
+    rb = buffer_of_items(collate_fn=lambda items: seen.append([(id(i["obs"]), int(i["n"])) for i in items]))
+    for _ in range(20):
+        _, info = rb.sample(return_info=True)
+        assert [n for _, n in seen[-1]] == info["index"].tolist()
+    assert len({at for items in seen for at, _ in items}) == 8
+
+
+@pytest.mark.parametrize("items", [list(torch.randn(30, 4)), [{"a": {"b": x}} for x in torch.randn(30, 4)]])
+def test_lists_that_a_collate_function_keeps_do_not_change(items):
+    kept, expected = [], []
+    rb = ReplayBuffer(storage=ListStorage(30), batch_size=16, collate_fn=lambda items: items)
+    rb.extend(items)
+    for round in range(300):
+        drawn, info = rb.sample(return_info=True)
+        kept.append(drawn if round % 7 < 4 else drawn[3:4])
+        slots = info["index"].tolist()
+        expected.append([items[slot] for slot in (slots if round % 7 < 4 else slots[3:4])])
+        if round % 50 == 49:
+            del kept[::2], expected[::2]
+    leaf = (lambda item: item) if isinstance(items[0], torch.Tensor) else (lambda item: item["a"]["b"])
+    pairs = [
+        (leaf(a), leaf(b))
+        for some, others in zip(kept, expected, strict=True)
+        for a, b in zip(some, others, strict=True)
+    ]
+    assert len(pairs) > 200 and all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_large_and_long_lists_of_items_wait_for_nobody():
+    for items in ([torch.zeros(1 << 16)] * 5, [torch.zeros(1)] * 2049):
+        rb = ReplayBuffer(storage=ListStorage(), batch_size=len(items), collate_fn=lambda items: items[0])
+        rb.extend(items)
+        reference = weakref.ref(rb.sample())
+        gc.collect()
+        assert reference() is None
 
 
 def test_copies_and_pickles_of_the_buffer_reuse_batches_of_their_own(rb):

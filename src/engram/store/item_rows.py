@@ -1,4 +1,4 @@
-"""Items of one form as packed rows: TensorDicts, tensorclasses or dicts of tensors, kept in a list as objects else."""
+"""Items of one form as packed rows: tensors, TensorDicts, tensorclasses or dicts of tensors. Others stay objects."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class ItemRows:
     def __init__(self, item: Any, max_size: int | None) -> None:
         if not self.can_hold(item):
             raise ValueError(f"a {type(item).__name__} of this form stays an object")
-        self._cls = None if type(item) in (TensorDict, dict) else type(item)
+        self._cls = None if type(item) in (Tensor, TensorDict, dict) else type(item)
+        self._has_keys = self._cls is None and type(item) is not Tensor
         item = self._inside(item)
         self.layout = RowLayout.of(item, 0)
         if not self.layout.plain:
@@ -40,12 +41,12 @@ class ItemRows:
 
     @staticmethod
     def can_hold(item: Any, *, batch: bool = False) -> bool:
-        """Whether items of this form can be rows: TensorDicts, tensorclasses and dicts of plain tensors on the CPU.
+        """Whether items of this form can be rows: plain CPU tensors, and TensorDicts, tensorclasses and dicts of them.
 
         Their dimensions have no names; that of a `batch` of them may have one.
         """
         devices = set[Any]()
-        if type(item) not in (TensorDict, dict):
+        if type(item) not in (Tensor, TensorDict, dict):
             if not is_tensorclass(item) or type(item._tensordict) is not TensorDict or item._non_tensordict:
                 return False
             item = item._tensordict
@@ -59,7 +60,7 @@ class ItemRows:
         With `index_key` the items are to store their own index there (`NewItemRows.set_index`).
         """
         own = None
-        if index_key is not None and (self._cls is None or index_key in self._fields):  # others store no index
+        if index_key is not None and (self._has_keys or index_key in self._fields):  # others store no index
             own = self._own_leaf(index_key)
             if own is None:
                 return None
@@ -103,9 +104,12 @@ class ItemRows:
         """A new item of a row that is not stored yet."""
         return self._outside(self.rows.new_item(rows, i))
 
-    def pick(self, items: list[Any], slots: list[int]) -> list[Any]:
-        """What a list has in these slots, rows as new items."""
-        picked = self.rows.pick(items, slots)
+    def pick(self, items: list[Any], slots: list[int], reuse: bool = False) -> list[Any]:
+        """What a list has in these slots, rows as new items.
+
+        With `reuse` small items may have tensors of earlier ones that nobody has any more (`why_not_reusable`).
+        """
+        picked = self.rows.pick(items, slots, reuse)
         if self._cls is None:
             return picked
         stored = list.__getitem__

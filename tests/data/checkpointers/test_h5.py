@@ -14,7 +14,13 @@ from contracts.corruption import forge_file, forge_state
 from contracts.ted_rings import TedRings
 from engram import _hdf5 as h5
 from engram.data import LazyTensorStorage, ReplayBuffer
-from engram.data.replay_buffers.checkpointers import H5StorageCheckpointer, open_snapshot, rows, save_snapshot
+from engram.data.replay_buffers.checkpointers import (
+    FlatStorageCheckpointer,
+    H5StorageCheckpointer,
+    open_snapshot,
+    rows,
+    save_snapshot,
+)
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -57,6 +63,34 @@ def test_any_tool_finds_a_dataset_for_each_key_and_what_explains_it(tmp_path):
         copy = lane["steps/next/x"]
         assert copy.attrs["stored"] == "exceptions" and '["x"] one step later' in copy.attrs["meaning"]
         assert (copy["row"][:].tolist(), copy["value"][:].tolist()) == ([4], [5.0])
+
+
+def steps_like_cartpole(n):
+    """4 float32 of a motion in small steps, 2 actions, a reward of 1, episodes of 25."""
+    torch.manual_seed(0)
+    obs = torch.randn(n + 1, 4).cumsum(0) * 0.02
+    end = (torch.arange(n) % 25 == 24).unsqueeze(1)
+    after = {"observation": obs[1:], "reward": torch.ones(n, 1), "done": end, "terminated": end}
+    return TensorDict({"observation": obs[:-1], "action": torch.randint(2, (n,)), "next": TensorDict(after, [n])}, [n])
+
+
+def test_default_file_is_compressed_and_smaller_than_the_flat_form(tmp_path):
+    n, sizes = 20_000, {}
+    steps = steps_like_cartpole(n)
+    checkpointers = {
+        "default": H5StorageCheckpointer(),
+        "plain": H5StorageCheckpointer(h5_kwargs={}),
+        "flat": FlatStorageCheckpointer(),
+    }
+    for name, checkpointer in checkpointers.items():
+        rb = ReplayBuffer(storage=LazyTensorStorage(n, checkpointer=checkpointer))
+        rb.extend(steps)
+        rb.dumps(tmp_path / name)
+        sizes[name] = sum(file.stat().st_size for file in data_files(tmp_path / name))
+    with h5py.File(data_files(tmp_path / "default")[0]) as file:
+        dataset = file["lane_0/steps/observation"]
+        assert (dataset.compression, dataset.shuffle) == ("gzip", True)
+    assert sizes["default"] < sizes["flat"] < sizes["plain"], sizes
 
 
 def test_a_group_per_trajectory_has_one_observation_more_than_steps(tmp_path):

@@ -125,10 +125,14 @@ def of_kind(batch: TensorDict, kind: str) -> Any:
     if kind == "class":
         after = batch["next"].clone() if batch["next"].batch_size == batch.batch_size else None
         return Step(batch["x"], batch["episode"], after, batch_size=batch.batch_size)
+    if kind == "tensor":
+        return batch["x"].clone()
     return batch if kind == "td" else batch.to_dict()
 
 
-FORMS = ["td", "dict", "class", "a list of td", "a list of dict", "a list of class", "mixed"]
+FORMS = [
+    "td", "dict", "class", "tensor", "a list of td", "a list of dict", "a list of class", "a list of tensor", "mixed"
+]  # fmt: skip
 
 
 def data_of(rng: random.Random, batch: TensorDict, kind: str) -> Any:

@@ -33,9 +33,18 @@ def why_not_reusable() -> str | None:
         return f"torch {torch.__version__} has no DLPack exchange API"
     with torch.inference_mode(False), torch.enable_grad():
         for name, use in {**_HELD, **_CHANGED}.items():
-            if not _is_seen(use, lasting=name in _CHANGED):
+            try:
+                is_seen = _is_seen(use, lasting=name in _CHANGED)
+            except (RuntimeError, TypeError, ValueError) as error:  # in a mode in which tensors are no plain ones
+                return f"{name} cannot be tried out: {error}"
+            if not is_seen:
                 return f"{name} cannot be seen in a tensor of torch {torch.__version__} with Python {sys.version[:6]}"
     return None
+
+
+def may_reuse() -> bool:
+    """Whether tensors may be used again at this moment."""
+    return why_not_reusable() is None and not any(prevents() for prevents in PREVENT_REUSE)
 
 
 def _is_seen(use: Callable[[Tensor], Any], lasting: bool) -> bool:
@@ -53,8 +62,13 @@ def _is_seen(use: Callable[[Tensor], Any], lasting: bool) -> bool:
     return was_free and is_seen and kept.is_free() != lasting
 
 
+def _zeros() -> Tensor:
+    """Whatever the default dtype and device are."""
+    return torch.zeros(4, 3, dtype=torch.float32, device="cpu")
+
+
 def _saved_for_backward(tensor: Tensor) -> Tensor:
-    weight = torch.ones(4, 3, requires_grad=True)
+    weight = _zeros().requires_grad_()
     return (weight * tensor).sum()
 
 
@@ -70,11 +84,11 @@ _HELD: dict[str, Callable[[Tensor], Any]] = {
 }
 _CHANGED: dict[str, Callable[[Tensor], Any]] = {
     "requires_grad": lambda t: t.requires_grad_().requires_grad_(False),
-    "a gradient": lambda t: setattr(t, "grad", torch.zeros(4, 3)),
+    "a gradient": lambda t: setattr(t, "grad", _zeros()),
     "an attribute": lambda t: setattr(t, "name_of_a_user", 1),
     "another shape": lambda t: t.resize_(2, 3),
     "other strides": lambda t: t.t_(),
-    "other memory": lambda t: setattr(t, "data", torch.zeros(4, 3)),
+    "other memory": lambda t: setattr(t, "data", _zeros()),
     "names of dimensions": lambda t: setattr(t, "names", ("a", "b")),
-    "a swapped tensor": lambda t: torch.utils.swap_tensors(t, torch.zeros(4, 3)),  # type: ignore[no-untyped-call]
+    "a swapped tensor": lambda t: torch.utils.swap_tensors(t, _zeros()),  # type: ignore[no-untyped-call]
 }

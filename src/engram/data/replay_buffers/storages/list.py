@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from engram.data.replay_buffers.reuse import may_reuse
 from engram.data.replay_buffers.storages.base import (
     _NO_LIMIT,
     Checked,
@@ -52,9 +53,9 @@ from engram.store.views import ChangeTracker, ItemSnapshot
 class ListStorage(Storage):
     """Keeps any objects in a list; the default storage of a buffer.
 
-    What it keeps are copies. TensorDicts and dicts of tensors that have the form of the first item are kept as packed
-    rows: each read makes a new object of them, and the default batch of them is gathered at once. All others, and with
-    `copy=False` every item, are kept as objects.
+    What it keeps are copies. Tensors, TensorDicts and dicts of tensors that have the form of the first item are kept as
+    packed rows: each read makes a new object of them, and the default batch of them is gathered at once. All others,
+    and with `copy=False` every item, are kept as objects.
 
     Args:
         max_size: items that fit; without limit if None.
@@ -186,7 +187,7 @@ class ListStorage(Storage):
         if packed is None:
             return None
         batch = not single and type(items) is not list
-        if batch and (time_dim or not has_keys(items)):
+        if batch and (time_dim or not (type(items) is Tensor or has_keys(items))):
             return None
         rows = packed.look(items, single=single, index_key=index_key, batch=batch)
         if rows is not None and index_key is not None:
@@ -314,6 +315,10 @@ class ListStorage(Storage):
         sequences: bool = False,
     ) -> Rows:
         """The items themselves, as a list; `extra` is for batches and ignored."""
+        return self._read(slots, sequences)
+
+    def _read(self, slots: Tensor, sequences: bool, reuse: bool = False) -> Rows:
+        """As `read`; `reuse` as `ItemRows.pick`."""
         if self._lanes.unused_since_fork:
             self._lanes.join_after_fork()
         with self.mutex:
@@ -322,7 +327,10 @@ class ListStorage(Storage):
                 raise IndexError(f"an index lies outside 0 to {self._lanes.capacity - 1}")
             absent = [k for k, i in enumerate(positions) if i >= n]
             generations = self._lanes.generations(slots) if sequences else None
-            items = self._items.at(positions) if not absent else [self._items[i] if i < n else None for i in positions]
+            if absent:
+                items = [self._items[i] if i < n else None for i in positions]
+            else:
+                items = self._items.at(positions, reuse)
             return Rows(items, absent=absent or None, sequences=generations)
 
     def _read_items(
@@ -347,8 +355,9 @@ class ListStorage(Storage):
                 batch = packed.gather(self._items, slots, extra)
                 if batch is not None:
                     return Rows(batch, sequences=self._lanes.generations(slots) if sequences else None)
-            rows = self.read(slots, None, None, sequences)
-            return rows if collated else self._with_own_items(rows, slots)
+            if collated:
+                return self._read(slots, sequences)
+            return self._with_own_items(self._read(slots, sequences, may_reuse()), slots)
 
     def _own(self, item: Any) -> Any:
         """An item that was read, for a caller who may change it; with `copy=False` the stored one."""
@@ -358,9 +367,6 @@ class ListStorage(Storage):
         """Items that were just read, as `_own`; those of packed rows are new anyhow."""
         if not self._copies:
             return rows
-        together = _copied_together(rows.batch)
-        if together is not None:
-            return rows._replace(batch=together)
         if rows.absent is not None:
             return rows._replace(batch=[clone(item) for item in rows.batch])
         stored = list(map(functools.partial(list.__getitem__, self._items), slots.tolist()))
@@ -524,10 +530,6 @@ class ListStorage(Storage):
         return undo
 
 
-_FEWEST_TOGETHER = 8  # items, and the bytes of each at most, that are copied together
-_LARGEST_TOGETHER = 4096
-
-
 class _Batch:
     """A batch of which each row is an item, in consecutive slots of a ring."""
 
@@ -592,10 +594,10 @@ class _Items(list[Any]):
         """New items, in the form in which they are stored, as somebody reads them."""
         return rows
 
-    def at(self, slots: Iterable[int]) -> list[Any]:
-        """The items in these slots."""
+    def at(self, slots: Iterable[int], reuse: bool = False) -> list[Any]:
+        """The items in these slots; `reuse` as `ItemRows.pick`."""
         packed = self.packed
-        items = list(map(super().__getitem__, slots)) if packed is None else packed.pick(self, list(slots))
+        items = list(map(super().__getitem__, slots)) if packed is None else packed.pick(self, list(slots), reuse)
         return [self[slot] for slot in slots] if _Batch in map(type, items) else items
 
     def reserve_rows(self, rows: NewItemRows, first: int, capacity: int) -> None:
@@ -650,20 +652,6 @@ def _moved(items: Any, device: torch.device) -> Any:
     if isinstance(items, dict):
         return {key: _moved(value, device) for key, value in items.items()}
     return type(items)(_moved(item, device) for item in items) if type(items) in (list, tuple) else items
-
-
-def _copied_together(items: list[Any]) -> list[Any] | None:
-    """Copies of items that are tensors of one form, in half the time of one after the other; None: they are not."""
-    first = items[0] if len(items) >= _FEWEST_TOGETHER else None
-    if type(first) is not Tensor or first.layout is not torch.strided or first.nbytes > _LARGEST_TOGETHER:
-        return None
-    dtype = first.dtype
-    if not all(type(item) is Tensor and item.dtype is dtype for item in items):
-        return None
-    try:
-        return list(torch.stack(items).detach().unbind(0))
-    except RuntimeError:  # shapes or devices differ
-        return None
 
 
 def _has_only_tensors(td: TensorDict) -> bool:

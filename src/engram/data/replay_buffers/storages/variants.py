@@ -201,7 +201,7 @@ class _CompressedItems(_Items):
         item = list.__getitem__(self, index)
         return [self._unpacked(one) for one in item] if isinstance(index, slice) else self._unpacked(item)
 
-    def at(self, slots: Iterable[int]) -> list[Any]:
+    def at(self, slots: Iterable[int], reuse: bool = False) -> list[Any]:
         return [self[slot] for slot in slots]
 
     def readable(self, rows: list[_Packed]) -> list[Any]:
