@@ -23,6 +23,7 @@ from engram.distributed.ray_buffer import RayReplayBuffer, import_ray
 from engram.distributed.weights import WeightsFetcher, WeightsOffer, WeightsPublisher
 from engram.envs.utils import ExplorationType
 from engram.errors import NoFreeLaneError, ShardGoneError, ShardUnavailableError, WorkerError
+from engram.kernel.advice import advised
 from engram.kernel.collecting import (
     ABANDON_INTERVAL,
     TRAJECTORY_IDS,
@@ -44,7 +45,6 @@ from engram.kernel.collecting import (
     warn_of_remainder,
     with_arguments,
 )
-from engram.kernel.tools import advised
 
 _ID_BITS = 32  # of a trajectory's id that its producer counts; the others are the producer's number
 _PRODUCERS = 1 << 31

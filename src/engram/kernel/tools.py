@@ -1,6 +1,5 @@
-"""Files, memory, texts and warnings, as everything here reads, measures and says them."""
+"""Files, memory, texts and warnings, as everything here reads, measures and says them. Needs no torch."""
 
-from engram._advice import advise_on_names, advised
 from engram._progress import progress_bar
 from engram._system import (
     check_memory,
@@ -17,8 +16,6 @@ from engram._text import visible, warn_user
 from engram.checkpoint.directory import open_below, open_folder_below
 
 __all__ = [
-    "advise_on_names",
-    "advised",
     "check_memory",
     "fork_registry",
     "free_memory",

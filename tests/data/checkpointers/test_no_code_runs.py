@@ -39,8 +39,10 @@ H5_OBJECTS = {"string_dtype", "vlen_dtype", "ref_dtype", "special_dtype", "regio
 # a transform makes for its caller, from a package above its own; names of a package whose modules are imported when
 # they are used, from a table that stands in the code; calls of a shard's actor, which Ray would send by pickle, too;
 # modules under other paths, from a table; a module below gymnasium, which the caller names, and `ale_py`; copies of an
-# environment for the worker processes of this program, and the errors that come back from them.
+# environment for the worker processes of this program, and the errors that come back from them; texts of an HDF5 file
+# that is written.
 NEEDED = {
+    "_hdf5.py": [".string_dtype", ".string_dtype"],
     "_aliases.py": [
         *("import importlib", "import importlib.util", "import importlib.abc", "import importlib.machinery"),
         "importlib.import_module",
@@ -55,7 +57,6 @@ NEEDED = {
     "envs/gym.py": [".attrgetter"],
     "envs/policies.py": ["torch.compile"],
     "specs/torchrl.py": ["import importlib.abc", "import importlib.machinery"],
-    "transforms/cat_frames.py": ["import importlib", "importlib.import_module"],
     "envs/gym_make.py": ["import importlib", "importlib.import_module", "importlib.import_module"],
     "processes/worker.py": ["import pickle", "import cloudpickle"],
     "data/replay_buffers/buffer.py": [".__reduce_ex__"],

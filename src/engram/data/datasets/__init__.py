@@ -25,7 +25,7 @@ from engram.data.datasets.parquet import (
     read_parquet,
     write_parquet,
 )
-from engram.kernel.tools import advise_on_names
+from engram.kernel.advice import advise_on_names
 
 __all__ = [
     "D4RLExperienceReplay",
