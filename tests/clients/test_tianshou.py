@@ -509,6 +509,59 @@ def test_a_step_that_does_not_fit_is_refused_and_changes_nothing(kind):
     assert_same_batches(pair)
 
 
+BAD_ADDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "no such ring": ([0, 1, 7], {}),
+    "fewer observations than rings": ([0, 1, 2], {"obs": np.zeros((2, 3), np.float32)}),
+    "fewer actions than rings": ([0, 1, 2], {"act": np.zeros(2, np.int64)}),
+    "one action of three is no number": ([0, 1, 2], {"act": np.array([1, 2, "x"], object)}),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ADDS)
+@pytest.mark.parametrize("kind", VECTOR)
+def test_refused_steps_of_several_rings_are_written_to_none_of_them(kind, bad):
+    pair = [make(package, kind) for package in (own, ours)]
+    fill(pair, OBSERVATIONS["vectors"], 5)
+    ids, changes = BAD_ADDS[bad]
+    obs = np.zeros((3, 3), np.float32)
+    step = {"obs": obs, "obs_next": obs, "act": np.zeros(3, np.int64), "rew": np.zeros(3)}
+    ends = {"terminated": np.zeros(3, bool), "truncated": np.zeros(3, bool)}
+    before = [len(rows) for rows in pair[1].rows]
+    with pytest.raises((IndexError, ValueError, TypeError)):
+        pair[1].add(Batch(step | ends | changes), buffer_ids=ids)
+    assert [len(rows) for rows in pair[1].rows] == before
+    fill(pair, OBSERVATIONS["vectors"], 5)
+    assert_same_batches(pair)
+
+
+def test_ring_numbers_count_from_the_end_as_in_its_own_buffer():
+    step = Batch(
+        obs=np.zeros((2, 3)),
+        act=np.zeros(2),
+        rew=np.arange(2.0),
+        terminated=np.zeros(2, bool),
+        truncated=np.zeros(2, bool),
+    )
+    theirs, mine = (make(package, "VectorReplayBuffer").add(step, buffer_ids=[-1, 0])[0] for package in (own, ours))
+    assert theirs.tolist() == mine.tolist() == [30, 0]
+
+
+def test_single_ring_takes_a_step_of_any_buffer_id():
+    step = Batch(
+        obs=np.zeros((1, 3)), act=np.zeros(1), rew=np.ones(1), terminated=np.zeros(1, bool), truncated=np.zeros(1, bool)
+    )
+    theirs, mine = (make(package, "ReplayBuffer").add(step, buffer_ids=[3])[0] for package in (own, ours))
+    assert theirs.tolist() == mine.tolist() == [0]
+
+
+def test_nested_number_of_one_step_has_the_type_of_its_own_buffer():
+    step = Batch(obs=np.zeros(3), act=Batch(a=2), rew=1.0, terminated=False, truncated=False, obs_next=np.zeros(3))
+    pair = [make(package, "ReplayBuffer") for package in (own, ours)]
+    for buffer in pair:
+        buffer.add(step)
+    assert type(pair[0][0].act.a) is type(pair[1][0].act.a) is np.int64
+
+
 def test_steps_that_others_put_into_the_rows_are_noticed():
     pair = [make(package, "ReplayBuffer") for package in (own, ours)]
     fill(pair, OBSERVATIONS["vectors"], 5)

@@ -29,6 +29,11 @@ class NumpyLike:
         return np.asarray(self.values, dtype=dtype)
 
 
+class DlpackWithoutShape(DlpackArray):
+    def __init__(self, values):
+        self.values = torch.as_tensor(values)
+
+
 class WithoutDlpackDtype(NumpyLike):
     def __dlpack__(self, **how):
         raise BufferError("no such dtype in DLPack")
@@ -42,7 +47,7 @@ class OfObjects(NumpyLike):
         self.values = np.array([object(), object()])
 
 
-@pytest.mark.parametrize("kind", [DlpackArray, NumpyLike, WithoutDlpackDtype])
+@pytest.mark.parametrize("kind", [DlpackArray, DlpackWithoutShape, NumpyLike, WithoutDlpackDtype])
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
 @pytest.mark.parametrize("dtype", ["float32", "int64", "bool"])
 def test_entries_of_dicts_are_stored_with_their_dtype_and_copied(kind, storage, dtype):

@@ -101,16 +101,23 @@ class _WritesRows:
     def add(self, batch: Any, buffer_ids: Any = None) -> Any:
         me: Any = self
         stacked = buffer_ids is not None or isinstance(self, data.ReplayBufferManager)
-        ids = range(len(me.rows)) if buffer_ids is None else buffer_ids
+        ids = range(len(me.rows)) if buffer_ids is None else self._ids_of(buffer_ids)
         lead, rest = ((len(ids),) if stacked else ()), Batch()
         for key in batch.get_keys():
             rest.__dict__[key] = np.empty((*lead, 1, 0)) if key in _ENTRIES else batch[key]
         row = self._row(batch, lead, me._save_only_last_obs)
         # First: what does not fit is refused here, before anything has changed.
+        if len(ids) > 1:  # before the first of them is written; the rows of all rings are of one form
+            rows = next((rows for rows in me.rows if len(rows)), me.rows[0])
+            rows.storage.check(row, False)
         slots = [me.rows[i].add(_map(operator.itemgetter(k), row) if stacked else row) for k, i in enumerate(ids)]
         result = super().add(rest, buffer_ids)  # type: ignore[misc]
         self._check_slots(result[0], [int(me.subbuffer_edges[i]) + slot for i, slot in zip(ids, slots, strict=True)])
         return result
+
+    def _ids_of(self, buffer_ids: Any) -> npt.NDArray[Any]:
+        """Numbers of rings, counted from 0. IndexError: there is no such ring."""
+        raise NotImplementedError
 
     def _row(self, batch: Any, lead: tuple[int, ...], last_obs: bool) -> dict[str, Any]:
         """A batch in the form of rows: arrays `[*lead, ...]`; the last of each stack of observations, or all of it."""
@@ -195,6 +202,9 @@ class _OneRing(_WritesRows):
                 "a storage holds rows already, and tianshou's own record of their episodes is not in it: pass one that "
                 "makes new storages, and pickle the buffer to go on with it later"
             )
+
+    def _ids_of(self, buffer_ids: Any) -> npt.NDArray[Any]:
+        return np.zeros(len(buffer_ids), np.int64)  # which ids they are does not matter, as in tianshou's class
 
     @classmethod
     def _of_own(cls, own: Any, steps: Any, storage: MakeStorage) -> Any:
@@ -301,6 +311,11 @@ class _Rings(_WritesRows):
         super(above, self).__init__(buffers)  # type: ignore[arg-type]
         me: Any = self
         me.rows = [buffer.rows[0] for buffer in buffers]
+
+    def _ids_of(self, buffer_ids: Any) -> npt.NDArray[Any]:
+        me: Any = self
+        numbers: npt.NDArray[Any] = np.arange(len(me.rows))[np.asarray(buffer_ids)]
+        return numbers
 
     def _set_batch_for_children(self) -> None:
         me: Any = self
@@ -471,7 +486,15 @@ def _entry(row: dict[str, Any], key: str) -> Any:
     value: Any = row
     for part in _ENTRIES[key]:
         value = value.get(part, Batch())
-    return Batch(value) if isinstance(value, dict) else value
+    return _batch(value) if isinstance(value, dict) else value
+
+
+def _batch(entries: dict[str, Any]) -> Any:
+    """The Batch of nested entries as they are: its constructor makes 0-d arrays of NumPy's numbers."""
+    batch = Batch()
+    for key, value in entries.items():
+        batch.__dict__[key] = _batch(value) if isinstance(value, dict) else value
+    return batch
 
 
 def _map(change: Callable[..., Any], first: Any, *others: Any) -> Any:
