@@ -363,7 +363,8 @@ class ExtraEntries(NamedTuple):
 class TensorDictLayout:
     """The shared columns `[n, ...]` of `n` environments, one for each leaf of `fake`, a fake step of one environment.
 
-    `root` has the entries that a step reads and a reset returns, `following` those that a step returns.
+    `root` has the entries that a step reads and a reset returns, `following` those that a step returns; the frames are
+    the TensorDicts that the leaves of one environment are set into, before a step and after a step or a reset.
     """
 
     def __init__(
@@ -374,6 +375,8 @@ class TensorDictLayout:
         self.following = fake.get("next").detach().cpu()
         self.root = fake.exclude("next").detach().cpu()
         self._leaves = [_leaves(self.root), _leaves(self.following)]
+        self.frame, self.frame_after_step = _frame(self.root), _frame(self.following)
+        self.frame_after_reset = _frame(self.root.exclude(*self.action_keys))
 
     @property
     def sizes(self) -> list[int]:
@@ -447,7 +450,7 @@ class TensorDictWorker:
         env, mask = self._envs[i], self._mask[i].clone()
         if not bool(mask.any()):
             return ExtraEntries()
-        td = _row(self._layout.root, self._root, i, extra).exclude(*self._layout.action_keys)
+        td = _row(self._layout.frame, self._root, i, extra).exclude(*self._layout.action_keys)
         td = (td.set("_reset", mask) if is_partial else td).to(_device_of(env))
         td = td if env.device is not None else td.clear_device_()
         return self._write_fresh(env.reset(td, **kwargs), i)
@@ -458,7 +461,7 @@ class TensorDictWorker:
 
     def _step(self, i: int, extra: ExtraEntries) -> ExtraEntries:
         env = self._envs[i]
-        td = _row(self._layout.root, self._root, i, extra).to(_device_of(env))
+        td = _row(self._layout.frame, self._root, i, extra).to(_device_of(env))
         return _write_row(
             env.step(td if env.device is not None else td.clear_device_()).get("next"), self._following, i
         )
@@ -529,7 +532,7 @@ class TensorDictStepper:
     ) -> dict[str, Any]:
         indices = [row for row in range(self._layout.n) if bool(self._mask[row].any())]
         replies.update(self._replacements.after_reset(reset, of_all=mask is None))
-        values = self._collected(self._layout.root.exclude(*self._actions), self._reset_columns, replies, indices)
+        values = self._collected(self._layout.frame_after_reset, self._reset_columns, replies, indices)
         return {**values, IDLE: torch.zeros_like(self._mask)} if self._marks_idle else values
 
     def step(self, td: TensorDictBase) -> dict[str, Any]:
@@ -544,7 +547,7 @@ class TensorDictStepper:
             replies = self._pool.execute(_TD_STEP_WITH_EXTRAS, workers, extras)
         if self._marks_idle:
             return self._with_marks(td, replies)
-        return self._collected(self._layout.following, self._following, replies, range(self._layout.n))
+        return self._collected(self._layout.frame_after_step, self._following, replies, range(self._layout.n))
 
     def _with_marks(self, td: TensorDictBase, replies: dict[int, list[ExtraEntries]]) -> dict[str, Any]:
         """The entries after a step; environments that it only reset are marked in `td`, and as truncated."""
@@ -558,7 +561,7 @@ class TensorDictStepper:
             replies.pop(worker, None)
         lost = idle.reshape(self._layout.n, -1).any(1)
         indices = [i for i, is_lost in enumerate(lost.tolist()) if not is_lost]
-        values = self._collected(self._layout.following, self._following, replies if indices else {}, indices)
+        values = self._collected(self._layout.frame_after_step, self._following, replies if indices else {}, indices)
         td.set(IDLE, idle.to(td.device or "cpu"))
         stepped = TensorDict({"next": values}, [self._layout.n])
         if bool(lost.any()):
@@ -655,6 +658,15 @@ def _entries(td: TensorDictBase, path: tuple[str, ...] = ()) -> list[tuple[Key, 
         else:
             entries.append(((*path, name) if path else name, value))
     return entries
+
+
+def _frame(td: TensorDictBase) -> TensorDictBase:
+    """TensorDicts without leaves; those of agents that differ, which come whole as one entry, are left out.
+
+    (`empty(recurse=True)` of a lazy stack keeps the TensorDicts in its members, leaves and all.)
+    """
+    nested = [(name, value) for name, value in td.items() if isinstance(value, TensorDictBase) and not is_ragged(value)]
+    return TensorDict({name: _frame(value) for name, value in nested}, td.batch_size)
 
 
 def _row(frame: TensorDictBase, columns: Columns, i: int, extra: ExtraEntries) -> TensorDictBase:
