@@ -18,7 +18,7 @@ from engram.envs.base import EnvBase, mark_truncated
 from engram.envs.codecs import SpaceCodec, SpaceLeaf, flag_of, reward_of, space_leaves
 from engram.envs.engines import Array, Autoreset, GymEngine, VectorEngine, VectorStep
 from engram.envs.from_torchrl import as_env
-from engram.envs.serial import SerialEnv, check_same_specs, env_makers, only_one
+from engram.envs.serial import SerialEnv, check_same_specs, env_makers, only_one, reject_shared_envs
 from engram.envs.vector_env import VectorStepper
 from engram.processes.lockstep import LockstepPool, WorkerSlot, usable_cores
 from engram.processes.restarts import seed_after, validate_restarts
@@ -939,6 +939,7 @@ def _run(
     try:
         for make in makers:
             envs.append(as_env(make(), "ParallelEnv"))
+        reject_shared_envs(envs, start)
         channel.send([_EnvDescription.of(env) for env in envs])
         channel.receive().serve(envs, memory, start, slot)
     finally:
