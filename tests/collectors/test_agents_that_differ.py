@@ -1,6 +1,7 @@
 """Agents that see and do things of different shapes: through transforms, workers, collectors and buffers."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -28,46 +29,53 @@ EPISODE = 5
 class Team(EnvBase):
     """A scout that sees 3 numbers and does 2, a tank that sees 5 and its fuel and does 4; all show the step."""
 
-    def __init__(self, tank_sees=5):
+    def __init__(self, tank_sees=5, first=0):
         super().__init__()
         scout, tank = Composite(obs=Unbounded((3,))), Composite(obs=Unbounded((5,)), fuel=Unbounded((1,)))
+        tank["hull", "heat"] = Unbounded((1,))
         self.observation_spec = Composite(agents=torch.stack([scout, tank], 0), count=Unbounded((1,)))
         actions = [Composite(action=Bounded(-1, 1, (width,))) for width in (2, 4)]
         self.full_action_spec = Composite(agents=torch.stack(actions, 0))
         self.full_reward_spec = Composite(agents=Composite(reward=Unbounded((2, 1)), shape=(2,)))
         self.full_done_spec = Composite(done=Categorical(2, (1,), dtype=torch.bool))
-        self.n, self._tank_sees = 0, tank_sees
+        self.n, self._tank_sees, self._first = first, tank_sees, first
 
     def _observations(self):
         scout = TensorDict({"obs": torch.full((3,), float(self.n))})
         tank = TensorDict(
             {"obs": torch.full((self._tank_sees,), float(self.n)), "fuel": torch.full((1,), float(self.n))}
         )
+        tank["hull", "heat"] = torch.full((1,), float(self.n))
         return TensorDict({"agents": lazy_stack([scout, tank], 0), "count": torch.full((1,), float(self.n))})
 
     def _reset(self, tensordict=None, **kwargs):
-        self.n = 0
+        self.n = self._first
         return self._observations()
 
     def _step(self, tensordict):
         assert [one["action"].shape for one in tensordict["agents"].unbind(0)] == [(2,), (4,)]
         self.n += 1
-        td = self._observations().set("done", torch.tensor([self.n >= EPISODE]))
+        td = self._observations().set("done", torch.tensor([self.n - self._first >= EPISODE]))
         return td.set(("agents", "reward"), torch.full((2, 1), float(self.n)))
 
     def _set_seed(self, seed):
         pass
 
 
+def assert_whole_observations(td):
+    """Every agent has its own shape and the numbers of its step."""
+    agents = td["agents"]
+    assert isinstance(agents, LazyStackedTensorDict)
+    scout, tank = agents.unbind(td.ndim)
+    assert scout["obs"].shape == (*td.shape, 3) and tank["obs"].shape == (*td.shape, 5)
+    for value in (scout["obs"], tank["obs"], tank["fuel"], tank["hull", "heat"]):
+        assert bool((value == td["count"]).all())
+
+
 def assert_whole(batch):
     """Every agent of every step has its own shape and the numbers of that step."""
     for td in (batch, batch["next"]):
-        agents = td["agents"]
-        assert isinstance(agents, LazyStackedTensorDict)
-        scout, tank = agents.unbind(batch.ndim)
-        assert scout["obs"].shape == (*batch.shape, 3) and tank["obs"].shape == (*batch.shape, 5)
-        for value in (scout["obs"], tank["obs"], tank["fuel"]):
-            assert bool((value == td["count"]).all())
+        assert_whole_observations(td)
     scout, tank = batch["agents"].unbind(batch.ndim)
     assert scout["action"].shape == (*batch.shape, 2) and tank["action"].shape == (*batch.shape, 4)
     assert bool((batch["next", "count"] == batch["count"] + 1).all())
@@ -125,10 +133,11 @@ def test_a_rollout_and_a_collector_give_whole_steps():
 
 @pytest.mark.parametrize("make", [SerialEnv, ParallelEnv])
 def test_several_of_them_step_together(make):
-    env = make(2, Team)
+    env = make(3, [functools.partial(Team, first=first) for first in (0, 20, 40)])
+    assert_whole_observations(env.reset())
     batch = env.rollout(8, break_when_any_done=False)
     env.close()
-    assert batch.shape == (2, 8)
+    assert batch["count"][:, 0].flatten().tolist() == [0, 20, 40]
     assert_whole(batch)
 
 

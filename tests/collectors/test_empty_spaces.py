@@ -36,10 +36,13 @@ def box(*shape):
 def made(path, *spaces):
     if path in ("NextStep", "SameStep", "Disabled"):
         return GymEnv(gymnasium.vector.SyncVectorEnv([lambda: World(*spaces)] * 2, autoreset_mode=path))
-    one = GymEnv(World(*spaces))
+
+    def one():
+        return GymEnv(World(*spaces))
+
     if path == "parallel":
-        return ParallelEnv(2, lambda: one, num_workers=1)
-    return {"single": lambda: one, "stepped": lambda: Proxy(one), "serial": lambda: SerialEnv(2, lambda: one)}[path]()
+        return ParallelEnv(2, one, num_workers=1)
+    return {"single": one, "stepped": lambda: Proxy(one()), "serial": lambda: SerialEnv(2, one)}[path]()
 
 
 PATHS = ["single", "serial", "stepped", "parallel", "NextStep", "SameStep", "Disabled"]

@@ -80,6 +80,25 @@ def test_each_evaluation_has_the_weights_of_its_call(backend):
             evaluator.evaluate(weights_dict={"critic": Always(1)})
 
 
+class ActsByMode(Always):
+    """Action 1 in train mode, 2 in eval mode."""
+
+    def forward(self, observation):
+        return one_hot(self.action.long().expand(observation.shape[:-1]) + (not self.training), 3)
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+@pytest.mark.parametrize("of_factory", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_policies_act_in_eval_mode_and_the_callers_stays_in_its_own(backend, of_factory, training):
+    policy = ActsByMode().train(training)
+    given = {"policy_factory": lambda: policy} if of_factory else {"policy": policy}
+    with Evaluator(countdown, **given, num_trajectories=1, backend=backend, metrics_fn=actions) as evaluator:
+        assert evaluator.evaluate()["eval/actions"] == [2]
+        assert evaluator.evaluate(ActsByMode(0))["eval/actions"] == [1]
+    assert policy.training is training and float(policy.action) == 1
+
+
 def test_a_factory_may_take_the_environment():
     for factory in (lambda: Always(2), lambda env: Always(len(env.batch_size) + 2)):
         with Evaluator(countdown, policy_factory=factory, num_trajectories=1, metrics_fn=actions) as evaluator:

@@ -6,12 +6,14 @@ import multiprocessing
 import os
 import pickle
 import threading
+import warnings
 
 import pytest
 
 from contracts import children
 from engram.data import (
     FlatStorageCheckpointer,
+    LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedReplayBuffer,
     RandomSampler,
@@ -174,6 +176,25 @@ def test_a_process_that_it_is_sent_to_writes_the_same_rows():
     process.start()
     process.join()
     assert rb.initialized and numbers(rb[:]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("storage", "warns"), [("memory", True), ("shared", True), ("folder", False)])
+def test_a_child_is_warned_that_it_makes_parts_which_its_parent_does_not_see(storage, warns, tmp_path):
+    def make():
+        if storage == "folder":
+            return LazyMemmapStorage(10, scratch_dir=tmp_path / "store", existsok=True)
+        return LazyTensorStorage(10, shared_init=storage == "shared")
+
+    rb = delayed(storage=make)
+
+    def work():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            rb.extend(steps(0, 3))
+        return ["uses a copy of its replay buffer" in str(one.message) for one in caught]
+
+    assert children.Child(work).result() == [True] * warns
+    assert len(rb) == (0 if warns else 3)
 
 
 def test_a_child_forked_while_a_thread_makes_the_parts_makes_its_own():

@@ -12,7 +12,8 @@ from torch.nn.functional import one_hot
 
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.data import Categorical, Composite, Unbounded
-from engram.envs import EnvBase, GymEnv, SerialEnv, check_env_specs, step_mdp
+from engram.envs import EnvBase, GymEnv, ParallelEnv, SerialEnv, TransformedEnv, check_env_specs, step_mdp
+from engram.errors import WorkerError
 from engram.testing import EnvContract
 
 
@@ -224,3 +225,11 @@ def test_a_module_policy_with_several_observations_is_told_what_to_do():
 
 def test_an_environment_is_a_class_with_three_methods():
     assert EnvBase.__abstractmethods__ == {"_reset", "_step", "_set_seed"}
+
+
+@pytest.mark.parametrize("make", [SerialEnv, lambda n, make_env: ParallelEnv(n, make_env, num_workers=1)])
+@pytest.mark.parametrize("is_within", [False, True])
+def test_one_environment_given_twice_is_refused(make, is_within):
+    env = GymEnv("CartPole-v1")
+    with pytest.raises((ValueError, WorkerError), match="environments 0 and 1 are one and the same GymEnv"):
+        make(2, lambda: TransformedEnv(env) if is_within else env)

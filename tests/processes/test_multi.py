@@ -266,6 +266,26 @@ def test_each_worker_gets_a_copy_of_an_environment(start_method):
     assert env.rollout(2).shape == (2,)
 
 
+def test_copies_of_one_environment_have_episodes_of_their_own():
+    env = cartpole()
+    env.set_seed(5)
+    alone = cartpole()
+    alone.set_seed(5)
+    starts = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        with MultiSyncDataCollector([env] * 3, frames_per_batch=60) as collector:
+            starts.append(collector.rollout()["observation"][:, 0])
+    assert torch.equal(*starts)  # the seeds of copies follow from torch's
+    assert torch.equal(starts[0][0], alone.reset()["observation"])
+    assert len(starts[0].unique(dim=0)) == 3
+
+
+def test_arguments_for_an_environment_that_is_made_are_refused():
+    with pytest.raises(TypeError, match="create_env_kwargs are arguments of callables"):
+        MultiSyncDataCollector([cartpole()], frames_per_batch=10, create_env_kwargs={"a": 1})
+
+
 def test_an_environment_that_cannot_be_pickled_is_refused_at_once():
     env = cartpole()
     env.held = threading.Lock()

@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
+from collectors.failing import cartpole
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector
 from engram.data import LazyTensorStorage, ReplayBuffer, SliceSampler
 from engram.envs import EnvBase, ParallelEnv, SerialEnv
@@ -71,6 +72,21 @@ class Numbered(EnvBase):
 
     def _set_seed(self, seed):
         self.seed = seed
+
+
+class FailsOnce:
+    """A policy that acts at random, and fails once at a step."""
+
+    def __init__(self, marker, step):
+        self.marker, self.step, self.n = marker, step, 0
+
+    def __call__(self, td):
+        if self.n == self.step and not self.marker.exists():
+            self.marker.touch()
+            raise ZeroDivisionError
+        self.n += 1
+        action = torch.randint(2, td.batch_size)
+        return td.set("action", nn.functional.one_hot(action, 2))
 
 
 def kill():
@@ -261,6 +277,19 @@ def test_the_same_seed_gives_a_successor_the_same_seed_another_than_before(tmp_p
         seeds.append([{int(row["seed"]) for row in rows[1] if int(row["life"]) == life} for life in (1, 2, 3)])
     assert seeds[0] == seeds[1] and seeds[0][0] == {6}
     assert len(set.union(*seeds[0])) == 3
+
+
+def test_a_successor_with_a_copy_of_an_environment_does_not_repeat_its_predecessor(tmp_path):
+    env = cartpole()
+    env.set_seed(5)
+    act = FailsOnce(tmp_path / "failed", step=30)
+    collector = MultiSyncDataCollector([env], act, frames_per_batch=80, restarts=1)
+    with collector, pytest.warns(RuntimeWarning, match="is replaced"):
+        batch = collector.rollout().reshape(-1)
+    starts = batch["observation"][torch.cat([torch.tensor([True]), batch["next", "done"][:-1, 0]])]
+    truncated = batch["next", "truncated"].squeeze(-1)
+    assert bool(truncated[29]) and torch.equal(starts[0], env.reset()["observation"])
+    assert len(starts.unique(dim=0)) == len(starts)
 
 
 class Weighted(nn.Module):

@@ -45,7 +45,9 @@ class PolicyEvaluation:
         is_made = hasattr(make_env, "step") and not isinstance(make_env, type)
         self.env = make_env if is_made else make_env()
         self.closes_env = not is_made
-        self._policy = policy if policy_factory is None else _made(policy_factory, self.env)
+        policy = policy if policy_factory is None else _made(policy_factory, self.env)
+        is_module = isinstance(policy, nn.Module)
+        self._policy: Any = copy.deepcopy(policy).eval() if is_module else policy  # a factory may return one in use
         self._settings = settings
 
     def run(self, weights: State | None) -> Metrics:
@@ -129,7 +131,8 @@ class Evaluator:
     Args:
         env: an environment, which stays the caller's to close and is not to be used meanwhile, or a callable that
             makes one. A worker process gets a copy.
-        policy: as in `SyncDataCollector`. It is copied: evaluations do not touch the caller's.
+        policy: as in `SyncDataCollector`. A module is copied, and its copy acts in its eval mode: evaluations do not
+            touch the caller's. Another callable is called as it is, by a worker process a copy of it.
         policy_factory: makes the policy, instead of `policy`; it may take the environment.
         num_trajectories: how many trajectories an evaluation has.
         max_steps: where a trajectory is cut; None: where its episode ends.
@@ -145,7 +148,8 @@ class Evaluator:
         on_result: called with each result of `trigger_eval`, a TensorDict, in the thread of the evaluator.
         busy_policy: what `trigger_eval` does while an evaluation runs: "skip" it and return False, "queue" it, or
             raise an "error".
-        backend: "thread" or "process".
+        backend: "thread", which draws random numbers (of stochastic and random policies) from torch's generator, as
+            training does; or "process", a worker with generators of its own.
         init_fn: called first in the worker process.
         done_keys, num_gpus: accepted without effect.
 
@@ -203,13 +207,12 @@ class Evaluator:
             None if metrics_fn is None else CloudpickleWrapper(metrics_fn),
             dump_video,
         )
-        own_policy = copy.deepcopy(policy) if isinstance(policy, nn.Module) else policy
         self._run: Callable[[State | None], Metrics]
         if backend == "thread":
-            evaluation = PolicyEvaluation(env, own_policy, policy_factory, settings)
+            evaluation = PolicyEvaluation(env, policy, policy_factory, settings)
             self._run, close = evaluation.run, evaluation.close
         else:
-            functions = (env, own_policy, policy_factory, init_fn)
+            functions = (env, policy, policy_factory, init_fn)
             sent = [None if one is None else CloudpickleWrapper(one) for one in functions]
             worker = Worker(run_evaluations, [*sent, settings], name="the worker of an Evaluator")
             self._run, close = _Request(worker), _Closing(worker)

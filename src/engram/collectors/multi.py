@@ -585,6 +585,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
             self._cut(k)
             self._replaced[k] += 1
             seed, self._readers[k] = self._seeds[k], SharedBatchReader()
+            self._makers[k] = with_own_seed(self._makers[k])  # else the predecessor's episodes would come again
             if self._timeout is not None:
                 self._clocks[k] = self._timeout.renewed(k)
             predecessor = Predecessor(
@@ -927,7 +928,8 @@ class MultiSyncDataCollector(MultiCollector):
 
     Args:
         create_env_fn: a callable for each worker that makes its environment (lambdas too), or one and `num_workers`.
-            An environment instead is pickled, and each worker gets a copy.
+            An environment instead is pickled, and each worker gets a copy: the first one goes on with its random
+            numbers, the others, and those of workers that are replaced, have seeds drawn from torch's generator.
         policy: as in `SyncDataCollector`. Each worker has a copy; `update_policy_weights_` brings them up to date.
         policy_factory: makes the policy in each worker, or a list with one for each, instead of `policy`.
         frames_per_batch, total_frames: over all workers. The first may be left out beside `trajs_per_batch`, or be a
@@ -1154,7 +1156,8 @@ class MultiaSyncDataCollector(MultiCollector):
 
     Args:
         create_env_fn: a callable for each worker that makes its environment (lambdas too), or one and `num_workers`.
-            An environment instead is pickled, and each worker gets a copy.
+            An environment instead is pickled, and each worker gets a copy: the first one goes on with its random
+            numbers, the others, and those of workers that are replaced, have seeds drawn from torch's generator.
         policy: as in `SyncDataCollector`. Each worker has a copy; `update_policy_weights_` brings them up to date.
         frames_per_batch: of one worker's batch, or a list with one for each.
         preemptive_threshold, cat_results="stack": without effect, as no batches are joined.
@@ -1262,7 +1265,7 @@ def env_makers(create_env_fn: Any, num_workers: int | None) -> list[Callable[[],
             f"{len(makers)} environments to make and num_workers={num_workers}; give a callable for each worker, or "
             "a single one and num_workers of 1 or more"
         )
-    return [_maker_of(one) for one in makers]
+    return [_maker_of(one, any(one is other for other in makers[:k])) for k, one in enumerate(makers)]
 
 
 def is_environment(value: Any) -> bool:
@@ -1270,22 +1273,26 @@ def is_environment(value: Any) -> bool:
     return hasattr(value, "step") and not isinstance(value, type)
 
 
-def _maker_of(value: Any) -> Callable[..., Any]:
+def _maker_of(value: Any, is_repeated: bool) -> Callable[..., Any]:
     """A function that makes an environment. Raises TypeError for what is neither that nor an environment."""
     if is_environment(value):
-        return CopyOfEnvironment(value)
+        value = CopyOfEnvironment(value)
     if not callable(value):
         raise TypeError(f"each worker makes its own environment: give callables that do, got a {type(value).__name__}")
-    maker: Callable[..., Any] = value
-    return maker
+    return with_own_seed(value) if is_repeated else value
 
 
 class CopyOfEnvironment:
     """Makes a copy of an environment, from the bytes of its pickle. The original stays its owner's to close.
 
+    With `has_own_seed` it has a seed that is drawn from torch's generator where it is made: random numbers that are
+    pickled with an environment would give each copy the same episodes.
+
     Raises:
         TypeError: it cannot be pickled.
     """
+
+    has_own_seed = False
 
     def __init__(self, env: Any) -> None:
         try:
@@ -1297,7 +1304,18 @@ class CopyOfEnvironment:
             ) from error
 
     def __call__(self) -> Any:
-        return pickle.loads(self._pickled).function
+        env = pickle.loads(self._pickled).function
+        if self.has_own_seed:
+            env.set_seed(int(torch.randint(2**31, ())))
+        return env
+
+
+def with_own_seed(make_env: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function; one that copies an environment gives the copy a seed of its own."""
+    if isinstance(make_env, CopyOfEnvironment):
+        make_env = copy.copy(make_env)
+        make_env.has_own_seed = True
+    return make_env
 
 
 def one_for_each(name: str, value: Any, n: int) -> Sequence[Any]:
@@ -1333,9 +1351,14 @@ def validate_threshold(preemptive_threshold: float | None) -> None:
 def with_arguments(
     makers: list[Callable[..., Any]], arguments: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 ) -> list[Callable[[], Any]]:
-    """The callables with their keyword arguments. Raises ValueError for arguments of another number of workers."""
+    """The callables with their keyword arguments.
+
+    Raises ValueError for arguments of another number of workers, TypeError for those of an environment that is made.
+    """
     if not arguments:
         return makers
+    if any(isinstance(make, CopyOfEnvironment) for make in makers):
+        raise TypeError("create_env_kwargs are arguments of callables that make environments; got one made")
     each = [arguments] * len(makers) if isinstance(arguments, Mapping) else list(arguments)
     if len(each) != len(makers):
         raise ValueError(

@@ -18,7 +18,7 @@ from engram.envs.base import EnvBase, mark_truncated
 from engram.envs.codecs import SpaceCodec, SpaceLeaf, flag_of, reward_of, space_leaves
 from engram.envs.engines import Array, Autoreset, GymEngine, VectorEngine, VectorStep
 from engram.envs.from_torchrl import as_env
-from engram.envs.serial import SerialEnv, check_same_specs, env_makers, only_one
+from engram.envs.serial import SerialEnv, check_same_specs, env_makers, only_one, reject_shared_envs
 from engram.envs.vector_env import VectorStepper
 from engram.processes.lockstep import LockstepPool, WorkerSlot, usable_cores
 from engram.processes.restarts import seed_after, validate_restarts
@@ -364,7 +364,8 @@ class ExtraEntries(NamedTuple):
 class TensorDictLayout:
     """The shared columns `[n, ...]` of `n` environments, one for each leaf of `fake`, a fake step of one environment.
 
-    `root` has the entries that a step reads and a reset returns, `following` those that a step returns.
+    `root` has the entries that a step reads and a reset returns, `following` those that a step returns; the frames are
+    the TensorDicts that the leaves of one environment are set into, before a step and after a step or a reset.
     """
 
     def __init__(
@@ -375,6 +376,8 @@ class TensorDictLayout:
         self.following = fake.get("next").detach().cpu()
         self.root = fake.exclude("next").detach().cpu()
         self._leaves = [_leaves(self.root), _leaves(self.following)]
+        self.frame, self.frame_after_step = _frame(self.root), _frame(self.following)
+        self.frame_after_reset = _frame(self.root.exclude(*self.action_keys))
 
     @property
     def sizes(self) -> list[int]:
@@ -448,7 +451,7 @@ class TensorDictWorker:
         env, mask = self._envs[i], self._mask[i].clone()
         if not bool(mask.any()):
             return ExtraEntries()
-        td = _row(self._layout.root, self._root, i, extra).exclude(*self._layout.action_keys)
+        td = _row(self._layout.frame, self._root, i, extra).exclude(*self._layout.action_keys)
         td = (td.set("_reset", mask) if is_partial else td).to(_device_of(env))
         td = td if env.device is not None else td.clear_device_()
         return self._write_fresh(env.reset(td, **kwargs), i)
@@ -459,7 +462,7 @@ class TensorDictWorker:
 
     def _step(self, i: int, extra: ExtraEntries) -> ExtraEntries:
         env = self._envs[i]
-        td = _row(self._layout.root, self._root, i, extra).to(_device_of(env))
+        td = _row(self._layout.frame, self._root, i, extra).to(_device_of(env))
         return _write_row(
             env.step(td if env.device is not None else td.clear_device_()).get("next"), self._following, i
         )
@@ -530,7 +533,7 @@ class TensorDictStepper:
     ) -> dict[str, Any]:
         indices = [row for row in range(self._layout.n) if bool(self._mask[row].any())]
         replies.update(self._replacements.after_reset(reset, of_all=mask is None))
-        values = self._collected(self._layout.root.exclude(*self._actions), self._reset_columns, replies, indices)
+        values = self._collected(self._layout.frame_after_reset, self._reset_columns, replies, indices)
         return {**values, IDLE: torch.zeros_like(self._mask)} if self._marks_idle else values
 
     def step(self, td: TensorDictBase) -> dict[str, Any]:
@@ -545,7 +548,7 @@ class TensorDictStepper:
             replies = self._pool.execute(_TD_STEP_WITH_EXTRAS, workers, extras)
         if self._marks_idle:
             return self._with_marks(td, replies)
-        return self._collected(self._layout.following, self._following, replies, range(self._layout.n))
+        return self._collected(self._layout.frame_after_step, self._following, replies, range(self._layout.n))
 
     def _with_marks(self, td: TensorDictBase, replies: dict[int, list[ExtraEntries]]) -> dict[str, Any]:
         """The entries after a step; environments that it only reset are marked in `td`, and as truncated."""
@@ -559,7 +562,7 @@ class TensorDictStepper:
             replies.pop(worker, None)
         lost = idle.reshape(self._layout.n, -1).any(1)
         indices = [i for i, is_lost in enumerate(lost.tolist()) if not is_lost]
-        values = self._collected(self._layout.following, self._following, replies if indices else {}, indices)
+        values = self._collected(self._layout.frame_after_step, self._following, replies if indices else {}, indices)
         td.set(IDLE, idle.to(td.device or "cpu"))
         stepped = TensorDict({"next": values}, [self._layout.n])
         if bool(lost.any()):
@@ -656,6 +659,15 @@ def _entries(td: TensorDictBase, path: tuple[str, ...] = ()) -> list[tuple[Key, 
         else:
             entries.append(((*path, name) if path else name, value))
     return entries
+
+
+def _frame(td: TensorDictBase) -> TensorDictBase:
+    """TensorDicts without leaves; those of agents that differ, which come whole as one entry, are left out.
+
+    (`empty(recurse=True)` of a lazy stack keeps the TensorDicts in its members, leaves and all.)
+    """
+    nested = [(name, value) for name, value in td.items() if isinstance(value, TensorDictBase) and not is_ragged(value)]
+    return TensorDict({name: _frame(value) for name, value in nested}, td.batch_size)
 
 
 def _row(frame: TensorDictBase, columns: Columns, i: int, extra: ExtraEntries) -> TensorDictBase:
@@ -933,6 +945,7 @@ def _run(
     try:
         for make in makers:
             envs.append(as_env(make(), "ParallelEnv"))
+        reject_shared_envs(envs, start)
         channel.send([_EnvDescription.of(env) for env in envs])
         channel.receive().serve(envs, memory, start, slot)
     finally:

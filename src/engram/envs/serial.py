@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ class SerialEnv(EnvBase):
     `make_env` creates one environment, or is a list of n such functions; `create_env_kwargs` are its arguments, or a
     list of n of them. `num_workers` and `create_env_fn` are other names of `n` and `make_env`; `serial_for_single`, and
     the arguments that TorchRL's SerialEnv has for processes, shared memory and devices, have no effect. All must have
-    the same specs. Environment i gets the seed `seed + i * (number of environments in one)`. Raises ValueError for
-    different specs or a list of another length, TypeError for a `timeout`, which only `ParallelEnv` has.
+    the same specs, and be different objects. Environment i gets the seed `seed + i * (number of environments in one)`.
+    Raises ValueError for different specs or a list of another length, TypeError for a `timeout`, which only
+    `ParallelEnv` has.
 
     >>> from engram.envs import GymEnv
     >>> SerialEnv(3, lambda: GymEnv("CartPole-v1")).rollout(2)["observation"].shape
@@ -51,6 +52,7 @@ class SerialEnv(EnvBase):
         make_env = only_one("make_env", make_env, "create_env_fn", create_env_fn)
         place = usable_device(device, "device")  # before an environment is created
         envs = [as_env(make(), "SerialEnv") for make in env_makers("SerialEnv", n, make_env, create_env_kwargs)]
+        reject_shared_envs(envs)
         first = envs[0]
         for index, env in enumerate(envs):
             check_same_specs(index, env, first)
@@ -169,6 +171,21 @@ def env_makers(kind: str, n: int, make_env: Any, create_env_kwargs: Any = None) 
     if len(settings) != n:
         raise ValueError(f"{kind}({n}, ...) got {len(settings)} create_env_kwargs; give {n}, or a single dict")
     return [functools.partial(make, **setting) for make, setting in zip(makers, settings, strict=True)]
+
+
+def reject_shared_envs(envs: Iterable[EnvBase], first: int = 0) -> None:
+    """Raises ValueError where one environment is, or is within, two of these: a step of one would step the other.
+
+    `first` is the number of the first of them in errors.
+    """
+    owners: dict[int, int] = {}
+    for index, env in enumerate(envs, first):
+        for part in env.modules():
+            if isinstance(part, EnvBase) and owners.setdefault(id(part), index) != index:
+                raise ValueError(
+                    f"environments {owners[id(part)]} and {index} are one and the same {type(part).__name__}, so that "
+                    "each step of one would step the other; give a function that makes a new one at each call"
+                )
 
 
 def check_same_specs(index: int, env: Any, first: Any) -> None:

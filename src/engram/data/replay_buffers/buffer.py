@@ -50,7 +50,7 @@ from engram.data.replay_buffers.samplers.random import RandomSampler
 from engram.data.replay_buffers.stats import BatchCount, BufferStats, StepCount, count_steps
 from engram.data.replay_buffers.storages.base import Storage, as_storage
 from engram.data.replay_buffers.storages.list import ListStorage
-from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
+from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage, ObservedMemmapStorage
 from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter, Writer, as_writer, has_writing_methods
 from engram.errors import OutOfMemoryError
 from engram.pytree import (
@@ -70,6 +70,7 @@ from engram.pytree import describe as describe_batch
 from engram.store.episodes import EpisodeIndex
 from engram.store.files import is_passing_fds, pickle_by_state
 from engram.store.indexing import stored_slots, to_slots
+from engram.store.lanes import warn_of_copy
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import Transform, WriteRequest
 from engram.transforms.compose import Compose, describe_transform
@@ -172,7 +173,8 @@ class ReplayBuffer(Generic[T]):
             of storages with packed rows; at most 8 batches and 64 MB of a buffer wait, and tensors over 1 MB are
             always new. Memory that is given away by its address alone (`data_ptr`) must be kept by keeping the tensor.
         delayed_init: if True, the parts are made, and checked, at the first use, or before the buffer is sent to a
-            process. None: if there is a `transform_factory`.
+            process. A child that is forked before has parts of its own, with a warning. None: if there is a
+            `transform_factory`.
         transform_factory: something without arguments that makes the transform, instead of `transform`.
 
     Example:
@@ -1499,12 +1501,14 @@ class _DelayedParts:
 
     def __init__(self, cls: type, capacity: int | None, arguments: BufferArguments) -> None:
         self._cls, self._capacity, self._arguments = cls, capacity, arguments
-        self.after_fork()
+        self._lock, self._begun = threading.RLock(), False
+        self._forked_from = 0  # the process that makes parts of its own
         _unmade.add(self)
 
     def after_fork(self) -> None:
         """In a child, where no thread goes on that was making them."""
         self._lock, self._begun = threading.RLock(), False
+        self._forked_from = os.getppid()
 
     def make(self, buffer: Any) -> None:
         """Makes them, unless they are made or this thread is making them; after an error the buffer waits again."""
@@ -1519,6 +1523,11 @@ class _DelayedParts:
                 raise
             del buffer._delayed
             buffer.__class__ = self._cls
+            storage = buffer._storage
+            kinds = (LazyMemmapStorage, ObservedMemmapStorage)
+            is_in_folder = isinstance(storage, kinds) and storage.scratch_dir is not None
+            if storage is not self._arguments["storage"] and not is_in_folder:
+                warn_of_copy(self._forked_from)
 
 
 _unmade: weakref.WeakSet[_DelayedParts] = fork_registry(_DelayedParts.after_fork)
