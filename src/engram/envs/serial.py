@@ -62,6 +62,11 @@ class SerialEnv(EnvBase):
         if place is not None:
             self.to(place)
 
+    @property
+    def num_workers(self) -> int:
+        """The number of environments."""
+        return int(self.batch_size[0])
+
     def engines(self) -> list[GymEngine] | None:
         """The engines that step with raw values, for collectors; None unless all are single gymnasium environments."""
         self.start()
