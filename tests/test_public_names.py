@@ -88,7 +88,8 @@ NAMES = {
 ERRORS = {
     "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "IncarnationError", "CheckpointError",
     "CorruptCheckpointError", "ShardGoneError",
-    "CheckpointMisfitError", "DatasetError", "OutOfMemoryError", "ShardUnavailableError", "WorkerError",
+    "CheckpointMisfitError", "DatasetError", "OutOfMemoryError", "OutsideSpecError",
+    "ShardUnavailableError", "WorkerError",
 }  # fmt: skip
 MEMBERS = {
     "ReplayBuffer": {

@@ -11,6 +11,7 @@
     │   ├── CorruptCheckpointError   its bytes are not those that were saved
     │   └── CheckpointMisfitError    it is whole, and belongs to another kind of buffer (a ValueError, too)
     ├── DatasetError                 a dataset's file is not what it should be
+    ├── OutsideSpecError             a value does not lie in a spec (a ValueError and an AssertionError)
     ├── OutOfMemoryError             a batch does not fit into memory (a MemoryError, too)
     └── WorkerError                  a worker process failed or died
 
@@ -36,6 +37,13 @@ class EngramError(Exception):
 
     def _message(self) -> str:
         return super().__str__()
+
+
+class OutsideSpecError(EngramError, ValueError, AssertionError):
+    """A value does not lie in the spec that it is checked against or encoded by."""
+
+    def __str__(self) -> str:
+        return visible_lines(self._message())
 
 
 class StorageError(EngramError, RuntimeError):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchrl.data
 import torchrl.envs
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.envs.transforms.rnd import RNDTransform
@@ -17,10 +17,11 @@ from torchrl.modules import MLP, GRUModule
 
 from clients.torchrl_field import AGENTS, WORLDS, Field
 from engram.collectors import SyncDataCollector
-from engram.data import Bounded, Categorical, Composite, OneHot, Unbounded
+from engram.data import Binary, Bounded, Categorical, Composite, OneHot, Unbounded
 from engram.envs import (
     CatFrames,
     Compose,
+    EnvBase,
     GymEnv,
     InitTracker,
     ObservationNorm,
@@ -188,3 +189,37 @@ def test_apply_reaches_environments_and_transforms_of_torchrl():
     assert {TransformedEnv, Field, torchrl.envs.StepCounter} <= set(kinds)
     env.eval()
     assert not env.base_env.torchrl_env.training
+
+
+# ---- masks ----
+class OneChoice(EnvBase):
+    """Allows one of four actions, the next one at each step."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.observation_spec = Composite(action_mask=Binary(4, dtype=torch.bool))
+        self.action_spec, self.reward_spec = kind(4), Unbounded(1)
+        self.allowed = 0
+
+    def mask(self) -> TensorDict:
+        self.allowed += 1
+        return TensorDict({"action_mask": torch.arange(4) == self.allowed % 4})
+
+    def _reset(self, td: Any) -> TensorDict:
+        self.allowed = 0
+        return self.mask()
+
+    def _step(self, td: Any) -> TensorDict:
+        return self.mask().update({"reward": torch.ones(1), "done": torch.zeros(1, dtype=torch.bool)})
+
+    def _set_seed(self, seed: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [Categorical, OneHot])
+def test_random_actions_obey_an_action_mask_of_torchrl(kind):
+    env = TransformedEnv(OneChoice(kind), torchrl.envs.ActionMask()).append_transform(StepCounter())
+    collected = next(iter(SyncDataCollector(env, None, frames_per_batch=8, total_frames=8)))
+    for batch in (env.rollout(8), collected):
+        chosen = batch["action"] if kind is Categorical else batch["action"].int().argmax(-1)
+        assert chosen.tolist() == [1, 2, 3, 0, 1, 2, 3, 0]

@@ -108,3 +108,11 @@ def test_an_empty_batch_and_an_unknown_key_are_refused():
         split_trajectories(make([[0, 1]]), trajectory_key="episode")
     with pytest.raises(KeyError, match="no trajectory ids and no"):
         split_trajectories(TensorDict({"x": torch.zeros(1, 2)}, [1, 2]))
+
+
+def test_ids_and_mask_stand_at_the_root_of_a_batch_without_collector():
+    done = torch.tensor([False, True, False]).unsqueeze(-1)
+    batch = TensorDict({"x": torch.arange(3), "next": TensorDict({"done": done}, [3])}, [3])
+    split = split_trajectories(batch)
+    assert split["mask"].tolist() == [[True, True], [True, False]]
+    assert split["traj_ids"].tolist() == [[0, 0], [1, 0]] and "collector" not in split.keys()

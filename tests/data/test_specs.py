@@ -470,3 +470,27 @@ def test_an_entry_without_a_spec_allows_any_value():
     assert composite.is_in(composite.zero().set("b", torch.ones(9)))
     for changed in (composite.clone(), composite.expand(3)[0], composite.to(torch.float32)):
         assert changed == composite
+
+
+def test_encode_rounds_floating_point_numbers_to_the_spec():
+    spec = Bounded(0.0, 1.0, (2,))
+    for value in ([0.5, 0.2], np.array([0.5, 0.2]), torch.tensor([0.5, 0.2], dtype=torch.float64)):
+        assert torch.equal(spec.encode(value), torch.tensor([0.5, 0.2]))
+    with pytest.raises(ValueError, match="without loss"):
+        Unbounded((2,)).encode([1e300, 0.0])
+    with pytest.raises(ValueError, match="without loss"):
+        Unbounded((2,), dtype=torch.int64).encode([1.5, 0.0])
+
+
+@pytest.mark.parametrize("kind", [ValueError, AssertionError])
+def test_value_outside_of_a_spec_is_a_value_error_and_an_assertion_error(kind):
+    with pytest.raises(kind, match="does not lie in the spec"):
+        Categorical(3).assert_is_in(torch.tensor(4))
+
+
+def test_composite_is_updated_by_nested_dicts_and_checks_dicts():
+    spec = Composite(a=Unbounded((3,)), b=Composite(c=Unbounded(1)))
+    spec.update({"b": {"d": Unbounded(2)}, "e": {"f": Categorical(3)}})
+    assert set(spec.leaves()) == {"a", ("b", "c"), ("b", "d"), ("e", "f")}
+    assert Composite(a=Bounded(0.0, 1.0, (2,))).is_in({"a": torch.ones(2)})
+    assert not Composite(a=Bounded(0.0, 1.0, (2,))).is_in({"a": 2 * torch.ones(2)})

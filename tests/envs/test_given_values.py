@@ -375,3 +375,9 @@ def test_a_choice_that_the_space_has_not_is_refused_and_the_steps_before_it_are_
         for batch in SyncDataCollector(env, frames_per_batch=8):
             frames += batch.numel()
     assert frames == 2
+
+
+def test_environments_tell_their_number_and_how_they_were_made():
+    assert SerialEnv(2, lambda: GymEnv("CartPole-v1")).num_workers == 2
+    env = GymEnv("CartPole-v1", frame_skip=3)
+    assert env.frame_skip == 3 and not env.from_pixels

@@ -223,6 +223,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         self._is_attached = False
         self._should_attach()  # raises its errors before there are processes
         self.total_frames = total_frames
+        self.init_random_frames = init_random_frames or 0
         self.requested_frames_per_batch = None if isinstance(frames_per_batch, Sequence) else frames_per_batch
         self.frames = self.batches = 0
         self._set_policy(policy)

@@ -31,8 +31,9 @@ def split_trajectories(
 
     Boundaries are changes of `trajectory_key` (None: `("collector", "traj_ids")` if it is there) and ends of episodes
     by `done_key` (None: `("next", "done")`; or `truncated` beside it), so that two slices of one episode that follow
-    each other in a sampled batch stay two. `prefix` is where `traj_ids` and `mask` are instead of `"collector"`; ids
-    that are not there are made, 0, 1, 2, .... The mask stands beside `trajectory_key` where that is given.
+    each other in a sampled batch stay two. `prefix` is where `traj_ids` and `mask` are instead of `"collector"`, or of
+    the root where `"collector"` has no ids; ids that are not there are made, 0, 1, 2, .... The mask stands beside
+    `trajectory_key` where that is given.
 
     Raises ValueError for a batch without steps, KeyError where nothing says where trajectories end, TypeError for
     dtypes that torch cannot nest.
@@ -48,12 +49,13 @@ def split_trajectories(
     if batch.ndim == 0 or batch.numel() == 0:
         raise ValueError(f"split_trajectories needs a batch [*, time] with steps, got shape {tuple(batch.shape)}")
     rows = batch.reshape(-1, batch.shape[-1])
+    has_ids = rows.get(DEFAULT_IDS, None) is not None
+    beside = _path(prefix) if prefix is not None else DEFAULT_IDS[:-1] if has_ids else ()
     if mask_key is None:
-        beside = ("collector",) if prefix is None else _path(prefix)
         mask_key = (*(beside if trajectory_key is None else _path(trajectory_key)[:-1]), "mask")
     makes_ids = False
-    if prefix is not None and trajectory_key is None:
-        ids_key = (*_path(prefix), "traj_ids")
+    if trajectory_key is None:
+        ids_key = (*beside, "traj_ids")
         makes_ids = rows.get(ids_key, None) is None
         trajectory_key = None if makes_ids else ids_key
         rows = rows.exclude(DEFAULT_IDS) if makes_ids else rows

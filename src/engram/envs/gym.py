@@ -137,6 +137,7 @@ class GymEnv(EnvBase):
             self._stepper = SingleStepper(GymEngine(single, frame_skip=frame_skip, **codecs))
         spec = self._stepper.observation_spec
         super().__init__(spec, self._stepper.action_spec, batch_size=spec.shape)
+        self.frame_skip, self.from_pixels = frame_skip or 1, bool(pixels.get("from_pixels"))
         self.env_name = gym_make.registered_name(self.gym_env)  #: gymnasium's name of it; None if it has none
         if reward_shape := self._stepper.engine.reward_shape:
             self.reward_spec = Unbounded((*spec.shape, *reward_shape))

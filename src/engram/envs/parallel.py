@@ -873,6 +873,11 @@ class ParallelEnv(EnvBase):
         self._pool.close()
         self._memory.close()
 
+    @property
+    def num_workers(self) -> int:
+        """The number of environments; one process may have several of them."""
+        return int(self.batch_size[0])
+
     def __repr__(self) -> str:
         return f"ParallelEnv({self.batch_size[0]} x {self._one.name}, num_workers={len(self._pool)})"
 

@@ -68,6 +68,11 @@ class SerialEnv(EnvBase):
     def encoded_spaces(self) -> EncodedSpaces:
         return super().encoded_spaces()._replace(spaces=common_spaces([env.encoded_spaces() for env in self._envs]))
 
+    @property
+    def num_workers(self) -> int:
+        """The number of environments."""
+        return int(self.batch_size[0])
+
     def engines(self) -> list[GymEngine] | None:
         """The engines that step with raw values, for collectors; None unless all are single gymnasium environments."""
         self.start()

@@ -226,11 +226,14 @@ class Composite(Spec):
         return entry
 
     def update(self: Self, dict_or_spec: Mapping[Any, Any] | Composite) -> Self:
-        """Adds or replaces entries, also within nested Composites; returns the spec itself."""
+        """Adds or replaces entries, also within nested Composites and dicts; returns the spec itself."""
         assert isinstance(self, Composite)
         for key, spec in dict_or_spec.items():
             present = self.get(key)
-            if isinstance(present, Composite) and isinstance(spec, Composite) and present.shape == spec.shape:
+            if isinstance(spec, Mapping):
+                present = present if isinstance(present, Composite) else self.set(key, Composite(shape=self.shape))[key]
+                present.update(spec)
+            elif isinstance(present, Composite) and isinstance(spec, Composite) and present.shape == spec.shape:
                 present.update(spec)
             else:
                 self[key] = spec
@@ -349,7 +352,7 @@ class Composite(Spec):
         return self._dict({key: values[number] for (key, values), number in columns}, (len(numbers),))
 
     def is_in(self, val: Any) -> bool:
-        if not isinstance(val, TensorDictBase):
+        if not isinstance(val, TensorDictBase | dict):
             return False
         return all(spec.is_in(val.get(key, None)) for key, spec in self._specs().items())
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from engram._advice import advised
+from engram.errors import OutsideSpecError
 from engram.specs.torchrl import torchrl_spec
 
 Self = TypeVar("Self", bound="Spec")
@@ -307,11 +308,11 @@ class Spec(ABC):
         """Sets `device` to None, in place; returns the spec itself."""
 
     def assert_is_in(self, value: Any) -> None:
-        """Raises ValueError, with the value and the spec, unless `is_in(value)`."""
+        """Raises OutsideSpecError (a ValueError and AssertionError) with value and spec unless `is_in(value)`."""
         if not self.is_in(value):
             is_tensor = isinstance(value, Tensor)
             text = f"{value.dtype} {tuple(value.shape)}: {value}" if is_tensor else repr(value)
-            raise ValueError(f"the value does not lie in the spec.\n  found:   {text}\n  allowed: {self}")
+            raise OutsideSpecError(f"the value does not lie in the spec.\n  found:   {text}\n  allowed: {self}")
 
 
 class LeafTensorSpec(Spec):
@@ -401,7 +402,11 @@ class LeafTensorSpec(Spec):
     def encode(self, val: Any, *, ignore_device: bool = False) -> Tensor:
         tensor = val if isinstance(val, Tensor) else torch.as_tensor(np.asarray(val))
         encoded = tensor.to(device=None if ignore_device else self.device, dtype=self.dtype)
-        if not (self.is_in(encoded) and torch.equal(encoded.to(tensor), tensor)):
+        is_rounded = tensor.is_floating_point() and encoded.is_floating_point()
+        is_same = (
+            torch.equal(encoded.isfinite(), tensor.isfinite()) if is_rounded else (encoded.to(tensor) == tensor).all()
+        )
+        if not (self.is_in(encoded) and is_same):
             self.assert_is_in(encoded)
             raise ValueError(f"{val!r} cannot be written as {self.dtype} without loss")
         return encoded

@@ -35,6 +35,7 @@ class TorchRLTransform(Transform, built_in=True):
         self._before: EnvSpecs | None = None  # the specs of the environment before it, and with it
         self._after: EnvSpecs | None = None
         self._env: Any = None  # the environment with it, as TorchRL sees it
+        self._masks = any(isinstance(part, sys.modules["torchrl.envs"].ActionMask) for part in _parts(transform))
 
     def policy_entries(self) -> list[Key]:
         return primed_keys(self.transform)
@@ -114,12 +115,24 @@ class TorchRLTransform(Transform, built_in=True):
         if mask is not None:  # the other rows are not read
             td = specs.blank(stepped=False).set("_reset", mask)
         changed: TensorDictBase = self.transform._reset(self.transform._reset_env_preprocess(td), fresh)
+        self._take_masks()
         return changed.exclude("_reset")
 
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         self._connected()
         changed: TensorDictBase = self.transform._step(td, following)
+        self._take_masks()
         return changed
+
+    def _take_masks(self) -> None:
+        """Gives the action's spec the mask that the transform has given to that of its environment (`ActionMask`)."""
+        if not self._masks:
+            return
+        assert self._after is not None
+        action: Any = self._after.action
+        mask = self._env.action_spec.mask
+        if mask is not None:
+            action.update_mask(mask)
 
     def _inv_call(self, td: TensorDictBase) -> TensorDictBase:
         self._connected()

@@ -108,7 +108,7 @@ def test_slices_are_parts_of_one_episode_wherever_the_ring_wraps(make, how):
 
 def test_either_the_number_or_the_length_of_slices_is_given_and_divides():
     for how in ({}, {"num_slices": 2, "slice_len": 3}):
-        with pytest.raises(ValueError, match="exactly one of num_slices and slice_len"):
+        with pytest.raises(TypeError, match="exactly one of num_slices and slice_len"):
             SliceSampler(**how)
     for how in ({"num_slices": 0}, {"slice_len": True}, {"slice_len": 1.5}):
         with pytest.raises(ValueError, match="positive integer"):

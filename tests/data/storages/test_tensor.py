@@ -166,3 +166,12 @@ def test_a_slice_of_a_dict_of_several_environments_has_their_shape(envs):
     view = storage[:]
     assert torch.equal(view["x"], rows["x"]) and view["y"]["z"].shape == (4, *envs)
     assert view["x"].data_ptr() == storage[:]["x"].data_ptr()  # a view, no copy
+
+
+def test_device_auto_is_that_of_the_first_batch_and_initialized_tells_of_it():
+    storage = LazyTensorStorage(4, device="auto")
+    rb = ReplayBuffer(storage=storage)
+    assert not storage.initialized
+    rb.extend(torch.arange(3))
+    assert storage.initialized and storage.device == torch.device("cpu") and rb[:].tolist() == [0, 1, 2]
+    assert TensorStorage(torch.arange(3)).initialized

@@ -287,7 +287,7 @@ class SliceSampler(Sampler, built_in=True):
     ) -> None:
         Sampler.__init__(self, compilable)  # not the next class: a child that draws by priority has a table of its own
         if (num_slices is None) == (slice_len is None):
-            raise ValueError(f"give exactly one of num_slices and slice_len, got {num_slices} and {slice_len}")
+            raise TypeError(f"give exactly one of num_slices and slice_len, got {num_slices} and {slice_len}")
         self.num_slices = _positive(num_slices, "num_slices")
         self.slice_len = _positive(slice_len, "slice_len")
         self.episodes = EpisodeIndex(

@@ -128,6 +128,11 @@ class Storage(abc.ABC):
 
     # ---- facts ----
     @property
+    def initialized(self) -> bool:
+        """Whether it has a place for rows: it was written to, or made around tensors."""
+        return self.lanes is not None
+
+    @property
     def max_size(self) -> int | None:
         """The number of steps that fit; None: no limit."""
         return self._max_size

@@ -1023,7 +1023,7 @@ class LazyTensorStorage(TableStorage):
 
     Args:
         max_size: steps that fit. With `ndim=2` it is rounded up to whole rows of environments.
-        device: where the rows are kept.
+        device: where the rows are kept; "auto": on the device of the first batch.
         ndim: batch dimensions of the data; the last one is time.
         shared: keep the rows in memory that other processes see and write too.
         lanes: how many processes may append side by side, each to a ring of its own of `max_size / lanes` steps: no
@@ -1069,7 +1069,8 @@ class LazyTensorStorage(TableStorage):
         if max_size is None and max_bytes is None:
             raise ValueError('a storage needs a size: max_size=100_000 steps, or max_bytes="8GB"')
         super().__init__(max_size, ndim, checkpointer, lanes, max_bytes)
-        self.device = _device(device)
+        self._takes_device = device == "auto"
+        self.device = _device("cpu" if self._takes_device else device)
         self.shared = shared or shared_init
         if self.device.type != "cpu" and (self.shared or self._n_lanes > 1):
             raise ValueError(f"a storage on {self.device} belongs to one process: shared and lanes need device='cpu'")
@@ -1077,6 +1078,13 @@ class LazyTensorStorage(TableStorage):
             raise ValueError("lanes are for processes that share a storage: pass shared=True too")
         if shared_init:
             self._shared_init, self._unmade = True, UnmadeStore(temporary=False)
+
+    def _ensure(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> RowTable | ColumnTable:
+        if self._takes_device:
+            tensors = [leaf for _, leaf in pytree.describe(items, batch_dims)[1] if isinstance(leaf, Tensor)]
+            if tensors and not self.shared:
+                self.device = tensors[0].device
+        return super()._ensure(items, batch_dims, time_dim, index_key)
 
     def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable | ColumnTable]:
         envs = math.prod(self._env_shape)
@@ -1102,9 +1110,10 @@ class LazyTensorStorage(TableStorage):
         self.shared = True
 
     def _copy_arguments(self) -> dict[str, Any]:
+        device = "auto" if self._takes_device and self._table is None else str(self.device)
         return {
-            **self._size_arguments(), "device": str(self.device), "ndim": self.ndim, "shared": self.shared,
-            "lanes": self._given_lanes, "shared_init": self._shared_init,
+            **self._size_arguments(), "device": device, "ndim": self.ndim,
+            "shared": self.shared, "lanes": self._given_lanes, "shared_init": self._shared_init,
         }  # fmt: skip
 
     get = with_argument(TableStorage.get, "index", "indices")
