@@ -68,6 +68,11 @@ class Composite(Spec):
         """`shape`."""
         return self.shape
 
+    @property
+    def _device(self) -> torch.device | None:
+        """`device`, under the name by which TorchRL's environments read it of the specs that they are given."""
+        return self.device
+
     # ---- names of dimensions ----
     @property
     def names(self) -> list[str | None]:
