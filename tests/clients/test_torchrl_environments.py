@@ -155,5 +155,7 @@ def test_a_model_of_torchrl_takes_the_specs_of_our_environment(kind):
     base = envs.TransformedEnv(base, envs.StepCounter()) if kind == "transformed" else base
     env = Imagined(base)
     check_env_specs(env)
-    assert env.rollout(5).shape == (*base.batch_size, 5)
+    batch = env.rollout(5)
+    assert batch.shape == (*base.batch_size, 5)
+    assert torch.equal(batch["state"][..., 1:, :], batch["next", "state"][..., :-1, :])
     assert TransformedEnv(env, StepCounter(3)).rollout(5).shape == (*base.batch_size, 3)
