@@ -70,7 +70,7 @@ def _parameters(name: str) -> Mapping[str, Any]:
 def with_own_frame_skip(
     name_or_env: Any, kwargs: dict[str, Any], frame_skip: int | None
 ) -> tuple[dict[str, Any], int | None]:
-    """The settings with `frameskip` where the constructor has that parameter (Atari's), and the frame skip that is left.
+    """The settings with `frameskip` where the constructor has that parameter (Atari's), and what is left of the skip.
 
     Raises:
         ValueError: the settings have another `frameskip`.
