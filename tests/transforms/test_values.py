@@ -296,6 +296,19 @@ def test_statistics_of_data_make_them_standard(standard):
         norm.init_stats(data[:0])
 
 
+def test_state_of_computed_statistics_makes_an_equal_norm():
+    data = TensorDict({"x": torch.randn(50, 3) * 4 + 2}, [50])
+    computed = ObservationNorm(in_keys=["x"], standard_normal=True)
+    computed.init_stats(data)
+    state = computed.state_dict()
+    made = ObservationNorm(in_keys=["x"], **state)
+    loaded = ObservationNorm(1.0, 2.0, in_keys=["x"])
+    loaded.load_state_dict(state)
+    for norm in (made, loaded):
+        assert_equal(norm(data.clone()), computed(data.clone()))
+    assert_equal(ObservationNorm(in_keys=["x"], **loaded.state_dict())(data.clone()), computed(data.clone()))
+
+
 def test_rewards_are_found_where_they_are():
     scaling = RewardScaling(1.0, 3.0)
     assert scaling({"next": {"reward": torch.tensor([2.0])}})["next"]["reward"] == 7

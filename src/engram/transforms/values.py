@@ -196,7 +196,7 @@ class ObservationNorm(Transform, built_in=True):
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
         if (loc is None) != (scale is None):
             raise ValueError(f"give loc and scale, or neither and call init_stats; got loc={loc}, scale={scale}")
-        self.standard_normal = standard_normal
+        self.standard_normal = bool(standard_normal)  # in a state it is a tensor
         self.eps = eps
         self._given = loc is not None
         self._stats = None if loc is None else _checked_stats(loc, scale)
@@ -332,12 +332,20 @@ class ObservationNorm(Transform, built_in=True):
         return cast_stat(self._stats[0], value), cast_stat(self._stats[1], value)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The statistics that `init_stats` computed; `loc` and `scale` given to `__init__` are settings."""
-        return {} if self._given or self._stats is None else {"loc": self._stats[0], "scale": self._stats[1]}
+        """The statistics that `init_stats` computed; `loc` and `scale` given to `__init__` are settings.
+
+        They are arguments of `__init__`, too: `ObservationNorm(in_keys=..., **norm.state_dict())` does the same.
+        """
+        if self._given or self._stats is None:
+            return {}
+        return {"standard_normal": torch.tensor(self.standard_normal), "loc": self._stats[0], "scale": self._stats[1]}
 
     def set_extra_state(self, state: Any) -> None:
-        if not self._given:
-            self._stats = (state["loc"], state["scale"]) if state else None
+        if state:
+            self._stats, self._given = (state["loc"], state["scale"]), False
+            self.standard_normal = bool(state.get("standard_normal", self.standard_normal))
+        elif not self._given:
+            self._stats = None
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         if self._given:
@@ -415,7 +423,7 @@ class RewardScaling(_OfRewards, built_in=True):
     ) -> None:
         super().__init__(in_keys, out_keys)
         self.loc, self.scale = _checked_stats(loc, scale)
-        self.standard_normal = standard_normal
+        self.standard_normal = bool(standard_normal)
 
     def _apply_transform(self, value: Tensor) -> Tensor:
         loc, scale = cast_stat(self.loc, value), cast_stat(self.scale, value)
