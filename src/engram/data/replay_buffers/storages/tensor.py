@@ -1005,7 +1005,7 @@ def _lead_shape(items: Any, batch_dims: int) -> tuple[int, ...]:
         _, leaves = pytree.describe(items, batch_dims)
         if not leaves:
             raise ValueError("nothing to store: the data hold no tensor")
-        shape = np.shape(leaves[0][1]) if not isinstance(leaves[0][1], Tensor) else leaves[0][1].shape
+        shape = pytree.shape_of(leaves[0][1])
     if len(shape) < batch_dims:
         raise ValueError(f"the data have shape {list(shape)}; this storage takes {batch_dims} batch dimensions")
     return tuple(shape[:batch_dims])
