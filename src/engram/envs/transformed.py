@@ -272,7 +272,7 @@ class TransformedEnv(EnvBase):
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Changes parameters and buffers, by `double()` as by any call of torch's; then the specs may be others."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._update_specs()
         return self
 
