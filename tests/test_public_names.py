@@ -25,7 +25,7 @@ TRANSFORMS = {
     "DoubleToFloat", "EndOfLifeTransform", "ExcludeTransform", "FlattenObservation", "FrameSkipTransform", "GrayScale",
     "InitTracker", "RandomCropTensorDict", "RandomTruncationTransform", "TargetReturn", "VecNormV2",
     "MultiStepTransform", "NextStateReconstructor", "NoopResetEnv", "ObservationNorm", "RenameTransform",
-    "Resize", "Reward2GoTransform", "RewardScaling", "RewardSum", "SelectTransform", "SignTransform",
+    "Resize", "Reward2GoTransform", "RewardClipping", "RewardScaling", "RewardSum", "SelectTransform", "SignTransform",
     "StepCounter", "TensorDictPrimer", "ToTensorImage", "TrajCounter", "Transform", "UnsqueezeTransform",
     "VecNorm",
 }  # fmt: skip

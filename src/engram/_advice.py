@@ -354,7 +354,7 @@ NAMES: dict[str, dict[str, str]] = {
         "MultiThreadedEnv MultiThreadedEnvWrapper ObservationTransform OpenMLEnv OpenSpielEnv OpenSpielWrapper "
         "PendulumEnv PermuteTransform PettingZooEnv PettingZooWrapper PinMemoryTransform PolicyAgeFilter "
         "ProcessorAsyncEnvPool ProcgenEnv ProcgenWrapper R3MTransform RNDTransform RayTransform RemoveEmptySpecs "
-        "RewardClipping RoboHiveEnv RunningMeanStd SMACv2Env SMACv2Wrapper SqueezeTransform Stack SuccessReward "
+        "RoboHiveEnv RunningMeanStd SMACv2Env SMACv2Wrapper SqueezeTransform Stack SuccessReward "
         "TerminateTransform ThreadingAsyncEnvPool TicTacToeEnv TimeMaxPool Timer Tokenizer UnaryTransform "
         "UnityMLAgentsEnv UnityMLAgentsWrapper VC1Transform VIPRewardTransform VIPTransform VecGymEnvTransform VmasEnv "
         "VmasWrapper Walker2dEnv WorldModelEnv check_marl_grouping default_info_dict_reader gSDENoise "

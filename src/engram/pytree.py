@@ -576,6 +576,8 @@ def unstack(batch: Any, dim: int) -> list[Any]:
     try:
         return list(batch)
     except TypeError:
+        if (foreign := _array_of(batch)) is not None:
+            return unstack(torch.as_tensor(foreign), dim)
         raise TypeError(
             f"extend takes a batch or a list of items, found a {type(batch).__name__} ({batch!r:.80}); use add. "
             "Nothing was written"
@@ -695,6 +697,14 @@ def as_tensor(value: Any, path: KeyPath) -> Tensor:
         f"{format_key(path)} is a {type(value).__name__}; a storage of tensors takes tensors, numpy arrays, numbers, "
         "and TensorDicts, dicts, lists and tuples of them. A ListStorage keeps any object"
     )
+
+
+def shape_of(leaf: Any) -> tuple[int, ...]:
+    """The shape of a leaf; of an array of another library, of what it gives."""
+    if isinstance(leaf, Tensor | np.ndarray):
+        return leaf.shape
+    foreign = _array_of(leaf)
+    return np.shape(leaf) if foreign is None else foreign.shape
 
 
 def _array_of(value: Any) -> Tensor | NDArray[Any] | None:

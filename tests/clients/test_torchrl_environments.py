@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl import data
-from torchrl.envs import EnvBase, GymEnv, SerialEnv, StepCounter, TransformedEnv
+from torchrl.envs import EnvBase, GymEnv, SerialEnv, StepCounter, TransformedEnv, check_env_specs
+from torchrl.envs.model_based.common import ModelBasedEnvBase
+from torchrl.modules import WorldModelWrapper
 from torchrl.testing.mocking_classes import HeterogeneousCountingEnv, HeterogeneousCountingEnvPolicy
 
+from engram import envs
 from engram.collectors import Evaluator, MultiSyncDataCollector, SyncDataCollector
-from engram.data import LazyTensorStorage, TensorDictReplayBuffer
+from engram.data import Composite, LazyTensorStorage, TensorDictReplayBuffer, Unbounded
 
 
 class Greedy(nn.Module):
@@ -125,3 +128,34 @@ def test_a_torchrl_environment_is_evaluated():
     with Evaluator(transformed(), module, num_trajectories=3) as evaluator:
         result = evaluator.evaluate(step=7)
     assert result["eval/reward"] == result["eval/episode_length"] <= 20 and result["eval/step"] == 7
+
+
+class Imagined(ModelBasedEnvBase):
+    """A learned world with the specs of `env`, besides its observations: a state of 6 numbers."""
+
+    def __init__(self, env: envs.EnvBase) -> None:
+        state = TensorDictModule(nn.Linear(7, 6), in_keys=["state_action"], out_keys=["state"])
+        both = TensorDictModule(lambda *parts: torch.cat(parts, -1), ["state", "action"], ["state_action"])
+        reward = TensorDictModule(nn.Linear(6, 1), in_keys=["state"], out_keys=["reward"])
+        super().__init__(WorldModelWrapper(TensorDictSequential(both, state), reward), batch_size=env.batch_size)
+        self.set_specs_from_env(env)
+        spec = Composite(state=Unbounded((*self.batch_size, 6)), shape=self.batch_size)
+        self.observation_spec, self.state_spec = spec, spec.clone()
+
+    def _reset(self, tensordict: TensorDict | None = None) -> TensorDict:
+        return TensorDict({"state": torch.zeros(*self.batch_size, 6)}, self.batch_size)
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", ["alone", "in series", "transformed"])
+def test_a_model_of_torchrl_takes_the_specs_of_our_environment(kind):
+    base = envs.GymEnv("Pendulum-v1") if kind == "alone" else envs.SerialEnv(4, lambda: envs.GymEnv("Pendulum-v1"))
+    base = envs.TransformedEnv(base, envs.StepCounter()) if kind == "transformed" else base
+    env = Imagined(base)
+    check_env_specs(env)
+    batch = env.rollout(5)
+    assert batch.shape == (*base.batch_size, 5)
+    assert torch.equal(batch["state"][..., 1:, :], batch["next", "state"][..., :-1, :])
+    assert TransformedEnv(env, StepCounter(3)).rollout(5).shape == (*base.batch_size, 3)

@@ -14,7 +14,7 @@ from engram.collectors import SyncDataCollector, sync
 from engram.collectors.rollout import TensorDictRollout
 from engram.collectors.sync import DeferredTransformRollout
 from engram.envs import GymEnv, ParallelEnv, SerialEnv, TransformedEnv
-from engram.envs.transforms import Compose, InitTracker, RewardScaling, RewardSum, StepCounter
+from engram.envs.transforms import Compose, InitTracker, RewardClipping, RewardScaling, RewardSum, StepCounter
 
 
 class Walk(gymnasium.Env):
@@ -50,6 +50,7 @@ ENVS = {
 PARTS = {
     "all": lambda: [StepCounter(), RewardSum(), InitTracker(), RewardScaling(0.5, 0.1)],
     "scaled first": lambda: [RewardScaling(1.0, 3.0, standard_normal=True), RewardSum(["reward"], ["sum"])],
+    "clipped": lambda: [RewardClipping(0.2, 0.6), RewardSum()],
     "cut": lambda: [InitTracker("first"), RewardSum(), StepCounter(3)],
     "cut twice": lambda: [StepCounter(5, step_count_key="other"), StepCounter(4)],
     "with keys for buffers": lambda: [

@@ -90,6 +90,35 @@ def test_ids_that_are_not_under_the_prefix_are_made_from_the_ends_of_episodes():
     assert split["a", "b", "mask"].tolist() == [[True, True], [True, False]] and "a" not in batch.keys()
 
 
+@pytest.mark.parametrize(
+    ("entries", "arguments", "ids_key"),
+    [
+        ({}, {}, "traj_ids"),
+        ({"collector": {"policy_version": torch.zeros(1, 3)}}, {}, ("collector", "traj_ids")),
+        ({"traj_ids": torch.tensor([[4, 4, 6]])}, {}, "traj_ids"),
+        ({}, {"trajectory_key": ("episode", "id")}, ("episode", "id")),
+    ],
+)
+def test_ids_and_mask_stand_where_the_batch_has_a_collector_entry_or_at_the_root(entries, arguments, ids_key):
+    next_td = {"done": torch.tensor([[False, True, False]]).unsqueeze(-1)}
+    batch = TensorDict({"next": next_td, "number": torch.tensor([[1, 2, 3]]), **entries}, [1, 3])
+    split = split_trajectories(batch, **arguments)
+    mask_key = "mask" if isinstance(ids_key, str) else (ids_key[0], "mask")
+    assert split[mask_key].tolist() == [[True, True], [True, False]]
+    assert split["number"].tolist() == [[1, 2], [3, 0]]
+    assert split[ids_key].tolist() == ([[4, 4], [6, 0]] if "traj_ids" in entries else [[0, 0], [1, 0]])
+    added = set(split.keys(True, True)) - set(batch.keys(True, True))
+    assert added == {mask_key} if "traj_ids" in entries else added == {mask_key, ids_key}
+
+
+@pytest.mark.parametrize("done_key", ["over", ("next", "over"), ("agents", "over"), "ended"])
+def test_done_key_is_read_under_next_and_at_the_root_where_there_is_none(done_key):
+    over, wrong = torch.tensor([[False, True, False]]).unsqueeze(-1), torch.ones(1, 3, 1).bool()
+    next_td = {"done": wrong, "over": over, "agents": {"over": over}}
+    batch = TensorDict({"next": next_td, "over": wrong, "ended": over, "number": torch.tensor([[1, 2, 3]])}, [1, 3])
+    assert split_trajectories(batch, done_key=done_key)["number"].tolist() == [[1, 2], [3, 0]]
+
+
 def test_a_single_step_is_a_trajectory():
     assert split_trajectories(make([[4], [5]])).shape == (2, 1)
 
@@ -104,9 +133,9 @@ def test_the_batch_itself_stays_as_it_is():
 def test_an_empty_batch_and_an_unknown_key_are_refused():
     with pytest.raises(ValueError, match="with steps"):
         split_trajectories(TensorDict({}, []))
-    with pytest.raises(KeyError, match="no trajectory key 'episode'"):
+    with pytest.raises(KeyError, match="no trajectory ids 'episode' and no"):
         split_trajectories(make([[0, 1]]), trajectory_key="episode")
-    with pytest.raises(KeyError, match="no trajectory ids and no"):
+    with pytest.raises(KeyError, match="no trajectory ids 'traj_ids' and no"):
         split_trajectories(TensorDict({"x": torch.zeros(1, 2)}, [1, 2]))
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer
 
 
 class DlpackArray:
@@ -21,17 +21,19 @@ class DlpackArray:
         return self.values.__dlpack_device__()
 
 
+class WithoutShape(DlpackArray):
+    """The protocol itself, which has no `shape`."""
+
+    def __init__(self, values):
+        self.values = torch.as_tensor(values)
+
+
 class NumpyLike:
     def __init__(self, values):
         self.values = np.asarray(values)
 
     def __array__(self, dtype=None, copy=None):
         return np.asarray(self.values, dtype=dtype)
-
-
-class DlpackWithoutShape(DlpackArray):
-    def __init__(self, values):
-        self.values = torch.as_tensor(values)
 
 
 class WithoutDlpackDtype(NumpyLike):
@@ -47,7 +49,7 @@ class OfObjects(NumpyLike):
         self.values = np.array([object(), object()])
 
 
-@pytest.mark.parametrize("kind", [DlpackArray, DlpackWithoutShape, NumpyLike, WithoutDlpackDtype])
+@pytest.mark.parametrize("kind", [DlpackArray, WithoutShape, NumpyLike, WithoutDlpackDtype])
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
 @pytest.mark.parametrize("dtype", ["float32", "int64", "bool"])
 def test_entries_of_dicts_are_stored_with_their_dtype_and_copied(kind, storage, dtype):
@@ -61,6 +63,14 @@ def test_entries_of_dicts_are_stored_with_their_dtype_and_copied(kind, storage, 
     stored = rb[:]
     assert torch.equal(stored["next"]["obs"][:3], expected) and torch.equal(stored["obs"][:3], expected)
     assert len(rb) == 4 and stored["obs"].dtype == expected.dtype
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+def test_batches_of_arrays_without_a_shape_are_stored(storage):
+    rb = ReplayBuffer(storage=storage(10), batch_size=4)
+    rb.extend({"obs": WithoutShape(np.arange(6.0).reshape(3, 2)), "number": WithoutShape(np.arange(3))})
+    batch = rb.sample()
+    assert len(rb) == 3 and torch.equal(batch["obs"][:, 0], 2.0 * batch["number"])
 
 
 def test_array_without_numbers_is_refused_and_nothing_written():

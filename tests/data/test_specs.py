@@ -107,6 +107,12 @@ def test_a_composite_draws_a_tensordict_of_its_shape():
     assert spec.is_in(drawn) and not spec.is_in(TensorDict({"a": drawn["a"]}, batch_size=[5, 2]))
 
 
+@pytest.mark.parametrize("method", ["keys", "values", "items"])
+def test_every_entry_of_a_composite_may_change_in_a_step(method):
+    listed = getattr(Composite(a=Binary(1), b=Composite(c=Binary(1))), method)
+    assert len(listed(True, True)) == 2 and listed(True, True, step_mdp_static_only=True) == listed(True, True)
+
+
 def test_a_composite_takes_nested_keys():
     spec = Composite()
     spec["a", "b"] = Categorical(2)

@@ -12,8 +12,8 @@ from torch import nn
 
 from contracts.gym_worlds import Countdown
 from engram.data import Categorical, Composite, Unbounded
-from engram.envs import EnvBase, GymEnv, ParallelEnv, SerialEnv, TransformedEnv
-from engram.envs.transforms import Compose, StepCounter, VecNorm
+from engram.envs import EnvBase, GymEnv, ParallelEnv, SerialEnv, TransformedEnv, check_env_specs
+from engram.envs.transforms import Compose, StepCounter, Transform, VecNorm
 
 
 def countdown():
@@ -116,6 +116,28 @@ def test_to_moves_specs_and_modules():
     env = TransformedEnv(Learned(), StepCounter()).to("meta")
     assert env.base_env.net.weight.device.type == "meta" == env.observation_spec.device.type
     assert TransformedEnv(countdown()).cpu().device == torch.device("cpu")
+
+
+class Shifted(Transform):
+    """Adds a buffer, whose dtype the result has."""
+
+    def __init__(self):
+        super().__init__(["observation"])
+        self.register_buffer("shift", torch.ones(1, dtype=torch.float32))
+
+    def _apply_transform(self, value):
+        return value.to(self.shift.dtype) + self.shift
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_specs_follow_the_dtype_of_modules(nested):
+    env = TransformedEnv(GymEnv(Countdown()), Shifted())
+    env = TransformedEnv(env, StepCounter()) if nested else env
+    assert env.observation_spec["observation"].dtype is torch.float32
+    for change, dtype in ((env.double, torch.float64), (env.float, torch.float32)):
+        assert change() is env
+        assert env.observation_spec["observation"].dtype is env.rollout(1)["observation"].dtype is dtype
+        check_env_specs(env)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda env: pickle.loads(pickle.dumps(env))])

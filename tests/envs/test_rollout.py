@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModule
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.data import Categorical, Composite, Unbounded
 from engram.envs import EnvBase, GymEnv, SerialEnv, step_mdp
+from engram.testing.helpers import assert_equal
 
 
 def cart_pole(**kwargs):
@@ -151,6 +152,34 @@ class Counter(EnvBase):
 def test_set_state_says_whether_a_reset_reads_the_state(set_state, first):
     state = TensorDict({"count": torch.tensor(5.0)})
     assert Counter().rollout(2, tensordict=state, set_state=set_state)["count"][0] == first
+
+
+@pytest.mark.parametrize(("settings", "steps"), [({}, 5), ({"break_when_all_done": True}, 5), ({"actions": [1]}, 1)])
+def test_callback_is_called_between_two_steps_with_the_next_root(settings, steps):
+    env, seen = GymEnv(Countdown(lengths=(5,)), categorical_action_encoding=True), []
+
+    def note(where, td):
+        assert where is env and "next" not in td.keys()
+        seen.append((td["observation"][0].item(), td["action"].item()))
+        td["note"] = torch.tensor([len(seen)])
+
+    batch = env.rollout(10, callback=note, **settings)
+    assert batch.shape == (steps,) and len(seen) == steps - 1
+    assert [observation for observation, _ in seen] == batch["observation"][1:, 0].tolist()
+    assert [action for _, action in seen] == batch["action"][:-1].tolist()
+    assert steps == 1 or batch["note"].flatten().tolist() == list(range(steps))
+
+
+def test_callback_of_a_rollout_that_resets_gets_the_step_and_changes_nothing():
+    env, seen = GymEnv(Countdown(lengths=(2,)), categorical_action_encoding=True), []
+
+    def note(where, td):
+        seen.append(td.clone())
+        td["note"] = torch.tensor([len(seen)])
+
+    batch = env.rollout(5, callback=note, break_when_any_done=False)
+    assert_equal(torch.stack(seen), batch[:-1])
+    assert len(seen) == 4 and batch["next", "done"].any()
 
 
 def test_set_state_is_refused_where_no_state_is_read():

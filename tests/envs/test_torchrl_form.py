@@ -256,8 +256,8 @@ def test_append_transform_gives_the_environment_behind_it():
 def test_a_rollout_calls_back_and_marks_its_last_step():
     seen = []
     env = GymEnv("CartPole-v1")
-    batch = env.rollout(3, None, lambda env, td: seen.append(td["next", "observation"]), set_truncated=True)
-    assert torch.stack(seen).equal(batch["next", "observation"])
+    batch = env.rollout(3, None, lambda env, td: seen.append(td["observation"]), set_truncated=True)
+    assert torch.stack(seen).equal(batch["observation"][1:])
     assert (
         batch["next", "truncated"].flatten().tolist()
         == [False, False, True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -132,6 +133,37 @@ def test_policy_goes_to_an_environment_that_takes_one(registered):
     assert GymEnv(registered, policy="mine").unwrapped.policy == "mine"
     assert GymEnv("CartPole-v1", policy="mine").rollout(1).shape == (1,)
     assert GymEnv(Countdown(), policy="mine").rollout(1).shape == (1,)
+
+
+class WithFrameSkip(gymnasium.Env):
+    """Counts frames; skips some itself, as Atari's environments do."""
+
+    observation_space = gymnasium.spaces.Box(0, 1000, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, frameskip=4):
+        self.frameskip = frameskip
+
+    def reset(self, *, seed=None, options=None):
+        self.frames = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.frames += self.frameskip
+        return np.full(1, self.frames, np.float32), 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("num_envs", [0, 2])
+def test_frame_skip_is_that_of_an_environment_that_has_one(num_envs):
+    gymnasium.register("engram/WithFrameSkip-v0", WithFrameSkip)
+    try:
+        for given, frames in (({}, 4), ({"frame_skip": 3}, 3), ({"frame_skip": 1}, 1), ({"frameskip": 2}, 2)):
+            following = GymEnv("engram/WithFrameSkip-v0", num_envs=num_envs, **given).rollout(2)["next"]
+            assert (following["observation"][..., -1, 0] == 2 * frames).all() and (following["reward"] == 1).all()
+        with pytest.raises(ValueError, match="frame_skip=3 is frameskip=2 of engram/WithFrameSkip-v0: give one"):
+            GymEnv("engram/WithFrameSkip-v0", num_envs=num_envs, frame_skip=3, frameskip=2)
+    finally:
+        del gymnasium.registry["engram/WithFrameSkip-v0"]
 
 
 def test_atari_is_registered_where_ale_py_is_installed(tmp_path, monkeypatch):

@@ -36,6 +36,7 @@ from engram.transforms import (
     RenameTransform,
     Resize,
     Reward2GoTransform,
+    RewardClipping,
     RewardScaling,
     RewardSum,
     SelectTransform,
@@ -267,6 +268,11 @@ class TestCatTensors(TransformContract):
 class TestObservationNorm(Steps, KeyedTransformContract):
     def make_for(self, in_keys, out_keys=None):
         return ObservationNorm(torch.arange(3.0), 2.0, in_keys, out_keys)
+
+
+class TestRewardClipping(Steps, KeyedTransformContract):
+    def make_for(self, in_keys, out_keys=None):
+        return RewardClipping(-0.5, 100.0, in_keys, out_keys)
 
 
 class TestRewardScaling(Steps, KeyedTransformContract):

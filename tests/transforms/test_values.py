@@ -10,6 +10,7 @@ from tensordict import TensorDict, tensorclass
 from torch.nn import functional
 
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
+from engram.envs import GymEnv, TransformedEnv
 from engram.testing.transform import as_dict, assert_equal
 from engram.transforms import (
     Compose,
@@ -20,6 +21,7 @@ from engram.transforms import (
     ObservationNorm,
     RenameTransform,
     Resize,
+    RewardClipping,
     RewardScaling,
     SelectTransform,
     ToTensorImage,
@@ -294,6 +296,19 @@ def test_statistics_of_data_make_them_standard(standard):
         norm.init_stats(data[:0])
 
 
+def test_state_of_computed_statistics_makes_an_equal_norm():
+    data = TensorDict({"x": torch.randn(50, 3) * 4 + 2}, [50])
+    computed = ObservationNorm(in_keys=["x"], standard_normal=True)
+    computed.init_stats(data)
+    state = computed.state_dict()
+    made = ObservationNorm(in_keys=["x"], **state)
+    loaded = ObservationNorm(1.0, 2.0, in_keys=["x"])
+    loaded.load_state_dict(state)
+    for norm in (made, loaded):
+        assert_equal(norm(data.clone()), computed(data.clone()))
+    assert_equal(ObservationNorm(in_keys=["x"], **loaded.state_dict())(data.clone()), computed(data.clone()))
+
+
 def test_rewards_are_found_where_they_are():
     scaling = RewardScaling(1.0, 3.0)
     assert scaling({"next": {"reward": torch.tensor([2.0])}})["next"]["reward"] == 7
@@ -304,6 +319,28 @@ def test_rewards_are_found_where_they_are():
         scaling({"x": torch.zeros(1)})
     with pytest.raises(ValueError, match="in_keys"):
         RewardScaling(0.0, 1.0, out_keys=["r"])
+
+
+def test_rewards_are_limited_and_nothing_else_is():
+    batch = {"next": {"reward": torch.tensor([-3.0, 0.5, 3.0]), "x": torch.tensor([9.0])}}
+    out = RewardClipping(-1, 1)(batch)
+    assert out["next"]["reward"].tolist() == [-1, 0.5, 1] and out["next"]["x"] == 9
+    assert RewardClipping(clamp_min=0.0)({"reward": torch.tensor([-3, 3])})["reward"].tolist() == [0, 3]
+    assert RewardClipping(None, 0.0)({"reward": torch.tensor([-3, 3])})["reward"].tolist() == [-3, 0]
+    out = RewardClipping(-1, 1, in_keys=["reward"], out_keys=["clipped"])({"reward": torch.tensor([5.0])})
+    assert out["clipped"] == 1 and out["reward"] == 5
+    with pytest.raises(TypeError, match="RewardClipping needs clamp_min, clamp_max or both"):
+        RewardClipping()
+    with pytest.raises(ValueError, match="clamp_min must be below clamp_max, got clamp_min=2 and clamp_max=1"):
+        RewardClipping(2, 1)
+    with pytest.raises(ValueError, match="RewardClipping with out_keys needs in_keys"):
+        RewardClipping(-1, 1, out_keys=["r"])
+
+
+def test_spec_of_limited_rewards_is_bounded():
+    env = TransformedEnv(GymEnv("Pendulum-v1"), RewardClipping(-1, 1))
+    assert env.reward_spec.space.low == -1 and env.reward_spec.space.high == 1
+    assert (env.rollout(50)["next", "reward"] >= -1).all()
 
 
 # ---- running norms ----

@@ -8,10 +8,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.pytree import SIGNED, is_ragged, map_leaves
+from engram.pytree import SIGNED, as_key, is_ragged, map_leaves
 
 Key = str | tuple[str, ...]
-DEFAULT_IDS = ("collector", "traj_ids")
 
 
 def split_trajectories(
@@ -29,11 +28,12 @@ def split_trajectories(
     for steps, False for padding. With `as_nested` there is neither padding nor mask: entries are nested tensors, of as
     many steps as each trajectory has, in a TensorDict of batch size `[trajectories, -1]`.
 
-    Boundaries are changes of `trajectory_key` (None: `("collector", "traj_ids")` if it is there) and ends of episodes
-    by `done_key` (None: `("next", "done")`; or `truncated` beside it), so that two slices of one episode that follow
-    each other in a sampled batch stay two. `prefix` is where `traj_ids` and `mask` are instead of `"collector"`, or of
-    the root where `"collector"` has no ids; ids that are not there are made, 0, 1, 2, .... The mask stands beside
-    `trajectory_key` where that is given.
+    Boundaries are changes of `trajectory_key` and ends of episodes by `done_key`, which is read under `"next"` (None:
+    `"done"`; or `truncated` beside it), so that two slices of one episode that follow each other in a sampled batch
+    stay two. Ids that are not there are made from the ends of episodes, 0, 1, 2, ....
+
+    `prefix` is where `traj_ids` and `mask` stand: None is `"collector"` where the batch has such an entry, else the
+    root. Where `trajectory_key` is given, the mask stands beside it.
 
     Raises ValueError for a batch without steps, KeyError where nothing says where trajectories end, TypeError for
     dtypes that torch cannot nest.
@@ -49,20 +49,18 @@ def split_trajectories(
     if batch.ndim == 0 or batch.numel() == 0:
         raise ValueError(f"split_trajectories needs a batch [*, time] with steps, got shape {tuple(batch.shape)}")
     rows = batch.reshape(-1, batch.shape[-1])
-    has_ids = rows.get(DEFAULT_IDS, None) is not None
-    beside = _path(prefix) if prefix is not None else DEFAULT_IDS[:-1] if has_ids else ()
-    if mask_key is None:
-        mask_key = (*(beside if trajectory_key is None else _path(trajectory_key)[:-1]), "mask")
-    makes_ids = False
-    if trajectory_key is None:
-        ids_key = (*beside, "traj_ids")
-        makes_ids = rows.get(ids_key, None) is None
-        trajectory_key = None if makes_ids else ids_key
-        rows = rows.exclude(DEFAULT_IDS) if makes_ids else rows
-    is_start = _starts(rows, trajectory_key, done_key or ("next", "done")).reshape(-1)
+    if trajectory_key is not None:
+        beside = _path(trajectory_key)[:-1]
+    elif prefix is not None:
+        beside = _path(prefix)
+    else:
+        beside = ("collector",) if isinstance(rows.get("collector", None), TensorDictBase) else ()
+    ids_key = (*beside, "traj_ids") if trajectory_key is None else _path(trajectory_key)
+    ids = rows.get(ids_key, None)
+    is_start = _starts(rows, ids_key, ids, done_key).reshape(-1)
     trajectory = is_start.cumsum(0) - 1
     rows = batch.reshape(-1)
-    if makes_ids:
+    if ids is None:
         rows = rows.copy().set(ids_key, trajectory)
     starts = is_start.nonzero().squeeze(1)
     lengths = torch.diff(starts, append=starts.new_tensor([is_start.numel()]))
@@ -83,7 +81,7 @@ def split_trajectories(
 
     split = map_leaves(rows, pad, shape)
     mask = torch.arange(shape[1], device=starts.device) < lengths.unsqueeze(1)
-    return split.set(mask_key, mask)
+    return split.set((*beside, "mask") if mask_key is None else mask_key, mask)
 
 
 def _nested(rows: TensorDictBase, lengths: list[int]) -> TensorDictBase:
@@ -95,19 +93,22 @@ def _nested(rows: TensorDictBase, lengths: list[int]) -> TensorDictBase:
     return rows.named_apply(nest, nested_keys=True, batch_size=[len(lengths), -1])
 
 
-def _starts(rows: TensorDictBase, trajectory_key: Key | None, done_key: Key) -> Tensor:
-    ids: Any = rows.get(DEFAULT_IDS if trajectory_key is None else trajectory_key, None)
-    if ids is None and trajectory_key is not None:
-        raise KeyError(f"there is no trajectory key {trajectory_key!r}; there are {list(rows.keys(True, True))}")
-    done = rows.get(done_key, None)
+def _starts(rows: TensorDictBase, ids_key: Key, ids: Any, done_key: Key | None) -> Tensor:
+    end_key = ("next", *_path(done_key or "done"))
+    if done_key is not None and rows.get(end_key, None) is None:
+        end_key = _path(done_key)  # given as ("next", "done"), or the flag of a flat batch without "next"
+    done = rows.get(end_key, None)
     if ids is None and done is None:
-        raise KeyError(f"there are no trajectory ids and no {done_key!r}; there are {list(rows.keys(True, True))}")
+        raise KeyError(
+            f"there are no trajectory ids {as_key(ids_key)!r} and no {as_key(end_key)!r}; "
+            f"there are {list(rows.keys(True, True))}"
+        )
     if ids is not None:
         changes = ids[:, 1:] != ids[:, :-1]
     else:
         changes = torch.zeros(rows.shape[0], rows.shape[1] - 1, dtype=torch.bool, device=rows.device)
     # Slices of one episode have one id: their done and truncated flags say where each ends.
-    for flags in (done, rows.get((*_path(done_key)[:-1], "truncated"), None)):
+    for flags in (done, rows.get((*end_key[:-1], "truncated"), None)):
         if flags is not None:
             changes = changes | flags.reshape(*rows.shape, -1).any(-1)[:, :-1]
     return torch.cat([torch.ones_like(changes[:, :1]) if changes.shape[1] else _one_each(rows), changes], 1)

@@ -882,7 +882,9 @@ class EnvBase(nn.Module, HasSpaces):
         Args:
             max_steps: the number of steps, 1 or more.
             policy: anything that a collector takes.
-            callback: `callback(env, td)` is called after each step.
+            callback: `callback(env, td)` is called between two steps: one time less than there are steps. `td` is the
+                root of the next step, which may be changed, with the action that was taken; of a rollout that resets,
+                the step that was made.
             actions: the actions to take instead of a policy's, one a step: tensors, arrays, numbers or TensorDicts. The
                 rollout ends with the last one.
             auto_reset: False: the first root is `tensordict`, which otherwise goes to the reset.
@@ -922,8 +924,6 @@ class EnvBase(nn.Module, HasSpaces):
         have_ended, ended = torch.zeros((), dtype=torch.bool), None
         while True:
             stepped = self.step(act(td.copy()))
-            if callback is not None:
-                callback(self, stepped)
             frames.add(stepped if storing_device is None else stepped.to(storing_device))
             lost = lost_episodes(stepped, ended)
             ended = stepped.get(("next", "done"))
@@ -942,7 +942,15 @@ class EnvBase(nn.Module, HasSpaces):
                 batch = with_time_named(frames.take(max_steps)[0])
                 batch = _with_last_truncated(batch) if set_truncated else batch
                 return batch if out is None else _written_into(out, batch)
-            td = following(stepped) if break_when_all_done else self.maybe_reset(following(stepped))
+            td = following(stepped)
+            if callback is not None and (break_when_any_done or break_when_all_done):
+                td = td.update(stepped.select(*self.action_keys, strict=False))
+                callback(self, td)
+                td = td.exclude(*self.action_keys)  # a policy that writes none is an error, also now
+            elif callback is not None:
+                callback(self, stepped.copy())
+            if not break_when_all_done:
+                td = self.maybe_reset(td)
 
     def check_env_specs(
         self,

@@ -65,8 +65,9 @@ class GymEnv(EnvBase):
             step that ends an episode unless `vector_kwargs={"autoreset_mode": ...}` is given. Where a vector entry
             point needs a call for a reset (CartPole), steps may have rows that are no steps: see `VectorEnv`.
         from_pixels: uint8 `pixels` `[H, W, 3]` instead of the observation; with `pixels_only=False`, beside it.
-        frame_skip: repeats each action so many times and adds up the rewards. Like `from_pixels`, it does not use the
-            vector entry point.
+        frame_skip: repeats each action so many times and adds up the rewards. An environment whose constructor has the
+            parameter `frameskip` (Atari's) gets it, instead of its own default; otherwise, like `from_pixels`, it does
+            not use the vector entry point. None: as the environment's name says.
         info_keys: entries of gymnasium's `info` that become observations, at the root and under `next`: a list of keys
             (a tuple leads into nested dicts), whose shapes are those of one reset and one random step, or a mapping
             from keys to specs. Entries that `info` lacks, as after resets, are zeros.
@@ -117,6 +118,7 @@ class GymEnv(EnvBase):
             raise ValueError(f"num_envs must be 0 (a single environment) or more, got {num_envs}")
         if frame_skip is not None and frame_skip < 1:
             raise ValueError(f"frame_skip must be 1 or more, got {frame_skip}")
+        kwargs, frame_skip = gym_make.with_own_frame_skip(name_or_env, kwargs, frame_skip)
         codecs: dict[str, Any] = {
             "categorical": categorical_action_encoding,
             "observation_key": "pixels" if from_pixels else "observation",

@@ -67,6 +67,21 @@ def _parameters(name: str) -> Mapping[str, Any]:
     return {}
 
 
+def with_own_frame_skip(
+    name_or_env: Any, kwargs: dict[str, Any], frame_skip: int | None
+) -> tuple[dict[str, Any], int | None]:
+    """The settings with `frameskip` where the constructor has that parameter (Atari's), and what is left of the skip.
+
+    Raises:
+        ValueError: the settings have another `frameskip`.
+    """
+    if frame_skip is None or not isinstance(name_or_env, str) or "frameskip" not in _parameters(name_or_env):
+        return kwargs, frame_skip
+    if kwargs.get("frameskip", frame_skip) != frame_skip:
+        raise ValueError(f"frame_skip={frame_skip} is frameskip={kwargs['frameskip']!r} of {name_or_env}: give one")
+    return {**kwargs, "frameskip": frame_skip}, None
+
+
 class FrameSkip(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Repeats each action `times` times, adds up the rewards, and stops when the episode ends."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -273,6 +273,12 @@ class TransformedEnv(EnvBase):
         for part in self._parts:
             part.to(device)
         self.device = self._base.device
+        self._update_specs()
+        return self
+
+    def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Changes parameters and buffers, by `double()` as by any call of torch's; then the specs may be others."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._update_specs()
         return self
 

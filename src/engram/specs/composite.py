@@ -68,6 +68,11 @@ class Composite(Spec):
         """`shape`."""
         return self.shape
 
+    @property
+    def _device(self) -> torch.device | None:
+        """`device`, under the name by which TorchRL's environments read it of the specs that they are given."""
+        return self.device
+
     # ---- names of dimensions ----
     @property
     def names(self) -> list[str | None]:
@@ -257,9 +262,10 @@ class Composite(Spec):
     ) -> list[Any]:
         """The keys of the entries: with nested ones if `include_nested`, without Composites if `leaves_only`.
 
-        `is_leaf`: tells of an entry's class whether it is a leaf. No entry is `step_mdp_static_only`.
+        `is_leaf`: tells of an entry's class whether it is a leaf. `step_mdp_static_only` leaves out what no step
+        changes, and has no effect: there are no such entries.
         """
-        return [key for key, _ in self._listed(include_nested, leaves_only, is_leaf) if not step_mdp_static_only]
+        return [key for key, _ in self._listed(include_nested, leaves_only, is_leaf)]
 
     def values(
         self,
@@ -270,7 +276,7 @@ class Composite(Spec):
         step_mdp_static_only: bool = False,
     ) -> list[Any]:
         """The entries of `keys`."""
-        return [spec for _, spec in self._listed(include_nested, leaves_only, is_leaf) if not step_mdp_static_only]
+        return [spec for _, spec in self._listed(include_nested, leaves_only, is_leaf)]
 
     def items(
         self,
@@ -281,7 +287,7 @@ class Composite(Spec):
         step_mdp_static_only: bool = False,
     ) -> list[tuple[Any, Any]]:
         """The entries of `keys` with their keys."""
-        return [] if step_mdp_static_only else self._listed(include_nested, leaves_only, is_leaf)
+        return self._listed(include_nested, leaves_only, is_leaf)
 
     def _listed(
         self, include_nested: bool, leaves_only: bool, is_leaf: Callable[[type], bool] | None

@@ -196,7 +196,7 @@ class ObservationNorm(Transform, built_in=True):
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
         if (loc is None) != (scale is None):
             raise ValueError(f"give loc and scale, or neither and call init_stats; got loc={loc}, scale={scale}")
-        self.standard_normal = standard_normal
+        self.standard_normal = bool(standard_normal)  # in a state it is a tensor
         self.eps = eps
         self._given = loc is not None
         self._stats = None if loc is None else _checked_stats(loc, scale)
@@ -332,12 +332,20 @@ class ObservationNorm(Transform, built_in=True):
         return cast_stat(self._stats[0], value), cast_stat(self._stats[1], value)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The statistics that `init_stats` computed; `loc` and `scale` given to `__init__` are settings."""
-        return {} if self._given or self._stats is None else {"loc": self._stats[0], "scale": self._stats[1]}
+        """The statistics that `init_stats` computed; `loc` and `scale` given to `__init__` are settings.
+
+        They are arguments of `__init__`, too: `ObservationNorm(in_keys=..., **norm.state_dict())` does the same.
+        """
+        if self._given or self._stats is None:
+            return {}
+        return {"standard_normal": torch.tensor(self.standard_normal), "loc": self._stats[0], "scale": self._stats[1]}
 
     def set_extra_state(self, state: Any) -> None:
-        if not self._given:
-            self._stats = (state["loc"], state["scale"]) if state else None
+        if state:
+            self._stats, self._given = (state["loc"], state["scale"]), False
+            self.standard_normal = bool(state.get("standard_normal", self.standard_normal))
+        elif not self._given:
+            self._stats = None
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         if self._given:
@@ -360,7 +368,41 @@ def _as_dims(dims: int | Sequence[int]) -> tuple[int, ...]:
     return (dims,) if isinstance(dims, int) else tuple(dims)
 
 
-class RewardScaling(Transform, built_in=True):
+class _OfRewards(Transform, built_in=True):
+    """A transform of rewards, of other entries only where `in_keys` name them."""
+
+    _keeps_order = True
+
+    def __init__(self, in_keys: Keys, out_keys: Keys) -> None:
+        if in_keys is None and out_keys is not None:
+            raise ValueError(f"{type(self).__name__} with out_keys needs in_keys")
+        super().__init__(in_keys, out_keys)
+
+    def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
+        if self.in_keys:
+            return super()._pairs(batch)
+        key = first_key(batch, REWARD_KEYS, type(self).__name__)
+        return [(key, key)]
+
+    @cached_property
+    def _env_pairs(self) -> list[tuple[Key, Key]]:
+        return root_pairs(self.in_keys, self.out_keys) if self.in_keys else [("reward", "reward")]
+
+    def does_the_same(self, other: Transform) -> bool:
+        return self._has_settings_of(other)
+
+    def _deferred(self) -> Deferred | None:
+        if self._env_pairs != [("reward", "reward")]:
+            return None
+
+        def apply(batch: TensorDictBase, starts: Tensor) -> None:
+            following = batch.get("next")
+            following.set("reward", self._apply_transform(following.get("reward")))
+
+        return Deferred(("reward",), None, apply)
+
+
+class RewardScaling(_OfRewards, built_in=True):
     """Scales rewards: `reward * scale + loc`, or with `standard_normal` `(reward - loc) / scale`.
 
     Args:
@@ -379,23 +421,9 @@ class RewardScaling(Transform, built_in=True):
     def __init__(
         self, loc: Any, scale: Any, in_keys: Keys = None, out_keys: Keys = None, standard_normal: bool = False
     ) -> None:
-        if in_keys is None and out_keys is not None:
-            raise ValueError("RewardScaling with out_keys needs in_keys")
         super().__init__(in_keys, out_keys)
         self.loc, self.scale = _checked_stats(loc, scale)
-        self.standard_normal = standard_normal
-
-    def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
-        if self.in_keys:
-            return super()._pairs(batch)
-        key = first_key(batch, REWARD_KEYS, "RewardScaling")
-        return [(key, key)]
-
-    _keeps_order = True
-
-    @cached_property
-    def _env_pairs(self) -> list[tuple[Key, Key]]:
-        return root_pairs(self.in_keys, self.out_keys) if self.in_keys else [("reward", "reward")]
+        self.standard_normal = bool(standard_normal)
 
     def _apply_transform(self, value: Tensor) -> Tensor:
         loc, scale = cast_stat(self.loc, value), cast_stat(self.scale, value)
@@ -404,22 +432,57 @@ class RewardScaling(Transform, built_in=True):
     def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
         return is_number(self.loc) and is_number(self.scale)
 
-    def does_the_same(self, other: Transform) -> bool:
-        return self._has_settings_of(other)
-
     def deferred(self) -> Deferred | None:
         is_scalar = self.loc.numel() == self.scale.numel() == 1
-        if type(self) is not RewardScaling or not is_scalar or self._env_pairs != [("reward", "reward")]:
-            return None
-
-        def apply(batch: TensorDictBase, starts: Tensor) -> None:
-            following = batch.get("next")
-            following.set("reward", self._apply_transform(following.get("reward")))
-
-        return Deferred(("reward",), None, apply)
+        return self._deferred() if type(self) is RewardScaling and is_scalar else None
 
     def _settings(self) -> dict[str, Any]:
         return {"loc": self.loc.tolist(), "scale": self.scale.tolist(), "standard_normal": self.standard_normal}
+
+
+class RewardClipping(_OfRewards, built_in=True):
+    """Limits rewards to `clamp_min` and `clamp_max`.
+
+    Args:
+        clamp_min, clamp_max: numbers, of which one may be None.
+        in_keys: rewards; `("next", "reward")` if None, or `"reward"` in batches without it.
+        out_keys: as Transform's.
+
+    In an environment `in_keys` of None are `"reward"`.
+
+    Raises:
+        TypeError: neither `clamp_min` nor `clamp_max`, or one that is no number.
+        ValueError: `clamp_min` is not below `clamp_max`.
+
+    Example:
+        >>> RewardClipping(-1.0, 1.0)({"next": {"reward": torch.tensor([[5.0]])}})["next"]["reward"]
+        tensor([[1.]])
+    """
+
+    def __init__(
+        self,
+        clamp_min: float | None = None,
+        clamp_max: float | None = None,
+        in_keys: Keys = None,
+        out_keys: Keys = None,
+    ) -> None:
+        super().__init__(in_keys, out_keys)
+        self.clamp_min, self.clamp_max = _checked_limits(self, clamp_min=clamp_min, clamp_max=clamp_max)
+
+    def _mapped(self, spec: Any) -> Spec:
+        return _limited(super()._mapped(spec), self.clamp_min, self.clamp_max)
+
+    def _apply_transform(self, value: Tensor) -> Tensor:
+        return torch.clamp(value, self.clamp_min, self.clamp_max)
+
+    def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
+        return True
+
+    def deferred(self) -> Deferred | None:
+        return self._deferred() if type(self) is RewardClipping else None
+
+    def _settings(self) -> dict[str, Any]:
+        return {"clamp_min": self.clamp_min, "clamp_max": self.clamp_max}
 
 
 class SignTransform(Transform, built_in=True):
@@ -485,18 +548,10 @@ class ClipTransform(Transform, built_in=True):
         high: float | None = None,
     ) -> None:
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
-        if low is None and high is None:
-            raise TypeError("ClipTransform needs low, high or both")
-        self.low, self.high = _checked_limit("low", low), _checked_limit("high", high)
-        if self.low is not None and self.high is not None and not self.low < self.high:
-            raise ValueError(f"low must be below high, got low={low} and high={high}")
+        self.low, self.high = _checked_limits(self, low=low, high=high)
 
     def _mapped(self, spec: Any) -> Spec:
-        mapped: Any = super()._mapped(spec)
-        if isinstance(mapped, Bounded) or not mapped.dtype.is_floating_point:
-            return mapped  # type: ignore[no-any-return]
-        low, high = -math.inf if self.low is None else self.low, math.inf if self.high is None else self.high
-        return Bounded(low, high, mapped.shape, mapped.device, mapped.dtype)
+        return _limited(super()._mapped(spec), self.low, self.high)
 
     def transform_action_spec(self, action_spec: Spec) -> Spec:
         return self._mapped_action(action_spec, lambda spec: _mapped_number(self, spec))
@@ -515,6 +570,25 @@ class ClipTransform(Transform, built_in=True):
 
     def _settings(self) -> dict[str, Any]:
         return {"low": self.low, "high": self.high}
+
+
+def _checked_limits(transform: Transform, **limits: Any) -> tuple[float | None, float | None]:
+    """The two limits as numbers. Raises TypeError for what is none, or none at all; ValueError for a wrong order."""
+    (first, given_low), (second, given_high) = limits.items()
+    low, high = _checked_limit(first, given_low), _checked_limit(second, given_high)
+    if low is None and high is None:
+        raise TypeError(f"{type(transform).__name__} needs {first}, {second} or both")
+    if low is not None and high is not None and not low < high:
+        raise ValueError(f"{first} must be below {second}, got {first}={low} and {second}={high}")
+    return low, high
+
+
+def _limited(spec: Any, low: float | None, high: float | None) -> Spec:
+    """The spec of values with these limits, bounded where it is one of floats."""
+    if isinstance(spec, Bounded) or not spec.dtype.is_floating_point:
+        return spec  # type: ignore[no-any-return]
+    ends = -math.inf if low is None else low, math.inf if high is None else high
+    return Bounded(*ends, spec.shape, spec.device, spec.dtype)
 
 
 def _checked_limit(name: str, limit: Any) -> float | None:

@@ -1103,7 +1103,7 @@ class _GetSetStorage(Storage):
 
     def _is_single(self, items: Any) -> bool:
         stored = self.get(int(stored_slots(self.lanes.store)[0]))
-        return tuple(np.shape(_first_leaf(items))) == tuple(np.shape(_first_leaf(stored)))
+        return tuple(pytree.shape_of(_first_leaf(items))) == tuple(np.shape(_first_leaf(stored)))
 
     def _replace_stored(self, index: Any, items: Any, index_key: str | None = None) -> None:
         if np.ndim(index) == 0 and not isinstance(index, slice):
@@ -1194,7 +1194,7 @@ def _length(items: Any) -> int | None:
     """The length of a sequence or of the first dimension of a batch; None of a single step."""
     if isinstance(items, list | tuple | range):
         return len(items)
-    shape = items.shape if hasattr(items, "shape") else np.shape(_first_leaf(items))
+    shape = items.shape if hasattr(items, "shape") else pytree.shape_of(_first_leaf(items))
     return int(shape[0]) if len(shape) else None
 
 
@@ -1202,7 +1202,7 @@ def _count_steps(items: Any, time_dim: int) -> int:
     """The steps of a batch along the dimension of time; of a list its items."""
     if isinstance(items, list):
         return len(items)
-    shape = np.shape(_first_leaf(items)) if not hasattr(items, "shape") else items.shape
+    shape = pytree.shape_of(_first_leaf(items)) if not hasattr(items, "shape") else items.shape
     if len(shape) <= time_dim:
         raise ValueError("extend takes a batch, found a single step; use add. Nothing was written")
     return int(shape[time_dim])

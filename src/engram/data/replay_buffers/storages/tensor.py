@@ -1005,8 +1005,7 @@ def _lead_shape(items: Any, batch_dims: int) -> tuple[int, ...]:
         _, leaves = pytree.describe(items, batch_dims)
         if not leaves:
             raise ValueError("nothing to store: the data hold no tensor")
-        path, leaf = leaves[0]
-        shape = leaf.shape if isinstance(leaf, Tensor | np.ndarray) else pytree.as_leaf(leaf, path).shape
+        shape = pytree.shape_of(leaves[0][1])
     if len(shape) < batch_dims:
         raise ValueError(f"the data have shape {list(shape)}; this storage takes {batch_dims} batch dimensions")
     return tuple(shape[:batch_dims])
