@@ -716,7 +716,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
     def encoded_spaces(self) -> EncodedSpaces:
         """The specs of observations and actions of a worker, and the gymnasium spaces that all workers have."""
         with self._asking(), self._shut_down_on_error():
-            members: list[EncodedSpaces] = [self._request(k, GetSpaces())() for k in range(self.num_workers)]
+            members: list[EncodedSpaces] = [self._request(k, GetSpaces()) for k in range(self.num_workers)]
         return members[0]._replace(spaces=common_spaces(members))
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:

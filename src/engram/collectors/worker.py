@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,6 @@ from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.processes.shared_weights import SharedWeights
 from engram.processes.timeouts import CallTimer
 from engram.processes.worker import Channel, CloudpickleWrapper
-from engram.specs.spaces import EncodedSpaces
 
 MAX_PIECES = 32  # a batch that can be stopped is collected in so many pieces at most
 
@@ -209,7 +207,7 @@ class _CollectorProcess:
             SetSeed: self._set_seed,
             Reset: lambda message: self._reset(),
             GetState: lambda message: self._get_state(),
-            GetSpaces: lambda message: CloudpickleWrapper(partial(EncodedSpaces, *self._collector.encoded_spaces())),
+            GetSpaces: lambda message: self._collector.encoded_spaces(),
             ValidateState: lambda message: self._validate(message.random_state),
             LoadState: lambda message: self._load_state(message.state),
         }

@@ -821,7 +821,7 @@ class ParallelEnv(EnvBase):
         return self._pool.pids
 
     def encoded_spaces(self) -> EncodedSpaces:
-        return super().encoded_spaces()._replace(spaces=self._one.encoded().spaces)
+        return super().encoded_spaces()._replace(spaces=self._one.encoded.spaces)
 
     def vector_engine(self) -> VectorEngine | None:
         """The engine of gymnasium environments; None for others, and if a subclass has changed steps."""
@@ -904,7 +904,7 @@ class _EnvDescription(NamedTuple):
     reads_state: bool
     spaces: Any  # of a single gymnasium environment; None for other environments
     raw: Any  # the codecs of these spaces
-    encoded: Callable[[], EncodedSpaces]  # of the owner's one: with the spaces that all environments have
+    encoded: EncodedSpaces  # of the owner's one: with the spaces that all environments have
     fake: TensorDictBase
     policy_entries: tuple[Any, ...]
 
@@ -928,7 +928,7 @@ class _EnvDescription(NamedTuple):
             env._reads_state(),
             None if engine is None else (engine.env.action_space, engine.env.observation_space),
             None if engine is None else (engine.action, engine.leaves),
-            CloudpickleWrapper(functools.partial(EncodedSpaces, *env.encoded_spaces())),
+            env.encoded_spaces(),
             env.fake_tensordict(),
             getattr(env, "policy_entries", ()),
         )
@@ -986,10 +986,8 @@ def _connect(
 ) -> tuple[_EnvDescription, VectorStepper | TensorDictStepper]:
     """The description of one environment, and the stepper of all."""
     members = [member for of_worker in pool.handshake() for member in of_worker]
-    encoded = [member.encoded() for member in members]
-    one = members[0]._replace(
-        encoded=functools.partial(EncodedSpaces, *encoded[0]._replace(spaces=common_spaces(encoded)))
-    )
+    encoded = [member.encoded for member in members]
+    one = members[0]._replace(encoded=encoded[0]._replace(spaces=common_spaces(encoded)))
     replacements = Replacements(pool, starts, n, one)
     for index, member in enumerate(members):
         check_same_specs(index, member, one)

@@ -40,14 +40,14 @@ H5_OBJECTS = {"string_dtype", "vlen_dtype", "ref_dtype", "special_dtype", "regio
 # they are used, from a table that stands in the code; calls of a shard's actor, which Ray would send by pickle, too;
 # modules under other paths, from a table; a module below gymnasium, which the caller names, and `ale_py`; copies of an
 # environment for the worker processes of this program, and the errors that come back from them; texts of an HDF5 file
-# that is written.
+# that is written; `eval` of a module.
 NEEDED = {
     "_hdf5.py": [".string_dtype", ".string_dtype"],
     "_aliases.py": [
         *("import importlib", "import importlib.util", "import importlib.abc", "import importlib.machinery"),
         "importlib.import_module",
     ],
-    "collectors/evaluator.py": ["import pickle"],
+    "collectors/evaluator.py": ["import pickle", ".eval"],
     "collectors/multi.py": ["import pickle"],
     "envs/libs/gym.py": ["import importlib", "importlib.import_module"],
     "cli/__init__.py": ["import importlib", ".import_module"],
