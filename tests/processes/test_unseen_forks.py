@@ -326,10 +326,10 @@ def test_a_grandchild_that_python_forks_has_a_lane_of_its_own(fork):
 
 def test_prefetched_batches_come_from_threads_of_the_child(fork, monkeypatch):
     monkeypatch.setattr(prefetch, "PAYS_FROM_S", 0)
-    permits = threading.Semaphore(1)
+    gate = SimpleNamespace(permits=threading.Semaphore(1))
 
     def collate(batch):
-        permits.acquire()
+        gate.permits.acquire()
         return batch
 
     rb = ReplayBuffer(storage=LazyTensorStorage(30, shared=True), batch_size=4, prefetch=2, collate_fn=collate)
@@ -337,10 +337,14 @@ def test_prefetched_batches_come_from_threads_of_the_child(fork, monkeypatch):
     rb.sample()  # two more are on their way, in threads of this process
 
     def sample():
-        permits.release(100)
         return [len(numbers(rb.sample())) for _ in range(5)]
 
-    assert Child(sample, fork=fork).result() == [4] * 5
+    def sample_in_child():
+        gate.permits = threading.Semaphore(100)  # a thread of the parent may have held a lock in the other one
+        return sample()
+
+    assert Child(sample_in_child, fork=fork).result() == [4] * 5
+    gate.permits.release(100)
     assert sample() == [4] * 5
 
 

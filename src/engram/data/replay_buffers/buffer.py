@@ -817,7 +817,7 @@ class ReplayBuffer(Generic[T]):
         elif type(items) is list:
             items = self._as_batch(items, 0)
         with self._undisturbed():
-            self._storage._replace_stored(index, items, self._writer.index_key)
+            self._storage._assign(index, items, self._writer.index_key)
 
     def _grid_index(self, index: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """Time and environment of each step that an index of several dimensions means: as `rb[:]` has them."""
@@ -911,7 +911,7 @@ class ReplayBuffer(Generic[T]):
                 set_existing(rows, key, value)
             if along_time:
                 rows = move_dim(rows, self._time_dim, 0)
-            storage._replace_stored(index, rows, self._writer.index_key)
+            storage._assign(index, rows, self._writer.index_key)
         return self
 
     def read_all_in_order(self, end: int | None = None) -> Any:

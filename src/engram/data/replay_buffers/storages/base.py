@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from engram._system import fork_registry
 from engram._text import warn_user
 from engram.checkpoint.foreign import open_saved
 from engram.checkpoint.snapshot import save_snapshot
+from engram.data.replay_buffers.storages.overrides import Checked, route_to_overrides, rows_of
 from engram.errors import CheckpointMisfitError, StorageError
 from engram.pytree import KeyPath, format_key, get_entry
 from engram.store.counters import Counters, check_sequences
@@ -48,15 +49,12 @@ _NO_LIMIT = 1 << 40  # items of a storage without a size
 _T = TypeVar("_T")
 
 
-class Checked(NamedTuple):
-    """A batch that fits the storage and can be written: `steps` time steps."""
-
-    steps: int
-    data: Any
-
-
 class TooManyRowsError(Exception):
     """A load has more rows than are held aside until all of them are verified."""
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("engram.")
 
 
 class Storage(abc.ABC):
@@ -94,6 +92,8 @@ class Storage(abc.ABC):
     _is_ensemble: ClassVar[bool] = False
     # Whether what is `set` now are new rows (`_setting_new_rows`).
     _sets_new_rows = False
+    # Where each row stores its own index, in a `set` that a child overrides (`overrides.py`).
+    _index_key: str | None = None
     # Whether its buffer's batches carry an index, so that rows must have a place for it where a writer stores it.
     _requires_index = False
     # Whether its steps can be saved as items, one by one (`StepsAsItems`).
@@ -106,6 +106,9 @@ class Storage(abc.ABC):
             for name in _FROM_GET_AND_SET:
                 if getattr(cls, name, None) is getattr(Storage, name, None):
                     setattr(cls, name, vars(_GetSetStorage)[name])
+        ours = next(kind for kind in cls.__mro__ if _is_ours(kind))
+        if ours not in (cls, Storage):
+            route_to_overrides(cls, ours)
 
     def __init__(self, max_size: int | None, checkpointer: Any = None, compilable: bool = False) -> None:
         if max_size is not None and (
@@ -304,8 +307,12 @@ class Storage(abc.ABC):
         """As `replace`, in two steps: what may fail for want of memory is done here, what is returned writes."""
         return functools.partial(self.replace, checked, rows, slots)
 
-    def _expect_sequences(self) -> None:
-        """Called for a writer that replaces rows out of turn: every row then carries its own sequence."""
+    def _expect_sequences(self, by_set: bool = False) -> None:
+        """Called for a writer that replaces rows out of turn (`by_set`: by `set`): every row then carries its sequence.
+
+        Raises:
+            TypeError: this storage does not let the writer do that.
+        """
 
     def _carry_sequences(self) -> None:
         """Before the first row is written over another one out of turn: makes room for the sequences of rows.
@@ -436,7 +443,11 @@ class Storage(abc.ABC):
             return look_again(self.lanes.store, look)
 
     def _read_selection(self, selection: Selection) -> Rows:
-        return self.read(selection.slots, selection.shape)
+        return self._read_rows(selection.slots, selection.shape)
+
+    def _read_rows(self, slots: Tensor, shape: tuple[int, ...] | None = None) -> Rows:
+        """Reads in a `get`, which no `read` made of that `get` may call again."""
+        return self.read(slots, shape)
 
     def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> None:
         """Writes at an index: replaces rows that are stored, and appends at those that follow directly on them.
@@ -461,6 +472,7 @@ class Storage(abc.ABC):
             (4, tensor([ 0.,  1., 20., 30.]))
         """
         with self.mutex:
+            index_key = self._index_key if index_key is None else index_key
             index = self._as_new_steps(cursor, data) if isinstance(cursor, slice) else cursor
             steps = _listed_steps(index)
             if steps is None:
@@ -508,7 +520,11 @@ class Storage(abc.ABC):
             put = self._replace_by_new if as_new else self._replace_stored
             put(steps[stored], replaced, index_key)
         if appends:
-            self.append(checked)
+            self._append_rows(checked)
+
+    def _append_rows(self, checked: Checked) -> None:
+        """Appends in a `set`, which no `append` made of that `set` may call again."""
+        self.append(checked)
 
     def _rows_for(self, index: Any, n: int, items: Any) -> Any:
         """Data for n steps as a batch: one row is repeated, a list becomes a batch where rows have one layout."""
@@ -538,6 +554,10 @@ class Storage(abc.ABC):
                 "has room for; nothing was written"
             )
         return lanes.store.generations(steps * lanes.envs) >= 0
+
+    def _assign(self, index: Any, items: Any, index_key: str | None) -> None:
+        """Replaces stored rows for `rb[index] = items`."""
+        self._replace_stored(index, items, index_key)
 
     def _replace_stored(self, index: Any, items: Any, index_key: str | None = None) -> None:
         """Replaces stored rows in place: they are the same steps with other values."""
@@ -1076,15 +1096,7 @@ class _GetSetStorage(Storage):
             if absent:
                 return Rows(None, absent=absent)
             batch = self.get(slots)
-        if isinstance(batch, list):  # which a collate function makes a batch of
-            return Rows(batch, sequences=counted if sequences else None)
-        if shape is not None:
-            batch = pytree.map_outermost(batch, lambda part: part.reshape(*shape, *part.shape[1:]))
-        if extra and pytree.has_keys(batch):
-            batch = pytree.copy_containers(batch)
-            for key, value in extra.items():
-                pytree.set_per_item(batch, key, value, 1 if shape is None else len(shape))
-        return Rows(batch, sequences=counted if sequences else None)
+        return rows_of(batch, counted if sequences else None, shape, extra)
 
     def _default_collate(self, batch: Any) -> Any:
         return pytree.collate_items(batch) if isinstance(batch, list) else batch

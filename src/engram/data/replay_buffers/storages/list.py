@@ -400,13 +400,16 @@ class ListStorage(Storage):
         return torch.stack([as_tensor(value, path) for value in values])
 
     def _read_selection(self, selection: Selection) -> Rows:
-        rows = self._with_own_items(self.read(selection.slots), selection.slots)
+        rows = self._with_own_items(self._read_rows(selection.slots), selection.slots)
         return Rows(rows.batch[0] if selection.shape == () else rows.batch, absent=rows.absent)
 
     def _bytes_per_row(self) -> int:
         """On average."""
         stored = len(self)
         return self.nbytes // stored if stored else 0
+
+    def _empty(self) -> None:
+        """Called before all rows are forgotten, of a child that overrides it as TorchRL's users do."""
 
     def empty(self, reset_count: bool = True) -> None:
         with self._replacing("empty"):

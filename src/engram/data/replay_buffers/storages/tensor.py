@@ -340,7 +340,7 @@ class TableStorage(Storage):
             return {"max_size": self._max_size if self._requested_size is None else self._requested_size}
         return {"max_size": None, "max_bytes": self._max_bytes}
 
-    def _expect_sequences(self) -> None:
+    def _expect_sequences(self, by_set: bool = False) -> None:
         self._expects_sequences = True
         if isinstance(self._table, ColumnTable):  # one column more, nothing is copied
             self._table.carry_sequences()
@@ -512,6 +512,9 @@ class TableStorage(Storage):
         leaf = self._table.layout.leaves[0]
         value = pytree.get_entry(items, leaf.path)
         return value is not None and np.ndim(value) == len(leaf.shape)  # None: an error when the rows are checked
+
+    def _empty(self) -> None:
+        """Called before all rows are forgotten, of a child that overrides it as TorchRL's users do."""
 
     # ---- reading ----
     def read(

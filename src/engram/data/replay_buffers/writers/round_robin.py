@@ -86,7 +86,7 @@ class Writer(abc.ABC):
             if self._own_cursor is None:
                 self._own_cursor = 0 if storage.lanes is None else storage.lanes.cursor
             if storage.ndim == 1:
-                storage._expect_sequences()
+                storage._expect_sequences(by_set=True)
             self._storage = storage._for_own_writers()
 
     # ---- without a buffer ----
