@@ -217,6 +217,7 @@ _NOT_CODE = re.compile(
 _FUNCTION = re.compile(
     r"^(?: {0,4})(?!else|if|for|while|switch|return|do\b|throw)[\w:<>,&*~\s\[\]]*?\b([\w~]+)\([^;]*$"
 )
+_BOUND = re.compile(r"\.def(?:_\w+)?\(\"(\w+)\"")
 _CLASS = re.compile(r"^(?:template.*> )?(?:class|struct) (\w+)")
 
 
@@ -231,8 +232,10 @@ def _native(source: _Source) -> Iterator[Mutant]:
             inside = found[1] + "."
         if line.startswith(("}", "inline", "template")):
             inside = ""
-        if found := _FUNCTION.match(line):
+        if (found := _FUNCTION.match(line)) and not found[1].endswith(("sig", "arg", "_error", "_gil")):
             function = inside + found[1]
+        elif found := _BOUND.search(line):
+            function = found[1]
         code = re.sub(r"\"(\\.|[^\"\\])*\"|'(\\.|[^'\\])'", lambda m: "_" * len(m[0]), line)
         code = re.sub(r"\s*//.*", "", code)
         ended, previous = previous.endswith((";", "{", "}", ")", ":")), code.rstrip() or previous

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import shutil
 from collections import defaultdict
 from pathlib import Path
 
@@ -59,10 +60,11 @@ def record(mutants: list[Mutant], core: Path, folder: Path, tier: str, workers: 
         result = folder / (name.replace("/", "-") + ".pickle")
         if result.exists():
             return
-        log = result.with_suffix(".log")
+        log, scratch = result.with_suffix(".log"), result.with_suffix(".tmp")
         own = {name: str(path) for name, path in {**names, "ENGRAM_REACH": result}.items()}
-        arguments = ["-m", tier, "-o", "faulthandler_timeout=0", f"--basetemp={folder}/tmp-{file.stem}", name]
+        arguments = ["-m", tier, "-o", "faulthandler_timeout=0", f"--basetemp={scratch}", name]
         status = yield runs.Run(arguments, own, LONGEST_FILE, log)
+        shutil.rmtree(scratch, ignore_errors=True)
         last = "ended after an hour" if status is None else log.read_text(errors="replace").strip().split("\n")[-1]
         print(f"{name}: {last}", flush=True)
         if not result.exists():

@@ -37,6 +37,7 @@ Job = Generator[Run, "int | None", None]
 
 def finish(jobs: Iterable[Job], workers: int) -> None:
     """Goes through all jobs, with so many runs at a time."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end what runs
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for name in PRELOADED:
         importlib.import_module(name)
@@ -74,6 +75,7 @@ def _start(run: Run) -> int:
         return pid
     code = 70
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         with open(run.log, "wb") as log, open(os.devnull) as nothing:

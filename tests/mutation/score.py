@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -62,8 +63,9 @@ def read(file: Path) -> list[Result]:
 # ---- one mutant ----
 def trial(m: Mutant, tests: list[str], seconds: float, core: Path) -> Generator[runs.Run, int | None, tuple[str, str]]:
     """Runs tests with a mutant planted: "" where all pass, otherwise how it was killed and in which test."""
-    with tempfile.TemporaryDirectory(prefix="engram-mutant-") as folder:
-        names = {name: Path(folder) / name.lower() for name in ("ENGRAM_PLAN", "ENGRAM_STARTED", "ENGRAM_PLANTED")}
+    folder = Path(tempfile.mkdtemp(prefix="engram-mutant-"))  # whose end no fork brings about
+    try:
+        names = {name: folder / name.lower() for name in ("ENGRAM_PLAN", "ENGRAM_STARTED", "ENGRAM_PLANTED")}
         names["ENGRAM_PLAN"].write_text(json.dumps(tests))
         env = {name: str(path) for name, path in names.items()}
         if m.package == "native":
@@ -72,11 +74,13 @@ def trial(m: Mutant, tests: list[str], seconds: float, core: Path) -> Generator[
             env["ENGRAM_MUTANT"] = json.dumps({"file": m.file, "start": m.start, "end": m.end, "new": m.new})
         files = dict.fromkeys(test.split("::")[0] for test in tests)
         arguments = ["-x", "--tb=line", f"--basetemp={folder}/tmp", *files]
-        code = yield runs.Run(arguments, env, seconds * 5 + START_SECONDS, log := Path(folder) / "log")
+        code = yield runs.Run(arguments, env, seconds * 5 + START_SECONDS, folder / "log")
         started = names["ENGRAM_STARTED"].read_text() if names["ENGRAM_STARTED"].exists() else "import"
-        said = log.read_text(errors="replace")[-2000:]
+        said = (folder / "log").read_text(errors="replace")[-2000:]
         if m.package != "native" and not names["ENGRAM_PLANTED"].exists():
             raise RuntimeError(f"{m.number} of {m.file} was not loaded:\n{said}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     if code in (0, 5):  # 5: none of these tests is there any more, as where a mutant changes parameters' names
         return "", ""
     if code is None:
@@ -110,10 +114,31 @@ def judge(m: Mutant, place: int, known: reach.Reach, core: Path) -> Generator[ru
     return Result.of(m, how or "survived", by)
 
 
+def control(tests: list[str], core: Path, seconds: float) -> Generator[runs.Run, int | None, list[str]]:
+    """The tests of these that fail although nothing is planted: what they killed is not known to be killed."""
+    folder = Path(tempfile.mkdtemp(prefix="engram-mutant-"))
+    try:
+        (folder / "plan").write_text(json.dumps(tests))
+        env = {
+            "ENGRAM_PLAN": str(folder / "plan"),
+            "ENGRAM_STARTED": str(folder / "started"),
+            "ENGRAM_NATIVE": str(core),
+        }
+        files = dict.fromkeys(test.split("::")[0] for test in tests)
+        arguments = ["--tb=no", f"--basetemp={folder}/tmp", *files]
+        code = yield runs.Run(arguments, env, seconds * 5 + START_SECONDS, folder / "log")
+        said = (folder / "log").read_text(errors="replace")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if code not in (0, 1):
+        raise RuntimeError(f"the tests that killed do not run without mutants:\n{said[-2000:]}")
+    return [test for test in tests if f"\nFAILED {test}" in said or f"\nERROR {test}" in said]
+
+
 # ---- all of them ----
-def digest(*folders: Path) -> str:
-    """Of all files in these folders but this one."""
-    of_all = hashlib.blake2s(digest_size=6)
+def digest(*folders: Path, where: str) -> str:
+    """Of all files in these folders, but for those of the score itself, and of the places that are noted."""
+    of_all = hashlib.blake2s(where.encode(), digest_size=6)
     for file in sorted(f for folder in folders for f in folder.rglob("*")):
         if file.is_file() and Path(__file__).parent not in file.parents and file.suffix not in (".pyc", ".so"):
             of_all.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
@@ -128,7 +153,7 @@ def run(args: argparse.Namespace) -> None:
     cores = BUILT / f"native-{hashlib.blake2s(repr(of_native).encode(), digest_size=6).hexdigest()}"
     print(f"{len(found)} places to mutate; the native core with all of its own: {cores}")
     core, alive = native.build(of_native, cores)
-    state = digest(ROOT / "src", ROOT / "tests")
+    state = digest(ROOT / "src", ROOT / "tests", where=repr([(m.file, m.start, m.new) for m in found]))
     tiers = ["quick", "deep"] if args.deep else ["quick"]
     folders = [BUILT / f"reach-{state}-{tier}" for tier in tiers]
     for tier, folder in zip(tiers, folders, strict=True):
@@ -137,13 +162,15 @@ def run(args: argparse.Namespace) -> None:
             reach.record(found, core, folder, TIERS[tier], args.workers)
             (folder / "done").touch()
     known = reach.load(found, folders)
-    able = [m for m in found if m.package != "native" or m.number in alive]
-    able = [m for m in able if args.only is None or m.file.startswith(args.only) or m.package == args.only]
+
+    def asked(of: Mutant | Result) -> bool:
+        if args.numbers:
+            return of.number in args.numbers
+        return args.only is None or of.file.startswith(args.only) or of.package == args.only
+
+    able = [m for m in found if asked(m) and (m.package != "native" or m.number in alive)]
     kept = read(KEPT)
-    if args.numbers:
-        chosen = [m for m in able if m.number in args.numbers]
-    else:
-        chosen = choose(able, args.count, args.seed, [r.number for r in kept])
+    chosen = able if args.numbers else choose(able, args.count, args.seed, [r.number for r in kept])
     results = BUILT / f"results-{state}-{'-'.join(tiers)}.jsonl"
     done = {} if args.numbers else {r.number: r for r in read(results)}
     left = [m for m in chosen if m.number not in done]
@@ -153,16 +180,30 @@ def run(args: argparse.Namespace) -> None:
         def job(m: Mutant) -> runs.Job:
             if args.minutes and time.monotonic() - started > 60 * args.minutes:
                 return
-            result = done[m.number] = yield from judge(m, place[m.number], known, core)
+            try:
+                result = done[m.number] = yield from judge(m, place[m.number], known, core)
+            except RuntimeError as error:
+                return print(error)
             out.write(result.line())
             out.flush()
             print(f"{len(done)}  {result.fate:11} {result.file} {result.function}  {result.after}", flush=True)
 
         runs.finish(map(job, left), args.workers)
     planted = [done[m.number] for m in chosen if m.number in done]
-    compare(planted, kept)
+    killers = [test for test in known.seconds if test in {r.by for r in planted}]
+
+    def last() -> runs.Job:
+        for test in (yield from control(killers, core, sum(map(known.seconds.__getitem__, killers)))):
+            print(f"fails without a mutant, too: {test}, which killed {[r.number for r in planted if r.by == test]}")
+            planted[:] = [r for r in planted if r.by != test]
+
+    runs.finish([last()] if killers else [], 1)
+    undone = {m.number for m in chosen} - {r.number for r in planted}
+    untouched = [r for r in kept if not asked(r) or r.number in undone]
+    compare(planted, [r for r in kept if r not in untouched])
     if args.update:
-        KEPT.write_text("".join(r.line() for r in sorted(planted, key=lambda r: (r.file, r.function, r.number))))
+        every = sorted([*planted, *untouched], key=lambda r: (r.file, r.function, r.number))
+        KEPT.write_text("".join(r.line() for r in every))
 
 
 def compare(now: list[Result], before: list[Result]) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import importlib.util
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +67,29 @@ def test_statements_with_mutants_are_noted_when_they_run(hook, tmp_path):
         assert module.larger(1, 2) == 2
         assert (tmp_path / "hits").read_bytes() == b"\1"
         (tmp_path / "hits").write_bytes(b"\0")
+
+
+def test_import_is_reached_by_all_tests_of_a_module_and_failing_tests_kill_nothing(tmp_path):
+    (tmp_path / "engram").mkdir()
+    text = "LIMIT = 8\n\ndef inside(a):\n    return a > LIMIT\n\ndef other(a):\n    return a < 1\n"
+    (tmp_path / "engram" / "a.py").write_text(text)
+    mutants = candidates(tmp_path)
+    lines = reach.places(mutants)[0]["engram/a.py"]
+    (limit, inside, other) = (lines[line] for line in ("1", "4", "7"))
+    recorded = [
+        ("", 0.0, True, [limit]),
+        ("t/test_a.py::slow", 2.0, True, [inside]),
+        ("t/test_a.py::failing", 0.1, False, [inside, other]),
+        ("t/test_b.py::quick", 1.0, True, [inside]),
+        ("t/test_c.py::elsewhere", 0.5, True, []),
+    ]
+    tests = [(name, took, passed, array.array("I", places).tobytes()) for name, took, passed, places in recorded]
+    (tmp_path / "t.pickle").write_bytes(pickle.dumps(tests))
+    known = reach.load(mutants, [tmp_path])
+    found = ["t/test_b.py::quick", "t/test_a.py::slow"]
+    assert known.of(inside)[0] == known.of(limit)[0] == found
+    assert set(known.of(inside)[1]) == set(known.of(limit)[1]) == {"t/test_a.py", "t/test_b.py"}
+    assert known.of(other) == ([], [])
 
 
 RUNS = """
