@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pickle
 import shutil
@@ -15,22 +14,10 @@ from . import runs
 from .candidates import Mutant
 
 ROOT = Path(__file__).parents[2]
+START_SECONDS = 30.0  # to import and to collect, on a machine that is busy
 LONGEST_FILE = 3600.0  # seconds
-QUICKEST = 60  # tests kept for each place
 #: Tests that judge the harness, other libraries or the text of the sources.
 NOT_RUN = ("mutation", "clients", "cluster")
-
-
-@dataclasses.dataclass
-class Reach:
-    """`tests[place]`: the quickest tests that reach it; `files[place]`: all test files with one that does."""
-
-    seconds: dict[str, float]  # of each test that passes
-    tests: dict[int, list[str]]
-    files: dict[int, list[str]]
-
-    def of(self, place: int) -> tuple[list[str], list[str]]:
-        return self.tests.get(place, []), self.files.get(place, [])
 
 
 def places(mutants: list[Mutant]) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
@@ -74,42 +61,43 @@ def record(mutants: list[Mutant], core: Path, folder: Path, tier: str, workers: 
     runs.finish(map(job, sorted(files)), workers)
 
 
-def load(mutants: list[Mutant], folders: list[Path]) -> Reach:
-    """What the recorded runs say. What is executed when a module is imported is reached by all tests of the module."""
-    seconds: dict[str, float] = {}
-    hits, by_test, names = [], [], []
-    imported: set[int] = set()
-    for file in sorted(file for folder in folders for file in folder.glob("*.pickle")):
-        for name, took, passed, found in pickle.loads(file.read_bytes()):
-            reached = np.frombuffer(found, dtype=np.uint32)
-            if not name:
-                imported.update(reached.tolist())
-            elif passed:
-                seconds[name] = took
-                hits.append(reached)
-                by_test.append(np.full(len(reached), len(names), np.uint32))
-                names.append(name)
-    if not names:
-        raise SystemExit(f"no test passed; see the logs in {folders[0]}")
-    place, test = np.concatenate(hits), np.concatenate(by_test)
-    durations = np.array([seconds[name] for name in names])
-    order = np.lexsort((durations[test], place))
-    place, test = place[order], test[order]
-    starts = np.flatnonzero(np.r_[True, place[1:] != place[:-1]])
-    tests, files = {}, {}
-    for at, start, end in zip(place[starts], starts, np.r_[starts[1:], len(place)], strict=True):
-        found = [names[i] for i in test[start:end]]
-        tests[int(at)], files[int(at)] = found[:QUICKEST], list(dict.fromkeys(name.split("::")[0] for name in found))
-    reach = Reach(seconds, tests, files)
-    _, of_mutant = places(mutants)
-    inside: dict[str, set[int]] = defaultdict(set)
-    for m in mutants:
-        if not m.at_import:
-            inside[m.file].add(of_mutant[m.number])
-    for m in mutants:
-        at = of_mutant[m.number]
-        if m.package != "native" and (m.at_import or at in imported):
-            others = [n for p in inside[m.file] for n in reach.tests.get(p, [])]
-            reach.tests[at] = sorted({*others, *reach.tests.get(at, [])}, key=seconds.__getitem__)[:QUICKEST]
-            reach.files[at] = sorted({f for p in (*inside[m.file], at) for f in reach.files.get(p, [])})
-    return reach
+class Reach:
+    """What the recorded runs say of the tests that passed."""
+
+    def __init__(self, mutants: list[Mutant], folders: list[Path]) -> None:
+        self.seconds: dict[str, float] = {}
+        self._imported: set[int] = set()
+        hits, by_test = [], []
+        for file in sorted(file for folder in folders for file in folder.glob("*.pickle")):
+            for name, took, passed, found in pickle.loads(file.read_bytes()):
+                reached = np.frombuffer(found, dtype=np.uint32)
+                if not name:
+                    self._imported.update(reached.tolist())
+                elif passed:
+                    hits.append(reached)
+                    by_test.append(np.full(len(reached), len(self.seconds), np.uint32))
+                    self.seconds[name] = took
+        if not self.seconds:
+            raise SystemExit(f"no test passed; see the logs in {folders[0]}")
+        self._names = list(self.seconds)
+        place, test = np.concatenate(hits), np.concatenate(by_test)
+        order = np.argsort(place, kind="stable")
+        self._places, self._tests = place[order], test[order]
+        _, self._place = places(mutants)
+        self._inside: dict[str, set[int]] = defaultdict(set)  # the places in functions of a file
+        for m in mutants:
+            if not m.at_import:
+                self._inside[m.file].add(self._place[m.number])
+
+    def limit(self, tests: list[str]) -> float:
+        """Seconds after which a run of these tests is taken to hang."""
+        return START_SECONDS + 5 * sum(map(self.seconds.__getitem__, tests))
+
+    def of(self, m: Mutant) -> list[str]:
+        """The tests that reach a mutant, quickest first; of what an import executes, all that reach the module."""
+        at = self._place[m.number]
+        by_import = m.package != "native" and (m.at_import or at in self._imported)
+        asked = np.array(sorted({at, *(self._inside[m.file] if by_import else ())}), np.uint32)
+        starts, ends = (np.searchsorted(self._places, asked, side) for side in ("left", "right"))
+        found = np.unique(np.concatenate([self._tests[a:b] for a, b in zip(starts, ends, strict=True)]))
+        return sorted((self._names[i] for i in found), key=self.seconds.__getitem__)

@@ -64,8 +64,9 @@ def finish(jobs: Iterable[Job], workers: int) -> None:
                     go_on(job, os.waitstatus_to_exitcode(status) if ended else None)
             time.sleep(0.02)
     finally:
-        for pid, (_, run, _) in running.items():
+        for pid, (job, run, _) in running.items():
             _end(pid, run, reaped=False)
+            job.close()
 
 
 def _start(run: Run) -> int:

@@ -14,10 +14,11 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 
@@ -28,8 +29,8 @@ ROOT = Path(__file__).parents[2]
 KEPT = Path(__file__).with_name("score.jsonl")
 BUILT = ROOT / "build" / "mutation"
 TIERS = {"quick": "not long and not deep", "deep": "deep and not long"}
-FIRST_SECONDS = 10.0  # what the tests that are tried first take in all
-START_SECONDS = 30.0  # to start Python, on a machine that is busy
+FIRST, FIRST_SECONDS = 60, 10.0  # so many tests are tried first, which take so long in all
+SHARES = re.compile(r"scope=|cache")  # in a test file: what one test reaches may show in another one
 LONGEST = 160  # characters of a replaced text in the file
 
 
@@ -61,7 +62,9 @@ def read(file: Path) -> list[Result]:
 
 
 # ---- one mutant ----
-def trial(m: Mutant, tests: list[str], seconds: float, core: Path) -> Generator[runs.Run, int | None, tuple[str, str]]:
+def trial(
+    m: Mutant, tests: list[str], known: reach.Reach, core: Path
+) -> Generator[runs.Run, int | None, tuple[str, str]]:
     """Runs tests with a mutant planted: "" where all pass, otherwise how it was killed and in which test."""
     folder = Path(tempfile.mkdtemp(prefix="engram-mutant-"))  # whose end no fork brings about
     try:
@@ -74,7 +77,7 @@ def trial(m: Mutant, tests: list[str], seconds: float, core: Path) -> Generator[
             env["ENGRAM_MUTANT"] = json.dumps({"file": m.file, "start": m.start, "end": m.end, "new": m.new})
         files = dict.fromkeys(test.split("::")[0] for test in tests)
         arguments = ["-x", "--tb=line", f"--basetemp={folder}/tmp", *files]
-        code = yield runs.Run(arguments, env, seconds * 5 + START_SECONDS, folder / "log")
+        code = yield runs.Run(arguments, env, known.limit(tests), folder / "log")
         started = names["ENGRAM_STARTED"].read_text() if names["ENGRAM_STARTED"].exists() else "import"
         said = (folder / "log").read_text(errors="replace")[-2000:]
         if m.package != "native" and not names["ENGRAM_PLANTED"].exists():
@@ -92,29 +95,24 @@ def trial(m: Mutant, tests: list[str], seconds: float, core: Path) -> Generator[
     raise RuntimeError(f"pytest ended with {code} for {m.number} of {m.file}:\n{said}")
 
 
-def judge(m: Mutant, place: int, known: reach.Reach, core: Path) -> Generator[runs.Run, int | None, Result]:
-    """The quickest tests that reach the mutant, then all files with such a test, the quickest files first."""
-    quickest, files = known.of(place)
-    if not quickest:
+def judge(m: Mutant, known: reach.Reach, core: Path) -> Generator[runs.Run, int | None, Result]:
+    """The quickest tests that reach the mutant, then the others; of files whose tests share fixtures all tests."""
+    reaching = known.of(m)
+    if not reaching:
         return Result.of(m, "not reached")
-    first, total = [], 0.0
-    for test in quickest:
-        total += known.seconds[test]
-        if first and total > FIRST_SECONDS:
-            break
-        first.append(test)
-    how, by = yield from trial(m, first, sum(map(known.seconds.__getitem__, first)), core)
+    first = [test for at, test in enumerate(reaching[:FIRST]) if at == 0 or known.seconds[test] < FIRST_SECONDS / FIRST]
+    how, by = yield from trial(m, first, known, core)
     if not how:
-        of_file: dict[str, list[str]] = defaultdict(list)
-        for test in known.seconds:
-            of_file[test.split("::")[0]].append(test)
-        took = {file: sum(known.seconds[test] for test in of_file[file]) for file in files}
-        rest = [test for file in sorted(files, key=took.__getitem__) for test in of_file[file]]
-        how, by = yield from trial(m, rest, sum(took.values()), core)
+        sharing = {
+            file for file in {test.split("::")[0] for test in reaching} if SHARES.search((ROOT / file).read_text())
+        }
+        others = {*reaching, *(test for test in known.seconds if test.split("::")[0] in sharing)} - set(first)
+        if others:
+            how, by = yield from trial(m, sorted(others, key=known.seconds.__getitem__), known, core)
     return Result.of(m, how or "survived", by)
 
 
-def control(tests: list[str], core: Path, seconds: float) -> Generator[runs.Run, int | None, list[str]]:
+def control(tests: list[str], known: reach.Reach, core: Path) -> Generator[runs.Run, int | None, list[str]]:
     """The tests of these that fail although nothing is planted: what they killed is not known to be killed."""
     folder = Path(tempfile.mkdtemp(prefix="engram-mutant-"))
     try:
@@ -126,7 +124,7 @@ def control(tests: list[str], core: Path, seconds: float) -> Generator[runs.Run,
         }
         files = dict.fromkeys(test.split("::")[0] for test in tests)
         arguments = ["--tb=no", f"--basetemp={folder}/tmp", *files]
-        code = yield runs.Run(arguments, env, seconds * 5 + START_SECONDS, folder / "log")
+        code = yield runs.Run(arguments, env, known.limit(tests), folder / "log")
         said = (folder / "log").read_text(errors="replace")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -149,7 +147,6 @@ def run(args: argparse.Namespace) -> None:
     started = time.monotonic()
     found = candidates(ROOT / "src")
     of_native = [m for m in found if m.package == "native"]
-    _, place = reach.places(found)
     cores = BUILT / f"native-{hashlib.blake2s(repr(of_native).encode(), digest_size=6).hexdigest()}"
     print(f"{len(found)} places to mutate; the native core with all of its own: {cores}")
     core, alive = native.build(of_native, cores)
@@ -161,7 +158,7 @@ def run(args: argparse.Namespace) -> None:
             print(f"one run of the {tier} tests, to see which mutants each reaches: {folder}", flush=True)
             reach.record(found, core, folder, TIERS[tier], args.workers)
             (folder / "done").touch()
-    known = reach.load(found, folders)
+    known = reach.Reach(found, folders)
 
     def asked(of: Mutant | Result) -> bool:
         if args.numbers:
@@ -181,7 +178,7 @@ def run(args: argparse.Namespace) -> None:
             if args.minutes and time.monotonic() - started > 60 * args.minutes:
                 return
             try:
-                result = done[m.number] = yield from judge(m, place[m.number], known, core)
+                result = done[m.number] = yield from judge(m, known, core)
             except RuntimeError as error:
                 return print(error)
             out.write(result.line())
@@ -193,7 +190,7 @@ def run(args: argparse.Namespace) -> None:
     killers = [test for test in known.seconds if test in {r.by for r in planted}]
 
     def last() -> runs.Job:
-        for test in (yield from control(killers, core, sum(map(known.seconds.__getitem__, killers)))):
+        for test in (yield from control(killers, known, core)):
             print(f"fails without a mutant, too: {test}, which killed {[r.number for r in planted if r.by == test]}")
             planted[:] = [r for r in planted if r.by != test]
 
