@@ -129,7 +129,7 @@ def control(tests: list[str], known: reach.Reach, core: Path) -> Generator[runs.
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if code not in (0, 1):
-        raise RuntimeError(f"the tests that killed do not run without mutants:\n{said[-2000:]}")
+        raise SystemExit(f"the tests that killed do not run to their end without mutants; try again:\n{said[-2000:]}")
     return [test for test in tests if f"\nFAILED {test}" in said or f"\nERROR {test}" in said]
 
 
