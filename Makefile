@@ -24,6 +24,7 @@ help:
 	@echo "make test-ray   replay over a cluster of several node processes, some of which are killed (an environment of its own)"
 	@echo "make bench-ray  replay over a cluster against what it must reach (five minutes; an environment of its own)"
 	@echo "make mutants    every planted error and every protection taken out, which the tests must find (three minutes)"
+	@echo "make mutation-score  some 300 random mutants, each against the tests that reach it (two hours; see tests/mutation/score.py)"
 	@echo "make test-long  the long tests;  make test-native-sanitized  the native core under sanitizers"
 	@echo "make wheels     dist/: an sdist, and from it wheels for the Pythons here (three minutes);  make wheel-test tries them"
 	@echo "make walls      how much the classes use of each other's inside"
@@ -63,6 +64,24 @@ test-long: $(VENV)/.engram $(VENV)/.dev
 mutants: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -q -n $(WORKERS) -m mutant --mutants $(PYTEST)
 	$(MAKE) --no-print-directory model
+
+# MUTANTS=300 SEED=0 ONLY=engram/store or a package, REPEAT="numbers", MINUTES=120, DEEP=1 with the deep tests, UPDATE=1
+# writes tests/mutation/score.jsonl. Goes on where it was interrupted.
+.PHONY: mutation-score mutation-compare call-trace
+MUTANTS ?= 300
+SEED ?= 0
+mutation-score: $(VENV)/.engram $(VENV)/.dev
+	PATH=$(abspath $(VENV))/bin:$$PATH PYTHONPATH=tests $(VENV)/bin/python -m mutation.score run --count $(MUTANTS) \
+	  --seed $(SEED) --workers $(WORKERS) $(if $(ONLY),--only $(ONLY)) $(if $(REPEAT),--numbers $(REPEAT)) \
+	  $(if $(MINUTES),--minutes $(MINUTES)) $(if $(DEEP),--deep) $(if $(UPDATE),--update)
+
+# What the newest run found against tests/mutation/score.jsonl: kills that are lost, mutants that are gone, by package.
+mutation-compare: $(VENV)/.engram
+	PYTHONPATH=tests $(VENV)/bin/python -m mutation.score compare $(FILE)
+
+# Writes the number of Python calls of the commonest calls, which tests/test_call_trace.py compares.
+call-trace: $(VENV)/.engram
+	PYTHONPATH=tests $(VENV)/bin/python -m contracts.call_trace
 
 test-search: $(VENV)/.engram $(VENV)/.dev
 	for round in $$(seq $(or $(ROUNDS),10)); do \

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import collections
-import os
-import sys
-import threading
-from collections.abc import Callable
-
 import pytest
-import torch
-from tensordict import TensorDict
 
-import engram
+from contracts.call_trace import Calls, calls_of, steps
 from engram.data import LazyTensorStorage, TensorDictReplayBuffer
 from engram.store.layout import RowLayout
-
-SOURCES = os.path.dirname(engram.__file__) + os.sep
-Calls = collections.Counter[tuple[str, str]]
-
-
-def steps(n: int) -> TensorDict:
-    ends = (torch.arange(n) % 10 == 9)[:, None]
-    after = {"observation": torch.rand(n, 4), "reward": torch.rand(n, 1), "done": ends, "terminated": ends.clone()}
-    return TensorDict({"observation": torch.rand(n, 4), "action": torch.zeros(n, 1), "next": after}, [n])
 
 
 def buffer(n: int = 0) -> TensorDictReplayBuffer:
@@ -31,24 +14,6 @@ def buffer(n: int = 0) -> TensorDictReplayBuffer:
     if n:
         made.extend(steps(n))
     return made
-
-
-def calls_of(work: Callable[[], object]) -> Calls:
-    """File and function of each call of engram's own Python functions, those in threads included."""
-    calls: Calls = collections.Counter()
-
-    def note(frame, event, arg):
-        if event == "call" and frame.f_code.co_filename.startswith(SOURCES):
-            calls[frame.f_code.co_filename.removeprefix(SOURCES), frame.f_code.co_name] += 1
-
-    threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return calls
 
 
 def listing(calls: Calls) -> str:
