@@ -82,6 +82,10 @@ def open_saved(
     path: str | os.PathLike[str], snapshot: str | None = None, receiver: Receiver | None = None
 ) -> Iterator[SavedState]:
     """The saved state at `path`; errors as `open_snapshot` and those of the form that it has."""
-    form = next((form for form in _forms if snapshot is None and form.recognises(path)), None)
-    with open_snapshot(path, snapshot) if form is None else form.open(path, receiver) as saved:
+    for form in _forms if snapshot is None else ():
+        if form.recognises(path):
+            with form.open(path, receiver) as foreign:
+                yield foreign
+            return
+    with open_snapshot(path, snapshot) as saved:
         yield saved
