@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,13 +181,14 @@ class Run:
 
     def _queue(self, parts: Sequence[Part]) -> None:
         for part in parts:
-            outcome = Outcome("failed")
             try:
                 outcome = self._do(part)
-            finally:
-                with self.changed:
-                    self.outcomes[part.name] = outcome
-                    self.changed.notify_all()
+            except Exception:
+                outcome = Outcome("failed")
+                (self.logs / f"{part.name}.txt").write_text(traceback.format_exc())
+            with self.changed:
+                self.outcomes[part.name] = outcome
+                self.changed.notify_all()
 
     def _do(self, part: Part) -> Outcome:
         with self.changed:

@@ -115,7 +115,7 @@ def make(environment: Path, requests: list[str], *, fresh: bool) -> None:
     layers: list[Path] = []
     for request in requests:
         layers.append(layer(request, layers, folder, on))
-    ours = any((environment / name).exists() for name in (".run", LAYERS))
+    ours = any(path.exists() for path in (environment / ".run", packages(environment) / LAYERS))
     if fresh or not (environment / "bin" / "python").exists():
         clear = ["--clear"] * (fresh and ours)
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", *clear, environment], check=True)
