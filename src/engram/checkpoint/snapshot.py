@@ -32,8 +32,8 @@ def save_snapshot(
 ) -> str:
     """Saves states of components and a storage (its checkpointer, its source) at `path`; returns the snapshot's name.
 
-    `components` maps names (letters, digits, `_`, `-`, `.`) to states as `state.encode` takes them. All of them are
-    encoded before anything is written. Errors as those of `commit.saving`; TypeError for what cannot be encoded.
+    `components` maps names (letters, digits, `_`, `-`, `.`) to states as `encoding.encode` takes them. All of them are
+    encoded before anything is written. Errors as those of `writer.saving`; TypeError for what cannot be encoded.
     The caller keeps components and source still until this returns. `began` is called when the path is ours.
 
     >>> import tempfile
@@ -106,7 +106,7 @@ def as_damage(malformed: Callable[[str], Exception], owner: str) -> Iterator[Non
 def open_snapshot(path: str | os.PathLike[str], snapshot: str | None = None) -> Iterator[Snapshot]:
     """The current snapshot at `path`, or the one named; no save removes it inside the block.
 
-    Errors as those of `reading.reading`. The order that leaves a buffer untouched when anything is wrong: read the
+    Errors as those of `reader.reading`. The order that leaves a buffer untouched when anything is wrong: read the
     components that are needed (each is verified), check that they fit, `check_storage`, `load_storage`, then set them.
     """
     with reading(path, snapshot) as reader:
