@@ -2,20 +2,28 @@
 VENV ?= .venv
 PYTHON ?= python3
 INSTALL := $(VENV)/bin/python -m pip install --disable-pip-version-check
+ENVIRONMENT := $(PYTHON) packaging/environment.py
 NATIVE_SOURCES := $(shell find src/native -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 PYTEST ?=
 WORKERS ?= 2
 
 # With it each process compiles engram and all tests again: five seconds, and half a second of each that it starts.
 unexport PYTHONDONTWRITEBYTECODE
+# A compiler's cache, where there is one.
+ifneq ($(shell command -v ccache),)
+export CMAKE_CXX_COMPILER_LAUNCHER ?= ccache
+endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-deep mutants test-long test-search check format stubs wheels wheel-test wheel-check walls docs clean
+.PHONY: help environment demo test test-deep test-tiers mutants test-long test-search check static format stubs
+.PHONY: wheels wheel-test wheel-check walls docs ci release-check clean
 
 help:
 	@echo "make demo       train an agent on CartPole from a mapped buffer that is killed in the middle (under half a minute)"
 	@echo "make test       the tests"
 	@echo "make check      ruff, mypy, pyright, layering, stubs"
+	@echo "make ci         all that runs on every submission, but for parts that nothing has changed (half an hour)"
+	@echo "make release-check  the same with every part"
 	@echo "make bench      ours against other replay libraries (about twenty minutes)"
 	@echo "make interop    code written for TorchRL, with only its imports changed (an environment of its own)"
 	@echo "make instructions  instructions of our commonest calls, against benchmarks/instructions.json (a minute; valgrind)"
@@ -31,12 +39,15 @@ help:
 	@echo "make docs       the documentation site, in site/"
 	@echo "make model      the lanes under the C++ memory model, each fence shown necessary (a minute; relacy-dev)"
 
-# Stamps: .run is what builds and runs engram and its examples, .dev what tests and checks need besides.
+# What runs and builds engram and its examples, and what tests and checks need besides: layers of packaging/environment.py.
+RUN := -c constraints.txt torch tensordict numpy xxhash gymnasium cloudpickle matplotlib rich \
+  nanobind scikit-build-core ninja cmake
+DEV := -c constraints.txt pytest pytest-xdist hypothesis ruff mypy pyright[nodejs] h5py pyarrow typer
+
+# Stamps: .run and .dev are these layers, .engram is our own code.
 $(VENV)/.run: constraints.txt
 	@echo "making $(VENV) with torch and what else runs engram, in the tested versions: a few minutes, once"
-	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) -c constraints.txt torch tensordict numpy xxhash gymnasium cloudpickle matplotlib rich \
-	  nanobind scikit-build-core ninja cmake
+	$(ENVIRONMENT) --fresh $(VENV) "$(RUN)"
 	@touch $@
 
 $(VENV)/.engram: $(VENV)/.run pyproject.toml CMakeLists.txt $(NATIVE_SOURCES)
@@ -46,8 +57,10 @@ $(VENV)/.engram: $(VENV)/.run pyproject.toml CMakeLists.txt $(NATIVE_SOURCES)
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "installing the tools of tests and checks into $(VENV): a minute, once"
-	$(INSTALL) -c constraints.txt pytest pytest-xdist hypothesis ruff mypy "pyright[nodejs]" h5py pyarrow typer
+	$(ENVIRONMENT) $(VENV) "$(RUN)" "$(DEV)"
 	@touch $@
+
+environment: $(VENV)/.engram $(VENV)/.dev
 
 demo: $(VENV)/.engram
 	$(VENV)/bin/python examples/dqn_cartpole.py
@@ -57,6 +70,10 @@ test: $(VENV)/.engram $(VENV)/.dev
 
 test-deep: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "deep and not long" $(PYTEST)
+
+# Both in one run, which collects once.
+test-tiers: $(VENV)/.engram $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not long" --tiers --durations=20 $(PYTEST)
 
 test-long: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -o faulthandler_timeout=0 -m long $(PYTEST)
@@ -90,12 +107,14 @@ test-search: $(VENV)/.engram $(VENV)/.dev
 walls: $(VENV)/.engram
 	$(VENV)/bin/python tests/walls.py
 
-check: $(VENV)/.engram $(VENV)/.dev
+check: static
+	$(VENV)/bin/python -m pytest -q tests/test_layering.py tests/native/test_stubs.py
+
+static: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m ruff check src tests benchmarks examples packaging
 	$(VENV)/bin/python -m ruff format --check src tests benchmarks examples packaging
 	$(VENV)/bin/python -m mypy
 	$(VENV)/bin/python -m pyright --pythonpath $(VENV)/bin/python
-	$(VENV)/bin/python -m pytest -q tests/test_layering.py tests/native/test_stubs.py
 
 format: $(VENV)/.dev
 	$(VENV)/bin/python -m ruff check --fix src tests benchmarks examples packaging
@@ -120,8 +139,7 @@ DOCS_VENV ?= .venv-docs
 DOCS_PYTHON := $(DOCS_VENV)/bin/python
 $(DOCS_VENV)/.run: packaging/requirements-docs.txt
 	@echo "making $(DOCS_VENV) with what builds the site: half a minute, once"
-	$(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_PYTHON) -m pip install --disable-pip-version-check --quiet -r packaging/requirements-docs.txt
+	$(ENVIRONMENT) --fresh $(DOCS_VENV) "-r packaging/requirements-docs.txt"
 	@touch $@
 
 # Fails where a link leads nowhere, or a page is in no menu.
@@ -129,8 +147,15 @@ docs: $(DOCS_VENV)/.run
 	NO_MKDOCS_2_WARNING=1 $(DOCS_PYTHON) -m mkdocs build --quiet
 	@echo "site/index.html; \`$(DOCS_PYTHON) -m http.server -d site\` shows it with its search"
 
+# Parts beside each other, a table of their times at the end; packaging/ci.py says what a part can see.
+ci:
+	.ci/run
+
+release-check:
+	.ci/run --all
+
 clean:
-	rm -rf build dist site $(DOCS_VENV) $(VENV) .venv-bench .venv-ray .venv-ray-peers .venv-reverb
+	rm -rf build dist site $(DOCS_VENV) $(VENV) .venv-layers .venv-bench .venv-ray .venv-ray-peers .venv-reverb
 
 include benchmarks/bench.mk
 include tests/cluster/ray.mk

@@ -9,7 +9,6 @@ BENCH_VENV ?= .venv-bench
 BENCH_PYTHON := $(BENCH_VENV)/bin/python
 BENCH_PEERS := benchmarks/requirements-peers.txt
 BENCH_FLOOR := benchmarks/native/floor.so
-BENCH_OURS := pyproject.toml CMakeLists.txt $(shell find src -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 CXX ?= g++
 BENCH ?=
 
@@ -17,16 +16,14 @@ BENCH ?=
 bench: $(BENCH_VENV)/.engram $(BENCH_FLOOR)
 	PYTHONPATH=. $(BENCH_PYTHON) -m benchmarks.bench $(BENCH)
 
-$(BENCH_VENV)/.peers: $(BENCH_PEERS)
+$(BENCH_VENV)/.peers: $(BENCH_PEERS) constraints.txt
 	@echo "making $(BENCH_VENV) with the peers: a few minutes, once"
-	python3 -m venv $(BENCH_VENV)
-	$(BENCH_PYTHON) -m pip install --disable-pip-version-check -r $(BENCH_PEERS)
+	$(ENVIRONMENT) --fresh $(BENCH_VENV) "$(RUN)" "-r $(BENCH_PEERS)"
 	@touch $@
 
-# --no-deps: torch and all else is there, and pip must not choose another. A build folder of its own: .venv has one too.
-$(BENCH_VENV)/.engram: $(BENCH_VENV)/.peers $(BENCH_OURS)
-	@echo "building engram into $(BENCH_VENV)"
-	$(BENCH_PYTHON) -m pip install --quiet --no-build-isolation --no-deps --config-settings=build-dir=build/bench -e .
+# The engram that is built into $(VENV), which has the same Python.
+$(BENCH_VENV)/.engram: $(BENCH_VENV)/.peers $(VENV)/.engram
+	cp -r --remove-destination $(VENV)/lib/python*/site-packages/*engram* $(BENCH_VENV)/lib/python*/site-packages/
 	@touch $@
 
 $(BENCH_FLOOR): benchmarks/native/floor.cpp $(wildcard benchmarks/native/*.hpp)

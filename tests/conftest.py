@@ -23,6 +23,7 @@ from hypothesis import settings
 
 from contracts.pairwise import pairwise
 from contracts.programs import Program
+from contracts.tiers import in_tiers
 
 #: Torch's threads sleep while they wait for each other: spinning, they would take the cores from the tests beside them.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -59,8 +60,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             logger.propagate = True
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         inside = item.path.relative_to(_HERE).parts[0] if item.path.is_relative_to(_HERE) else ""
         if inside in DEEP and not any(map(item.get_closest_marker, ("deep", "long", "quick"))):
@@ -68,6 +69,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if inside in ("clients", "cluster"):  # what the threads of peers and of Ray do is not ours
             item.add_marker(pytest.mark.filterwarnings("default::pytest.PytestUnhandledThreadExceptionWarning"))
     _leave_pairs_quick(items)
+    yield  # what is not asked for is deselected
+    if config.getoption("--tiers"):
+        _put_in_tiers(config, items)
 
 
 def _leave_pairs_quick(items: list[pytest.Item]) -> None:
@@ -84,12 +88,45 @@ def _leave_pairs_quick(items: list[pytest.Item]) -> None:
             cases[k].add_marker("deep")
 
 
+#: The longest deep tests: with `--tiers` they come before the others. `--durations=20` finds them; a name that no test
+#: has any more changes nothing.
+LONGEST = _HERE / "longest.txt"
+
+
+def _put_in_tiers(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tiers: dict[bool, list[pytest.Item]] = {False: [], True: []}
+    for item in items:
+        tiers[bool(item.get_closest_marker("deep"))].append(item)
+    by_name = {item.nodeid.removeprefix("tests/"): item for item in tiers[True]}
+    longest = [by_name[name] for name in LONGEST.read_text().splitlines() if name in by_name]
+    workers = config.workerinput["workercount"] if hasattr(config, "workerinput") else 1
+    items[:] = in_tiers(tiers[False], tiers[True], longest, workers)
+
+
 #: What `make mutants` must find: a line each, the test's folder and name.
 MUTANTS = _HERE / "mutants.txt"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--mutants", action="store_true", help="list the planted errors that were found, and compare")
+    parser.addoption("--tiers", action="store_true", help="quick tests first, then the deep ones, the longest first")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """With `--tiers`: what each tier did, and which of its tests failed."""
+    if not config.getoption("--tiers"):
+        return
+    terminalreporter.section("tiers")
+    for tier in ("quick", "deep"):
+        reports = {
+            outcome: [r for r in terminalreporter.stats.get(outcome, []) if ("deep" in r.keywords) == (tier == "deep")]
+            for outcome in ("passed", "skipped", "xfailed", "failed", "error")
+        }
+        counts = ", ".join(f"{len(found)} {outcome}" for outcome, found in reports.items() if found)
+        seconds = sum(report.duration for found in reports.values() for report in found)
+        terminalreporter.line(f"{tier:<6} {counts or 'nothing ran'}; {seconds:.0f} s in the bodies of its tests")
+        for report in reports["failed"] + reports["error"]:
+            terminalreporter.line(f"       FAILED {report.nodeid}")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

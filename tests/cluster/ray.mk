@@ -17,16 +17,12 @@ test-ray: $(RAY_VENV)/.engram
 
 $(RAY_VENV)/.run: constraints.txt tests/cluster/ray.mk
 	@echo "making $(RAY_VENV) with torch and Ray in the tested versions: a few minutes, once"
-	$(PYTHON) -m venv $(RAY_VENV)
-	$(RAY_PYTHON) -m pip install --disable-pip-version-check -c constraints.txt torch tensordict numpy xxhash gymnasium \
-	  cloudpickle nanobind scikit-build-core ninja cmake pytest pytest-xdist hypothesis ray
+	$(ENVIRONMENT) --fresh $(RAY_VENV) "$(RUN)" "-c constraints.txt pytest pytest-xdist hypothesis ray"
 	@touch $@
 
-# A build folder of its own, as $(VENV) has one.
-$(RAY_VENV)/.engram: $(RAY_VENV)/.run pyproject.toml CMakeLists.txt $(NATIVE_SOURCES)
-	@echo "building engram into $(RAY_VENV)"
-	$(RAY_PYTHON) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps \
-	  --config-settings=build-dir=build/ray -e .
+# The engram that is built into $(VENV), which has the same Python.
+$(RAY_VENV)/.engram: $(RAY_VENV)/.run $(VENV)/.engram
+	cp -r --remove-destination $(VENV)/lib/python*/site-packages/*engram* $(RAY_VENV)/lib/python*/site-packages/
 	@touch $@
 
 bench-ray: $(RAY_VENV)/.engram

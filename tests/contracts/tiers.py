@@ -1,0 +1,27 @@
+"""Both tiers in one run: each worker runs its share of the quick tests first, and then its share of the deep ones."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+def in_tiers(quick: Sequence[Item], deep: Sequence[Item], longest: Sequence[Item], workers: int) -> list[Item]:
+    """The order of all tests for pytest-xdist's `worksteal`, which gives each worker an equal part of the list.
+
+    Each part is quick tests, some of the longest deep ones, and other deep ones: quick tests come first on every
+    worker, and at the end no worker waits for a long test of another. Parts keep neighbours together, as tests of a
+    file share fixtures. `longest` are some of `deep`.
+    """
+    first = set(longest)
+    rest = [item for item in deep if item not in first]
+    order: list[Item] = []
+    left, quick_begin = len(quick) + len(deep), 0
+    for worker in range(workers):
+        size = left // (workers - worker)
+        left -= size
+        slow = [*longest[worker::workers], *rest[len(rest) * worker // workers : len(rest) * (worker + 1) // workers]]
+        quick_end = len(quick) if worker == workers - 1 else quick_begin + max(0, size - len(slow))
+        order += [*quick[quick_begin:quick_end], *slow]
+        quick_begin = quick_end
+    return order

@@ -1,0 +1,177 @@
+"""`.ci/run`: a fault of any part fails it, nothing keeps running, and only unchanged parts are skipped."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from contracts.waiting import comes, is_gone
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def ci():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "packaging"))
+        patch.delitem(sys.modules, "environment", raising=False)
+        yield importlib.import_module("ci")
+        for name in ("ci", "environment"):
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def clone(tmp_path):
+    root = tmp_path / "clone"
+    for name in (".ci/run", "Makefile", "native.mk", "constraints.txt", "docs/page.md", "src/code.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    (root / ".gitignore").write_text("build/\n")
+    for command in (["init", "-q"], ["add", "-A"]):
+        subprocess.run(["git", *command], cwd=root, check=True)
+    return root
+
+
+@pytest.fixture
+def run(ci, clone, tmp_path):
+    """`run(part, ...)` runs queues of one part each, and gives each part's outcome in a word."""
+
+    def start(*parts, on="this machine", everything=False):
+        it = ci.Run([[part] for part in parts], clone, tmp_path / "kept", on, everything)
+        whole = it()
+        words = {name: outcome.word for name, outcome in it.outcomes.items()}
+        assert whole == (set(words.values()) <= {"passed", "skipped"})
+        return words
+
+    return start
+
+
+def shell(ci, name, text, needs=(), sees=()):
+    return ci.Part(name, ("sh", "-c", text), needs, sees)
+
+
+def test_failed_part_stops_no_other_part_and_its_last_lines_are_shown_at_the_end(ci, run, capsys):
+    words = run(
+        shell(ci, "bad", "echo the fault; exit 3"),
+        shell(ci, "after", "echo never", needs=("bad",)),
+        shell(ci, "good", "echo fine"),
+    )
+    assert words == {"bad": "failed", "after": "not run", "good": "passed"}
+    shown = capsys.readouterr().out
+    assert "never" not in shown and "fine" in shown
+    table = shown.split("began")[1]
+    assert "bad" in table and "good" in table and table.rstrip().endswith("the fault")
+
+
+def test_command_that_does_not_exist_is_a_failed_part(ci, run):
+    assert run(ci.Part("absent", ("/does/not/exist",)), shell(ci, "good", "true")) == {
+        "absent": "failed",
+        "good": "passed",
+    }
+
+
+def test_part_starts_after_the_parts_that_it_needs(ci, run, clone):
+    after = shell(ci, "after", "test -e made", needs=("first",))
+    assert run(after, shell(ci, "first", "sleep 0.1; touch made")) == {"first": "passed", "after": "passed"}
+
+
+def test_queues_run_beside_each_other(ci, run, clone):
+    os.mkfifo(clone / "one")
+    os.mkfifo(clone / "other")
+    here, there = "echo x >one; cat other", "cat one; echo x >other"
+    assert set(run(shell(ci, "here", here), shell(ci, "there", there)).values()) == {"passed"}
+
+
+CHANGES = {
+    "a file that it sees": lambda clone: (clone / "docs/page.md").write_text("other"),
+    "a mode": lambda clone: (clone / "docs/page.md").chmod(0o755),
+    "a new file": lambda clone: (clone / "docs/new.md").write_text(""),
+    "a file that is gone": lambda clone: (clone / "docs/page.md").unlink(),
+    "Makefile": lambda clone: (clone / "Makefile").write_text("other"),
+    "an included makefile": lambda clone: (clone / "native.mk").write_text("other"),
+    ".ci/run": lambda clone: (clone / ".ci/run").write_text("other"),
+    "constraints.txt": lambda clone: (clone / "constraints.txt").write_text("other"),
+    "no repository": lambda clone: (clone / ".git").rename(clone / "git"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_part_is_skipped_until_something_that_it_sees_changes(ci, run, clone, change):
+    part = shell(ci, "docs", "true", sees=("docs",))
+    assert run(part) == {"docs": "passed"}
+    (clone / "src/code.py").write_text("other")
+    assert run(part) == {"docs": "skipped"}
+    change(clone)
+    assert run(part) == {"docs": "passed"}
+
+
+def test_part_runs_again_on_another_machine_with_another_command_and_when_all_are_asked_for(ci, run):
+    part = shell(ci, "docs", "true", sees=("docs",))
+    assert run(part) == {"docs": "passed"}
+    assert run(part, on="another Python") == {"docs": "passed"}
+    assert run(shell(ci, "docs", "true;", sees=("docs",))) == {"docs": "passed"}
+    assert run(part, everything=True) == {"docs": "passed"}
+    assert run(part) == {"docs": "skipped"}
+
+
+def test_part_that_failed_is_not_skipped(ci, run):
+    part = shell(ci, "docs", "false", sees=("docs",))
+    assert run(part) == run(part) == {"docs": "failed"}
+
+
+def test_part_that_does_not_say_what_it_sees_is_never_skipped(ci, run):
+    part = shell(ci, "tests", "true")
+    assert run(part) == run(part) == {"tests": "passed"}
+
+
+def test_part_beside_which_files_changed_runs_again(ci, run):
+    part = shell(ci, "docs", "echo x >>docs/page.md", sees=("docs",))
+    assert run(part) == run(part) == {"docs": "passed"}
+
+
+def test_every_path_that_a_part_sees_is_in_the_repository(ci):
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True)
+    if listed.returncode or not listed.stdout:
+        pytest.skip("this is no clone")
+    parts = [part for queue in (ci.COMPUTING, ci.WAITING) for part in queue]
+    for path in {*ci.EVERY, *(path for part in parts for path in part.sees)}:
+        assert subprocess.run(["git", "ls-files", "--", path], cwd=ROOT, capture_output=True).stdout, path
+
+
+def test_parts_can_be_chosen_and_bring_those_that_they_need(ci):
+    chosen = ci.chosen((ci.COMPUTING, ci.WAITING), ["instructions"])
+    assert [[part.name for part in queue] for queue in chosen] == [["environment"], ["tools", "instructions"]]
+    with pytest.raises(SystemExit, match=r"no part is called doc;.* docs"):
+        ci.chosen((ci.COMPUTING, ci.WAITING), ["doc"])
+
+
+def test_process_that_a_part_left_behind_is_ended(ci, run, clone):
+    assert run(shell(ci, "leaves", "sleep 1000 >/dev/null 2>&1 & echo $! >left")) == {"leaves": "passed"}
+    assert is_gone(int((clone / "left").read_text()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_terminated_run_ends_all_parts_starts_no_other_and_fails(clone, number):
+    driver = f"""
+import signal, sys
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.path.insert(0, {str(ROOT / "packaging")!r})
+import ci
+ci.ROOT = Path({str(clone)!r})
+sleeps = "sleep 1000 & echo $! >$0.new; mv $0.new $0; wait"
+parts = [ci.Part(name, ("sh", "-c", sleeps, name)) for name in "ab"]
+ci.main([[parts[0], ci.Part("c", ("touch", "c"))], [parts[1]]], lambda: "")
+"""
+    environ = {**os.environ, "ENGRAM_ENVIRONMENTS": str(clone / "build" / "kept")}
+    program = subprocess.Popen([sys.executable, "-c", driver], env=environ, stdout=subprocess.PIPE, text=True)
+    assert comes(lambda: (clone / "a").exists() and (clone / "b").exists())
+    program.send_signal(number)
+    shown, _ = program.communicate()
+    assert program.returncode not in (0, None) and "not run" in shown
+    assert all(is_gone(int((clone / name).read_text())) for name in "ab")
+    assert not (clone / "c").exists()
