@@ -95,7 +95,6 @@ CHANGES = {
     "an included makefile": lambda clone: (clone / "native.mk").write_text("other"),
     ".ci/run": lambda clone: (clone / ".ci/run").write_text("other"),
     "constraints.txt": lambda clone: (clone / "constraints.txt").write_text("other"),
-    "no repository": lambda clone: (clone / ".git").rename(clone / "git"),
 }
 
 
@@ -118,6 +117,13 @@ def test_part_runs_again_on_another_machine_with_another_command_and_when_all_ar
     assert run(part) == {"docs": "skipped"}
 
 
+def test_without_a_repository_no_part_is_skipped(ci, run, clone, monkeypatch):
+    (clone / ".git").rename(clone / "git")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(clone.parent))
+    part = shell(ci, "docs", "true", sees=("docs",))
+    assert run(part) == run(part) == {"docs": "passed"}
+
+
 def test_part_that_failed_is_not_skipped(ci, run):
     part = shell(ci, "docs", "false", sees=("docs",))
     assert run(part) == run(part) == {"docs": "failed"}
@@ -128,9 +134,11 @@ def test_part_that_does_not_say_what_it_sees_is_never_skipped(ci, run):
     assert run(part) == run(part) == {"tests": "passed"}
 
 
-def test_part_beside_which_files_changed_runs_again(ci, run):
-    part = shell(ci, "docs", "echo x >>docs/page.md", sees=("docs",))
-    assert run(part) == run(part) == {"docs": "passed"}
+def test_part_beside_which_files_changed_runs_again(ci, run, clone):
+    part = shell(ci, "docs", "echo other >docs/page.md", sees=("docs",))
+    assert run(part) == {"docs": "passed"}
+    (clone / "docs/page.md").write_text("docs/page.md")  # as it was before the part ran, which read what came then
+    assert run(part) == {"docs": "passed"}
 
 
 def test_every_path_that_a_part_sees_is_in_the_repository(ci):
@@ -154,6 +162,20 @@ def test_process_that_a_part_left_behind_is_ended(ci, run, clone):
     assert is_gone(int((clone / "left").read_text()))
 
 
+@pytest.mark.parametrize(("command", "code"), [("true", 0), ("false", 1)])
+def test_status_of_the_program_is_1_where_a_part_failed(ci, clone, monkeypatch, command, code):
+    monkeypatch.setattr(ci, "ROOT", clone)
+    monkeypatch.setenv("ENGRAM_ENVIRONMENTS", str(clone / "build" / "kept"))
+    monkeypatch.setattr(sys, "argv", ["ci"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            ci.main([[shell(ci, "only", command)]], lambda: "")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == code
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_terminated_run_ends_all_parts_starts_no_other_and_fails(clone, number):
     driver = f"""
@@ -163,7 +185,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {str(ROOT / "packaging")!r})
 import ci
 ci.ROOT = Path({str(clone)!r})
-sleeps = "sleep 1000 & echo $! >$0.new; mv $0.new $0; wait"
+sleeps = "trap 'touch told.$0; exit' TERM; sleep 1000 & echo $! >$0.new; mv $0.new $0; wait"
 parts = [ci.Part(name, ("sh", "-c", sleeps, name)) for name in "ab"]
 ci.main([[parts[0], ci.Part("c", ("touch", "c"))], [parts[1]]], lambda: "")
 """
@@ -173,5 +195,6 @@ ci.main([[parts[0], ci.Part("c", ("touch", "c"))], [parts[1]]], lambda: "")
     program.send_signal(number)
     shown, _ = program.communicate()
     assert program.returncode not in (0, None) and "not run" in shown
+    assert (clone / "told.a").exists() and (clone / "told.b").exists()
     assert all(is_gone(int((clone / name).read_text())) for name in "ab")
     assert not (clone / "c").exists()

@@ -87,9 +87,13 @@ _COLLECTORS: dict[str, tuple[tuple[Any, ...], str]] = {
     "worker_idx": ((None,), "leave it out: collectors with workers number them"),
     "collector_class": ((None,), "leave it out: workers run a SyncDataCollector"),
     "trajs_per_write": ((None,), "use trajs_per_batch, which writes so many whole trajectories at a time"),
-    "num_collectors": ((None,), "use MultiSyncDataCollector or MultiaSyncDataCollector with num_workers"),
     "backend": ((None, "direct"), "use the classes of engram.distributed for several machines"),
     "backend_options": ((None,), "use the classes of engram.distributed for several machines"),
+}
+#: Of collectors on one machine.
+_LOCAL_COLLECTORS: dict[str, tuple[tuple[Any, ...], str]] = {
+    **_COLLECTORS,
+    "num_collectors": ((None,), "use MultiSyncDataCollector or MultiaSyncDataCollector with num_workers"),
 }
 
 #: By class: the values of an argument that are accepted without effect, and what to do instead of giving another.
@@ -162,14 +166,14 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     },
     # ---- collectors ----
     "SyncDataCollector": {
-        **_COLLECTORS,
+        **_LOCAL_COLLECTORS,
         "sync": ((None,), "use MultiSyncDataCollector or MultiaSyncDataCollector"),
         "preemptive_threshold": ((None,), "use MultiSyncDataCollector, whose workers may be ended early"),
         "cat_results": ((None,), "use MultiSyncDataCollector, which joins the batches of its workers"),
         "num_workers": ((None,), "use MultiSyncDataCollector or MultiaSyncDataCollector with num_workers"),
     },
-    "MultiCollector": _COLLECTORS,
-    "MultiSyncDataCollector": _COLLECTORS,
+    "MultiCollector": _LOCAL_COLLECTORS,
+    "MultiSyncDataCollector": _LOCAL_COLLECTORS,
     "Evaluator": {
         "collector_cls": ((None,), "leave it out: trajectories come from a SyncDataCollector"),
         "collector_kwargs": ((None,), "give what they say to the environment or the Evaluator itself"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 
@@ -36,6 +37,14 @@ def countdown(lengths=(3, 1, 4)):
 
 def serial():
     return SerialEnv(3, [lambda w=w: GymEnv(Countdown(w)) for w in WORLDS])
+
+
+@pytest.mark.parametrize("package", ["data", "envs", "collectors", "distributed", "transforms", "specs"])
+def test_no_argument_of_a_constructor_is_taken_as_one_without_effect(package):
+    module = importlib.import_module(f"engram.{package}")
+    for name in ARGUMENTS.keys() & set(dir(module)):
+        own = inspect.signature(getattr(module, name)).parameters
+        assert not own.keys() & ARGUMENTS[name].keys(), name
 
 
 class TestOneProcess:
