@@ -149,10 +149,10 @@ docs: $(DOCS_VENV)/.run
 
 # Parts beside each other, a table of their times at the end; packaging/ci.py says what a part can see.
 ci:
-	.ci/run
+	$(PYTHON) packaging/ci.py
 
 release-check:
-	.ci/run --all
+	$(PYTHON) packaging/ci.py --all
 
 clean:
 	rm -rf build dist site $(DOCS_VENV) $(VENV) .venv-layers .venv-bench .venv-ray .venv-ray-peers .venv-reverb

@@ -1,8 +1,9 @@
 """Everything that runs on every submission: `.ci/run`, or `make ci`.
 
-    .ci/run             every part, but for those that nothing has changed since they passed
-    .ci/run --all       every part (`make release-check`)
-    .ci/run docs model  these parts, and those that they need
+    .ci/run             every part, one after the other, but for those that nothing has changed since they passed
+    make ci             the same in two queues
+    make release-check  every part, in two queues
+    python packaging/ci.py docs model  these parts, and those that they need
 
 Two queues run beside each other: one computes (checks, tests), the parts of the other wait for the network, processes
 and disks much of their time. The output of a part comes when it ends, and stays in build/ci. A fault stops no other
@@ -291,7 +292,10 @@ def main(queues: Sequence[Sequence[Part]] = (COMPUTING, WAITING), on: Callable[[
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART")
     parser.add_argument("--all", action="store_true", help="also parts that nothing has changed since they passed")
+    parser.add_argument("--in-turn", action="store_true", help="one part after the other")
     asked = parser.parse_args()
+    if asked.in_turn:
+        queues = [[part for queue in queues for part in queue]]
     signal.signal(signal.SIGTERM, _stop_by_signal)
     run = Run(chosen(queues, asked.parts), ROOT, kept_in(), on(), asked.all)
     sys.exit(0 if run() else 1)

@@ -7,7 +7,7 @@ it depends on: what is asked for (the files of `-c` and `-r` too), the layers be
 looks for packages. The environment itself is empty but for a `.pth` file that names its layers, and for their scripts;
 engram is then built into it. So `.venv`, `.venv-bench` and `.venv-ray` share one torch.
 
-`ENGRAM_ENVIRONMENTS`, or else `$XDG_CACHE_HOME/engram`, is where layers are kept, for all clones; without either it is
+`ENGRAM_ENVIRONMENTS` is where layers are kept, for all clones; without it that is
 `.venv-layers` in the clone. Layers that nothing uses any more may be deleted there.
 """
 
@@ -36,8 +36,6 @@ def kept_in() -> Path:
     """The folder of layers, and of what passed in CI."""
     if folder := os.environ.get("ENGRAM_ENVIRONMENTS"):
         return Path(folder).resolve()
-    if folder := os.environ.get("XDG_CACHE_HOME"):
-        return Path(folder).resolve() / "engram"
     return ROOT / ".venv-layers"
 
 

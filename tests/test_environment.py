@@ -40,7 +40,6 @@ def test_layer_is_named_by_all_that_decides_what_is_installed(environment, tmp_p
     ("variables", "folder"),
     [
         ({"ENGRAM_ENVIRONMENTS": "/one", "XDG_CACHE_HOME": "/two"}, Path("/one")),
-        ({"XDG_CACHE_HOME": "/two"}, Path("/two/engram")),
         ({}, ROOT / ".venv-layers"),
     ],
 )
