@@ -11,7 +11,6 @@ rows looks at what `get` returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
