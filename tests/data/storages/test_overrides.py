@@ -235,10 +235,91 @@ def test_emptying_a_buffer_calls_empty_of_the_storage():
     assert len(rb) == 2
 
 
-def test_a_row_of_another_form_is_refused_before_set_is_called():
-    rb = ReplayBuffer(storage=DoublingTensors(8), writer=RoundRobinWriter(), batch_size=4)
+@pytest.mark.parametrize("kind", [DoublingTensors, DoublingFile])
+def test_a_row_of_another_form_is_refused(kind):
+    rb = ReplayBuffer(storage=kind(8), writer=RoundRobinWriter(), batch_size=4)
     rb.extend(steps(0, 3))
-    rb.storage.sets.clear()
     with pytest.raises((ValueError, TypeError, KeyError)):
         rb.extend(TensorDict({"x": torch.zeros(3, 2)}, [3]))
-    assert rb.storage.sets == []
+    with pytest.raises(ValueError, match="nothing to add"):
+        rb.extend(steps(0, 0))
+    rb.extend(steps(3, 2))
+    assert stored(rb) == [0.0, 2.0, 4.0, 6.0, 8.0]
+
+
+class Narrow:
+    """Stores `x` as bytes and one entry more; hands it out as `wide`, and `t` as `trajectory`."""
+
+    def set(self, cursor, data):
+        super().set(cursor, [narrow(item) for item in data] if isinstance(data, list) else narrow(data))
+
+    def get(self, index):
+        rows = super().get(index)
+        return [wide(item) for item in rows] if isinstance(rows, list) else wide(rows)
+
+
+def narrow(data):
+    return data.clone().set("x", data["x"].to(torch.uint8)).set("more", torch.ones(data.shape))
+
+
+def wide(rows):
+    rows = rows.clone()
+    rows["wide"], rows["trajectory"] = rows.pop("x").float(), rows.pop("t")
+    return rows
+
+
+class NarrowTensors(Narrow, LazyTensorStorage):
+    pass
+
+
+class NarrowFile(Narrow, LazyMemmapStorage):
+    pass
+
+
+class NarrowItems(Narrow, ListStorage):
+    pass
+
+
+NARROW = [(NarrowTensors, LazyTensorStorage), (NarrowFile, LazyMemmapStorage), (NarrowItems, ListStorage)]
+
+
+@pytest.mark.parametrize(("kind", "ours"), NARROW)
+@pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
+def test_what_a_set_hands_on_is_what_is_stored(kind, ours, buffer):
+    rb = buffer(storage=kind(6), batch_size=16)
+    rb.extend(steps(0, 3).set("t", torch.zeros(3)))
+    rb.add(steps(3, 1).set("t", torch.zeros(1))[0])
+    rb.extend(steps(10, 8).set("t", torch.zeros(8)))  # longer than the ring
+    rb[0] = steps(50, 1).set("t", torch.zeros(1))[0]
+    rows = ours.get(rb.storage, torch.arange(6))
+    assert {row["x"].dtype for row in rows} == {torch.uint8}
+    assert [int(row["x"]) for row in rows] == [50, 13, 14, 15, 16, 17]
+    assert set(rb.sample()["wide"].tolist()) <= {50.0, 13.0, 14.0, 15.0, 16.0, 17.0}
+
+
+@pytest.mark.parametrize(("kind", "ours"), NARROW)
+def test_samplers_look_at_the_entries_that_get_hands_out(kind, ours):
+    rb = TensorDictReplayBuffer(
+        storage=kind(20), sampler=SliceSampler(slice_len=3, traj_key="trajectory"), batch_size=12
+    )
+    rb.extend(steps(0, 10).set("t", torch.arange(10) // 5))
+    sample = rb.sample()
+    trajectories, x = sample["trajectory"].reshape(4, 3), sample["wide"].reshape(4, 3)
+    assert torch.equal(trajectories[:, :1].expand(4, 3), trajectories)
+    assert torch.equal(x[:, 1:] - x[:, :-1], torch.ones(4, 2))
+
+
+def test_a_first_batch_longer_than_a_ring_of_environments_says_where_it_went():
+    data = TensorDict({"x": torch.arange(18.0).reshape(2, 9)}, [2, 9])
+    rb, plain = (ReplayBuffer(storage=kind(12, ndim=2)) for kind in (DoublingTensors, LazyTensorStorage))
+    assert torch.equal(rb.extend(data), plain.extend(data))
+    assert torch.equal(rb[:]["x"], plain[:]["x"])
+    assert torch.equal(rb.extend(data[:, :2]), plain.extend(data[:, :2]))
+
+
+def test_one_step_of_all_environments_is_written_by_set():
+    rb, plain = (ReplayBuffer(storage=kind(6, ndim=2)) for kind in (DoublingTensors, LazyTensorStorage))
+    for i in range(5):
+        step = TensorDict({"x": torch.tensor([float(i), 10.0 + i])}, [2])
+        assert torch.equal(rb.add(step), plain.add(step))
+    assert torch.equal(rb[:]["x"], plain[:]["x"])

@@ -24,7 +24,13 @@ from engram._system import fork_registry
 from engram._text import warn_user
 from engram.checkpoint.foreign import open_saved
 from engram.checkpoint.snapshot import save_snapshot
-from engram.data.replay_buffers.storages.overrides import Checked, route_to_overrides, rows_of
+from engram.data.replay_buffers.storages.overrides import (
+    Checked,
+    count_steps,
+    first_leaf,
+    route_to_overrides,
+    rows_of,
+)
 from engram.errors import CheckpointMisfitError, StorageError
 from engram.pytree import KeyPath, format_key, get_entry
 from engram.store.counters import Counters, check_sequences
@@ -512,7 +518,7 @@ class Storage(abc.ABC):
         """Replaces the rows of those steps that are stored, and appends those of the others."""
         replaces, appends = bool(stored.any()), not bool(stored.all())
         if appends:
-            checked = self.check(pytree.select_rows(rows, ~stored) if replaces else rows, False, 0, index_key)
+            checked = self._check_rows(pytree.select_rows(rows, ~stored) if replaces else rows, index_key)
             if checked.steps != len(steps) - int(stored.sum()):
                 raise ValueError(f"{len(steps)} steps are indexed, the data have others; nothing was written")
         if replaces:
@@ -521,6 +527,10 @@ class Storage(abc.ABC):
             put(steps[stored], replaced, index_key)
         if appends:
             self._append_rows(checked)
+
+    def _check_rows(self, items: Any, index_key: str | None, index: Tensor | None = None) -> Checked:
+        """Checks in a `set`, as `_append_rows` appends."""
+        return self.check(items, False, 0, index_key, index)
 
     def _append_rows(self, checked: Checked) -> None:
         """Appends in a `set`, which no `append` made of that `set` may call again."""
@@ -531,7 +541,7 @@ class Storage(abc.ABC):
         if np.ndim(index) == 0 and not isinstance(index, range):
             if self._holds_items:
                 return [items]
-            return pytree.expand(items, 1) if self.lanes is None or self._is_single(items) else items
+            return pytree.expand(items, 1) if self.lanes is None or self._is_single(items, self.ndim - 1) else items
         if type(items) is list and not self._takes_lists:
             return pytree.stack(items, 0)
         return pytree.expand(items, n) if self.lanes is not None and self._is_single(items) else items
@@ -577,7 +587,7 @@ class Storage(abc.ABC):
         if len(set(slots.tolist())) != len(slots):
             raise ValueError("an index names a step twice; nothing was written")
         self._carry_sequences()
-        checked = self.check(items, False, 0, index_key, slots)
+        checked = self._check_rows(items, index_key, slots)
         if checked.steps != len(slots):
             raise ValueError(f"{len(slots)} steps are indexed, the data have {checked.steps}; nothing was written")
         with self._exclusive("replacing rows"):
@@ -608,11 +618,11 @@ class Storage(abc.ABC):
             items = pytree.flatten_dims(items, 0, len(selection.shape) - 1)
         self.overwrite(selection.slots, items, index_key)
 
-    def _is_single(self, items: Any) -> bool:
-        """Whether the data are one step, to be written at every index."""
+    def _is_single(self, items: Any, env_dims: int = 0) -> bool:
+        """Whether the data are one step, to be written at every index; with `env_dims` one of all environments."""
         path, value = pytree.describe(items, 0)[1][0]
         leaf = self.leaf(path)
-        return leaf is not None and torch.as_tensor(value).ndim == len(leaf.shape)
+        return leaf is not None and torch.as_tensor(value).ndim == env_dims + len(leaf.shape)
 
     def __getitem__(self, index: Any) -> Any:
         return self.get(index)
@@ -1045,7 +1055,7 @@ class _GetSetStorage(Storage):
         index: Tensor | None = None,
     ) -> Checked:
         items = pytree.clone(items)
-        n = 1 if single else _count_steps(items, time_dim)
+        n = 1 if single else count_steps(items, time_dim)
         if not n:
             raise ValueError("nothing to add: the batch has no steps")
         if not single:
@@ -1077,7 +1087,7 @@ class _GetSetStorage(Storage):
         absent = slots[lanes.store.generations(slots) < 0]
         if len(absent):
             raise IndexError(f"index {int(absent[0])} has not been written; {len(self)} steps are stored")
-        n = _count_steps(items, 0)
+        n = count_steps(items, 0)
         if n != len(slots):
             raise ValueError(f"{len(slots)} steps are indexed, the data have {n}; nothing was written")
         self.set(slots, self.check(items, False, 0, index_key, slots).data[0])
@@ -1113,9 +1123,9 @@ class _GetSetStorage(Storage):
             raise KeyError(f"the stored steps have no {format_key(path)}")
         return torch.as_tensor(values)
 
-    def _is_single(self, items: Any) -> bool:
+    def _is_single(self, items: Any, env_dims: int = 0) -> bool:
         stored = self.get(int(stored_slots(self.lanes.store)[0]))
-        return tuple(pytree.shape_of(_first_leaf(items))) == tuple(np.shape(_first_leaf(stored)))
+        return tuple(pytree.shape_of(first_leaf(items))) == tuple(np.shape(first_leaf(stored)))
 
     def _replace_stored(self, index: Any, items: Any, index_key: str | None = None) -> None:
         if np.ndim(index) == 0 and not isinstance(index, slice):
@@ -1206,24 +1216,8 @@ def _length(items: Any) -> int | None:
     """The length of a sequence or of the first dimension of a batch; None of a single step."""
     if isinstance(items, list | tuple | range):
         return len(items)
-    shape = items.shape if hasattr(items, "shape") else pytree.shape_of(_first_leaf(items))
+    shape = items.shape if hasattr(items, "shape") else pytree.shape_of(first_leaf(items))
     return int(shape[0]) if len(shape) else None
-
-
-def _count_steps(items: Any, time_dim: int) -> int:
-    """The steps of a batch along the dimension of time; of a list its items."""
-    if isinstance(items, list):
-        return len(items)
-    shape = pytree.shape_of(_first_leaf(items)) if not hasattr(items, "shape") else items.shape
-    if len(shape) <= time_dim:
-        raise ValueError("extend takes a batch, found a single step; use add. Nothing was written")
-    return int(shape[time_dim])
-
-
-def _first_leaf(items: Any) -> Any:
-    """The first leaf of data; None where they have none."""
-    leaves = pytree.describe(items, 0)[1]
-    return leaves[0][1] if leaves else None
 
 
 def _listed_steps(index: Any) -> Tensor | None:

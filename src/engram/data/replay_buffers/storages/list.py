@@ -299,7 +299,7 @@ class ListStorage(Storage):
             data = list(data)  # a sequence of items, not one pytree
         super().set(cursor, data, index_key)
 
-    def _is_single(self, items: Any) -> bool:
+    def _is_single(self, items: Any, env_dims: int = 0) -> bool:
         return (isinstance(items, Tensor) or has_batch_size(items)) and not items.shape
 
     def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:

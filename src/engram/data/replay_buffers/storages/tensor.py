@@ -507,11 +507,13 @@ class TableStorage(Storage):
         _check_count(n, count)
         return plan
 
-    def _is_single(self, items: Any) -> bool:
+    def _is_single(self, items: Any, env_dims: int = 0) -> bool:
         assert self._table is not None
         leaf = self._table.layout.leaves[0]
         value = pytree.get_entry(items, leaf.path)
-        return value is not None and np.ndim(value) == len(leaf.shape)  # None: an error when the rows are checked
+        return value is not None and np.ndim(value) == env_dims + len(
+            leaf.shape
+        )  # None: an error when the rows are checked
 
     def _empty(self) -> None:
         """Called before all rows are forgotten, of a child that overrides it as TorchRL's users do."""
