@@ -7,8 +7,8 @@ it depends on: what is asked for (the files of `-c` and `-r` too), the layers be
 looks for packages. The environment itself is empty but for a `.pth` file that names its layers, and for their scripts;
 engram is then built into it. So `.venv`, `.venv-bench` and `.venv-ray` share one torch.
 
-`ENGRAM_ENVIRONMENTS` is where layers are kept, for all clones; without it that is
-`.venv-layers` in the clone. Layers that nothing uses any more may be deleted there.
+`ENGRAM_ENVIRONMENTS` is where layers are kept, for all clones; without it that is `.venv-layers` in the clone. Layers
+that nothing uses any more may be deleted there.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 the latter made of it, when its class is made; no other class pays for that.
 
 What such a `set` hands on, and what such a `get` returns, may have other keys, shapes and dtypes than the buffer's
-batches: rows are checked, and the storage made, when they reach the `set` of ours, and who looks at one entry of stored
-rows looks at what `get` returns.
+batches: rows are checked, and the storage made, when they reach the `set` of ours; `leaf` and `column` give the entries
+of what `get` returns.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class _ToSet(NamedTuple):
 
 def route_to_overrides(cls: Any, ours: Any) -> None:
     """Lets buffers call what `cls`, a user's child of `ours`, overrides of its methods in TorchRL's form."""
-
     own = {name for kind in cls.__mro__[: cls.__mro__.index(ours)] for name in vars(kind)}
     if "set" in own and "check" not in own and "append" not in own:
         _route_writes(cls)
