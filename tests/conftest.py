@@ -112,20 +112,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tiers", action="store_true", help="quick tests first, then the deep ones, the longest first")
 
 
+def _is_deep(report: pytest.TestReport | pytest.CollectReport) -> bool:
+    """A whole file that is skipped, or that fails when it is imported, has no markers: it counts as quick."""
+    return isinstance(report, pytest.TestReport) and "deep" in report.keywords
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """With `--tiers`: what each tier did, and which of its tests failed."""
     if not config.getoption("--tiers"):
         return
     terminalreporter.section("tiers")
+    reports = terminalreporter.stats
     for tier in ("quick", "deep"):
-        reports = {
-            outcome: [r for r in terminalreporter.stats.get(outcome, []) if ("deep" in r.keywords) == (tier == "deep")]
+        of_tier = {
+            outcome: [r for r in reports.get(outcome, []) if _is_deep(r) == (tier == "deep")]
             for outcome in ("passed", "skipped", "xfailed", "failed", "error")
         }
-        counts = ", ".join(f"{len(found)} {outcome}" for outcome, found in reports.items() if found)
-        seconds = sum(report.duration for found in reports.values() for report in found)
+        counts = ", ".join(f"{len(found)} {outcome}" for outcome, found in of_tier.items() if found)
+        seconds = sum(getattr(report, "duration", 0.0) for found in of_tier.values() for report in found)
         terminalreporter.line(f"{tier:<6} {counts or 'nothing ran'}; {seconds:.0f} s in the bodies of its tests")
-        for report in reports["failed"] + reports["error"]:
+        for report in of_tier["failed"] + of_tier["error"]:
             terminalreporter.line(f"       FAILED {report.nodeid}")
 
 

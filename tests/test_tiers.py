@@ -17,23 +17,33 @@ TESTS = Path(__file__).parent
 
 
 @pytest.fixture
-def collected(tmp_path: Path) -> Callable[..., list[str]]:
-    """`collected(text, *options)` are the names of the tests of a file with this text, as our conftest sorts them."""
+def pytest_on(tmp_path: Path) -> Callable[..., str]:
+    """`pytest_on(files, *options)` is what pytest prints of files with these texts, with our conftest."""
 
-    def collect(text: str, *options: str) -> list[str]:
+    def run(files: dict[str, str], *options: str) -> str:
         (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  deep\n  pairwise\n  quick\n  long\n")
-        file = tmp_path / "test_sorted.py"
-        file.write_text("import pytest\n" + text)
-        asked = ["--collect-only", "-q", "-p", "conftest", "-p", "no:cacheprovider", *options, str(file)]
+        for name, text in files.items():
+            (tmp_path / name).write_text("import pytest\n" + text)
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", *asked],
+            [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", *options, *files],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(TESTS), "PYTEST_ADDOPTS": ""},
             capture_output=True,
             text=True,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        return [line.split("::", 1)[1] for line in done.stdout.splitlines() if "::" in line]
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def collected(pytest_on: Callable[..., str]) -> Callable[..., list[str]]:
+    """`collected(text, *options)` are the names of the tests of a file with this text, as our conftest sorts them."""
+
+    def collect(text: str, *options: str) -> list[str]:
+        printed = pytest_on({"test_sorted.py": text}, "--collect-only", "-q", *options)
+        return [line.split("::", 1)[1] for line in printed.splitlines() if "::" in line]
 
     return collect
 
@@ -97,6 +107,17 @@ def test_c(): pass
 def test_d(): pass
 """
     assert collected(text, "--tiers") == ["test_b", "test_d", "test_a", "test_c"]
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_with_tiers_a_file_that_is_skipped_as_a_whole_is_counted(pytest_on, workers):
+    files = {
+        "test_of_a_peer.py": "pytest.importorskip('no_such_library')",
+        "test_ours.py": "def test_a(): pass\n@pytest.mark.deep\ndef test_b(): pass\n",
+    }
+    lines = pytest_on(files, "--tiers", *workers).splitlines()
+    assert any(line.startswith("quick  1 passed, 1 skipped;") for line in lines), lines
+    assert any(line.startswith("deep   1 passed;") for line in lines), lines
 
 
 def parts(order: list[str], workers: int) -> list[list[str]]:
