@@ -175,16 +175,14 @@ class StorageEnsemble(Storage):
     # ---- life ----
     @contextlib.contextmanager
     def _exclusive(self, operation: str) -> Iterator[None]:
-        with contextlib.ExitStack() as held:
+        with self.mutex, contextlib.ExitStack() as held:
             for storage in self._storages:
                 held.enter_context(storage._exclusive(operation))
             yield
 
     @contextlib.contextmanager
     def _replacing(self, operation: str) -> Iterator[None]:
-        with contextlib.ExitStack() as held:
-            for storage in self._storages:
-                held.enter_context(storage._exclusive(operation))
+        with self._exclusive(operation), contextlib.ExitStack() as held:
             for storage in self._storages:  # after the last one that may be refused
                 held.enter_context(storage._replacing(operation))
             yield
