@@ -179,6 +179,15 @@ def prefetching():
 
 
 @pytest.fixture
+def lock_order() -> Iterator[object]:
+    """The test fails where threads take locks in another order than docs/architecture.md says."""
+    from contracts.lock_order import checking
+
+    with checking() as watch:
+        yield watch
+
+
+@pytest.fixture
 def script(tmp_path):
     """`script(text, **names)` starts Python on a text, and ends it with the test, or with the process of the tests."""
     started = []

@@ -25,6 +25,8 @@ from engram.envs import GymEnv, SerialEnv
 from engram.envs.policies import exploration_type
 from engram.envs.utils import ExplorationType, set_exploration_type
 
+pytestmark = pytest.mark.usefixtures("lock_order")
+
 
 def countdown():
     return GymEnv(Countdown((1000,)))

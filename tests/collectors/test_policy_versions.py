@@ -19,6 +19,8 @@ from engram.collectors import SyncDataCollector
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.envs import GymEnv, SerialEnv
 
+pytestmark = pytest.mark.usefixtures("lock_order")
+
 
 class Endless(gymnasium.Env):
     observation_space = action_space = Box(-np.inf, np.inf, (2,), np.float32)

@@ -21,6 +21,8 @@ from engram.data import (
     TensorStorage,
 )
 
+pytestmark = pytest.mark.usefixtures("lock_order")
+
 N = 10
 
 

@@ -26,6 +26,8 @@ from engram.data import (
 from engram.envs import Compose, RewardScaling
 from engram.testing import numbers, steps
 
+pytestmark = pytest.mark.usefixtures("lock_order")
+
 
 class Made:
     """A factory that counts its calls."""

@@ -51,6 +51,8 @@ from engram.envs import (
 from engram.errors import CheckpointError, CorruptCheckpointError, StorageError
 from engram.testing import chi_square, env_steps, numbers, steps
 
+pytestmark = pytest.mark.usefixtures("lock_order")
+
 
 def member(start, n, storage=LazyTensorStorage, cls=TensorDictReplayBuffer, **kwargs):
     rb = cls(storage=storage(20), **kwargs)
@@ -939,6 +941,20 @@ class TestTransformsOfAllMembers:
         assert torch.equal(batch["next", "reward"], rows * 2 + 1)
         assert torch.equal(batch["generation"], info["generation"]) and batch["priority_weight"].shape == (4, 2)
         assert torch.equal(batch["priority_weight"], info["priority_weight"])
+
+
+def test_ensembles_over_the_same_storages_in_other_orders_lock_them_in_one_order(tmp_path):
+    storages = [LazyTensorStorage(20) for _ in range(2)]
+    ensembles = [
+        ReplayBufferEnsemble(*(ReplayBuffer(storage=storage) for storage in order), batch_size=4)
+        for order in (storages, storages[::-1])
+    ]
+    for number, rb in enumerate(ensembles):
+        rb[0].extend(torch.arange(4.0))
+        rb.dumps(tmp_path / str(number))
+    for number, rb in enumerate(ensembles):  # which `lock_order` watches
+        rb.loads(tmp_path / str(number))
+        rb.state_dict()
 
 
 def test_ensembles_with_the_same_members_in_other_orders_do_not_wait_for_each_other(monkeypatch):

@@ -38,6 +38,8 @@ from engram.data import (
 )
 from engram.testing import env_steps, numbers, steps
 
+pytestmark = pytest.mark.usefixtures("lock_order")
+
 STORAGES = [ListStorage, LazyTensorStorage, LazyMemmapStorage, LazyStackStorage, CompressedListStorage]
 
 

@@ -13,6 +13,8 @@ from contracts.waiting import NEVER
 from engram.data import LazyTensorStorage, ListStorage, RandomSampler, ReplayBuffer, SamplerWithoutReplacement
 from engram.data.replay_buffers import prefetch
 
+pytestmark = pytest.mark.usefixtures("lock_order")
+
 SAMPLERS = [RandomSampler, SamplerWithoutReplacement]
 STORAGES = [ListStorage, LazyTensorStorage]
 

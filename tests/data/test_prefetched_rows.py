@@ -27,6 +27,8 @@ from engram.data import (
 )
 from engram.errors import StorageError
 
+pytestmark = pytest.mark.usefixtures("lock_order")
+
 SAMPLERS = {
     "uniform": RandomSampler,
     "epochs": SamplerWithoutReplacement,

@@ -24,7 +24,7 @@ from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings
 from engram.distributed.weights import WeightsFetcher
 from engram.errors import NoFreeLaneError, ShardGoneError, ShardUnavailableError, StorageError
 
-pytestmark = pytest.mark.usefixtures("looks_each_time")
+pytestmark = pytest.mark.usefixtures("looks_each_time", "lock_order")
 SHORT = 0.01  # seconds that a call waits for a shard that is away
 
 

@@ -17,6 +17,8 @@ from engram.distributed import client as shard_client
 from engram.distributed.client import PendingCall
 from engram.errors import ShardUnavailableError
 
+pytestmark = pytest.mark.usefixtures("lock_order")
+
 TIMEOUT, ON_ITS_WAY = 1.0, 0.005
 
 

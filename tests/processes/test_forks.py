@@ -24,7 +24,7 @@ from engram.data import (
     SliceSamplerWithoutReplacement,
 )
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("lock_order")]
 
 SLICES = {"slice_len": 4, "traj_key": "id"}
 SAMPLERS = {

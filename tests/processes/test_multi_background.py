@@ -16,6 +16,8 @@ from engram.envs import GymEnv
 from engram.errors import WorkerError
 from processes.test_multi import constant
 
+pytestmark = pytest.mark.usefixtures("lock_order")
+
 BOTH = [MultiSyncDataCollector, MultiaSyncDataCollector]
 STORAGES = {
     "private": lambda: LazyTensorStorage(100_000),
