@@ -9,8 +9,9 @@ import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -23,6 +24,7 @@ from engram.checkpoint.directory import (
     FEATURES,
     FORMAT,
     LARGEST_MANIFEST,
+    LOCK,
     MANIFEST,
     MARKER,
     MARKER_CONTENT,
@@ -607,3 +609,40 @@ def _problem(reader: SnapshotReader, file: str) -> str | None:
     except CorruptCheckpointError as error:
         return str(error)
     return None
+
+
+def files_of_checkpoint(path: str | os.PathLike[str]) -> set[str]:
+    """The files and folders of a checkpoint directory that a save wrote, from the directory on.
+
+    Raises:
+        CheckpointError: it is being saved or read, or something in it was not written by a save.
+    """
+    root = os.path.abspath(path)
+    directory = CheckpointDirectory(root)
+    own = {CURRENT, LOCK}
+    directory.current()  # raises where engram did not write it
+    lock = os.path.join(root, LOCK)
+    if os.path.lexists(lock) and os.lstat(lock).st_size:
+        raise CheckpointError(f"{LOCK} is not empty, as engram's is")
+    with ExitStack() as locked:
+        try:
+            if os.path.lexists(lock):
+                locked.callback(_alone(lock).release)
+            for name in directory.snapshots():
+                own |= {name, *(os.path.join(name, file) for file in _files_of_snapshot(directory, name))}
+                locked.callback(_alone(os.path.join(root, name, MARKER)).release)  # after the reader has let go of it
+        except BlockingIOError as error:
+            raise CheckpointError("it is being saved or read") from error
+    return own
+
+
+def _alone(path: str) -> FileLock:
+    return FileLock(open_regular(path, os.O_RDWR), exclusive=True)
+
+
+def _files_of_snapshot(directory: CheckpointDirectory, name: str) -> Iterator[str]:
+    """The files of a snapshot, and the folders that they lie in."""
+    with SnapshotReader(directory, name) as reader:
+        yield from (MANIFEST, MARKER)
+        for file in reader.files:
+            yield from (file, *(str(folder) for folder in PurePath(file).parents))

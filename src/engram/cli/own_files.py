@@ -15,18 +15,8 @@ from engram.cli.kinds import Kind, kind_of
 from engram.cli.sources import torchrl_steps
 from engram.data.datasets.atomic_files import Replaceable, new_file, refuse_existing, replaceable_file
 from engram.errors import EngramError
-from engram.kernel.disk import (
-    CURRENT,
-    FILE_NAME,
-    LOCK,
-    MANIFEST,
-    MARKER,
-    CheckpointDirectory,
-    FileLock,
-    SnapshotReader,
-    refuse_used,
-)
-from engram.kernel.tools import open_file, open_regular
+from engram.kernel.disk import FILE_NAME, files_of_checkpoint, refuse_used
+from engram.kernel.tools import open_file
 
 _BEGINNING = 4096  # bytes, in which the mark of a file lies
 
@@ -79,35 +69,7 @@ def _store_refusal(path: Path) -> str | None:
 
 
 def _checkpoint_refusal(path: Path) -> str | None:
-    directory = CheckpointDirectory(str(path.absolute()))
-    own = {CURRENT, LOCK}
-    directory.current()  # raises where engram did not write it
-    if os.path.lexists(path / LOCK) and os.lstat(path / LOCK).st_size:
-        return f"{LOCK} is not empty, as engram's is"
-    try:
-        locks = [_lock(path / LOCK)] if os.path.lexists(path / LOCK) else []
-        try:
-            for name in directory.snapshots():
-                own |= {name, *(f"{name}/{file}" for file in _files_of_snapshot(directory, name))}
-                locks.append(_lock(path / name / MARKER))  # after the reader has let go of it
-        finally:
-            for lock in locks:
-                lock.release()
-    except BlockingIOError:
-        return "it is being saved or read"
-    return _other_than(path, own)
-
-
-def _lock(path: Path) -> FileLock:
-    return FileLock(open_regular(path, os.O_RDWR), exclusive=True)
-
-
-def _files_of_snapshot(directory: CheckpointDirectory, name: str) -> Iterator[str]:
-    """The files of a snapshot, and the folders that they lie in."""
-    with SnapshotReader(directory, name) as reader:
-        yield from (MANIFEST, MARKER)
-        for file in reader.files:
-            yield from (file, *(str(folder) for folder in Path(file).parents))
+    return _other_than(path, files_of_checkpoint(path))
 
 
 def _torchrl_refusal(path: Path) -> str | None:

@@ -3,33 +3,27 @@
 from engram.checkpoint.directory import (
     CURRENT,
     HOOKED,
-    LOCK,
-    MANIFEST,
-    MARKER,
     CheckpointDirectory,
     from_checksummed_json,
     is_snapshot_name,
     to_checksummed_json,
 )
-from engram.checkpoint.reader import SnapshotReader, SnapshotReport, in_parallel, reading, verify
+from engram.checkpoint.reader import SnapshotReader, SnapshotReport, files_of_checkpoint, in_parallel, reading, verify
 from engram.checkpoint.writer import saving
 from engram.store.counters import Counters
 from engram.store.header import FILE_NAME, has_store, observe_store, open_store, refuse_used
-from engram.store.locks import FileLock, FirstByte, has_writer, is_open_elsewhere
+from engram.store.locks import FirstByte, has_writer, is_open_elsewhere
 
 __all__ = [
     "CURRENT",
     "FILE_NAME",
     "HOOKED",
-    "LOCK",
-    "MANIFEST",
-    "MARKER",
     "CheckpointDirectory",
     "Counters",
-    "FileLock",
     "FirstByte",
     "SnapshotReader",
     "SnapshotReport",
+    "files_of_checkpoint",
     "from_checksummed_json",
     "has_store",
     "has_writer",
