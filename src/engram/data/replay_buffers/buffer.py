@@ -67,8 +67,9 @@ from engram.pytree import (
     stack,
 )
 from engram.pytree import describe as describe_batch
+from engram.store.copies import MadeFromParts, PartlyCopied
 from engram.store.episodes import EpisodeIndex
-from engram.store.files import is_passing_fds, pickle_by_state
+from engram.store.files import pickle_by_state
 from engram.store.indexing import stored_slots, to_slots
 from engram.store.lanes import warn_of_copy
 from engram.transforms.adapters import as_transform
@@ -141,7 +142,7 @@ class BufferArguments(TypedDict, total=False):
 
 
 @advised
-class ReplayBuffer(Generic[T]):
+class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     """Stores what environments produce and hands back training batches.
 
     For type checkers it is generic in what it holds: `ReplayBuffer[TensorDict]`, `ReplayBuffer[dict[str, Tensor]]`.
@@ -1300,7 +1301,7 @@ class ReplayBuffer(Generic[T]):
                 is as it was.
         """
         # Batches that were prepared before the last writes are prepared again, here and where this is loaded.
-        with self._undisturbed(), self._storage.mutex:
+        with self._held_still():
             if blocking:
                 return _save(self, Path(path), keep_last)
             return _save_in_background(self, Path(path), keep_last)
@@ -1335,7 +1336,7 @@ class ReplayBuffer(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state in memory: rows, counters, sampler, writer, transforms, generator, batch size."""
-        with self._undisturbed(), self._storage.mutex:
+        with self._held_still():
             return _state_of(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -1416,33 +1417,24 @@ class ReplayBuffer(Generic[T]):
         super().__init_subclass__(**kwargs)
         pickle_by_state(cls)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if is_passing_fds():
-            self._check_sending()
-        if is_passing_fds() or self._storage._pickled_by_path:
-            return super().__reduce_ex__(protocol)
-        with self._undisturbed(), self._storage.mutex:
-            return self._copy_parts()
+    @property
+    def _pickled_from_parts(self) -> bool:
+        return not self._storage._pickled_by_path
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A buffer with equal parts and rows of its own: the batches that follow are the same in both."""
+    @contextlib.contextmanager
+    def _held_still(self) -> Iterator[None]:
         with self._undisturbed(), self._storage.mutex:
-            make, parts = self._copy_parts()
-            memo[id(self)] = copied = make(*copy.deepcopy(parts, memo))
-        return copied
+            yield
 
     def _copy_parts(self) -> tuple[Any, tuple[Any, ...]]:
-        """A function that makes a copy, and its arguments."""
         return _copied, (type(self), self.__getstate__(), copy.deepcopy(self._part_states()))
 
     def _check_sending(self) -> None:
-        """Called before it is sent to another process; a RuntimeError where a part must not be."""
         self._sampler._check_sending()
         self._writer._check_sending()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state["_handed_out"] = BatchCount()
+        state = {**super().__getstate__(), "_handed_out": BatchCount()}
         for name in ("_reader", "_prefetcher", "_iteration", "_is_shut_down"):
             state.pop(name, None)
         # As bytes: a tensor made here would be gone, with its memory, before another process had received it.

@@ -33,6 +33,7 @@ from engram.data.replay_buffers.storages.overrides import (
 )
 from engram.errors import CheckpointMisfitError, StorageError
 from engram.pytree import KeyPath, format_key, get_entry
+from engram.store.copies import MadeFromParts
 from engram.store.counters import Counters, check_sequences
 from engram.store.files import is_passing_fds, pickle_by_state
 from engram.store.indexing import (
@@ -63,7 +64,7 @@ def _is_ours(kind: type) -> bool:
     return kind.__module__.startswith("engram.")
 
 
-class Storage(abc.ABC):
+class Storage(MadeFromParts, abc.ABC):
     """Holds rows.
 
     Samplers read `lanes` to learn which rows exist, and `read` them; writers hand a `check`ed batch to `append` or
@@ -914,10 +915,15 @@ class Storage(abc.ABC):
             if hasattr(buffer, "after_fork"):
                 buffer.after_fork()
 
-    def _check_sending(self) -> None:
-        """Called before it is sent to another process; `__getstate__` says what cannot be."""
-
     def __getstate__(self) -> dict[str, Any]:
+        return {"init": self._sent_arguments()}
+
+    def _sent_arguments(self) -> dict[str, Any]:
+        """The constructor's arguments in a process that this storage is sent to, which shares its rows.
+
+        Raises:
+            StorageError: it cannot be sent.
+        """
         raise StorageError(
             f"Cannot share a storage of type {type(self).__name__}, which belongs to its process; "
             "LazyTensorStorage(shared=True) and LazyMemmapStorage can be sent to others, and dumps and loads copy any"
@@ -951,13 +957,16 @@ class Storage(abc.ABC):
     def _take_row_form(self, form: Any) -> None:
         """Makes room for rows of what `_row_form` returned."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        arguments = self._copy_arguments()
-        if arguments is None or is_passing_fds() or self._pickled_by_path:
-            return super().__reduce_ex__(protocol)
-        with self.mutex:
-            state = self.state_dict() if len(self) or self.lanes is not None else None
-            return _unpickled, (type(self), arguments, self._checkpointer, self._row_form(), state)
+    @property
+    def _pickled_from_parts(self) -> bool:
+        return not self._pickled_by_path and self._copy_arguments() is not None
+
+    def _held_still(self) -> AbstractContextManager[Any]:
+        return self.mutex
+
+    def _copy_parts(self) -> tuple[Any, tuple[Any, ...]]:
+        state = self.state_dict() if len(self) or self.lanes is not None else None
+        return _unpickled, (type(self), self._copy_arguments(), self._checkpointer, self._row_form(), state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         arguments = self._copy_arguments()

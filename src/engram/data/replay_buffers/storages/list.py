@@ -42,6 +42,7 @@ from engram.pytree import (
 )
 from engram.specs.tensors import usable_device
 from engram.store.border import ItemBorder
+from engram.store.copies import CopiedAsPlain
 from engram.store.indexing import Selection
 from engram.store.item_rows import ROW, ItemRows, NewItemRows
 from engram.store.lanes import Lanes
@@ -557,9 +558,10 @@ class _Batch:
         return self.td[(slot - self.first) % self.capacity]
 
 
-class _Items(list[Any]):
+class _Items(CopiedAsPlain, list[Any]):
     """Items by slot; rows and those of a batch become objects when somebody reads them."""
 
+    _plain: ClassVar[Any] = list
     #: Where the items are that are rows, in whose places the list has `ROW`.
     packed: ItemRows | None = None
 
@@ -585,9 +587,6 @@ class _Items(list[Any]):
 
     def __contains__(self, item: object) -> bool:
         return item in self[:]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return list, (self[:],)
 
     def clear(self) -> None:
         super().clear()

@@ -195,6 +195,44 @@ class TableStorage(Storage):
             other._restoring = source.counters()  # other processes may have overwritten the oldest rows meanwhile
             other.end_restore()
 
+    # ---- other processes ----
+    def _opening_arguments(self) -> dict[str, Any] | None:
+        """The constructor's arguments that open its file in any process; None: it has none with a name."""
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        opening = self._opening_arguments()
+        if opening is not None:
+            return {"init": opening}
+        state = {"init": self._sent_arguments()}
+        if self.lanes is None and self._unmade is not None:
+            return {**state, "unmade": self._unmade}
+        return {**state, "env_shape": self._env_shape, "descriptor": share_fd(self._made_locks().fd)}
+
+    def _made_locks(self) -> LaneLocks:
+        if self._lanes is None or self._lanes.locks is None:
+            raise StorageError(
+                "the storage has not been initialized: write its first batch before sending it to another process, or "
+                "make it with shared_init=True"
+            )
+        return self._lanes.locks
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**(state["init"] if "init" in state else self._arguments_of_older(state)))  # type: ignore[misc]
+        if "unmade" in state and "init" in state:
+            self._shared_init, self._unmade = True, state["unmade"]
+        elif "descriptor" in state:
+            store, locks, layout = open_passed_store(state["descriptor"])
+            if self._is_mapped:
+                store.advise_random()
+            lanes = Lanes(store, locks, turns=self._given_lanes is None)
+            self._env_shape = state["env_shape"]
+            self._take_table(lanes, RowTable(lanes, layout, mapped=self._is_mapped))
+
+    def _arguments_of_older(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The constructor's arguments of what `__getstate__` returned in engram 0.1."""
+        return state
+
     # ---- making ----
     def _ensure(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> RowTable | ColumnTable:
         with self._making(), self._make_lock:
@@ -1127,40 +1165,16 @@ class LazyTensorStorage(TableStorage):
             return super()._bytes_of(layout, lane_capacity, envs)
         return lane_capacity * envs * sum(leaf.nbytes for leaf in layout.stored)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def _sent_arguments(self) -> dict[str, Any]:
         if not self.shared:
             raise StorageError(
                 f"Cannot share a storage of type {type(self).__name__} whose rows are in private memory: make it with "
                 "shared=True"
             )
-        init = {
+        return {
             **self._size_arguments(), "device": str(self.device), "ndim": self.ndim, "shared": True,
             "lanes": self._given_lanes,
         }  # fmt: skip
-        if self.lanes is None and self._unmade is not None:
-            return {"init": init, "unmade": self._unmade}
-        if self._lanes is None or self._lanes.locks is None:
-            raise StorageError(
-                "the storage has not been initialized: write its first batch before sending it to another process, or "
-                "make it with shared_init=True"
-            )
-        return {
-            "init": init,
-            "env_shape": self._env_shape,
-            "descriptor": share_fd(self._lanes.locks.fd),
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state["init"])  # type: ignore[misc]
-        if "unmade" in state:
-            self._shared_init, self._unmade = True, state["unmade"]
-            return
-        store, locks, layout = open_passed_store(state["descriptor"])
-        lanes = Lanes(store, locks, turns=self._given_lanes is None)
-        lanes.mutex = self.mutex
-        self._env_shape, self._lanes = state["env_shape"], lanes
-        self._table = RowTable(lanes, layout, mapped=False)
-        self._max_size = lanes.capacity
 
 
 class TensorStorage(TableStorage):
