@@ -30,7 +30,14 @@ from engram._generator import Generator, is_state
 from engram._system import fork_registry, human_bytes, set_state, state_of
 from engram._text import warn_user
 from engram.checkpoint.protocols import StorageCheckpointerBase
-from engram.data.replay_buffers.checkpointing import (
+from engram.data.replay_buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
+from engram.data.replay_buffers.dataset import BatchDataset
+from engram.data.replay_buffers.prefetch import Prefetcher
+from engram.data.replay_buffers.reader import MANY_ROWS, BatchReader
+from engram.data.replay_buffers.reuse import why_not_reusable
+from engram.data.replay_buffers.samplers.base import Sampler, as_sampler
+from engram.data.replay_buffers.samplers.random import RandomSampler
+from engram.data.replay_buffers.state.buffers import (
     PARTS,
     SaveHandle,
     _copied,
@@ -40,13 +47,6 @@ from engram.data.replay_buffers.checkpointing import (
     _save_in_background,
     _state_of,
 )
-from engram.data.replay_buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
-from engram.data.replay_buffers.dataset import BatchDataset
-from engram.data.replay_buffers.prefetch import Prefetcher
-from engram.data.replay_buffers.reader import MANY_ROWS, BatchReader
-from engram.data.replay_buffers.reuse import why_not_reusable
-from engram.data.replay_buffers.samplers.base import Sampler, as_sampler
-from engram.data.replay_buffers.samplers.random import RandomSampler
 from engram.data.replay_buffers.stats import BatchCount, BufferStats, StepCount, count_steps
 from engram.data.replay_buffers.storages.base import Storage, as_storage
 from engram.data.replay_buffers.storages.list import ListStorage

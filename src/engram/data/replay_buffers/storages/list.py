@@ -15,12 +15,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from engram.data.replay_buffers.reuse import may_reuse
+from engram.data.replay_buffers.state.items import StagedItems, check_room
 from engram.data.replay_buffers.storages.base import (
     _NO_LIMIT,
     Checked,
-    StagedItems,
     Storage,
-    check_room,
     warn_of_items,
 )
 from engram.pytree import (
@@ -495,7 +494,6 @@ class ListStorage(Storage):
         store.set_seams(0, base, published, [seam - shift for seam in lane["seams"] if seam > lane["base"]])
         self._lanes.restore_lane(0, lane, shift)
         store.end_restore()
-        self._sequence_shifts = [shift]
 
     def _packed_whole(self, items: list[Any]) -> ItemRows | None:
         """Rows of these items, in the slots from 0 on; None: not all of them have one form."""

@@ -22,7 +22,7 @@ from engram.data.replay_buffers.checkpointers.objects import ListStorageCheckpoi
 from engram.data.replay_buffers.checkpointers.rows import TensorStorageCheckpointer
 from engram.data.replay_buffers.checkpointers.ted import FlatStorageCheckpointer, NestedStorageCheckpointer
 from engram.data.replay_buffers.checkpointers.ted_h5 import H5StorageCheckpointer
-from engram.data.replay_buffers.checkpointing import PARTS, _load
+from engram.data.replay_buffers.state.buffers import PARTS, _load
 from engram.data.replay_buffers.storages import (
     CompressedListStorage,
     LazyMemmapStorage,
