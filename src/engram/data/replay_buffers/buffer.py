@@ -41,14 +41,15 @@ from engram.data.replay_buffers.state.buffers import (
     PARTS,
     SaveHandle,
     _copied,
-    _load,
-    _load_state,
-    _save,
-    _save_in_background,
-    _state_of,
+    buffer_state,
+    load_buffer,
+    load_buffer_state,
+    save_buffer,
+    save_in_background,
 )
+from engram.data.replay_buffers.state.generators import SavedGenerator
 from engram.data.replay_buffers.stats import BatchCount, BufferStats, StepCount, count_steps
-from engram.data.replay_buffers.storages.base import Storage, as_storage
+from engram.data.replay_buffers.storages.base import Storage, StorageUser, as_storage
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage, ObservedMemmapStorage
 from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter, Writer, as_writer, has_writing_methods
@@ -142,7 +143,7 @@ class BufferArguments(TypedDict, total=False):
 
 
 @advised
-class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
+class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
     """Stores what environments produce and hands back training batches.
 
     For type checkers it is generic in what it holds: `ReplayBuffer[TensorDict]`, `ReplayBuffer[dict[str, Tensor]]`.
@@ -1303,8 +1304,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         # Batches that were prepared before the last writes are prepared again, here and where this is loaded.
         with self._held_still():
             if blocking:
-                return _save(self, Path(path), keep_last)
-            return _save_in_background(self, Path(path), keep_last)
+                return save_buffer(self, Path(path), keep_last)
+            return save_in_background(self, Path(path), keep_last)
 
     def loads(
         self,
@@ -1329,7 +1330,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
                 ValueError, too.
         """
         with self._undisturbed():
-            _load(self, Path(path), snapshot, parts)
+            load_buffer(self, Path(path), snapshot, parts)
 
     dump = save = dumps
     load = loads
@@ -1337,13 +1338,13 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     def state_dict(self) -> dict[str, Any]:
         """The whole state in memory: rows, counters, sampler, writer, transforms, generator, batch size."""
         with self._held_still():
-            return _state_of(self)
+            return buffer_state(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave, as `loads` does; a ValueError where it does not fit, every difference."""
         batch_size = _checked_batch_size(state.get("_batch_size"))
         with self._undisturbed():
-            _load_state(self, state)
+            load_buffer_state(self, state)
             if batch_size is not None:
                 self._batch_size = batch_size
 
@@ -1355,7 +1356,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             "sampler": self._sampler.state_dict(),
             "writer": self._writer._state_beside_rows(),
             "transform": self._saved_transform.state_dict(),
-            "generator": self._generator_state(),
+            "generator": self._saved_generator.state(),
         }
 
     def _description(self) -> dict[str, Any]:
@@ -1390,27 +1391,9 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         """The generators that draws change, but for torch's global one."""
         return [] if self._generator is None else [self._generator]
 
-    def _generator_state(self) -> Any:
-        """Where the buffer's own generator stands; None without one."""
-        return None if self._generator is None else state_of(self._generator)
-
-    def _restore_generator(self, state: Any) -> None:
-        """Goes on where a generator stood; without one of its own, or a state, nothing changes."""
-        if state is not None and self._generator is not None:
-            set_state(self._generator, state)
-
-    def _generator_differences(self, state: Any) -> list[str]:
-        """What of a generator's saved state is not that of this buffer's kind of generator."""
-        kinds = ["a torch.Generator", "an engram.Generator"]
-        if self._generator is None or not isinstance(state, Tensor) or (len(state) < 16):
-            return []
-        mine, theirs = isinstance(self._generator, Generator), is_state(state)
-        return [] if mine == theirs else [f"the buffer draws from {kinds[mine]} here, from {kinds[theirs]} there"]
-
-    def _check_generator(self, state: Any) -> None:
-        """An error where `_restore_generator` would be one."""
-        if state is not None and self._generator is not None:
-            set_state(_other_like(self._generator), state)
+    @property
+    def _saved_generator(self) -> SavedGenerator:
+        return SavedGenerator(self._generator)
 
     # ---- copies: what `pickle` and `copy` make; what is sent to a process travels by `__getstate__` ----
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -1453,11 +1436,11 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         self._wire()
 
     def after_load(self) -> None:
-        """After its storage alone was loaded: a sampler that was loaded before it finds its rows."""
+        # A sampler that was loaded before its storage finds its rows.
         self._sampler._find(self._storage)
 
     def after_fork(self) -> None:
-        """In a child: no steps that the parent will write, too."""
+        # No steps that the parent will write, too.
         lanes = self._storage.lanes
         if lanes is not None and lanes.locks is not None:
             self._transform.empty()
@@ -1554,11 +1537,6 @@ def _delayed_class(cls: Any) -> type:
 
     Delayed.__name__, Delayed.__qualname__, Delayed.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return Delayed
-
-
-def _other_like(generator: torch.Generator | Generator) -> torch.Generator | Generator:
-    """A generator of the same kind, which stands anywhere."""
-    return Generator() if isinstance(generator, Generator) else torch.Generator(device=generator.device)
 
 
 def _make_part(part: Any, name: str, is_one: Callable[[Any], bool]) -> Any:

@@ -25,6 +25,7 @@ from engram._text import warn_user
 from engram.checkpoint.foreign import open_saved
 from engram.checkpoint.snapshot import save_snapshot
 from engram.data.replay_buffers.state.items import StagedItems, StepsAsItems
+from engram.data.replay_buffers.state.plans import RowsPlan
 from engram.data.replay_buffers.state.rows import TooManyRowsError
 from engram.data.replay_buffers.storages.overrides import (
     Checked,
@@ -60,6 +61,16 @@ _T = TypeVar("_T")
 
 def _is_ours(kind: type) -> bool:
     return kind.__module__.startswith("engram.")
+
+
+class StorageUser:
+    """A buffer, as the storages know it that it attaches itself to."""
+
+    def after_load(self) -> None:
+        """Called after its storage alone was loaded, before other rows are written."""
+
+    def after_fork(self) -> None:
+        """Called in a forked child, before the storage is used there."""
 
 
 class Storage(MadeFromParts, abc.ABC):
@@ -126,7 +137,7 @@ class Storage(MadeFromParts, abc.ABC):
         # Raised before and after all rows are replaced (`empty`, `loads`), so odd meanwhile: rows that were drawn
         # under another value are not read.
         self._incarnation = 0
-        self._attached: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._attached: weakref.WeakSet[StorageUser] = weakref.WeakSet()
         #: Held by writers, and by readers that need the rows not to change.
         self.mutex = threading.RLock()
         self._forked_from = 0  # the process that had this storage, without rows, when it forked this one
@@ -669,7 +680,8 @@ class Storage(MadeFromParts, abc.ABC):
 
     def attach(self, buffer: Any) -> None:
         """Notes that a buffer uses this storage."""
-        self._attached.add(buffer)
+        if isinstance(buffer, StorageUser):  # another library's has nothing to do then
+            self._attached.add(buffer)
 
     def flush(self) -> None:
         """Makes the rows appended so far survive a power cut, where the storage outlives its processes."""
@@ -782,14 +794,9 @@ class Storage(MadeFromParts, abc.ABC):
     def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None, checkpointer: Any = None) -> None:
         """Replaces everything by what was saved, as `dumps` did it; errors as `ReplayBuffer.loads`."""
         with open_saved(path, snapshot) as saved, self._exclusive("loads"), self._saved_by(checkpointer):
-            fill, undo = self._prepare_load(saved), self._restore_point()
+            plan = self.plan_load(saved)
             with self._replacing("loads"):
-                try:
-                    fill()
-                except BaseException:
-                    if undo is not None:
-                        undo()
-                    raise
+                plan.run()
         self._tell_of_load()
 
     dump = save = dumps
@@ -851,18 +858,21 @@ class Storage(MadeFromParts, abc.ABC):
         """
         raise NotImplementedError(f"a {type(self).__name__} cannot be saved in the background; use blocking=True")
 
-    def _prepare_load(self, saved: Any) -> Callable[[], None]:
-        """A function that fills this storage with what was saved; over stored rows only after all is verified."""
+    def plan_load(self, saved: Any) -> RowsPlan:
+        """A load of what was saved; over stored rows it is verified before: here, or in `commit` and then read again.
+
+        The caller uses the storage alone. Errors as `loads`.
+        """
         staging = None if self._is_empty else self._staging()
         if staging is not None:
             try:
                 saved.load_storage(self.checkpointer, staging)
             except TooManyRowsError:  # they are verified, and then read a second time
                 staging = None
-        if staging is None:
-            return functools.partial(saved.load_storage, self.checkpointer, self._sink())
-        commit: Callable[[], None] = staging.commit
-        return commit
+        if staging is not None:
+            return RowsPlan(staging.commit, self._restore_point())
+        fill = functools.partial(saved.load_storage, self.checkpointer, self._sink())
+        return RowsPlan(fill, self._restore_point())
 
     def _staging(self) -> Any:
         """Takes a saved state, which this storage gets in `commit()`; None: that is not possible."""
@@ -882,8 +892,7 @@ class Storage(MadeFromParts, abc.ABC):
     def _tell_of_load(self) -> None:
         """After a load: buffers look for what their samplers know of these rows, before others are written."""
         for buffer in list(self._attached):
-            if hasattr(buffer, "after_load"):
-                buffer.after_load()
+            buffer.after_load()
 
     def _rebase_sampler(self, sampler: Any) -> None:
         """After a load: tells a sampler by how much the sequences of its rows have changed."""
@@ -908,8 +917,7 @@ class Storage(MadeFromParts, abc.ABC):
         else:
             self._forked_from = os.getppid()
         for buffer in list(self._attached):
-            if hasattr(buffer, "after_fork"):
-                buffer.after_fork()
+            buffer.after_fork()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"init": self._sent_arguments()}
