@@ -24,20 +24,20 @@ LAYERS = [
     ["engram.data"],  # the public names
     [BUFFERS],
     ["engram.envs"],
-    [f"{BUFFERS}.rebuild", f"{BUFFERS}.scheduler"],
+    [f"{BUFFERS}.state.rebuild", f"{BUFFERS}.scheduler"],
     [f"{BUFFERS}.schedulers"],
     [f"{BUFFERS}.buffer", f"{BUFFERS}.tensordict", f"{BUFFERS}.ensemble"],
     [
-        f"{BUFFERS}.checkpointing",
         f"{BUFFERS}.conditional",
         f"{BUFFERS}.dataset",
         f"{BUFFERS}.prefetch",
         f"{BUFFERS}.reader",
+        f"{BUFFERS}.state.buffers",
         f"{BUFFERS}.stats",
     ],
     [f"{BUFFERS}.samplers", f"{BUFFERS}.writers"],
     [f"{BUFFERS}.storages"],
-    [f"{BUFFERS}.checkpointers"],
+    [f"{BUFFERS}.checkpointers", f"{BUFFERS}.state"],
     ["engram.interop"],
     ["engram.kernel"],  # of rows and files
     ["engram.checkpoint"],

@@ -27,6 +27,7 @@ ALIASES = {
     "engram.data.datasets.minari_data": "engram.data.datasets",
     "engram.data.postprocs": "engram.data",
     "engram.data.postprocs.postprocs": "engram.data",
+    "engram.data.replay_buffers.checkpointing": "engram.data.replay_buffers.state.buffers",  # in pickles of 0.1
     "engram.data.replay_buffers.ray_buffer": "engram.distributed",
     "engram.data.replay_buffers.replay_buffers": "engram.data.replay_buffers",
     "engram.data.tensor_specs": "engram.data.specs",

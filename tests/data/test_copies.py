@@ -26,7 +26,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from engram.data.replay_buffers.storages import tensor as table
+from engram.data.replay_buffers.state import rows as row_loads
 from engram.envs.transforms import MultiStepTransform
 from engram.errors import StorageError
 
@@ -239,7 +239,7 @@ def test_hooks_and_checkpointers_are_parts(tmp_path):
 
 
 def test_rows_are_copied_block_by_block(monkeypatch):
-    monkeypatch.setattr(table, "_COPY_BLOCK_BYTES", 100)
+    monkeypatch.setattr(row_loads, "_COPY_BLOCK_BYTES", 100)
     rb = used(LazyMemmapStorage(N))
     monkeypatch.setattr(LazyMemmapStorage, "state_dict", None)  # which would hold them all in memory
     assert plain(copy.deepcopy(rb.storage)[:]) == plain(rb.storage[:])

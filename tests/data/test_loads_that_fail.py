@@ -21,7 +21,6 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from engram.data.replay_buffers import checkpointing as adoption
 from engram.data.replay_buffers.checkpointers import (
     FlatStorageCheckpointer,
     H5StorageCheckpointer,
@@ -29,7 +28,8 @@ from engram.data.replay_buffers.checkpointers import (
     TensorStorageCheckpointer,
     rows,
 )
-from engram.data.replay_buffers.storages import tensor
+from engram.data.replay_buffers.state import buffers as adoption
+from engram.data.replay_buffers.state import rows as row_loads
 from engram.envs.transforms import Transform
 from engram.errors import CheckpointError, CorruptCheckpointError, StorageError
 
@@ -182,9 +182,9 @@ def small_chunks(request, monkeypatch):
     """Several blocks in a checkpoint, and what is kept aside in memory or on disk."""
     most, in_memory = request.param
     monkeypatch.setattr(rows, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(tensor, "_COPY_BLOCK_BYTES", 100)
-    monkeypatch.setattr(tensor, "_STAGED_BYTES", most)
-    monkeypatch.setattr(tensor, "_IN_MEMORY_BYTES", in_memory)
+    monkeypatch.setattr(row_loads, "_COPY_BLOCK_BYTES", 100)
+    monkeypatch.setattr(row_loads, "_STAGED_BYTES", most)
+    monkeypatch.setattr(row_loads, "_IN_MEMORY_BYTES", in_memory)
 
 
 # ---- load hooks ----
@@ -236,13 +236,13 @@ def full(*args):
 
 
 def test_no_room_for_what_hooks_make_is_an_error_that_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(tensor, "_STAGED_BYTES", 10)
-    monkeypatch.setattr(tensor, "_IN_MEMORY_BYTES", 10)
+    monkeypatch.setattr(row_loads, "_STAGED_BYTES", 10)
+    monkeypatch.setattr(row_loads, "_IN_MEMORY_BYTES", 10)
     path = saved(lambda: buffer(tmp_path), tmp_path)
     rb = used(buffer(tmp_path), (0, 30))
     rb.register_load_hook(lambda rows: rows)
     before = observed(rb)
-    monkeypatch.setattr(tensor.os, "pwrite", full)
+    monkeypatch.setattr(row_loads.os, "pwrite", full)
     with pytest.raises(CheckpointError, match=r"TMPDIR.*empty\(\)"):
         rb.loads(path)
     monkeypatch.undo()
@@ -252,7 +252,7 @@ def test_no_room_for_what_hooks_make_is_an_error_that_says_so(monkeypatch, tmp_p
 def test_without_room_in_a_file_rows_are_kept_aside_in_memory(small_files, monkeypatch, tmp_path):
     path = saved(lambda: buffer(tmp_path), tmp_path)
     rb, twin = (used(buffer(tmp_path), (0, 55)) for _ in range(2))
-    monkeypatch.setattr(tensor.os, "pwrite", full)
+    monkeypatch.setattr(row_loads.os, "pwrite", full)
     rb.register_load_hook(failing_at(0))
     fails(rb, lambda: rb.loads(path))
     rb.loads(path)
@@ -265,8 +265,8 @@ def test_without_room_in_a_file_rows_are_kept_aside_in_memory(small_files, monke
 @pytest.fixture
 def small_files(monkeypatch):
     """Of more than a few rows what is kept aside is in a temporary file."""
-    monkeypatch.setattr(tensor, "_IN_MEMORY_BYTES", 100)
-    monkeypatch.setattr(tensor, "_COPY_BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(row_loads, "_IN_MEMORY_BYTES", 100)
+    monkeypatch.setattr(row_loads, "_COPY_BLOCK_BYTES", 1 << 12)
     monkeypatch.setattr(rows, "CHUNK_BYTES", 1 << 12)
 
 
@@ -522,7 +522,7 @@ def test_a_disk_that_fails_while_rows_are_put_in_their_places(tmp_path, monkeypa
 
 # ---- more rows than are kept aside ----
 def test_of_more_rows_than_are_kept_aside_damage_is_found_before_anything_is_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor, "_STAGED_BYTES", 10)
+    monkeypatch.setattr(row_loads, "_STAGED_BYTES", 10)
     path = saved(lambda: buffer(tmp_path), tmp_path)
     file = next((path / "g-000001" / "storage").iterdir())
     file.chmod(0o644)
@@ -537,7 +537,7 @@ def test_of_more_rows_than_are_kept_aside_what_was_loaded_stays_where_a_part_ref
     path = saved(lambda: buffer(tmp_path, **own("follow")), tmp_path)
     rb, twin = (used(buffer(tmp_path, **own("follow")), (0, 55)) for _ in range(2))
     twin.loads(path)
-    monkeypatch.setattr(tensor, "_STAGED_BYTES", 10)
+    monkeypatch.setattr(row_loads, "_STAGED_BYTES", 10)
     monkeypatch.setattr(Following, "refuses", True)
     with pytest.raises(RefusedError):
         rb.loads(path)

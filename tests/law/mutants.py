@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from engram.data import (
-    LazyTensorStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     SamplerWithoutReplacement,
     SliceSamplerWithoutReplacement,
 )
-from engram.data.replay_buffers import checkpointing as adoption
-from engram.data.replay_buffers import checkpointing as saving
 from engram.data.replay_buffers.checkpointers.ted import FlatChunkCodec, NestedChunkCodec
 from engram.data.replay_buffers.prefetch import Prefetcher
+from engram.data.replay_buffers.state import buffers as adoption
+from engram.data.replay_buffers.state import buffers as saving
+from engram.data.replay_buffers.state.rows import RowLoad
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.envs.transforms import CatFrames, Compose, MultiStepTransform, RewardSum, StepCounter, VecNorm
 from engram.store.lanes import Lanes
@@ -95,7 +95,7 @@ def restored(change: Callable[[list[Any]], list[Any]]) -> Callable[[Patch], None
     """The counters of a table come back changed: base, published, origin, seams."""
 
     def plant(patch: Patch) -> None:
-        original = LazyTensorStorage.begin_restore
+        original = RowLoad.begin_restore
 
         def begin(self: Any, layout: Any, counters: Any) -> None:
             names = ("base", "published", "origin", "seams")
@@ -106,7 +106,7 @@ def restored(change: Callable[[list[Any]], list[Any]]) -> Callable[[Patch], None
             ]
             original(self, layout, {**counters, "lanes": lanes})
 
-        patch.setattr(LazyTensorStorage, "begin_restore", begin)
+        patch.setattr(RowLoad, "begin_restore", begin)
 
     return plant
 

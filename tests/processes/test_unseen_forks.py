@@ -28,7 +28,7 @@ from engram.data import (
     TensorDictReplayBuffer,
 )
 from engram.data.replay_buffers import prefetch
-from engram.data.replay_buffers.checkpointing import SaveHandle
+from engram.data.replay_buffers.state.buffers import SaveHandle
 from engram.errors import CheckpointError, NoFreeLaneError, StorageError, StorageInUseError
 from engram.store.files import passing_fds
 from engram.store.locks import FileLock

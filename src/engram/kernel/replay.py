@@ -1,9 +1,9 @@
 """What stands behind a buffer: tables of storages, the reading of batches, adapters of users' parts."""
 
 from engram.data.replay_buffers.reader import BatchReader
-from engram.data.replay_buffers.rebuild import saved_storage
 from engram.data.replay_buffers.samplers.base import as_sampler
 from engram.data.replay_buffers.samplers.slices import MASK, mark_rows
+from engram.data.replay_buffers.state.rebuild import saved_storage
 from engram.data.replay_buffers.stats import stored_trajectories
 from engram.data.replay_buffers.storages import Rows
 from engram.data.replay_buffers.storages.memmap import ObservedMemmapStorage

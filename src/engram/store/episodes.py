@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engram import _native
 from engram.pytree import SIGNED, Key, KeyPath, as_path, format_key
+from engram.store.copies import PartlyCopied
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
 
@@ -60,7 +61,7 @@ class _Indexed(NamedTuple):
 _NONE = _Indexed(lambda: None, None, None, None, None)
 
 
-class EpisodeIndex:
+class EpisodeIndex(PartlyCopied):
     """The trajectories of a storage, per lane and environment; each call first indexes the steps that are new.
 
     A done flag ends a trajectory after its step, a change of trajectory id begins one. No trajectory crosses the write
@@ -87,6 +88,8 @@ class EpisodeIndex:
         tensor([3, 1])
     """
 
+    _copied_as: ClassVar[Mapping[str, Any]] = {"_indexed": None}
+
     def __init__(
         self,
         *,
@@ -111,7 +114,7 @@ class EpisodeIndex:
         self._given = _per_step(ends if trajectories is None else trajectories, trajectories is not None)
         self._given_ids = trajectories is not None
         self._warned = False  # that the steps lack the ids of `traj_key`
-        self._indexed = _NONE
+        self._indexed: _Indexed | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -137,7 +140,7 @@ class EpisodeIndex:
 
         None: they are not; or no query has made an index of this storage yet.
         """
-        indexed = self._indexed
+        indexed = self._indexed or _NONE
         if indexed.fetch is not None or indexed.lanes is None or indexed.steps() is not steps:
             return None
         return (indexed.index, indexed.lanes.store) if indexed.lanes is steps.lanes else None
@@ -218,7 +221,7 @@ class EpisodeIndex:
             return None
         if lanes.unused_since_fork:
             lanes.join_after_fork()
-        indexed = self._indexed
+        indexed = self._indexed or _NONE
         if indexed.steps() is steps and indexed.lanes is lanes:
             return indexed
         if not len(lanes):
@@ -265,13 +268,6 @@ class EpisodeIndex:
                 stacklevel=2,
             )
         return False, [_checked(leaf, _FLAGS, "a flag is a bool") for leaf in flags]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_indexed": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._indexed = _NONE
 
 
 class _Settled:

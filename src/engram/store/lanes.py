@@ -71,6 +71,8 @@ class Lanes:
         #: The sequences that rows carry (int64 [n] of slots); 0 where a row has the one that its lane counts.
         #: None: they carry none. Set by the table that holds the rows.
         self.own_sequences: Callable[[Tensor], Tensor] | None = None
+        #: By how much the last load moved the sequences of each of its lanes down; empty: there was none.
+        self.shifts: list[int] = []
         self._exclusive_depth = 0
         self._session = os.urandom(8).hex()
         self._pending_borders: list[tuple[int, Tensor]] = []  # sequence, whether a trajectory begins there
@@ -155,7 +157,8 @@ class Lanes:
         store.restore_lane(i, lane["base"] - shift, lane["published"] - shift, origin)
         store.set_border_evidence(i, max(0, lane["border"]["looked"] - shift), lane["border"]["agreed"])
         if i == 0:
-            store.replaced = lane["replaced"]
+            store.replaced, self.shifts = lane["replaced"], []
+        self.shifts.append(shift)
 
     def widened(self, store: _native.Store) -> Lanes:
         """The same lanes of the same rows, which were copied to another store in private memory."""

@@ -1061,14 +1061,8 @@ _LEFT_OUT = frozenset([*vars(nn.Module()), MEMORY, REGISTERED])
 _NO_SETTINGS = frozenset([*vars(nn.Module()), "_arguments"])  # attributes besides what a transform was told
 
 
-class _Absent:
-    """The value of a missing attribute; the same object after a copy or in another process."""
-
-    def __reduce__(self) -> str:
-        return "_ABSENT"
-
-
-_ABSENT = _Absent()
+class _ABSENT:
+    """The value of a missing attribute: a class, as that is the same object after a copy and in another process."""
 
 
 class AttributeMemory:

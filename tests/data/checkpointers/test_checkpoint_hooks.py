@@ -35,7 +35,7 @@ from engram.data import (
     TensorStorageCheckpointer,
 )
 from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot
-from engram.data.replay_buffers.storages import tensor
+from engram.data.replay_buffers.state import rows as row_loads
 from engram.data.replay_buffers.utils import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
 from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError, StorageInUseError
 
@@ -601,7 +601,7 @@ def test_a_load_into_another_capacity(tmp_path):
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("filled, most", [(False, 1 << 28), (True, 1 << 28), (True, 10)])
 def test_a_member_whose_content_does_not_fit_leaves_all_members(filled, most, failing, monkeypatch, tmp_path):
-    monkeypatch.setattr(tensor, "_STAGED_BYTES", most)
+    monkeypatch.setattr(row_loads, "_STAGED_BYTES", most)
 
     def make():
         members = LazyTensorStorage(10), ListStorage(10)
@@ -626,7 +626,7 @@ def test_a_member_whose_content_does_not_fit_leaves_all_members(filled, most, fa
 
 
 def test_a_member_whose_rows_do_not_fit_leaves_all_members(monkeypatch, tmp_path):
-    monkeypatch.setattr(tensor, "_STAGED_BYTES", 10)
+    monkeypatch.setattr(row_loads, "_STAGED_BYTES", 10)
     saved, loaded = ([buffer(LazyTensorStorage(10)) for _ in range(2)] for _ in range(2))
     for i, one in enumerate(saved):
         write(one, 13, 50 * i)

@@ -30,16 +30,6 @@ from engram._generator import Generator, is_state
 from engram._system import fork_registry, human_bytes, set_state, state_of
 from engram._text import warn_user
 from engram.checkpoint.protocols import StorageCheckpointerBase
-from engram.data.replay_buffers.checkpointing import (
-    PARTS,
-    SaveHandle,
-    _copied,
-    _load,
-    _load_state,
-    _save,
-    _save_in_background,
-    _state_of,
-)
 from engram.data.replay_buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
 from engram.data.replay_buffers.dataset import BatchDataset
 from engram.data.replay_buffers.prefetch import Prefetcher
@@ -47,8 +37,19 @@ from engram.data.replay_buffers.reader import MANY_ROWS, BatchReader
 from engram.data.replay_buffers.reuse import why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler
 from engram.data.replay_buffers.samplers.random import RandomSampler
+from engram.data.replay_buffers.state.buffers import (
+    PARTS,
+    SaveHandle,
+    _copied,
+    buffer_state,
+    load_buffer,
+    load_buffer_state,
+    save_buffer,
+    save_in_background,
+)
+from engram.data.replay_buffers.state.generators import SavedGenerator
 from engram.data.replay_buffers.stats import BatchCount, BufferStats, StepCount, count_steps
-from engram.data.replay_buffers.storages.base import Storage, as_storage
+from engram.data.replay_buffers.storages.base import Storage, StorageUser, as_storage
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage, ObservedMemmapStorage
 from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter, Writer, as_writer, has_writing_methods
@@ -67,8 +68,9 @@ from engram.pytree import (
     stack,
 )
 from engram.pytree import describe as describe_batch
+from engram.store.copies import MadeFromParts, PartlyCopied
 from engram.store.episodes import EpisodeIndex
-from engram.store.files import is_passing_fds, pickle_by_state
+from engram.store.files import pickle_by_state
 from engram.store.indexing import stored_slots, to_slots
 from engram.store.lanes import warn_of_copy
 from engram.transforms.adapters import as_transform
@@ -141,7 +143,7 @@ class BufferArguments(TypedDict, total=False):
 
 
 @advised
-class ReplayBuffer(Generic[T]):
+class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
     """Stores what environments produce and hands back training batches.
 
     For type checkers it is generic in what it holds: `ReplayBuffer[TensorDict]`, `ReplayBuffer[dict[str, Tensor]]`.
@@ -1300,10 +1302,10 @@ class ReplayBuffer(Generic[T]):
                 is as it was.
         """
         # Batches that were prepared before the last writes are prepared again, here and where this is loaded.
-        with self._undisturbed(), self._storage.mutex:
+        with self._held_still():
             if blocking:
-                return _save(self, Path(path), keep_last)
-            return _save_in_background(self, Path(path), keep_last)
+                return save_buffer(self, Path(path), keep_last)
+            return save_in_background(self, Path(path), keep_last)
 
     def loads(
         self,
@@ -1328,21 +1330,21 @@ class ReplayBuffer(Generic[T]):
                 ValueError, too.
         """
         with self._undisturbed():
-            _load(self, Path(path), snapshot, parts)
+            load_buffer(self, Path(path), snapshot, parts)
 
     dump = save = dumps
     load = loads
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state in memory: rows, counters, sampler, writer, transforms, generator, batch size."""
-        with self._undisturbed(), self._storage.mutex:
-            return _state_of(self)
+        with self._held_still():
+            return buffer_state(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave, as `loads` does; a ValueError where it does not fit, every difference."""
         batch_size = _checked_batch_size(state.get("_batch_size"))
         with self._undisturbed():
-            _load_state(self, state)
+            load_buffer_state(self, state)
             if batch_size is not None:
                 self._batch_size = batch_size
 
@@ -1354,7 +1356,7 @@ class ReplayBuffer(Generic[T]):
             "sampler": self._sampler.state_dict(),
             "writer": self._writer._state_beside_rows(),
             "transform": self._saved_transform.state_dict(),
-            "generator": self._generator_state(),
+            "generator": self._saved_generator.state(),
         }
 
     def _description(self) -> dict[str, Any]:
@@ -1389,60 +1391,33 @@ class ReplayBuffer(Generic[T]):
         """The generators that draws change, but for torch's global one."""
         return [] if self._generator is None else [self._generator]
 
-    def _generator_state(self) -> Any:
-        """Where the buffer's own generator stands; None without one."""
-        return None if self._generator is None else state_of(self._generator)
-
-    def _restore_generator(self, state: Any) -> None:
-        """Goes on where a generator stood; without one of its own, or a state, nothing changes."""
-        if state is not None and self._generator is not None:
-            set_state(self._generator, state)
-
-    def _generator_differences(self, state: Any) -> list[str]:
-        """What of a generator's saved state is not that of this buffer's kind of generator."""
-        kinds = ["a torch.Generator", "an engram.Generator"]
-        if self._generator is None or not isinstance(state, Tensor) or (len(state) < 16):
-            return []
-        mine, theirs = isinstance(self._generator, Generator), is_state(state)
-        return [] if mine == theirs else [f"the buffer draws from {kinds[mine]} here, from {kinds[theirs]} there"]
-
-    def _check_generator(self, state: Any) -> None:
-        """An error where `_restore_generator` would be one."""
-        if state is not None and self._generator is not None:
-            set_state(_other_like(self._generator), state)
+    @property
+    def _saved_generator(self) -> SavedGenerator:
+        return SavedGenerator(self._generator)
 
     # ---- copies: what `pickle` and `copy` make; what is sent to a process travels by `__getstate__` ----
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         pickle_by_state(cls)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if is_passing_fds():
-            self._check_sending()
-        if is_passing_fds() or self._storage._pickled_by_path:
-            return super().__reduce_ex__(protocol)
-        with self._undisturbed(), self._storage.mutex:
-            return self._copy_parts()
+    @property
+    def _pickled_from_parts(self) -> bool:
+        return not self._storage._pickled_by_path
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A buffer with equal parts and rows of its own: the batches that follow are the same in both."""
+    @contextlib.contextmanager
+    def _held_still(self) -> Iterator[None]:
         with self._undisturbed(), self._storage.mutex:
-            make, parts = self._copy_parts()
-            memo[id(self)] = copied = make(*copy.deepcopy(parts, memo))
-        return copied
+            yield
 
     def _copy_parts(self) -> tuple[Any, tuple[Any, ...]]:
-        """A function that makes a copy, and its arguments."""
         return _copied, (type(self), self.__getstate__(), copy.deepcopy(self._part_states()))
 
     def _check_sending(self) -> None:
-        """Called before it is sent to another process; a RuntimeError where a part must not be."""
         self._sampler._check_sending()
         self._writer._check_sending()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state["_handed_out"] = BatchCount()
+        state = {**super().__getstate__(), "_handed_out": BatchCount()}
         for name in ("_reader", "_prefetcher", "_iteration", "_is_shut_down"):
             state.pop(name, None)
         # As bytes: a tensor made here would be gone, with its memory, before another process had received it.
@@ -1461,11 +1436,11 @@ class ReplayBuffer(Generic[T]):
         self._wire()
 
     def after_load(self) -> None:
-        """After its storage alone was loaded: a sampler that was loaded before it finds its rows."""
+        # A sampler that was loaded before its storage finds its rows.
         self._sampler._find(self._storage)
 
     def after_fork(self) -> None:
-        """In a child: no steps that the parent will write, too."""
+        # No steps that the parent will write, too.
         lanes = self._storage.lanes
         if lanes is not None and lanes.locks is not None:
             self._transform.empty()
@@ -1562,11 +1537,6 @@ def _delayed_class(cls: Any) -> type:
 
     Delayed.__name__, Delayed.__qualname__, Delayed.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return Delayed
-
-
-def _other_like(generator: torch.Generator | Generator) -> torch.Generator | Generator:
-    """A generator of the same kind, which stands anywhere."""
-    return Generator() if isinstance(generator, Generator) else torch.Generator(device=generator.device)
 
 
 def _make_part(part: Any, name: str, is_one: Callable[[Any], bool]) -> Any:

@@ -17,6 +17,7 @@ from engram.data.replay_buffers.buffer import ReplayBuffer
 from engram.data.replay_buffers.reader import BatchReader, Draw, put_generation, refuse_if_too_many
 from engram.data.replay_buffers.samplers.base import EpochInfo
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
+from engram.data.replay_buffers.state.generators import SavedGenerator
 from engram.data.replay_buffers.stats import BufferStats
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.writers.ensemble import WriterEnsemble
@@ -677,29 +678,9 @@ class ReplayBufferEnsemble(ReplayBuffer):
         own = super()._generators()  # which then goes to the members, too
         return own or [rb.generator for rb in self._members if rb.generator is not None]
 
-    def _generator_state(self) -> Any:
-        states = [rb._generator_state() for rb in self._members]
-        own = super()._generator_state()
-        return own if all(state is None for state in states) else {"own": own, "members": states}
-
-    def _restore_generator(self, state: Any) -> None:
-        several = isinstance(state, dict)
-        super()._restore_generator(state["own"] if several else state)
-        for rb, saved in zip(self._members, state["members"] if several else [], strict=several):
-            rb._restore_generator(saved)
-
-    def _generator_differences(self, state: Any) -> list[str]:
-        several = isinstance(state, dict)
-        differences = super()._generator_differences(state["own"] if several else state)
-        for rb, saved in zip(self._members, state["members"] if several else [], strict=several):
-            differences += rb._generator_differences(saved)
-        return differences
-
-    def _check_generator(self, state: Any) -> None:
-        several = isinstance(state, dict)
-        super()._check_generator(state["own"] if several else state)
-        for rb, saved in zip(self._members, state["members"] if several else [], strict=several):
-            rb._check_generator(saved)
+    @property
+    def _saved_generator(self) -> SavedGenerator:
+        return SavedGenerator(self._generator, [rb._saved_generator for rb in self._members])
 
     @property
     def _saved_transform(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
@@ -47,6 +47,8 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
         True
     """
 
+    _copied_as: ClassVar[dict[str, Any]] = {"_layout_checked": (None, True)}
+
     def __init__(
         self,
         capacity: int | None = None,
@@ -58,9 +60,6 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
         self._priority_key = priority_key
         self._layout_checked: tuple[Any, bool] = (None, True)  # and whether its rows have priorities
         super().__init__(capacity, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_layout_checked": (None, True)}
 
     def _default_writer(self) -> Writer:
         return TensorDictRoundRobinWriter()

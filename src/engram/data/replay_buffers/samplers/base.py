@@ -8,8 +8,8 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from engram._arguments import KeepsArguments
 from engram._generator import Generator
 from engram._system import drawing, fork_registry
 from engram.checkpoint.snapshot import load_part, save_part
+from engram.store.copies import PartlyCopied
 from engram.store.episodes import EpisodeIndex
 from engram.store.files import pickle_by_state
 from engram.store.indexing import tensor_of, to_slots
@@ -69,7 +70,7 @@ class WorkerShare(NamedTuple):
 
 
 @advised
-class Sampler(KeepsArguments, abc.ABC):
+class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     """Chooses which stored steps a batch is made of.
 
     A sampler of your own is a class with `sample(storage, batch_size) -> (index, info)`; it need not inherit from this
@@ -94,6 +95,8 @@ class Sampler(KeepsArguments, abc.ABC):
     _is_told = False
     # Whether a draw looks at nothing but the counters of the store, which another process may be replacing meanwhile.
     _draws_from_counters = False
+    # The generator comes with its buffer. Tensors that are sent to another process stay shared with it.
+    _copied_as: ClassVar[Mapping[str, Any]] = dict.fromkeys(("lock", "_generator", "_seed", "_seed_view"))
 
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -428,13 +431,9 @@ class Sampler(KeepsArguments, abc.ABC):
     def _check_sending(self) -> None:
         """Called before it is sent to another process, alone or in a buffer; a RuntimeError where it must not be."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        # The generator comes with its buffer. Tensors that are sent to another process stay shared with it.
-        return {k: v for k, v in self.__dict__.items() if k not in ("lock", "_generator", "_seed")}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Sampler.__init__(self)
         self.__dict__.update(state)
+        Sampler.__init__(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

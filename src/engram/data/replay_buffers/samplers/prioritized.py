@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from engram.data.replay_buffers.samplers.base import (
     stored_rows,
 )
 from engram.errors import is_masked, masked_array
+from engram.store.copies import CopiedAsPlain
 from engram.store.indexing import select, tensor_of, to_slots
 
 if TYPE_CHECKING:
@@ -41,15 +42,13 @@ _CONFIG = ("alpha", "eps", "reduction", "max_priority_within_buffer")
 T = TypeVar("T")
 
 
-class DrawnInfo(dict[str, Any]):
+class DrawnInfo(CopiedAsPlain, dict[str, Any]):
     """The info of a batch that was drawn by priority, which also knows the rows; a copy is a plain dict."""
 
     __slots__ = ("drawn", "store")
+    _plain: ClassVar[Any] = dict
     drawn: _native.DrawnRows
     store: _native.Store
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
 
 
 class PriorityTable:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -90,6 +90,10 @@ class RandomSampler(Sampler, built_in=True):
         return DrawTotals(float(stored_rows(storage)))
 
 
+def _no_lanes() -> None:
+    """Where there are none yet."""
+
+
 class SamplerWithoutReplacement(Sampler, built_in=True):
     """Epochs: every stored step once, then all over again.
 
@@ -118,6 +122,8 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         [[0, 1, 2, 3], [4]]
         [[5, 6, 7, 8], [9]]
     """
+
+    _copied_as: ClassVar[Mapping[str, Any]] = {**Sampler._copied_as, "_walk": None, "_lanes": _no_lanes}
 
     def __init__(
         self,
@@ -385,9 +391,6 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
             self._epoch, self._walk, self._ran_out = epoch and {**epoch, "position": at}, walk, ran_out
             self._stop, self._number, self._is_loaded = stop, number, is_loaded
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_walk": None, "_lanes": _no_lanes}
-
     def _differences(self, state: dict[str, Any]) -> list[str]:
         epoch = state["epoch"] or {}
         if "listed" in epoch:
@@ -436,10 +439,6 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
 def _key_of(seed: int, number: int) -> int:
     """The key of a permutation, the same in every process and version: 0 to 2**63 - 1."""
     return xxhash.xxh3_64_intdigest(f"engram epoch {seed} {number}".encode()) >> 1
-
-
-def _no_lanes() -> None:
-    """Where there are none yet."""
 
 
 def _check_ranges(epoch: dict[str, Any]) -> None:

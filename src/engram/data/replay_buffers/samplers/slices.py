@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from engram.pytree import (
     map_outermost,
     set_entry,
 )
+from engram.store.copies import CopiedAsPlain
 from engram.store.episodes import EpisodeIndex
 from engram.store.indexing import to_slots
 
@@ -127,13 +128,14 @@ def put(batch: Any, path: KeyPath, value: Tensor) -> None:
         ) from error
 
 
-class SliceInfo(EpochInfo):
+class SliceInfo(CopiedAsPlain, EpochInfo):
     """The info of a batch of slices: a dict that makes the flags of its rows when somebody looks for them.
 
     Who draws without a buffer finds the flags as they are stored at that moment; a buffer puts those of the batch that
     it read in their place.
     """
 
+    _plain: ClassVar[Any] = dict
     promised: tuple[Any, ...] = ()  # keys that `make` will add
     make: Callable[[], dict[Any, Any]] | None = None
 
@@ -194,9 +196,6 @@ class SliceInfo(EpochInfo):
 
     def copy(self) -> dict[Any, Any]:
         return dict(self)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
 
 
 TRUNCATED = ("next", "truncated")
@@ -264,6 +263,8 @@ class SliceSampler(Sampler, built_in=True):
         >>> batch["next", "truncated"].reshape(-1, 3).tolist()
         [[False, False, True], [False, False, True]]
     """
+
+    _copied_as: ClassVar[Mapping[str, Any]] = {**Sampler._copied_as, "_plan": None}
 
     def __init__(
         self,
@@ -587,9 +588,6 @@ class SliceSampler(Sampler, built_in=True):
     def _set_cursor(self, cursor: Any) -> None:
         pass
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_plan": None}
-
     def __repr__(self) -> str:
         settings = f"strict_length={self.strict_length}, span={self.span}{self._weight_shown}"
         return f"{type(self).__name__}({self._size_shown}, {settings})"
@@ -678,6 +676,8 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         >>> [batch["episode"].tolist() for batch in rb]
         [[0, 0, 1, 1], [2, 2]]
     """
+
+    _copied_as: ClassVar[Mapping[str, Any]] = {**SliceSampler._copied_as, "_walk": None}
 
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **slices: Any) -> None:
         if "weight" in slices:
@@ -896,9 +896,6 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
                     lasts = [max(-1, last - shifts[k // envs]) for k, last in enumerate(lasts)]
                 self._epoch = {**self._epoch, "incarnation": incarnation, "lasts": lasts}
                 self._walk = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_walk": None}
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, drop_last={self.drop_last}, shuffle={self.shuffle})"

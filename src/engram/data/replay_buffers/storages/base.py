@@ -24,6 +24,9 @@ from engram._system import fork_registry
 from engram._text import warn_user
 from engram.checkpoint.foreign import open_saved
 from engram.checkpoint.snapshot import save_snapshot
+from engram.data.replay_buffers.state.items import StagedItems, StepsAsItems
+from engram.data.replay_buffers.state.plans import RowsPlan
+from engram.data.replay_buffers.state.rows import TooManyRowsError
 from engram.data.replay_buffers.storages.overrides import (
     Checked,
     count_steps,
@@ -31,8 +34,9 @@ from engram.data.replay_buffers.storages.overrides import (
     route_to_overrides,
     rows_of,
 )
-from engram.errors import CheckpointMisfitError, StorageError
+from engram.errors import StorageError
 from engram.pytree import KeyPath, format_key, get_entry
+from engram.store.copies import MadeFromParts
 from engram.store.counters import Counters, check_sequences
 from engram.store.files import is_passing_fds, pickle_by_state
 from engram.store.indexing import (
@@ -55,15 +59,21 @@ _NO_LIMIT = 1 << 40  # items of a storage without a size
 _T = TypeVar("_T")
 
 
-class TooManyRowsError(Exception):
-    """A load has more rows than are held aside until all of them are verified."""
-
-
 def _is_ours(kind: type) -> bool:
     return kind.__module__.startswith("engram.")
 
 
-class Storage(abc.ABC):
+class StorageUser:
+    """A buffer, as the storages know it that it attaches itself to."""
+
+    def after_load(self) -> None:
+        """Called after its storage alone was loaded, before other rows are written."""
+
+    def after_fork(self) -> None:
+        """Called in a forked child, before the storage is used there."""
+
+
+class Storage(MadeFromParts, abc.ABC):
     """Holds rows.
 
     Samplers read `lanes` to learn which rows exist, and `read` them; writers hand a `check`ed batch to `append` or
@@ -124,12 +134,10 @@ class Storage(abc.ABC):
         self._max_size = None if max_size is None else int(max_size)
         self._checkpointer: Any = None
         self.checkpointer = checkpointer
-        # By how much the last `loads` moved the sequences of each lane down.
-        self._sequence_shifts: list[int] = []
         # Raised before and after all rows are replaced (`empty`, `loads`), so odd meanwhile: rows that were drawn
         # under another value are not read.
         self._incarnation = 0
-        self._attached: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._attached: weakref.WeakSet[StorageUser] = weakref.WeakSet()
         #: Held by writers, and by readers that need the rows not to change.
         self.mutex = threading.RLock()
         self._forked_from = 0  # the process that had this storage, without rows, when it forked this one
@@ -672,7 +680,8 @@ class Storage(abc.ABC):
 
     def attach(self, buffer: Any) -> None:
         """Notes that a buffer uses this storage."""
-        self._attached.add(buffer)
+        if isinstance(buffer, StorageUser):  # another library's has nothing to do then
+            self._attached.add(buffer)
 
     def flush(self) -> None:
         """Makes the rows appended so far survive a power cut, where the storage outlives its processes."""
@@ -785,14 +794,9 @@ class Storage(abc.ABC):
     def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None, checkpointer: Any = None) -> None:
         """Replaces everything by what was saved, as `dumps` did it; errors as `ReplayBuffer.loads`."""
         with open_saved(path, snapshot) as saved, self._exclusive("loads"), self._saved_by(checkpointer):
-            fill, undo = self._prepare_load(saved), self._restore_point()
+            plan = self.plan_load(saved)
             with self._replacing("loads"):
-                try:
-                    fill()
-                except BaseException:
-                    if undo is not None:
-                        undo()
-                    raise
+                plan.run()
         self._tell_of_load()
 
     dump = save = dumps
@@ -854,18 +858,21 @@ class Storage(abc.ABC):
         """
         raise NotImplementedError(f"a {type(self).__name__} cannot be saved in the background; use blocking=True")
 
-    def _prepare_load(self, saved: Any) -> Callable[[], None]:
-        """A function that fills this storage with what was saved; over stored rows only after all is verified."""
+    def plan_load(self, saved: Any) -> RowsPlan:
+        """A load of what was saved; over stored rows it is verified before: here, or in `commit` and then read again.
+
+        The caller uses the storage alone. Errors as `loads`.
+        """
         staging = None if self._is_empty else self._staging()
         if staging is not None:
             try:
                 saved.load_storage(self.checkpointer, staging)
             except TooManyRowsError:  # they are verified, and then read a second time
                 staging = None
-        if staging is None:
-            return functools.partial(saved.load_storage, self.checkpointer, self._sink())
-        commit: Callable[[], None] = staging.commit
-        return commit
+        if staging is not None:
+            return RowsPlan(staging.commit, self._restore_point())
+        fill = functools.partial(saved.load_storage, self.checkpointer, self._sink())
+        return RowsPlan(fill, self._restore_point())
 
     def _staging(self) -> Any:
         """Takes a saved state, which this storage gets in `commit()`; None: that is not possible."""
@@ -885,13 +892,12 @@ class Storage(abc.ABC):
     def _tell_of_load(self) -> None:
         """After a load: buffers look for what their samplers know of these rows, before others are written."""
         for buffer in list(self._attached):
-            if hasattr(buffer, "after_load"):
-                buffer.after_load()
+            buffer.after_load()
 
     def _rebase_sampler(self, sampler: Any) -> None:
         """After a load: tells a sampler by how much the sequences of its rows have changed."""
         if self.lanes is not None:
-            sampler._rebase(self.lanes.store.incarnation, self._sequence_shifts)
+            sampler._rebase(self.lanes.store.incarnation, self.lanes.shifts)
 
     def _shifts_since(self, lane_capacity: int | None) -> list[int]:
         """By how much the sequences of each lane are lower here than where the rows were saved; empty: by nothing.
@@ -899,8 +905,8 @@ class Storage(abc.ABC):
         For a sampler that is loaded alone, from a store of this lane capacity (None: not known). Loading keeps
         sequences where lanes have the same capacity.
         """
-        here = None if self.lanes is None else self.lanes.store.lane_capacity
-        return [] if lane_capacity is None or lane_capacity == here else self._sequence_shifts
+        lanes = self.lanes
+        return [] if lanes is None or lane_capacity in (None, lanes.store.lane_capacity) else lanes.shifts
 
     # ---- forks and copies ----
     def _after_fork(self) -> None:
@@ -911,13 +917,17 @@ class Storage(abc.ABC):
         else:
             self._forked_from = os.getppid()
         for buffer in list(self._attached):
-            if hasattr(buffer, "after_fork"):
-                buffer.after_fork()
-
-    def _check_sending(self) -> None:
-        """Called before it is sent to another process; `__getstate__` says what cannot be."""
+            buffer.after_fork()
 
     def __getstate__(self) -> dict[str, Any]:
+        return {"init": self._sent_arguments()}
+
+    def _sent_arguments(self) -> dict[str, Any]:
+        """The constructor's arguments in a process that this storage is sent to, which shares its rows.
+
+        Raises:
+            StorageError: it cannot be sent.
+        """
         raise StorageError(
             f"Cannot share a storage of type {type(self).__name__}, which belongs to its process; "
             "LazyTensorStorage(shared=True) and LazyMemmapStorage can be sent to others, and dumps and loads copy any"
@@ -951,13 +961,16 @@ class Storage(abc.ABC):
     def _take_row_form(self, form: Any) -> None:
         """Makes room for rows of what `_row_form` returned."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        arguments = self._copy_arguments()
-        if arguments is None or is_passing_fds() or self._pickled_by_path:
-            return super().__reduce_ex__(protocol)
-        with self.mutex:
-            state = self.state_dict() if len(self) or self.lanes is not None else None
-            return _unpickled, (type(self), arguments, self._checkpointer, self._row_form(), state)
+    @property
+    def _pickled_from_parts(self) -> bool:
+        return not self._pickled_by_path and self._copy_arguments() is not None
+
+    def _held_still(self) -> AbstractContextManager[Any]:
+        return self.mutex
+
+    def _copy_parts(self) -> tuple[Any, tuple[Any, ...]]:
+        state = self.state_dict() if len(self) or self.lanes is not None else None
+        return _unpickled, (type(self), self._copy_arguments(), self._checkpointer, self._row_form(), state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         arguments = self._copy_arguments()
@@ -1036,7 +1049,6 @@ class _GetSetStorage(Storage):
         )
         lanes.restore_lane(0, lane, 0)
         lanes.store.end_restore()
-        self._sequence_shifts = [0]  # rows have the sequences that they had: a sampler's priorities stay theirs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if type(self).__getstate__ is not _GetSetStorage.__getstate__:  # the class says itself what a copy is made of
@@ -1284,118 +1296,6 @@ def _check_signatures(cls: type[Storage]) -> None:
                 f"{cls.__name__}.{name} has no argument {', '.join(map(repr, missing))}; it must take all arguments of "
                 f"Storage.{name}"
             )
-
-
-class StepsAsItems:
-    """The steps of a storage as items, for a checkpointer of items; made of the storage's five abstract methods.
-
-    For storages of one dimension and one lane, whose rows carry no sequences of their own.
-    """
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-
-    def __len__(self) -> int:
-        return len(self._storage)
-
-    def items(self) -> list[Any]:
-        """The steps, oldest first."""
-        lanes = self._storage.lanes
-        if lanes is None or not len(lanes):
-            return []
-        if lanes.store.lanes * lanes.envs > 1:
-            raise self._needs_checkpointer("several lanes or environments")
-        lane, capacity = lanes.store.lane(0), lanes.store.lane_capacity
-        sequences = torch.arange(max(lane["base"], lane["first"]), lane["published"])
-        return list(pytree.unstack(self._storage.read(sequences % capacity).batch, 0))
-
-    def _needs_checkpointer(self, what: str) -> StorageError:
-        return StorageError(f"a {type(self._storage).__name__} with {what} needs a checkpointer of its own")
-
-    def sequences(self) -> list[int]:
-        """0 for each step: it has the sequence that its lane counts."""
-        lanes = self._storage.lanes
-        if lanes is not None and lanes.own_sequences is not None:
-            raise self._needs_checkpointer("rows that carry sequences")
-        return [0] * len(self._storage)
-
-    def counters(self) -> dict[str, Any]:
-        storage = self._storage
-        if storage.lanes is None:
-            border = {"looked": 0, "agreed": None}
-            empty = {"base": 0, "published": 0, "origin": 0, "seams": [], "border": border, "replaced": 0}
-            return {"lane_capacity": storage.max_size, "envs": 1, "lanes": [empty]}
-        return {"lane_capacity": storage.max_size, "envs": 1, "lanes": storage.lanes.saved_states()}
-
-    def identity(self) -> dict[str, Any]:
-        return {}
-
-    def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
-        return None
-
-    def check_restore(self, counters: dict[str, Any]) -> None:
-        check_room(self._storage.max_size, counters)
-
-    def abort_restore(self) -> None:
-        self._storage.empty()
-
-    def restore_items(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
-        self.check_restore(counters)
-        if any(sequences):
-            raise self._needs_checkpointer("rows that carry sequences")
-        storage, lane = self._storage, counters["lanes"][0]
-        with storage._replacing("loads"):
-            storage.empty()
-            # Slots follow from sequences, which stay where the capacity is the same; else the oldest row is number 0.
-            shift = 0 if counters["lane_capacity"] == storage.max_size else lane["base"]
-            base, published = lane["base"] - shift, lane["published"] - shift
-            first = storage.check(items[0], True) if items else None  # makes a storage that is made at the first write
-            lanes = storage.lanes
-            if lanes is None:
-                return
-            lanes.hold()  # as the writer of what is loaded: trajectories go on
-            lanes.store.begin_restore()
-            lanes.store.restore_lane(0, base, base, (lane["origin"] - shift) % (1 << 64))
-            lanes.store.end_restore()
-            for i, item in enumerate(items):
-                storage.append(first if i == 0 and first is not None else storage.check(item, True))
-            seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
-            lanes.store.begin_restore()
-            lanes.store.set_seams(0, base, published, seams)
-            lanes.restore_lane(0, lane, shift)
-            lanes.store.end_restore()
-            storage._sequence_shifts = [shift]
-
-
-class StagedItems:
-    """The ItemSink of a storage that holds rows: takes a saved state, which the storage gets in `commit`."""
-
-    def __init__(self, sink: Any) -> None:
-        self._sink = sink
-
-    def __len__(self) -> int:
-        return 0  # filling this destroys nothing
-
-    def check_restore(self, counters: dict[str, Any]) -> None:
-        self._sink.check_restore(counters)
-
-    def restore_items(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
-        self._items, self._counters, self._sequences = items, counters, sequences
-
-    def abort_restore(self) -> None:
-        self._items = []
-
-    def commit(self) -> None:
-        self._sink.restore_items(self._items, self._counters, self._sequences)
-
-
-def check_room(max_size: int | None, counters: dict[str, Any]) -> None:
-    """A CheckpointMisfitError where saved items do not fit."""
-    lane = counters["lanes"][0]
-    n = lane["published"] - lane["base"]
-    if max_size is not None and n > max_size:
-        difference = f"room for {max_size} items here, {n} saved there"
-        raise CheckpointMisfitError("the checkpoint does not fit this storage", [difference])
 
 
 __all__ = ["Checked", "Rows", "Storage", "as_storage"]

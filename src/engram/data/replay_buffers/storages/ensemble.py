@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NoReturn
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from engram.data.replay_buffers.storages.base import Checked, Storage, as_storage
 from engram.errors import CheckpointMisfitError, differences_of
-from engram.store.files import is_passing_fds
+from engram.store.copies import MadeFromParts
 from engram.store.indexing import Selection
 from engram.store.lanes import Lanes
 from engram.store.views import EnsembleSnapshot
@@ -59,15 +58,11 @@ class StorageEnsemble(Storage):
     def _pickled_by_path(self) -> bool:
         return any(storage._pickled_by_path for storage in self._storages)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if is_passing_fds():
-            return object.__reduce_ex__(self, protocol)
-        return _ensemble, (type(self), self._storages, self._transforms, self._checkpointer)
+    _pickled_from_parts = True
+    __deepcopy__ = MadeFromParts.__deepcopy__
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        make, parts = self.__reduce_ex__(4)
-        memo[id(self)] = twin = make(*copy.deepcopy(parts, memo))
-        return twin
+    def _copy_parts(self) -> tuple[Any, tuple[Any, ...]]:
+        return _ensemble, (type(self), self._storages, self._transforms, self._checkpointer)
 
     # ---- facts ----
     @property

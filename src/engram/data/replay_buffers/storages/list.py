@@ -15,12 +15,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from engram.data.replay_buffers.reuse import may_reuse
+from engram.data.replay_buffers.state.items import StagedItems, check_room
 from engram.data.replay_buffers.storages.base import (
     _NO_LIMIT,
     Checked,
-    StagedItems,
     Storage,
-    check_room,
     warn_of_items,
 )
 from engram.pytree import (
@@ -42,6 +41,7 @@ from engram.pytree import (
 )
 from engram.specs.tensors import usable_device
 from engram.store.border import ItemBorder
+from engram.store.copies import CopiedAsPlain
 from engram.store.indexing import Selection
 from engram.store.item_rows import ROW, ItemRows, NewItemRows
 from engram.store.lanes import Lanes
@@ -494,7 +494,6 @@ class ListStorage(Storage):
         store.set_seams(0, base, published, [seam - shift for seam in lane["seams"] if seam > lane["base"]])
         self._lanes.restore_lane(0, lane, shift)
         store.end_restore()
-        self._sequence_shifts = [shift]
 
     def _packed_whole(self, items: list[Any]) -> ItemRows | None:
         """Rows of these items, in the slots from 0 on; None: not all of them have one form."""
@@ -557,9 +556,10 @@ class _Batch:
         return self.td[(slot - self.first) % self.capacity]
 
 
-class _Items(list[Any]):
+class _Items(CopiedAsPlain, list[Any]):
     """Items by slot; rows and those of a batch become objects when somebody reads them."""
 
+    _plain: ClassVar[Any] = list
     #: Where the items are that are rows, in whose places the list has `ROW`.
     packed: ItemRows | None = None
 
@@ -585,9 +585,6 @@ class _Items(list[Any]):
 
     def __contains__(self, item: object) -> bool:
         return item in self[:]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return list, (self[:],)
 
     def clear(self) -> None:
         super().clear()

@@ -24,9 +24,7 @@ from engram.store.files import (
     StoreSpec,
     create_named,
     is_passing_fds,
-    open_passed_store,
     open_temporary,
-    share_fd,
 )
 from engram.store.header import FILE_NAME, has_store, observe_store
 from engram.store.indexing import Selection
@@ -215,11 +213,8 @@ class ObservedMemmapStorage(TableStorage):
     def _pickled_by_path(self) -> bool:
         return True
 
-    def __getstate__(self) -> dict[str, Any]:
+    def _opening_arguments(self) -> dict[str, Any]:
         return {"scratch_dir": str(self.scratch_dir.absolute())}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["scratch_dir"])  # type: ignore[misc]
 
 
 class _ObservedLanes(Lanes):
@@ -535,40 +530,24 @@ class LazyMemmapStorage(TableStorage):
     def _pickled_by_path(self) -> bool:
         return self.scratch_dir is not None
 
-    def __getstate__(self) -> dict[str, Any]:
-        if self.lanes is None and self.scratch_dir is not None and (self._shared_init or not is_passing_fds()):
-            return {"unmade": {**self._copy_arguments(), "scratch_dir": str(self.scratch_dir.absolute())}}
-        if self.lanes is None and self._unmade is not None:
-            return {"unmade": {**self._copy_arguments(), "shared_init": False}, "store": self._unmade}
-        if self._lanes is None or self._lanes.locks is None:
-            raise StorageError(
-                "the storage has not been initialized: write its first batch before sending it to another process, or "
-                "make it with shared_init=True"
-            )
-        state: dict[str, Any] = {"env_shape": self._env_shape, "ndim": self.ndim, "lanes": self._given_lanes}
-        if self.scratch_dir is not None:
-            return {**state, "scratch_dir": str(self.scratch_dir.absolute())}
-        return {**state, "descriptor": share_fd(self._lanes.locks.fd)}
+    def _opening_arguments(self) -> dict[str, Any] | None:
+        if self.scratch_dir is None:
+            return None
+        folder = {"scratch_dir": str(self.scratch_dir.absolute()), "existsok": True}
+        if self.lanes is None and (self._shared_init or not is_passing_fds()):
+            return {**self._copy_arguments(), **folder}
+        self._made_locks()
+        return {**folder, "lanes": self._given_lanes}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "unmade" in state:
-            self.__init__(**state["unmade"], existsok=True)  # type: ignore[misc]
-            if "store" in state:
-                self._shared_init, self._unmade = True, state["store"]
-            return
-        if "scratch_dir" in state:
-            self.__init__(None, state["scratch_dir"], existsok=True, lanes=state.get("lanes"))  # type: ignore[misc]
-            return
-        store, locks, layout = open_passed_store(state["descriptor"])
-        self.__init__(  # type: ignore[misc]
-            store.lanes * store.lane_capacity, ndim=state["ndim"], lanes=state.get("lanes")
-        )
-        store.advise_random()
-        lanes = Lanes(store, locks, turns=self._given_lanes is None)
-        lanes.mutex = self.mutex
-        self._n_lanes, self._env_shape, self._lanes = store.lanes, state["env_shape"], lanes
-        self._table = RowTable(lanes, layout, mapped=True)
-        self._max_size = self._requested_size = lanes.capacity
+    def _sent_arguments(self) -> dict[str, Any]:
+        if self.lanes is None and self._unmade is not None:
+            return {**self._copy_arguments(), "shared_init": False}
+        self._made_locks()
+        return {"max_size": self._max_size, "ndim": self.ndim, "lanes": self._given_lanes}
+
+    def _arguments_of_older(self, state: dict[str, Any]) -> dict[str, Any]:
+        given = state.get("unmade") or {"scratch_dir": state["scratch_dir"], "lanes": state.get("lanes")}
+        return {**given, "existsok": True}
 
 
 def _remove_store(session: StoreSession, folder: Path | None, process: int) -> bool:

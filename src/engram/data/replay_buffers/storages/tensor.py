@@ -6,10 +6,9 @@ import abc
 import contextlib
 import copy
 import dataclasses
+import functools
 import json
 import math
-import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -24,12 +23,20 @@ from engram import _native, pytree
 from engram._advice import advised, with_argument
 from engram._system import parse_bytes
 from engram._text import log
-from engram.checkpoint.protocols import Rows as RowBlock
-from engram.data.replay_buffers.storages.base import Checked, Storage, TooManyRowsError, warn_of_items
+from engram.data.replay_buffers.state.rows import (
+    RowLoad,
+    StagedRows,
+    TableForLoad,
+    check_rows,
+    copy_blocks,
+    copy_of_rows,
+    env_shape_of,
+    layout_of,
+)
+from engram.data.replay_buffers.storages.base import Checked, Storage, warn_of_items
 from engram.errors import CheckpointError, CheckpointMisfitError, StorageError
 from engram.pytree import TreeSpec
 from engram.specs.tensors import usable_device
-from engram.store.counters import Counters
 from engram.store.files import (
     StoreSpec,
     open_passed_store,
@@ -38,16 +45,13 @@ from engram.store.files import (
     share_fd,
 )
 from engram.store.lanes import Lanes
-from engram.store.layout import LayoutState, LeafSpec, MalformedLayoutError, RowLayout
+from engram.store.layout import LeafSpec, RowLayout
 from engram.store.locks import LaneLocks
 from engram.store.tables import ColumnTable, JoinedRows, Rows, RowTable, expand_slots
 from engram.store.unmade import UnmadeStore
 from engram.store.views import ChangeTracker, ColumnSnapshot, EmptySource, PrivateRows, RowSnapshot
 
 _MOST_DIMS = 64  # of a batch: more than tensors have
-_COPY_BLOCK_BYTES = 16 << 20
-_STAGED_BYTES = 1 << 28  # rows that a load keeps aside: those that come, until they are verified, and those that go
-_IN_MEMORY_BYTES = 1 << 25  # more of them are kept in a temporary file
 _NO_STEPS = "nothing to add: the batch has no steps"
 
 
@@ -93,11 +97,6 @@ class TableStorage(Storage):
         self._lanes: Lanes | None = None
         self._table: RowTable | ColumnTable | None = None
         self._make_lock = threading.Lock()
-        # Of a load that is under way: the saved counters; where a saved row has each byte of ours (None: in the same
-        # place); whether the load made the table.
-        self._restoring: dict[str, Any] = {}
-        self._byte_order: Any = None
-        self._made_for_restore = False
         self._expects_sequences = False
 
     def _after_fork(self) -> None:
@@ -186,14 +185,48 @@ class TableStorage(Storage):
         other._take_row_form(self._row_form())
         with self._consistent_view() as source, other._exclusive("copying"):
             layout, before = source.layout_state(), source.counters()
-            other.begin_restore(layout, before)
-            rows = max(1, _COPY_BLOCK_BYTES // max(1, layout["row_bytes"] * math.prod(self._env_shape)))
-            for i, lane in enumerate(before["lanes"]):
-                for start in range(lane["base"], lane["published"], rows):
-                    stop = min(start + rows, lane["published"])
-                    other.write_block(i, start, source.read_block(i, start, stop))
-            other._restoring = source.counters()  # other processes may have overwritten the oldest rows meanwhile
-            other.end_restore()
+            load = RowLoad(other)
+            load.begin_restore(layout, before)
+            copy_blocks(source, layout, before, load)
+            load.end_restore(source.counters())  # other processes may have overwritten the oldest rows meanwhile
+
+    # ---- other processes ----
+    def _opening_arguments(self) -> dict[str, Any] | None:
+        """The constructor's arguments that open its file in any process; None: it has none with a name."""
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        opening = self._opening_arguments()
+        if opening is not None:
+            return {"init": opening}
+        state = {"init": self._sent_arguments()}
+        if self.lanes is None and self._unmade is not None:
+            return {**state, "unmade": self._unmade}
+        return {**state, "env_shape": self._env_shape, "descriptor": share_fd(self._made_locks().fd)}
+
+    def _made_locks(self) -> LaneLocks:
+        if self._lanes is None or self._lanes.locks is None:
+            raise StorageError(
+                "the storage has not been initialized: write its first batch before sending it to another process, or "
+                "make it with shared_init=True"
+            )
+        return self._lanes.locks
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**(state["init"] if "init" in state else self._arguments_of_older(state)))  # type: ignore[misc]
+        if "unmade" in state and "init" in state:
+            self._shared_init, self._unmade = True, state["unmade"]
+        elif "descriptor" in state:
+            store, locks, layout = open_passed_store(state["descriptor"])
+            if self._is_mapped:
+                store.advise_random()
+            lanes = Lanes(store, locks, turns=self._given_lanes is None)
+            self._env_shape = state["env_shape"]
+            self._take_table(lanes, RowTable(lanes, layout, mapped=self._is_mapped))
+
+    def _arguments_of_older(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The constructor's arguments of what `__getstate__` returned in engram 0.1."""
+        return state
 
     # ---- making ----
     def _ensure(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> RowTable | ColumnTable:
@@ -683,7 +716,7 @@ class TableStorage(Storage):
         differences = []
         lanes = counters["lanes"]
         if layout is not None:
-            saved, env_shape = self._saved_layout(layout), _saved_env_shape(layout)
+            saved, env_shape = layout_of(layout, self.row_layout()), env_shape_of(layout)
             if layout["ndim"] != self.ndim:
                 differences.append(f"ndim is {self.ndim} here, {layout['ndim']} there")
             if self._table is not None:
@@ -713,58 +746,29 @@ class TableStorage(Storage):
         """Time steps that fit into a lane: of this table, or of one that is made with this layout."""
         return self._new_lane_capacity(layout, envs) if self._lanes is None else self._lanes.store.lane_capacity
 
-    def begin_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
-        """Makes the table if there is none and empties it."""
-        self.check_restore(layout, counters)
-        self._made_for_restore = self._table is None and layout is not None
+    def table_for(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> TableForLoad:
+        """A table for saved rows that fit (`check_restore`): that of this storage, or a new one where it has none."""
+        is_new = self._table is None and layout is not None
         if self._table is None and layout is not None:
             # A copy: batches of this storage may give it another form, and what was saved may fill several storages.
-            self._make_table(copy.copy(self._saved_layout(layout)), _saved_env_shape(layout))
+            self._make_table(copy.copy(layout_of(layout, None)), env_shape_of(layout))
             if self._shared_init:
                 self.check_restore(layout, counters)  # another process may have made it
         elif layout is not None:
-            self._make_room(self._saved_layout(layout))
-        # From here on the old rows are being lost: whatever may fail comes first.
-        self._byte_order = None if layout is None or self._table is None else self._order_in(layout)
-        self._restoring = counters
-        if self._lanes is not None:
-            self._lanes.hold_as_saved(counters["lanes"])
-            self._lanes.store.begin_restore()
-        if self._lanes is not None:
-            for i, lane in enumerate(counters["lanes"]):
-                shift = self._shift(i)
-                seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
-                self._lanes.store.set_seams(i, lane["base"] - shift, lane["published"] - shift, seams)
+            self._make_room(layout_of(layout, self.row_layout()))
+        return TableForLoad(self._lanes, self._table, is_new)
 
-    def _saved_layout(self, saved: dict[str, Any]) -> RowLayout:
-        """The saved layout; this storage's own where both are equal, so that rows go back without memory for one."""
-        if not isinstance(saved, dict):
-            return RowLayout.from_json(saved)  # for its error
-        state = saved if isinstance(saved, LayoutState) else LayoutState(saved)
-        return state.parse(None if self._table is None else self._table.layout)
-
-    def _order_in(self, layout: dict[str, Any]) -> Any:
-        """The position in a saved row of each byte of ours: its keys may have been written in another order."""
-        assert self._table is not None
-        return self._table.layout.order_in(self._saved_layout(layout))
-
-    def write_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
-        """Takes rows [envs, n, row bytes] with sequences from `start` on."""
-        assert self._table is not None
-        if self._byte_order is not None:
-            rows = np.ascontiguousarray(rows[..., self._byte_order])
-            rows[..., self._byte_order < 0] = 0  # sequences, which the saved rows did not carry
-        self._table.set_block(lane, start - self._shift(lane), rows)
-
-    def end_restore(self) -> None:
-        """Shows the restored rows."""
-        if self._lanes is None:
+    def reset(self, with_table: bool) -> None:
+        """Leaves the storage empty; `with_table` also without a layout, unless other processes may use the table."""
+        if with_table and not self._shared_init and self._remove_table():
             return
-        store = self._lanes.store
-        for i, lane in enumerate(self._restoring["lanes"]):
-            self._lanes.restore_lane(i, lane, self._shift(i))
-        store.end_restore()
-        self._sequence_shifts = [self._shift(i) for i in range(len(self._restoring["lanes"]))]
+        if self._lanes is not None:
+            self._lanes.store.begin_restore()
+            self._lanes.store.repair()
+            self._lanes.store.end_restore()
+
+    def _sink(self) -> RowLoad:
+        return RowLoad(self)
 
     def state_dict(self) -> dict[str, Any]:
         with self.mutex, self._consistent_view() as source:
@@ -777,7 +781,7 @@ class TableStorage(Storage):
 
     def _check_state(self, state: dict[str, Any]) -> None:
         try:
-            _check_rows(state)
+            check_rows(state)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
         self.check_restore(state["layout"], state["counters"])
@@ -785,51 +789,19 @@ class TableStorage(Storage):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._check_state(state)
         with self._replacing("load_state_dict"):
-            self.begin_restore(state["layout"], state["counters"])
+            load = RowLoad(self)
+            load.begin_restore(state["layout"], state["counters"])
             for i, (lane, rows) in enumerate(zip(state["counters"]["lanes"], state["rows"], strict=True)):
                 if lane["published"] > lane["base"]:
-                    self.write_block(i, lane["base"], rows.numpy())
-            self.end_restore()
+                    load.write_block(i, lane["base"], rows.numpy())
+            load.end_restore()
         self._tell_of_load()
 
     def _staging(self) -> StagedRows:
         return StagedRows(self, spill=bool(getattr(self.checkpointer, "load_hooks", None)))
 
     def _restore_point(self) -> Callable[[], None] | None:
-        layout, counters = self.layout_state(), self.counters()
-        if layout is None:
-            return self._forget_restore
-        rows = StagedRows(self, spill=False)
-        try:
-            rows.begin_restore(layout, counters)
-        except TooManyRowsError:
-            return None
-        steps = max(1, _COPY_BLOCK_BYTES // max(1, int(layout["row_bytes"]) * int(counters["envs"])))
-        for i, lane in enumerate(counters["lanes"]):
-            for start in range(lane["base"], lane["published"], steps):
-                rows.write_block(i, start, self.read_block(i, start, min(start + steps, lane["published"])))
-        rows.end_restore()
-        return rows.commit
-
-    def _forget_restore(self) -> None:
-        """Makes the storage one to which nothing has been written."""
-        self._made_for_restore = True
-        self.abort_restore()
-
-    def abort_restore(self) -> None:
-        """Leaves the storage empty, and without a layout where it had none before the load."""
-        if self._made_for_restore and not self._shared_init and self._remove_table():
-            return
-        if self._lanes is not None:
-            self._lanes.store.begin_restore()
-            self._lanes.store.repair()
-            self._lanes.store.end_restore()
-
-    def _shift(self, lane: int) -> int:
-        """By how much sequences go down: not in a lane of the same capacity; else so that the oldest row has 0."""
-        assert self._lanes is not None
-        same = self._restoring["lane_capacity"] == self._lanes.store.lane_capacity
-        return 0 if same else int(self._restoring["lanes"][lane]["base"])
+        return functools.partial(self.reset, with_table=True) if self.layout_state() is None else copy_of_rows(self)
 
 
 def saved_layout(store: _native.Store) -> tuple[RowLayout, tuple[int, ...], int]:
@@ -841,136 +813,6 @@ def saved_layout(store: _native.Store) -> tuple[RowLayout, tuple[int, ...], int]
     if layout.payload_bytes != store.payload_bytes:
         raise ValueError(f"its rows have {layout.payload_bytes} bytes, those of the store {store.payload_bytes}")
     return layout, inner, ndim
-
-
-def _saved_env_shape(layout: dict[str, Any]) -> tuple[int, ...]:
-    """The shape of the environments of a saved layout; MalformedLayoutError where it has none."""
-    shape = layout.get("envs")
-    if not isinstance(shape, list) or not all(type(n) is int for n in shape) or "ndim" not in layout:
-        raise MalformedLayoutError(f"this is no row layout: it is of environments {shape!r:.80}")
-    return tuple(shape)
-
-
-def _check_rows(state: dict[str, Any]) -> None:
-    """ValueError, KeyError, TypeError or AttributeError where the rows of a state are not those of its counters."""
-    layout, counters, rows = state["layout"], state["counters"], state["rows"]
-    envs = Counters(counters).envs
-    row_bytes = 0 if layout is None else layout["row_bytes"]
-    expected = [(envs, lane["published"] - lane["base"], row_bytes) for lane in counters["lanes"]]
-    shapes = [tuple(some.shape) if some.dtype is torch.uint8 else some.dtype for some in rows]
-    if shapes != expected:
-        raise ValueError(f"the rows of the lanes are uint8 {shapes}, their counters say {expected}")
-
-
-class StagedRows:
-    """The RowSink of a storage that holds rows: takes a saved state, which the storage gets in `commit`.
-
-    Many rows wait in a temporary file; in memory where there is no room for it.
-
-    Args:
-        spill: whether any number of rows may wait in the file; else more than `_STAGED_BYTES` are too many.
-    """
-
-    def __init__(self, storage: TableStorage, spill: bool) -> None:
-        self._storage = storage
-        self.ndim = storage.ndim
-        self._spill = spill
-        self._blocks: list[tuple[int, int, RowBlock | _SpilledRows]] = []
-        self._lock = threading.Lock()  # checkpointers read several files at once
-        self._fits_in_memory = True
-        self._in_memory = 0
-        self._file: Any = None
-        self._end = 0  # of the file
-
-    def __len__(self) -> int:
-        return 0  # filling this destroys nothing
-
-    def layout_state(self) -> dict[str, Any] | None:
-        return self._storage.layout_state()
-
-    def counters(self) -> dict[str, Any]:
-        return self._storage.counters()
-
-    def row_layout(self) -> RowLayout | None:
-        return self._storage.row_layout()
-
-    def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
-        self._storage.check_restore(layout, counters)
-
-    def begin_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
-        """Raises TooManyRowsError before any row is read."""
-        self._storage.check_restore(layout, counters)
-        nbytes = 0 if layout is None else Counters(counters).rows * int(layout["row_bytes"])
-        if nbytes > _STAGED_BYTES and not self._spill:
-            raise TooManyRowsError
-        self._saved_layout, self._saved_counters = layout, counters
-        self._fits_in_memory = nbytes <= _IN_MEMORY_BYTES
-        self._blocks.clear()
-
-    def write_block(self, lane: int, start: int, rows: RowBlock) -> None:
-        with self._lock:
-            self._blocks.append(
-                (lane, start, self._in_memory_copy(rows) if self._fits_in_memory else self._spilled(rows))
-            )
-
-    def end_restore(self) -> None:
-        pass
-
-    def abort_restore(self) -> None:
-        self._blocks.clear()
-
-    def commit(self) -> None:
-        """Writes the rows into the storage."""
-        storage = self._storage
-        storage.begin_restore(self._saved_layout, self._saved_counters)
-        try:
-            for lane, start, rows in self._blocks:
-                storage.write_block(lane, start, rows.read() if isinstance(rows, _SpilledRows) else rows)
-            storage.end_restore()
-        except BaseException:
-            storage.abort_restore()
-            raise
-
-    def _in_memory_copy(self, rows: RowBlock) -> RowBlock:
-        self._in_memory += rows.nbytes
-        return np.array(rows, order="C")
-
-    def _spilled(self, rows: RowBlock) -> _SpilledRows | RowBlock:
-        content = np.ascontiguousarray(rows).reshape(-1)
-        try:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(prefix="engram-", buffering=0)  # noqa: SIM115 (lives as long as this)
-            block = _SpilledRows(self._file, self._end, rows.shape)
-            view = content.data
-            while len(view):
-                done = os.pwrite(self._file.fileno(), view, self._end)
-                view, self._end = view[done:], self._end + done
-        except OSError as error:
-            if self._in_memory + rows.nbytes <= _STAGED_BYTES:
-                return self._in_memory_copy(rows)
-            raise CheckpointError(
-                "with load hooks, rows that are loaded into a buffer that holds some wait in a temporary file until "
-                f"all of them are verified, and that cannot be written ({error.strerror}); set TMPDIR to a place with "
-                "room for it, or empty() the buffer first"
-            ) from error
-        return block
-
-
-class _SpilledRows:
-    """Rows in a temporary file."""
-
-    def __init__(self, file: Any, at: int, shape: tuple[int, ...]) -> None:
-        self._file, self._at, self._shape = file, at, shape
-
-    def read(self) -> RowBlock:
-        rows = np.empty(math.prod(self._shape), np.uint8)
-        view, at = rows.data, self._at
-        while len(view):
-            done = os.preadv(self._file.fileno(), [view], at)
-            if not done:
-                raise CheckpointError("the temporary file of a load has been cut short")
-            view, at = view[done:], at + done
-        return rows.reshape(self._shape)
 
 
 def _with_index(layout: RowLayout, key: str, ndim: int, *, required: bool) -> RowLayout:
@@ -1127,40 +969,16 @@ class LazyTensorStorage(TableStorage):
             return super()._bytes_of(layout, lane_capacity, envs)
         return lane_capacity * envs * sum(leaf.nbytes for leaf in layout.stored)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def _sent_arguments(self) -> dict[str, Any]:
         if not self.shared:
             raise StorageError(
                 f"Cannot share a storage of type {type(self).__name__} whose rows are in private memory: make it with "
                 "shared=True"
             )
-        init = {
+        return {
             **self._size_arguments(), "device": str(self.device), "ndim": self.ndim, "shared": True,
             "lanes": self._given_lanes,
         }  # fmt: skip
-        if self.lanes is None and self._unmade is not None:
-            return {"init": init, "unmade": self._unmade}
-        if self._lanes is None or self._lanes.locks is None:
-            raise StorageError(
-                "the storage has not been initialized: write its first batch before sending it to another process, or "
-                "make it with shared_init=True"
-            )
-        return {
-            "init": init,
-            "env_shape": self._env_shape,
-            "descriptor": share_fd(self._lanes.locks.fd),
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state["init"])  # type: ignore[misc]
-        if "unmade" in state:
-            self._shared_init, self._unmade = True, state["unmade"]
-            return
-        store, locks, layout = open_passed_store(state["descriptor"])
-        lanes = Lanes(store, locks, turns=self._given_lanes is None)
-        lanes.mutex = self.mutex
-        self._env_shape, self._lanes = state["env_shape"], lanes
-        self._table = RowTable(lanes, layout, mapped=False)
-        self._max_size = lanes.capacity
 
 
 class TensorStorage(TableStorage):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from engram import _native, pytree
 from engram.data.replay_buffers.writers.round_robin import Writer
 from engram.errors import StorageInUseError
+from engram.store.copies import PartlyCopied
 from engram.store.indexing import stored_slots
 from engram.store.layout import is_lazy
 
@@ -22,7 +23,7 @@ _NATIVE = (torch.float32, torch.float64, torch.int64)
 _PIECE = 1 << 20  # rows whose ranks are read at once
 
 
-class TensorDictMaxValueWriter(Writer, built_in=True):
+class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
     """Keeps the items of the highest rank: in a full storage an item replaces the lowest one, or is refused (index -1).
 
     The lowest is that of the lowest rank, among equal ones that of the lowest index, and gives way only to a higher
@@ -55,6 +56,8 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
         >>> rb[:]["r"]
         tensor([3., 5.])
     """
+
+    _copied_as: ClassVar[dict[str, Any]] = {"_heap": None}  # it follows from the rows
 
     index_key = "index"
 
@@ -299,9 +302,6 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
     @property
     def _needs_storage_alone(self) -> bool:
         return True
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_heap": None}  # it follows from the rows
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(cursor={self._cursor}, rank_key={self.rank_key!r}, reduction={self.reduction!r})"

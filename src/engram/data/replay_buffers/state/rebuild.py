@@ -22,7 +22,7 @@ from engram.data.replay_buffers.checkpointers.objects import ListStorageCheckpoi
 from engram.data.replay_buffers.checkpointers.rows import TensorStorageCheckpointer
 from engram.data.replay_buffers.checkpointers.ted import FlatStorageCheckpointer, NestedStorageCheckpointer
 from engram.data.replay_buffers.checkpointers.ted_h5 import H5StorageCheckpointer
-from engram.data.replay_buffers.checkpointing import PARTS, _load
+from engram.data.replay_buffers.state.buffers import PARTS, load_buffer
 from engram.data.replay_buffers.storages import (
     CompressedListStorage,
     LazyMemmapStorage,
@@ -150,7 +150,7 @@ def load(
     buffer = made.buffer(storage, torch.Generator() if has_generator else None)
     with buffer._undisturbed():
         loaded = tuple(part for part in PARTS if part not in made.left_out)
-        _load(buffer, Path(path), name, loaded, made.loadable_states)
+        load_buffer(buffer, Path(path), name, loaded, made.loadable_states)
     if missing:
         text = visible(f"{path}: not saved, and so missing in this buffer: {'; '.join(missing)}")
         warnings.warn(text, stacklevel=2)

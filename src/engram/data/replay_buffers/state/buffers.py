@@ -17,6 +17,8 @@ from engram.checkpoint.foreign import Part, Receiver, open_saved
 from engram.checkpoint.snapshot import as_damage, save_snapshot
 from engram.checkpoint.writer import SnapshotWriter
 from engram.data.replay_buffers.samplers.base import Sampler
+from engram.data.replay_buffers.state.generators import SavedGenerator
+from engram.data.replay_buffers.state.plans import RowsPlan
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.writers.round_robin import Writer
 from engram.errors import CheckpointError, CheckpointMisfitError, differences_of
@@ -44,43 +46,75 @@ class SavedBuffer(Protocol):
 
     def _description(self) -> dict[str, Any]: ...
 
-    def _generator_state(self) -> Any: ...
-
-    def _restore_generator(self, state: Any) -> None: ...
-
-    def _check_generator(self, state: Any) -> None: ...
-
-    def _generator_differences(self, state: Any) -> list[str]: ...
+    @property
+    def _saved_generator(self) -> SavedGenerator: ...
 
 
-def restore(
-    buffer: SavedBuffer, states: dict[str, Any], fill: Callable[[], None] | None, malformed: Malformed | None = None
-) -> None:
-    """Brings a buffer to states that fit it. The caller holds the buffer still, and its storage alone.
+class BufferLoad:
+    """A load of saved states that fit a buffer, and of its rows where there is a plan for them.
 
-    What a user's own part can refuse comes before the rows that it would destroy; an error leaves the buffer as it was.
+    The caller holds the buffer still, and its storage alone. `commit` makes the changes; what a user's own part can
+    refuse comes before the rows that it would destroy. `undo` makes the buffer what it was when this was made.
 
     Args:
-        fill: replaces the rows of the storage; None: they stay.
         malformed: makes the error for a state that turns out to be impossible when the rows are there.
     """
-    storage = buffer.storage
-    backup = _Backup(buffer, rows_too=fill is not None)
-    with storage.mutex if fill is None else storage._replacing("loads"):
-        try:
-            fills_first = fill is not None and storage._is_empty
-            if fill is not None and fills_first:
-                fill()
-                backup.filled = True
-                check_sampler(buffer, states, malformed)  # now that there is something to compare it with
-            _load_parts(buffer, states)
-            if fill is not None and not fills_first:
-                fill()
-                backup.filled = True
-            _connect(buffer, rows_too=fill is not None)
-        except BaseException:
-            backup.restore()
-            raise
+
+    def __init__(
+        self, buffer: SavedBuffer, states: dict[str, Any], rows: RowsPlan | None, malformed: Malformed | None = None
+    ) -> None:
+        self._buffer, self._states, self._rows, self._malformed = buffer, states, rows, malformed
+        self._incarnations = _incarnations(buffer.storage)
+        self._generator = buffer._saved_generator.state()
+        parts = [buffer._sampler, buffer._writer, buffer._saved_transform]
+        self._undo_parts = [_undo_of(part) for whole in parts for part in _with_members(whole)]
+        # With rows that come back under another incarnation goes a sampler that is told so.
+        goes_back = rows is not None and rows.undo is not None
+        self._sampler = copy.deepcopy(buffer._sampler.state_dict()) if goes_back else None
+
+    def run(self) -> None:
+        """Commits it; after an error the buffer is as it was."""
+        storage = self._buffer.storage
+        with storage.mutex if self._rows is None else storage._replacing("loads"):
+            try:
+                self.commit()
+            except BaseException:
+                self.undo()
+                raise
+
+    def commit(self) -> None:
+        rows, fills_first = self._rows, self._buffer.storage._is_empty
+        if rows is not None and fills_first:
+            rows.commit()
+            check_sampler(self._buffer, self._states, self._malformed)  # now that there is something to compare it with
+        _load_parts(self._buffer, self._states)
+        if rows is not None and not fills_first:
+            rows.commit()
+        _connect(self._buffer, rows_too=rows is not None)
+
+    def undo(self) -> None:
+        storage, sampler, rows = self._buffer.storage, self._buffer._sampler, self._rows
+        touched = rows is not None and (rows.is_committed or _incarnations(storage) != self._incarnations)
+        if rows is not None and touched and rows.undo is None:
+            if not rows.is_committed:
+                self._empty_parts()
+            return  # else: what was loaded stays, which is whole
+        for undo in self._undo_parts:
+            undo()
+        self._buffer._saved_generator.load(self._generator)
+        if rows is None or rows.undo is None or not touched:
+            return
+        with _logging_errors(storage):
+            rows.undo()
+        with _logging_errors(sampler):
+            sampler.load_state_dict(self._sampler)
+            storage._rebase_sampler(sampler)
+
+    def _empty_parts(self) -> None:
+        """The rows went in the middle of being replaced."""
+        self._buffer._saved_transform.empty()
+        self._buffer._sampler.empty()
+        self._buffer._writer.empty()
 
 
 def restore_copy(buffer: Any, states: dict[str, Any]) -> None:
@@ -96,7 +130,7 @@ def _load_parts(buffer: Any, states: dict[str, Any]) -> None:
     if "transform" in states:
         _load_transforms(buffer._saved_transform, states["transform"]["state"])
     if "generator" in states:
-        buffer._restore_generator(states["generator"]["state"])
+        buffer._saved_generator.load(states["generator"]["state"])
 
 
 def _load_transforms(transform: Compose, state: dict[str, Any] | None) -> None:
@@ -115,68 +149,29 @@ def _connect(buffer: Any, rows_too: bool) -> None:
     sampler._sync(storage)
 
 
-class _Backup:
-    """What a buffer was before a load."""
-
-    def __init__(self, buffer: Any, rows_too: bool) -> None:
-        self.filled = False  # set when other rows have taken the place of those of before
-        self._buffer = buffer
-        self._rows_too = rows_too
-        self._incarnations = _incarnations(buffer.storage)
-        self._generator = buffer._generator_state()
-        parts = [buffer._sampler, buffer._writer, buffer._saved_transform]
-        self._parts = [_PartBackup(part) for whole in parts for part in _with_members(whole)]
-        self._undo = buffer.storage._restore_point() if rows_too else None
-        # With rows that come back under another incarnation goes a sampler that is told so.
-        self._sampler = copy.deepcopy(buffer._sampler.state_dict()) if self._undo is not None else None
-
-    def restore(self) -> None:
-        """Makes the buffer what it was."""
-        storage, sampler = self._buffer.storage, self._buffer._sampler
-        touched = self._rows_too and (self.filled or _incarnations(storage) != self._incarnations)
-        if touched and self._undo is None:
-            if not self.filled:
-                self._empty_parts()
-            return  # else: what was loaded stays, which is whole
-        for part in self._parts:
-            part.restore()
-        self._buffer._restore_generator(self._generator)
-        if not touched or self._undo is None:
-            return
-        with _logging_errors(storage):
-            self._undo()
-        if self._sampler is not None:
-            with _logging_errors(sampler):
-                sampler.load_state_dict(self._sampler)
-                storage._rebase_sampler(sampler)
-
-    def _empty_parts(self) -> None:
-        """The rows went in the middle of being replaced."""
-        self._buffer._saved_transform.empty()
-        self._buffer._sampler.empty()
-        self._buffer._writer.empty()
+def _undo_of(part: Any) -> Callable[[], None]:
+    """A function that puts a part back as it is now: its attributes, or what one of a user's own would save."""
+    own = _given(part)
+    if not _is_built_in(part) and hasattr(own, "state_dict") and hasattr(own, "load_state_dict"):
+        return functools.partial(_load_again, part, copy.deepcopy(part.state_dict()))
+    # Built-in parts never change the value of an attribute: they assign another one.
+    return functools.partial(_set_attributes, own, dict(vars(own))) if hasattr(own, "__dict__") else _nothing
 
 
-class _PartBackup:
-    """A part of a buffer as it is now: its attributes, and of one of a user's own also what it would save."""
+def _load_again(part: Any, state: Any) -> None:
+    with _logging_errors(part):
+        part.load_state_dict(state)
 
-    def __init__(self, part: Any) -> None:
-        self._part = part
-        own = _given(part)
-        self._attributes = dict(vars(own)) if hasattr(own, "__dict__") else {}
-        self._has_state = not _is_built_in(part) and hasattr(own, "state_dict") and hasattr(own, "load_state_dict")
-        self._state = copy.deepcopy(part.state_dict()) if self._has_state else None
 
-    def restore(self) -> None:
-        if self._has_state:
-            with _logging_errors(self._part):
-                self._part.load_state_dict(self._state)
-                return
-        # Built-in parts never change the value of an attribute: they assign another one.
-        attributes = vars(_given(self._part)) if self._attributes else {}
-        attributes.update(self._attributes)
-        for name in attributes.keys() - self._attributes.keys():
-            del attributes[name]
+def _set_attributes(part: Any, before: dict[str, Any]) -> None:
+    attributes = vars(part)
+    attributes.update(before)
+    for name in attributes.keys() - before.keys():
+        del attributes[name]
+
+
+def _nothing() -> None:
+    pass
 
 
 @contextlib.contextmanager
@@ -343,14 +338,14 @@ def _copied(cls: Any, attributes: dict[str, Any], states: dict[str, Any]) -> Any
     return buffer
 
 
-def _save(buffer: SavedBuffer, path: Path, keep_last: int) -> str:
+def save_buffer(buffer: SavedBuffer, path: Path, keep_last: int) -> str:
     """Saves every part as one snapshot, and returns its name. The caller holds the buffer still."""
     components, storage = _components(buffer), buffer.storage
     with storage._consistent_view() as source:
         return save_snapshot(path, components, (storage.checkpointer, source), keep_last=keep_last)
 
 
-def _save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> SaveHandle:
+def save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> SaveHandle:
     """The same in a thread, of what the parts are now. The caller holds the buffer still until this returns."""
     storage, checkpointer = buffer.storage, buffer.storage.checkpointer
     components = copy.deepcopy(_components(buffer))
@@ -377,7 +372,7 @@ def _components(buffer: SavedBuffer) -> dict[str, Any]:
     }
 
 
-def _load(
+def load_buffer(
     buffer: SavedBuffer,
     path: Path,
     snapshot: str | None,
@@ -403,8 +398,8 @@ def _load(
         if differences:
             raise CheckpointMisfitError(f"{path} does not fit this buffer", differences, _advice(states))
         with storage._exclusive("loads") if with_rows else storage.mutex:
-            fill = storage._prepare_load(saved) if with_rows else None
-            restore(buffer, states, fill, saved.malformed)
+            rows = storage.plan_load(saved) if with_rows else None
+            BufferLoad(buffer, states, rows, saved.malformed).run()
 
 
 def _receiver(buffer: SavedBuffer) -> Receiver:
@@ -432,13 +427,13 @@ def _advice(states: dict[str, Any]) -> str:
     return "What is not wanted from there can be left out: loads(path, parts=...)" if "sampler" in states else ""
 
 
-def _state_of(buffer: SavedBuffer) -> dict[str, Any]:
+def buffer_state(buffer: SavedBuffer) -> dict[str, Any]:
     """Everything, in memory; parts of a user's own may hand out tensors that they go on with, so copies of them."""
     states = {**_kinds(buffer), **copy.deepcopy(buffer._part_states()), "_batch_size": buffer.batch_size}
     return {"storage": buffer.storage.state_dict(), **states}
 
 
-def _load_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
+def load_buffer_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     """Loads what `_state_of` gave."""
     missing = [f"it has no {part}" for part in (*PARTS, "transform") if part not in state]
     if missing:
@@ -451,7 +446,9 @@ def _load_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     _check_states(buffer, states)
     states = copy.deepcopy(states)
     with buffer.storage._exclusive("load_state_dict"):
-        restore(buffer, states, functools.partial(buffer.storage.load_state_dict, state["storage"]))
+        fill = functools.partial(buffer.storage.load_state_dict, state["storage"])
+        rows = RowsPlan(fill, buffer.storage._restore_point())
+        BufferLoad(buffer, states, rows).run()
 
 
 def _kinds(buffer: SavedBuffer) -> dict[str, str]:
@@ -475,7 +472,7 @@ def _differences(buffer: SavedBuffer, states: dict[str, Any], malformed: Malform
                 differences += part._differences(state)
     if "generator" in states:
         with damage_of(None, malformed):
-            differences += buffer._generator_differences(states["generator"]["state"])
+            differences += buffer._saved_generator.differences(states["generator"]["state"])
     if "transform" in states:
         transform = buffer._saved_transform
         with damage_of(transform, malformed):
@@ -488,5 +485,5 @@ def _check_states(buffer: SavedBuffer, states: dict[str, Any], malformed: Malfor
     """An error where a state cannot be taken over here, before anything is changed for it."""
     with damage_of(None, malformed):
         if "generator" in states:
-            buffer._check_generator(states["generator"]["state"])
+            buffer._saved_generator.check(states["generator"]["state"])
     check_sampler(buffer, states, malformed)

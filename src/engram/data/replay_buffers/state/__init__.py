@@ -1,0 +1,1 @@
+"""How buffers and their parts are saved, loaded and made anew."""
