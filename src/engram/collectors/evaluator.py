@@ -19,7 +19,8 @@ from torch import nn
 
 from engram._advice import advised
 from engram.collectors.policy_weights import State, copied_weights, state_of_weights
-from engram.collectors.sync import Device, SyncDataCollector, one_of_weights
+from engram.collectors.settings import Device
+from engram.collectors.sync import SyncDataCollector, one_of_weights
 from engram.envs.policies import ExplorationType, own_exploration_type
 from engram.errors import WorkerError
 from engram.processes.worker import Channel, CloudpickleWrapper, Worker, close_all, packed_exception

@@ -23,20 +23,16 @@ from torch import nn
 from engram._advice import advised
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.policy_weights import version_argument
+from engram.collectors.settings import CollectorSettings, Device
 from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
 from engram.collectors.sync import (
     NOTHING_WAITS,
-    Device,
     buffer_writer,
     device_argument,
-    none_if_unset,
     one_of_weights,
     to_storing_device,
-    validate_counts,
     validate_state,
-    validate_trajectory_settings,
     validate_waiting,
-    warn_of_remainder,
 )
 from engram.collectors.trajectories import (
     IDS,
@@ -165,46 +161,24 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         if cat_results not in (None, "stack"):
             raise ValueError(f"cat_results can only be used with MultiSyncDataCollector; a {name} joins no batches")
         validate_threshold(preemptive_threshold)
-        total_frames, max_frames_per_traj, init_random_frames = (
-            -1 if total_frames is None else total_frames,
-            none_if_unset(max_frames_per_traj),
-            none_if_unset(init_random_frames),
-        )
         validate_timeout(timeout)
         self._restarts = Restarts(validate_restarts(restarts))
         makers = with_arguments(env_makers(create_env_fn, num_workers), create_env_kwargs)
         policy_makers = policy_makers_of(policy, policy_factory, len(makers))
         if update_at_each_batch and policy_factory is not None:
             raise ValueError("update_at_each_batch=True takes weights from the policy; policy_factory leaves none here")
-        if max_frames_per_traj is not None and not reset_when_done:
-            raise ValueError("max_frames_per_traj ends episodes by resets; leave out reset_when_done=False")
         for threads in (num_sub_threads, 1 if num_threads is None else num_threads):
             if threads < 1:
                 raise ValueError(f"num_threads and num_sub_threads must be 1 or more, got {threads}")
         frames_of_workers = self._frames_of_workers(frames_per_batch, len(makers))
-        validate_counts(
-            frames_per_batch=min(frames_per_batch) if isinstance(frames_per_batch, Sequence) else frames_per_batch,
-            total_frames=total_frames,
-            max_frames_per_traj=max_frames_per_traj,
-            init_random_frames=init_random_frames,
-            trajs_per_batch=trajs_per_batch,
-        )
-        validate_trajectory_settings(
-            traj_format=traj_format,
-            trajs_per_batch=trajs_per_batch,
-            split_trajs=split_trajs,
-            set_truncated=set_truncated,
-            reset_at_each_iter=reset_at_each_iter,
-            reset_when_done=reset_when_done,
-            replay_buffer=replay_buffer,
-        )
+        least = min(frames_per_batch) if isinstance(frames_per_batch, Sequence) else frames_per_batch
+        settings = CollectorSettings.of(locals(), frames_per_batch=least)
+        self.set_truncated = set_truncated
         self._trajs_per_batch, self._assembler = trajs_per_batch or 0, TrajectoryAssembler()
         self._first_layout: _WorkerLayout | None = None  # of the first batch of steps for whole trajectories
         self.traj_format = traj_format or "padded"
         self.pre_collect_hook, self.post_collect_hook = pre_collect_hook, post_collect_hook
-        self._pads_trajectories = trajs_per_batch is not None and traj_format != "cat"
-        if split_trajs and replay_buffer is not None:
-            raise ValueError("split_trajs=True would write padding into the replay buffer; leave it out")
+        self._pads_trajectories = settings.pads_trajectories
         if num_sub_threads > 1 and start_method == "fork":
             raise ValueError(
                 f"num_sub_threads={num_sub_threads}: torch's threads may hang after a fork; leave start_method out"
@@ -222,23 +196,11 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         self._failure: WorkerError | None = None  # to be raised once the batches that came before it are handed out
         self._is_attached = False
         self._should_attach()  # raises its errors before there are processes
-        self.total_frames = total_frames
-        self.init_random_frames = init_random_frames or 0
+        self.total_frames = settings.total_frames
+        self.init_random_frames = settings.init_random_frames or 0
         self.requested_frames_per_batch = None if isinstance(frames_per_batch, Sequence) else frames_per_batch
         self.frames = self.batches = 0
         self._set_policy(policy)
-        settings = {
-            "max_frames_per_traj": max_frames_per_traj,
-            "init_random_frames": -(-(init_random_frames or 0) // self.num_workers),
-            "reset_at_each_iter": reset_at_each_iter,
-            "reset_when_done": reset_when_done,
-            "auto_register_policy_transforms": auto_register_policy_transforms,
-            "compile_policy": compile_policy,
-            "cudagraph_policy": cudagraph_policy,
-            "compact_obs": compact_obs,
-            "exploration_type": exploration_type,
-            "track_policy_version": track_policy_version,
-        }
         calls = WorkerCalls(*map(_sendable, (init_fn, pre_collect_hook, post_collect_hook)))
         self._limit_threads(num_threads)
         self._start(
@@ -246,13 +208,12 @@ class MultiCollector(BackgroundCollector, HasSpaces):
             policy_makers,
             calls,
             [
-                {**settings, "frames_per_batch": frames, "policy_device": policy_on, "env_device": env_on}
+                settings.share(self.num_workers, frames, policy_device=policy_on, env_device=env_on)
                 for frames, policy_on, env_on in zip(frames_of_workers, policy_devices, env_devices, strict=True)
             ],
             "spawn" if num_sub_threads > 1 and start_method is None else start_method,
             timeout,
-            set_truncated=set_truncated,
-            threads=num_sub_threads,
+            num_sub_threads,
         )
 
     def _limit_threads(self, num_threads: int | None) -> None:
@@ -283,16 +244,14 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         makers: list[Callable[[], Any]],
         policy_makers: list[Callable[[], Any] | None],
         calls: WorkerCalls,
-        settings: list[dict[str, Any]],
+        settings: list[CollectorSettings],
         start_method: str | None,
         timeout: float | None,
-        *,
-        set_truncated: bool,
         threads: int,
     ) -> None:
         self._makers, self._policy_makers, self._calls = makers, policy_makers, calls
         self._settings, self._start_method = settings, start_method
-        self.set_truncated, self._sub_threads = set_truncated, threads
+        self._sub_threads = threads
         self._clocks = [None if timeout is None else CallTimer() for _ in makers]
         self._timeout = None if timeout is None else Timeout(timeout, [c for c in self._clocks if c is not None])
         self._workers: list[Worker] = []
@@ -321,8 +280,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         self.frames_per_batch = self._frames_of_batch()
         if self.requested_frames_per_batch is None:
             self.requested_frames_per_batch = self.frames_per_batch
-        if not self._trajs_per_batch:
-            warn_of_remainder(self.total_frames, self.frames_per_batch)
+        self._settings[0].warn_of_remainder(self.frames_per_batch)
 
     def _new_worker(self, k: int, predecessor: Predecessor | None = None) -> Worker:
         """Starts the process of worker k."""
@@ -336,7 +294,6 @@ class MultiCollector(BackgroundCollector, HasSpaces):
             clock=self._clocks[k],
             policy_factory=_sendable(self._policy_makers[k]),
             calls=self._calls,
-            set_truncated=self.set_truncated,
             threads=self._sub_threads,
             predecessor=predecessor,
         )
