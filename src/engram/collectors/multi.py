@@ -65,16 +65,14 @@ from engram.data.replay_buffers.buffer import sent_to_writers
 from engram.envs.base import mark_truncated, with_time_named
 from engram.envs.policies import ExplorationType
 from engram.errors import WorkerError
-from engram.processes.restarts import Restarts, seed_after, validate_restarts
+from engram.processes.pool import WorkerPool
+from engram.processes.restarts import seed_after, validate_restarts
 from engram.processes.shared_weights import SharedWeights, tensors_of
-from engram.processes.timeouts import CallTimer, Timeout, validate_timeout
+from engram.processes.timeouts import validate_timeout
 from engram.processes.worker import (
     CLOSE_TIMEOUT,
     ERROR_CLOSE_TIMEOUT,
     CloudpickleWrapper,
-    Worker,
-    close_all,
-    wait_for_any,
 )
 from engram.pytree import is_ragged, map_leaves
 from engram.specs.spaces import EncodedSpaces, HasSpaces, common_spaces
@@ -162,7 +160,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
             raise ValueError(f"cat_results can only be used with MultiSyncDataCollector; a {name} joins no batches")
         validate_threshold(preemptive_threshold)
         validate_timeout(timeout)
-        self._restarts = Restarts(validate_restarts(restarts))
+        validate_restarts(restarts)
         makers = with_arguments(env_makers(create_env_fn, num_workers), create_env_kwargs)
         policy_makers = policy_makers_of(policy, policy_factory, len(makers))
         if update_at_each_batch and policy_factory is not None:
@@ -203,6 +201,14 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         self._set_policy(policy)
         calls = WorkerCalls(*map(_sendable, (init_fn, pre_collect_hook, post_collect_hook)))
         self._limit_threads(num_threads)
+        self._pool = WorkerPool(
+            run_worker,
+            [f"worker {k} of {name}" for k in range(self.num_workers)],
+            start_method="spawn" if num_sub_threads > 1 and start_method is None else start_method,
+            timeout=timeout,
+            restarts=restarts,
+        )
+        self._workers = self._pool.workers
         self._start(
             makers,
             policy_makers,
@@ -211,8 +217,6 @@ class MultiCollector(BackgroundCollector, HasSpaces):
                 settings.share(self.num_workers, frames, policy_device=policy_on, env_device=env_on)
                 for frames, policy_on, env_on in zip(frames_of_workers, policy_devices, env_devices, strict=True)
             ],
-            "spawn" if num_sub_threads > 1 and start_method is None else start_method,
-            timeout,
             num_sub_threads,
         )
 
@@ -245,18 +249,10 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         policy_makers: list[Callable[[], Any] | None],
         calls: WorkerCalls,
         settings: list[CollectorSettings],
-        start_method: str | None,
-        timeout: float | None,
         threads: int,
     ) -> None:
         self._makers, self._policy_makers, self._calls = makers, policy_makers, calls
-        self._settings, self._start_method = settings, start_method
-        self._sub_threads = threads
-        self._clocks = [None if timeout is None else CallTimer() for _ in makers]
-        self._timeout = None if timeout is None else Timeout(timeout, [c for c in self._clocks if c is not None])
-        self._workers: list[Worker] = []
-        self._finalizer = weakref.finalize(self, close_all, self._workers)
-        self._finalizer.atexit = False  # `engram.processes.worker` has its own at exit, with a shorter timeout
+        self._settings, self._sub_threads = settings, threads
         self._readers = [SharedBatchReader() for _ in makers]
         self._episodes, self._throughput = EpisodeStats(0), Throughput()
         self._ids = SharedCounter()
@@ -266,23 +262,22 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         self._frames, self._envs = [0] * len(makers), [0] * len(makers)  # of each worker's batch; known after its Hello
         self._collected = [0] * len(makers)  # by worker: the frames that it has handed over
         self._seeds: list[SetSeed | None] = [None] * len(makers)  # of the environments
-        self._replaced = [0] * len(makers)  # by worker: how often
         self._id_offset = [0] * len(makers)  # added to the ids that a worker counts, which begin anew in its successor
         self._begins = [False] * len(makers)  # whether a worker's next batch is the first of a successor
         self._first_steps: list[TensorDictBase | WroteFrames | None] = [None] * len(makers)  # of unfinished batches
         with self._shut_down_on_error():
             for k in range(self.num_workers):
-                self._workers.append(self._new_worker(k))
-            while missing := [worker for worker, frames in zip(self._workers, self._frames, strict=True) if not frames]:
-                for worker in wait_for_any(missing):
-                    self._receive_message(self._workers.index(worker))
+                self._start_worker(k)
+            while missing := [k for k, frames in enumerate(self._frames) if not frames]:
+                for k in self._pool.wait(missing):
+                    self._receive_message(k)
             self._share_weights_of_factory()
         self.frames_per_batch = self._frames_of_batch()
         if self.requested_frames_per_batch is None:
             self.requested_frames_per_batch = self.frames_per_batch
         self._settings[0].warn_of_remainder(self.frames_per_batch)
 
-    def _new_worker(self, k: int, predecessor: Predecessor | None = None) -> Worker:
+    def _start_worker(self, k: int, predecessor: Predecessor | None = None) -> None:
         """Starts the process of worker k."""
         config = WorkerConfig(
             make_env=CloudpickleWrapper(self._makers[k]),
@@ -291,15 +286,12 @@ class MultiCollector(BackgroundCollector, HasSpaces):
             settings=self._settings[k],
             can_be_stopped=self._can_be_stopped,
             batches_in_memory=self._ahead + 1,
-            clock=self._clocks[k],
             policy_factory=_sendable(self._policy_makers[k]),
             calls=self._calls,
             threads=self._sub_threads,
             predecessor=predecessor,
         )
-        name = f"worker {k} of {type(self).__name__}"
-        seed = None if predecessor is None else seed_after(self._workers[k].seed, self._replaced[k])
-        return Worker(run_worker, [config], name=name, start_method=self._start_method, seed=seed)
+        self._pool.start(k, config)
 
     def _greet(self, k: int, hello: Hello) -> None:
         """Notes the sizes of a worker that is ready. Raises RuntimeError where a successor has other ones."""
@@ -439,7 +431,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         """Receives the batches that workers have sent already, where one has failed."""
         for k, worker in enumerate(self._workers):
             with contextlib.suppress(WorkerError):  # the first failure is raised, not the others
-                while self._pending[k] and wait_for_any([worker], 0):
+                while self._pending[k] and self._pool.wait([k], 0):
                     if isinstance(message := worker.receive(), BatchReady):
                         self._receive_batch(k, message)
         for k, first_steps in enumerate(self._first_steps):
@@ -453,32 +445,26 @@ class MultiCollector(BackgroundCollector, HasSpaces):
 
     def _wait(self) -> None:
         """Waits until workers have sent batches, and receives them."""
-        waiting = [worker for worker, pending in zip(self._workers, self._pending, strict=True) if pending]
-        for worker in self._wait_for_any(waiting):
-            self._receive_message(self._workers.index(worker))
+        for k in self._wait_for_any([k for k, pending in enumerate(self._pending) if pending]):
+            self._receive_message(k)
 
-    def _wait_for_any(self, workers: list[Worker]) -> list[Worker]:
+    def _wait_for_any(self, workers: list[int]) -> list[int]:
         """Waits until some of the workers have sent a message, or one that hangs in its step was replaced."""
-        if self._timeout is None and self._background is None:
-            return wait_for_any(workers)
-        if self._background is not None:
-            self._background.raise_if_abandoned()  # also where messages come all the time
-        while not (ready := wait_for_any(workers, self._seconds_to_wait())):
-            if self._background is not None:
-                self._background.raise_if_abandoned()
-            if self._timeout is not None and (late := self._timeout.overdue()) is not None:
+        background = self._background
+        if background is not None:
+            background.raise_if_abandoned()  # also where messages come all the time
+        while not (ready := self._pool.wait(workers, math.inf if background is None else ABANDON_INTERVAL)):
+            if background is not None:
+                background.raise_if_abandoned()
+            if (late := self._pool.overdue()) is not None:
                 self._end_overdue(*late)
                 return []
         return ready
 
-    def _seconds_to_wait(self) -> float:
-        of_step = math.inf if self._timeout is None else self._timeout.remaining() + 0.001
-        return min(of_step, math.inf if self._background is None else ABANDON_INTERVAL)
-
     def _end_overdue(self, k: int, reason: str) -> None:
         """Kills a worker that hangs, after what it has sent was received, and replaces it."""
         worker = self._workers[k]
-        while self._workers[k] is worker and wait_for_any([worker], 0):
+        while self._workers[k] is worker and self._pool.wait([k], 0):
             self._receive_message(k)
         if self._workers[k] is worker:
             try:
@@ -515,7 +501,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
                 batch.set(IDS, batch.get(IDS) + self._id_offset[k])
         if (first_steps := self._first_steps[k]) is not None:
             batch, self._first_steps[k] = joined(first_steps, batch), None
-        if message.is_last and self._restarts.left and self._missing_steps(k, batch):
+        if message.is_last and self._pool.restarts.left and self._missing_steps(k, batch):
             self._first_steps[k] = batch
             self._pending[k] += 1  # its successor makes the rest
         else:
@@ -538,20 +524,16 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         All that it had sent was received before. It is asked again for the batches that it owes.
         """
         while True:
-            self._restarts.use(error, self._workers[k].pid)
-            self._workers[k].close()  # another process can have its lane once it has ended
+            restart = self._pool.retire(k, error)  # another process can have its lane now
             self._cut(k)
-            self._replaced[k] += 1
             seed, self._readers[k] = self._seeds[k], SharedBatchReader()
             self._makers[k] = with_own_seed(self._makers[k])  # else the predecessor's episodes would come again
-            if self._timeout is not None:
-                self._clocks[k] = self._timeout.renewed(k)
             predecessor = Predecessor(
                 self._collected[k],
-                None if seed is None else seed._replace(seed=seed_after(seed.seed, self._replaced[k])),
+                None if seed is None else seed._replace(seed=seed_after(seed.seed, restart)),
                 has_own_weights=self._policy_makers[k] is not None and not self._is_updated,
             )
-            self._workers[k] = self._new_worker(k, predecessor)
+            self._start_worker(k, predecessor)
             try:
                 if self._is_attached:
                     self._attach_worker(k)
@@ -796,19 +778,19 @@ class MultiCollector(BackgroundCollector, HasSpaces):
     def _request(self, k: int, message: Any) -> Any:
         """Sends worker k a message and returns its answer; batches that come before it are received."""
         while self._pending[k]:  # a large message would wait for a worker that waits to send a large batch
-            if self._wait_for_any([self._workers[k]]):
+            if self._wait_for_any([k]):
                 self._receive_message(k)
         while True:
             worker = self._workers[k]
             worker.post(message)
             while self._workers[k] is worker:  # else it was replaced, and its successor is asked
-                if self._wait_for_any([worker]) and (answers := self._receive_message(k)):
+                if self._wait_for_any([k]) and (answers := self._receive_message(k)):
                     return answers[0]
 
     @property
     def is_shut_down(self) -> bool:
         """True after `shutdown`, and after a worker has failed."""
-        return not self._finalizer.alive
+        return self._pool.is_closed
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, *, raise_on_error: bool = True) -> None:
         """Ends the workers in a bounded time. A second call does nothing.
@@ -822,7 +804,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
                 self._background.stop(CLOSE_TIMEOUT if timeout is None else timeout)
             except TimeoutError:
                 self._background.abandon()
-        self._finalizer()
+        self._pool.close()
         self._restore_threads()
         if raise_on_error:
             self._raise_background_failure()
@@ -840,8 +822,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         if self._background is not None and not self._background.is_current:
             self._background.abandon()
         self._restore_threads()
-        if self._finalizer.detach() is not None:
-            close_all(self._workers, ERROR_CLOSE_TIMEOUT)
+        self._pool.close(ERROR_CLOSE_TIMEOUT)
 
     @contextmanager
     def _between_batches(self) -> Iterator[None]:

@@ -143,7 +143,6 @@ class WorkerConfig(NamedTuple):
     settings: CollectorSettings
     can_be_stopped: bool
     batches_in_memory: int
-    clock: CallTimer | None
     policy_factory: CloudpickleWrapper | None
     calls: WorkerCalls
     threads: int
@@ -202,7 +201,7 @@ class _CollectorProcess:
         self._pieces = _number_of_pieces(steps) if config.can_be_stopped else 1
         settings = config.settings.only_steps(steps // self._pieces * self._envs)
         frames_before = 0 if config.predecessor is None else config.predecessor.frames
-        self._collector = SteppingCollector(self._env, policy, settings, config.clock, frames_before)
+        self._collector = SteppingCollector(self._env, policy, settings, channel.clock, frames_before)
         self._shared_batches = SharedBatchWriter(config.batches_in_memory)
         self._writer: BufferWriter | None = None
         self._global_ids: GlobalTrajectoryIds | None = None

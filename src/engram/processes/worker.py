@@ -32,6 +32,7 @@ from torch import Tensor
 
 from engram import _native
 from engram.errors import WorkerError
+from engram.processes.timeouts import CallTimer
 from engram.pytree import SIGNED
 from engram.store.files import passing_fds
 
@@ -128,8 +129,10 @@ def packed_exception(error: BaseException) -> bytes:
 class Channel:
     """The worker's end of the connection to its owner."""
 
-    def __init__(self, connection: Connection, wakeup: EventFd, owner_wakeup: EventFd) -> None:
-        self._connection = connection
+    def __init__(
+        self, connection: Connection, wakeup: EventFd, owner_wakeup: EventFd, clock: CallTimer | None = None
+    ) -> None:
+        self._connection, self.clock = connection, clock
         self._wakeup, self._owner_wakeup = wakeup, owner_wakeup
 
     def receive(self) -> Any:
@@ -190,6 +193,7 @@ class Worker:
         name: the worker's name in errors.
         start_method: "fork", "spawn" or "forkserver"; None: fork unless CUDA is in use, where that cannot work.
         seed: seeds the worker's random generators instead of such a draw.
+        clock: `channel.clock`, where the worker records calls that have a timeout.
 
     Raises:
         ValueError: no such start method.
@@ -204,6 +208,7 @@ class Worker:
         name: str,
         start_method: str | None = None,
         seed: int | None = None,
+        clock: CallTimer | None = None,
     ) -> None:
         method = validate_start_method(start_method)
         _cloudpickle()  # raises ImportError before anything is made; a forked worker inherits the module
@@ -214,7 +219,7 @@ class Worker:
         self.seed = int(torch.randint(2**31, ())) if seed is None else seed
         self._worker_wakeup, self.wakeup = EventFd(), EventFd()
         main_args = (
-            (theirs, self._worker_wakeup, self.wakeup),
+            (theirs, self._worker_wakeup, self.wakeup, clock),
             self._owner,
             method != "forkserver",
             self.seed,
@@ -465,7 +470,7 @@ def validate_start_method(method: str | None) -> str:
 
 
 def _main(
-    ends: tuple[Connection, EventFd, EventFd],
+    ends: tuple[Connection, EventFd, EventFd, CallTimer | None],
     owner: int,
     is_child: bool,
     seed: int,
