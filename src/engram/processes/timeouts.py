@@ -31,7 +31,11 @@ class CallTimer:
 
     def __init__(self) -> None:
         self._memory = SharedMemory()
-        self._cells = AtomicInts(self._memory.allocate([_BYTES])[0].view(np.int64))
+        self._memory.allocate([_BYTES])
+
+    @property
+    def _cells(self) -> AtomicInts:
+        return AtomicInts(self._memory.bytes.view(np.int64))
 
     def timed(self, call: Callable[..., Any], kind: str, env: int) -> Callable[..., Any]:
         """Wraps a "step" or "reset" of environment `env` so that its beginning and end are recorded here."""
@@ -55,13 +59,6 @@ class CallTimer:
             if cells[_SINCE] == since:
                 return (time.monotonic_ns() - since) / 1e9, place
         return None
-
-    def __getstate__(self) -> SharedMemory:
-        return self._memory
-
-    def __setstate__(self, memory: SharedMemory) -> None:
-        self._memory = memory
-        self._cells = AtomicInts(memory.attach([_BYTES])[0].view(np.int64))
 
 
 class TimedEnv:
