@@ -122,10 +122,10 @@ class BackgroundThread:
         if thread.is_alive():
             raise TimeoutError(f"{self._name} was still in the middle of a batch after {timeout} s")
 
-    def abandon(self) -> None:
-        """Ends the thread as soon as it waits for workers."""
+    def abandon(self, timeout: float | None = None) -> None:
+        """As `stop`, but ends the thread as soon as it waits for workers."""
         self._is_abandoned = True
-        self.stop()
+        self.stop(timeout)
 
     def raise_if_abandoned(self) -> None:
         """Raises Abandoned in this thread after `abandon`."""
@@ -175,9 +175,8 @@ _live: weakref.WeakSet[BackgroundThread] = fork_registry(BackgroundThread.after_
 @atexit.register  # after the import of `engram.processes.worker`, so that threads end before workers do
 def _stop_at_exit() -> None:
     for thread in list(_live):
-        thread._is_abandoned = True
         try:
-            thread.stop(CLOSE_TIMEOUT)
+            thread.abandon(CLOSE_TIMEOUT)
         except TimeoutError as error:
             log.warning("%s", error)
 

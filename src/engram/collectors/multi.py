@@ -161,8 +161,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         validate_threshold(preemptive_threshold)
         validate_timeout(timeout)
         validate_restarts(restarts)
-        makers = with_arguments(env_makers(create_env_fn, num_workers), create_env_kwargs)
-        policy_makers = policy_makers_of(policy, policy_factory, len(makers))
+        makers, policy_makers = makers_of_workers(create_env_fn, create_env_kwargs, policy, policy_factory, num_workers)
         if update_at_each_batch and policy_factory is not None:
             raise ValueError("update_at_each_batch=True takes weights from the policy; policy_factory leaves none here")
         for threads in (num_sub_threads, 1 if num_threads is None else num_threads):
@@ -199,7 +198,6 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         self.requested_frames_per_batch = None if isinstance(frames_per_batch, Sequence) else frames_per_batch
         self.frames = self.batches = 0
         self._set_policy(policy)
-        calls = WorkerCalls(*map(_sendable, (init_fn, pre_collect_hook, post_collect_hook)))
         self._limit_threads(num_threads)
         self._pool = WorkerPool(
             run_worker,
@@ -209,16 +207,22 @@ class MultiCollector(BackgroundCollector, HasSpaces):
             restarts=restarts,
         )
         self._workers = self._pool.workers
-        self._start(
-            makers,
-            policy_makers,
-            calls,
-            [
-                settings.share(self.num_workers, frames, policy_device=policy_on, env_device=env_on)
-                for frames, policy_on, env_on in zip(frames_of_workers, policy_devices, env_devices, strict=True)
-            ],
-            num_sub_threads,
-        )
+        calls = WorkerCalls(*map(_sendable, (init_fn, pre_collect_hook, post_collect_hook)))
+        of_workers = zip(makers, policy_makers, frames_of_workers, policy_devices, env_devices, strict=True)
+        self._configs = [
+            WorkerConfig(
+                make_env=CloudpickleWrapper(make_env),
+                policy_factory=_sendable(make_policy),
+                settings=settings.share(self.num_workers, frames, policy_device=policy_on, env_device=env_on),
+                can_be_stopped=self._can_be_stopped,
+                batches_in_memory=self._ahead + 1,
+                calls=calls,
+                threads=num_sub_threads,
+            )
+            for make_env, make_policy, frames, policy_on, env_on in of_workers
+        ]
+        self._start()
+        settings.warn_of_remainder(self.frames_per_batch)
 
     def _limit_threads(self, num_threads: int | None) -> None:
         before = torch.get_num_threads()
@@ -243,30 +247,22 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         """The frames of each worker's batch; None: as many as a worker wants."""
         return one_for_each("frames_per_batch", frames_per_batch, n)
 
-    def _start(
-        self,
-        makers: list[Callable[[], Any]],
-        policy_makers: list[Callable[[], Any] | None],
-        calls: WorkerCalls,
-        settings: list[CollectorSettings],
-        threads: int,
-    ) -> None:
-        self._makers, self._policy_makers, self._calls = makers, policy_makers, calls
-        self._settings, self._sub_threads = settings, threads
-        self._readers = [SharedBatchReader() for _ in makers]
+    def _start(self) -> None:
+        n = self.num_workers
+        self._readers = [SharedBatchReader() for _ in range(n)]
         self._episodes, self._throughput = EpisodeStats(0), Throughput()
         self._ids = SharedCounter()
         self._global_ids = GlobalTrajectoryIds(self._ids.take)
         self._arrived: deque[Arrived] = deque()
-        self._pending = [0] * len(makers)  # by worker: batches that it was asked for and has not sent
-        self._frames, self._envs = [0] * len(makers), [0] * len(makers)  # of each worker's batch; known after its Hello
-        self._collected = [0] * len(makers)  # by worker: the frames that it has handed over
-        self._seeds: list[SetSeed | None] = [None] * len(makers)  # of the environments
-        self._id_offset = [0] * len(makers)  # added to the ids that a worker counts, which begin anew in its successor
-        self._begins = [False] * len(makers)  # whether a worker's next batch is the first of a successor
-        self._first_steps: list[TensorDictBase | WroteFrames | None] = [None] * len(makers)  # of unfinished batches
+        self._pending = [0] * n  # by worker: batches that it was asked for and has not sent
+        self._frames, self._envs = [0] * n, [0] * n  # of each worker's batch; known after its Hello
+        self._collected = [0] * n  # by worker: the frames that it has handed over
+        self._seeds: list[SetSeed | None] = [None] * n  # of the environments
+        self._id_offset = [0] * n  # added to the ids that a worker counts, which begin anew in its successor
+        self._begins = [False] * n  # whether a worker's next batch is the first of a successor
+        self._first_steps: list[TensorDictBase | WroteFrames | None] = [None] * n  # of unfinished batches
         with self._shut_down_on_error():
-            for k in range(self.num_workers):
+            for k in range(n):
                 self._start_worker(k)
             while missing := [k for k, frames in enumerate(self._frames) if not frames]:
                 for k in self._pool.wait(missing):
@@ -275,22 +271,11 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         self.frames_per_batch = self._frames_of_batch()
         if self.requested_frames_per_batch is None:
             self.requested_frames_per_batch = self.frames_per_batch
-        self._settings[0].warn_of_remainder(self.frames_per_batch)
 
     def _start_worker(self, k: int, predecessor: Predecessor | None = None) -> None:
         """Starts the process of worker k."""
-        config = WorkerConfig(
-            make_env=CloudpickleWrapper(self._makers[k]),
-            policy=None if self._policy is None else CloudpickleWrapper(on_cpu(self._policy)),
-            weights=self._weights,
-            settings=self._settings[k],
-            can_be_stopped=self._can_be_stopped,
-            batches_in_memory=self._ahead + 1,
-            policy_factory=_sendable(self._policy_makers[k]),
-            calls=self._calls,
-            threads=self._sub_threads,
-            predecessor=predecessor,
-        )
+        policy = None if self._policy is None else CloudpickleWrapper(on_cpu(self._policy))
+        config = self._configs[k]._replace(policy=policy, weights=self._weights, predecessor=predecessor)
         self._pool.start(k, config)
 
     def _greet(self, k: int, hello: Hello) -> None:
@@ -527,11 +512,13 @@ class MultiCollector(BackgroundCollector, HasSpaces):
             restart = self._pool.retire(k, error)  # another process can have its lane now
             self._cut(k)
             seed, self._readers[k] = self._seeds[k], SharedBatchReader()
-            self._makers[k] = with_own_seed(self._makers[k])  # else the predecessor's episodes would come again
+            config = self._configs[k]
+            make_env = with_own_seed(config.make_env.function)  # else the predecessor's episodes would come again
+            self._configs[k] = config._replace(make_env=CloudpickleWrapper(make_env))
             predecessor = Predecessor(
                 self._collected[k],
                 None if seed is None else seed._replace(seed=seed_after(seed.seed, restart)),
-                has_own_weights=self._policy_makers[k] is not None and not self._is_updated,
+                has_own_weights=config.policy_factory is not None and not self._is_updated,
             )
             self._start_worker(k, predecessor)
             try:
@@ -1195,8 +1182,18 @@ class MultiaSyncDataCollector(MultiCollector):
             self._next_after_failure()
 
 
-def env_makers(create_env_fn: Any, num_workers: int | None) -> list[Callable[[], Any]]:
-    """Returns a callable for each worker. Raises ValueError for a wrong number of them, TypeError for no callables."""
+def makers_of_workers(
+    create_env_fn: Any, create_env_kwargs: Any, policy: Any, policy_factory: Any, num_workers: int | None
+) -> tuple[list[Callable[[], Any]], list[Callable[[], Any] | None]]:
+    """For each worker a callable that makes its environment, and one that makes its policy, or None.
+
+    Raises ValueError for another number of them than `num_workers`, TypeError for what is no callable.
+    """
+    makers = _with_arguments(_env_makers(create_env_fn, num_workers), create_env_kwargs)
+    return makers, _policy_makers(policy, policy_factory, len(makers))
+
+
+def _env_makers(create_env_fn: Any, num_workers: int | None) -> list[Callable[[], Any]]:
     is_one = callable(create_env_fn) or is_environment(create_env_fn)
     makers = [create_env_fn] * (num_workers or 1) if is_one else list(create_env_fn)
     if not makers or (num_workers is not None and len(makers) != num_workers):
@@ -1287,13 +1284,9 @@ def validate_threshold(preemptive_threshold: float | None) -> None:
         raise ValueError(f"preemptive_threshold must be in [0, 1], or None, got {preemptive_threshold}")
 
 
-def with_arguments(
+def _with_arguments(
     makers: list[Callable[..., Any]], arguments: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 ) -> list[Callable[[], Any]]:
-    """The callables with their keyword arguments.
-
-    Raises ValueError for arguments of another number of workers, TypeError for those of an environment that is made.
-    """
     if not arguments:
         return makers
     if any(isinstance(make, CopyOfEnvironment) for make in makers):
@@ -1306,8 +1299,7 @@ def with_arguments(
     return [functools.partial(make, **own) for make, own in zip(makers, each, strict=True)]
 
 
-def policy_makers_of(policy: Any, factory: Any, num_workers: int) -> list[Callable[[], Any] | None]:
-    """A factory for each worker, or None. Raises TypeError for a policy too, ValueError for another number of them."""
+def _policy_makers(policy: Any, factory: Any, num_workers: int) -> list[Callable[[], Any] | None]:
     if factory is None:
         return [None] * num_workers
     if policy is not None:

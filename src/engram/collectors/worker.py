@@ -138,15 +138,15 @@ class WorkerConfig(NamedTuple):
     """What a worker process is made from."""
 
     make_env: CloudpickleWrapper
-    policy: CloudpickleWrapper | None
-    weights: SharedWeights | None
+    policy_factory: CloudpickleWrapper | None
     settings: CollectorSettings
     can_be_stopped: bool
     batches_in_memory: int
-    policy_factory: CloudpickleWrapper | None
     calls: WorkerCalls
     threads: int
-    predecessor: Predecessor | None
+    policy: CloudpickleWrapper | None = None
+    weights: SharedWeights | None = None
+    predecessor: Predecessor | None = None
 
 
 class SteppingCollector(SyncDataCollector):

@@ -33,13 +33,11 @@ from engram.kernel.collecting import (
     EpisodeStats,
     Throughput,
     collector_stats,
-    env_makers,
+    makers_of_workers,
     on_cpu,
     one_of_weights,
-    policy_makers_of,
     seed_after,
     tensors_of,
-    with_arguments,
 )
 
 _ID_BITS = 32  # of a trajectory's id that its producer counts; the others are the producer's number
@@ -315,9 +313,10 @@ class RayCollector(BackgroundCollector):
         post_collect_hook: Callable[[TensorDictBase], Any] | None = None,
         use_env_creator: bool = False,
     ) -> None:
-        makers = with_arguments(env_makers(create_env_fn, num_collectors), create_env_kwargs)
+        makers, policy_makers = makers_of_workers(
+            create_env_fn, create_env_kwargs, policy, policy_factory, num_collectors
+        )
         n = len(makers)
-        policy_makers = policy_makers_of(policy, policy_factory, n)
         settings = CollectorSettings.of(locals(), replay_buffer=None)
         if isinstance(num_workers_per_collector, bool) or num_workers_per_collector < 1:
             raise ValueError(f"num_workers_per_collector must be 1 or more, got {num_workers_per_collector}")

@@ -1,7 +1,7 @@
 """Arguments, counts and statistics of collectors, for collectors that run elsewhere."""
 
 from engram.collectors.background import BackgroundCollector
-from engram.collectors.multi import ABANDON_INTERVAL, env_makers, on_cpu, policy_makers_of, with_arguments
+from engram.collectors.multi import ABANDON_INTERVAL, makers_of_workers, on_cpu
 from engram.collectors.settings import CollectorSettings, Device
 from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
 from engram.collectors.sync import one_of_weights
@@ -19,11 +19,9 @@ __all__ = [
     "EpisodeStats",
     "Throughput",
     "collector_stats",
-    "env_makers",
+    "makers_of_workers",
     "on_cpu",
     "one_of_weights",
-    "policy_makers_of",
     "seed_after",
     "tensors_of",
-    "with_arguments",
 ]

@@ -452,7 +452,7 @@ def wait_for_any(workers: Sequence[Worker], timeout: float | None = None) -> lis
     """Waits for a message of any worker: those with a message or that have ended; empty after `timeout` seconds."""
     poll = select.poll()
     by_fd = {worker.fileno(): worker for worker in workers}
-    for fd, worker in [*by_fd.items(), *((worker._end_fd, worker) for worker in workers)]:
+    for fd, worker in [*by_fd.items(), *((worker.end_fileno(), worker) for worker in workers)]:
         poll.register(fd, select.POLLIN)
         by_fd[fd] = worker
     ready = poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
