@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tensordict import TensorDictBase
+
 from engram._advice import advised
 from engram._system import fork_registry, notice_fork
 from engram._text import log
@@ -197,15 +199,17 @@ class BackgroundCollector:
     frames_per_batch: int
     replay_buffer: Any
     _background: BackgroundThread | None = None
+    _failure: BaseException | None = None  # to be raised by the next call
     _trajs_per_batch = 0
 
     @abstractmethod
     def rollout(self) -> Any:
         """Collects the next batch."""
 
-    @abstractmethod
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
         """Collects a batch at a time until there are `total_frames`."""
+        while self._failure is not None or self.total_frames < 0 or self.frames < self.total_frames:
+            yield self.rollout()
 
     def iterator(self) -> Iterator[Any]:
         """As `iter(collector)`."""

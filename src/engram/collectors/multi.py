@@ -306,10 +306,6 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         """The number of frames that one iteration hands out."""
 
     # ---- collecting ----
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
-        while self._failure is not None or self.total_frames < 0 or self.frames < self.total_frames:
-            yield self.rollout()
-
     def rollout(self) -> TensorDictBase | None:
         """The next batch, whatever `total_frames` says; None where it went into the replay buffer.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -414,10 +414,6 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
     def stats(self) -> CollectorStats:
         """Frames, speed, and returns and lengths of the last episodes, for a progress bar."""
         return collector_stats(self.frames, self.batches, self._episodes, self._throughput)
-
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
-        while self._failure is not None or self.total_frames < 0 or self.frames < self.total_frames:
-            yield self.rollout()
 
     def rollout(self) -> TensorDictBase | None:
         """The next batch, whatever `total_frames` says; None where it went into the replay buffer.

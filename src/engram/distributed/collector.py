@@ -480,10 +480,6 @@ class RayCollector(BackgroundCollector):
         self._collected[k] += frames
 
     # ---- collecting ----
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
-        while self.total_frames < 0 or self.frames < self.total_frames:
-            yield self.rollout()
-
     def rollout(self) -> TensorDictBase | None:
         """The next batch, whatever `total_frames` says; None where it went into the replay buffer.
 
