@@ -499,7 +499,8 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         if self._episode_steps is not None:
             self._episode_steps.put_into(batch)
         self._stepped += batch.numel()
-        self._note_episodes(batch)
+        if self.reset_when_done:
+            self._episodes.add_batch(batch)
         if self.set_truncated:
             truncate_last_step(batch)
         if self.compact_obs:
@@ -525,10 +526,6 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         self._prepare()
         with self._weights.collecting(), torch.no_grad(), set_exploration_type(self.exploration_type):
             return self._rollout.collect(self._steps, random_steps=random_steps)
-
-    def _note_episodes(self, batch: TensorDictBase) -> None:
-        if self.reset_when_done:
-            self._episodes.add_batch(batch)
 
     def reset(self, index: None = None) -> None:
         """Resets every environment before the next batch; trajectories that have not ended are left unfinished.

@@ -32,6 +32,8 @@ class SharedMemory:
     ([7, 7, 7], 5)
     """
 
+    _fd = -1  # until there is one
+
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
             self._fd = os.memfd_create("engram", os.MFD_CLOEXEC)
@@ -76,8 +78,7 @@ class SharedMemory:
         self._fd = -1
 
     def __del__(self) -> None:
-        if hasattr(self, "_fd"):
-            self.close()
+        self.close()
 
     def __getstate__(self) -> Any:
         return share_fd(self._fd)

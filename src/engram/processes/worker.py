@@ -55,6 +55,8 @@ class EventFd:
     True
     """
 
+    _read = _write = -1  # until there are any
+
     def __init__(self) -> None:
         if sys.platform == "linux":
             self._read = self._write = os.eventfd(0, os.EFD_CLOEXEC)
@@ -84,8 +86,7 @@ class EventFd:
         self._read = self._write = -1
 
     def __del__(self) -> None:
-        if hasattr(self, "_write"):
-            self.close()
+        self.close()
 
     def __getstate__(self) -> list[Any]:
         return [reduction.DupFd(fd) for fd in dict.fromkeys((self._read, self._write))]
