@@ -9,7 +9,7 @@ from typing import Any
 
 from engram.errors import WorkerError
 from engram.processes.restarts import Restarts, seed_after
-from engram.processes.timeouts import Timeout
+from engram.processes.timeouts import CallTimer
 from engram.processes.worker import CLOSE_TIMEOUT, Worker, close_all, wait_for_any
 
 
@@ -48,7 +48,8 @@ class WorkerPool:
         close_timeout: float = CLOSE_TIMEOUT,
     ) -> None:
         self._run, self._names, self._start_method, self._close_timeout = run, names, start_method, close_timeout
-        self._timeout = None if timeout is None else Timeout(timeout, len(names))
+        self._timeout = math.inf if timeout is None else timeout
+        self._clocks = [] if timeout is None else [CallTimer() for _ in names]
         self.restarts = Restarts(restarts)
         self.replaced = [0] * len(names)  #: by worker: how often
         self.workers: list[Worker] = []  #: as they are now
@@ -57,7 +58,7 @@ class WorkerPool:
 
     def start(self, i: int, *args: Any) -> None:
         """Starts worker i, which calls `run(channel, *args)`, for the first time or after it was retired."""
-        clock = None if self._timeout is None else self._timeout.clocks[i]
+        clock = self._clocks[i] if self._clocks else None
         seed = seed_after(self.workers[i].seed, self.replaced[i]) if self.replaced[i] else None
         name, method = self._names[i], self._start_method
         self.workers[i : i + 1] = [Worker(self._run, args, name=name, start_method=method, seed=seed, clock=clock)]
@@ -75,8 +76,8 @@ class WorkerPool:
 
     def forget_call(self, i: int) -> None:
         """Takes another timer for worker i, which has failed: its own may stand in the middle of a call."""
-        if self._timeout is not None:
-            self._timeout.renew(i)
+        if self._clocks:
+            self._clocks[i] = CallTimer()
 
     def wait(self, chosen: Iterable[int], seconds: float = math.inf) -> list[int]:
         """Waits for a message: those of the `chosen` workers that have sent one, or have ended.
@@ -89,11 +90,16 @@ class WorkerPool:
 
     def remaining(self) -> float:
         """Seconds until a call can be overdue."""
-        return math.inf if self._timeout is None else self._timeout.remaining() + 0.001
+        durations = [reading[0] for clock in self._clocks if (reading := clock.reading()) is not None]
+        return max(0.0, self._timeout - max(durations, default=0.0)) + 0.001
 
     def overdue(self) -> tuple[int, str] | None:
         """The first worker whose call lasts longer than the timeout, and the reason for its error."""
-        return None if self._timeout is None else self._timeout.overdue()
+        for i, clock in enumerate(self._clocks):
+            reading = clock.reading()
+            if reading is not None and reading[0] >= self._timeout:
+                return i, f"{reading[1]} did not end within timeout={self._timeout} s"
+        return None
 
     @property
     def is_closed(self) -> bool:

@@ -73,31 +73,6 @@ class TimedEnv:
         return getattr(self._inner, name)
 
 
-class Timeout:
-    """The limit of one call's duration, checked by the owner of the workers."""
-
-    def __init__(self, seconds: float, workers: int) -> None:
-        self.seconds = seconds
-        self.clocks = [CallTimer() for _ in range(workers)]  #: one for each worker to record its calls in
-
-    def renew(self, worker: int) -> None:
-        """Makes another timer for a worker."""
-        self.clocks[worker] = CallTimer()
-
-    def remaining(self) -> float:
-        """Seconds until the earliest moment at which a call can exceed the limit."""
-        durations = [reading[0] for clock in self.clocks if (reading := clock.reading()) is not None]
-        return max(0.0, self.seconds - max(durations, default=0.0))
-
-    def overdue(self) -> tuple[int, str] | None:
-        """The first worker whose call exceeds the limit, and the reason for the error; None if there is none."""
-        for worker, clock in enumerate(self.clocks):
-            reading = clock.reading()
-            if reading is not None and reading[0] >= self.seconds:
-                return worker, f"{reading[1]} did not end within timeout={self.seconds} s"
-        return None
-
-
 def validate_timeout(timeout: float | None) -> float | None:
     """Returns `timeout`. Raises TypeError or ValueError where it is no positive number of seconds."""
     if timeout is None:
