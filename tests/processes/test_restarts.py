@@ -606,10 +606,10 @@ def test_the_end_does_not_wait_for_the_successor_of_a_killed_worker_that_hangs(c
         collector = cls([lambda: Hangs(0, tmp_path, at=7, what=kill)], frames_per_batch=5, replay_buffer=rb, restarts=1)
         collector.start()
         until = time.monotonic() + 120
-        while not collector._replaced[0] and time.monotonic() < until:
+        while not collector._pool.replaced[0] and time.monotonic() < until:
             time.sleep(0.001)
         collector.shutdown(timeout=0.01)
-    assert not collector.is_running() and collector._replaced == [1] and collector.is_shut_down
+    assert not collector.is_running() and collector._pool.replaced == [1] and collector.is_shut_down
     assert collector.frames == len(rb) == 5
 
 
@@ -742,9 +742,9 @@ def killed_at_random(collector, times, rows):
         timer.join()
         rows.extend(collector.rollout() for _ in range(draw.randrange(3)))
     end = time.monotonic() + NEVER
-    while sum(collector._replaced) < len(killed) and time.monotonic() < end:
+    while sum(collector._pool.replaced) < len(killed) and time.monotonic() < end:
         rows.append(collector.rollout())
-    assert sum(collector._replaced) == len(killed)
+    assert sum(collector._pool.replaced) == len(killed)
 
 
 def kill_if_there(pid):
@@ -764,7 +764,7 @@ def kill_at_random(cls, kind, times, folder):
         with cls(make, frames_per_batch=30, replay_buffer=rb, restarts=10 * times) as collector:
             killed_at_random(collector, times, batches)
             frames = collector.frames
-    assert len(warned) == sum(collector._replaced)
+    assert len(warned) == sum(collector._pool.replaced)
     rows = torch.cat([batch.reshape(-1) for batch in batches]) if rb is None else rb[:]
     assert frames == len(rows) if rb is None else frames <= len(rows)
     check_lives(rows)

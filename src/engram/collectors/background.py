@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tensordict import TensorDictBase
+
 from engram._advice import advised
 from engram._system import fork_registry, notice_fork
 from engram._text import log
@@ -122,10 +124,10 @@ class BackgroundThread:
         if thread.is_alive():
             raise TimeoutError(f"{self._name} was still in the middle of a batch after {timeout} s")
 
-    def abandon(self) -> None:
-        """Ends the thread as soon as it waits for workers."""
+    def abandon(self, timeout: float | None = None) -> None:
+        """As `stop`, but ends the thread as soon as it waits for workers."""
         self._is_abandoned = True
-        self.stop()
+        self.stop(timeout)
 
     def raise_if_abandoned(self) -> None:
         """Raises Abandoned in this thread after `abandon`."""
@@ -175,9 +177,8 @@ _live: weakref.WeakSet[BackgroundThread] = fork_registry(BackgroundThread.after_
 @atexit.register  # after the import of `engram.processes.worker`, so that threads end before workers do
 def _stop_at_exit() -> None:
     for thread in list(_live):
-        thread._is_abandoned = True
         try:
-            thread.stop(CLOSE_TIMEOUT)
+            thread.abandon(CLOSE_TIMEOUT)
         except TimeoutError as error:
             log.warning("%s", error)
 
@@ -198,15 +199,17 @@ class BackgroundCollector:
     frames_per_batch: int
     replay_buffer: Any
     _background: BackgroundThread | None = None
+    _failure: BaseException | None = None  # to be raised by the next call
     _trajs_per_batch = 0
 
     @abstractmethod
     def rollout(self) -> Any:
         """Collects the next batch."""
 
-    @abstractmethod
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
         """Collects a batch at a time until there are `total_frames`."""
+        while self._failure is not None or self.total_frames < 0 or self.frames < self.total_frames:
+            yield self.rollout()
 
     def iterator(self) -> Iterator[Any]:
         """As `iter(collector)`."""

@@ -19,10 +19,12 @@ from torch import nn
 
 from engram._advice import advised
 from engram.collectors.policy_weights import State, copied_weights, state_of_weights
-from engram.collectors.sync import Device, SyncDataCollector, one_of_weights
+from engram.collectors.settings import Device
+from engram.collectors.sync import SyncDataCollector, one_of_weights
 from engram.envs.policies import ExplorationType, own_exploration_type
 from engram.errors import WorkerError
-from engram.processes.worker import Channel, CloudpickleWrapper, Worker, close_all, packed_exception
+from engram.processes.pool import WorkerPool
+from engram.processes.worker import Channel, CloudpickleWrapper, Worker, packed_exception
 from engram.pytree import Key
 
 Metrics = dict[str, Any]
@@ -214,8 +216,9 @@ class Evaluator:
         else:
             functions = (env, policy, policy_factory, init_fn)
             sent = [None if one is None else CloudpickleWrapper(one) for one in functions]
-            worker = Worker(run_evaluations, [*sent, settings], name="the worker of an Evaluator")
-            self._run, close = _Request(worker), _Closing(worker)
+            pool = WorkerPool(run_evaluations, ["the worker of an Evaluator"])
+            pool.start(0, *sent, settings)
+            self._run, close = _Request(pool.workers[0]), pool.close
         self._close = weakref.finalize(self, close)
         self._thread = ThreadPoolExecutor(1, "engram evaluator", own_exploration_type)
         self._under_way: deque[Future[Metrics]] = deque()
@@ -329,16 +332,6 @@ class _Request:
             cause, traceback = pickle.loads(metrics.packed)
             raise WorkerError(self._worker.name, traceback) from cause
         return metrics
-
-
-class _Closing:
-    """Ends a worker process."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    def __call__(self) -> None:
-        close_all([self._worker])
 
 
 def _result(

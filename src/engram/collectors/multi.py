@@ -23,20 +23,16 @@ from torch import nn
 from engram._advice import advised
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.policy_weights import version_argument
+from engram.collectors.settings import CollectorSettings, Device
 from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
 from engram.collectors.sync import (
     NOTHING_WAITS,
-    Device,
     buffer_writer,
     device_argument,
-    none_if_unset,
     one_of_weights,
     to_storing_device,
-    validate_counts,
     validate_state,
-    validate_trajectory_settings,
     validate_waiting,
-    warn_of_remainder,
 )
 from engram.collectors.trajectories import (
     IDS,
@@ -69,16 +65,14 @@ from engram.data.replay_buffers.buffer import sent_to_writers
 from engram.envs.base import mark_truncated, with_time_named
 from engram.envs.policies import ExplorationType
 from engram.errors import WorkerError
-from engram.processes.restarts import Restarts, seed_after, validate_restarts
+from engram.processes.pool import WorkerPool
+from engram.processes.restarts import seed_after, validate_restarts
 from engram.processes.shared_weights import SharedWeights, tensors_of
-from engram.processes.timeouts import CallTimer, Timeout, validate_timeout
+from engram.processes.timeouts import validate_timeout
 from engram.processes.worker import (
     CLOSE_TIMEOUT,
     ERROR_CLOSE_TIMEOUT,
     CloudpickleWrapper,
-    Worker,
-    close_all,
-    wait_for_any,
 )
 from engram.pytree import is_ragged, map_leaves
 from engram.specs.spaces import EncodedSpaces, HasSpaces, common_spaces
@@ -165,46 +159,23 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         if cat_results not in (None, "stack"):
             raise ValueError(f"cat_results can only be used with MultiSyncDataCollector; a {name} joins no batches")
         validate_threshold(preemptive_threshold)
-        total_frames, max_frames_per_traj, init_random_frames = (
-            -1 if total_frames is None else total_frames,
-            none_if_unset(max_frames_per_traj),
-            none_if_unset(init_random_frames),
-        )
         validate_timeout(timeout)
-        self._restarts = Restarts(validate_restarts(restarts))
-        makers = with_arguments(env_makers(create_env_fn, num_workers), create_env_kwargs)
-        policy_makers = policy_makers_of(policy, policy_factory, len(makers))
+        validate_restarts(restarts)
+        makers, policy_makers = makers_of_workers(create_env_fn, create_env_kwargs, policy, policy_factory, num_workers)
         if update_at_each_batch and policy_factory is not None:
             raise ValueError("update_at_each_batch=True takes weights from the policy; policy_factory leaves none here")
-        if max_frames_per_traj is not None and not reset_when_done:
-            raise ValueError("max_frames_per_traj ends episodes by resets; leave out reset_when_done=False")
         for threads in (num_sub_threads, 1 if num_threads is None else num_threads):
             if threads < 1:
                 raise ValueError(f"num_threads and num_sub_threads must be 1 or more, got {threads}")
         frames_of_workers = self._frames_of_workers(frames_per_batch, len(makers))
-        validate_counts(
-            frames_per_batch=min(frames_per_batch) if isinstance(frames_per_batch, Sequence) else frames_per_batch,
-            total_frames=total_frames,
-            max_frames_per_traj=max_frames_per_traj,
-            init_random_frames=init_random_frames,
-            trajs_per_batch=trajs_per_batch,
-        )
-        validate_trajectory_settings(
-            traj_format=traj_format,
-            trajs_per_batch=trajs_per_batch,
-            split_trajs=split_trajs,
-            set_truncated=set_truncated,
-            reset_at_each_iter=reset_at_each_iter,
-            reset_when_done=reset_when_done,
-            replay_buffer=replay_buffer,
-        )
+        least = min(frames_per_batch) if isinstance(frames_per_batch, Sequence) else frames_per_batch
+        settings = CollectorSettings.of(locals(), frames_per_batch=least)
+        self.set_truncated = set_truncated
         self._trajs_per_batch, self._assembler = trajs_per_batch or 0, TrajectoryAssembler()
         self._first_layout: _WorkerLayout | None = None  # of the first batch of steps for whole trajectories
         self.traj_format = traj_format or "padded"
         self.pre_collect_hook, self.post_collect_hook = pre_collect_hook, post_collect_hook
-        self._pads_trajectories = trajs_per_batch is not None and traj_format != "cat"
-        if split_trajs and replay_buffer is not None:
-            raise ValueError("split_trajs=True would write padding into the replay buffer; leave it out")
+        self._pads_trajectories = settings.pads_trajectories
         if num_sub_threads > 1 and start_method == "fork":
             raise ValueError(
                 f"num_sub_threads={num_sub_threads}: torch's threads may hang after a fork; leave start_method out"
@@ -222,38 +193,36 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         self._failure: WorkerError | None = None  # to be raised once the batches that came before it are handed out
         self._is_attached = False
         self._should_attach()  # raises its errors before there are processes
-        self.total_frames = total_frames
-        self.init_random_frames = init_random_frames or 0
+        self.total_frames = settings.total_frames
+        self.init_random_frames = settings.init_random_frames or 0
         self.requested_frames_per_batch = None if isinstance(frames_per_batch, Sequence) else frames_per_batch
         self.frames = self.batches = 0
         self._set_policy(policy)
-        settings = {
-            "max_frames_per_traj": max_frames_per_traj,
-            "init_random_frames": -(-(init_random_frames or 0) // self.num_workers),
-            "reset_at_each_iter": reset_at_each_iter,
-            "reset_when_done": reset_when_done,
-            "auto_register_policy_transforms": auto_register_policy_transforms,
-            "compile_policy": compile_policy,
-            "cudagraph_policy": cudagraph_policy,
-            "compact_obs": compact_obs,
-            "exploration_type": exploration_type,
-            "track_policy_version": track_policy_version,
-        }
-        calls = WorkerCalls(*map(_sendable, (init_fn, pre_collect_hook, post_collect_hook)))
         self._limit_threads(num_threads)
-        self._start(
-            makers,
-            policy_makers,
-            calls,
-            [
-                {**settings, "frames_per_batch": frames, "policy_device": policy_on, "env_device": env_on}
-                for frames, policy_on, env_on in zip(frames_of_workers, policy_devices, env_devices, strict=True)
-            ],
-            "spawn" if num_sub_threads > 1 and start_method is None else start_method,
-            timeout,
-            set_truncated=set_truncated,
-            threads=num_sub_threads,
+        self._pool = WorkerPool(
+            run_worker,
+            [f"worker {k} of {name}" for k in range(self.num_workers)],
+            start_method="spawn" if num_sub_threads > 1 and start_method is None else start_method,
+            timeout=timeout,
+            restarts=restarts,
         )
+        self._workers = self._pool.workers
+        calls = WorkerCalls(*map(_sendable, (init_fn, pre_collect_hook, post_collect_hook)))
+        of_workers = zip(makers, policy_makers, frames_of_workers, policy_devices, env_devices, strict=True)
+        self._configs = [
+            WorkerConfig(
+                make_env=CloudpickleWrapper(make_env),
+                policy_factory=_sendable(make_policy),
+                settings=settings.share(self.num_workers, frames, policy_device=policy_on, env_device=env_on),
+                can_be_stopped=self._can_be_stopped,
+                batches_in_memory=self._ahead + 1,
+                calls=calls,
+                threads=num_sub_threads,
+            )
+            for make_env, make_policy, frames, policy_on, env_on in of_workers
+        ]
+        self._start()
+        settings.warn_of_remainder(self.frames_per_batch)
 
     def _limit_threads(self, num_threads: int | None) -> None:
         before = torch.get_num_threads()
@@ -278,71 +247,36 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         """The frames of each worker's batch; None: as many as a worker wants."""
         return one_for_each("frames_per_batch", frames_per_batch, n)
 
-    def _start(
-        self,
-        makers: list[Callable[[], Any]],
-        policy_makers: list[Callable[[], Any] | None],
-        calls: WorkerCalls,
-        settings: list[dict[str, Any]],
-        start_method: str | None,
-        timeout: float | None,
-        *,
-        set_truncated: bool,
-        threads: int,
-    ) -> None:
-        self._makers, self._policy_makers, self._calls = makers, policy_makers, calls
-        self._settings, self._start_method = settings, start_method
-        self.set_truncated, self._sub_threads = set_truncated, threads
-        self._clocks = [None if timeout is None else CallTimer() for _ in makers]
-        self._timeout = None if timeout is None else Timeout(timeout, [c for c in self._clocks if c is not None])
-        self._workers: list[Worker] = []
-        self._finalizer = weakref.finalize(self, close_all, self._workers)
-        self._finalizer.atexit = False  # `engram.processes.worker` has its own at exit, with a shorter timeout
-        self._readers = [SharedBatchReader() for _ in makers]
+    def _start(self) -> None:
+        n = self.num_workers
+        self._readers = [SharedBatchReader() for _ in range(n)]
         self._episodes, self._throughput = EpisodeStats(0), Throughput()
         self._ids = SharedCounter()
         self._global_ids = GlobalTrajectoryIds(self._ids.take)
         self._arrived: deque[Arrived] = deque()
-        self._pending = [0] * len(makers)  # by worker: batches that it was asked for and has not sent
-        self._frames, self._envs = [0] * len(makers), [0] * len(makers)  # of each worker's batch; known after its Hello
-        self._collected = [0] * len(makers)  # by worker: the frames that it has handed over
-        self._seeds: list[SetSeed | None] = [None] * len(makers)  # of the environments
-        self._replaced = [0] * len(makers)  # by worker: how often
-        self._id_offset = [0] * len(makers)  # added to the ids that a worker counts, which begin anew in its successor
-        self._begins = [False] * len(makers)  # whether a worker's next batch is the first of a successor
-        self._first_steps: list[TensorDictBase | WroteFrames | None] = [None] * len(makers)  # of unfinished batches
+        self._pending = [0] * n  # by worker: batches that it was asked for and has not sent
+        self._frames, self._envs = [0] * n, [0] * n  # of each worker's batch; known after its Hello
+        self._collected = [0] * n  # by worker: the frames that it has handed over
+        self._seeds: list[SetSeed | None] = [None] * n  # of the environments
+        self._id_offset = [0] * n  # added to the ids that a worker counts, which begin anew in its successor
+        self._begins = [False] * n  # whether a worker's next batch is the first of a successor
+        self._first_steps: list[TensorDictBase | WroteFrames | None] = [None] * n  # of unfinished batches
         with self._shut_down_on_error():
-            for k in range(self.num_workers):
-                self._workers.append(self._new_worker(k))
-            while missing := [worker for worker, frames in zip(self._workers, self._frames, strict=True) if not frames]:
-                for worker in wait_for_any(missing):
-                    self._receive_message(self._workers.index(worker))
+            for k in range(n):
+                self._start_worker(k)
+            while missing := [k for k, frames in enumerate(self._frames) if not frames]:
+                for k in self._pool.wait(missing):
+                    self._receive_message(k)
             self._share_weights_of_factory()
         self.frames_per_batch = self._frames_of_batch()
         if self.requested_frames_per_batch is None:
             self.requested_frames_per_batch = self.frames_per_batch
-        if not self._trajs_per_batch:
-            warn_of_remainder(self.total_frames, self.frames_per_batch)
 
-    def _new_worker(self, k: int, predecessor: Predecessor | None = None) -> Worker:
+    def _start_worker(self, k: int, predecessor: Predecessor | None = None) -> None:
         """Starts the process of worker k."""
-        config = WorkerConfig(
-            make_env=CloudpickleWrapper(self._makers[k]),
-            policy=None if self._policy is None else CloudpickleWrapper(on_cpu(self._policy)),
-            weights=self._weights,
-            settings=self._settings[k],
-            can_be_stopped=self._can_be_stopped,
-            batches_in_memory=self._ahead + 1,
-            clock=self._clocks[k],
-            policy_factory=_sendable(self._policy_makers[k]),
-            calls=self._calls,
-            set_truncated=self.set_truncated,
-            threads=self._sub_threads,
-            predecessor=predecessor,
-        )
-        name = f"worker {k} of {type(self).__name__}"
-        seed = None if predecessor is None else seed_after(self._workers[k].seed, self._replaced[k])
-        return Worker(run_worker, [config], name=name, start_method=self._start_method, seed=seed)
+        policy = None if self._policy is None else CloudpickleWrapper(on_cpu(self._policy))
+        config = self._configs[k]._replace(policy=policy, weights=self._weights, predecessor=predecessor)
+        self._pool.start(k, config)
 
     def _greet(self, k: int, hello: Hello) -> None:
         """Notes the sizes of a worker that is ready. Raises RuntimeError where a successor has other ones."""
@@ -372,10 +306,6 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         """The number of frames that one iteration hands out."""
 
     # ---- collecting ----
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
-        while self._failure is not None or self.total_frames < 0 or self.frames < self.total_frames:
-            yield self.rollout()
-
     def rollout(self) -> TensorDictBase | None:
         """The next batch, whatever `total_frames` says; None where it went into the replay buffer.
 
@@ -482,7 +412,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         """Receives the batches that workers have sent already, where one has failed."""
         for k, worker in enumerate(self._workers):
             with contextlib.suppress(WorkerError):  # the first failure is raised, not the others
-                while self._pending[k] and wait_for_any([worker], 0):
+                while self._pending[k] and self._pool.wait([k], 0):
                     if isinstance(message := worker.receive(), BatchReady):
                         self._receive_batch(k, message)
         for k, first_steps in enumerate(self._first_steps):
@@ -496,32 +426,26 @@ class MultiCollector(BackgroundCollector, HasSpaces):
 
     def _wait(self) -> None:
         """Waits until workers have sent batches, and receives them."""
-        waiting = [worker for worker, pending in zip(self._workers, self._pending, strict=True) if pending]
-        for worker in self._wait_for_any(waiting):
-            self._receive_message(self._workers.index(worker))
+        for k in self._wait_for_any([k for k, pending in enumerate(self._pending) if pending]):
+            self._receive_message(k)
 
-    def _wait_for_any(self, workers: list[Worker]) -> list[Worker]:
+    def _wait_for_any(self, workers: list[int]) -> list[int]:
         """Waits until some of the workers have sent a message, or one that hangs in its step was replaced."""
-        if self._timeout is None and self._background is None:
-            return wait_for_any(workers)
-        if self._background is not None:
-            self._background.raise_if_abandoned()  # also where messages come all the time
-        while not (ready := wait_for_any(workers, self._seconds_to_wait())):
-            if self._background is not None:
-                self._background.raise_if_abandoned()
-            if self._timeout is not None and (late := self._timeout.overdue()) is not None:
+        background = self._background
+        if background is not None:
+            background.raise_if_abandoned()  # also where messages come all the time
+        while not (ready := self._pool.wait(workers, math.inf if background is None else ABANDON_INTERVAL)):
+            if background is not None:
+                background.raise_if_abandoned()
+            if (late := self._pool.overdue()) is not None:
                 self._end_overdue(*late)
                 return []
         return ready
 
-    def _seconds_to_wait(self) -> float:
-        of_step = math.inf if self._timeout is None else self._timeout.remaining() + 0.001
-        return min(of_step, math.inf if self._background is None else ABANDON_INTERVAL)
-
     def _end_overdue(self, k: int, reason: str) -> None:
         """Kills a worker that hangs, after what it has sent was received, and replaces it."""
         worker = self._workers[k]
-        while self._workers[k] is worker and wait_for_any([worker], 0):
+        while self._workers[k] is worker and self._pool.wait([k], 0):
             self._receive_message(k)
         if self._workers[k] is worker:
             try:
@@ -558,7 +482,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
                 batch.set(IDS, batch.get(IDS) + self._id_offset[k])
         if (first_steps := self._first_steps[k]) is not None:
             batch, self._first_steps[k] = joined(first_steps, batch), None
-        if message.is_last and self._restarts.left and self._missing_steps(k, batch):
+        if message.is_last and self._pool.restarts.left and self._missing_steps(k, batch):
             self._first_steps[k] = batch
             self._pending[k] += 1  # its successor makes the rest
         else:
@@ -581,20 +505,18 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         All that it had sent was received before. It is asked again for the batches that it owes.
         """
         while True:
-            self._restarts.use(error, self._workers[k].pid)
-            self._workers[k].close()  # another process can have its lane once it has ended
+            restart = self._pool.retire(k, error)  # another process can have its lane now
             self._cut(k)
-            self._replaced[k] += 1
             seed, self._readers[k] = self._seeds[k], SharedBatchReader()
-            self._makers[k] = with_own_seed(self._makers[k])  # else the predecessor's episodes would come again
-            if self._timeout is not None:
-                self._clocks[k] = self._timeout.renewed(k)
+            config = self._configs[k]
+            make_env = with_own_seed(config.make_env.function)  # else the predecessor's episodes would come again
+            self._configs[k] = config._replace(make_env=CloudpickleWrapper(make_env))
             predecessor = Predecessor(
                 self._collected[k],
-                None if seed is None else seed._replace(seed=seed_after(seed.seed, self._replaced[k])),
-                has_own_weights=self._policy_makers[k] is not None and not self._is_updated,
+                None if seed is None else seed._replace(seed=seed_after(seed.seed, restart)),
+                has_own_weights=config.policy_factory is not None and not self._is_updated,
             )
-            self._workers[k] = self._new_worker(k, predecessor)
+            self._start_worker(k, predecessor)
             try:
                 if self._is_attached:
                     self._attach_worker(k)
@@ -839,19 +761,19 @@ class MultiCollector(BackgroundCollector, HasSpaces):
     def _request(self, k: int, message: Any) -> Any:
         """Sends worker k a message and returns its answer; batches that come before it are received."""
         while self._pending[k]:  # a large message would wait for a worker that waits to send a large batch
-            if self._wait_for_any([self._workers[k]]):
+            if self._wait_for_any([k]):
                 self._receive_message(k)
         while True:
             worker = self._workers[k]
             worker.post(message)
             while self._workers[k] is worker:  # else it was replaced, and its successor is asked
-                if self._wait_for_any([worker]) and (answers := self._receive_message(k)):
+                if self._wait_for_any([k]) and (answers := self._receive_message(k)):
                     return answers[0]
 
     @property
     def is_shut_down(self) -> bool:
         """True after `shutdown`, and after a worker has failed."""
-        return not self._finalizer.alive
+        return self._pool.is_closed
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, *, raise_on_error: bool = True) -> None:
         """Ends the workers in a bounded time. A second call does nothing.
@@ -865,7 +787,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
                 self._background.stop(CLOSE_TIMEOUT if timeout is None else timeout)
             except TimeoutError:
                 self._background.abandon()
-        self._finalizer()
+        self._pool.close()
         self._restore_threads()
         if raise_on_error:
             self._raise_background_failure()
@@ -883,8 +805,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         if self._background is not None and not self._background.is_current:
             self._background.abandon()
         self._restore_threads()
-        if self._finalizer.detach() is not None:
-            close_all(self._workers, ERROR_CLOSE_TIMEOUT)
+        self._pool.close(ERROR_CLOSE_TIMEOUT)
 
     @contextmanager
     def _between_batches(self) -> Iterator[None]:
@@ -1257,8 +1178,18 @@ class MultiaSyncDataCollector(MultiCollector):
             self._next_after_failure()
 
 
-def env_makers(create_env_fn: Any, num_workers: int | None) -> list[Callable[[], Any]]:
-    """Returns a callable for each worker. Raises ValueError for a wrong number of them, TypeError for no callables."""
+def makers_of_workers(
+    create_env_fn: Any, create_env_kwargs: Any, policy: Any, policy_factory: Any, num_workers: int | None
+) -> tuple[list[Callable[[], Any]], list[Callable[[], Any] | None]]:
+    """For each worker a callable that makes its environment, and one that makes its policy, or None.
+
+    Raises ValueError for another number of them than `num_workers`, TypeError for what is no callable.
+    """
+    makers = _with_arguments(_env_makers(create_env_fn, num_workers), create_env_kwargs)
+    return makers, _policy_makers(policy, policy_factory, len(makers))
+
+
+def _env_makers(create_env_fn: Any, num_workers: int | None) -> list[Callable[[], Any]]:
     is_one = callable(create_env_fn) or is_environment(create_env_fn)
     makers = [create_env_fn] * (num_workers or 1) if is_one else list(create_env_fn)
     if not makers or (num_workers is not None and len(makers) != num_workers):
@@ -1349,13 +1280,9 @@ def validate_threshold(preemptive_threshold: float | None) -> None:
         raise ValueError(f"preemptive_threshold must be in [0, 1], or None, got {preemptive_threshold}")
 
 
-def with_arguments(
+def _with_arguments(
     makers: list[Callable[..., Any]], arguments: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 ) -> list[Callable[[], Any]]:
-    """The callables with their keyword arguments.
-
-    Raises ValueError for arguments of another number of workers, TypeError for those of an environment that is made.
-    """
     if not arguments:
         return makers
     if any(isinstance(make, CopyOfEnvironment) for make in makers):
@@ -1368,8 +1295,7 @@ def with_arguments(
     return [functools.partial(make, **own) for make, own in zip(makers, each, strict=True)]
 
 
-def policy_makers_of(policy: Any, factory: Any, num_workers: int) -> list[Callable[[], Any] | None]:
-    """A factory for each worker, or None. Raises TypeError for a policy too, ValueError for another number of them."""
+def _policy_makers(policy: Any, factory: Any, num_workers: int) -> list[Callable[[], Any] | None]:
     if factory is None:
         return [None] * num_workers
     if policy is not None:

@@ -7,6 +7,8 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from tensordict import TensorDictBase
 
 from engram._native import add_episodes
 
@@ -94,6 +96,12 @@ class EpisodeStats:
         self.returns.extend(returns)
         self.lengths.extend(lengths)
 
+    def add_batch(self, batch: TensorDictBase) -> None:
+        """Adds the steps of a batch `[*envs, time]`; nothing of agents that have rewards and flags in groups."""
+        reward, done = batch.get(("next", "reward"), None), batch.get(("next", "done"), None)
+        if reward is not None and done is not None:
+            self.add(_as_rows(reward, batch.shape, np.add), _as_rows(done, batch.shape, np.logical_or))
+
     def latest(self, since: int) -> tuple[list[float], list[int]]:
         """Returns and lengths of the episodes after the first `since`, as far as they are still stored."""
         new = min(self.count - since, len(self.returns))
@@ -131,6 +139,12 @@ def collector_stats(frames: int, batches: int, episodes: EpisodeStats, throughpu
         mean_length=_mean(episodes.lengths),
         last_length=_last(episodes.lengths),
     )
+
+
+def _as_rows(leaf: torch.Tensor, shape: torch.Size, merge: np.ufunc) -> Array:
+    """`[*shape, ...]` as an array `[envs, time]`; further dimensions (agents) are merged by `merge`."""
+    rows = leaf.detach().cpu().numpy().reshape(shape[:-1].numel(), shape[-1], -1)
+    return rows[..., 0] if rows.shape[-1] == 1 else np.asarray(merge.reduce(rows, -1))
 
 
 def _mean(window: deque[Any]) -> float:

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from engram._advice import advised
-from engram._text import warn_user
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.gym_rollout import GymRollout
 from engram.collectors.policy_weights import PolicyWeights, shapes_of
 from engram.collectors.rollout import Rollout, RolloutResult, TensorDictRollout, call_if_present, is_cpu
+from engram.collectors.settings import CollectorSettings, Device
 from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
 from engram.collectors.trajectories import EpisodeSteps, StepTags, TrajectoryAssembler, waiting_steps
 from engram.collectors.utils import split_trajectories
@@ -201,7 +200,6 @@ def _keys_used_by(policy: TensorDictPolicy) -> set[Any] | None:
 ROWS_FOR_TRAJECTORIES = 32  # stepped at a time with `trajs_per_batch`, where `frames_per_batch` is not given
 NOTHING_WAITS: dict[str, Any] = {"lengths": [], "steps": {}}  # the state of a `TrajectoryAssembler`
 COUNTERS = ("frames", "stepped", "batches", "trajectories", "policy_version")
-Device = torch.device | str | int | None
 
 
 @advised
@@ -324,32 +322,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         timeout: None = None,
     ) -> None:
         reject_timeout(timeout, "SyncDataCollector")
-        total_frames, max_frames_per_traj, init_random_frames = (
-            -1 if total_frames is None else total_frames,
-            none_if_unset(max_frames_per_traj),
-            none_if_unset(init_random_frames),
-        )
-        validate_settings(
-            frames_per_batch=frames_per_batch,
-            total_frames=total_frames,
-            max_frames_per_traj=max_frames_per_traj,
-            init_random_frames=init_random_frames,
-            trajs_per_batch=trajs_per_batch,
-            split_trajs=split_trajs,
-            return_same_td=return_same_td,
-            reset_when_done=reset_when_done,
-            replay_buffer=replay_buffer,
-        )
-        validate_trajectory_settings(
-            traj_format=traj_format,
-            trajs_per_batch=trajs_per_batch,
-            split_trajs=split_trajs,
-            set_truncated=set_truncated,
-            reset_at_each_iter=reset_at_each_iter,
-            reset_when_done=reset_when_done,
-            replay_buffer=replay_buffer,
-            track_traj_ids=track_traj_ids,
-        )
+        settings = CollectorSettings.of(locals())
         self.exploration_type = exploration_type
         self.reset_at_each_iter, self.reset_when_done = reset_at_each_iter, reset_when_done
         self.postproc = postproc
@@ -361,14 +334,13 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         self.set_truncated, self._waits_for_copies = set_truncated, not no_cuda_sync
         self._trajs_per_batch, self._assembler = trajs_per_batch or 0, TrajectoryAssembler()
         self.traj_format = traj_format or "padded"
-        pads_trajectories = trajs_per_batch is not None and traj_format != "cat" and replay_buffer is None
-        self._splits = split_trajs or pads_trajectories
+        self._splits = settings.pads_trajectories and replay_buffer is None
         self._same_td: TensorDictBase | None = None
         self.return_same_td = return_same_td
         self.storing_device = device_argument("storing_device", storing_device, device)
         self.policy_device = device_argument("policy_device", policy_device, device)
         device_of_env = device_argument("env_device", env_device, device)
-        self.init_random_frames = init_random_frames or 0
+        self.init_random_frames = settings.init_random_frames or 0
         self.compact_obs = compact_obs
         policy = made_policy(policy, policy_factory)
         self._weights = PolicyWeights(policy, self.policy_device, is_own=policy_factory is not None)
@@ -382,12 +354,12 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
                 self.env = with_transforms_of_policy(self.env, policy)
             if device_of_env is not None:
                 self.env.to(device_of_env)
-            self._set_sizes(frames_per_batch, total_frames)
+            self._set_sizes(settings)
             self._tags = StepTags(
                 self._width, self._weights, tracks_ids=track_traj_ids, tracks_version=track_policy_version
             )
-            self.max_frames_per_traj = max_frames_per_traj
-            self._episode_steps = None if max_frames_per_traj is None else EpisodeSteps(self._width)
+            self.max_frames_per_traj = settings.max_frames_per_traj
+            self._episode_steps = None if self.max_frames_per_traj is None else EpisodeSteps(self._width)
             self._rollout = self._make_rollout()
         except BaseException:
             self.shutdown()
@@ -399,18 +371,13 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         self.batches = 0
         self.is_shut_down = False
 
-    def _set_sizes(self, frames_per_batch: int | None, total_frames: int) -> None:
+    def _set_sizes(self, settings: CollectorSettings) -> None:
         self._width = self.env.batch_size.numel()
-        self.requested_frames_per_batch = frames_per_batch or ROWS_FOR_TRAJECTORIES * self._width
+        self.requested_frames_per_batch = settings.frames_per_batch or ROWS_FOR_TRAJECTORIES * self._width
         self._steps = -(-self.requested_frames_per_batch // self._width)
         self.frames_per_batch = self._steps * self._width
-        self.total_frames = total_frames
-        if not self._trajs_per_batch:
-            warn_of_remainder(total_frames, self.frames_per_batch)
-
-    def _time_steps(self, clock: CallTimer) -> None:
-        """Enters all steps and resets of the environment in `clock`, which the owner of a worker process reads."""
-        self._rollout = self._make_rollout(clock)
+        self.total_frames = settings.total_frames
+        settings.warn_of_remainder(self.frames_per_batch)
 
     def _make_rollout(self, clock: CallTimer | None = None) -> Rollout:
         policy = as_policy(self._weights.policy, self.env)
@@ -447,10 +414,6 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
     def stats(self) -> CollectorStats:
         """Frames, speed, and returns and lengths of the last episodes, for a progress bar."""
         return collector_stats(self.frames, self.batches, self._episodes, self._throughput)
-
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
-        while self._failure is not None or self.total_frames < 0 or self.frames < self.total_frames:
-            yield self.rollout()
 
     def rollout(self) -> TensorDictBase | None:
         """The next batch, whatever `total_frames` says; None where it went into the replay buffer.
@@ -536,7 +499,8 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         if self._episode_steps is not None:
             self._episode_steps.put_into(batch)
         self._stepped += batch.numel()
-        self._note_episodes(batch)
+        if self.reset_when_done:
+            self._episodes.add_batch(batch)
         if self.set_truncated:
             truncate_last_step(batch)
         if self.compact_obs:
@@ -562,12 +526,6 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         self._prepare()
         with self._weights.collecting(), torch.no_grad(), set_exploration_type(self.exploration_type):
             return self._rollout.collect(self._steps, random_steps=random_steps)
-
-    def _note_episodes(self, batch: TensorDictBase) -> None:
-        following = batch.get("next")
-        reward, done = following.get("reward", None), following.get("done", None)
-        if reward is not None and done is not None and self.reset_when_done:  # multi-agent ones have both in groups
-            self._episodes.add(as_rows(reward, batch.shape, np.add), as_rows(done, batch.shape, np.logical_or))
 
     def reset(self, index: None = None) -> None:
         """Resets every environment before the next batch; trajectories that have not ended are left unfinished.
@@ -726,102 +684,6 @@ def without_next_observations(batch: TensorDictBase, env: Any) -> TensorDictBase
     return batch.exclude(*keys, ("next", "step_count"))
 
 
-def as_rows(leaf: torch.Tensor, shape: torch.Size, merge: np.ufunc) -> np.ndarray[Any, Any]:
-    """`[*shape, ...]` as an array `[envs, time]`; further dimensions (agents) are merged by `merge`."""
-    rows = leaf.detach().cpu().numpy().reshape(shape[:-1].numel(), shape[-1], -1)
-    return rows[..., 0] if rows.shape[-1] == 1 else np.asarray(merge.reduce(rows, -1))
-
-
-def none_if_unset(count: int | None) -> int | None:
-    """None for None, 0 and -1, which all say that there is no such number."""
-    return None if count in (None, 0, -1) else count
-
-
-def validate_settings(
-    *,
-    frames_per_batch: int | None,
-    total_frames: int,
-    max_frames_per_traj: int | None,
-    init_random_frames: int | None,
-    trajs_per_batch: int | None,
-    split_trajs: bool,
-    return_same_td: bool,
-    reset_when_done: bool,
-    replay_buffer: Any,
-) -> None:
-    """Raises ValueError for the first setting that cannot work."""
-    validate_counts(
-        frames_per_batch=frames_per_batch,
-        total_frames=total_frames,
-        max_frames_per_traj=max_frames_per_traj,
-        init_random_frames=init_random_frames,
-        trajs_per_batch=trajs_per_batch,
-    )
-    by_trajectories = trajs_per_batch is not None
-    if split_trajs and replay_buffer is not None:
-        raise ValueError("split_trajs=True would write padding into the replay buffer; leave it out")
-    if return_same_td and (split_trajs or by_trajectories or replay_buffer is not None):
-        raise ValueError(
-            "return_same_td=True needs batches of one shape that are handed out; leave out split_trajs, "
-            "trajs_per_batch and replay_buffer"
-        )
-    if max_frames_per_traj is not None and not reset_when_done:
-        raise ValueError("max_frames_per_traj ends episodes by resets; leave out reset_when_done=False")
-
-
-def validate_counts(
-    *,
-    frames_per_batch: int | None,
-    total_frames: int,
-    max_frames_per_traj: int | None,
-    init_random_frames: int | None,
-    trajs_per_batch: int | None = None,
-) -> None:
-    """Raises ValueError for the first number that is too small."""
-    if frames_per_batch is None and trajs_per_batch is None:
-        raise ValueError("frames_per_batch says how many frames a batch has; give it, or trajs_per_batch")
-    if frames_per_batch is not None and frames_per_batch < 1:
-        raise ValueError(f"frames_per_batch must be 1 or more, got {frames_per_batch}")
-    if total_frames < 1 and total_frames != -1:
-        raise ValueError(f"total_frames must be 1 or more, or -1 for no end, got {total_frames}")
-    if max_frames_per_traj is not None and max_frames_per_traj < 1:
-        raise ValueError(f"max_frames_per_traj must be 1 or more, or None, got {max_frames_per_traj}")
-    if init_random_frames is not None and init_random_frames < 0:
-        raise ValueError(f"init_random_frames must be 0 or more, or None, got {init_random_frames}")
-    if trajs_per_batch is not None and trajs_per_batch < 1:
-        raise ValueError(f"trajs_per_batch must be 1 or more, or None, got {trajs_per_batch}")
-
-
-def validate_trajectory_settings(
-    *,
-    traj_format: str | None,
-    trajs_per_batch: int | None,
-    split_trajs: bool,
-    set_truncated: bool,
-    reset_at_each_iter: bool,
-    reset_when_done: bool,
-    replay_buffer: Any,
-    track_traj_ids: bool = True,
-) -> None:
-    """Raises ValueError for settings of trajectories that cannot work."""
-    by_trajectories = trajs_per_batch is not None
-    if by_trajectories and (split_trajs or set_truncated or reset_at_each_iter or not reset_when_done):
-        raise ValueError(
-            "trajs_per_batch gives whole trajectories, one a row, and goes on where it stopped; leave out split_trajs, "
-            "set_truncated, reset_at_each_iter and reset_when_done"
-        )
-    if by_trajectories and getattr(getattr(replay_buffer, "storage", None), "ndim", 1) > 1:
-        raise ValueError("trajs_per_batch writes steps one after the other; give a storage with ndim=1")
-    if traj_format not in (None, "padded", "cat"):
-        raise ValueError(f"traj_format must be 'padded' or 'cat', got {traj_format!r}")
-    if traj_format is not None and not by_trajectories:
-        raise ValueError("traj_format is the form of whole trajectories; give trajs_per_batch, or leave it out")
-    if not track_traj_ids and (split_trajs or by_trajectories):
-        raise ValueError(
-            "trajectories are told apart by their ids: split_trajs and trajs_per_batch need track_traj_ids=True"
-        )
-
-
 def one_of_weights(
     *,
     weights_dict: Mapping[str, Any] | None = None,
@@ -881,16 +743,6 @@ def with_transforms_of_policy(env: Any, policy: Any) -> Any:
 
 def _options(setting: bool | Mapping[str, Any]) -> Mapping[str, Any]:
     return setting if isinstance(setting, Mapping) else {}
-
-
-def warn_of_remainder(total_frames: int, frames_per_batch: int) -> None:
-    """Warns where the last batch goes beyond `total_frames`, on the line that made the collector."""
-    if total_frames > 0 and total_frames % frames_per_batch:
-        rounded_up = -(-total_frames // frames_per_batch) * frames_per_batch
-        warn_user(
-            f"total_frames={total_frames} is not a multiple of the {frames_per_batch} frames of a batch; "
-            f"{rounded_up} frames will be collected",
-        )
 
 
 def validate_state(state: Any, policy_state: Mapping[str, Any] | None) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
-import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +15,7 @@ from torch import Tensor
 from engram._native import number_trajectories
 from engram.collectors.policy_weights import PolicyWeights
 from engram.envs.base import mark_truncated
-from engram.store.files import share_fd
+from engram.processes.shared_memory import SharedMemory
 
 Array = np.ndarray[Any, Any]
 IDS = ("collector", "traj_ids")
@@ -132,39 +130,28 @@ class SharedCounter:
     """
 
     def __init__(self, first: int = 0) -> None:
-        self._fd = os.memfd_create("engram-count", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, 8)
-        self._map()
+        self._memory = SharedMemory()
+        self._memory.allocate([8])
         self._value[0] = first
 
-    def _map(self) -> None:
-        self._value: Any = np.frombuffer(mmap.mmap(self._fd, 8), np.int64)
+    @property
+    def _value(self) -> Any:
+        return self._memory.bytes.view(np.int64)
 
     def take(self, n: int) -> int:
         """Counts up by n, and returns the first of the n numbers that are now the caller's."""
-        fcntl.lockf(self._fd, fcntl.LOCK_EX)  # the kernel releases it when its holder dies
+        fcntl.lockf(self._memory, fcntl.LOCK_EX)  # the kernel releases it when its holder dies
         try:
-            first = int(self._value[0])
+            first = self.value
             self._value[0] = first + n
             return first
         finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+            fcntl.lockf(self._memory, fcntl.LOCK_UN)
 
     @property
     def value(self) -> int:
         """The next number."""
         return int(self._value[0])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"descriptor": share_fd(self._fd)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._fd = state["descriptor"].detach()
-        self._map()
-
-    def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
-            os.close(self._fd)
 
 
 class GlobalTrajectoryIds:

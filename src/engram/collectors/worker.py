@@ -6,14 +6,14 @@ import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
 from engram.collectors.rollout import call_if_present
+from engram.collectors.settings import CollectorSettings
 from engram.collectors.stats import EpisodeStats
-from engram.collectors.sync import ROWS_FOR_TRAJECTORIES, BufferWriter, SyncDataCollector, as_rows, truncate_last_step
+from engram.collectors.sync import ROWS_FOR_TRAJECTORIES, BufferWriter, SyncDataCollector, truncate_last_step
 from engram.collectors.trajectories import GlobalTrajectoryIds, SharedCounter
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.processes.shared_weights import SharedWeights
@@ -138,17 +138,38 @@ class WorkerConfig(NamedTuple):
     """What a worker process is made from."""
 
     make_env: CloudpickleWrapper
-    policy: CloudpickleWrapper | None
-    weights: SharedWeights | None
-    settings: dict[str, Any]
+    policy_factory: CloudpickleWrapper | None
+    settings: CollectorSettings
     can_be_stopped: bool
     batches_in_memory: int
-    clock: CallTimer | None
-    policy_factory: CloudpickleWrapper | None
     calls: WorkerCalls
-    set_truncated: bool
     threads: int
-    predecessor: Predecessor | None
+    policy: CloudpickleWrapper | None = None
+    weights: SharedWeights | None = None
+    predecessor: Predecessor | None = None
+
+
+class SteppingCollector(SyncDataCollector):
+    """The collector inside a worker process: its steps are timed, and it goes on where another one was lost."""
+
+    def __init__(
+        self, env: Any, policy: Any, settings: CollectorSettings, clock: CallTimer | None, frames_before: int
+    ) -> None:
+        super().__init__(env, policy, **settings.arguments())
+        if clock is not None:
+            self._rollout = self._make_rollout(clock)
+        self.frames = self._stepped = frames_before
+
+    def rollout_of(self, steps: int | None) -> TensorDictBase:
+        """As `rollout`, with so many steps of each environment; None: as many as a batch has."""
+        usual = self._steps
+        self._steps = usual if steps is None else steps
+        try:
+            batch = self.rollout()
+        finally:
+            self._steps = usual
+        assert batch is not None  # without a replay buffer
+        return batch
 
 
 def run_worker(channel: Channel, config: WorkerConfig) -> None:
@@ -161,7 +182,7 @@ class _CollectorProcess:
 
     def __init__(self, channel: Channel, config: WorkerConfig) -> None:
         self._channel, self._weights = channel, config.weights
-        self._calls, self._set_truncated = config.calls, config.set_truncated
+        self._calls, self._settings = config.calls, config.settings
         torch.set_num_threads(config.threads)
         if config.calls.init is not None:
             config.calls.init()
@@ -175,14 +196,12 @@ class _CollectorProcess:
                 self._policy_state = {key: _on_cpu(value) for key, value in policy.state_dict().items()}
         self._env = config.make_env.function()
         self._envs = self._env.batch_size.numel()
-        frames = config.settings["frames_per_batch"]
+        frames = config.settings.frames_per_batch
         steps = ROWS_FOR_TRAJECTORIES if frames is None else -(-frames // self._envs)
         self._pieces = _number_of_pieces(steps) if config.can_be_stopped else 1
-        settings = {**config.settings, "frames_per_batch": steps // self._pieces * self._envs}
-        self._collector = SyncDataCollector(self._env, policy, **settings)
-        if config.clock is not None:
-            self._collector._time_steps(config.clock)
-        self._resets_each = bool(config.settings["reset_at_each_iter"])
+        settings = config.settings.only_steps(steps // self._pieces * self._envs)
+        frames_before = 0 if config.predecessor is None else config.predecessor.frames
+        self._collector = SteppingCollector(self._env, policy, settings, channel.clock, frames_before)
         self._shared_batches = SharedBatchWriter(config.batches_in_memory)
         self._writer: BufferWriter | None = None
         self._global_ids: GlobalTrajectoryIds | None = None
@@ -197,7 +216,6 @@ class _CollectorProcess:
         """Goes on where another worker was lost."""
         if not predecessor.has_own_weights:
             self._updates = -1  # the policy may have changed since the last update: only the shared weights count
-        self._collector.frames = self._collector._stepped = predecessor.frames
         if predecessor.seed is not None:
             self._set_seed(predecessor.seed)
 
@@ -271,13 +289,11 @@ class _CollectorProcess:
         self._load_weights()
         if self._calls.before_batch is not None:
             self._calls.before_batch()
-        batch = self._collect_steps() if steps is None else self._collect_rest(steps)
+        batch = self._collect_steps(steps)
         since = self._episodes.count
-        reward, done = batch.get(("next", "reward"), None), batch.get(("next", "done"), None)
-        if reward is not None and done is not None:  # multi-agent ones have both in groups
-            self._episodes.add(as_rows(reward, batch.shape, np.add), as_rows(done, batch.shape, np.logical_or))
+        self._episodes.add_batch(batch)
         returns, lengths = self._episodes.latest(since)
-        if self._set_truncated:
+        if self._settings.set_truncated:
             truncate_last_step(batch)
         begins, self._begins = self._begins, False
         handed_over = self._hand_over(batch, begins=begins)
@@ -296,31 +312,21 @@ class _CollectorProcess:
         if self._writer is None or self._global_ids is None:
             return self._shared_batches.put(batch)
         self._global_ids.number([(0, batch)])
-        if self._resets_each or begins:
+        if self._settings.reset_at_each_iter or begins:
             self._writer.restart()
         self._writer.write(batch)
         return WroteFrames(batch.numel())
 
-    def _collect_rest(self, steps: int) -> TensorDictBase:
-        """The rest of a batch whose first steps another worker has handed over."""
-        collector, usual = self._collector, self._collector._steps
-        collector._steps = steps
-        try:
-            return self._collect_steps()
-        finally:
-            collector._steps = usual
-
-    def _collect_steps(self) -> TensorDictBase:
+    def _collect_steps(self, steps: int | None) -> TensorDictBase:
         pieces: list[TensorDictBase] = []
         while len(pieces) < self._pieces and self._failure is None:
             try:
-                piece = self._collector.rollout()
+                piece = self._collector.rollout_of(steps)
             except Exception as error:
                 if not pieces:
                     raise
                 self._failure = error
                 break
-            assert piece is not None
             pieces.append(piece)
             for env in self._collector.broken_off:
                 self._episodes.drop(env)

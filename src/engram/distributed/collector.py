@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import nn
@@ -28,22 +27,17 @@ from engram.kernel.collecting import (
     ABANDON_INTERVAL,
     TRAJECTORY_IDS,
     BackgroundCollector,
+    CollectorSettings,
     CollectorStats,
     Device,
     EpisodeStats,
     Throughput,
-    as_rows,
     collector_stats,
-    env_makers,
-    none_if_unset,
+    makers_of_workers,
     on_cpu,
     one_of_weights,
-    policy_makers_of,
     seed_after,
     tensors_of,
-    validate_counts,
-    warn_of_remainder,
-    with_arguments,
 )
 
 _ID_BITS = 32  # of a trajectory's id that its producer counts; the others are the producer's number
@@ -171,13 +165,9 @@ class _CollectorActor:
 
     def _note_episodes(self, parts: Sequence[TensorDictBase]) -> None:
         for k, part in enumerate(parts):
-            reward, done = part.get(("next", "reward"), None), part.get(("next", "done"), None)
-            if reward is None or done is None:
-                continue
-            while len(self._episodes) <= k:
+            if len(self._episodes) <= k:
                 self._episodes.append(EpisodeStats(part.shape[:-1].numel()))
-            shape = part.shape
-            self._episodes[k].add(as_rows(reward, shape, np.add), as_rows(done, shape, np.logical_or))
+            self._episodes[k].add_batch(part)
 
     def _ended_since(self, before: list[int]) -> tuple[list[float], list[int]]:
         returns: list[float] = []
@@ -323,14 +313,11 @@ class RayCollector(BackgroundCollector):
         post_collect_hook: Callable[[TensorDictBase], Any] | None = None,
         use_env_creator: bool = False,
     ) -> None:
-        makers = with_arguments(env_makers(create_env_fn, num_collectors), create_env_kwargs)
+        makers, policy_makers = makers_of_workers(
+            create_env_fn, create_env_kwargs, policy, policy_factory, num_collectors
+        )
         n = len(makers)
-        policy_makers = policy_makers_of(policy, policy_factory, n)
-        max_frames_per_traj, init_random_frames = none_if_unset(max_frames_per_traj), none_if_unset(init_random_frames)
-        validate_counts(
-            frames_per_batch=frames_per_batch, total_frames=total_frames, max_frames_per_traj=max_frames_per_traj,
-            init_random_frames=init_random_frames,
-        )  # fmt: skip
+        settings = CollectorSettings.of(locals(), replay_buffer=None)
         if isinstance(num_workers_per_collector, bool) or num_workers_per_collector < 1:
             raise ValueError(f"num_workers_per_collector must be 1 or more, got {num_workers_per_collector}")
         if replay_buffer is not None and not isinstance(replay_buffer, RayReplayBuffer):
@@ -341,20 +328,17 @@ class RayCollector(BackgroundCollector):
         if update_after_each_batch and not isinstance(policy, nn.Module):
             raise ValueError("update_after_each_batch=True takes weights from the policy; give an nn.Module")
         self._batch_timeout = _checked_timeout(batch_timeout)
-        self._settings = {
-            "frames_per_batch": -(-frames_per_batch // n) if sync else frames_per_batch,
-            "device": device, "storing_device": storing_device, "env_device": env_device,
-            "policy_device": policy_device, "max_frames_per_traj": max_frames_per_traj,
-            "reset_at_each_iter": reset_at_each_iter, "exploration_type": exploration_type,
-            "pre_collect_hook": pre_collect_hook, "post_collect_hook": post_collect_hook,
-        }  # fmt: skip
+        self._settings = dataclasses.replace(
+            settings, frames_per_batch=-(-frames_per_batch // n) if sync else frames_per_batch, total_frames=-1
+        )
+        self._hooks = {"pre_collect_hook": pre_collect_hook, "post_collect_hook": post_collect_hook}
         self._kwargs = _one_for_each("collector_kwargs", collector_kwargs, n)
         options = _one_for_each("remote_configs", remote_configs, n)
         self._makers, self._policy_makers, self._policy = makers, policy_makers, policy
         self._workers, self.postproc, self._sync = num_workers_per_collector, postproc, sync
         self.replay_buffer, self._update_after_each_batch = replay_buffer, update_after_each_batch
-        self._random_frames = -(-(init_random_frames or 0) // n)
-        self.num_collectors, self.total_frames = n, total_frames
+        self._random_frames = -(-(settings.init_random_frames or 0) // n)
+        self.num_collectors, self.total_frames = n, settings.total_frames
         self.requested_frames_per_batch = frames_per_batch
         self.frames = self.batches = 0
         self._weights = WeightsPublisher(tensors_of(policy) if isinstance(policy, nn.Module) else None)
@@ -374,7 +358,7 @@ class RayCollector(BackgroundCollector):
         with self._shut_down_on_error():
             frames = [self._answer_of_begin(k) for k in range(n)]
         self.frames_per_batch = sum(frames) if sync else max(frames)
-        warn_of_remainder(total_frames, self.frames_per_batch)
+        settings.warn_of_remainder(self.frames_per_batch)
 
     # ---- lives ----
     def _begin_life(self, k: int) -> _Life:
@@ -385,7 +369,7 @@ class RayCollector(BackgroundCollector):
         config = _Config(
             make_env=self._makers[k], policy_factory=self._policy_makers[k],
             settings={
-                **self._settings, **self._kwargs[k],
+                **self._settings.arguments(), **self._hooks, **self._kwargs[k],
                 "init_random_frames": max(0, self._random_frames - self._collected[k]),
             },
             workers=self._workers, postproc=self.postproc, replay_buffer=self.replay_buffer, names=names,
@@ -496,10 +480,6 @@ class RayCollector(BackgroundCollector):
         self._collected[k] += frames
 
     # ---- collecting ----
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
-        while self.total_frames < 0 or self.frames < self.total_frames:
-            yield self.rollout()
-
     def rollout(self) -> TensorDictBase | None:
         """The next batch, whatever `total_frames` says; None where it went into the replay buffer.
 

@@ -1,16 +1,10 @@
 """Arguments, counts and statistics of collectors, for collectors that run elsewhere."""
 
 from engram.collectors.background import BackgroundCollector
-from engram.collectors.multi import ABANDON_INTERVAL, env_makers, on_cpu, policy_makers_of, with_arguments
+from engram.collectors.multi import ABANDON_INTERVAL, makers_of_workers, on_cpu
+from engram.collectors.settings import CollectorSettings, Device
 from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
-from engram.collectors.sync import (
-    Device,
-    as_rows,
-    none_if_unset,
-    one_of_weights,
-    validate_counts,
-    warn_of_remainder,
-)
+from engram.collectors.sync import one_of_weights
 from engram.collectors.trajectories import IDS as TRAJECTORY_IDS
 from engram.processes.restarts import seed_after
 from engram.processes.shared_weights import tensors_of
@@ -19,20 +13,15 @@ __all__ = [
     "ABANDON_INTERVAL",
     "TRAJECTORY_IDS",
     "BackgroundCollector",
+    "CollectorSettings",
     "CollectorStats",
     "Device",
     "EpisodeStats",
     "Throughput",
-    "as_rows",
     "collector_stats",
-    "env_makers",
-    "none_if_unset",
+    "makers_of_workers",
     "on_cpu",
     "one_of_weights",
-    "policy_makers_of",
     "seed_after",
     "tensors_of",
-    "validate_counts",
-    "warn_of_remainder",
-    "with_arguments",
 ]

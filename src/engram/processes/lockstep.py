@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,10 +12,10 @@ import numpy as np
 
 from engram._native import AtomicInts
 from engram.errors import WorkerError
-from engram.processes.restarts import Restarts, seed_after
+from engram.processes.pool import WorkerPool
 from engram.processes.shared_memory import SharedMemory
-from engram.processes.timeouts import CallTimer, Timeout
-from engram.processes.worker import CLOSE_TIMEOUT, Channel, Worker, close_all, wait_for_any
+from engram.processes.timeouts import CallTimer
+from engram.processes.worker import CLOSE_TIMEOUT, ERROR_CLOSE_TIMEOUT, Channel, Worker
 
 # The control block in shared memory holds for each worker, in a cache line of its own: the number of the last round
 # requested and of the last one completed, the command, how many messages the reply has, whether each side sleeps and
@@ -34,13 +33,10 @@ _MOVES_AFTER = 0.01  # seconds between two moves to another core
 
 
 class WorkerSlot:
-    """A worker's end of a `LockstepPool`: `run(channel, slot, *args)` receives it and calls `attach` first.
+    """A worker's end of a `LockstepPool`: `run(channel, slot, *args)` receives it and calls `attach` first."""
 
-    Where calls have a timeout, the worker records them in `clock`.
-    """
-
-    def __init__(self, block: SharedMemory, size: int, index: int, spins: bool, clock: CallTimer | None = None) -> None:
-        self._memory, self._size, self.index, self._spins, self.clock = block, size, index, spins, clock
+    def __init__(self, block: SharedMemory, size: int, index: int, spins: bool) -> None:
+        self._memory, self._size, self.index, self._spins = block, size, index, spins
 
     def attach(self, channel: Channel) -> None:
         """Maps the control block in the worker process."""
@@ -50,6 +46,11 @@ class WorkerSlot:
             base + field for field in range(7)
         )
         self._is_quick, self._moved = False, 0.0
+
+    @property
+    def clock(self) -> CallTimer | None:
+        """Where the worker records calls that have a timeout."""
+        return self._channel.clock
 
     def recv_command(self) -> int:
         """Waits for the next command and returns it. Raises ChannelClosed when the pool is closed."""
@@ -131,35 +132,35 @@ class LockstepPool:
         restarts: int = 0,
     ) -> None:
         self._owner = os.getpid()
-        self._run, self._args, self._name, self._start_method = run, [tuple(own) for own in args], name, start_method
-        self._restarts, self._replaced = Restarts(restarts), [0] * len(args)
+        self._args = [tuple(own) for own in args]
         self.failed: dict[int, WorkerError] = {}  #: workers that have to be replaced before they execute anything
-        self._close_timeout = close_timeout
         self._error: Exception | None = None
         self._is_idle, self._round, self.is_closed = True, 0, False
         size = len(args)
         self._memory = SharedMemory()
         self._cells = _cells(self._memory.allocate([_bytes(size)]))
         self._spins = size <= len(usable_cores())
-        clocks = [None if timeout is None else CallTimer() for _ in args]
-        self._timeout = None if timeout is None else Timeout(timeout, [c for c in clocks if c is not None])
-        self._workers: list[Worker] = []
+        self._pool = WorkerPool(
+            run,
+            [f"{name} {i}" for i in range(size)],
+            start_method=start_method,
+            timeout=timeout,
+            restarts=restarts,
+            close_timeout=close_timeout,
+        )
+        self._workers, self._has_timeout = self._pool.workers, timeout is not None
         try:
             for i in range(size):
-                self._workers.append(self._new_worker(i, clocks[i]))
+                self._start_worker(i)
         except BaseException:
-            close_all(self._workers, 0.2)
+            self._pool.close(ERROR_CLOSE_TIMEOUT)
             raise
         self._polls = [self._poll_of(worker) for worker in self._workers]
         self._all = tuple(reversed(range(size)))  # the last to be woken is waited for first: fewer wake-ups here
         self._reply_of: dict[int, Any] = {}  # by worker: its last reply
-        self._finalizer = weakref.finalize(self, close_all, self._workers, close_timeout)
-        self._finalizer.atexit = False  # `engram.processes.worker` has its own, with a shorter timeout
 
-    def _new_worker(self, i: int, clock: CallTimer | None, seed: int | None = None) -> Worker:
-        slot = WorkerSlot(self._memory, len(self._args), i, self._spins, clock)
-        name = f"{self._name} {i}"
-        return Worker(self._run, (slot, *self._args[i]), name=name, start_method=self._start_method, seed=seed)
+    def _start_worker(self, i: int) -> None:
+        self._pool.start(i, WorkerSlot(self._memory, len(self._args), i, self._spins), *self._args[i])
 
     def _poll_of(self, worker: Worker) -> select.poll:
         poll = select.poll()
@@ -170,12 +171,11 @@ class LockstepPool:
 
     def _note_failure(self, i: int, error: WorkerError) -> None:
         """Notes that worker i has to be replaced; raises its error where no worker may be."""
-        if not self._restarts.left:
+        if not self._pool.restarts.left:
             self._error = error
             raise error
         self.failed[i] = error
-        if self._timeout is not None:
-            self._timeout.renewed(i)  # the timer of a process that is gone may stand in the middle of a call
+        self._pool.forget_call(i)
         self._polls = [self._poll_of(worker) for worker in self._workers]
 
     def lost(self) -> list[int]:
@@ -185,7 +185,7 @@ class LockstepPool:
     @property
     def may_replace(self) -> bool:
         """Whether workers that fail are replaced, as long as restarts are left."""
-        return self._restarts.allowed > 0
+        return self._pool.restarts.allowed > 0
 
     def replace(self, i: int) -> int:
         """Starts worker i, which has failed, anew: it calls `run` as before. Returns how often it was replaced.
@@ -193,16 +193,12 @@ class LockstepPool:
         Raises its WorkerError where no restart is left.
         """
         try:
-            old, base = self._workers[i], _STRIDE * i
-            self._restarts.use(self.failed[i], old.pid)
-            old.close(self._close_timeout)
-            self._replaced[i] += 1
+            restart, base = self._pool.retire(i, self.failed[i]), _STRIDE * i
             for field, value in ((_REQUESTED, self._round), (_COMPLETED, self._round), (_CORE, -1)):
                 self._cells[base + field] = value
             for field in (_REPLIES, _WORKER_SLEEPS, _OWNER_SLEEPS):
                 self._cells[base + field] = 0
-            clock = None if self._timeout is None else self._timeout.renewed(i)
-            self._workers[i] = self._new_worker(i, clock, seed_after(old.seed, self._replaced[i]))
+            self._start_worker(i)
         except WorkerError as error:
             self._error = error
             raise
@@ -211,7 +207,7 @@ class LockstepPool:
             raise
         del self.failed[i]
         self._polls = [self._poll_of(worker) for worker in self._workers]
-        return self._replaced[i]
+        return restart
 
     def greet(self, i: int, answer: Callable[[Any], Any]) -> bool:
         """Receives the first message of a worker that was started, and sends it the answer; False where it failed."""
@@ -235,16 +231,15 @@ class LockstepPool:
 
     def handshake(self) -> list[Any]:
         """Waits for the first message of every worker. Raises WorkerError as soon as one has failed for good."""
-        messages: dict[Worker, Any] = {}
-        while missing := [worker for worker in self._workers if worker not in messages]:
-            for worker in wait_for_any(missing):
+        messages: dict[int, Any] = {}
+        while missing := [i for i in range(len(self)) if i not in messages]:
+            for i in self._pool.wait(missing):
                 try:
-                    messages[worker] = worker.receive()
+                    messages[i] = self._workers[i].receive()
                 except WorkerError as error:
-                    i = self._workers.index(worker)
                     self._note_failure(i, error)
                     self.replace(i)
-        return [messages[worker] for worker in self._workers]
+        return [messages[i] for i in range(len(self))]
 
     def broadcast(self, message: Any) -> None:
         """Sends all workers a message, which they receive before their first command."""
@@ -296,7 +291,7 @@ class LockstepPool:
             self._send(chosen, command, messages)
         self._wait(chosen)
         self._is_idle = True
-        if self._restarts.allowed:
+        if self._pool.restarts.allowed:
             return self._replies_beside_failures(chosen)
         return {i: self._wait_for_reply(i) for i in chosen if self._cells[_STRIDE * i + _REPLIES]}
 
@@ -351,14 +346,14 @@ class LockstepPool:
     def _sleep_until_event(self, i: int) -> None:
         """Sleeps until worker i has woken this process or sent a message, or any worker has ended."""
         worker = self._workers[i]
-        for fd, _ in self._polls[i].poll(None if self._timeout is None else self._timeout.remaining() * 1000 + 1):
+        for fd, _ in self._polls[i].poll(self._pool.remaining() * 1000 if self._has_timeout else None):
             if fd == worker.wakeup.fileno():
                 worker.wakeup.wait()
             elif fd == worker.fileno():
                 self._receive_reply(i)
             else:
                 self._note_end(fd)
-        if self._timeout is not None and (overdue := self._timeout.overdue()) is not None:
+        if self._has_timeout and (overdue := self._pool.overdue()) is not None:
             self._kill(*overdue)
 
     def _kill(self, i: int, reason: str) -> None:
@@ -400,8 +395,7 @@ class LockstepPool:
         """Ends the workers: asks them first, and kills them after `timeout` seconds. A second call does nothing."""
         if not self.is_closed and os.getpid() == self._owner:
             self.is_closed = True
-            close_all(self._workers, self._close_timeout if timeout is None else timeout)
-            self._finalizer.detach()
+            self._pool.close(timeout)
             self._memory.close()
 
 

@@ -6,19 +6,21 @@ import mmap
 import os
 import tempfile
 from collections.abc import Sequence
-from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
 
 from engram._system import free_memory, human_bytes
+from engram.store.files import share_fd
 
 Array = np.ndarray[Any, Any]
 ALIGNMENT = 64
 
 
 class SharedMemory:
-    """Anonymous memory shared with forked children and with processes that it is pickled to while they are started.
+    """Anonymous memory shared with forked children and with processes that it is pickled to.
+
+    It travels while a process is started, and in messages of a `Worker`.
 
     One process calls `allocate`; the others then call `attach` with the same sizes. The kernel frees it when the last
     process that holds it ends or drops it. Arrays taken from it stay valid as long as they are referenced.
@@ -30,12 +32,15 @@ class SharedMemory:
     ([7, 7, 7], 5)
     """
 
+    _fd = -1  # until there is one
+
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
             self._fd = os.memfd_create("engram", os.MFD_CLOEXEC)
         else:
             self._fd, name = tempfile.mkstemp(prefix="engram")
             os.unlink(name)
+        self._mapped: Array | None = None  # in this process
 
     def allocate(self, sizes: Sequence[int]) -> list[Array]:
         """Returns zeroed uint8 arrays of these sizes in bytes. Raises MemoryError where too little memory is free."""
@@ -51,25 +56,35 @@ class SharedMemory:
 
     def attach(self, sizes: Sequence[int]) -> list[Array]:
         """The arrays that `allocate` returned, mapped in this process."""
-        mapping = np.frombuffer(mmap.mmap(self._fd, 0), np.uint8)
         starts = np.cumsum([0, *(_rounded(size) for size in sizes)]).tolist()
-        return [mapping[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        return [self.bytes[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+    @property
+    def bytes(self) -> Array:
+        """All that was allocated, mapped in this process."""
+        if self._mapped is None:
+            self._mapped = np.frombuffer(mmap.mmap(self._fd, 0), np.uint8)
+        return self._mapped
+
+    def fileno(self) -> int:
+        """The descriptor, for locks."""
+        return self._fd
 
     def close(self) -> None:
         """Closes the descriptor in this process; arrays stay valid. A second call does nothing."""
+        self._mapped = None
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
 
     def __del__(self) -> None:
-        if hasattr(self, "_fd"):
-            self.close()
+        self.close()
 
     def __getstate__(self) -> Any:
-        return reduction.DupFd(self._fd)
+        return share_fd(self._fd)
 
     def __setstate__(self, handle: Any) -> None:
-        self._fd = handle.detach()
+        self._fd, self._mapped = handle.detach(), None
 
 
 def _rounded(size: int) -> int:

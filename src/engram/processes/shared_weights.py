@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +12,7 @@ import xxhash
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from engram.store.files import share_fd
+from engram.processes.shared_memory import SharedMemory
 
 _HEADER = 64  # bytes: version, checksum, number of updates
 _ALIGNED = 64
@@ -40,17 +38,15 @@ class SharedWeights:
         for name, tensor in state.items():
             self._entries.append((name, tensor.dtype, tuple(tensor.shape), end))
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED
-        self._fd = os.memfd_create("engram-weights", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, end)
-        self._map_all()
+        self._memory = SharedMemory()
+        self._memory.allocate([end])
         self._version = -1
         self.write(state)
         self._header[2] = 0
 
-    def _map_all(self) -> None:
-        memory = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
-        self._bytes = np.frombuffer(memory, np.uint8)
-        self._header = self._bytes[:_HEADER].view(np.uint64)
+    @property
+    def _header(self) -> np.ndarray[Any, Any]:
+        return self._memory.bytes[:_HEADER].view(np.uint64)
 
     @property
     def version(self) -> int:
@@ -68,7 +64,7 @@ class SharedWeights:
         Raises ValueError for other names, shapes or dtypes.
         """
         _refuse_others(self._entries, state)
-        payload = self._bytes[_HEADER:]
+        payload = self._memory.bytes[_HEADER:]
         views = _views(self._entries, payload)
         for name, view in views.items():
             view.copy_(state[name])
@@ -85,24 +81,12 @@ class SharedWeights:
         while time.monotonic() < until:
             updates = self.updates  # first: of values that are newer it is too small, and they are read once more
             version, checksum = int(self._header[0]), int(self._header[1])
-            payload = self._bytes[_HEADER:].copy()
+            payload = self._memory.bytes[_HEADER:].copy()
             if _checksum(payload, version) == checksum:
                 self.read_version, self.read_updates = version, updates
                 return _views(self._entries, payload)
             time.sleep(0.0005)
         raise TimeoutError(f"the shared weights were being written at every attempt to read them for {_READ_TIMEOUT} s")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"entries": self._entries, "descriptor": share_fd(self._fd), "version": self._version}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._entries, self._version = state["entries"], state["version"]
-        self._fd = state["descriptor"].detach()
-        self._map_all()
-
-    def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
-            os.close(self._fd)
 
 
 def tensors_of(weights: Any) -> dict[str, Tensor]:

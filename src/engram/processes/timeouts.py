@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,11 @@ class CallTimer:
 
     def __init__(self) -> None:
         self._memory = SharedMemory()
-        self._cells = AtomicInts(self._memory.allocate([_BYTES])[0].view(np.int64))
+        self._memory.allocate([_BYTES])
+
+    @property
+    def _cells(self) -> AtomicInts:
+        return AtomicInts(self._memory.bytes.view(np.int64))
 
     def timed(self, call: Callable[..., Any], kind: str, env: int) -> Callable[..., Any]:
         """Wraps a "step" or "reset" of environment `env` so that its beginning and end are recorded here."""
@@ -56,13 +60,6 @@ class CallTimer:
                 return (time.monotonic_ns() - since) / 1e9, place
         return None
 
-    def __getstate__(self) -> SharedMemory:
-        return self._memory
-
-    def __setstate__(self, memory: SharedMemory) -> None:
-        self._memory = memory
-        self._cells = AtomicInts(memory.attach([_BYTES])[0].view(np.int64))
-
 
 class TimedEnv:
     """An environment whose steps and resets are recorded in a timer; other attributes are the environment's."""
@@ -74,31 +71,6 @@ class TimedEnv:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
-
-
-class Timeout:
-    """The limit of one call's duration, checked by the owner of the workers."""
-
-    def __init__(self, seconds: float, clocks: Sequence[CallTimer]) -> None:
-        self.seconds, self._clocks = seconds, list(clocks)
-
-    def renewed(self, worker: int) -> CallTimer:
-        """A timer for the process that replaces a worker; that of the old one may stand in the middle of a call."""
-        self._clocks[worker] = CallTimer()
-        return self._clocks[worker]
-
-    def remaining(self) -> float:
-        """Seconds until the earliest moment at which a call can exceed the limit."""
-        durations = [reading[0] for clock in self._clocks if (reading := clock.reading()) is not None]
-        return max(0.0, self.seconds - max(durations, default=0.0))
-
-    def overdue(self) -> tuple[int, str] | None:
-        """The first worker whose call exceeds the limit, and the reason for the error; None if there is none."""
-        for worker, clock in enumerate(self._clocks):
-            reading = clock.reading()
-            if reading is not None and reading[0] >= self.seconds:
-                return worker, f"{reading[1]} did not end within timeout={self.seconds} s"
-        return None
 
 
 def validate_timeout(timeout: float | None) -> float | None:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from engram import _native
 from engram.errors import WorkerError
+from engram.processes.timeouts import CallTimer
 from engram.pytree import SIGNED
 from engram.store.files import passing_fds
 
@@ -53,6 +54,8 @@ class EventFd:
     >>> event.wait()
     True
     """
+
+    _read = _write = -1  # until there are any
 
     def __init__(self) -> None:
         if sys.platform == "linux":
@@ -83,8 +86,7 @@ class EventFd:
         self._read = self._write = -1
 
     def __del__(self) -> None:
-        if hasattr(self, "_write"):
-            self.close()
+        self.close()
 
     def __getstate__(self) -> list[Any]:
         return [reduction.DupFd(fd) for fd in dict.fromkeys((self._read, self._write))]
@@ -128,8 +130,10 @@ def packed_exception(error: BaseException) -> bytes:
 class Channel:
     """The worker's end of the connection to its owner."""
 
-    def __init__(self, connection: Connection, wakeup: EventFd, owner_wakeup: EventFd) -> None:
-        self._connection = connection
+    def __init__(
+        self, connection: Connection, wakeup: EventFd, owner_wakeup: EventFd, clock: CallTimer | None = None
+    ) -> None:
+        self._connection, self.clock = connection, clock
         self._wakeup, self._owner_wakeup = wakeup, owner_wakeup
 
     def receive(self) -> Any:
@@ -190,6 +194,7 @@ class Worker:
         name: the worker's name in errors.
         start_method: "fork", "spawn" or "forkserver"; None: fork unless CUDA is in use, where that cannot work.
         seed: seeds the worker's random generators instead of such a draw.
+        clock: `channel.clock`, where the worker records calls that have a timeout.
 
     Raises:
         ValueError: no such start method.
@@ -204,6 +209,7 @@ class Worker:
         name: str,
         start_method: str | None = None,
         seed: int | None = None,
+        clock: CallTimer | None = None,
     ) -> None:
         method = validate_start_method(start_method)
         _cloudpickle()  # raises ImportError before anything is made; a forked worker inherits the module
@@ -214,7 +220,7 @@ class Worker:
         self.seed = int(torch.randint(2**31, ())) if seed is None else seed
         self._worker_wakeup, self.wakeup = EventFd(), EventFd()
         main_args = (
-            (theirs, self._worker_wakeup, self.wakeup),
+            (theirs, self._worker_wakeup, self.wakeup, clock),
             self._owner,
             method != "forkserver",
             self.seed,
@@ -447,7 +453,7 @@ def wait_for_any(workers: Sequence[Worker], timeout: float | None = None) -> lis
     """Waits for a message of any worker: those with a message or that have ended; empty after `timeout` seconds."""
     poll = select.poll()
     by_fd = {worker.fileno(): worker for worker in workers}
-    for fd, worker in [*by_fd.items(), *((worker._end_fd, worker) for worker in workers)]:
+    for fd, worker in [*by_fd.items(), *((worker.end_fileno(), worker) for worker in workers)]:
         poll.register(fd, select.POLLIN)
         by_fd[fd] = worker
     ready = poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
@@ -465,7 +471,7 @@ def validate_start_method(method: str | None) -> str:
 
 
 def _main(
-    ends: tuple[Connection, EventFd, EventFd],
+    ends: tuple[Connection, EventFd, EventFd, CallTimer | None],
     owner: int,
     is_child: bool,
     seed: int,
