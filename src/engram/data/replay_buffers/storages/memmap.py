@@ -17,7 +17,7 @@ from torch import Tensor
 from engram._system import boot_id
 from engram._text import log
 from engram.data.replay_buffers.storages.base import Checked, Storage
-from engram.data.replay_buffers.storages.tensor import TableStorage, saved_layout
+from engram.data.replay_buffers.storages.tensor import LazyTensorStorage, TableStorage, saved_layout
 from engram.errors import StorageError, StorageInUseError
 from engram.store.files import (
     StoreSession,
@@ -251,7 +251,7 @@ class _ObservedRows(RowSnapshot):
         return block
 
 
-class LazyMemmapStorage(TableStorage):
+class LazyMemmapStorage(LazyTensorStorage):
     """Packed rows in a mapped file, made at the first write.
 
     Without `scratch_dir` the file is temporary (in TMPDIR) and goes with the last process that has it open. With
@@ -320,8 +320,8 @@ class LazyMemmapStorage(TableStorage):
                 f"device={device!r}: Memory map device other than CPU is not supported; move batches as they are read: "
                 "rb.append_transform(lambda batch: batch.to(device))"
             )
-        super().__init__(max_size, ndim, checkpointer, lanes, max_bytes)
-        self.device = torch.device("cpu")
+        TableStorage.__init__(self, max_size, ndim, checkpointer, lanes, max_bytes)
+        self.device, self._takes_device = torch.device("cpu"), False
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self._takes_over = take_over
         self._auto_cleanup = bool(auto_cleanup)
@@ -345,6 +345,8 @@ class LazyMemmapStorage(TableStorage):
             raise ValueError("max_size must be given, or max_bytes")
         elif shared_init and self.scratch_dir is None:
             self._unmade = UnmadeStore(temporary=True)
+
+    get = TableStorage.get  # whose argument is `index`
 
     @classmethod
     def open(

@@ -1021,8 +1021,89 @@ def _env_shape(items: Any, batch_dims: int, time_dim: int) -> tuple[int, ...]:
     return shape if time_dim < 0 else tuple(d for i, d in enumerate(shape) if i != time_dim)
 
 
+class TensorStorage(TableStorage):
+    """A storage around tensors that exist: they are the stored rows, all of them, and are written in place.
+
+    Args:
+        storage: a tensor, TensorDict, tensorclass or pytree whose first `ndim` dimensions are `[time, ...]`. A
+            TensorDict without entries is room for as many steps as its batch size says, which the first write fills
+            with entries: the rows are then the storage's own.
+        max_size: steps; must agree with the data.
+        device: where the data must be; the data's own if None.
+        ndim: batch dimensions.
+
+    Raises:
+        ValueError: there are no data, `max_size` or `ndim` do not fit them, or there is no such device.
+
+    Example:
+        >>> data = torch.arange(10)
+        >>> storage = TensorStorage(data)
+        >>> len(storage), storage[3]
+        (10, tensor(3))
+    """
+
+    def __init__(
+        self,
+        storage: Any,
+        max_size: int | None = None,
+        device: torch.device | str | None = None,
+        ndim: int = 1,
+        *,
+        checkpointer: Any = None,
+        compilable: bool = False,
+    ) -> None:
+        if storage is None:
+            raise ValueError("the data of a TensorStorage are to be non-null; LazyTensorStorage(n) begins without any")
+        root, entries = pytree.describe(storage, ndim)
+        if not entries and isinstance(storage, TensorDictBase):
+            self._init_without_entries(storage, max_size, device, ndim, checkpointer)
+            return
+        tensors = [_tensor(value, path) for path, value in entries]
+        lead = _common_lead(entries, tensors, ndim)
+        count = math.prod(lead)
+        if max_size is not None and max_size not in (lead[0], count):
+            raise ValueError(f"max_size={max_size}, but the data hold {count} steps; leave max_size out")
+        if count == 0:
+            raise ValueError("the data have no steps: there is nothing to store in")
+        super().__init__(count, ndim, checkpointer)
+        if device is not None:
+            tensors = [t.to(_device(device)) for t in tensors]
+        layout = RowLayout.of(pytree.map_outermost(storage, lambda part: part[:1]), ndim)
+        layout.take_root(root)
+        self._env_shape = tuple(lead[1:])
+        self._lanes = Lanes.in_memory(lead[0], math.prod(self._env_shape))
+        self._lanes.mutex = self.mutex
+        self._lanes.advance(lead[0])
+        self._table = ColumnTable(self._lanes, layout, tensors, self._env_shape)
+        self._data = storage
+        self.device = tensors[0].device
+
+    def _init_without_entries(
+        self, room: TensorDictBase, max_size: int | None, device: Any, ndim: int, checkpointer: Any
+    ) -> None:
+        lead = tuple(room.batch_size[:ndim])
+        if len(lead) < ndim or 0 in lead:
+            raise ValueError(f"a TensorDict without entries of batch size {list(room.batch_size)} is no room for steps")
+        count = math.prod(lead)
+        if max_size is not None and max_size not in (lead[0], count):
+            raise ValueError(f"max_size={max_size}, but the batch size is {list(lead)}; leave max_size out")
+        super().__init__(count, ndim, checkpointer)
+        self._data, self._room = room, lead
+        self.device = _device(device if device is not None else room.device or "cpu")
+
+    def _copy_arguments(self) -> dict[str, Any]:
+        return {"storage": self._data, "ndim": self.ndim}
+
+    def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable | ColumnTable]:
+        if self._env_shape != self._room[1:]:
+            raise ValueError(
+                f"the batch has environments of shape {list(self._env_shape)}, this storage {list(self._room[1:])}"
+            )
+        return _in_memory(StoreSpec(layout, 1, lane_capacity, math.prod(self._env_shape), trailer=False), self)
+
+
 @advised
-class LazyTensorStorage(TableStorage):
+class LazyTensorStorage(TensorStorage):
     """Packed rows in memory, made at the first write; on a GPU, one tensor per key.
 
     Args:
@@ -1072,7 +1153,7 @@ class LazyTensorStorage(TableStorage):
     ) -> None:
         if max_size is None and max_bytes is None:
             raise ValueError('a storage needs a size: max_size=100_000 steps, or max_bytes="8GB"')
-        super().__init__(max_size, ndim, checkpointer, lanes, max_bytes)
+        TableStorage.__init__(self, max_size, ndim, checkpointer, lanes, max_bytes)  # there are no tensors yet
         self._takes_device = device == "auto"
         self.device = _device("cpu" if self._takes_device else device)
         self.shared = shared or shared_init
@@ -1161,87 +1242,6 @@ class LazyTensorStorage(TableStorage):
         self._env_shape, self._lanes = state["env_shape"], lanes
         self._table = RowTable(lanes, layout, mapped=False)
         self._max_size = lanes.capacity
-
-
-class TensorStorage(TableStorage):
-    """A storage around tensors that exist: they are the stored rows, all of them, and are written in place.
-
-    Args:
-        storage: a tensor, TensorDict, tensorclass or pytree whose first `ndim` dimensions are `[time, ...]`. A
-            TensorDict without entries is room for as many steps as its batch size says, which the first write fills
-            with entries: the rows are then the storage's own.
-        max_size: steps; must agree with the data.
-        device: where the data must be; the data's own if None.
-        ndim: batch dimensions.
-
-    Raises:
-        ValueError: there are no data, `max_size` or `ndim` do not fit them, or there is no such device.
-
-    Example:
-        >>> data = torch.arange(10)
-        >>> storage = TensorStorage(data)
-        >>> len(storage), storage[3]
-        (10, tensor(3))
-    """
-
-    def __init__(
-        self,
-        storage: Any,
-        max_size: int | None = None,
-        device: torch.device | str | None = None,
-        ndim: int = 1,
-        *,
-        checkpointer: Any = None,
-        compilable: bool = False,
-    ) -> None:
-        if storage is None:
-            raise ValueError("the data of a TensorStorage are to be non-null; LazyTensorStorage(n) begins without any")
-        root, entries = pytree.describe(storage, ndim)
-        if not entries and isinstance(storage, TensorDictBase):
-            self._init_without_entries(storage, max_size, device, ndim, checkpointer)
-            return
-        tensors = [_tensor(value, path) for path, value in entries]
-        lead = _common_lead(entries, tensors, ndim)
-        count = math.prod(lead)
-        if max_size is not None and max_size not in (lead[0], count):
-            raise ValueError(f"max_size={max_size}, but the data hold {count} steps; leave max_size out")
-        if count == 0:
-            raise ValueError("the data have no steps: there is nothing to store in")
-        super().__init__(count, ndim, checkpointer)
-        if device is not None:
-            tensors = [t.to(_device(device)) for t in tensors]
-        layout = RowLayout.of(pytree.map_outermost(storage, lambda part: part[:1]), ndim)
-        layout.take_root(root)
-        self._env_shape = tuple(lead[1:])
-        self._lanes = Lanes.in_memory(lead[0], math.prod(self._env_shape))
-        self._lanes.mutex = self.mutex
-        self._lanes.advance(lead[0])
-        self._table = ColumnTable(self._lanes, layout, tensors, self._env_shape)
-        self._data = storage
-        self.device = tensors[0].device
-
-    def _init_without_entries(
-        self, room: TensorDictBase, max_size: int | None, device: Any, ndim: int, checkpointer: Any
-    ) -> None:
-        lead = tuple(room.batch_size[:ndim])
-        if len(lead) < ndim or 0 in lead:
-            raise ValueError(f"a TensorDict without entries of batch size {list(room.batch_size)} is no room for steps")
-        count = math.prod(lead)
-        if max_size is not None and max_size not in (lead[0], count):
-            raise ValueError(f"max_size={max_size}, but the batch size is {list(lead)}; leave max_size out")
-        super().__init__(count, ndim, checkpointer)
-        self._data, self._room = room, lead
-        self.device = _device(device if device is not None else room.device or "cpu")
-
-    def _copy_arguments(self) -> dict[str, Any]:
-        return {"storage": self._data, "ndim": self.ndim}
-
-    def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable | ColumnTable]:
-        if self._env_shape != self._room[1:]:
-            raise ValueError(
-                f"the batch has environments of shape {list(self._env_shape)}, this storage {list(self._room[1:])}"
-            )
-        return _in_memory(StoreSpec(layout, 1, lane_capacity, math.prod(self._env_shape), trailer=False), self)
 
 
 def _in_memory(spec: StoreSpec, storage: LazyTensorStorage | TensorStorage) -> tuple[Lanes, RowTable | ColumnTable]:
