@@ -917,7 +917,7 @@ def test_slices_that_a_writer_overwrites_between_the_draw_and_the_copy_are_refus
 
     maker = _native.BatchMaker(rb.sampler._native_draw(rb.storage), rb.sampler, reuse=(overwrite,))
     for _ in range(60):
-        batch = maker.sample(rb.storage._row_source, 16)
+        batch = maker.sample(rb.storage.native.source, 16)
         refused += batch is None
         if batch is not None:
             assert bool((batch["number"] >= rb.write_count - 40).all())

@@ -240,7 +240,7 @@ class RowTable:
         extra: dict[str, Any] | None,
         sequences: bool,
         parts: list[dict[str, Any] | None] | None,
-    ) -> JoinedRows | None:
+    ) -> JoinedRows:
         """As `read`, from tables with the `same_rows` too."""
         tables = [self, *others]
         for table in tables:

@@ -309,7 +309,7 @@ class ReplayBuffer(Generic[T]):
         # Whether the storage may check and append in one call, if no priorities come with the data.
         self._tells_sampler = self._sampler._is_told
         plainly = not (self._limited or self._tells_sampler)
-        self._pushes = self._storage._pushes and self._writer._only_appends and plainly
+        self._pushes = self._writer._only_appends and plainly
         self._may_take_priorities = self._sampler._takes_priorities
         self._reader = self._make_reader()
         self._prefetcher = Prefetcher(self._reader, self._prefetch, self._generators()) if self._prefetch else None
@@ -388,7 +388,9 @@ class ReplayBuffer(Generic[T]):
         storage = self._storage
         if self._pushes and not (self._may_take_priorities and self._takes_priorities()):
             with storage.mutex:
-                pushed: int | Tensor | None = storage._push(data, True, -1, self._writer.index_key)
+                pushed: int | Tensor | None = None
+                if (push := storage.native.push) is not None:
+                    pushed = push(data, storage.ndim - 1, -1, self._writer.index_key)
             if pushed is not None:
                 return pushed
         priorities = self._given_priorities(data, True, -1)
@@ -423,7 +425,9 @@ class ReplayBuffer(Generic[T]):
         storage, time_dim = self._storage, self._time_dim
         if self._pushes and not (self._may_take_priorities and self._takes_priorities()):
             with storage.mutex:
-                pushed: Tensor | None = storage._push(data, False, time_dim, self._writer.index_key)
+                pushed: Tensor | None = None
+                if (push := storage.native.push) is not None:
+                    pushed = push(data, storage.ndim, time_dim, self._writer.index_key)
             if pushed is not None:
                 return pushed
         batch = self._as_batch(data, time_dim) if type(data) is list else data

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engram._system import boot_id
 from engram._text import log
-from engram.data.replay_buffers.storages.base import Checked, Storage
+from engram.data.replay_buffers.storages.base import Checked, NativeRows
 from engram.data.replay_buffers.storages.tensor import LazyTensorStorage, TableStorage, saved_layout
 from engram.errors import StorageError, StorageInUseError
 from engram.store.files import (
@@ -71,11 +71,10 @@ class ObservedMemmapStorage(TableStorage):
             os.close(fd)
             raise StorageError(f"{self.scratch_dir / FILE_NAME} has no readable layout: {error}") from error
         super().__init__(None, ndim, checkpointer)
-        lanes = _ObservedLanes(store)
-        lanes.mutex = self.mutex
         self._env_shape, self._n_lanes = env_shape, store.lanes
-        self._lanes, self._table = lanes, RowTable(lanes, layout, mapped=True)
-        self._max_size = self._requested_size = lanes.capacity
+        lanes = _ObservedLanes(store)
+        self._take_table(lanes, RowTable(lanes, layout, mapped=True))
+        self._requested_size = self._max_size
         self._frozen_at: int | None = None  # the incarnation of `freeze`
 
     def freeze(self) -> None:
@@ -143,14 +142,10 @@ class ObservedMemmapStorage(TableStorage):
     ) -> Rows:
         return self._validated(lambda: super(ObservedMemmapStorage, self).read(slots, shape, extra, sequences))
 
-    def _read_many(
-        self, others: list[Storage], slots: Tensor, shape: tuple[int, ...], *rest: Any, **options: Any
-    ) -> None:
-        """None: each read is validated by itself."""
-
-    @property
-    def _row_table(self) -> None:
-        """None: each read is validated."""
+    def _bind(self) -> None:
+        """Native calls validate what they read from the `source`; all else is validated or refused here."""
+        super()._bind()
+        self.native = NativeRows(self.native.source)
 
     def read_packed(self, slots: Tensor, by_leaf: bool = False, sequences: bool = False) -> Rows:
         table = self._table
@@ -204,7 +199,7 @@ class ObservedMemmapStorage(TableStorage):
         """Ends the use of the store."""
         with self.mutex:
             if self._lanes is not None:
-                self._lanes = self._table = None
+                self._set_table(None, None)
                 os.close(self._fd)
 
     def __del__(self) -> None:
@@ -459,9 +454,8 @@ class LazyMemmapStorage(LazyTensorStorage):
                     f"the store in {self.scratch_dir} has {'; '.join(differences)}; "
                     "LazyMemmapStorage.open takes it as it is"
                 )
-        lanes.mutex = self.mutex
-        self._lanes, self._table = lanes, table
-        self._max_size = self._requested_size = lanes.capacity
+        self._take_table(lanes, table)
+        self._requested_size = lanes.capacity
 
     def _join_made(self) -> None:
         if self.scratch_dir is None:
@@ -511,7 +505,8 @@ class LazyMemmapStorage(LazyTensorStorage):
                     self._session.close()
             finally:
                 self._lanes.close()
-                self._lanes = self._table = self._session = self._remove = None
+                self._set_table(None, None)
+                self._session = self._remove = None
 
     def cleanup(self) -> bool:
         """Deletes the store in `scratch_dir` now; this object may be read until it is closed.
@@ -566,11 +561,10 @@ class LazyMemmapStorage(LazyTensorStorage):
             store.lanes * store.lane_capacity, ndim=state["ndim"], lanes=state.get("lanes")
         )
         store.advise_random()
+        self._n_lanes, self._env_shape = store.lanes, state["env_shape"]
         lanes = Lanes(store, locks, turns=self._given_lanes is None)
-        lanes.mutex = self.mutex
-        self._n_lanes, self._env_shape, self._lanes = store.lanes, state["env_shape"], lanes
-        self._table = RowTable(lanes, layout, mapped=True)
-        self._max_size = self._requested_size = lanes.capacity
+        self._take_table(lanes, RowTable(lanes, layout, mapped=True))
+        self._requested_size = lanes.capacity
 
 
 def _remove_store(session: StoreSession, folder: Path | None, process: int) -> bool:

@@ -6,11 +6,13 @@ import abc
 import contextlib
 import copy
 import dataclasses
+import functools
 import json
 import math
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -25,7 +27,14 @@ from engram._advice import advised, with_argument
 from engram._system import parse_bytes
 from engram._text import log
 from engram.checkpoint.protocols import Rows as RowBlock
-from engram.data.replay_buffers.storages.base import Checked, Storage, TooManyRowsError, warn_of_items
+from engram.data.replay_buffers.storages.base import (
+    NO_NATIVE_ROWS,
+    Checked,
+    NativeRows,
+    Storage,
+    TooManyRowsError,
+    warn_of_items,
+)
 from engram.errors import CheckpointError, CheckpointMisfitError, StorageError
 from engram.pytree import TreeSpec
 from engram.specs.tensors import usable_device
@@ -37,10 +46,11 @@ from engram.store.files import (
     refuse_if_memory_is_short,
     share_fd,
 )
+from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LayoutState, LeafSpec, MalformedLayoutError, RowLayout
 from engram.store.locks import LaneLocks
-from engram.store.tables import ColumnTable, JoinedRows, Rows, RowTable, expand_slots
+from engram.store.tables import ColumnTable, Rows, RowTable, expand_slots
 from engram.store.unmade import UnmadeStore
 from engram.store.views import ChangeTracker, ColumnSnapshot, EmptySource, PrivateRows, RowSnapshot
 
@@ -56,11 +66,6 @@ class TableStorage(Storage):
 
     _saved_as_items: ClassVar[bool] = False
     _is_mapped: ClassVar[bool] = False  # whether rows are in a file, so that reading them may wait for a disk
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # A child that has one of them of its own wants it called.
-        cls._pushes = cls.check is TableStorage.check and cls.append is TableStorage.append
 
     def __init__(
         self,
@@ -105,6 +110,7 @@ class TableStorage(Storage):
         shared_init, self._shared_init = self._shared_init, False  # nothing is opened before this process uses it
         super()._after_fork()
         self._shared_init = shared_init
+        self.native = self.native._replace(source=None)  # until this process uses the lanes
 
     @abc.abstractmethod
     def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable | ColumnTable]:
@@ -258,8 +264,28 @@ class TableStorage(Storage):
 
     def _take_table(self, lanes: Lanes, table: RowTable | ColumnTable) -> None:
         lanes.mutex = self.mutex
-        self._table, self._lanes = table, lanes
         self._max_size = lanes.capacity
+        self._set_table(lanes, table)
+
+    def _set_table(self, lanes: Lanes | None, table: RowTable | ColumnTable | None) -> None:
+        """Uses a table from now on; None: there is none any more."""
+        self._lanes, self._table = lanes, table
+        self._bind()
+        if lanes is not None:
+            lanes.on_join = functools.partial(_bind_again, weakref.ref(self))
+
+    def _bind(self) -> None:
+        """Lets native calls do with the rows what no child of the user's has a method of its own for."""
+        table, overrides = self._table, self._overrides
+        if not isinstance(table, RowTable):
+            self.native = NO_NATIVE_ROWS
+            return
+        reads = not overrides & {"get", "read", "column", "leaf"}
+        appends = not overrides & {"set", "check", "append"}
+        push: Any = table.push
+        if self.ndim > 1:
+            push = functools.partial(_push_envs, table, self._env_shape) if self.ndim == 2 else None
+        self.native = NativeRows(table.source if reads else None, push if appends else None, table if reads else None)
 
     # ---- making it together with other processes ----
     def _join_made(self) -> None:
@@ -361,8 +387,8 @@ class TableStorage(Storage):
         with self._replacing("giving rows their sequences"):
             layout = table.layout.with_sequence()
             refuse_if_memory_is_short(StoreSpec(layout, self._n_lanes, lanes.store.lane_capacity, lanes.envs, False))
-            self._table = table = table.with_sequences()
-            self._lanes = table.lanes
+            table = table.with_sequences()
+            self._set_table(table.lanes, table)
 
     @property
     def _can_widen(self) -> bool:
@@ -379,7 +405,8 @@ class TableStorage(Storage):
         """Frees a table that no other process has seen; False: it stays."""
         if self._lanes is not None:
             self._lanes.close()
-        self._table, self._lanes, self._env_shape, self._first_env_shape = None, None, (), None
+        self._set_table(None, None)
+        self._env_shape, self._first_env_shape = (), None
         self._max_size = self._requested_size
         return True
 
@@ -455,15 +482,6 @@ class TableStorage(Storage):
         assert self._table is not None and self._lanes is not None
         return expand_slots(self._table.append(checked.data, most), self._lanes.envs)
 
-    def _push(self, items: Any, single: bool, time_dim: int, index_key: str | None) -> Any:
-        table, ndim = self._table, self.ndim
-        if type(table) is not RowTable or ndim > 2:
-            return None
-        if ndim == 1:
-            return table.push(items, 0 if single else 1, time_dim, index_key)
-        slots = table.push(items, 1 if single else 2, -1 if single else time_dim, index_key)
-        return None if slots is None else self._index_of(expand_slots(slots, table.lanes.envs), single)
-
     def _turn(self) -> AbstractContextManager[None]:
         lanes = self._lanes
         if lanes is None and self._unmade is not None:
@@ -533,35 +551,6 @@ class TableStorage(Storage):
             table = self._table
         return table.read(slots, shape, extra, sequences)
 
-    def _read_many(
-        self,
-        others: list[Storage],
-        slots: Tensor,
-        shape: tuple[int, ...],
-        extra: dict[str, Any] | None = None,
-        sequences: bool = False,
-        parts: list[dict[str, Any] | None] | None = None,
-    ) -> JoinedRows | None:
-        first = self._row_table
-        if first is None:
-            return None
-        tables: list[RowTable] = []
-        for other in others:
-            table = other._row_table
-            if table is None or not first.same_rows(table):
-                return None
-            tables.append(table)
-        return first.read_many(tables, slots, shape, extra, sequences, parts)
-
-    @property
-    def _row_table(self) -> RowTable | None:
-        return self._table if isinstance(self._table, RowTable) else None
-
-    @property
-    def _row_source(self) -> _native.RowSource | None:
-        table, lanes = self._table, self._lanes
-        return None if table is None or lanes is None or lanes.unused_since_fork else table.source
-
     @property
     def _item_shape(self) -> tuple[int, ...]:
         return () if self._table is None else self._table.layout.within
@@ -612,8 +601,8 @@ class TableStorage(Storage):
 
     @property
     def _packed_rows(self) -> RowTable:
-        table = self._row_table
-        if table is None:
+        table = self._table
+        if not isinstance(table, RowTable):
             raise StorageError("this storage has no rows as bytes: adopt a layout first, with device='cpu'")
         return table
 
@@ -830,6 +819,23 @@ class TableStorage(Storage):
         assert self._lanes is not None
         same = self._restoring["lane_capacity"] == self._lanes.store.lane_capacity
         return 0 if same else int(self._restoring["lanes"][lane]["base"])
+
+
+def _bind_again(storage: weakref.ref[TableStorage]) -> None:
+    """In a forked child that has begun to use a storage's lanes."""
+    if (alive := storage()) is not None:
+        alive._bind()
+
+
+def _push_envs(
+    table: RowTable, env_shape: tuple[int, ...], items: Any, batch_dims: int, time_dim: int, index_key: str | None
+) -> Any:
+    """As `RowTable.push`, of steps of several environments."""
+    slots: Any = table.push(items, batch_dims, time_dim, index_key)
+    if slots is None:
+        return None
+    slots = expand_slots(slots, table.lanes.envs)
+    return torch.stack(tuple(from_slots(slots, env_shape)), -1)
 
 
 def saved_layout(store: _native.Store) -> tuple[RowLayout, tuple[int, ...], int]:
@@ -1071,10 +1077,9 @@ class TensorStorage(TableStorage):
         layout = RowLayout.of(pytree.map_outermost(storage, lambda part: part[:1]), ndim)
         layout.take_root(root)
         self._env_shape = tuple(lead[1:])
-        self._lanes = Lanes.in_memory(lead[0], math.prod(self._env_shape))
-        self._lanes.mutex = self.mutex
-        self._lanes.advance(lead[0])
-        self._table = ColumnTable(self._lanes, layout, tensors, self._env_shape)
+        lanes = Lanes.in_memory(lead[0], math.prod(self._env_shape))
+        self._take_table(lanes, ColumnTable(lanes, layout, tensors, self._env_shape))
+        lanes.advance(lead[0])
         self._data = storage
         self.device = tensors[0].device
 
@@ -1237,11 +1242,8 @@ class LazyTensorStorage(TensorStorage):
             self._shared_init, self._unmade = True, state["unmade"]
             return
         store, locks, layout = open_passed_store(state["descriptor"])
-        lanes = Lanes(store, locks, turns=self._given_lanes is None)
-        lanes.mutex = self.mutex
-        self._env_shape, self._lanes = state["env_shape"], lanes
-        self._table = RowTable(lanes, layout, mapped=False)
-        self._max_size = lanes.capacity
+        self._env_shape, lanes = state["env_shape"], Lanes(store, locks, turns=self._given_lanes is None)
+        self._take_table(lanes, RowTable(lanes, layout, mapped=False))
 
 
 def _in_memory(spec: StoreSpec, storage: LazyTensorStorage | TensorStorage) -> tuple[Lanes, RowTable | ColumnTable]:
