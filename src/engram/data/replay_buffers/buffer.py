@@ -49,6 +49,7 @@ from engram.data.replay_buffers.samplers.base import Sampler, as_sampler
 from engram.data.replay_buffers.samplers.random import RandomSampler
 from engram.data.replay_buffers.stats import BatchCount, BufferStats, StepCount, count_steps
 from engram.data.replay_buffers.storages.base import Storage, as_storage
+from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage, ObservedMemmapStorage
 from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter, Writer, as_writer, has_writing_methods
@@ -1232,11 +1233,11 @@ class ReplayBuffer(Generic[T]):
             >>> rb.keys()
             ['obs', ('next', 'reward')]
         """
-        layout = self._storage.layout
+        storage, layout, paths = self._storage, self._storage.layout, []
         if layout is not None:
             paths = [leaf.path for leaf in layout.leaves]
-        else:
-            paths = [] if self._storage._is_ensemble or not len(self._storage) else _paths_of(self._storage.get(0))
+        elif len(storage) and not isinstance(storage, StorageEnsemble):
+            paths = _paths_of(storage.get(0))
         return [path[0] if len(path) == 1 else path for path in paths if path]
 
     def __repr__(self) -> str:
@@ -1261,7 +1262,7 @@ class ReplayBuffer(Generic[T]):
     def _shown_content(self) -> dict[str, Any]:
         """Keys, rows, bytes and episodes, as `repr` shows them; nothing before the first write."""
         rows, layout = len(self._storage), self._storage.layout
-        if not rows or self._storage._is_ensemble:
+        if not rows or isinstance(self._storage, StorageEnsemble):
             return {}
         counted = self._counted_at_once() if rows <= _COUNTED_IN_REPR else None
         rows = rows if counted is None else counted.rows

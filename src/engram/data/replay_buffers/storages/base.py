@@ -106,12 +106,12 @@ class Storage(abc.ABC):
     _takes_lists: ClassVar[bool] = False
     # What makes a batch of what was read, where the buffer does not say it.
     _default_collate: ClassVar[Any] = None
-    # Whether it has no rows of its own, but members that have.
-    _is_ensemble: ClassVar[bool] = False
     # Whether what is `set` now are new rows (`_setting_new_rows`).
     _sets_new_rows = False
     #: What native calls may do with the rows past the methods of this class, now.
     native: NativeRows = NO_NATIVE_ROWS
+    # Whether it has a `replace`, which writes rows out of turn.
+    _replaces_rows: ClassVar[bool] = True
     # Methods that a child of the user's, of this class or one of its kind, has of its own.
     _overrides: ClassVar[frozenset[str]] = frozenset()
     # Where each row stores its own index, in a `set` that a child overrides (`overrides.py`).
@@ -124,13 +124,15 @@ class Storage(abc.ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         pickle_by_state(cls)
-        if cls.get is not Storage.get and cls.set is not Storage.set and cls.append is Storage.append:
-            for name in _FROM_GET_AND_SET:
-                if getattr(cls, name, None) is getattr(Storage, name, None):
-                    setattr(cls, name, vars(_GetSetStorage)[name])
         ours = next(kind for kind in cls.__mro__ if _is_ours(kind))
-        cls._overrides = frozenset(name for kind in cls.__mro__[: cls.__mro__.index(ours)] for name in vars(kind))
-        if ours not in (cls, Storage):
+        cls._overrides = own = frozenset(name for kind in cls.__mro__[: cls.__mro__.index(ours)] for name in vars(kind))
+        if ours is Storage:
+            cls._replaces_rows = "replace" in own
+            if own >= {"get", "set"} and "append" not in own:
+                for name in _FROM_GET_AND_SET:
+                    if name not in own:
+                        setattr(cls, name, vars(_GetSetStorage)[name])
+        elif ours is not cls:
             route_to_overrides(cls)
 
     def __init__(self, max_size: int | None, checkpointer: Any = None, compilable: bool = False) -> None:
@@ -563,8 +565,8 @@ class Storage(abc.ABC):
     @property
     def _replaces_out_of_turn(self) -> bool:
         """Whether a new row can take the place of any stored one, with a sequence of its own."""
-        lanes, replaces = self.lanes, type(self).replace is not Storage.replace
-        return replaces and self.ndim == 1 and lanes is not None and lanes.store.lanes == 1
+        lanes = self.lanes
+        return self._replaces_rows and self.ndim == 1 and lanes is not None and lanes.store.lanes == 1
 
     def _replace_by_new(self, slots: Tensor, items: Any, index_key: str | None) -> None:
         """Puts new rows in the place of stored ones: each gets a sequence of its own."""
@@ -725,10 +727,6 @@ class Storage(abc.ABC):
             f"shared=True needs LazyTensorStorage or LazyMemmapStorage, whose rows processes can share, "
             f"not {type(self).__name__}"
         )
-
-    def _members(self) -> list[Storage]:
-        """The storages with counters of their own: this one, or the members of an ensemble."""
-        return [self]
 
     # ---- saving ----
     @property

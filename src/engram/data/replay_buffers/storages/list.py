@@ -82,7 +82,7 @@ class ListStorage(Storage):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._reads_items = cls.read is ListStorage.read  # else a child's own `read` is called
+        cls._reads_items = not cls._overrides & {"get", "read"}  # else a child's own is called
 
     def __init__(
         self,
