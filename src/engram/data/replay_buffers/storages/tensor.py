@@ -50,7 +50,7 @@ from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LayoutState, LeafSpec, MalformedLayoutError, RowLayout
 from engram.store.locks import LaneLocks
-from engram.store.tables import ColumnTable, Rows, RowTable, expand_slots
+from engram.store.tables import ColumnTable, Rows, RowTable, Table, expand_slots
 from engram.store.unmade import UnmadeStore
 from engram.store.views import ChangeTracker, ColumnSnapshot, EmptySource, PrivateRows, RowSnapshot
 
@@ -96,7 +96,7 @@ class TableStorage(Storage):
         self._env_shape: tuple[int, ...] = ()
         self._first_env_shape: tuple[int, ...] | None = None  # of a first batch with several environment dimensions
         self._lanes: Lanes | None = None
-        self._table: RowTable | ColumnTable | None = None
+        self._table: Table | None = None
         self._make_lock = threading.Lock()
         # Of a load that is under way: the saved counters; where a saved row has each byte of ours (None: in the same
         # place); whether the load made the table.
@@ -113,7 +113,7 @@ class TableStorage(Storage):
         self.native = self.native._replace(source=None)  # until this process uses the lanes
 
     @abc.abstractmethod
-    def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable | ColumnTable]:
+    def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, Table]:
         """The lanes and the table of a new store. Raises StorageError, with the numbers, where memory is short."""
 
     # ---- facts ----
@@ -202,7 +202,7 @@ class TableStorage(Storage):
             other.end_restore()
 
     # ---- making ----
-    def _ensure(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> RowTable | ColumnTable:
+    def _ensure(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> Table:
         with self._making(), self._make_lock:
             if self._table is None:
                 layout = RowLayout.of(items, batch_dims)
@@ -262,12 +262,12 @@ class TableStorage(Storage):
             raise
         self._take_table(lanes, table)
 
-    def _take_table(self, lanes: Lanes, table: RowTable | ColumnTable) -> None:
+    def _take_table(self, lanes: Lanes, table: Table) -> None:
         lanes.mutex = self.mutex
         self._max_size = lanes.capacity
         self._set_table(lanes, table)
 
-    def _set_table(self, lanes: Lanes | None, table: RowTable | ColumnTable | None) -> None:
+    def _set_table(self, lanes: Lanes | None, table: Table | None) -> None:
         """Uses a table from now on; None: there is none any more."""
         self._lanes, self._table = lanes, table
         self._bind()
@@ -385,6 +385,7 @@ class TableStorage(Storage):
                 "them over with loads into a storage that is made with a TensorDictMaxValueWriter; nothing was written"
             )
         with self._replacing("giving rows their sequences"):
+            assert isinstance(table, RowTable)
             layout = table.layout.with_sequence()
             refuse_if_memory_is_short(StoreSpec(layout, self._n_lanes, lanes.store.lane_capacity, lanes.envs, False))
             table = table.with_sequences()
@@ -394,7 +395,8 @@ class TableStorage(Storage):
     def _can_widen(self) -> bool:
         """Whether stored rows can get room for sequences: not in a file, nor in shared memory."""
         table = self._table
-        return isinstance(table, ColumnTable) or (table is not None and not table.mapped and table.lanes.locks is None)
+        in_private = isinstance(table, RowTable) and not table.mapped and table.lanes.locks is None
+        return in_private or isinstance(table, ColumnTable)
 
     def _make_room(self, layout: RowLayout) -> None:
         """Before rows of this layout are restored: makes room for the sequences that they carry, where it can."""
@@ -434,11 +436,10 @@ class TableStorage(Storage):
         elif index_key is not None and (index_key,) in table.layout.paths:
             own_index = self._own_index(items, batch_dims, time_dim)
             extra = (index_key, self._of_each_step(own_index) if table.layout.within else own_index)
-        plan = table.plan(items, batch_dims, time_dim, extra)
-        steps = len(plan[0]) if isinstance(plan, list) else plan.steps
-        if steps == 0:
+        checked = Checked(*table.fit(items, batch_dims, time_dim, extra))
+        if checked.steps == 0:
             raise ValueError(_NO_STEPS)
-        return Checked(steps, plan)
+        return checked
 
     def _merge_envs(self, items: Any, batch_dims: int, time_dim: int) -> tuple[Any, int, int]:
         """Makes several environment dimensions one; the first batch decides their shape."""
@@ -459,7 +460,7 @@ class TableStorage(Storage):
     def _own_index(self, items: Any, batch_dims: int, time_dim: int) -> Tensor | int:
         assert self._lanes is not None
         if batch_dims == 0:
-            return self._lanes.next_slot() if isinstance(self._table, RowTable) else self._lanes.next_slots(1)[0]
+            return self._lanes.next_slot()
         steps = 1 if time_dim < 0 else _lead_shape(items, batch_dims)[time_dim]
         times = self._lanes.next_slots(steps)
         if self.ndim == 1:
@@ -508,7 +509,7 @@ class TableStorage(Storage):
     def _plan_rows(self, items: Any, slots: Tensor, index_key: str | None) -> Any:
         """Rows for in-place writing: [n, ...], whatever environments the storage has; one step is repeated."""
         assert self._table is not None
-        layout, n = self._table.layout, len(slots)
+        n = len(slots)
         if self._is_single(items):
             items = pytree.expand(items, n)
         if index_key is not None and self._stores(index_key):
@@ -516,14 +517,9 @@ class TableStorage(Storage):
             own = self.from_slots(slots)
             index = torch.stack(own, -1) if isinstance(own, tuple) else own
             items = pytree.with_entry(items, index_key, self._of_each_step(index))
-        if isinstance(self._table, ColumnTable):
-            plan: Any = layout.fitting(items, 1)
-            count = len(plan[0])
-        else:
-            plan = layout.plan(items, 1, 0)
-            count = plan.steps
+        count, rows = self._table.fit_rows(items)
         _check_count(n, count)
-        return plan
+        return rows
 
     def _is_single(self, items: Any, env_dims: int = 0) -> bool:
         assert self._table is not None
@@ -1099,7 +1095,7 @@ class TensorStorage(TableStorage):
     def _copy_arguments(self) -> dict[str, Any]:
         return {"storage": self._data, "ndim": self.ndim}
 
-    def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable | ColumnTable]:
+    def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, Table]:
         if self._env_shape != self._room[1:]:
             raise ValueError(
                 f"the batch has environments of shape {list(self._env_shape)}, this storage {list(self._room[1:])}"
@@ -1169,14 +1165,14 @@ class LazyTensorStorage(TensorStorage):
         if shared_init:
             self._shared_init, self._unmade = True, UnmadeStore(temporary=False)
 
-    def _ensure(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> RowTable | ColumnTable:
+    def _ensure(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> Table:
         if self._takes_device:
             tensors = [leaf for _, leaf in pytree.describe(items, batch_dims)[1] if isinstance(leaf, Tensor)]
             if tensors and not self.shared:
                 self.device = tensors[0].device
         return super()._ensure(items, batch_dims, time_dim, index_key)
 
-    def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable | ColumnTable]:
+    def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, Table]:
         envs = math.prod(self._env_shape)
         extra = None if self._unmade is None else self._dimensions
         spec = StoreSpec(layout, self._n_lanes, lane_capacity, envs, trailer=False, layout_extra=extra)
@@ -1246,7 +1242,7 @@ class LazyTensorStorage(TensorStorage):
         self._take_table(lanes, RowTable(lanes, layout, mapped=False))
 
 
-def _in_memory(spec: StoreSpec, storage: LazyTensorStorage | TensorStorage) -> tuple[Lanes, RowTable | ColumnTable]:
+def _in_memory(spec: StoreSpec, storage: LazyTensorStorage | TensorStorage) -> tuple[Lanes, Table]:
     """The lanes and the table of a new store of this process alone, on the storage's device."""
     if storage.device.type != "cpu":
         lanes = Lanes.in_memory(spec.lane_capacity, spec.envs)
