@@ -26,7 +26,7 @@ def columns(like: TensorDict | None = None, ndim: int = 1) -> TensorStorage:
 
 def room_for(rb: ReplayBuffer, like: TensorDict) -> None:
     """Columns have the entries that they were made with."""
-    if isinstance(rb.storage, TensorStorage):
+    if type(rb.storage) is TensorStorage:
         rb.set_storage(columns(like))
 
 
@@ -210,7 +210,7 @@ def test_a_checkpoint_keeps_the_seams_of_borders(rb: ReplayBuffer, tmp_path: Any
     rb.extend(episode(5, 0))
     rb.extend(episode(5, 60))
     rb.dumps(tmp_path)
-    twin = ReplayBuffer(storage=type(rb.storage)(CAPACITY)) if not isinstance(rb.storage, TensorStorage) else rb
+    twin = ReplayBuffer(storage=type(rb.storage)(CAPACITY)) if type(rb.storage) is not TensorStorage else rb
     twin.loads(tmp_path)
     assert lengths(twin) == [5, 5]
     twin.extend(episode(5, 65))
@@ -225,7 +225,7 @@ def test_who_loads_knows_which_entries_went_on_in_steps_that_are_gone(
     rb.extend(episode(4, 0))
     for k in range(CAPACITY):  # two writers that take turns: no two steps of the ring are joined
         rb.extend(episode(1, 1000 * (k + 1)))
-    twin = ReplayBuffer(storage=type(rb.storage)(episode(CAPACITY, 0)) if isinstance(rb.storage, TensorStorage) else
+    twin = ReplayBuffer(storage=type(rb.storage)(episode(CAPACITY, 0)) if type(rb.storage) is TensorStorage else
                         type(rb.storage)(CAPACITY))  # fmt: skip
     if way == "state":
         twin.load_state_dict(rb.state_dict())

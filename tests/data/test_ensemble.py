@@ -635,6 +635,11 @@ class TestSaving:
             StorageEnsembleCheckpointer().register_save_hook(lambda rows: rows)
 
 
+def read_at_once(storages, slots, shape, sequences=False):
+    tables = module.joint_tables(storages)
+    return None if tables is None else tables[0].read_many(tables[1:], slots, shape, None, sequences, None)
+
+
 class TestReadingAtOnce:
     """The way straight into one batch gives what reading one by one gives."""
 
@@ -642,7 +647,7 @@ class TestReadingAtOnce:
     def test_it_equals_reading_one_by_one(self, numbers_too):
         a, b = member(0, 10), member(1000, 15)
         index = torch.tensor([[3, 9, 0], [14, 14, 2]])
-        read = a.storage._read_many([b.storage], index, (2, 3), None, numbers_too)
+        read = read_at_once([a.storage, b.storage], index, (2, 3), numbers_too)
         each = [rb.storage.read(slots, sequences=numbers_too) for rb, slots in zip((a, b), index, strict=True)]
         assert (read[0] == torch.stack([one[0] for one in each])).all()
         assert (read[3] is None) != numbers_too
@@ -652,29 +657,29 @@ class TestReadingAtOnce:
     def test_rows_of_other_layouts_and_storages_are_not_read_at_once(self):
         a, other = member(0, 10), TensorDictReplayBuffer(storage=LazyTensorStorage(5))
         index = torch.zeros(2, 1, dtype=torch.int64)
-        assert a.storage._read_many([other.storage], index, (2, 1)) is None
+        assert read_at_once([a.storage, other.storage], index, (2, 1)) is None
         other.extend(steps(0, 5).exclude("obs"))
-        assert a.storage._read_many([other.storage], index, (2, 1)) is None
+        assert read_at_once([a.storage, other.storage], index, (2, 1)) is None
         for storage in (member(0, 3, ListStorage).storage, TensorStorage(steps(0, 3)), ListStorage(3)):
-            assert a.storage._read_many([storage], index, (2, 1)) is None
-            assert storage._read_many([a.storage], index, (2, 1)) is None
+            assert read_at_once([a.storage, storage], index, (2, 1)) is None
+            assert read_at_once([storage, a.storage], index, (2, 1)) is None
 
     def test_slots_outside_or_of_no_row_are_noticed_in_any_member(self):
         a, b = member(0, 10), member(1000, 15)
         with pytest.raises(IndexError, match="outside 0 to 19"):
-            a.storage._read_many([b.storage], torch.tensor([[0], [20]]), (2, 1))
+            read_at_once([a.storage, b.storage], torch.tensor([[0], [20]]), (2, 1))
         with pytest.raises(IndexError, match="outside"):
-            a.storage._read_many([b.storage], torch.tensor([[-1], [0]]), (2, 1))
-        assert a.storage._read_many([b.storage], torch.tensor([[9, 12], [15, 3]]), (2, 2))[2] == [1, 2]
+            read_at_once([a.storage, b.storage], torch.tensor([[-1], [0]]), (2, 1))
+        assert read_at_once([a.storage, b.storage], torch.tensor([[9, 12], [15, 3]]), (2, 2))[2] == [1, 2]
 
     def test_sizes_that_do_not_fit_are_refused(self):
         a, b = member(0, 10).storage, member(1000, 15).storage
         with pytest.raises(ValueError, match="as many slots"):
-            a._read_many([b], torch.zeros(3, dtype=torch.int64), (3,))
+            read_at_once([a, b], torch.zeros(3, dtype=torch.int64), (3,))
         with pytest.raises(ValueError, match="differ"):
-            a._read_many([b], torch.zeros(4, dtype=torch.int64), (2, 3))
+            read_at_once([a, b], torch.zeros(4, dtype=torch.int64), (2, 3))
         with pytest.raises(TypeError, match="contiguous"):
-            a._read_many([b], torch.zeros(2, 4, dtype=torch.int64)[:, ::2], (2, 2))
+            read_at_once([a, b], torch.zeros(2, 4, dtype=torch.int64)[:, ::2], (2, 2))
         with pytest.raises(ValueError, match="for each member"):
             _native.joint_index([torch.zeros(3, dtype=torch.int64)], [0, 1])
         for wrong in (torch.zeros(2, dtype=torch.int64), torch.zeros(3), None, torch.zeros(3, 1, dtype=torch.int64)):

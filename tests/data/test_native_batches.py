@@ -2,8 +2,12 @@
 
 import gc
 import os
+import pickle
 import threading
 import time
+import warnings
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
@@ -917,7 +921,7 @@ def test_slices_that_a_writer_overwrites_between_the_draw_and_the_copy_are_refus
 
     maker = _native.BatchMaker(rb.sampler._native_draw(rb.storage), rb.sampler, reuse=(overwrite,))
     for _ in range(60):
-        batch = maker.sample(rb.storage._row_source, 16)
+        batch = maker.sample(rb.storage.native.source, 16)
         refused += batch is None
         if batch is not None:
             assert bool((batch["number"] >= rb.write_count - 40).all())
@@ -962,3 +966,52 @@ def test_slices_by_priority_are_those_of_trajectories():
         60, 0.6, 0.4, slice_len=4, end_key=("next", "done")))  # fmt: skip
     rb.extend(nested(torch.arange(50)))
     assert bool((rb.sample()["number"].reshape(3, 4).diff() == 1).all())
+
+
+@pytest.mark.parametrize("form", ["memory", "shared", "file"])
+def test_a_forked_child_is_given_native_batches_from_its_second_on(form):
+    kinds = {"memory": LazyTensorStorage, "shared": partial(LazyTensorStorage, shared=True), "file": LazyMemmapStorage}
+    rb = ReplayBuffer(storage=kinds[form](20), batch_size=4)
+    rb.extend(torch.arange(8))
+    assert rb.storage.native.source is not None
+
+    def work():
+        before = rb.storage.native.source is None
+        with warnings.catch_warnings(action="ignore"):  # of the child's own copy
+            rb.sample()
+        return before, rb.storage.native.source is not None
+
+    assert Child(work).result() == (True, True)
+
+
+@pytest.mark.parametrize("form", ["shared", "file"])
+def test_a_storage_that_was_sent_gives_native_batches_and_takes_native_writes(form):
+    kinds = {"shared": partial(LazyTensorStorage, shared=True), "file": LazyMemmapStorage}
+    rb = ReplayBuffer(storage=kinds[form](20), batch_size=4)
+    rb.extend(torch.arange(8))
+    with warnings.catch_warnings(action="ignore"):
+        twin = pickle.loads(ForkingPickler.dumps(rb.storage))
+    assert twin.native.source is not None and twin.native.push is not None and len(twin) == 8
+
+
+def test_a_closed_storage_offers_native_calls_nothing():
+    rb = ReplayBuffer(storage=LazyMemmapStorage(20))
+    rb.extend(torch.arange(8))
+    rb.storage.close()
+    assert rb.storage.native == (None, None, None)
+
+
+def test_of_a_class_that_has_a_method_of_its_own_the_native_calls_beside_it_are_not_used():
+    class Reads(LazyTensorStorage):
+        def get(self, index):
+            return super().get(index)
+
+    class Writes(LazyTensorStorage):
+        def set(self, cursor, data, *args, **kwargs):
+            super().set(cursor, data, *args, **kwargs)
+
+    reads, writes = (ReplayBuffer(storage=kind(20)) for kind in (Reads, Writes))
+    for rb in (reads, writes):
+        rb.extend(torch.arange(8))
+    assert reads.storage.native.source is None and reads.storage.native.push is not None
+    assert writes.storage.native.push is None and writes.storage.native.source is not None

@@ -62,6 +62,8 @@ class Lanes:
         self._held: int | None = None
         self._held_beside: set[int] = set()  # lanes that `hold_lane` took
         self.unused_since_fork = False  # in a forked child that has not used the store yet
+        #: Called after the first use of the store in a forked child.
+        self.on_join: Callable[[], None] = _nothing
         self._copy_of = 0  # the process whose private memory this is a copy of, until the warning about it
         self._held_by_parent: int | None = None  # the lane in which such a copy goes on
         # A lane with rows of earlier writers, and its incarnation and end when this process took it.
@@ -650,6 +652,7 @@ class Lanes:
             if self.unused_since_fork and self.locks is None:
                 self._held = self._held_by_parent
             self.unused_since_fork = False
+            self.on_join()
         warn_of_copy(parent)
 
     def after_fork(self) -> None:
@@ -684,6 +687,10 @@ def _check_range(what: str, values: int | Tensor, end: int) -> None:
 
 
 _copy_warned = False
+
+
+def _nothing() -> None:
+    """There is nothing to do."""
 
 
 def warn_of_copy(parent: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -55,6 +55,72 @@ class IndexTakenError(StorageInUseError):
     """Rows that store their own index were not appended, as another process has taken their slots."""
 
 
+class Table(Protocol):
+    """Stored rows of one layout: packed rows, or columns."""
+
+    layout: RowLayout
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of header and rows, used or not."""
+
+    def fit(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> tuple[int, Any]:
+        """The time steps of a batch, and its data as `append` takes them.
+
+        Args:
+            extra: a key at the root, and what the rows also store there.
+
+        Raises:
+            ValueError, TypeError: the batch does not fit; the message names the leaf. Nothing was written.
+        """
+
+    def fit_rows(self, rows: Any) -> tuple[int, Any]:
+        """As `fit`, of rows [n, ...] for `overwrite`, whatever environments they are of."""
+
+    def append(self, data: Any, most: int | None = None) -> Tensor | int:
+        """Writes a checked batch (`most`: only its first steps) behind the newest row of this process's lane.
+
+        Returns time slots, int64 [steps]; of a single step without batch dimensions perhaps its slot.
+        """
+
+    def overwrite(self, slots: Tensor, data: Any) -> None:
+        """Writes checked rows over rows that exist."""
+
+    def prepare_overwrite(self, slots: Tensor, data: Any, rows: Tensor, first: int) -> Callable[[], None]:
+        """As `overwrite`, of `rows` (int64 [n]) of a checked batch, in two steps: what is returned writes.
+
+        Row i of the batch gets the sequence `first + i`.
+        """
+
+    def read(
+        self,
+        slots: Tensor,
+        shape: tuple[int, ...] | None = None,
+        extra: dict[str, Any] | None = None,
+        sequences: bool = False,
+    ) -> Rows:
+        """Copies rows out.
+
+        Args:
+            slots: int64 [n].
+            shape: batch dimensions with n elements; `[n]` if None.
+            extra: entries to add at the root of the batch.
+            sequences: also return each row's sequence.
+        """
+
+    def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
+        """One leaf of the steps at time slots: [n, *envs, ...]."""
+
+    def view(self, start: int, stop: int) -> Any:
+        """Live views of time slots [start, stop)."""
+
+    def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """uint8 [envs, stop - start, payload bytes]: packed rows with these sequences, copied."""
+
+    def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
+        """Writes packed rows from a sequence on, visible when the counters are set. StorageError: the disk fails."""
+
+
 class RowTable:
     """Packed rows: the bytes of each step next to each other."""
 
@@ -78,23 +144,27 @@ class RowTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of header and rows, used or not."""
         return self._store.total_bytes
 
-    def plan(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> _native.Plan:
-        """Checks a batch leaf by leaf, as `RowLayout.plan`."""
+    def fit(
+        self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None
+    ) -> tuple[int, _native.Plan]:
         plan: _native.Plan = self.layout.plan(batch, batch_dims, time_dim, extra)
         if plan.envs != self._store.envs:
             raise ValueError(
                 f"the batch has {plan.envs} environments, this storage {self._store.envs}; nothing was written"
             )
-        return plan
+        return plan.steps, plan
+
+    def fit_rows(self, rows: Any) -> tuple[int, _native.Plan]:
+        plan: _native.Plan = self.layout.plan(rows, 1, 0)
+        return plan.steps, plan
 
     def push(self, batch: Any, batch_dims: int, time_dim: int, index_key: str | None) -> Tensor | int | None:
-        """`plan` and `append` in one native call, of a plain batch or of a list of plain items.
+        """`fit` and `append` in one native call, of a plain batch or of a list of plain items.
 
         With `index_key` each row also stores its own index there, if its layout has such an entry. Returns what
-        `append` does. None: nothing was written, and `plan` and `append` write it, or say what does not fit.
+        `append` does. None: nothing was written, and `fit` and `append` write it, or say what does not fit.
         """
         lane, own = self.lanes._held, None
         if lane is None or not self._fast:
@@ -118,10 +188,6 @@ class RowTable:
         return k if self._codec.holds_index(k) else _NO_INDEX
 
     def append(self, plan: _native.Plan, most: int | None = None) -> Tensor | int:
-        """Writes a checked batch (`most`: only its first steps) behind the newest row of this process's lane.
-
-        Returns time slots, int64 [steps]; of a single step without batch dimensions its slot.
-        """
         slots = self._store.append(self.lanes.hold(), plan, most)
         return self._append_in_turn(plan, most) if slots is None else slots
 
@@ -175,15 +241,11 @@ class RowTable:
         if not self.lanes.holds(lane):
             raise StorageError(f"this process does not hold lane {lane}: hold_lane({lane}) first; nothing was written")
 
-    def overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor | None = None) -> None:
-        """Writes a checked batch (`rows`: these of its rows, int64 [n]) over rows that exist."""
-        self._store.overwrite(slots, plan, rows)
+    def overwrite(self, slots: Tensor, plan: _native.Plan) -> None:
+        self._store.overwrite(slots, plan, None)
 
     def prepare_overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor, first: int) -> Callable[[], None]:
-        """As `overwrite`, in two steps: what is returned writes and takes no memory. The rows may come until then.
-
-        Row i of the batch gets the sequence `first + i`, with its bytes.
-        """
+        """As `Table.prepare_overwrite`; what is returned takes no memory. The rows may come until then."""
         return self._store.prepare_overwrite(slots, plan, rows, first).write
 
     def with_sequences(self) -> RowTable:
@@ -200,14 +262,6 @@ class RowTable:
         extra: dict[str, Any] | None = None,
         sequences: bool = False,
     ) -> Rows:
-        """Copies rows out.
-
-        Args:
-            slots: int64 [n].
-            shape: batch dimensions with n elements; `[n]` if None.
-            extra: entries to add at the root of the batch.
-            sequences: also return each row's sequence.
-        """
         if self.lanes.unused_since_fork:
             self.lanes.join_after_fork()
         if extra and self.layout.within:
@@ -240,7 +294,7 @@ class RowTable:
         extra: dict[str, Any] | None,
         sequences: bool,
         parts: list[dict[str, Any] | None] | None,
-    ) -> JoinedRows | None:
+    ) -> JoinedRows:
         """As `read`, from tables with the `same_rows` too."""
         tables = [self, *others]
         for table in tables:
@@ -266,7 +320,6 @@ class RowTable:
         return Rows(batch, *rest)
 
     def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
-        """One leaf of the steps at time slots: [n, *envs, ...]."""
         if self._store.read_only:
             return self._read_only_column(next(x for x in self.layout.leaves if x.path == path), slots)
         # A view whose gaps are the rest of the rows.
@@ -300,14 +353,12 @@ class RowTable:
 
     # ---- whole blocks, for checkpoints ----
     def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """uint8 [envs, stop - start, payload bytes]: the rows with these sequences, copied."""
         out = np.empty((self._store.envs, stop - start, self._store.payload_bytes), np.uint8)
         for at, rows in self._pieces(lane, start, stop):
             out[:, at] = rows
         return out
 
     def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
-        """Writes rows from a sequence on, visible when the counters are set. StorageError: the disk fails."""
         if rows.strides[-1] != 1:
             rows = np.ascontiguousarray(rows)
         try:
@@ -384,10 +435,12 @@ class ColumnTable:
         """The columns of `layout.stored`."""
         return self._columns if self._sequences is None else [*self._columns, self._sequences]
 
-    def plan(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> list[Tensor]:
-        """Leaves `[time, *envs, ...]` on the columns' device; errors as `RowLayout.plan`."""
+    def fit(
+        self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None
+    ) -> tuple[int, list[Tensor]]:
+        """The data are leaves `[time, *envs, ...]` on the columns' device."""
         if extra is not None:
-            batch = pytree.with_entry(batch, *extra)
+            batch = pytree.with_entry(batch, extra[0], torch.as_tensor(extra[1]))
         leaves = self.layout.fitting(batch, batch_dims)
         if batch_dims == 0 or time_dim < 0:
             leaves = [t.unsqueeze(0) for t in leaves]
@@ -401,10 +454,13 @@ class ColumnTable:
                     f"{pytree.format_key(leaf.path)} has {list(t.shape[1 : 1 + len(self._env_shape)])} environments, "
                     f"this storage {list(self._env_shape)}"
                 )
-        return [t.to(self._device) for t in leaves]
+        return len(leaves[0]), [t.to(self._device) for t in leaves]
+
+    def fit_rows(self, rows: Any) -> tuple[int, list[Tensor]]:
+        leaves = self.layout.fitting(rows, 1)
+        return len(leaves[0]), leaves
 
     def append(self, leaves: list[Tensor], most: int | None = None) -> Tensor:
-        """Writes (`most`: only the first of) the steps behind the newest one; returns time slots, int64 [steps]."""
         leaves = [leaf[:most] for leaf in leaves]
         capacity = self._lanes.store.lane_capacity
         if self._border is not None:
@@ -456,7 +512,6 @@ class ColumnTable:
         self._lanes.store.note_edits(slots)
 
     def prepare_overwrite(self, slots: Tensor, leaves: list[Tensor], rows: Tensor, first: int) -> Callable[[], None]:
-        """As `overwrite`, in two steps: what is returned writes."""
         return functools.partial(self.overwrite, slots, leaves, rows, first)
 
     def read(
@@ -466,7 +521,7 @@ class ColumnTable:
         extra: dict[str, Any] | None = None,
         sequences: bool = False,
     ) -> Rows:
-        """As `RowTable.read`; no row is overwritten meanwhile."""
+        """As `Table.read`; no row is overwritten meanwhile."""
         if self._lanes.unused_since_fork:
             self._lanes.join_after_fork()
         if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= self._lanes.capacity):
@@ -484,18 +539,15 @@ class ColumnTable:
         return Rows(batch, absent=absent or None, sequences=generation if sequences else None)
 
     def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
-        """One leaf of the steps at time slots: [n, *envs, ...]."""
         at = next(i for i, leaf in enumerate(self.layout.leaves) if leaf.path == path)
         return self._columns[at][slots.to(self._device)]
 
     def view(self, start: int, stop: int) -> Any:
-        """Live views of time slots [start, stop)."""
         leaves = [c[start:stop] for c in self._columns]
         return pytree.unflatten(self.layout.root, leaves, (stop - start, *self._env_shape), self._device)
 
     # ---- whole blocks, for checkpoints ----
     def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """uint8 [envs, stop - start, payload bytes]: packed rows of these sequences."""
         slots = torch.arange(start, stop) % self._lanes.store.lane_capacity
         out = np.empty((self._lanes.envs, stop - start, self.layout.payload_bytes), np.uint8)
         for column, x in zip(self._stored(), self.layout.stored, strict=True):

@@ -9,6 +9,7 @@ from tensordict import LazyStackedTensorDict, TensorDict
 
 from engram.data import (
     CompressedListStorage,
+    LazyMemmapStorage,
     LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
@@ -17,8 +18,14 @@ from engram.data import (
     SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
+    TensorStorage,
 )
 from engram.testing import StorageContract, numbers, steps
+
+
+def test_storages_have_the_parents_that_torchrl_gives_them():
+    assert issubclass(LazyMemmapStorage, LazyTensorStorage) and issubclass(LazyTensorStorage, TensorStorage)
+    assert issubclass(CompressedListStorage, ListStorage) and issubclass(LazyStackStorage, ListStorage)
 
 
 class ItemContract(StorageContract):

@@ -50,6 +50,7 @@ from engram.data.replay_buffers.state.buffers import (
 from engram.data.replay_buffers.state.generators import SavedGenerator
 from engram.data.replay_buffers.stats import BatchCount, BufferStats, StepCount, count_steps
 from engram.data.replay_buffers.storages.base import Storage, StorageUser, as_storage
+from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage, ObservedMemmapStorage
 from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter, Writer, as_writer, has_writing_methods
@@ -311,7 +312,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         # Whether the storage may check and append in one call, if no priorities come with the data.
         self._tells_sampler = self._sampler._is_told
         plainly = not (self._limited or self._tells_sampler)
-        self._pushes = self._storage._pushes and self._writer._only_appends and plainly
+        self._pushes = self._writer._only_appends and plainly
         self._may_take_priorities = self._sampler._takes_priorities
         self._reader = self._make_reader()
         self._prefetcher = Prefetcher(self._reader, self._prefetch, self._generators()) if self._prefetch else None
@@ -390,7 +391,9 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         storage = self._storage
         if self._pushes and not (self._may_take_priorities and self._takes_priorities()):
             with storage.mutex:
-                pushed: int | Tensor | None = storage._push(data, True, -1, self._writer.index_key)
+                pushed: int | Tensor | None = None
+                if (push := storage.native.push) is not None:
+                    pushed = push(data, storage.ndim - 1, -1, self._writer.index_key)
             if pushed is not None:
                 return pushed
         priorities = self._given_priorities(data, True, -1)
@@ -425,7 +428,9 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         storage, time_dim = self._storage, self._time_dim
         if self._pushes and not (self._may_take_priorities and self._takes_priorities()):
             with storage.mutex:
-                pushed: Tensor | None = storage._push(data, False, time_dim, self._writer.index_key)
+                pushed: Tensor | None = None
+                if (push := storage.native.push) is not None:
+                    pushed = push(data, storage.ndim, time_dim, self._writer.index_key)
             if pushed is not None:
                 return pushed
         batch = self._as_batch(data, time_dim) if type(data) is list else data
@@ -1230,11 +1235,11 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             >>> rb.keys()
             ['obs', ('next', 'reward')]
         """
-        layout = self._storage.layout
+        storage, layout, paths = self._storage, self._storage.layout, []
         if layout is not None:
             paths = [leaf.path for leaf in layout.leaves]
-        else:
-            paths = [] if self._storage._is_ensemble or not len(self._storage) else _paths_of(self._storage.get(0))
+        elif len(storage) and not isinstance(storage, StorageEnsemble):
+            paths = _paths_of(storage.get(0))
         return [path[0] if len(path) == 1 else path for path in paths if path]
 
     def __repr__(self) -> str:
@@ -1259,7 +1264,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
     def _shown_content(self) -> dict[str, Any]:
         """Keys, rows, bytes and episodes, as `repr` shows them; nothing before the first write."""
         rows, layout = len(self._storage), self._storage.layout
-        if not rows or self._storage._is_ensemble:
+        if not rows or isinstance(self._storage, StorageEnsemble):
             return {}
         counted = self._counted_at_once() if rows <= _COUNTED_IN_REPR else None
         rows = rows if counted is None else counted.rows

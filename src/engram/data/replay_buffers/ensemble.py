@@ -19,10 +19,12 @@ from engram.data.replay_buffers.samplers.base import EpochInfo
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
 from engram.data.replay_buffers.state.generators import SavedGenerator
 from engram.data.replay_buffers.stats import BufferStats
+from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.writers.ensemble import WriterEnsemble
 from engram.pytree import Key, as_arrays, collate_items, key_path, repeat_per_step
 from engram.store.layout import tensordict_of
+from engram.store.tables import RowTable
 from engram.transforms.base import Transform
 from engram.transforms.compose import Compose
 
@@ -91,15 +93,14 @@ class EnsembleReader:
     def _joint_maker(self) -> _native.JointBatchMaker | None:
         if self._row_draws is None:
             return None
-        sources = [reader.storage._row_source for reader in self.readers]
+        sources = [reader.storage.native.source for reader in self.readers]
         before, maker = self._joint
         if before != sources:
             self._joint = sources, (maker := self._make_joint_maker(sources))
         return maker
 
     def _make_joint_maker(self, sources: list[Any]) -> _native.JointBatchMaker | None:
-        first, *others = (reader.storage._row_table for reader in self.readers)
-        if None in sources or first is None or any(table is None or not first.same_rows(table) for table in others):
+        if None in sources or joint_tables([reader.storage for reader in self.readers]) is None:
             return None
         samplers = [reader.sampler for reader in self.readers]
         assert self._row_draws is not None
@@ -236,7 +237,9 @@ class EnsembleReader:
         index, buffer_ids = index_and_ids
         info = joined([draw.info for draw in draws])
         extra = readers[0].entries(index, info) if self._attaches else {}
-        others = [reader.storage for reader in readers[1:]]
+        tables = joint_tables([reader.storage for reader in readers])
+        if tables is None:
+            return None
         shape = tuple(index.shape)
         entries_of_parts: list[Any] | None = None
         joint = None
@@ -248,9 +251,7 @@ class EnsembleReader:
                 ]
         if joint is None:
             extra.pop("index", None)
-        read = readers[0].storage._read_many(others, index, shape, extra or None, generations, entries_of_parts)
-        if read is None:
-            return None
+        read = tables[0].read_many(tables[1:], index, shape, extra or None, generations, entries_of_parts)
         batch, generation = read.batch, read.sequences
         if read.overwritten is not None or read.absent is not None:
             return None  # rows that are gone are drawn anew by their own member
@@ -342,6 +343,12 @@ def stack_batches(batches: list[Any]) -> Any:
         if len({batch.device for batch in batches}) > 1:  # one of a list storage has none
             batches = [batch.copy().clear_device_() for batch in batches]
         return lazy_stack(batches)
+
+
+def joint_tables(storages: list[Storage]) -> list[RowTable] | None:
+    """The tables of storages whose rows can be read into one batch; None: they cannot."""
+    tables = [table for storage in storages if (table := storage.native.table) is not None]
+    return tables if len(tables) == len(storages) and all(map(tables[0].same_rows, tables)) else None
 
 
 def _joint_transform(readers: list[BatchReader]) -> Compose | None:

@@ -16,7 +16,6 @@ from engram._system import free_memory, human_bytes
 from engram.data.replay_buffers.reuse import PREVENT_REUSE, why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler, is_per_row
 from engram.data.replay_buffers.storages.base import Storage
-from engram.data.replay_buffers.storages.memmap import ObservedMemmapStorage
 from engram.data.replay_buffers.storages.tensor import TableStorage
 from engram.errors import OutOfMemoryError
 from engram.pytree import (
@@ -38,8 +37,6 @@ _ROUNDS = 8  # of drawing again whole batches; then row by row
 _DRAWN_BYTES = 64  # that a draw takes for a row: its slot, its slice, its weight
 MANY_ROWS = 1 << 20  # smaller batches are tried without a look at what memory is free
 BEYOND_MEMORY = 1 << 46  # rows
-# Of rows as they are stored: what a native call validates while it reads, or gives back to Python.
-_PLAIN_READS = (TableStorage.read, ObservedMemmapStorage.read)
 
 
 class Draw(NamedTuple):
@@ -109,10 +106,10 @@ class BatchReader:
         """What makes whole batches of this buffer in one native call; None where a batch takes more than that.
 
         This is the one place where it is decided: when the parts are put together, and by what they are. A table, which
-        is made later, says by its `source` whether the call can read it; transforms are applied to what comes out.
+        is made later, says by `native` whether the call can read it; transforms are applied to what comes out.
         """
         storage, sampler = self.storage, self.sampler
-        reads_plainly = isinstance(storage, TableStorage) and type(storage).read in _PLAIN_READS
+        reads_plainly = isinstance(storage, TableStorage)
         draws_plainly = self._index_is_slots and (self._draws_directly or sampler._draws_from_counters)
         entries_are_ours = self._attach is None or self._attach is index_and_weight
         hands_out_plainly = self.collate_fn is None and not self.pin_memory
@@ -190,7 +187,7 @@ class BatchReader:
         With `only_native` None where it cannot be.
         """
         storage = self.storage
-        if self._maker is not None and (source := storage._row_source) is not None:
+        if self._maker is not None and (source := storage.native.source) is not None:
             if self.has_epochs:
                 batch = self._batch_of_epoch(source, n)
                 if batch is not None:
@@ -220,7 +217,7 @@ class BatchReader:
         storage = self.storage
         if not self.transform.transforms:
             self._refuse_dtypes_without_array()
-            if self._maker is not None and (source := storage._row_source) is not None:
+            if self._maker is not None and (source := storage.native.source) is not None:
                 batch = self.make(source, n, True) if self.make else self._batch_of_epoch(source, n, True)
                 if batch is not None:
                     return batch
@@ -235,7 +232,7 @@ class BatchReader:
     # ---- whole batches ahead: `Reader` in prefetch.py says what these do ----
     def prepare(self, n: int, threads: _native.CopyThreads) -> PreparedRows | None:
         storage = self.storage
-        if self._maker is None or (source := storage._row_source) is None:
+        if self._maker is None or (source := storage.native.source) is None:
             return None
         self.draws += self.has_epochs
         incarnation = storage._incarnation

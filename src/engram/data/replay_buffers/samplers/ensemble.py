@@ -15,6 +15,7 @@ from torch import Tensor
 from engram._generator import Generator
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler
+from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -162,7 +163,7 @@ class SamplerEnsemble(Sampler, built_in=True):
         return len(self._samplers)
 
     def check_storage(self, storage: Storage) -> None:
-        members = storage._members() if storage._is_ensemble else None
+        members = storage.storages if isinstance(storage, StorageEnsemble) else None
         if members is None or len(members) != len(self._samplers):
             what = f"a {type(storage).__name__}" if members is None else f"{len(members)} storages"
             raise ValueError(f"{len(self._samplers)} samplers are for an ensemble of as many storages, not {what}")

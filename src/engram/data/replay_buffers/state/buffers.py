@@ -20,6 +20,7 @@ from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.state.generators import SavedGenerator
 from engram.data.replay_buffers.state.plans import RowsPlan
 from engram.data.replay_buffers.storages.base import Storage
+from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.writers.round_robin import Writer
 from engram.errors import CheckpointError, CheckpointMisfitError, differences_of
 from engram.transforms.compose import Compose
@@ -186,7 +187,8 @@ def _logging_errors(part: Any) -> Iterator[None]:
 
 def _incarnations(storage: Any) -> list[int | None]:
     """What changes when rows are replaced, of a storage or of each of an ensemble's."""
-    return [None if one.lanes is None else one.lanes.store.incarnation for one in storage._members()]
+    members = storage.storages if isinstance(storage, StorageEnsemble) else [storage]
+    return [None if one.lanes is None else one.lanes.store.incarnation for one in members]
 
 
 def _with_members(part: Any) -> Iterator[Any]:
@@ -213,7 +215,7 @@ def _is_built_in(part: Any) -> bool:
 def check_sampler(buffer: Any, states: dict[str, Any], malformed: Malformed | None) -> None:
     """An error where a sampler's state cannot be that of the rows."""
     storage, sampler = buffer.storage, buffer._sampler
-    if "sampler" in states and (storage._is_ensemble or storage.lanes is not None):
+    if "sampler" in states and (isinstance(storage, StorageEnsemble) or storage.lanes is not None):
         with damage_of(sampler, malformed):
             sampler._check_state(states["sampler"]["state"], storage)
 

@@ -17,7 +17,7 @@ from engram.errors import CheckpointError
 from engram.store.counters import Counters
 from engram.store.lanes import Lanes
 from engram.store.layout import LayoutState, MalformedLayoutError, RowLayout
-from engram.store.tables import ColumnTable, RowTable
+from engram.store.tables import Table
 
 _COPY_BLOCK_BYTES = 16 << 20
 _STAGED_BYTES = 1 << 28  # rows that a load keeps aside: those that come, until they are verified, and those that go
@@ -32,7 +32,7 @@ class TableForLoad(NamedTuple):
     """Where a load puts rows, and whether it was made for that; None: nothing was ever written, there or here."""
 
     lanes: Lanes | None
-    table: RowTable | ColumnTable | None
+    table: Table | None
     is_new: bool
 
 

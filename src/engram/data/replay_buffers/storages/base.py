@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -51,12 +51,26 @@ from engram.store.indexing import (
 )
 from engram.store.lanes import Lanes, warn_of_copy
 from engram.store.layout import LeafSpec, RowLayout
-from engram.store.tables import JoinedRows, Rows, RowTable, expand_slots
+from engram.store.tables import Rows, RowTable, expand_slots
 
 _MAX_SIZE = 1 << 56
 _NO_LIMIT = 1 << 40  # items of a storage without a size
 
 _T = TypeVar("_T")
+
+
+class NativeRows(NamedTuple):
+    """What native calls may do with a storage's rows past its methods."""
+
+    #: What whole batches are read from.
+    source: _native.RowSource | None = None
+    #: Checks and appends plain data in one call, as `RowTable.push`; returns the index as `add` and `extend` do.
+    push: Callable[[Any, int, int, str | None], Any] | None = None
+    #: Rows that may be read together with those of other tables.
+    table: RowTable | None = None
+
+
+NO_NATIVE_ROWS = NativeRows()
 
 
 def _is_ours(kind: type) -> bool:
@@ -102,12 +116,14 @@ class Storage(MadeFromParts, abc.ABC):
     _takes_lists: ClassVar[bool] = False
     # What makes a batch of what was read, where the buffer does not say it.
     _default_collate: ClassVar[Any] = None
-    # Whether `_push` may stand for `check` and `append`.
-    _pushes: ClassVar[bool] = False
-    # Whether it has no rows of its own, but members that have.
-    _is_ensemble: ClassVar[bool] = False
     # Whether what is `set` now are new rows (`_setting_new_rows`).
     _sets_new_rows = False
+    #: What native calls may do with the rows past the methods of this class, now.
+    native: NativeRows = NO_NATIVE_ROWS
+    # Whether it has a `replace`, which writes rows out of turn.
+    _replaces_rows: ClassVar[bool] = True
+    # Methods that a child of the user's, of this class or one of its kind, has of its own.
+    _overrides: ClassVar[frozenset[str]] = frozenset()
     # Where each row stores its own index, in a `set` that a child overrides (`overrides.py`).
     _index_key: str | None = None
     # Whether its buffer's batches carry an index, so that rows must have a place for it where a writer stores it.
@@ -118,13 +134,16 @@ class Storage(MadeFromParts, abc.ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         pickle_by_state(cls)
-        if cls.get is not Storage.get and cls.set is not Storage.set and cls.append is Storage.append:
-            for name in _FROM_GET_AND_SET:
-                if getattr(cls, name, None) is getattr(Storage, name, None):
-                    setattr(cls, name, vars(_GetSetStorage)[name])
         ours = next(kind for kind in cls.__mro__ if _is_ours(kind))
-        if ours not in (cls, Storage):
-            route_to_overrides(cls, ours)
+        cls._overrides = own = frozenset(name for kind in cls.__mro__[: cls.__mro__.index(ours)] for name in vars(kind))
+        if ours is Storage:
+            cls._replaces_rows = "replace" in own
+            if own >= {"get", "set"} and "append" not in own:
+                for name in _FROM_GET_AND_SET:
+                    if name not in own:
+                        setattr(cls, name, vars(_GetSetStorage)[name])
+        elif ours is not cls:
+            route_to_overrides(cls)
 
     def __init__(self, max_size: int | None, checkpointer: Any = None, compilable: bool = False) -> None:
         if max_size is not None and (
@@ -303,13 +322,6 @@ class Storage(MadeFromParts, abc.ABC):
         number.
         """
 
-    def _push(self, items: Any, single: bool, time_dim: int, index_key: str | None) -> Any:
-        """`check` and `append` in one, for the commonest data; also of a list of items, stacked along `time_dim`.
-
-        Returns the index as `add` (`single`) and `extend` do. None: nothing was written, take the other way.
-        """
-        return None
-
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
         """Writes rows (int64 [n]) of a checked batch over stored ones; the caller uses the storage exclusively.
 
@@ -385,32 +397,6 @@ class Storage(MadeFromParts, abc.ABC):
             raise KeyError(f"the stored steps have no {format_key(path)}")
         column: Tensor = values.reshape(len(slots), *self.env_shape, *values.shape[1:])
         return column
-
-    @property
-    def _row_table(self) -> RowTable | None:
-        """The packed rows; None where they are stored otherwise, or nothing is."""
-        return None
-
-    @property
-    def _row_source(self) -> _native.RowSource | None:
-        """What native calls read whole batches from, now; None where `read` does more than that."""
-        return None
-
-    def _read_many(
-        self,
-        others: list[Storage],
-        slots: Tensor,
-        shape: tuple[int, ...],
-        extra: dict[str, Any] | None = None,
-        sequences: bool = False,
-        parts: list[dict[str, Any] | None] | None = None,
-    ) -> JoinedRows | None:
-        """As `read`, from this storage and others: as many slots of each, one after the other, into one batch.
-
-        With `parts` (for each storage entries to add, or None), `JoinedRows.parts` is a list of each storage's rows.
-        None: the rows have different layouts, each storage must be read by itself.
-        """
-        return None
 
     def _validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
         """What `read` returns, of a moment in which no other process changed stored rows in place.
@@ -587,8 +573,8 @@ class Storage(MadeFromParts, abc.ABC):
     @property
     def _replaces_out_of_turn(self) -> bool:
         """Whether a new row can take the place of any stored one, with a sequence of its own."""
-        lanes, replaces = self.lanes, type(self).replace is not Storage.replace
-        return replaces and self.ndim == 1 and lanes is not None and lanes.store.lanes == 1
+        lanes = self.lanes
+        return self._replaces_rows and self.ndim == 1 and lanes is not None and lanes.store.lanes == 1
 
     def _replace_by_new(self, slots: Tensor, items: Any, index_key: str | None) -> None:
         """Puts new rows in the place of stored ones: each gets a sequence of its own."""
@@ -750,10 +736,6 @@ class Storage(MadeFromParts, abc.ABC):
             f"shared=True needs LazyTensorStorage or LazyMemmapStorage, whose rows processes can share, "
             f"not {type(self).__name__}"
         )
-
-    def _members(self) -> list[Storage]:
-        """The storages with counters of their own: this one, or the members of an ensemble."""
-        return [self]
 
     # ---- saving ----
     @property

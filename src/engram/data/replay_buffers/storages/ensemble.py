@@ -35,7 +35,6 @@ class StorageEnsemble(Storage):
         (2, 20)
     """
 
-    _is_ensemble: ClassVar[bool] = True
     _saved_as_items: ClassVar[bool] = False
     supports_conditional_update: ClassVar[bool] = False
 
@@ -185,9 +184,6 @@ class StorageEnsemble(Storage):
     @property
     def _is_empty(self) -> bool:
         return all(storage._is_empty for storage in self._storages)
-
-    def _members(self) -> list[Storage]:
-        return self._storages
 
     def empty(self, reset_count: bool = True) -> None:
         with self._replacing("empty"):

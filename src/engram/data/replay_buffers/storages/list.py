@@ -77,12 +77,7 @@ class ListStorage(Storage):
     _takes_lists: ClassVar[bool] = True
     # Whether items of one form are packed, and rows of other batches stay in them; else each has a form of its own.
     _keeps_batches: ClassVar[bool] = True
-    _reads_items: ClassVar[bool] = True
     _default_collate: ClassVar[Any] = staticmethod(collate_items)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._reads_items = cls.read is ListStorage.read  # else a child's own `read` is called
 
     def __init__(
         self,
@@ -344,7 +339,7 @@ class ListStorage(Storage):
 
         The default collate function copies: for it, objects are the stored ones. `extra` is for what is no list.
         """
-        if not self._reads_items:
+        if self._overrides & {"get", "read"}:
             rows = self.read(slots, None, extra, sequences)
             return rows if collated else rows._replace(batch=[self._own(item) for item in rows.batch])
         if self._lanes.unused_since_fork:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engram._system import boot_id
 from engram._text import log
-from engram.data.replay_buffers.storages.base import Checked, Storage
-from engram.data.replay_buffers.storages.tensor import TableStorage, saved_layout
+from engram.data.replay_buffers.storages.base import Checked, NativeRows
+from engram.data.replay_buffers.storages.tensor import LazyTensorStorage, TableStorage, saved_layout
 from engram.errors import StorageError, StorageInUseError
 from engram.store.files import (
     StoreSession,
@@ -69,11 +69,10 @@ class ObservedMemmapStorage(TableStorage):
             os.close(fd)
             raise StorageError(f"{self.scratch_dir / FILE_NAME} has no readable layout: {error}") from error
         super().__init__(None, ndim, checkpointer)
-        lanes = _ObservedLanes(store)
-        lanes.mutex = self.mutex
         self._env_shape, self._n_lanes = env_shape, store.lanes
-        self._lanes, self._table = lanes, RowTable(lanes, layout, mapped=True)
-        self._max_size = self._requested_size = lanes.capacity
+        lanes = _ObservedLanes(store)
+        self._take_table(lanes, RowTable(lanes, layout, mapped=True))
+        self._requested_size = self._max_size
         self._frozen_at: int | None = None  # the incarnation of `freeze`
 
     def freeze(self) -> None:
@@ -141,14 +140,10 @@ class ObservedMemmapStorage(TableStorage):
     ) -> Rows:
         return self._validated(lambda: super(ObservedMemmapStorage, self).read(slots, shape, extra, sequences))
 
-    def _read_many(
-        self, others: list[Storage], slots: Tensor, shape: tuple[int, ...], *rest: Any, **options: Any
-    ) -> None:
-        """None: each read is validated by itself."""
-
-    @property
-    def _row_table(self) -> None:
-        """None: each read is validated."""
+    def _bind(self) -> None:
+        """Native calls validate what they read from the `source`; all else is validated or refused here."""
+        super()._bind()
+        self.native = NativeRows(self.native.source)
 
     def read_packed(self, slots: Tensor, by_leaf: bool = False, sequences: bool = False) -> Rows:
         table = self._table
@@ -202,7 +197,7 @@ class ObservedMemmapStorage(TableStorage):
         """Ends the use of the store."""
         with self.mutex:
             if self._lanes is not None:
-                self._lanes = self._table = None
+                self._set_table(None, None)
                 os.close(self._fd)
 
     def __del__(self) -> None:
@@ -246,7 +241,7 @@ class _ObservedRows(RowSnapshot):
         return block
 
 
-class LazyMemmapStorage(TableStorage):
+class LazyMemmapStorage(LazyTensorStorage):
     """Packed rows in a mapped file, made at the first write.
 
     Without `scratch_dir` the file is temporary (in TMPDIR) and goes with the last process that has it open. With
@@ -315,8 +310,8 @@ class LazyMemmapStorage(TableStorage):
                 f"device={device!r}: Memory map device other than CPU is not supported; move batches as they are read: "
                 "rb.append_transform(lambda batch: batch.to(device))"
             )
-        super().__init__(max_size, ndim, checkpointer, lanes, max_bytes)
-        self.device = torch.device("cpu")
+        TableStorage.__init__(self, max_size, ndim, checkpointer, lanes, max_bytes)
+        self.device, self._takes_device = torch.device("cpu"), False
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self._takes_over = take_over
         self._auto_cleanup = bool(auto_cleanup)
@@ -340,6 +335,8 @@ class LazyMemmapStorage(TableStorage):
             raise ValueError("max_size must be given, or max_bytes")
         elif shared_init and self.scratch_dir is None:
             self._unmade = UnmadeStore(temporary=True)
+
+    get = TableStorage.get  # whose argument is `index`
 
     @classmethod
     def open(
@@ -452,9 +449,8 @@ class LazyMemmapStorage(TableStorage):
                     f"the store in {self.scratch_dir} has {'; '.join(differences)}; "
                     "LazyMemmapStorage.open takes it as it is"
                 )
-        lanes.mutex = self.mutex
-        self._lanes, self._table = lanes, table
-        self._max_size = self._requested_size = lanes.capacity
+        self._take_table(lanes, table)
+        self._requested_size = lanes.capacity
 
     def _join_made(self) -> None:
         if self.scratch_dir is None:
@@ -504,7 +500,8 @@ class LazyMemmapStorage(TableStorage):
                     self._session.close()
             finally:
                 self._lanes.close()
-                self._lanes = self._table = self._session = self._remove = None
+                self._set_table(None, None)
+                self._session = self._remove = None
 
     def cleanup(self) -> bool:
         """Deletes the store in `scratch_dir` now; this object may be read until it is closed.

@@ -39,18 +39,15 @@ class _ToSet(NamedTuple):
     index_key: str | None
 
 
-def route_to_overrides(cls: Any, ours: Any) -> None:
-    """Lets buffers call what `cls`, a user's child of `ours`, overrides of its methods in TorchRL's form."""
-    own = {name for kind in cls.__mro__[: cls.__mro__.index(ours)] for name in vars(kind)}
+def route_to_overrides(cls: Any) -> None:
+    """Lets buffers call what `cls`, a user's child of one of our storages, overrides in TorchRL's form."""
+    own = cls._overrides
     if "set" in own and "check" not in own and "append" not in own:
         _route_writes(cls)
     if "get" in own and "read" not in own:
         _route_reads(cls, own)
     if "_empty" in own and "empty" not in own:
         _route_empty(cls)
-    if own & {"get", "read", "column", "leaf"}:
-        cls._row_table = cls._row_source = property(lambda self: None)  # else native calls read packed rows
-        cls._read_many = lambda self, *args, **kwargs: None
 
 
 def _route_writes(cls: Any) -> None:
@@ -110,7 +107,7 @@ def _route_writes(cls: Any) -> None:
     cls.supports_conditional_update = False
 
 
-def _route_reads(cls: Any, own: set[str]) -> None:
+def _route_reads(cls: Any, own: frozenset[str]) -> None:
     def read(
         self: Any,
         slots: Tensor,

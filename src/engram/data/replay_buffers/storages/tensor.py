@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -33,7 +34,7 @@ from engram.data.replay_buffers.state.rows import (
     env_shape_of,
     layout_of,
 )
-from engram.data.replay_buffers.storages.base import Checked, Storage, warn_of_items
+from engram.data.replay_buffers.storages.base import NO_NATIVE_ROWS, Checked, NativeRows, Storage, warn_of_items
 from engram.errors import CheckpointError, CheckpointMisfitError, StorageError
 from engram.pytree import TreeSpec
 from engram.specs.tensors import usable_device
@@ -44,10 +45,11 @@ from engram.store.files import (
     refuse_if_memory_is_short,
     share_fd,
 )
+from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.locks import LaneLocks
-from engram.store.tables import ColumnTable, JoinedRows, Rows, RowTable, expand_slots
+from engram.store.tables import ColumnTable, Rows, RowTable, Table, expand_slots
 from engram.store.unmade import UnmadeStore
 from engram.store.views import ChangeTracker, ColumnSnapshot, EmptySource, PrivateRows, RowSnapshot
 
@@ -60,11 +62,6 @@ class TableStorage(Storage):
 
     _saved_as_items: ClassVar[bool] = False
     _is_mapped: ClassVar[bool] = False  # whether rows are in a file, so that reading them may wait for a disk
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # A child that has one of them of its own wants it called.
-        cls._pushes = cls.check is TableStorage.check and cls.append is TableStorage.append
 
     def __init__(
         self,
@@ -95,7 +92,7 @@ class TableStorage(Storage):
         self._env_shape: tuple[int, ...] = ()
         self._first_env_shape: tuple[int, ...] | None = None  # of a first batch with several environment dimensions
         self._lanes: Lanes | None = None
-        self._table: RowTable | ColumnTable | None = None
+        self._table: Table | None = None
         self._make_lock = threading.Lock()
         self._expects_sequences = False
 
@@ -104,9 +101,10 @@ class TableStorage(Storage):
         shared_init, self._shared_init = self._shared_init, False  # nothing is opened before this process uses it
         super()._after_fork()
         self._shared_init = shared_init
+        self.native = self.native._replace(source=None)  # until this process uses the lanes
 
     @abc.abstractmethod
-    def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable | ColumnTable]:
+    def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, Table]:
         """The lanes and the table of a new store. Raises StorageError, with the numbers, where memory is short."""
 
     # ---- facts ----
@@ -229,7 +227,7 @@ class TableStorage(Storage):
         return state
 
     # ---- making ----
-    def _ensure(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> RowTable | ColumnTable:
+    def _ensure(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> Table:
         with self._making(), self._make_lock:
             if self._table is None:
                 layout = RowLayout.of(items, batch_dims)
@@ -289,10 +287,30 @@ class TableStorage(Storage):
             raise
         self._take_table(lanes, table)
 
-    def _take_table(self, lanes: Lanes, table: RowTable | ColumnTable) -> None:
+    def _take_table(self, lanes: Lanes, table: Table) -> None:
         lanes.mutex = self.mutex
-        self._table, self._lanes = table, lanes
         self._max_size = lanes.capacity
+        self._set_table(lanes, table)
+
+    def _set_table(self, lanes: Lanes | None, table: Table | None) -> None:
+        """Uses a table from now on; None: there is none any more."""
+        self._lanes, self._table = lanes, table
+        self._bind()
+        if lanes is not None:
+            lanes.on_join = functools.partial(_bind_again, weakref.ref(self))
+
+    def _bind(self) -> None:
+        """Lets native calls do with the rows what no child of the user's has a method of its own for."""
+        table, overrides = self._table, self._overrides
+        if not isinstance(table, RowTable):
+            self.native = NO_NATIVE_ROWS
+            return
+        reads = not overrides & {"get", "read", "column", "leaf"}
+        appends = not overrides & {"set", "check", "append"}
+        push: Any = table.push
+        if self.ndim > 1:
+            push = functools.partial(_push_envs, table, self._env_shape) if self.ndim == 2 else None
+        self.native = NativeRows(table.source if reads else None, push if appends else None, table if reads else None)
 
     # ---- making it together with other processes ----
     def _join_made(self) -> None:
@@ -392,16 +410,18 @@ class TableStorage(Storage):
                 "them over with loads into a storage that is made with a TensorDictMaxValueWriter; nothing was written"
             )
         with self._replacing("giving rows their sequences"):
+            assert isinstance(table, RowTable)
             layout = table.layout.with_sequence()
             refuse_if_memory_is_short(StoreSpec(layout, self._n_lanes, lanes.store.lane_capacity, lanes.envs, False))
-            self._table = table = table.with_sequences()
-            self._lanes = table.lanes
+            table = table.with_sequences()
+            self._set_table(table.lanes, table)
 
     @property
     def _can_widen(self) -> bool:
         """Whether stored rows can get room for sequences: not in a file, nor in shared memory."""
         table = self._table
-        return isinstance(table, ColumnTable) or (table is not None and not table.mapped and table.lanes.locks is None)
+        in_private = isinstance(table, RowTable) and not table.mapped and table.lanes.locks is None
+        return in_private or isinstance(table, ColumnTable)
 
     def _make_room(self, layout: RowLayout) -> None:
         """Before rows of this layout are restored: makes room for the sequences that they carry, where it can."""
@@ -412,7 +432,8 @@ class TableStorage(Storage):
         """Frees a table that no other process has seen; False: it stays."""
         if self._lanes is not None:
             self._lanes.close()
-        self._table, self._lanes, self._env_shape, self._first_env_shape = None, None, (), None
+        self._set_table(None, None)
+        self._env_shape, self._first_env_shape = (), None
         self._max_size = self._requested_size
         return True
 
@@ -440,11 +461,10 @@ class TableStorage(Storage):
         elif index_key is not None and (index_key,) in table.layout.paths:
             own_index = self._own_index(items, batch_dims, time_dim)
             extra = (index_key, self._of_each_step(own_index) if table.layout.within else own_index)
-        plan = table.plan(items, batch_dims, time_dim, extra)
-        steps = len(plan[0]) if isinstance(plan, list) else plan.steps
-        if steps == 0:
+        checked = Checked(*table.fit(items, batch_dims, time_dim, extra))
+        if checked.steps == 0:
             raise ValueError(_NO_STEPS)
-        return Checked(steps, plan)
+        return checked
 
     def _merge_envs(self, items: Any, batch_dims: int, time_dim: int) -> tuple[Any, int, int]:
         """Makes several environment dimensions one; the first batch decides their shape."""
@@ -465,7 +485,7 @@ class TableStorage(Storage):
     def _own_index(self, items: Any, batch_dims: int, time_dim: int) -> Tensor | int:
         assert self._lanes is not None
         if batch_dims == 0:
-            return self._lanes.next_slot() if isinstance(self._table, RowTable) else self._lanes.next_slots(1)[0]
+            return self._lanes.next_slot()
         steps = 1 if time_dim < 0 else _lead_shape(items, batch_dims)[time_dim]
         times = self._lanes.next_slots(steps)
         if self.ndim == 1:
@@ -487,15 +507,6 @@ class TableStorage(Storage):
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         assert self._table is not None and self._lanes is not None
         return expand_slots(self._table.append(checked.data, most), self._lanes.envs)
-
-    def _push(self, items: Any, single: bool, time_dim: int, index_key: str | None) -> Any:
-        table, ndim = self._table, self.ndim
-        if type(table) is not RowTable or ndim > 2:
-            return None
-        if ndim == 1:
-            return table.push(items, 0 if single else 1, time_dim, index_key)
-        slots = table.push(items, 1 if single else 2, -1 if single else time_dim, index_key)
-        return None if slots is None else self._index_of(expand_slots(slots, table.lanes.envs), single)
 
     def _turn(self) -> AbstractContextManager[None]:
         lanes = self._lanes
@@ -523,7 +534,7 @@ class TableStorage(Storage):
     def _plan_rows(self, items: Any, slots: Tensor, index_key: str | None) -> Any:
         """Rows for in-place writing: [n, ...], whatever environments the storage has; one step is repeated."""
         assert self._table is not None
-        layout, n = self._table.layout, len(slots)
+        n = len(slots)
         if self._is_single(items):
             items = pytree.expand(items, n)
         if index_key is not None and self._stores(index_key):
@@ -531,14 +542,9 @@ class TableStorage(Storage):
             own = self.from_slots(slots)
             index = torch.stack(own, -1) if isinstance(own, tuple) else own
             items = pytree.with_entry(items, index_key, self._of_each_step(index))
-        if isinstance(self._table, ColumnTable):
-            plan: Any = layout.fitting(items, 1)
-            count = len(plan[0])
-        else:
-            plan = layout.plan(items, 1, 0)
-            count = plan.steps
+        count, rows = self._table.fit_rows(items)
         _check_count(n, count)
-        return plan
+        return rows
 
     def _is_single(self, items: Any, env_dims: int = 0) -> bool:
         assert self._table is not None
@@ -565,35 +571,6 @@ class TableStorage(Storage):
                 raise IndexError("nothing has been written to this storage yet")
             table = self._table
         return table.read(slots, shape, extra, sequences)
-
-    def _read_many(
-        self,
-        others: list[Storage],
-        slots: Tensor,
-        shape: tuple[int, ...],
-        extra: dict[str, Any] | None = None,
-        sequences: bool = False,
-        parts: list[dict[str, Any] | None] | None = None,
-    ) -> JoinedRows | None:
-        first = self._row_table
-        if first is None:
-            return None
-        tables: list[RowTable] = []
-        for other in others:
-            table = other._row_table
-            if table is None or not first.same_rows(table):
-                return None
-            tables.append(table)
-        return first.read_many(tables, slots, shape, extra, sequences, parts)
-
-    @property
-    def _row_table(self) -> RowTable | None:
-        return self._table if isinstance(self._table, RowTable) else None
-
-    @property
-    def _row_source(self) -> _native.RowSource | None:
-        table, lanes = self._table, self._lanes
-        return None if table is None or lanes is None or lanes.unused_since_fork else table.source
 
     @property
     def _item_shape(self) -> tuple[int, ...]:
@@ -645,8 +622,8 @@ class TableStorage(Storage):
 
     @property
     def _packed_rows(self) -> RowTable:
-        table = self._row_table
-        if table is None:
+        table = self._table
+        if not isinstance(table, RowTable):
             raise StorageError("this storage has no rows as bytes: adopt a layout first, with device='cpu'")
         return table
 
@@ -804,6 +781,23 @@ class TableStorage(Storage):
         return functools.partial(self.reset, with_table=True) if self.layout_state() is None else copy_of_rows(self)
 
 
+def _bind_again(storage: weakref.ref[TableStorage]) -> None:
+    """In a forked child that has begun to use a storage's lanes."""
+    if (alive := storage()) is not None:
+        alive._bind()
+
+
+def _push_envs(
+    table: RowTable, env_shape: tuple[int, ...], items: Any, batch_dims: int, time_dim: int, index_key: str | None
+) -> Any:
+    """As `RowTable.push`, of steps of several environments."""
+    slots: Any = table.push(items, batch_dims, time_dim, index_key)
+    if slots is None:
+        return None
+    slots = expand_slots(slots, table.lanes.envs)
+    return torch.stack(tuple(from_slots(slots, env_shape)), -1)
+
+
 def saved_layout(store: _native.Store) -> tuple[RowLayout, tuple[int, ...], int]:
     """The layout of a store's rows, the shape of its environments, and its ndim; any error: they are damaged."""
     saved = json.loads(store.layout)
@@ -863,124 +857,6 @@ def _env_shape(items: Any, batch_dims: int, time_dim: int) -> tuple[int, ...]:
     return shape if time_dim < 0 else tuple(d for i, d in enumerate(shape) if i != time_dim)
 
 
-@advised
-class LazyTensorStorage(TableStorage):
-    """Packed rows in memory, made at the first write; on a GPU, one tensor per key.
-
-    Args:
-        max_size: steps that fit. With `ndim=2` it is rounded up to whole rows of environments.
-        device: where the rows are kept; "auto": on the device of the first batch.
-        ndim: batch dimensions of the data; the last one is time.
-        shared: keep the rows in memory that other processes see and write too.
-        lanes: how many processes may append side by side, each to a ring of its own of `max_size / lanes` steps: no
-            more of one writer are kept. A new writer takes the free lane with the fewest steps. None: any number take
-            turns in one ring, an `extend` at a time, and slices end where another process wrote.
-        compilable: accepted, without effect: under `torch.compile` each use of a buffer is a graph break.
-        consolidated, cleanup_memmap: accepted, without effect: rows are packed in one memory, which goes with them.
-        shared_init: shared, and processes that have it (forked, or sent) before the first write share it, too: the
-            first of them that writes makes the rows' memory, the others use it.
-        max_bytes: instead of `max_size`, what the rows and their header may take: a number, "8GB", "512MiB". As many
-            steps as fit, which is known at the first write; until then `max_size` is None.
-
-    Raises:
-        ValueError: a setting that is not allowed, or there is no such device.
-        StorageError: at the first write, with the numbers, when memory cannot hold it, or `max_bytes` not one step.
-
-    Example:
-        >>> storage = LazyTensorStorage(100)
-        >>> rb = ReplayBuffer(storage=storage, batch_size=4)
-        >>> rb.extend(TensorDict({"x": torch.arange(6.0)}, [6]))
-        tensor([0, 1, 2, 3, 4, 5])
-        >>> len(storage), storage[2:4]["x"]
-        (6, tensor([2., 3.]))
-        >>> storage = LazyTensorStorage(max_bytes="1MB")
-        >>> storage.set(0, torch.zeros(250))
-        >>> storage.max_size > 900, storage.nbytes <= 1_000_000
-        (True, True)
-    """
-
-    def __init__(
-        self,
-        max_size: int | None = None,
-        device: torch.device | str = "cpu",
-        ndim: int = 1,
-        shared: bool = False,
-        lanes: int | None = None,
-        *,
-        checkpointer: Any = None,
-        compilable: bool = False,
-        shared_init: bool = False,
-        max_bytes: int | str | None = None,
-    ) -> None:
-        if max_size is None and max_bytes is None:
-            raise ValueError('a storage needs a size: max_size=100_000 steps, or max_bytes="8GB"')
-        super().__init__(max_size, ndim, checkpointer, lanes, max_bytes)
-        self._takes_device = device == "auto"
-        self.device = _device("cpu" if self._takes_device else device)
-        self.shared = shared or shared_init
-        if self.device.type != "cpu" and (self.shared or self._n_lanes > 1):
-            raise ValueError(f"a storage on {self.device} belongs to one process: shared and lanes need device='cpu'")
-        if self._n_lanes > 1 and not self.shared:
-            raise ValueError("lanes are for processes that share a storage: pass shared=True too")
-        if shared_init:
-            self._shared_init, self._unmade = True, UnmadeStore(temporary=False)
-
-    def _ensure(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> RowTable | ColumnTable:
-        if self._takes_device:
-            tensors = [leaf for _, leaf in pytree.describe(items, batch_dims)[1] if isinstance(leaf, Tensor)]
-            if tensors and not self.shared:
-                self.device = tensors[0].device
-        return super()._ensure(items, batch_dims, time_dim, index_key)
-
-    def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable | ColumnTable]:
-        envs = math.prod(self._env_shape)
-        extra = None if self._unmade is None else self._dimensions
-        spec = StoreSpec(layout, self._n_lanes, lane_capacity, envs, trailer=False, layout_extra=extra)
-        if not self.shared:
-            return _in_memory(spec, self)
-        log.info("storage in shared memory: %s", spec)
-        if self._unmade is not None:
-            return self._table_of_shared(*self._unmade.open_or_make(spec), layout)
-        fd = open_shared_memory(spec)
-        lanes = Lanes(spec.create_in(fd), LaneLocks(fd), turns=self._given_lanes is None)
-        return lanes, RowTable(lanes, layout, mapped=False)
-
-    def _share(self) -> None:
-        if self._table is not None and not self.shared:
-            raise ValueError(
-                "the rows are in private memory already: make the storage with shared=True, or call share() before its "
-                "first write"
-            )
-        if self.device.type != "cpu":
-            raise ValueError(f"a storage on {self.device} belongs to one process: sharing needs device='cpu'")
-        self.shared = True
-
-    def _copy_arguments(self) -> dict[str, Any]:
-        device = "auto" if self._takes_device and self._table is None else str(self.device)
-        return {
-            **self._size_arguments(), "device": device, "ndim": self.ndim,
-            "shared": self.shared, "lanes": self._given_lanes, "shared_init": self._shared_init,
-        }  # fmt: skip
-
-    get = with_argument(TableStorage.get, "index", "indices")
-
-    def _bytes_of(self, layout: RowLayout, lane_capacity: int, envs: int) -> int:
-        if self.device.type == "cpu":
-            return super()._bytes_of(layout, lane_capacity, envs)
-        return lane_capacity * envs * sum(leaf.nbytes for leaf in layout.stored)
-
-    def _sent_arguments(self) -> dict[str, Any]:
-        if not self.shared:
-            raise StorageError(
-                f"Cannot share a storage of type {type(self).__name__} whose rows are in private memory: make it with "
-                "shared=True"
-            )
-        return {
-            **self._size_arguments(), "device": str(self.device), "ndim": self.ndim, "shared": True,
-            "lanes": self._given_lanes,
-        }  # fmt: skip
-
-
 class TensorStorage(TableStorage):
     """A storage around tensors that exist: they are the stored rows, all of them, and are written in place.
 
@@ -1031,10 +907,9 @@ class TensorStorage(TableStorage):
         layout = RowLayout.of(pytree.map_outermost(storage, lambda part: part[:1]), ndim)
         layout.take_root(root)
         self._env_shape = tuple(lead[1:])
-        self._lanes = Lanes.in_memory(lead[0], math.prod(self._env_shape))
-        self._lanes.mutex = self.mutex
-        self._lanes.advance(lead[0])
-        self._table = ColumnTable(self._lanes, layout, tensors, self._env_shape)
+        lanes = Lanes.in_memory(lead[0], math.prod(self._env_shape))
+        self._take_table(lanes, ColumnTable(lanes, layout, tensors, self._env_shape))
+        lanes.advance(lead[0])
         self._data = storage
         self.device = tensors[0].device
 
@@ -1054,7 +929,7 @@ class TensorStorage(TableStorage):
     def _copy_arguments(self) -> dict[str, Any]:
         return {"storage": self._data, "ndim": self.ndim}
 
-    def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable | ColumnTable]:
+    def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, Table]:
         if self._env_shape != self._room[1:]:
             raise ValueError(
                 f"the batch has environments of shape {list(self._env_shape)}, this storage {list(self._room[1:])}"
@@ -1062,7 +937,125 @@ class TensorStorage(TableStorage):
         return _in_memory(StoreSpec(layout, 1, lane_capacity, math.prod(self._env_shape), trailer=False), self)
 
 
-def _in_memory(spec: StoreSpec, storage: LazyTensorStorage | TensorStorage) -> tuple[Lanes, RowTable | ColumnTable]:
+@advised
+class LazyTensorStorage(TensorStorage):
+    """Packed rows in memory, made at the first write; on a GPU, one tensor per key.
+
+    Args:
+        max_size: steps that fit. With `ndim=2` it is rounded up to whole rows of environments.
+        device: where the rows are kept; "auto": on the device of the first batch.
+        ndim: batch dimensions of the data; the last one is time.
+        shared: keep the rows in memory that other processes see and write too.
+        lanes: how many processes may append side by side, each to a ring of its own of `max_size / lanes` steps: no
+            more of one writer are kept. A new writer takes the free lane with the fewest steps. None: any number take
+            turns in one ring, an `extend` at a time, and slices end where another process wrote.
+        compilable: accepted, without effect: under `torch.compile` each use of a buffer is a graph break.
+        consolidated, cleanup_memmap: accepted, without effect: rows are packed in one memory, which goes with them.
+        shared_init: shared, and processes that have it (forked, or sent) before the first write share it, too: the
+            first of them that writes makes the rows' memory, the others use it.
+        max_bytes: instead of `max_size`, what the rows and their header may take: a number, "8GB", "512MiB". As many
+            steps as fit, which is known at the first write; until then `max_size` is None.
+
+    Raises:
+        ValueError: a setting that is not allowed, or there is no such device.
+        StorageError: at the first write, with the numbers, when memory cannot hold it, or `max_bytes` not one step.
+
+    Example:
+        >>> storage = LazyTensorStorage(100)
+        >>> rb = ReplayBuffer(storage=storage, batch_size=4)
+        >>> rb.extend(TensorDict({"x": torch.arange(6.0)}, [6]))
+        tensor([0, 1, 2, 3, 4, 5])
+        >>> len(storage), storage[2:4]["x"]
+        (6, tensor([2., 3.]))
+        >>> storage = LazyTensorStorage(max_bytes="1MB")
+        >>> storage.set(0, torch.zeros(250))
+        >>> storage.max_size > 900, storage.nbytes <= 1_000_000
+        (True, True)
+    """
+
+    def __init__(
+        self,
+        max_size: int | None = None,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        shared: bool = False,
+        lanes: int | None = None,
+        *,
+        checkpointer: Any = None,
+        compilable: bool = False,
+        shared_init: bool = False,
+        max_bytes: int | str | None = None,
+    ) -> None:
+        if max_size is None and max_bytes is None:
+            raise ValueError('a storage needs a size: max_size=100_000 steps, or max_bytes="8GB"')
+        TableStorage.__init__(self, max_size, ndim, checkpointer, lanes, max_bytes)  # there are no tensors yet
+        self._takes_device = device == "auto"
+        self.device = _device("cpu" if self._takes_device else device)
+        self.shared = shared or shared_init
+        if self.device.type != "cpu" and (self.shared or self._n_lanes > 1):
+            raise ValueError(f"a storage on {self.device} belongs to one process: shared and lanes need device='cpu'")
+        if self._n_lanes > 1 and not self.shared:
+            raise ValueError("lanes are for processes that share a storage: pass shared=True too")
+        if shared_init:
+            self._shared_init, self._unmade = True, UnmadeStore(temporary=False)
+
+    def _ensure(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> Table:
+        if self._takes_device:
+            tensors = [leaf for _, leaf in pytree.describe(items, batch_dims)[1] if isinstance(leaf, Tensor)]
+            if tensors and not self.shared:
+                self.device = tensors[0].device
+        return super()._ensure(items, batch_dims, time_dim, index_key)
+
+    def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, Table]:
+        envs = math.prod(self._env_shape)
+        extra = None if self._unmade is None else self._dimensions
+        spec = StoreSpec(layout, self._n_lanes, lane_capacity, envs, trailer=False, layout_extra=extra)
+        if not self.shared:
+            return _in_memory(spec, self)
+        log.info("storage in shared memory: %s", spec)
+        if self._unmade is not None:
+            return self._table_of_shared(*self._unmade.open_or_make(spec), layout)
+        fd = open_shared_memory(spec)
+        lanes = Lanes(spec.create_in(fd), LaneLocks(fd), turns=self._given_lanes is None)
+        return lanes, RowTable(lanes, layout, mapped=False)
+
+    def _share(self) -> None:
+        if self._table is not None and not self.shared:
+            raise ValueError(
+                "the rows are in private memory already: make the storage with shared=True, or call share() before its "
+                "first write"
+            )
+        if self.device.type != "cpu":
+            raise ValueError(f"a storage on {self.device} belongs to one process: sharing needs device='cpu'")
+        self.shared = True
+
+    def _copy_arguments(self) -> dict[str, Any]:
+        device = "auto" if self._takes_device and self._table is None else str(self.device)
+        return {
+            **self._size_arguments(), "device": device, "ndim": self.ndim,
+            "shared": self.shared, "lanes": self._given_lanes, "shared_init": self._shared_init,
+        }  # fmt: skip
+
+    get = with_argument(TableStorage.get, "index", "indices")
+
+    def _bytes_of(self, layout: RowLayout, lane_capacity: int, envs: int) -> int:
+        if self.device.type == "cpu":
+            return super()._bytes_of(layout, lane_capacity, envs)
+        return lane_capacity * envs * sum(leaf.nbytes for leaf in layout.stored)
+
+    def _sent_arguments(self) -> dict[str, Any]:
+        if not self.shared:
+            raise StorageError(
+                f"Cannot share a storage of type {type(self).__name__} whose rows are in private memory: make it with "
+                "shared=True"
+            )
+        return {
+            **self._size_arguments(), "device": str(self.device), "ndim": self.ndim, "shared": True,
+            "lanes": self._given_lanes,
+        }  # fmt: skip
+
+
+def _in_memory(spec: StoreSpec, storage: LazyTensorStorage | TensorStorage) -> tuple[Lanes, Table]:
     """The lanes and the table of a new store of this process alone, on the storage's device."""
     if storage.device.type != "cpu":
         lanes = Lanes.in_memory(spec.lane_capacity, spec.envs)
