@@ -60,9 +60,8 @@ NEEDED = {
     "specs/torchrl.py": ["import importlib.abc", "import importlib.machinery"],
     "envs/gym_make.py": ["import importlib", "importlib.import_module", "importlib.import_module"],
     "processes/worker.py": ["import pickle", "import cloudpickle"],
-    "data/replay_buffers/buffer.py": [".__reduce_ex__"],
-    "data/replay_buffers/storages/base.py": [".__reduce_ex__", ".__reduce_ex__"],
-    "data/replay_buffers/storages/ensemble.py": ["self.__reduce_ex__", "object.__reduce_ex__"],
+    "data/replay_buffers/storages/base.py": [".__reduce_ex__"],
+    "store/copies.py": [".__reduce_ex__"],
     "store/files.py": ["object.__reduce_ex__"],
 }
 # Functions that compute the name of an attribute, and where the name comes from: never from a file.

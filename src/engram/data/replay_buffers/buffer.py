@@ -316,6 +316,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         self._may_take_priorities = self._sampler._takes_priorities
         self._reader = self._make_reader()
         self._prefetcher = Prefetcher(self._reader, self._prefetch, self._generators()) if self._prefetch else None
+        self._saved_generator = self._make_saved_generator()
 
     def _check_parts(self) -> None:
         self._sampler.check_storage(self._storage)
@@ -1307,7 +1308,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
                 is as it was.
         """
         # Batches that were prepared before the last writes are prepared again, here and where this is loaded.
-        with self._held_still():
+        with self._undisturbed(), self._storage.mutex:
             if blocking:
                 return save_buffer(self, Path(path), keep_last)
             return save_in_background(self, Path(path), keep_last)
@@ -1392,13 +1393,12 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         """What of the transforms is saved."""
         return self._transform
 
+    def _make_saved_generator(self) -> Any:
+        return SavedGenerator(self._generator)
+
     def _generators(self) -> list[torch.Generator | Generator]:
         """The generators that draws change, but for torch's global one."""
         return [] if self._generator is None else [self._generator]
-
-    @property
-    def _saved_generator(self) -> SavedGenerator:
-        return SavedGenerator(self._generator)
 
     # ---- copies: what `pickle` and `copy` make; what is sent to a process travels by `__getstate__` ----
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -1423,7 +1423,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_handed_out": BatchCount()}
-        for name in ("_reader", "_prefetcher", "_iteration", "_is_shut_down"):
+        for name in ("_reader", "_prefetcher", "_saved_generator", "_iteration", "_is_shut_down"):
             state.pop(name, None)
         # As bytes: a tensor made here would be gone, with its memory, before another process had received it.
         state["_generator"] = None if self._generator is None else state_of(self._generator).numpy().tobytes()

@@ -17,7 +17,7 @@ from engram.data.replay_buffers.buffer import ReplayBuffer
 from engram.data.replay_buffers.reader import BatchReader, Draw, put_generation, refuse_if_too_many
 from engram.data.replay_buffers.samplers.base import EpochInfo
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
-from engram.data.replay_buffers.state.generators import SavedGenerator
+from engram.data.replay_buffers.state.generators import SavedGenerator, SavedGenerators
 from engram.data.replay_buffers.stats import BufferStats
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
@@ -685,9 +685,8 @@ class ReplayBufferEnsemble(ReplayBuffer):
         own = super()._generators()  # which then goes to the members, too
         return own or [rb.generator for rb in self._members if rb.generator is not None]
 
-    @property
-    def _saved_generator(self) -> SavedGenerator:
-        return SavedGenerator(self._generator, [rb._saved_generator for rb in self._members])
+    def _make_saved_generator(self) -> Any:
+        return SavedGenerators(SavedGenerator(self._generator), self._members)
 
     @property
     def _saved_transform(self) -> Any:

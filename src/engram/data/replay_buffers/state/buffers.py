@@ -17,7 +17,6 @@ from engram.checkpoint.foreign import Part, Receiver, open_saved
 from engram.checkpoint.snapshot import as_damage, save_snapshot
 from engram.checkpoint.writer import SnapshotWriter
 from engram.data.replay_buffers.samplers.base import Sampler
-from engram.data.replay_buffers.state.generators import SavedGenerator
 from engram.data.replay_buffers.state.plans import RowsPlan
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
@@ -33,6 +32,7 @@ class SavedBuffer(Protocol):
 
     _sampler: Any  # a Sampler; ensembles and prioritised buffers know of more than its methods
     _writer: Writer
+    _saved_generator: Any  # a SavedGenerator, or SavedGenerators
 
     @property
     def storage(self) -> Storage: ...
@@ -47,15 +47,12 @@ class SavedBuffer(Protocol):
 
     def _description(self) -> dict[str, Any]: ...
 
-    @property
-    def _saved_generator(self) -> SavedGenerator: ...
-
 
 class BufferLoad:
     """A load of saved states that fit a buffer, and of its rows where there is a plan for them.
 
-    The caller holds the buffer still, and its storage alone. `commit` makes the changes; what a user's own part can
-    refuse comes before the rows that it would destroy. `undo` makes the buffer what it was when this was made.
+    The caller holds the buffer still, and its storage alone. What a user's own part can refuse comes before the rows
+    that it would destroy; an error makes the buffer again what it was when this was made.
 
     Args:
         malformed: makes the error for a state that turns out to be impossible when the rows are there.
@@ -65,6 +62,7 @@ class BufferLoad:
         self, buffer: SavedBuffer, states: dict[str, Any], rows: RowsPlan | None, malformed: Malformed | None = None
     ) -> None:
         self._buffer, self._states, self._rows, self._malformed = buffer, states, rows, malformed
+        self._has_rows = False  # whether other rows have taken the place of those of before
         self._incarnations = _incarnations(buffer.storage)
         self._generator = buffer._saved_generator.state()
         parts = [buffer._sampler, buffer._writer, buffer._saved_transform]
@@ -78,26 +76,26 @@ class BufferLoad:
         storage = self._buffer.storage
         with storage.mutex if self._rows is None else storage._replacing("loads"):
             try:
-                self.commit()
+                fills_first = self._rows is not None and storage._is_empty
+                if self._rows is not None and fills_first:
+                    self._rows.commit()
+                    self._has_rows = True
+                    # now that there is something to compare it with
+                    check_sampler(self._buffer, self._states, self._malformed)
+                _load_parts(self._buffer, self._states)
+                if self._rows is not None and not fills_first:
+                    self._rows.commit()
+                    self._has_rows = True
+                _connect(self._buffer, rows_too=self._rows is not None)
             except BaseException:
-                self.undo()
+                self._undo()
                 raise
 
-    def commit(self) -> None:
-        rows, fills_first = self._rows, self._buffer.storage._is_empty
-        if rows is not None and fills_first:
-            rows.commit()
-            check_sampler(self._buffer, self._states, self._malformed)  # now that there is something to compare it with
-        _load_parts(self._buffer, self._states)
-        if rows is not None and not fills_first:
-            rows.commit()
-        _connect(self._buffer, rows_too=rows is not None)
-
-    def undo(self) -> None:
+    def _undo(self) -> None:
         storage, sampler, rows = self._buffer.storage, self._buffer._sampler, self._rows
-        touched = rows is not None and (rows.is_committed or _incarnations(storage) != self._incarnations)
+        touched = rows is not None and (self._has_rows or _incarnations(storage) != self._incarnations)
         if rows is not None and touched and rows.undo is None:
-            if not rows.is_committed:
+            if not self._has_rows:
                 self._empty_parts()
             return  # else: what was loaded stays, which is whole
         for undo in self._undo_parts:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 
-class RowsPlan:
+class RowsPlan(NamedTuple):
     """A replacement of all rows of a storage, which the caller uses alone.
 
     Attributes:
-        is_committed: whether other rows have taken the place of those of before.
+        commit: replaces them.
         undo: puts everything back as it was when this was made; None: there was too much to hold.
     """
 
-    def __init__(self, fill: Callable[[], None], undo: Callable[[], None] | None) -> None:
-        self._fill = fill
-        self.is_committed = False
-        self.undo = undo
-
-    def commit(self) -> None:
-        self._fill()
-        self.is_committed = True
+    commit: Callable[[], None]
+    undo: Callable[[], None] | None
 
     def run(self) -> None:
         """Commits it; after an error the storage is as it was."""

@@ -6,7 +6,6 @@ import math
 import os
 import tempfile
 import threading
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -48,22 +47,12 @@ class FillableStorage(RowSource, Protocol):
 
 
 class _Sink:
-    """What the RowSinks of a storage have in common."""
+    """What the RowSinks of a storage have in common: it says itself what is in it, and what would fit."""
 
-    def __init__(self, storage: FillableStorage) -> None:
-        self._storage, self.ndim = storage, storage.ndim
-
-    def layout_state(self) -> dict[str, Any] | None:
-        return self._storage.layout_state()
-
-    def counters(self) -> dict[str, Any]:
-        return self._storage.counters()
-
-    def row_layout(self) -> RowLayout | None:
-        return self._storage.row_layout()
-
-    def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
-        self._storage.check_restore(layout, counters)
+    def __init__(self, storage: FillableStorage, spill: bool = False) -> None:
+        self._storage, self.ndim, self._spill = storage, storage.ndim, spill
+        self.layout_state, self.counters = storage.layout_state, storage.counters
+        self.row_layout, self.check_restore = storage.row_layout, storage.check_restore
 
 
 class RowLoad(_Sink):
@@ -126,15 +115,9 @@ class StagedRows(_Sink):
         spill: whether any number of rows may wait in the file; else more than `_STAGED_BYTES` are too many.
     """
 
-    def __init__(self, storage: FillableStorage, spill: bool) -> None:
-        super().__init__(storage)
-        self._spill = spill
-        self._blocks: list[tuple[int, int, Rows | _SpilledRows]] = []
-        self._lock = threading.Lock()  # checkpointers read several files at once
-        self._fits_in_memory = True
-        self._in_memory = 0
-        self._file: Any = None
-        self._end = 0  # of the file
+    _in_memory = 0  # bytes that wait there
+    _file: Any = None
+    _end = 0  # of the file
 
     def __len__(self) -> int:
         return 0  # filling this destroys nothing
@@ -147,7 +130,8 @@ class StagedRows(_Sink):
             raise TooManyRowsError
         self._saved_layout, self._saved_counters = layout, counters
         self._fits_in_memory = nbytes <= _IN_MEMORY_BYTES
-        self._blocks.clear()
+        self._blocks: list[tuple[int, int, Rows | _SpilledRows]] = []
+        self._lock = threading.Lock()  # checkpointers read several files at once
 
     def write_block(self, lane: int, start: int, rows: Rows) -> None:
         with self._lock:
@@ -213,19 +197,6 @@ class _SpilledRows:
                 raise CheckpointError("the temporary file of a load has been cut short")
             view, at = view[done:], at + done
         return rows.reshape(self._shape)
-
-
-def copy_of_rows(storage: FillableStorage) -> Callable[[], None] | None:
-    """A function that puts all rows of a storage back as they are now; None: they are too many to hold."""
-    layout, counters = storage.layout_state(), storage.counters()
-    assert layout is not None
-    rows = StagedRows(storage, spill=False)
-    try:
-        rows.begin_restore(layout, counters)
-    except TooManyRowsError:
-        return None
-    copy_blocks(storage, layout, counters, rows)
-    return rows.commit
 
 
 def copy_blocks(

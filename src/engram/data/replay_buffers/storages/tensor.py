@@ -28,9 +28,9 @@ from engram.data.replay_buffers.state.rows import (
     RowLoad,
     StagedRows,
     TableForLoad,
+    TooManyRowsError,
     check_rows,
     copy_blocks,
-    copy_of_rows,
     env_shape_of,
     layout_of,
 )
@@ -693,7 +693,8 @@ class TableStorage(Storage):
         differences = []
         lanes = counters["lanes"]
         if layout is not None:
-            saved, env_shape = layout_of(layout, self.row_layout()), env_shape_of(layout)
+            own = None if self._table is None else self._table.layout
+            saved, env_shape = layout_of(layout, own), env_shape_of(layout)
             if layout["ndim"] != self.ndim:
                 differences.append(f"ndim is {self.ndim} here, {layout['ndim']} there")
             if self._table is not None:
@@ -731,8 +732,8 @@ class TableStorage(Storage):
             self._make_table(copy.copy(layout_of(layout, None)), env_shape_of(layout))
             if self._shared_init:
                 self.check_restore(layout, counters)  # another process may have made it
-        elif layout is not None:
-            self._make_room(layout_of(layout, self.row_layout()))
+        elif self._table is not None and layout is not None:
+            self._make_room(layout_of(layout, self._table.layout))
         return TableForLoad(self._lanes, self._table, is_new)
 
     def reset(self, with_table: bool) -> None:
@@ -778,7 +779,16 @@ class TableStorage(Storage):
         return StagedRows(self, spill=bool(getattr(self.checkpointer, "load_hooks", None)))
 
     def _restore_point(self) -> Callable[[], None] | None:
-        return functools.partial(self.reset, with_table=True) if self.layout_state() is None else copy_of_rows(self)
+        layout, counters = self.layout_state(), self.counters()
+        if layout is None:
+            return functools.partial(self.reset, with_table=True)
+        rows = StagedRows(self)
+        try:
+            rows.begin_restore(layout, counters)
+        except TooManyRowsError:
+            return None
+        copy_blocks(self, layout, counters, rows)
+        return rows.commit
 
 
 def _bind_again(storage: weakref.ref[TableStorage]) -> None:
