@@ -757,14 +757,13 @@ class ReplayShard:
             if len(draw.slots) > n:
                 raise ValueError(f"{self._sampler!r} drew {len(draw.slots)} rows where {n} were asked for")
             rows = self._storage.read_packed(draw.slots, by_leaf, sequences=True)
-            stale = self._reader.find_stale(draw.slots, draw.info)
+            stale = draw.seen is not None and draw.seen.stale(draw.store, draw.slots)
             if rows.overwritten is None and rows.absent is None and not stale:
                 assert rows.sequences is not None
                 ratio = draw.info["priority_weight"] if self._prioritized else None
-                slices = draw.info.get("slices")
                 return DrawnRows(
                     _block(rows.batch), draw.slots, rows.sequences, ratio, draw.info.get("slice_id"),
-                    None if slices is None else slices.last(), draw.info.get(cast(str, MASK)), totals,
+                    None if draw.runs is None else draw.runs.last(), draw.info.get(cast(str, MASK)), totals,
                 )  # fmt: skip
         raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
 

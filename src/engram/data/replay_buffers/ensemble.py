@@ -14,8 +14,8 @@ from engram import _native
 from engram._advice import advised
 from engram._generator import Generator
 from engram.data.replay_buffers.buffer import ReplayBuffer
-from engram.data.replay_buffers.reader import BatchReader, Draw, put_generation, refuse_if_too_many
-from engram.data.replay_buffers.samplers.base import EpochInfo
+from engram.data.replay_buffers.reader import BatchReader, put_generation, refuse_if_too_many
+from engram.data.replay_buffers.samplers.draw import Draw
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
 from engram.data.replay_buffers.stats import BufferStats
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
@@ -65,7 +65,7 @@ class EnsembleReader:
         self._attaches = all(reader.attaches for reader in readers)
         # Whether rows of all members can go straight into one batch.
         alike = all(reader.attaches == readers[0].attaches for reader in readers)
-        plainly = all(reader.only_reads and not reader.attaches_info for reader in readers)
+        plainly = all(reader.hands_out_rows and not reader.attaches_info for reader in readers)
         self._reads_at_once = alike and collate_fn is None and plainly
         self._has_epochs = any(reader.has_epochs for reader in readers)
         self._row_draws = self._native_draws()
@@ -214,7 +214,8 @@ class EnsembleReader:
     def read(self, draw: EnsembleDraw, generations: bool) -> tuple[Any, dict[str, Any]] | None:
         """The batch of a draw, and its info; None: all rows of a member have been replaced by others since then."""
         ids, draws = draw
-        batch_and_info = self._read_at_once(draws, ids, generations) if self._reads_at_once else None
+        at_once = self._reads_at_once and all(one.runs is None for one in draws)
+        batch_and_info = self._read_at_once(draws, ids, generations) if at_once else None
         if batch_and_info is None:
             batch_and_info = self._read_one_by_one(draws, ids, generations)
             if batch_and_info is None:
@@ -253,9 +254,8 @@ class EnsembleReader:
         batch, generation = read.batch, read.sequences
         if read.overwritten is not None or read.absent is not None:
             return None  # rows that are gone are drawn anew by their own member
-        for reader, draw in zip(readers, draws, strict=True):
-            if reader.find_stale(draw.slots, draw.info) is not None:
-                return None
+        if any(one.seen is not None and one.seen.stale(one.store, one.slots) for one in draws):
+            return None
         parts = read.parts or []
         if generation is not None:
             info["generation"] = generation.view(shape)
@@ -428,31 +428,27 @@ def _draw_exactly(reader: BatchReader, n: int, incarnation: int) -> Draw:
     with reader.lock:
         reader.draws += 1
         sampler = reader.sampler
-        index, info = reader.draw_index(n)
-        if isinstance(info, EpochInfo):
-            info = dict(info)  # of no epoch: a row that is lost is replaced, by one of the next epoch if need be
+        draw = reader.draw_rows(n)
+        draw.rest = None  # a row that is lost is replaced, by one of the next epoch if need be
         last = sampler.ran_out
-        while not info and (drawn := _count(index)) < n:
-            more, info = reader.draw_index(n - drawn)
+        while not draw.info and (drawn := len(draw.slots)) < n:
+            more = reader.draw_rows(n - drawn)
             last = last or sampler.ran_out
-            if not _count(more):
+            if not len(more.slots):
                 raise RuntimeError(
                     f"{sampler!r} drew {drawn} rows of the {n} that each member gives to a batch, and then none; a "
                     "sampler without rows to draw raises a RuntimeError, others draw some"
                 )
-            index = _concatenated(index, more)
-    return Draw(reader.slots_of(index), index, info, last, incarnation)
+            draw.index = _concatenated(draw.index, more.index)
+            draw.slots, draw.info = torch.cat([draw.slots, more.slots]), more.info
+        draw.last, draw.incarnation = last, incarnation
+    return draw
 
 
 def _concatenated(index: Any, more: Any) -> Any:
     if isinstance(index, tuple):
         return tuple(torch.cat(pair) for pair in zip(index, more, strict=True))
     return torch.cat([index, more])
-
-
-def _count(index: Any) -> int:
-    one = index[0] if isinstance(index, tuple) else index
-    return one.numel() if isinstance(one, Tensor) else len(one)
 
 
 @advised

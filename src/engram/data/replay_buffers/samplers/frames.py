@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engram.data.replay_buffers.samplers.base import Index
+from engram.data.replay_buffers.samplers.draw import Index
 from engram.data.replay_buffers.samplers.slices import SliceSampler
 
 if TYPE_CHECKING:
@@ -43,9 +43,6 @@ class FrameStackSampler(SliceSampler, built_in=True):
     def _planned(self, storage: Storage, batch_size: int) -> Any:
         assert self.slice_len is not None
         return super()._planned(storage, batch_size * self.slice_len)
-
-    def _asked_for(self, slices: Any) -> int:
-        return len(slices)
 
     def _max_rows(self, storage: Storage, batch_size: int) -> int:
         assert self.slice_len is not None
