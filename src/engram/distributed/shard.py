@@ -33,7 +33,7 @@ from engram.distributed.shard_sampling import draw_rows, lane_ranges, read_by_se
 from engram.envs.transforms import Compose
 from engram.errors import IncarnationError, NoFreeLaneError, StorageError
 from engram.kernel.disk import CheckpointDirectory, from_checksummed_json, reading, to_checksummed_json
-from engram.kernel.replay import MASK, BatchReader
+from engram.kernel.replay import BatchReader
 from engram.kernel.rows import Lanes, RowLayout
 from engram.kernel.tools import open_file, open_regular, sync_directory
 
@@ -761,9 +761,11 @@ class ReplayShard:
             if rows.overwritten is None and rows.absent is None and not stale:
                 assert rows.sequences is not None
                 ratio = draw.info["priority_weight"] if self._prioritized else None
+                runs, is_padded = draw.runs, "mask" in dict(draw.marks)
                 return DrawnRows(
                     _block(rows.batch), draw.slots, rows.sequences, ratio, draw.info.get("slice_id"),
-                    None if draw.runs is None else draw.runs.last(), draw.info.get(cast(str, MASK)), totals,
+                    None if runs is None else runs.last(), None if runs is None or not is_padded else runs.mask(),
+                    totals,
                 )  # fmt: skip
         raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
 

@@ -83,9 +83,9 @@ class EnsembleReader:
             or any(reader.make is None for reader in self.readers)
         ):
             return None
-        draws = [reader.sampler._native_draw(reader.storage) for reader in self.readers]
         plain = (_native.UniformDraw, _native.PriorityDraw)
-        return [draw for draw in draws if draw is not None] if all(isinstance(draw, plain) for draw in draws) else None
+        draws: list[_native.RowDraw] = [r.row_draw for r in self.readers if isinstance(r.row_draw, plain)]
+        return draws if len(draws) == len(self.readers) else None
 
     def _joint_maker(self) -> _native.JointBatchMaker | None:
         if self._row_draws is None:
@@ -121,11 +121,7 @@ class EnsembleReader:
             ids, rows_of_each = self.sampler.choose(n)
             if not self.sampler._built_in:
                 _check_members(ids, rows_of_each, len(self.readers))
-            incarnations = [self.readers[i].storage._incarnation for i in ids]
-            draws = [
-                _draw_exactly(self.readers[i], rows_of_each, incarnation)
-                for i, incarnation in zip(ids, incarnations, strict=True)
-            ]
+            draws = [self.readers[i].draw_exactly(rows_of_each) for i in ids]
         return EnsembleDraw(ids, draws)
 
     def sample(self, n: int, generations: bool) -> tuple[Any, dict[str, Any]]:
@@ -421,34 +417,6 @@ def _rejoin(whole: TensorDict, before: list[dict[str, Any]], after: list[Any]) -
         else:
             mine[key] = torch.stack(values)
     return True
-
-
-def _draw_exactly(reader: BatchReader, n: int, incarnation: int) -> Draw:
-    """A draw of n rows, over the end of an epoch if need be: members give equal parts of a batch."""
-    with reader.lock:
-        reader.draws += 1
-        sampler = reader.sampler
-        draw = reader.draw_rows(n)
-        draw.rest = None  # a row that is lost is replaced, by one of the next epoch if need be
-        last = sampler.ran_out
-        while not draw.info and (drawn := len(draw.slots)) < n:
-            more = reader.draw_rows(n - drawn)
-            last = last or sampler.ran_out
-            if not len(more.slots):
-                raise RuntimeError(
-                    f"{sampler!r} drew {drawn} rows of the {n} that each member gives to a batch, and then none; a "
-                    "sampler without rows to draw raises a RuntimeError, others draw some"
-                )
-            draw.index = _concatenated(draw.index, more.index)
-            draw.slots, draw.info = torch.cat([draw.slots, more.slots]), more.info
-        draw.last, draw.incarnation = last, incarnation
-    return draw
-
-
-def _concatenated(index: Any, more: Any) -> Any:
-    if isinstance(index, tuple):
-        return tuple(torch.cat(pair) for pair in zip(index, more, strict=True))
-    return torch.cat([index, more])
 
 
 @advised

@@ -86,6 +86,8 @@ class BatchReader:
         self.draws = 0  # of epochs, so far: who undoes one must know that it was the last
         # Samplers have state: one draw at a time. Built-in ones take their lock themselves.
         self._draws_directly = sampler._built_in and not storage.read_only
+        #: What draws rows inside a native call; None: only the sampler does.
+        self.row_draw: _native.RowDraw | None = None
         self._maker = maker = self._native_maker(PREVENT_REUSE if reuse and why_not_reusable() is None else None)
         # Nothing that has this reader, which would be a cycle.
         self.make = None if maker is None or self.has_epochs else maker.sample
@@ -98,13 +100,13 @@ class BatchReader:
         """
         storage, sampler = self.storage, self.sampler
         reads_plainly = storage.ndim == 1 and isinstance(storage, TableStorage) and type(storage).read in _PLAIN_READS
-        draws_plainly = sampler._built_in and (not storage.read_only or sampler._draws_from_counters)
         entries_are_ours = self._attach is None or self._attach is index_and_weight
         hands_out_plainly = self.collate_fn is None and not self.pin_memory
-        if not (reads_plainly and draws_plainly and entries_are_ours and hands_out_plainly):
+        if not (reads_plainly and sampler._built_in and entries_are_ours and hands_out_plainly):
             return None
-        draw = sampler._native_draw(storage)
-        if draw is None:
+        self.row_draw = draw = sampler._native_draw(storage)
+        # The counters of a store always say which rows it has; what else is read another process may be replacing.
+        if draw is None or (storage.read_only and not isinstance(draw, _native.UniformDraw)):
             return None
         index_key, weight_key = ("index", "priority_weight") if self.attaches else (None, None)
         return _native.BatchMaker(draw, sampler, index_key, reuse, weight_key)
@@ -147,6 +149,25 @@ class BatchReader:
             incarnation = self.storage._incarnation
             draw = self.draw_rows(n)
             draw.last, draw.incarnation = self.sampler.ran_out, incarnation
+        return draw
+
+    def draw_exactly(self, n: int) -> Draw:
+        """Draws n rows, over the end of an epoch if need be: members of an ensemble give equal parts of a batch."""
+        with self.lock:
+            self.draws += 1
+            incarnation, sampler = self.storage._incarnation, self.sampler
+            draw = self.draw_rows(n)
+            draw.rest = None  # a row that is lost is replaced, by one of the next epoch if need be
+            draw.last, draw.incarnation = sampler.ran_out, incarnation
+            while not draw.info and len(draw.slots) < n:
+                more = self.draw_rows(n - len(draw.slots))
+                if not len(more.slots):
+                    raise RuntimeError(
+                        f"{sampler!r} drew {len(draw.slots)} rows of the {n} that each member gives to a batch, and "
+                        "then none; a sampler without rows to draw raises a RuntimeError, others draw some"
+                    )
+                draw.last = draw.last or sampler.ran_out
+                draw.append(more)
         return draw
 
     def draw_rows(self, n: int) -> Draw:

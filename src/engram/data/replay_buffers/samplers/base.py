@@ -79,8 +79,6 @@ class Sampler(KeepsArguments, abc.ABC):
     _can_repeat_draws = False
     # Whether it has an `add` or `extend` of a user's own, by which a buffer tells it what was written.
     _is_told = False
-    # Whether a draw looks at nothing but the counters of the store, which another process may be replacing meanwhile.
-    _draws_from_counters = False
 
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -52,13 +52,20 @@ class Draw:
     seen: Any = None
     rest: Callable[[int], Any] | None = None
     runs: _native.SliceBatch | None = None
-    marks: tuple[Mark, ...]
+    marks: tuple[Mark, ...] = ()
     flags: dict[Any, KeyPath]
 
     def __init__(
         self, index: Index, slots: Tensor, info: dict[Any, Any], kind: str, again: Callable[[int], Any]
     ) -> None:
         self.index, self.slots, self.info, self.kind, self.again = index, slots, info, kind, again
+
+    def append(self, more: Draw) -> None:
+        """Adds the rows of another draw, whose info takes the place of this one's."""
+        parts = zip(*(one.index if isinstance(one.index, tuple) else (one.index,) for one in (self, more)), strict=True)
+        joined = tuple(map(torch.cat, parts))
+        self.index = joined if isinstance(self.index, tuple) else joined[0]
+        self.slots, self.info = torch.cat([self.slots, more.slots]), more.info
 
     def redraw(self, positions: list[int]) -> Draw:
         """The draw with other rows at these positions, whose rows were overwritten; of an epoch it may have fewer.

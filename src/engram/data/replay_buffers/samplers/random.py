@@ -70,8 +70,6 @@ class RandomSampler(Sampler, built_in=True):
         torch.Size([3])
     """
 
-    _draws_from_counters = True
-
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
         with self.lock:
