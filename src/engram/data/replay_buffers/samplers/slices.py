@@ -41,7 +41,7 @@ def mark_rows(batch: Any, sampler: SliceSampler, last: Tensor, mask: Tensor | No
         last: where slices end, bool [n]; mask: False where they are padded, bool [n].
     """
     assert sampler.slice_len is not None
-    mark(batch, sampler.marks, RunsOfRows(last, mask, sampler.slice_len), {})
+    mark(batch, sampler._all_marks(), RunsOfRows(last, mask, sampler.slice_len), {})
 
 
 T = TypeVar("T")
@@ -246,7 +246,7 @@ class SliceSampler(Sampler, built_in=True):
     def _marks_rows_of(self, storage: Storage) -> bool:
         """Whether batches of this storage are marked: entries that are marked only where they are must be there."""
         layout = storage.layout
-        return any(what != "first if any" or layout is None or path in layout.paths for what, path in self.marks)
+        return any(what != "first if any" or layout is None or path in layout.paths for what, path in self._all_marks())
 
     def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
         return _native.SliceDraw(self, drawing, partial(self._planned, storage), ("_plan",))
@@ -259,10 +259,9 @@ class SliceSampler(Sampler, built_in=True):
         if plan is None or plan[0] != batch_size:
             plan = self._make_plan(batch_size)
         packed = self.episodes.packed(storage)
-        return None if packed is None else (*packed, plan[1], plan[2], self.marks)
+        return None if packed is None else (*packed, plan[1], plan[2], self._all_marks())
 
-    @property
-    def marks(self) -> tuple[Mark, ...]:
+    def _all_marks(self) -> tuple[Mark, ...]:
         """What is marked in a batch, in this order: the content of an entry, and its path."""
         return (self._marking or self._mark_by_settings())[0]
 
@@ -274,12 +273,15 @@ class SliceSampler(Sampler, built_in=True):
         self._marking = marking = self._make_marks(), {_shown_key(path): path for path in paths}
         return marking
 
+    def _masks(self) -> tuple[KeyPath, ...]:
+        """Where masks of rows that are padding go; none where there is no padding."""
+        return (MASK,) if self.pad_output else ()
+
     def _make_marks(self) -> tuple[Mark, ...]:
         marks: list[Mark] = [("last", path) for path in self.marked_keys]
         if self.init_key is not None:
             marks.append(("first if any", self.init_key))
-        if self.pad_output:
-            marks.append(("mask", MASK))
+        marks += [("mask", path) for path in self._masks()]
         if self.slice_key is not None:
             marks.append(("slice_id", self.slice_key))
         return tuple(marks)
@@ -309,10 +311,8 @@ class SliceSampler(Sampler, built_in=True):
         return self._rule(self._divide(batch_size)[1])
 
     def _max_rows(self, storage: Storage, batch_size: int) -> int:
-        if self.pad_output:
-            return batch_size
         n, length = self._divide(batch_size)
-        return n * min(length, stored_rows(storage))
+        return n * length if self._masks() else n * min(length, stored_rows(storage))
 
     def _make_plan(self, batch_size: int) -> tuple[int, int, _native.SliceRule]:
         n, length = self._divide(batch_size)
@@ -371,8 +371,8 @@ class SliceSampler(Sampler, built_in=True):
     def _entries(self, slices: _native.SliceBatch) -> dict[Any, Any]:
         """What to say of these slices."""
         entries: dict[Any, Any] = {"slice_id": slices.ids()}
-        if self.pad_output:
-            entries[MASK] = slices.mask()
+        for path in self._masks():
+            entries[_shown_key(path)] = slices.mask()
         return entries
 
     # ---- state ----
@@ -750,7 +750,10 @@ class SequenceSampler(SliceSampler, built_in=True):
 
     def _make_marks(self) -> tuple[Mark, ...]:
         init = () if self.init_key is None else (("first", self.init_key),)
-        return (*super()._make_marks(), ("mask", self.mask_key), *init)
+        return (*super()._make_marks(), *init)
+
+    def _masks(self) -> tuple[KeyPath, ...]:
+        return (self.mask_key,)
 
     def _check_burn_in(self, length: int) -> None:
         if self.burn_in >= length:
@@ -758,18 +761,12 @@ class SequenceSampler(SliceSampler, built_in=True):
                 f"burn_in={self.burn_in} leaves no row to train on of sequences of {length}; slice_len counts both"
             )
 
-    def _max_rows(self, storage: Storage, batch_size: int) -> int:
-        return batch_size
-
     def _rule(self, length: int) -> _native.SliceRule:
         self._check_burn_in(length)
         least = length - self.burn_in if self.strict_length else 1
         if self.weight == "steps":
             return _native.SliceRule(length, least, before=length - 1, pad=True, by_window=True)
         return _native.SliceRule(length, least, before=self.burn_in, pad=True)
-
-    def _entries(self, slices: _native.SliceBatch) -> dict[Any, Any]:
-        return {**super()._entries(slices), _shown_key(self.mask_key): slices.mask()}
 
     def _config(self) -> dict[str, Any]:
         return {**super()._config(), "burn_in": self.burn_in}
