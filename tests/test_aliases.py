@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from contracts.each import each
 from engram._aliases import ALIASES
 
 WHERE_USERS_LOOK = {
@@ -39,7 +40,7 @@ def test_names_are_where_users_look_for_them(module):
         assert isinstance(getattr(found, name), type)
 
 
-@pytest.mark.parametrize("alias", ALIASES)
+@each("alias", ALIASES)
 def test_alias_is_the_module_that_it_stands_for(alias):
     target = importlib.import_module(ALIASES[alias])
     assert importlib.import_module(alias) is target and target.__name__ == ALIASES[alias]

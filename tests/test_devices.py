@@ -5,6 +5,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from contracts.each import each
 from contracts.programs import run_program
 from engram.collectors import MultiSyncDataCollector, SyncDataCollector
 from engram.data import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, TensorStorage
@@ -39,8 +40,8 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("device, said", [(MISSING, "CUDA devices"), ("nonsense", "is no device")])
+@each("name", MAKERS)
+@each("device, said", [(MISSING, "CUDA devices"), ("nonsense", "is no device")])
 def test_a_device_that_is_not_there_is_an_error_at_once(name, device, said):
     named = name if name.endswith("_device") else "device" if "policies" not in name else "policy_device"
     with pytest.raises(ValueError, match=f"{named}='{device}'.*{said}"):

@@ -9,6 +9,7 @@ import pytest
 
 import engram
 import walls
+from contracts.each import each
 
 ROOT = Path(engram.__file__).parent
 BUFFERS = "engram.data.replay_buffers"
@@ -136,7 +137,7 @@ def imports(file: Path) -> set[str]:
 MODULES = modules()
 
 
-@pytest.mark.parametrize("module", MODULES)
+@each("module", MODULES)
 def test_imports_point_down(module):
     mine = level_of(module)
     assert mine is not None, f"{module} has no place in LAYERS: give it one"
@@ -155,7 +156,7 @@ def is_satellite(module: str) -> bool:
     return any(f"{module}.".startswith(f"engram.{name}.") for name in SATELLITES)
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if is_satellite(module)])
+@each("module", [module for module in MODULES if is_satellite(module)])
 def test_satellites_use_public_names_of_the_kernel_only(module):
     wrong = []
     for node in ast.walk(parsed(MODULES[module])):
@@ -217,7 +218,7 @@ def test_modules_of_one_line_import_each_other_in_no_circle():
         visit(module, ())
 
 
-@pytest.mark.parametrize("package", OWNERS)
+@each("package", OWNERS)
 def test_an_optional_package_is_imported_by_its_owners_only(package):
     for module, file in MODULES.items():
         if not any(owner in str(file) for owner in OWNERS[package]):

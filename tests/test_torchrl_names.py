@@ -18,6 +18,7 @@ import engram.collectors
 import engram.data
 import engram.envs
 import engram.specs
+from contracts.each import each
 from engram._advice import ARGUMENTS, _Absent
 
 LIST = Path(__file__).with_name("torchrl_names.txt")
@@ -72,7 +73,7 @@ def test_the_list_is_read():
     assert "query" in NAMES["ReplayBuffer"].members
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if NAMES[name].arguments])
+@each("name", [name for name in CLASSES if NAMES[name].arguments])
 def test_a_constructor_takes_an_argument_or_refuses_it_with_advice(name):
     cls = public(name)
     for argument in NAMES[name].arguments:
@@ -92,7 +93,7 @@ def is_set_on_objects(cls: type, member: str) -> bool:
     return any(re.search(rf"\bself\.{member}\b[^\n=(\[]*=(?!=)", inspect.getsource(owner)) for owner in own)
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if NAMES[name].members])
+@each("name", [name for name in CLASSES if NAMES[name].members])
 def test_a_member_is_there_or_an_attribute_error_advises(name):
     cls = public(name)
     for member in NAMES[name].members:
@@ -103,7 +104,7 @@ def test_a_member_is_there_or_an_attribute_error_advises(name):
         assert found is not None or hasattr(cls, member) or is_set_on_objects(cls, member), f"{name}.{member}"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if NAMES[name].methods or name.endswith("()")])
+@each("name", [name for name in NAMES if NAMES[name].methods or name.endswith("()")])
 def test_a_method_takes_its_arguments_by_name(name):
     line = NAMES[name]
     if name.endswith("()"):

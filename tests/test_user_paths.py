@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import engram
+from contracts.each import each
 from engram._system import open_file, open_regular
 
 ROOT = Path(engram.__file__).parent
@@ -100,7 +101,7 @@ def test_no_file_of_a_user_is_opened_unchecked():
     assert not ALLOWED.keys() - found, "these are no longer there: take them out of ALLOWED"
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "open(path)", "os.open(path, os.O_RDONLY)", "Path(path).open()", "Path(path).read_text()", "place.read_bytes()",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from data.datasets.support import steps
 from engram._text import log, visible, visible_lines
 from engram.collectors import SyncDataCollector
@@ -54,7 +55,7 @@ def test_a_printable_text_is_as_it_was():
         assert visible(text) == text and visible_lines(text) == text
 
 
-@pytest.mark.parametrize(
+@each(
     "character",
     [*map(chr, (*range(32), *range(0x7F, 0xA0))), *"\u2028\u2029\u061c\u200b\u200e\u200f\ufeff\ud800",
      *map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A)))],

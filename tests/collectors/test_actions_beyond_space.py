@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn, tensor
 
+from contracts.each import each
 from contracts.gym_loop import Proxy
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector
 from engram.data import LazyTensorStorage, ReplayBuffer
@@ -171,8 +172,8 @@ def test_the_bounds_of_a_box_are_left_to_the_environment(path, value):
     assert batch["action"].reshape(-1, 2)[:, 1].sum().item() == value
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64])
-@pytest.mark.parametrize("path", PATHS[:-1])
+@each("dtype", [torch.bool, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64])
+@each("path", PATHS[:-1])
 def test_one_hot_actions_of_any_dtype_are_taken(path, dtype):
     n = width(path)
     policy = Acts(tensor([0, 1, 0], dtype=dtype), tensor([0, 0, 1], dtype=dtype), n)
@@ -181,8 +182,8 @@ def test_one_hot_actions_of_any_dtype_are_taken(path, dtype):
     assert actions.tolist() == [1] * (AT - 1) + [2] + [1] * (10 - AT)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.int64, torch.float32])
-@pytest.mark.parametrize("path", PATHS[:-1])
+@each("dtype", [torch.int8, torch.uint8, torch.int32, torch.int64, torch.float32])
+@each("path", PATHS[:-1])
 def test_categories_of_any_dtype_are_taken(path, dtype):
     n = width(path)
     policy = Acts(tensor(1, dtype=dtype), tensor(2, dtype=dtype), n)

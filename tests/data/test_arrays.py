@@ -7,6 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -55,9 +56,9 @@ def both_ways(rb):
 
 
 class TestAsNumpy:
-    @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
-    @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-    @pytest.mark.parametrize(
+    @each("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+    @each("cls", [ReplayBuffer, TensorDictReplayBuffer])
+    @each(
         "options",
         [
             {},
@@ -68,7 +69,6 @@ class TestAsNumpy:
             {"reuse_batches": True},
             {"collate_fn": lambda batch: batch if isinstance(batch, TensorDict) else torch.stack(batch)},
         ],
-        ids=lambda options: ",".join(options) or "plain",
     )
     def test_the_arrays_are_those_of_the_tensors(self, storage, cls, options):
         makers = {
@@ -98,7 +98,7 @@ class TestAsNumpy:
         batch = rb.sample(as_numpy=True)
         assert type(batch) is np.ndarray and batch.shape == (4, 2) and (batch[:, 1] - batch[:, 0] == 1).all()
 
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @each("dtype", DTYPES)
     def test_every_dtype_that_numpy_has(self, dtype):
         rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=6)
         rb.extend({"x": torch.arange(30).reshape(10, 3).to(dtype), "one": torch.arange(10).to(dtype)})

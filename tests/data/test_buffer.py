@@ -12,6 +12,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, tensorclass
 
+from contracts.each import each
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -85,9 +86,9 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 # ---- forms ----
-@pytest.mark.parametrize("storage", TABLES, ids=lambda c: c.__name__)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer], ids=lambda c: c.__name__)
+@each("storage", TABLES)
+@each("form", FORMS)
+@each("buffer", [ReplayBuffer, TensorDictReplayBuffer])
 def test_data_come_back_in_the_form_they_went_in(storage, form, buffer):
     make = FORMS[form]
     rb = buffer(storage=storage(10), writer=RoundRobinWriter())
@@ -108,8 +109,8 @@ def test_data_come_back_in_the_form_they_went_in(storage, form, buffer):
         assert rb.sample(5)["index"].shape == (5,)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("storage", STORAGES, ids=lambda c: c.__name__)
+@each("form", FORMS)
+@each("storage", STORAGES)
 def test_a_list_of_items_is_the_batch_of_them(form, storage):
     make = FORMS[form]
     one, other = (ReplayBuffer(storage=storage(10), generator=torch.Generator()) for _ in range(2))

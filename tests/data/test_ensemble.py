@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
+from contracts.each import each
 from contracts.waiting import NEVER
 from engram import Generator, _native
 from engram.data import (
@@ -223,7 +224,7 @@ class TestTransformsAndCollate:
         batch = rb.sample()
         assert not batch["obs"][1].any() and batch["obs"][0].any()
 
-    @pytest.mark.parametrize(
+    @each(
         "change",
         [
             lambda b: b.set("obs", b["obs"] + 1),
@@ -242,7 +243,7 @@ class TestTransformsAndCollate:
             lambda b: b,
         ],
     )
-    @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+    @each("cls", [ReplayBuffer, TensorDictReplayBuffer])
     def test_whatever_a_transform_does_the_batch_is_what_stacking_gives(self, change, cls):
         changed = {"times": [change, None], "both": [change, change]}
         for transforms in changed.values():

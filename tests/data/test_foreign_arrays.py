@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from contracts.each import each
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer
 
 
@@ -49,9 +50,9 @@ class OfObjects(NumpyLike):
         self.values = np.array([object(), object()])
 
 
-@pytest.mark.parametrize("kind", [DlpackArray, WithoutShape, NumpyLike, WithoutDlpackDtype])
-@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
-@pytest.mark.parametrize("dtype", ["float32", "int64", "bool"])
+@each("kind", [DlpackArray, WithoutShape, NumpyLike, WithoutDlpackDtype])
+@each("storage", [LazyTensorStorage, LazyMemmapStorage])
+@each("dtype", ["float32", "int64", "bool"])
 def test_entries_of_dicts_are_stored_with_their_dtype_and_copied(kind, storage, dtype):
     rb = ReplayBuffer(storage=storage(10), batch_size=4)
     values = np.arange(6).reshape(3, 2).astype(dtype)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack, tensorclass
 
+from contracts.each import each
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -209,7 +210,7 @@ def test_what_is_no_index_of_priorities_is_named(index):
     assert rb.sampler.priorities(slice(None), storage=rb.storage).tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize(
+@each(
     "priority",
     [None, "a", "1.0", [None, 1.0], {}, object(), [[1], [1, 2]], 2**2000, torch.ones(2, device="meta"),
      torch.ones(2).to_sparse(), np.array([1, 2], dtype=object), TensorDict({"a": torch.ones(2)}, [2])],

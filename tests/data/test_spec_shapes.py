@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.specs import (
     Binary,
     Bounded,
@@ -42,7 +43,7 @@ every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).
 
 
 @every_spec
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         lambda x, own: x.reshape(6, *own),
@@ -56,7 +57,6 @@ every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).
         lambda x, own: x.unsqueeze(0).squeeze(0),
         lambda x, own: x.unsqueeze(1).squeeze(),
     ],
-    ids=["reshape", "infer", "view", "flatten", "unflatten", "unflatten0", "unbind0", "unbind1", "squeeze", "all"],
 )
 def test_reshaped_values_lie_in_the_reshaped_spec(spec, change):
     own = spec.shape[2:]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, tensorclass
 
+from contracts.each import each
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -82,9 +83,9 @@ class TestItems:
         assert torch.equal(batch["priority_weight"], torch.where(batch["index"] == 2, 0.25, 1.0))
 
 
-@pytest.mark.parametrize("reduction, expected", [("max", 5.0), ("min", 1.0), ("mean", 2.5), ("median", 2.0)])
-@pytest.mark.parametrize("form", ["as it came", "one number a step", "flat", "generations", "by hand"])
-@pytest.mark.parametrize("storage", ["memory", "list"])
+@each("reduction, expected", [("max", 5.0), ("min", 1.0), ("mean", 2.5), ("median", 2.0)])
+@each("form", ["as it came", "one number a step", "flat", "generations", "by hand"])
+@each("storage", ["memory", "list"])
 def test_what_is_given_for_the_steps_of_an_item_is_reduced_to_its_priority(storage, form, reduction, expected):
     rb = TensorDictPrioritizedReplayBuffer(
         1.0, 1.0, storage=STORAGES[storage](10), batch_size=1, reduction=reduction,

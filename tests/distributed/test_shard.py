@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from contracts.each import each
 from distributed.shards import LAYOUT, draw, read, rows, shard, write
 from engram.data import (
     LazyMemmapStorage,
@@ -225,7 +226,7 @@ class TestLending:
 
 
 class TestIncarnations:
-    @pytest.mark.parametrize(
+    @each(
         ("method", "arguments"),
         [
             ("adopt", (b"",)), ("join", ("a",)), ("leave", ("a", 1)), ("extend", ("a", 1, 0, None)), ("totals", ()),
@@ -233,7 +234,7 @@ class TestIncarnations:
             ("update_priority", (None, None, None)), ("empty", ()), ("dumps", ("",)), ("loads", ("",)),
         ],
     )  # fmt: skip
-    @pytest.mark.parametrize("other", [-1, 1])
+    @each("other", [-1, 1])
     def test_a_call_for_another_is_refused(self, method: str, arguments: tuple[Any, ...], other: int) -> None:
         s = shard()
         write(s, "a", rows(0, 3))

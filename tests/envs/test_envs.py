@@ -10,6 +10,7 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from torch.nn.functional import one_hot
 
+from contracts.each import each
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.data import Categorical, Composite, Unbounded
 from engram.envs import EnvBase, GymEnv, ParallelEnv, SerialEnv, TransformedEnv, check_env_specs, step_mdp
@@ -42,15 +43,15 @@ class TestSerialEnvOfSerialEnvs(EnvContract):
         return SerialEnv(2, lambda: SerialEnv(2, lambda: GymEnv("CartPole-v1")))
 
 
-@pytest.mark.parametrize("categorical", [False, True])
-@pytest.mark.parametrize("action", SPACES)
+@each("categorical", [False, True])
+@each("action", SPACES)
 def test_every_space_can_be_the_action(action, categorical):
     env = GymEnv(Echo(SPACES["box"], SPACES[action]), categorical_action_encoding=categorical)
     check_env_specs(env, seed=0, max_steps=8)
 
 
-@pytest.mark.parametrize("categorical", [False, True])
-@pytest.mark.parametrize("observation", SPACES)
+@each("categorical", [False, True])
+@each("observation", SPACES)
 def test_every_space_can_be_the_observation(observation, categorical):
     env = GymEnv(Echo(SPACES[observation], SPACES["discrete"]), categorical_action_encoding=categorical)
     check_env_specs(env, seed=0, max_steps=8)

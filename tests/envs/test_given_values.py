@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
+from contracts.each import each
 from contracts.gym_loop import Proxy
 from engram.collectors import SyncDataCollector
 from engram.envs import EnvBase, GymEnv, ParallelEnv, SerialEnv
@@ -153,28 +154,28 @@ def refused(way, key, **lies):
 
 
 @ways
-@pytest.mark.parametrize("found", OBSERVATIONS)
+@each("found", OBSERVATIONS)
 def test_an_observation_that_is_not_of_the_space_is_refused_by_its_key(way, found):
     refused(way, "observation", observation=OBSERVATIONS[found])
 
 
 @ways
-@pytest.mark.parametrize("found", REWARDS)
+@each("found", REWARDS)
 def test_a_reward_that_is_no_number_is_refused(way, found):
     refused(way, "reward", reward=REWARDS[found])
 
 
 @ways
-@pytest.mark.parametrize("flag", ["terminated", "truncated"])
-@pytest.mark.parametrize("found", FLAGS)
+@each("flag", ["terminated", "truncated"])
+@each("found", FLAGS)
 def test_a_flag_that_is_neither_true_nor_false_is_refused(way, flag, found):
     refused(way, flag, **{flag: FLAGS[found]})
 
 
-@pytest.mark.parametrize("mode", AutoresetMode)
-@pytest.mark.parametrize("use", [stepped, collected])
-@pytest.mark.parametrize("flag", ["terminated", "truncated"])
-@pytest.mark.parametrize("found", FLAGS)
+@each("mode", AutoresetMode)
+@each("use", [stepped, collected])
+@each("flag", ["terminated", "truncated"])
+@each("found", FLAGS)
 def test_a_flag_of_many_that_is_none_is_refused_whoever_resets_them(mode, use, flag, found):
     env = ForMany(**{flag: FLAGS[found]})
     env.metadata = {"autoreset_mode": mode}
@@ -182,7 +183,7 @@ def test_a_flag_of_many_that_is_none_is_refused_whoever_resets_them(mode, use, f
         use(GymEnv(env))
 
 
-@pytest.mark.parametrize("kinds", list(itertools.permutations(["f4", "f8", "i8", ">f4"])))
+@each("kinds", list(itertools.permutations(["f4", "f8", "i8", ">f4"])))
 def test_rewards_of_many_stay_what_they_are_where_their_dtype_changes(kinds):
     class Changing(ForMany):
         def step(self, actions):

@@ -128,8 +128,11 @@ def replace(storage: str) -> World:
 
 
 def read(storage: str) -> World:
-    rb = buffer(storage)
-    return World(lambda: (rb[torch.tensor([3, 50, 4])], rb[:], rb[-1]), seen(rb), batch_of)
+    few = storage == "list"  # each item is allocated by itself, in the same way
+    rb = TensorDictReplayBuffer(storage=ListStorage(9), batch_size=6) if few else buffer(storage)
+    if few:
+        rb.extend(ted_steps(12, salt=[0], length=6.0))
+    return World(lambda: (rb[torch.tensor([3, 8 if few else 50, 4])], rb[:], rb[-1]), seen(rb), batch_of)
 
 
 def sample(storage: str, sampler: str) -> World:

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from contracts.each import each
 from engram import _native
 from engram.store.layout import RowLayout, has_exchange_api, use_dispatch_keys, use_torch
 from native.core.support import store
@@ -43,14 +44,14 @@ def plain_td(n: int = 3) -> TensorDict:
 
 
 class TestTensorsGoInAndOut:
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @each("dtype", DTYPES)
     def test_of_every_dtype(self, dtype: torch.dtype) -> None:
         data = {"x": values(dtype, 5, 3), "y": values(dtype, 5)}
         back = kept(data)
         assert same(back["x"], data["x"]) and same(back["y"], data["y"])
 
-    @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 9, 31, 32, 33, 63, 64, 65, 1000])
-    @pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 100])
+    @each("size", [1, 2, 3, 7, 8, 9, 31, 32, 33, 63, 64, 65, 1000])
+    @each("n", [1, 2, 31, 32, 33, 100])
     def test_of_every_size_in_every_number(self, size: int, n: int) -> None:
         x = torch.randint(0, 255, (n, size), dtype=torch.uint8)
         assert same(kept({"x": x, "y": x.flip(1)})["x"], x)
@@ -99,7 +100,7 @@ class TestTensorsGoInAndOut:
 
 
 class TestArraysAndNumbers:
-    @pytest.mark.parametrize("name", ["b", "h", "i", "l", "q", "B", "H", "I", "L", "Q", "e", "f", "d", "?", "F", "D"])
+    @each("name", ["b", "h", "i", "l", "q", "B", "H", "I", "L", "Q", "e", "f", "d", "?", "F", "D"])
     def test_numpy_arrays_of_every_kind(self, name: str) -> None:
         x = np.arange(6).reshape(3, 2).astype(name)
         assert np.array_equal(kept({"x": x})["x"].numpy(), x)

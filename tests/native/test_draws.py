@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from contracts.each import each
 from engram import _native
 from engram.testing import chi_square
 from native.core.support import powers, store
@@ -69,7 +70,7 @@ class TestUniform:
 
 
 class TestPermutations:
-    @pytest.mark.parametrize("n", [*range(1, 70), *powers(8, 18), 65536, 65537, 100_003])
+    @each("n", [*range(1, 70), *powers(8, 18), 65536, 65537, 100_003])
     def test_hold_every_number_once(self, n: int) -> None:
         made = _native.testing.permutation(n * 31, n, 0, n)
         assert sorted(made) == list(range(n))

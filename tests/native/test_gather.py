@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram import _native
 from engram.data import LazyTensorStorage, ReplayBuffer
 
@@ -60,8 +61,8 @@ def test_adjacent_bytes_come_out_as_they_lie_in_the_rows(
     check(rows, leaves)
 
 
-@pytest.mark.parametrize("lead", [0, 1, 7, 8])
-@pytest.mark.parametrize("run", range(1, 19))
+@each("lead", [0, 1, 7, 8])
+@each("run", range(1, 19))
 def test_runs_of_every_length_at_every_distance_from_the_end(run: int, lead: int) -> None:
     leaves = [(at, 1) for at in range(lead, lead + run)]
     for behind in range(10):  # bytes of another leaf

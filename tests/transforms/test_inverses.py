@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import nn
 
+from contracts.each import each
 from engram.collectors import MultiSyncDataCollector
 from engram.data import (
     LazyMemmapStorage,
@@ -346,7 +347,7 @@ def test_members_of_an_ensemble_made_of_parts_write_through_their_transforms():
     assert torch.equal(stored(rb[0])["x"], 2 * stored(rb[1])["x"])
 
 
-@pytest.mark.parametrize(
+@each(
     "common",
     [
         *HALVING,
@@ -358,7 +359,7 @@ def test_members_of_an_ensemble_made_of_parts_write_through_their_transforms():
         lambda: Compose(Compose(ToTensorImage(), ObservationNorm(0.0, 1.0, in_keys_inv=["x"]))),
     ],
 )
-@pytest.mark.parametrize("way", ["transform=", "append", "insert", "_transform"])
+@each("way", ["transform=", "append", "insert", "_transform"])
 def test_what_changes_writes_is_refused_as_the_common_transform_of_an_ensemble(common, way):
     members, transform = [ReplayBuffer(storage=LazyTensorStorage(9)) for _ in range(2)], common()
     rb = ReplayBufferEnsemble(*members, transform=VecNorm(["x"]))
@@ -583,7 +584,7 @@ class OnlyInverse:
         return batch
 
 
-@pytest.mark.parametrize(
+@each(
     "transform, said",
     [
         (NoKeys(), r"a NoKeys has `_inv_apply_transform`, and no `in_keys_inv`"),
@@ -593,7 +594,7 @@ class OnlyInverse:
         (3, "got a int"),
     ],
 )
-@pytest.mark.parametrize("way", ["transform=", "append", "insert", "nested", "_transform", "in an environment"])
+@each("way", ["transform=", "append", "insert", "nested", "_transform", "in an environment"])
 def test_what_cannot_be_honoured_is_named_and_changes_nothing(transform, said, way):
     rb = ReplayBuffer(storage=LazyTensorStorage(9))
     with pytest.raises(TypeError, match=said):

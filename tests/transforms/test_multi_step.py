@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, tensorclass
 
 from contracts.children import Child
+from contracts.each import each
 from engram.checkpoint.snapshot import save_snapshot
 from engram.data import (
     ImmutableDatasetWriter,
@@ -629,9 +630,9 @@ def flat(data):
     return data.exclude("next").update(entries)
 
 
-@pytest.mark.parametrize("pieces", [[17], [1] * 17, [5, 7, 5]])
-@pytest.mark.parametrize("keys", [{}, {"reward_keys": ["reward"], "done_key": "done"}])
-@pytest.mark.parametrize("form", [lambda td: td, lambda td: td.to_dict()], ids=["TensorDict", "dict"])
+@each("pieces", [[17], [1] * 17, [5, 7, 5]])
+@each("keys", [{}, {"reward_keys": ["reward"], "done_key": "done"}])
+@each("form", [lambda td: td, lambda td: td.to_dict()])
 def test_flat_batches_become_the_transitions_that_nested_ones_become(pieces, keys, form):
     data = stream([4, 6, 1, 6])
     nested = ReplayBuffer(storage=LazyTensorStorage(40), transform=MultiStepTransform(3, 0.5))

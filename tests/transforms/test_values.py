@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict, tensorclass
 from torch.nn import functional
 
+from contracts.each import each
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.envs import GymEnv, TransformedEnv
 from engram.testing.transform import as_dict, assert_equal
@@ -35,8 +36,8 @@ INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 
 
 # ---- images ----
-@pytest.mark.parametrize("dtype", INTEGERS)
-@pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
+@each("dtype", INTEGERS)
+@each("lead", [(), (2,), (2, 3)])
 def test_integer_images_become_floats_of_one_255th(dtype, lead):
     image = (torch.arange(math.prod(lead) * 5 * 4 * 3) % 120).reshape(*lead, 5, 4, 3).to(dtype)
     out = ToTensorImage()({"pixels": image})["pixels"]
@@ -62,8 +63,8 @@ def test_float_images_are_only_permuted_unless_told_otherwise():
         ToTensorImage(dtype=torch.int32)
 
 
-@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic", "area"])
-@pytest.mark.parametrize("lead", [(), (1,), (4,), (2, 3), (0,), (2, 0)])
+@each("mode", ["nearest", "bilinear", "bicubic", "area"])
+@each("lead", [(), (1,), (4,), (2, 3), (0,), (2, 0)])
 def test_resizing_is_torchs_interpolation_for_any_leading_dimensions(mode, lead):
     image = torch.rand(*lead, 3, 12, 10)
     out = Resize(6, 8, mode)({"pixels": image})["pixels"]
@@ -74,8 +75,8 @@ def test_resizing_is_torchs_interpolation_for_any_leading_dimensions(mode, lead)
     assert Resize(6, interpolation=mode)({"pixels": image})["pixels"].shape == (*lead, 3, 6, 6)
 
 
-@pytest.mark.parametrize("dtype", [*INTEGERS, torch.bool, torch.float64])
-@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic", "area"])
+@each("dtype", [*INTEGERS, torch.bool, torch.float64])
+@each("mode", ["nearest", "bilinear", "bicubic", "area"])
 def test_resized_images_keep_their_dtype_and_range(dtype, mode):
     image = (torch.rand(2, 3, 12, 10, generator=torch.Generator().manual_seed(0)) * 120).to(dtype)
     image[0] = 0

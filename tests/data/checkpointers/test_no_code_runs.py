@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 import engram
+from contracts.each import each
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.transforms.base import MEMORY, REGISTERED, Transform
 
@@ -118,7 +119,7 @@ def found_in(tree: ast.AST) -> Iterator[str]:
             yield ".".join(name_of(node))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+@each("file", FILES)
 def test_nothing_in_the_package_can_run_what_it_reads(file: Path) -> None:
     assert list(found_in(ast.parse(file.read_text()))) == NEEDED.get(str(file.relative_to(ROOT)), [])
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict, tensorclass
 
+from contracts.each import each
 from engram import _native
 from engram.data import (
     LazyMemmapStorage,
@@ -125,14 +126,14 @@ REFUSED = {
 @pytest.mark.usefixtures("threads_always")
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 class TestIndex:
-    @pytest.mark.parametrize("way", WAYS)
+    @each("way", WAYS)
     def test_invalid_index_is_refused(self, way):
         for name, (draw, said) in REFUSED.items():
             with pytest.raises(IndexError, match=rf"(?s)sample returned.*{said}"):
                 WAYS[way](draw)()
                 pytest.fail(name)
 
-    @pytest.mark.parametrize(
+    @each(
         "draw",
         [
             lambda n: torch.arange(n, dtype=torch.int32), lambda n: torch.arange(n, dtype=torch.uint8),
@@ -232,7 +233,7 @@ class TestEnvironments:
             assert batch["n"].tolist() == [0, 101, 202, 3][:n]
             assert batch["index"].tolist() == [[0, 0], [1, 1], [2, 2], [3, 0]][:n]
 
-    @pytest.mark.parametrize(
+    @each(
         ("draw", "said"),
         [
             (lambda n: (torch.arange(n), torch.rand(n)), "torch.float32"),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from contracts.children import Child
+from contracts.each import each
 from contracts.waiting import comes
 from engram import _native
 from engram.data import (
@@ -280,12 +281,12 @@ def test_of_a_step_named_twice_the_last_priority_stays():
     assert priorities(rb) == [1, 0.25, 4, 1, 1]
 
 
-@pytest.mark.parametrize("index", [
+@each("index", [
     3, torch.tensor([3]), torch.tensor(3), np.int64(3), [3], np.array([3]), torch.tensor([3], dtype=torch.int32),
     (torch.tensor([3]),), slice(3, 4), range(3, 4), torch.tensor([False, False, False, True, False]),
     torch.tensor([[3]]), torch.tensor([0, 3, 0, 3])[1::2],
 ])  # fmt: skip
-@pytest.mark.parametrize("priority", [
+@each("priority", [
     2, 2.0, torch.tensor(2), torch.tensor([2.0]), np.float32(2), torch.tensor([[2.0]]), [2],
     torch.tensor([2.0], requires_grad=True), torch.tensor([0 - 2j]).conj().imag,
 ])  # fmt: skip
@@ -325,7 +326,7 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
+@each("name", BAD)
 def test_a_bad_update_is_refused_and_changes_nothing(name):
     index, priority, generation, error, said = BAD[name]
     rb = buffer()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from contracts.each import each
 from engram.data import (
     LazyTensorStorage,
     ListStorage,
@@ -214,7 +215,7 @@ def test_state_without_a_lane_capacity_is_loaded(sampler):
     assert draws(twin) == draws(rb)
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 2.0, "16", [16]])
+@each("wrong", [0, -1, 2.0, "16", [16]])
 def test_invalid_lane_capacity_is_refused(sampler, wrong):
     rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler(), batch_size=2)
     rb.extend(steps(0, 17))

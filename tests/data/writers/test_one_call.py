@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from contracts.ted_rings import ted_steps
 from crash.buffers import _flat
 from engram import _native
@@ -106,9 +107,9 @@ STORAGES = {
 }
 
 
-@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("form", ["td", "dict", "numpy"])
+@each("kind", [ReplayBuffer, TensorDictReplayBuffer])
+@each("storage", STORAGES)
+@each("form", ["td", "dict", "numpy"])
 def test_random_writes_are_those_of_the_two_calls(kind: Any, storage: str, form: str) -> None:
     rng = random.Random(f"{kind.__name__} {storage} {form}")
     twins, steps = Twins(kind, STORAGES[storage]), Steps(rng)
@@ -185,8 +186,8 @@ def test_whole_trajectories_as_items(kind: Any) -> None:
 NUMBERS = [1, -1, 1 << 40, 1 << 80, True, 1.5, 1e300, float("nan"), 2j, np.float32(2), np.int64(3), np.float64(0.1)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.int32, torch.bool])
-@pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.float16])
+@each("dtype", [torch.float32, torch.float64, torch.int64, torch.int32, torch.bool])
+@each("default", [torch.float32, torch.float64, torch.float16])
 def test_numbers_in_items_are_of_the_dtype_that_tensors_of_them_have(dtype: torch.dtype, default: torch.dtype) -> None:
     torch.set_default_dtype(default)
     try:
@@ -221,7 +222,7 @@ def awkward() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("form", awkward())
+@each("form", awkward())
 def test_awkward_leaves_are_stored_or_refused_as_ever(form: str) -> None:
     with torch.inference_mode(form == "transposed"):
         value = awkward()[form]

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from contracts.each import each
 from engram import _native
 
 BITS = [
@@ -64,7 +65,7 @@ def some(n: int, low: float = -40, high: float = 40) -> npt.NDArray[np.float64]:
     return np.exp2(np.random.default_rng(n).uniform(low, high, n))
 
 
-@pytest.mark.parametrize(("x", "y", "bits"), BITS)
+@each(("x", "y", "bits"), BITS)
 def test_bits_are_the_same_on_every_machine(x: float, y: float, bits: str) -> None:
     for way in ways([x] * 17, y):
         assert {power.hex() for power in way} == {bits}

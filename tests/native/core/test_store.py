@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contracts.each import each
 from engram import _native
 from native.core.support import (
     HEADER_BYTES,
@@ -135,7 +136,7 @@ class TestBounds:
         with pytest.raises(ValueError, match="no seed"):
             s.uniform(slots(), 1)
 
-    @pytest.mark.parametrize("bad", [
+    @each("bad", [
         (0, 1, 1, 8, 8, False), (4097, 1, 1, 8, 8, False), (1, 0, 1, 8, 8, False), (1, 1, 0, 8, 8, False),
         (1, 1, 1, 8, 4, False), (1, 1, 1, 8, 128, False), (1, 1, 1, 8, 24, False), (1, 1 << 57, 1, 8, 8, False),
         (4, 1 << 63, 1 << 63, 8, 8, False), (1, 1, 1 << 57, 8, 8, False), (1, 1, 1, (1 << 64) - 1, 8, True),

@@ -1,0 +1,50 @@
+"""Many values in one test, where a test of its own for each would cost more than what it looks at."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+LINES = 20
+
+
+def each(names: str | Sequence[str], cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Like `pytest.mark.parametrize`, but all cases are one test, whose error names every case that failed.
+
+    For parameters that are files or plain values. Fixtures are shared by the cases, so a test that leaves something
+    behind in one needs `parametrize`.
+    """
+    wanted = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    all_cases = list(cases)
+    assert all_cases, "a test without a case looks at nothing"
+
+    def together(test: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(test)
+        assert set(wanted) <= set(signature.parameters), f"{test.__name__} takes no {wanted}"
+
+        @functools.wraps(test)
+        def run(*args: Any, **given: Any) -> None:
+            wrong: list[tuple[Any, BaseException]] = []
+            for case in all_cases:
+                values = case if len(wanted) > 1 else (case,)
+                try:
+                    test(*args, **given, **dict(zip(wanted, values, strict=True)))
+                except (Exception, pytest.fail.Exception) as error:
+                    wrong.append((case, error))
+            if wrong:
+                told = [
+                    f"{', '.join(wanted)} = {case!r}: {type(error).__name__}: {error}" for case, error in wrong[:LINES]
+                ]
+                more = [f"and {len(wrong) - LINES} more"] if len(wrong) > LINES else []
+                count = f"{len(wrong)} of {len(all_cases)} cases failed"
+                raise AssertionError("\n".join([count, *told, *more])) from wrong[0][1]
+
+        left = [parameter for name, parameter in signature.parameters.items() if name not in wanted]
+        run.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]  # what pytest asks for fixtures
+        return run
+
+    return together
