@@ -128,14 +128,6 @@ def get_entry(batch: Any, key: Key | KeyPath) -> Any:
     return batch
 
 
-def get_entries(batch: Any, path: KeyPath, names: Sequence[str]) -> list[Any]:
-    """What a batch holds under several names at one path (`()`: its root), as `get_entry`."""
-    holder = get_entry(batch, path)
-    if type(holder) is TensorDict:
-        return [holder._tensordict.get(name) for name in names]
-    return [None if holder is None else get_entry(holder, name) for name in names]
-
-
 def get_tensor(batch: Any, key: Key | KeyPath) -> Any:
     """`get_entry`, a number or a numpy array as a tensor."""
     value = get_entry(batch, key)

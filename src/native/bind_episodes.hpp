@@ -419,7 +419,10 @@ inline void bind_episodes(nb::module_& m) {
           if (std::find(which.begin(), which.end(), i) == which.end()) batch.slices.push_back(all.slices[i]);
         return batch;
       }, "which"_a)
-      .def("stale", [](const SliceBatch& b, const Store& s) { return b.stale(s); }, "store"_a);
+      .def("stale", [](const SliceBatch& b, const Store& s, nb::handle) -> std::optional<std::vector<uint32_t>> {
+        std::vector<uint32_t> places = b.stale(s);
+        return places.empty() ? std::nullopt : std::optional(std::move(places));
+      }, "store"_a, "slots"_a = nb::none());  // as DrawnRows, which needs the slots
   nb::class_<SliceEpoch>(m, "SliceEpoch")
       .def("__init__", [](SliceEpoch* epoch, uint64_t key, bool shuffle, std::vector<uint64_t> counts,
                           std::vector<int64_t> lasts) {

@@ -525,15 +525,20 @@ struct SliceBatch {
       at += s.size();
     }
   }
-  // Positions of slices that lost a row: a slot may hold a whole row of another trajectory by now. Call after the rows were
-  // copied.
-  std::vector<uint64_t> stale(const Store& store) const {
+  // Positions in the batch of slices that lost a row: a slot may hold a whole row of another trajectory by now. Call after
+  // the rows were copied.
+  std::vector<uint32_t> stale(const Store& store) const {
     std::atomic_thread_fence(std::memory_order_acquire);
     const bool other = store.header()->incarnation.load(std::memory_order_relaxed) != incarnation ||
                        std::memcmp(store.geometry().store_id, geometry.store_id, sizeof geometry.store_id) != 0;
-    std::vector<uint64_t> places;
-    for (uint64_t i = 0; i < slices.size(); ++i)
-      if (other || slices[i].first < store.lanes.first_now(slices[i].lane)) places.push_back(i);
+    std::vector<uint32_t> places;
+    uint64_t at = 0;
+    for (const Slice& s : slices) {
+      const uint64_t end = at + s.size();
+      if (other || s.first < store.lanes.first_now(s.lane))
+        for (uint64_t i = at; i < end; ++i) places.push_back(static_cast<uint32_t>(i));
+      at = end;
+    }
     return places;
   }
 };

@@ -32,6 +32,7 @@ from engram.data import (
     TensorStorage,
 )
 from engram.data.replay_buffers.samplers.base import WorkerShare
+from engram.data.replay_buffers.samplers.runs import mark
 
 ROWS = 64
 STATES = (1, 2, 3)
@@ -296,23 +297,13 @@ def test_ten_thousand_loads_beside_those_who_sample_update_and_read_priorities(t
 
 
 # ---- every method of every sampler ----
-def _drawn(sampler, storage):
-    index, info = sampler.sample(storage, 8)
-    return (index if isinstance(index, torch.Tensor) else torch.stack(index)), info
-
-
-def _redraw(sampler, storage):
-    slots, info = _drawn(sampler, storage)
-    sampler._redraw(storage, slots, info, [0, 3])
-
-
-def _find_stale(sampler, storage):
-    sampler._find_stale(storage, *_drawn(sampler, storage))
-
-
-def _postprocess(sampler, storage):
-    slots, info = _drawn(sampler, storage)
-    sampler._postprocess(steps(1, len(slots)), info)  # the last of an epoch can be shorter
+def _draw_again(sampler, storage):
+    with sampler.lock:
+        draw = sampler._draw_batch(storage, 8).redraw([0, 3])
+    if draw.seen is not None:
+        draw.seen.stale(draw.store, draw.slots)
+    if draw.runs is not None:
+        mark(steps(1, len(draw.slots)), draw.marks, draw.runs, draw.flags)  # the last of an epoch can be shorter
 
 
 def _totals(sampler, storage):
@@ -349,7 +340,6 @@ def _set_cursor(sampler, storage):
 
 METHODS = {
     "sample": lambda s, st: s.sample(st, 8),
-    "_sample_checked": lambda s, st: s._sample_checked(st, 8),
     "check_storage": lambda s, st: s.check_storage(st),
     "use_generator": lambda s, st: s.use_generator(None),
     "empty": lambda s, st: s.empty(),
@@ -366,16 +356,13 @@ METHODS = {
     "dumps": _dumps,
     "loads": _loads,
     # what other parts of a buffer ask of it
-    "_sampling": lambda s, st: s._sampling()(st, 8),
     "_native_draw": lambda s, st: s._native_draw(st),
     "_check_batch_size": lambda s, st: s._check_batch_size(8, st),
     "_limits": lambda s, st: s._limits(st),
     "_check_rows": lambda s, st: s._check_rows(st, 0),
     "_check_sending": _check_sending,
-    "_redraw": _redraw,
+    "_draw_batch": _draw_again,
     "_find": lambda s, st: s._find(st),
-    "_find_stale": _find_stale,
-    "_postprocess": _postprocess,
     "_sync": lambda s, st: s._sync(st),
     "_draw_seed": lambda s, st: s._draw_seed(st, st.lanes),
     "_config": lambda s, st: s._config(),

@@ -33,7 +33,7 @@ from engram.distributed.shard_sampling import draw_rows, lane_ranges, read_by_se
 from engram.envs.transforms import Compose
 from engram.errors import IncarnationError, NoFreeLaneError, StorageError
 from engram.kernel.disk import CheckpointDirectory, from_checksummed_json, reading, to_checksummed_json
-from engram.kernel.replay import MASK, BatchReader
+from engram.kernel.replay import BatchReader
 from engram.kernel.rows import Lanes, RowLayout
 from engram.kernel.tools import open_file, open_regular, sync_directory
 
@@ -757,14 +757,15 @@ class ReplayShard:
             if len(draw.slots) > n:
                 raise ValueError(f"{self._sampler!r} drew {len(draw.slots)} rows where {n} were asked for")
             rows = self._storage.read_packed(draw.slots, by_leaf, sequences=True)
-            stale = self._reader.find_stale(draw.slots, draw.info)
+            stale = draw.seen is not None and draw.seen.stale(draw.store, draw.slots)
             if rows.overwritten is None and rows.absent is None and not stale:
                 assert rows.sequences is not None
                 ratio = draw.info["priority_weight"] if self._prioritized else None
-                slices = draw.info.get("slices")
+                runs, is_padded = draw.runs, "mask" in dict(draw.marks)
                 return DrawnRows(
                     _block(rows.batch), draw.slots, rows.sequences, ratio, draw.info.get("slice_id"),
-                    None if slices is None else slices.last(), draw.info.get(cast(str, MASK)), totals,
+                    None if runs is None else runs.last(), None if runs is None or not is_padded else runs.mask(),
+                    totals,
                 )  # fmt: skip
         raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
 

@@ -2,7 +2,7 @@
 
 from engram.data.replay_buffers.reader import BatchReader
 from engram.data.replay_buffers.samplers.base import as_sampler
-from engram.data.replay_buffers.samplers.slices import MASK, mark_rows
+from engram.data.replay_buffers.samplers.slices import mark_rows
 from engram.data.replay_buffers.state.rebuild import saved_storage
 from engram.data.replay_buffers.stats import stored_trajectories
 from engram.data.replay_buffers.storages import Rows
@@ -13,7 +13,6 @@ from engram.transforms.adapters import as_transform
 from engram.transforms.base import WriteRequest
 
 __all__ = [
-    "MASK",
     "BatchReader",
     "ObservedMemmapStorage",
     "Rows",

@@ -23,6 +23,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from engram.data.replay_buffers.samplers.runs import mark
 from engram.data.replay_buffers.samplers.slices import mark_rows
 from engram.testing.helpers import assert_equal, numbers, steps
 from engram.testing.sampler import SamplerContract
@@ -346,7 +347,7 @@ def test_slices_that_came_as_rows_are_marked_as_those_of_a_buffer(kind):
         index, info = sampler.sample(rb.storage, 20)
         slices = info["slices"]
         expected, batch = rb[index], rb[index]
-        sampler._mark(expected, info, slices)
+        mark(expected, sampler._all_marks(), slices, {})
         mask = slices.mask() if ("collector", "mask") in info else None
         mark_rows(batch, sampler, slices.last().flatten(), mask)
         assert_equal(batch, expected)

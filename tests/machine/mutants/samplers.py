@@ -17,6 +17,7 @@ from engram.data import (
     SliceSamplerWithoutReplacement,
     Storage,
 )
+from engram.data.replay_buffers import reader
 from engram.pytree import get_entry
 from machine.mutants.base import Mutant, around
 
@@ -131,11 +132,12 @@ def one_window_fewer(rule: Any, sampler: Any, length: int) -> Any:
     return _native.SliceRule(length, 1, length - 2, length - 1)
 
 
-def marks_the_step_before(mark: Any, sampler: Any, batch: Any, *rest: Any) -> None:
-    mark()
-    for path in sampler._flags[:2]:
+def marks_the_step_before(mark: Any, batch: Any, marks: Any, *rest: Any) -> Any:
+    flags = mark()
+    for path in [path for what, path in marks if what == "last"]:
         leaf = get_entry(batch, path)
         leaf.copy_(leaf.roll(-1, 0).clone())
+    return flags
 
 
 def draws_the_last_again(slices: Any, sampler: Any, *args: Any) -> Any:
@@ -194,7 +196,7 @@ SLICE_MUTANTS = {
     ),
     "spans that miss one window": Mutant(around(SliceSampler, "_rule", one_window_fewer), sampler="spans"),
     "slices that mark the step before their last": Mutant(
-        around(SliceSampler, "_mark", marks_the_step_before), sampler="two slices"
+        around(reader, "mark", marks_the_step_before), sampler="two slices"
     ),
     "an epoch of slices that repeats a trajectory": Mutant(
         around(SliceSamplerWithoutReplacement, "_slices", draws_the_last_again), sampler="slices in epochs"

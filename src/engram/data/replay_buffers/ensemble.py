@@ -14,8 +14,8 @@ from engram import _native
 from engram._advice import advised
 from engram._generator import Generator
 from engram.data.replay_buffers.buffer import ReplayBuffer
-from engram.data.replay_buffers.reader import BatchReader, Draw, put_generation, refuse_if_too_many
-from engram.data.replay_buffers.samplers.base import EpochInfo
+from engram.data.replay_buffers.reader import BatchReader, put_generation, refuse_if_too_many
+from engram.data.replay_buffers.samplers.draw import Draw
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
 from engram.data.replay_buffers.state.generators import SavedGenerator, SavedGenerators
 from engram.data.replay_buffers.stats import BufferStats
@@ -68,7 +68,7 @@ class EnsembleReader:
         self._attaches = all(reader.attaches for reader in readers)
         # Whether rows of all members can go straight into one batch.
         alike = all(reader.attaches == readers[0].attaches for reader in readers)
-        plainly = all(reader.only_reads and not reader.attaches_info for reader in readers)
+        plainly = all(reader.hands_out_rows and not reader.attaches_info for reader in readers)
         self._reads_at_once = alike and collate_fn is None and plainly
         self._has_epochs = any(reader.has_epochs for reader in readers)
         self._row_draws = self._native_draws()
@@ -86,9 +86,9 @@ class EnsembleReader:
             or any(reader.make is None for reader in self.readers)
         ):
             return None
-        draws = [reader.sampler._native_draw(reader.storage) for reader in self.readers]
         plain = (_native.UniformDraw, _native.PriorityDraw)
-        return [draw for draw in draws if draw is not None] if all(isinstance(draw, plain) for draw in draws) else None
+        draws: list[_native.RowDraw] = [r.row_draw for r in self.readers if isinstance(r.row_draw, plain)]
+        return draws if len(draws) == len(self.readers) else None
 
     def _joint_maker(self) -> _native.JointBatchMaker | None:
         if self._row_draws is None:
@@ -123,11 +123,7 @@ class EnsembleReader:
             ids, rows_of_each = self.sampler.choose(n)
             if not self.sampler._built_in:
                 _check_members(ids, rows_of_each, len(self.readers))
-            incarnations = [self.readers[i].storage._incarnation for i in ids]
-            draws = [
-                _draw_exactly(self.readers[i], rows_of_each, incarnation)
-                for i, incarnation in zip(ids, incarnations, strict=True)
-            ]
+            draws = [self.readers[i].draw_exactly(rows_of_each) for i in ids]
         return EnsembleDraw(ids, draws)
 
     def sample(self, n: int, generations: bool) -> tuple[Any, dict[str, Any]]:
@@ -216,7 +212,8 @@ class EnsembleReader:
     def read(self, draw: EnsembleDraw, generations: bool) -> tuple[Any, dict[str, Any]] | None:
         """The batch of a draw, and its info; None: all rows of a member have been replaced by others since then."""
         ids, draws = draw
-        batch_and_info = self._read_at_once(draws, ids, generations) if self._reads_at_once else None
+        at_once = self._reads_at_once and all(one.runs is None for one in draws)
+        batch_and_info = self._read_at_once(draws, ids, generations) if at_once else None
         if batch_and_info is None:
             batch_and_info = self._read_one_by_one(draws, ids, generations)
             if batch_and_info is None:
@@ -255,9 +252,8 @@ class EnsembleReader:
         batch, generation = read.batch, read.sequences
         if read.overwritten is not None or read.absent is not None:
             return None  # rows that are gone are drawn anew by their own member
-        for reader, draw in zip(readers, draws, strict=True):
-            if reader.find_stale(draw.slots, draw.info) is not None:
-                return None
+        if any(one.seen is not None and one.seen.stale(one.store, one.slots) for one in draws):
+            return None
         parts = read.parts or []
         if generation is not None:
             info["generation"] = generation.view(shape)
@@ -429,38 +425,6 @@ def _rejoin(whole: TensorDict, before: list[dict[str, Any]], after: list[Any]) -
         else:
             mine[key] = torch.stack(values)
     return True
-
-
-def _draw_exactly(reader: BatchReader, n: int, incarnation: int) -> Draw:
-    """A draw of n rows, over the end of an epoch if need be: members give equal parts of a batch."""
-    with reader.lock:
-        reader.draws += 1
-        sampler = reader.sampler
-        index, info = reader.draw_index(n)
-        if isinstance(info, EpochInfo):
-            info = dict(info)  # of no epoch: a row that is lost is replaced, by one of the next epoch if need be
-        last = sampler.ran_out
-        while not info and (drawn := _count(index)) < n:
-            more, info = reader.draw_index(n - drawn)
-            last = last or sampler.ran_out
-            if not _count(more):
-                raise RuntimeError(
-                    f"{sampler!r} drew {drawn} rows of the {n} that each member gives to a batch, and then none; a "
-                    "sampler without rows to draw raises a RuntimeError, others draw some"
-                )
-            index = _concatenated(index, more)
-    return Draw(reader.slots_of(index), index, info, last, incarnation)
-
-
-def _concatenated(index: Any, more: Any) -> Any:
-    if isinstance(index, tuple):
-        return tuple(torch.cat(pair) for pair in zip(index, more, strict=True))
-    return torch.cat([index, more])
-
-
-def _count(index: Any) -> int:
-    one = index[0] if isinstance(index, tuple) else index
-    return one.numel() if isinstance(one, Tensor) else len(one)
 
 
 @advised

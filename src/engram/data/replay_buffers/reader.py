@@ -14,7 +14,9 @@ from torch import Tensor
 from engram import _native
 from engram._system import free_memory, human_bytes
 from engram.data.replay_buffers.reuse import PREVENT_REUSE, why_not_reusable
-from engram.data.replay_buffers.samplers.base import Sampler, is_per_row
+from engram.data.replay_buffers.samplers.base import Sampler
+from engram.data.replay_buffers.samplers.draw import Draw, is_per_row
+from engram.data.replay_buffers.samplers.runs import mark
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.tensor import TableStorage
 from engram.errors import OutOfMemoryError
@@ -30,23 +32,12 @@ from engram.pytree import (
     no_array_error,
     set_per_item,
 )
-from engram.store.indexing import to_slots
 from engram.transforms.compose import Compose
 
 _ROUNDS = 8  # of drawing again whole batches; then row by row
 _DRAWN_BYTES = 64  # that a draw takes for a row: its slot, its slice, its weight
 MANY_ROWS = 1 << 20  # smaller batches are tried without a look at what memory is free
 BEYOND_MEMORY = 1 << 46  # rows
-
-
-class Draw(NamedTuple):
-    """A batch that was drawn and is not read yet."""
-
-    slots: Tensor
-    index: Any
-    info: dict[str, Any]
-    last: bool  # of its epoch
-    incarnation: int  # of the storage when it was drawn
 
 
 class PreparedRows(NamedTuple):
@@ -88,16 +79,12 @@ class BatchReader:
         self.attaches_info = attach is not None and not sampler._built_in
         self._keeps_items = storage._holds_items
         self._stacks_items = collate_fn is collate_items
-        # Samplers of a user's own may give an index of any form.
-        self._index_is_slots = storage.ndim == 1 and sampler._built_in
-        # None, and not called for each batch, where they do nothing.
-        self._postprocess = None if type(sampler)._postprocess is Sampler._postprocess else sampler._postprocess
-        self._find_stale = None if type(sampler)._find_stale is Sampler._find_stale else sampler._find_stale
         self.has_epochs = sampler._built_in and type(sampler).ran_out is not Sampler.ran_out
         self.draws = 0  # of epochs, so far: who undoes one must know that it was the last
         # Samplers have state: one draw at a time. Built-in ones take their lock themselves.
         self._draws_directly = sampler._built_in and not storage.read_only
-        self._sample = sampler._sampling()
+        #: What draws rows inside a native call; None: only the sampler does.
+        self.row_draw: _native.RowDraw | None = None
         self._maker = maker = self._native_maker(PREVENT_REUSE if reuse and why_not_reusable() is None else None)
         # Nothing that has this reader, which would be a cycle.
         self.make = None if maker is None or self.has_epochs else maker.sample
@@ -109,14 +96,14 @@ class BatchReader:
         is made later, says by `native` whether the call can read it; transforms are applied to what comes out.
         """
         storage, sampler = self.storage, self.sampler
-        reads_plainly = isinstance(storage, TableStorage)
-        draws_plainly = self._index_is_slots and (self._draws_directly or sampler._draws_from_counters)
+        reads_plainly = storage.ndim == 1 and isinstance(storage, TableStorage)
         entries_are_ours = self._attach is None or self._attach is index_and_weight
         hands_out_plainly = self.collate_fn is None and not self.pin_memory
-        if not (reads_plainly and draws_plainly and entries_are_ours and hands_out_plainly):
+        if not (reads_plainly and sampler._built_in and entries_are_ours and hands_out_plainly):
             return None
-        draw = sampler._native_draw(storage)
-        if draw is None:
+        self.row_draw = draw = sampler._native_draw(storage)
+        # The counters of a store always say which rows it has; what else is read another process may be replacing.
+        if draw is None or (storage.read_only and not isinstance(draw, _native.UniformDraw)):
             return None
         index_key, weight_key = ("index", "priority_weight") if self.attaches else (None, None)
         return _native.BatchMaker(draw, sampler, index_key, reuse, weight_key)
@@ -132,13 +119,9 @@ class BatchReader:
         return self._attach is not None
 
     @property
-    def only_reads(self) -> bool:
-        """Whether batches are rows as they are stored, transforms apart."""
-        return self.collate_fn is None and self._postprocess is None and not self.pin_memory
-
-    def find_stale(self, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
-        """After a read: positions whose slots may hold other rows than those that the sampler drew; None: none."""
-        return None if self._find_stale is None else self._find_stale(self.storage, slots, info)
+    def hands_out_rows(self) -> bool:
+        """Whether batches are rows as they are stored, marks and transforms apart."""
+        return self.collate_fn is None and not self.pin_memory
 
     def entries(self, index: Any, info: dict[str, Any]) -> dict[str, Any]:
         """What batches get at their root."""
@@ -161,24 +144,39 @@ class BatchReader:
         with self.lock:
             self.draws += self.has_epochs
             incarnation = self.storage._incarnation
-            index, info = self.draw_index(n)
-            last = self.sampler.ran_out
-        return Draw(self.slots_of(index), index, info, last, incarnation)
+            draw = self.draw_rows(n)
+            draw.last, draw.incarnation = self.sampler.ran_out, incarnation
+        return draw
 
-    def draw_index(self, n: int) -> tuple[Any, dict[str, Any]]:
-        """Index and info of n rows. Somebody else may empty or replace the rows: the read finds out which exist."""
+    def draw_exactly(self, n: int) -> Draw:
+        """Draws n rows, over the end of an epoch if need be: members of an ensemble give equal parts of a batch."""
+        with self.lock:
+            self.draws += 1
+            incarnation, sampler = self.storage._incarnation, self.sampler
+            draw = self.draw_rows(n)
+            draw.rest = None  # a row that is lost is replaced, by one of the next epoch if need be
+            draw.last, draw.incarnation = sampler.ran_out, incarnation
+            while not draw.info and len(draw.slots) < n:
+                more = self.draw_rows(n - len(draw.slots))
+                if not len(more.slots):
+                    raise RuntimeError(
+                        f"{sampler!r} drew {len(draw.slots)} rows of the {n} that each member gives to a batch, and "
+                        "then none; a sampler without rows to draw raises a RuntimeError, others draw some"
+                    )
+                draw.last = draw.last or sampler.ran_out
+                draw.append(more)
+        return draw
+
+    def draw_rows(self, n: int) -> Draw:
+        """Draws n rows. Somebody else may empty or replace the rows: the read finds out which exist."""
         storage, sampler = self.storage, self.sampler
-        sample = sampler._sampling()
         with self.lock:
             if not storage.read_only:
-                return sample(storage, n)
-            return storage._validated(lambda: sample(storage, n), errors_only=not sampler._can_repeat_draws)
-
-    def slots_of(self, index: Any) -> Tensor:
-        """The slots that a sampler's index means: int64 [n]."""
-        if type(index) is Tensor and index.dtype is torch.int64 and index.ndim == 1 and index.device.type == "cpu":
-            return index
-        return to_slots(index, self.storage.env_shape, self.storage.max_size or 0)
+                return sampler._draw_batch(storage, n)
+            draw: Draw = storage._validated(
+                lambda: sampler._draw_batch(storage, n), errors_only=not sampler._can_repeat_draws
+            )
+            return draw
 
     # ---- whole batches ----
     def batch(self, n: int, only_native: bool = False) -> Any:
@@ -288,14 +286,13 @@ class BatchReader:
                     with sampler.lock:
                         self.draws = draws = self.draws + 1
                         before = draws, sampler._get_cursor()
-                        index, info = self._sample(storage, n) if self._draws_directly else self.draw_index(n)
+                        draw = sampler._draw_batch(storage, n) if self._draws_directly else self.draw_rows(n)
                 elif self._draws_directly:
-                    index, info = self._sample(storage, n)
+                    draw = sampler._draw_batch(storage, n)
                 else:
-                    index, info = self.draw_index(n)
-                slots: Any = index if self._index_is_slots else self.slots_of(index)
-                # Positional, and without a Draw: this is the hot path.
-                batch_and_info = self._read(slots, index, info, generations, incarnation)
+                    draw = self.draw_rows(n)
+                draw.incarnation = incarnation
+                batch_and_info = self.read(draw, generations)
             except MemoryError:
                 self._undo_draw(before)
                 raise
@@ -337,36 +334,38 @@ class BatchReader:
     # ---- reading what was drawn ----
     def read(self, draw: Draw, generations: bool) -> tuple[Any, dict[str, Any]] | None:
         """The batch of a draw, and its info; None: all rows of the storage have been replaced by others since then."""
-        return self._read(draw.slots, draw.index, draw.info, generations, draw.incarnation)
-
-    def _read(
-        self, slots: Tensor, index: Any, info: dict[str, Any], generations: bool, incarnation: int
-    ) -> tuple[Any, dict[str, Any]] | None:
-        storage, attach, find_stale = self.storage, self._attach, self._find_stale
+        storage, attach, index, info = self.storage, self._attach, draw.index, draw.info
+        incarnation = draw.incarnation
         extra = None if attach is None else attach(index, info)
         # Positional: the hot path.
         if self._keeps_items:
-            batch, overwritten, absent, generation = storage._read_items(slots, extra, generations, self._stacks_items)
+            batch, overwritten, absent, generation = storage._read_items(
+                draw.slots, extra, generations, self._stacks_items
+            )
         else:
-            batch, overwritten, absent, generation = storage.read(slots, None, extra, generations)
+            batch, overwritten, absent, generation = storage.read(draw.slots, None, extra, generations)
         if storage._incarnation != incarnation:
             return None
-        if find_stale is not None:
-            overwritten = find_stale(storage, slots, info) or overwritten
+        if draw.seen is not None:
+            overwritten = draw.seen.stale(draw.store, draw.slots) or overwritten
         if overwritten is not None or absent is not None:
             lost = sorted({*(overwritten or ()), *(absent or ())})
-            again = self._read_again(slots, info, lost, generations, incarnation)
+            again = self._read_again(draw, lost, generations)
             if again is None:
                 return None
-            index, batch, generation = again
+            draw, batch, generation = again
+            index, info = draw.index, draw.info
             extra = None if attach is None else attach(index, info)
             if not self._keeps_items:  # items get them when they are one batch
                 for key, value in (extra or {}).items():
                     set_per_item(batch, key, value)
-        if self.collate_fn is not None:
-            batch = self._collate(batch, extra, info)
-        elif self._postprocess is not None:
-            batch = self._postprocess(batch, info)
+        collate = self.collate_fn
+        if collate is not None and type(batch) is list:
+            batch, collate = self._collate_items(collate, batch, extra), None
+        if draw.runs is not None:
+            info.update(mark(batch, draw.marks, draw.runs, draw.flags))
+        if collate is not None and not self._keeps_items:  # items are a batch by now, with these entries
+            batch = collate(batch)
         if generation is not None and self.with_generation:
             info["index_generation"] = generation
             if extra is not None:
@@ -384,11 +383,9 @@ class BatchReader:
             info["generation"] = generation
         return batch, info
 
-    def _read_again(
-        self, slots: Tensor, info: dict[str, Any], lost: list[int], generations: bool, incarnation: int
-    ) -> tuple[Any, Any, Tensor | None] | None:
-        """Index, batch and generations with other rows at the positions whose rows do not exist any more."""
-        storage, sampler = self.storage, self.sampler
+    def _read_again(self, draw: Draw, lost: list[int], generations: bool) -> tuple[Draw, Any, Tensor | None] | None:
+        """Draw, batch and generations with other rows at the positions whose rows do not exist any more."""
+        storage, sampler, incarnation = self.storage, self.sampler, draw.incarnation
         for attempt in range(1000):
             # After some rounds one row at a time: a whole batch may be too slow for writers of a small ring.
             with self.lock:
@@ -396,38 +393,34 @@ class BatchReader:
                     return None
                 self.draws += 1
                 for part in [lost] if attempt < _ROUNDS else [[i] for i in reversed(lost)]:
-                    slots = sampler._redraw(storage, slots, info, part)
+                    draw = draw.redraw(part)
             if self._keeps_items:
-                batch, overwritten, absent, generation = storage._read_items(slots, None, generations, False)
+                batch, overwritten, absent, generation = storage._read_items(draw.slots, None, generations, False)
             else:
-                batch, overwritten, absent, generation = storage.read(slots, None, None, generations)
+                batch, overwritten, absent, generation = storage.read(draw.slots, None, None, generations)
             if storage._incarnation != incarnation:
                 return None
-            overwritten = self.find_stale(slots, info) or overwritten
+            if draw.seen is not None:
+                overwritten = draw.seen.stale(draw.store, draw.slots) or overwritten
             if overwritten is None and absent is None:
-                return storage.from_slots(slots), batch, generation
+                draw.index = storage.from_slots(draw.slots)
+                return draw, batch, generation
             lost = sorted({*(overwritten or ()), *(absent or ())})
         if absent is not None and not sampler._built_in:
             raise IndexError(
-                f"{sampler._kind}.sample returns slot {int(slots[absent[0]])}, which holds no row; {len(storage)} are "
-                "stored"
+                f"{draw.kind}.sample returns slot {int(draw.slots[absent[0]])}, which holds no row; {len(storage)} "
+                "are stored"
             )
         raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
 
-    def _collate(self, items: Any, extra: dict[str, Any] | None, info: dict[str, Any]) -> Any:
-        assert self.collate_fn is not None
-        postprocess = self.sampler._postprocess
-        if not self._keeps_items and type(items) is not list:
-            return self.collate_fn(postprocess(items, info))
-        if type(items) is not list:  # it is a batch already, with these entries
-            return postprocess(items, info)
+    def _collate_items(self, collate: Callable[[Any], Any], items: list[Any], extra: dict[str, Any] | None) -> Any:
         if not self._keeps_items and not self._stacks_items:
             items = [clone(item) for item in items]  # which a collate function of the user's own may change
-        batch = self.collate_fn(items)
+        batch = collate(items)
         if isinstance(batch, TensorDictBase | dict):
             for key, value in (extra or {}).items():
                 set_per_item(batch, key, value)
-        return postprocess(batch, info)
+        return batch
 
 
 def index_and_weight(index: Any, info: dict[str, Any]) -> dict[str, Any]:

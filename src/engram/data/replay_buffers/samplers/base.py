@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import abc
 import copy
-import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from engram._arguments import KeepsArguments
 from engram._generator import Generator
 from engram._system import drawing, fork_registry
 from engram.checkpoint.snapshot import load_part, save_part
+from engram.data.replay_buffers.samplers.draw import Draw, Index
 from engram.store.copies import PartlyCopied
 from engram.store.episodes import EpisodeIndex
 from engram.store.files import pickle_by_state
@@ -30,20 +31,7 @@ if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
     from engram.store.lanes import Lanes
 
-Index = Tensor | tuple[Tensor, ...]
-
 EMPTY = "Cannot sample from an empty storage."
-
-
-class EpochInfo(dict[str, Any]):
-    """The info of a batch that belongs to an epoch: a dict that also names the epoch, by a number in this process.
-
-    Rows of such a batch that are overwritten before they are read are drawn again from the same epoch or not at all: a
-    row of another epoch could be one that this epoch has already given.
-    """
-
-    ids = itertools.count()
-    epoch: int | None = None
 
 
 class DrawTotals(NamedTuple):
@@ -93,8 +81,6 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     _can_repeat_draws = False
     # Whether it has an `add` or `extend` of a user's own, by which a buffer tells it what was written.
     _is_told = False
-    # Whether a draw looks at nothing but the counters of the store, which another process may be replacing meanwhile.
-    _draws_from_counters = False
     # The generator comes with its buffer. Tensors that are sent to another process stay shared with it.
     _copied_as: ClassVar[Mapping[str, Any]] = dict.fromkeys(("lock", "_generator", "_seed", "_seed_view"))
 
@@ -268,24 +254,19 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
             load_part(path, "sampler", self)
 
     # ---- between the parts of a buffer: drawing ----
-    def _sampling(self) -> Callable[[Storage, int], tuple[Index, dict[str, Any]]]:
-        """What a buffer calls to draw: `sample`, or a quicker one that leaves out what a buffer adds itself.
-
-        What a sampler of a user's own returns is checked, and has the form that the library's own have.
-        """
-        return self.sample if self._built_in else self._sample_checked
-
-    def _sample_checked(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
-        """As `sample`; errors as `checked_draw`."""
-        drawn = self.sample(storage, batch_size)
-        return drawn if self._built_in else checked_draw(drawn, storage, self._kind)
+    def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
+        """Draws a batch, with all that is needed to read it; errors as `checked_draw`."""
+        is_ours = self._built_in
+        index, info = self.sample(storage, batch_size) if is_ours else sample_checked(self, storage, batch_size)
+        slots = index if type(index) is Tensor else to_slots(index, storage.env_shape, storage.max_size or 0)
+        kind = type(self).__name__ if is_ours else self._kind
+        return Draw(index, slots, info, kind, partial(self._draw_batch, storage))
 
     def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
         """What draws the rows of a batch inside the one native call that makes it, the same as `sample` would.
 
         Buffers ask for it once, when their parts are put together; they look at the rows before it draws and after they
-        were read, so that `_find_stale` is not asked. Batches come out as `_postprocess` would give them. None: only
-        `sample` draws.
+        were read. Batches come out as they would of a `Draw`. None: only `sample` draws.
         """
         return None
 
@@ -341,42 +322,6 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     def _max_rows(self, storage: Storage, batch_size: int) -> int | None:
         """The most rows that a batch of this size can have: asked before a huge one is drawn. None: not known."""
         return batch_size
-
-    def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
-        """Draws other rows for some positions of a batch, whose rows were overwritten while they were read.
-
-        This is for samplers that draw each row by itself, with an entry for each row in their info.
-
-        Args:
-            slots: int64 [n], what was drawn.
-            info: what `sample` gave with it; its entries at these positions are replaced, too.
-            positions: in the batch.
-
-        Returns:
-            the slots to read instead, int64 [n].
-        """
-        slots, n, done = slots.clone(), len(slots), 0
-        while done < len(positions):  # the last draw of an epoch may give fewer
-            index, fresh_info = self._sample_checked(storage, len(positions) - done)
-            fresh = to_slots(index, storage.env_shape, storage.max_size or 0)[: len(positions) - done]
-            if not len(fresh):
-                raise RuntimeError(f"{self._kind}.sample returned no slots for {len(positions)} rows to be drawn again")
-            at = torch.tensor(positions[done : done + len(fresh)])
-            slots[at] = fresh
-            put_rows(info, fresh_info, at, n)
-            done += len(fresh)
-        return slots
-
-    def _find_stale(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
-        """Positions in a batch that was just read whose slots may hold other rows than those that were drawn.
-
-        For samplers to whom it matters which rows these are; None: there are none, or it does not matter.
-        """
-        return None
-
-    def _postprocess(self, batch: Any, info: dict[str, Any]) -> Any:
-        """The batch as this sampler hands it out, from the rows that were read; `info` is what `sample` gave."""
-        return batch
 
     # ---- between the parts of a buffer: state ----
     @property
@@ -536,6 +481,12 @@ def as_sampler(sampler: Any) -> Sampler:
 
 
 # ---- what a sampler of a user's own returns ----
+def sample_checked(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+    """What `sample` returns, in the form that the library's own samplers give it; errors as `checked_draw`."""
+    drawn = sampler.sample(storage, batch_size)
+    return drawn if sampler._built_in else checked_draw(drawn, storage, sampler._kind)
+
+
 def checked_draw(drawn: Any, storage: Storage, kind: str) -> tuple[Index, dict[str, Any]]:
     """Index and info that a sampler of this kind returned, as int64 [n] (with ndim=2 a tuple of such) and a dict.
 
@@ -663,34 +614,6 @@ def check_epoch(state: dict[str, Any], *names: str) -> None:
         raise ValueError(f"a saved epoch has the key {epoch['key']!r:.80}")
     if epoch.get("lane_capacity") is not None:
         check_counts([epoch["lane_capacity"]], least=1)
-
-
-def put_rows(info: dict[str, Any], fresh: dict[str, Any], at: Tensor, n: int) -> None:
-    """Puts the info of rows that were drawn again at their positions (int64) in the info of a batch of n rows."""
-    for key, value in fresh.items():
-        old: Any = info.get(key)
-        if not is_per_row(old, n) or not is_per_row(value) or len(value) < len(at):
-            continue
-        if isinstance(old, Tensor):
-            info[key] = old.index_copy(0, at, torch.as_tensor(value[: len(at)]).to(old))
-        else:
-            info[key] = old.copy()
-            for place, one in zip(at.tolist(), value, strict=False):
-                info[key][place] = one
-
-
-def keep_rows(info: dict[str, Any], keep: Tensor) -> None:
-    """Leaves rows out of the info of a batch, whose rows to keep are True: bool [n]."""
-    for key, value in list(dict.items(info)):
-        if is_per_row(value, len(keep)):
-            rows = keep.nonzero().flatten()
-            info[key] = [value[i] for i in rows.tolist()] if isinstance(value, list) else value[rows]
-
-
-def is_per_row(value: Any, n: int | None = None) -> bool:
-    """Whether an entry of an info has a value for each row: a tensor, array or list; with n: of so many."""
-    sized = isinstance(value, list) or (isinstance(value, Tensor | np.ndarray) and value.ndim > 0)
-    return sized and (n is None or len(value) == n)
 
 
 def _renew_lock(sampler: Sampler) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engram._generator import Generator
 from engram._system import drawing
-from engram.data.replay_buffers.samplers.base import Sampler, as_sampler
+from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, sample_checked
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class SamplerEnsemble(Sampler, built_in=True):
         """
         ids, n = self.choose(batch_size)
         members = storage.storages  # type: ignore[attr-defined]
-        drawn = [self._samplers[i]._sample_checked(members[i], n) for i in ids]
+        drawn = [sample_checked(self._samplers[i], members[i], n) for i in ids]
         index: Any = [index for index, _ in drawn]
         if all(isinstance(one, Tensor) and one.shape == index[0].shape for one in index):
             index = torch.stack(index)

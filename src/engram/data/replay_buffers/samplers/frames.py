@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from engram.data.replay_buffers.samplers.base import Index
 from engram.data.replay_buffers.samplers.slices import SliceSampler
-
-if TYPE_CHECKING:
-    from engram.data.replay_buffers.storages.base import Storage
 
 
 class FrameStackSampler(SliceSampler, built_in=True):
@@ -36,17 +32,6 @@ class FrameStackSampler(SliceSampler, built_in=True):
         settings = {"span": (True, False), "strict_length": False, "truncated_key": None, "init_key": None, **settings}
         super().__init__(slice_len=slice_len, **settings)
 
-    def _sample_rows(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+    def _divide(self, batch_size: int) -> tuple[int, int]:
         assert self.slice_len is not None
-        return super()._sample_rows(storage, batch_size * self.slice_len)
-
-    def _planned(self, storage: Storage, batch_size: int) -> Any:
-        assert self.slice_len is not None
-        return super()._planned(storage, batch_size * self.slice_len)
-
-    def _asked_for(self, slices: Any) -> int:
-        return len(slices)
-
-    def _max_rows(self, storage: Storage, batch_size: int) -> int:
-        assert self.slice_len is not None
-        return super()._max_rows(storage, batch_size * self.slice_len)
+        return batch_size, self.slice_len

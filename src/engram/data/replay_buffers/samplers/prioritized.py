@@ -21,12 +21,11 @@ from engram._text import warn_user
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
     DrawTotals,
-    Index,
     Sampler,
     check_counts,
-    put_rows,
     stored_rows,
 )
+from engram.data.replay_buffers.samplers.draw import Draw, Index
 from engram.errors import is_masked, masked_array
 from engram.store.copies import CopiedAsPlain
 from engram.store.indexing import select, tensor_of, to_slots
@@ -608,28 +607,12 @@ class PrioritizedSampler(Sampler, built_in=True):
             return None
         return table.following(storage, lanes), table._beta, dtype is torch.float64
 
-    # ---- after the read: a row that came in the place of the one that was drawn would have that one's weight ----
-    def _find_stale(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
-        if type(info) is not DrawnInfo:
-            return None  # a child of a user's own gives another info
-        stale: Any = info.drawn.stale(info.store, slots)
-        return stale  # type: ignore[no-any-return]
-
-    def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
-        if type(info) is not DrawnInfo:
-            return super()._redraw(storage, slots, info, positions)
-        index, fresh = self._sample_checked(storage, len(positions))
-        again = to_slots(index, storage.env_shape, storage.max_size or 0)
-        if type(fresh) is not DrawnInfo or len(again) != len(positions):
-            raise RuntimeError(
-                f"{self._kind}.sample returned {len(again)} rows and a {type(fresh).__name__} where {len(positions)} "
-                "rows are to be drawn again; it must return as many as it is asked for, and the info of its base"
-            )
-        slots, at = slots.clone(), torch.tensor(positions)
-        slots[at] = again
-        put_rows(info, fresh, at, len(slots))
-        info.drawn.replace(positions, fresh.drawn)
-        return slots
+    def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
+        draw = super()._draw_batch(storage, batch_size)
+        if type(draw.info) is DrawnInfo:  # a child of a user's own may give another info
+            # A row that came in the place of the one that was drawn would have that one's weight.
+            draw.seen, draw.store = draw.info.drawn, draw.info.store
+        return draw
 
     def _get_cursor(self) -> None:
         """Nothing: a draw changes the generator alone."""

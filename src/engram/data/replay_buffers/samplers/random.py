@@ -17,17 +17,14 @@ from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
     DrawTotals,
-    EpochInfo,
-    Index,
     Sampler,
     WorkerShare,
     check_counts,
     check_epoch,
     check_full_batches,
-    is_per_row,
-    keep_rows,
     stored_rows,
 )
+from engram.data.replay_buffers.samplers.draw import Draw, EpochInfo, Index
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -72,8 +69,6 @@ class RandomSampler(Sampler, built_in=True):
         >>> rb.sample().shape
         torch.Size([3])
     """
-
-    _draws_from_counters = True
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
@@ -222,25 +217,13 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
                 return torch.empty(0, dtype=torch.int64) if self._ran_out else None
             return walk.take(lanes.store, epoch["position"], len(walk), self._stop)[0]
 
-    def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
-        """Other rows of the same epoch for those that were lost; where it has no more, the batch has fewer rows."""
-        positions = [position for position in positions if position < len(slots)]
-        epoch = info.epoch if isinstance(info, EpochInfo) else None
-        if self.drop_last or epoch is None or len(positions) == len(slots):
-            return super()._redraw(storage, slots, info, positions)
-        fresh = slots[:0]
-        # A child adds entries in `sample` only: with some there are no more rows for this batch.
-        if not any(is_per_row(value, len(slots)) for value in info.values()):
-            with self.lock:
-                fresh = self._draw_more(storage, epoch, len(positions))
-        keep = torch.ones(len(slots), dtype=torch.bool)
-        keep[positions[len(fresh) :]] = False
-        slots = slots.clone()
-        slots[positions[: len(fresh)]] = fresh
-        keep_rows(info, keep)
-        return slots[keep]
+    def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
+        draw = super()._draw_batch(storage, batch_size)
+        if isinstance(draw.info, EpochInfo) and not self.drop_last:  # a child of a user's own may give another info
+            draw.rest = partial(self._draw_more, storage, draw.info.epoch)
+        return draw
 
-    def _draw_more(self, storage: Storage, epoch: int, n: int) -> Tensor:
+    def _draw_more(self, storage: Storage, epoch: int | None, n: int) -> Tensor:
         """Up to n more rows of this epoch, such that a last batch remains, which says that it is the last."""
         lanes = storage.lanes
         if lanes is not None and self._walk is not None and self._epoch is not None and self._epoch_id == epoch:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -16,66 +16,21 @@ from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
     DrawTotals,
-    EpochInfo,
-    Index,
     Sampler,
     check_counts,
     check_epoch,
     check_full_batches,
-    is_per_row,
     stored_rows,
 )
+from engram.data.replay_buffers.samplers.draw import Draw, EpochInfo, Index
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler, PriorityTable
-from engram.pytree import (
-    Key,
-    KeyPath,
-    as_path,
-    format_key,
-    get_entries,
-    get_entry,
-    has_batch_size,
-    has_keys,
-    map_outermost,
-    set_entry,
-)
-from engram.store.copies import CopiedAsPlain
+from engram.data.replay_buffers.samplers.runs import Mark, RunDraw, RunsOfRows, SliceInfo, mark, stored_flags
+from engram.pytree import Key, KeyPath, as_path, map_outermost
 from engram.store.episodes import EpisodeIndex
 from engram.store.indexing import to_slots
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
-
-
-def mark_last(batch: Any, path: KeyPath, slices: _native.SliceBatch) -> Tensor:
-    """Sets a leaf to True at each slice's last step, in place; adds one where there is none: bool [n, 1]."""
-    return _marked(batch, path, slices.mark_last, slices.last)
-
-
-def mark_first(batch: Any, path: KeyPath, slices: _native.SliceBatch) -> Tensor:
-    """Sets a leaf to True at each slice's first step, in place; adds one where there is none: bool [n, 1]."""
-    return _marked(batch, path, slices.mark_first, slices.first)
-
-
-def mark_first_if_any(batch: Any, path: KeyPath, slices: _native.SliceBatch) -> Tensor | None:
-    """As `mark_first`, but only where a flat batch has such a leaf, else it stays: bool [n, ...]; None: it has none.
-
-    A plain dict is flat where it has one flag a step: `[n]` or `[n, 1]`.
-    """
-    leaf = get_entry(batch, path)
-    if not isinstance(leaf, Tensor):
-        return None
-    is_flat = batch.ndim == 1 if has_batch_size(batch) else leaf.numel() == len(leaf)
-    return mark_first(batch, path, slices) if is_flat else leaf
-
-
-def _marked(batch: Any, path: KeyPath, mark: Callable[[Any], bool], flags: Callable[[], Tensor]) -> Tensor:
-    leaf: Tensor | None = get_entry(batch, path)
-    if leaf is None:
-        leaf = flags()
-        put(batch, path, leaf)
-    elif not mark(leaf):
-        leaf[flags().flatten().to(leaf.device)] = 1
-    return leaf
 
 
 def mark_rows(batch: Any, sampler: SliceSampler, last: Tensor, mask: Tensor | None) -> None:
@@ -85,125 +40,32 @@ def mark_rows(batch: Any, sampler: SliceSampler, last: Tensor, mask: Tensor | No
         sampler: one with `slice_len`; all slices have that many rows.
         last: where slices end, bool [n]; mask: False where they are padded, bool [n].
     """
-    if not has_keys(batch):
-        return
-    for path in sampler.marked_keys:
-        _mark_where(batch, path, last)
-    if mask is not None:
-        put(batch, sampler.mask_key if isinstance(sampler, SequenceSampler) else MASK, mask)
-    length = sampler.slice_len
-    assert length is not None
-    if sampler.init_key is not None:
-        steps = (torch.ones_like(last) if mask is None else mask).reshape(-1, length)
-        first = (steps & (steps.cumsum(1) == 1)).flatten()
-        if isinstance(sampler, SequenceSampler) or get_entry(batch, sampler.init_key) is not None:
-            _mark_where(batch, sampler.init_key, first)
-    if sampler.slice_key is not None:
-        put(batch, sampler.slice_key, torch.arange(len(last)) // length)
+    assert sampler.slice_len is not None
+    mark(batch, sampler._all_marks(), RunsOfRows(last, mask, sampler.slice_len), {})
 
 
-def _mark_where(batch: Any, path: KeyPath, flags: Tensor) -> None:
-    leaf: Tensor | None = get_entry(batch, path)
-    if leaf is None:
-        put(batch, path, flags.unsqueeze(-1))
-    else:
-        leaf[flags] = 1
-
-
-def put(batch: Any, path: KeyPath, value: Tensor) -> None:
-    """Adds an entry at a path, with the dictionaries on the way to it.
-
-    Raises:
-        TypeError: a tensorclass has no such field.
-    """
-    if isinstance(batch, dict):
-        return set_entry(batch, path, value)
-    value = value if batch.device is None else value.to(batch.device)
-    try:
-        batch.set(path, value)
-    except (AttributeError, KeyError, ValueError) as error:
-        raise TypeError(
-            f"a {type(batch).__name__} has no place for {format_key(path)}, where slices are marked: {error}; add it, "
-            "or pass None for this key"
-        ) from error
-
-
-class SliceInfo(CopiedAsPlain, EpochInfo):
-    """The info of a batch of slices: a dict that makes the flags of its rows when somebody looks for them.
-
-    Who draws without a buffer finds the flags as they are stored at that moment; a buffer puts those of the batch that
-    it read in their place.
-    """
-
-    _plain: ClassVar[Any] = dict
-    promised: tuple[Any, ...] = ()  # keys that `make` will add
-    make: Callable[[], dict[Any, Any]] | None = None
-
-    def _complete(self) -> None:
-        if self.make is not None:
-            make, self.make, self.promised = self.make, None, ()
-            for key, value in make().items():
-                self.setdefault(key, value)
-
-    def __missing__(self, key: Any) -> Any:
-        if key not in self.promised:
-            raise KeyError(key)
-        self._complete()
-        return self[key]
-
-    def __contains__(self, key: Any) -> bool:
-        return dict.__contains__(self, key) or key in self.promised
-
-    def __iter__(self) -> Iterator[Any]:  # also that of dict(info) and {**info}
-        self._complete()
-        return dict.__iter__(self)
-
-    def __len__(self) -> int:
-        self._complete()
-        return dict.__len__(self)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __eq__(self, other: Any) -> bool:
-        return bool(dict(self) == other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-    def keys(self) -> Any:
-        self._complete()
-        return dict.keys(self)
-
-    def values(self) -> Any:
-        self._complete()
-        return dict.values(self)
-
-    def items(self) -> Any:
-        self._complete()
-        return dict.items(self)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._complete()
-        return dict.get(self, key, default)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        if key in self.promised:
-            self._complete()
-        return dict.pop(self, key, *default)
-
-    def copy(self) -> dict[Any, Any]:
-        return dict(self)
-
-
+T = TypeVar("T")
 TRUNCATED = ("next", "truncated")
 MASK = ("collector", "mask")
 Weight = Literal["trajectories", "steps"]
 #: By how much slices may be cut at one end: not at all, to one step, by so many steps at most.
 Cut: TypeAlias = bool | int
 _MAX_RETRIES = 10_000  # while a writer replaces the rows of a tiny lane
+
+
+class MarkKey(Generic[T]):
+    """An attribute of a sampler that decides what is marked in batches."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    if TYPE_CHECKING:
+
+        def __get__(self, sampler: Any, owner: type | None = None) -> T: ...
+
+    def __set__(self, sampler: SliceSampler, value: T) -> None:  # read as any attribute
+        sampler.__dict__[self._name] = value
+        sampler._marking = sampler._plan = None
 
 
 @advised
@@ -264,7 +126,7 @@ class SliceSampler(Sampler, built_in=True):
         [[False, False, True], [False, False, True]]
     """
 
-    _copied_as: ClassVar[Mapping[str, Any]] = {**Sampler._copied_as, "_plan": None}
+    _copied_as: ClassVar[Mapping[str, Any]] = {**Sampler._copied_as, "_plan": None, "_marking": None}
 
     def __init__(
         self,
@@ -296,23 +158,24 @@ class SliceSampler(Sampler, built_in=True):
         )
         self.cache_values = cache_values
         self.truncated_key = None if truncated_key is None else as_path(truncated_key, "truncated_key")
-        self._flags: tuple[KeyPath, ...] = ()  # marked, marked, and handed out as it is
-        if self.truncated_key is not None:
-            beside = self.truncated_key[:-1]
-            self._flags = self.truncated_key, (*beside, "done"), (*beside, "terminated")
-        self._flag_keys = tuple(map(_shown_key, self._flags))
-        self._flag_names = tuple(flag[-1] for flag in self._flags)
         self.strict_length = strict_length
         self.pad_output = bool(pad_output)
         self.span = _pair(span)
         if self.slice_len is not None:
             _rows_cut(self.span, self.slice_len)
         self.slice_key = None if slice_key is None else as_path(slice_key, "slice_key")
-        self.init_key: KeyPath | None = None if init_key is None else as_path(init_key, "init_key")
+        self.init_key = None if init_key is None else as_path(init_key, "init_key")
         if weight not in get_args(Weight):
             raise ValueError(f"weight must be one of {get_args(Weight)}, got {weight!r}")
         self.weight = weight
-        self._plan: tuple[int, int, _native.SliceRule] | None = None  # of the last batch size: it, slices, their rule
+
+    truncated_key = MarkKey[KeyPath | None]()
+    pad_output = MarkKey[bool]()
+    slice_key = MarkKey[KeyPath | None]()
+    init_key = MarkKey[KeyPath | None]()
+    _plan: tuple[int, int, _native.SliceRule] | None = None  # of the last batch size: it, slices, their rule
+    # What is marked, and keys in info and paths in batches of flags that info gives, too; None: a setting has changed.
+    _marking: tuple[tuple[Mark, ...], dict[Any, KeyPath]] | None = None
 
     @property
     def traj_key(self) -> Key | None:
@@ -332,7 +195,8 @@ class SliceSampler(Sampler, built_in=True):
     @property
     def marked_keys(self) -> tuple[KeyPath, ...]:
         """Where the last step of each slice is marked: truncated, done beside it. None with `truncated_key=None`."""
-        return self._flags[:2]
+        key = self.truncated_key
+        return () if key is None else (key, (*key[:-1], "done"))
 
     @property
     def _episode_index(self) -> EpisodeIndex:
@@ -341,51 +205,85 @@ class SliceSampler(Sampler, built_in=True):
     # ---- drawing ----
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         index, info = self._sample_rows(storage, batch_size)
-        return index, self._with_stored_flags(storage, info)
+        _, flags = self._marking or self._mark_by_settings()
+        if not flags:
+            return index, info
+        lazy = SliceInfo(info)
+        lazy.epoch = info.epoch if isinstance(info, EpochInfo) else None
+        lazy.promised, lazy.make = tuple(flags), partial(stored_flags, storage, flags, info["slices"])
+        return index, lazy
 
-    def _sampling(self) -> Callable[[Storage, int], tuple[Index, dict[str, Any]]]:
-        return self._sample_rows if self._built_in else super()._sampling()  # the buffer reads rows with their flags
+    def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
+        anew = None
+        if self._built_in:
+            index, info = self._sample_rows(storage, batch_size)  # the buffer reads rows with their flags
+            slots = index if type(index) is Tensor else to_slots(index, storage.env_shape, storage.max_size or 0)
+        else:
+            drawn = super()._draw_batch(storage, batch_size)
+            if "slices" not in drawn.info:
+                return drawn  # steps of its own choice
+            index, slots, info = drawn.index, drawn.slots, drawn.info
+            self._check_slots(storage, slots, info["slices"])
+            anew = partial(self._draw_batch, storage, batch_size)
+        slices = info.pop("slices")
+        if type(info) is SliceInfo:  # the flags of the batch are those that are read
+            info.promised, info.make = (), None
+        lanes = storage.lanes
+        assert lanes is not None
+        draw = RunDraw(index, slots, info, type(self).__name__, partial(self._slices, storage, slices.rule))
+        draw.runs = draw.seen = slices
+        draw.store, (draw.marks, draw.flags) = lanes.store, self._marking or self._mark_by_settings()
+        draw.entries, draw.anew = self._entries, anew
+        return draw
 
-    def _sample_checked(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
-        index, info = super()._sample_checked(storage, batch_size)
-        if not self._built_in and "slices" in info and self._marks_rows_of(storage):
-            slots = to_slots(index, storage.env_shape, storage.max_size or 0)
-            if not torch.equal(slots, info["slices"].slots()):
-                raise IndexError(
-                    f"{self._kind}.sample returned {len(slots)} rows that are not the {info['slices'].rows} of the "
-                    "slices in its info, whose ends are to be marked; return the index of the base as it is, or an "
-                    "info without 'slices' and 'slice_id', so that nothing is marked"
-                )
-        return index, info
+    def _check_slots(self, storage: Storage, slots: Tensor, slices: _native.SliceBatch) -> None:
+        """IndexError where the slots that a child gives are not those of the slices that would be marked."""
+        if self._marks_rows_of(storage) and not torch.equal(slots, slices.slots()):
+            raise IndexError(
+                f"{self._kind}.sample returned {len(slots)} rows that are not the {slices.rows} of the "
+                "slices in its info, whose ends are to be marked; return the index of the base as it is, or an "
+                "info without 'slices' and 'slice_id', so that nothing is marked"
+            )
 
     def _marks_rows_of(self, storage: Storage) -> bool:
         """Whether batches of this storage are marked: entries that are marked only where they are must be there."""
         layout = storage.layout
-        return any(what != "first if any" or layout is None or path in layout.paths for what, path in self._marks())
-
-    #: Attributes that decide what `_planned` gives, beside those of which `_plan` is made.
-    _watched: tuple[str, ...] = ("_plan", "pad_output", "slice_key", "init_key")
+        return any(what != "first if any" or layout is None or path in layout.paths for what, path in self._all_marks())
 
     def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
-        return _native.SliceDraw(self, drawing, partial(self._planned, storage), self._watched)
+        return _native.SliceDraw(self, drawing, partial(self._planned, storage), ("_plan",))
 
     def _planned(
         self, storage: Storage, batch_size: int
-    ) -> tuple[_native.Episodes, _native.Store, int, _native.SliceRule, tuple[tuple[str, KeyPath], ...]] | None:
+    ) -> tuple[_native.Episodes, _native.Store, int, _native.SliceRule, tuple[Mark, ...]] | None:
         """What the native draw of such batches needs; None: `sample` draws."""
         plan = self._plan
         if plan is None or plan[0] != batch_size:
             plan = self._make_plan(batch_size)
         packed = self.episodes.packed(storage)
-        return None if packed is None else (*packed, plan[1], plan[2], self._marks())
+        return None if packed is None else (*packed, plan[1], plan[2], self._all_marks())
 
-    def _marks(self) -> tuple[tuple[str, KeyPath], ...]:
-        """What `_mark` does to a batch, in this order: the content of an entry, and its path."""
-        marks = [("last", path) for path in self.marked_keys]
+    def _all_marks(self) -> tuple[Mark, ...]:
+        """What is marked in a batch, in this order: the content of an entry, and its path."""
+        return (self._marking or self._mark_by_settings())[0]
+
+    def _mark_by_settings(self) -> tuple[tuple[Mark, ...], dict[Any, KeyPath]]:
+        paths: tuple[KeyPath, ...] = ()
+        if self.truncated_key is not None:
+            terminated = (*self.truncated_key[:-1], "terminated")  # is given as it is
+            paths = (*self.marked_keys, terminated)
+        self._marking = marking = self._make_marks(), {_shown_key(path): path for path in paths}
+        return marking
+
+    def _masks(self) -> tuple[KeyPath, ...]:
+        """Where masks of rows that are padding go; none where there is no padding."""
+        return (MASK,) if self.pad_output else ()
+
+    def _make_marks(self) -> tuple[Mark, ...]:
+        marks: list[Mark] = [("last", path) for path in self.marked_keys]
         if self.init_key is not None:
             marks.append(("first if any", self.init_key))
-        if self.pad_output:
-            marks.append(("mask", MASK))
+        marks += [("mask", path) for path in self._masks()]
         if self.slice_key is not None:
             marks.append(("slice_id", self.slice_key))
         return tuple(marks)
@@ -415,10 +313,8 @@ class SliceSampler(Sampler, built_in=True):
         return self._rule(self._divide(batch_size)[1])
 
     def _max_rows(self, storage: Storage, batch_size: int) -> int:
-        if self.pad_output:
-            return batch_size
         n, length = self._divide(batch_size)
-        return n * min(length, stored_rows(storage))
+        return n * length if self._masks() else n * min(length, stored_rows(storage))
 
     def _make_plan(self, batch_size: int) -> tuple[int, int, _native.SliceRule]:
         n, length = self._divide(batch_size)
@@ -472,110 +368,14 @@ class SliceSampler(Sampler, built_in=True):
 
     def _info(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
         slots = slices.slots()
-        return (storage.from_slots(slots) if storage.ndim > 1 else slots), self._entries(slices)
-
-    def _with_stored_flags(self, storage: Storage, info: dict[str, Any]) -> dict[str, Any]:
-        """The same info, with the flags of its rows when somebody looks for them."""
-        if not self._flag_keys:
-            return info
-        lazy = SliceInfo(info)
-        lazy.epoch = info.epoch if isinstance(info, EpochInfo) else None
-        lazy.promised, lazy.make = self._flag_keys, partial(self._stored_flags, storage, info["slices"])
-        return lazy
+        return (storage.from_slots(slots) if storage.ndim > 1 else slots), {**self._entries(slices), "slices": slices}
 
     def _entries(self, slices: _native.SliceBatch) -> dict[Any, Any]:
         """What to say of these slices."""
-        # "slices" is for `_redraw`, `_find_stale` and `_postprocess`, which takes it out.
-        entries: dict[Any, Any] = {"slice_id": slices.ids(), "slices": slices}
-        if self.pad_output:
-            entries[MASK] = slices.mask()
+        entries: dict[Any, Any] = {"slice_id": slices.ids()}
+        for path in self._masks():
+            entries[_shown_key(path)] = slices.mask()
         return entries
-
-    def _stored_flags(self, storage: Storage, slices: _native.SliceBatch) -> dict[Any, Tensor]:
-        """The flags of these slices' rows as they are stored, with the last step of each marked: bool [n, 1]."""
-        slots, last = slices.slots(), slices.last()
-        truncated, done, terminated = (_stored_flag(storage, path, slots) for path in self._flags)
-        truncated = last if truncated is None else truncated | last
-        done = truncated if done is None else done | last
-        terminated = torch.zeros_like(last) if terminated is None else terminated
-        return dict(zip(self._flag_keys, (truncated, done, terminated), strict=True))
-
-    # ---- after the read ----
-    def _find_stale(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
-        if "slices" not in info:
-            return None  # a user's child has drawn steps of its own choice
-        lanes = storage.lanes
-        assert lanes is not None
-        stale = info["slices"].stale(lanes.store)
-        return torch.isin(info["slice_id"], torch.tensor(stale)).nonzero().flatten().tolist() if stale else None
-
-    def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
-        """Other slices for those that lost a row; with slices of several lengths the batch may get another one."""
-        if "slices" not in info:
-            return super()._redraw(storage, slots, info, positions)
-        if self._has_own_rows(info):
-            return self._draw_all_again(storage, info)
-        ids = info["slice_id"]
-        which = sorted({int(ids[position]) for position in positions if position < len(ids)})
-        if not which:
-            return slots
-        slices: _native.SliceBatch = info["slices"]
-        while which:  # an epoch's last draw may give fewer
-            fresh = self._slices(storage, slices.rule, len(which))
-            slices = slices.replaced(which[: len(fresh)], fresh)
-            which = which[len(fresh) :]
-        info.update(self._entries(slices))
-        return slices.slots()
-
-    def _has_own_rows(self, info: dict[str, Any]) -> bool:
-        """Whether a child of a user's own has put entries with a value for each row into the info."""
-        if self._built_in:
-            return False
-        slices = info["slices"]
-        known = {*self._entries(slices), *self._flag_keys}
-        return any(is_per_row(value, slices.rows) for key, value in dict.items(info) if key not in known)
-
-    def _draw_all_again(self, storage: Storage, info: dict[str, Any]) -> Tensor:
-        """Slots of another batch, whose info takes the place of this one: a child adds entries in `sample` only."""
-        index, fresh = self._sample_checked(storage, self._asked_for(info["slices"]))
-        if isinstance(info, SliceInfo):
-            info.promised, info.make = (), None  # the flags are those of the batch that is read
-        if isinstance(info, EpochInfo):
-            info.epoch = fresh.epoch if isinstance(fresh, EpochInfo) else None
-        dict.clear(info)
-        dict.update(info, dict(dict.items(fresh)))
-        return to_slots(index, storage.env_shape, storage.max_size or 0)
-
-    def _asked_for(self, slices: _native.SliceBatch) -> int:
-        """The batch size that these slices were drawn for."""
-        return len(slices) * slices.rule.length
-
-    def _postprocess(self, batch: Any, info: dict[str, Any]) -> Any:
-        if "slices" not in info:
-            return batch
-        slices = info.pop("slices")
-        if type(info) is SliceInfo:  # the flags of the batch are those that were read
-            info.promised, info.make = (), None
-        if has_keys(batch):
-            self._mark(batch, info, slices)
-        return batch
-
-    def _mark(self, batch: Any, info: dict[str, Any], slices: _native.SliceBatch) -> None:
-        if self._flags:
-            flags: dict[Any, Any] = info  # where other libraries have them under their keys, too
-            truncated_key, done_key, terminated_key = self._flag_keys
-            truncated, done, terminated = get_entries(batch, self._flags[0][:-1], self._flag_names)
-            marked = truncated is not None and slices.mark_last(truncated)
-            flags[truncated_key] = truncated if marked else mark_last(batch, self._flags[0], slices)
-            marked = done is not None and slices.mark_last(done)
-            flags[done_key] = done if marked else mark_last(batch, self._flags[1], slices)
-            flags[terminated_key] = torch.zeros_like(slices.last()) if terminated is None else terminated
-        if self.init_key is not None:
-            mark_first_if_any(batch, self.init_key, slices)
-        if self.pad_output:
-            put(batch, MASK, slices.mask())
-        if self.slice_key is not None:
-            put(batch, self.slice_key, info["slice_id"])
 
     # ---- state ----
     def _config(self) -> dict[str, Any]:
@@ -631,18 +431,6 @@ def _rows_cut(span: tuple[Cut, Cut], length: int) -> tuple[int, int]:
     if max(begin, end) >= length:
         raise ValueError(f"span={span} leaves nothing of slices of {length} steps; a number must be less than {length}")
     return begin, end
-
-
-def _stored_flag(storage: Storage, path: KeyPath, slots: Tensor) -> Tensor | None:
-    """The flags of stored rows, bool [n, 1]; None where these have no such leaf."""
-    with storage.mutex:
-        if storage.leaf(path) is None:
-            return None
-        lanes = storage.lanes
-        assert lanes is not None
-        rows = storage.column(path, slots // lanes.envs)
-        each = rows.reshape(len(slots), lanes.envs, -1)[torch.arange(len(slots)), slots % lanes.envs]
-    return each.cpu().to(torch.bool).any(1, keepdim=True)
 
 
 def _counters(storage: Storage) -> list[dict[str, Any]]:
@@ -719,26 +507,15 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
                 return torch.empty(0, dtype=torch.int64) if self._ran_out else None
             return self._walk.rest(self._epoch["position"])
 
-    def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
-        """Slices of other trajectories of the same epoch; where it has no more, the batch has fewer slices."""
-        if "slices" not in info or self._has_own_rows(info):
-            return super()._redraw(storage, slots, info, positions)
-        slices: _native.SliceBatch = info["slices"]
-        ids = info["slice_id"]
-        which = sorted({int(ids[position]) for position in positions if position < len(ids)})
-        epoch = info.epoch if isinstance(info, EpochInfo) else None
-        if self.drop_last or epoch is None or len(which) == len(slices):
-            return super()._redraw(storage, slots, info, positions)
-        with self.lock:
-            fresh = self._draw_more(storage, slices.rule, epoch, len(which))
-        done = 0 if fresh is None else len(fresh)
-        if fresh is not None:
-            slices = slices.replaced(which[:done], fresh)
-        slices = slices.without(which[done:])
-        info.update(self._entries(slices))
-        return slices.slots()
+    def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
+        draw = super()._draw_batch(storage, batch_size)
+        if draw.runs is not None and isinstance(draw.info, EpochInfo) and not self.drop_last:
+            draw.rest = partial(self._draw_more, storage, draw.runs.rule, draw.info.epoch)
+        return draw
 
-    def _draw_more(self, storage: Storage, rule: _native.SliceRule, epoch: int, n: int) -> _native.SliceBatch | None:
+    def _draw_more(
+        self, storage: Storage, rule: _native.SliceRule, epoch: int | None, n: int
+    ) -> _native.SliceBatch | None:
         """Up to n more slices of this epoch, such that a last batch remains, which says that it is the last."""
         now, walk = self._epoch, self._walk
         if now is None or walk is None or self._epoch_id != epoch:
@@ -967,11 +744,14 @@ class SequenceSampler(SliceSampler, built_in=True):
         self.mask_key = as_path(mask_key, "mask_key")
         self.init_key = None if init_key is None else as_path(init_key, "init_key")
 
-    _watched = (*SliceSampler._watched, "mask_key")
+    mask_key = MarkKey[KeyPath]()
 
-    def _marks(self) -> tuple[tuple[str, KeyPath], ...]:
+    def _make_marks(self) -> tuple[Mark, ...]:
         init = () if self.init_key is None else (("first", self.init_key),)
-        return (*super()._marks(), ("mask", self.mask_key), *init)
+        return (*super()._make_marks(), *init)
+
+    def _masks(self) -> tuple[KeyPath, ...]:
+        return (self.mask_key,)
 
     def _check_burn_in(self, length: int) -> None:
         if self.burn_in >= length:
@@ -979,24 +759,12 @@ class SequenceSampler(SliceSampler, built_in=True):
                 f"burn_in={self.burn_in} leaves no row to train on of sequences of {length}; slice_len counts both"
             )
 
-    def _max_rows(self, storage: Storage, batch_size: int) -> int:
-        return batch_size
-
     def _rule(self, length: int) -> _native.SliceRule:
         self._check_burn_in(length)
         least = length - self.burn_in if self.strict_length else 1
         if self.weight == "steps":
             return _native.SliceRule(length, least, before=length - 1, pad=True, by_window=True)
         return _native.SliceRule(length, least, before=self.burn_in, pad=True)
-
-    def _entries(self, slices: _native.SliceBatch) -> dict[Any, Any]:
-        return {**super()._entries(slices), _shown_key(self.mask_key): slices.mask()}
-
-    def _mark(self, batch: Any, info: dict[str, Any], slices: _native.SliceBatch) -> None:
-        super()._mark(batch, info, slices)
-        put(batch, self.mask_key, slices.mask())
-        if self.init_key is not None:
-            mark_first(batch, self.init_key, slices)
 
     def _config(self) -> dict[str, Any]:
         return {**super()._config(), "burn_in": self.burn_in}

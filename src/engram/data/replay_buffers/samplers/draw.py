@@ -1,0 +1,140 @@
+"""A draw as data: the rows that a sampler chose for one batch, what is said of them, and what makes them stale."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram import _native
+from engram.pytree import KeyPath
+
+if TYPE_CHECKING:
+    from engram.data.replay_buffers.samplers.runs import Mark
+
+Index = Tensor | tuple[Tensor, ...]
+
+
+class EpochInfo(dict[str, Any]):
+    """The info of a batch that belongs to an epoch: a dict that also names the epoch, by a number in this process.
+
+    Rows of such a batch that are overwritten before they are read are drawn again from the same epoch or not at all: a
+    row of another epoch could be one that this epoch has already given.
+    """
+
+    ids = itertools.count()
+    epoch: int | None = None
+
+
+class Draw:
+    """The rows that a sampler drew for one batch, each of them by itself.
+
+    Attributes:
+        index: of the rows, as users get it; `slots`, int64 [n], are the same rows.
+        info: what is said of the batch.
+        seen: what knows which rows of `store` have changed since they were drawn: after a read
+            `seen.stale(store, slots)` gives their positions. None: any row may be read that is in a slot.
+        again: draws other rows in the same way: a Draw of n, or of fewer.
+        rest: up to n slots more of the same epoch; None: lost rows are replaced by any others.
+        runs: the slices that rows belong to; None: to none. `marks`: what is marked in their batch, `flags`: keys in
+            info and paths in the batch of flags that info gives, too.
+        last: whether it is the last of its epoch; `incarnation`: of the storage before the draw. Readers set both.
+        kind: of the sampler, for errors.
+    """
+
+    last: bool
+    incarnation: int
+    store: _native.Store
+    seen: Any = None
+    rest: Callable[[int], Any] | None = None
+    runs: _native.SliceBatch | None = None
+    marks: tuple[Mark, ...] = ()
+    flags: dict[Any, KeyPath]
+
+    def __init__(
+        self, index: Index, slots: Tensor, info: dict[Any, Any], kind: str, again: Callable[[int], Any]
+    ) -> None:
+        self.index, self.slots, self.info, self.kind, self.again = index, slots, info, kind, again
+
+    def append(self, more: Draw) -> None:
+        """Adds the rows of another draw, whose info takes the place of this one's."""
+        parts = zip(*(one.index if isinstance(one.index, tuple) else (one.index,) for one in (self, more)), strict=True)
+        joined = tuple(map(torch.cat, parts))
+        self.index = joined if isinstance(self.index, tuple) else joined[0]
+        self.slots, self.info = torch.cat([self.slots, more.slots]), more.info
+
+    def redraw(self, positions: list[int]) -> Draw:
+        """The draw with other rows at these positions, whose rows were overwritten; of an epoch it may have fewer.
+
+        The caller holds the sampler's lock.
+        """
+        positions = [position for position in positions if position < len(self.slots)]
+        if self.rest is not None and len(positions) < len(self.slots):
+            return self._go_on_in_epoch(self.rest, positions)
+        slots, n, done = self.slots.clone(), len(self.slots), 0
+        while done < len(positions):  # the last draw of an epoch may give fewer
+            fresh = self.again(len(positions) - done)
+            self._check(fresh, len(positions))
+            at = torch.tensor(positions[done : done + len(fresh.slots)])
+            slots[at] = fresh.slots[: len(at)]
+            put_rows(self.info, fresh.info, at, n)
+            if self.seen is not None:
+                self.seen.replace(positions, fresh.seen)
+            done += len(at)
+        self.slots = slots
+        return self
+
+    def _check(self, fresh: Draw, n: int) -> None:
+        """RuntimeError for draws of a user's own sampler that cannot take the places of n rows."""
+        if self.seen is not None and (fresh.seen is None or len(fresh.slots) != n):
+            raise RuntimeError(
+                f"{self.kind}.sample returned {len(fresh.slots)} rows and a {type(fresh.info).__name__} where {n} rows "
+                "are to be drawn again; it must return as many as it is asked for, and the info of its base"
+            )
+        if not len(fresh.slots):
+            raise RuntimeError(f"{self.kind}.sample returned no slots for {n} rows to be drawn again")
+
+    def _go_on_in_epoch(self, rest: Callable[[int], Tensor], positions: list[int]) -> Draw:
+        fresh = self.slots[:0]
+        # A child adds entries in `sample` only: with some there are no more rows for this batch.
+        if not any(is_per_row(value, len(self.slots)) for value in self.info.values()):
+            fresh = rest(len(positions))
+        keep = torch.ones(len(self.slots), dtype=torch.bool)
+        keep[positions[len(fresh) :]] = False
+        slots = self.slots.clone()
+        slots[positions[: len(fresh)]] = fresh
+        keep_rows(self.info, keep)
+        self.slots = slots[keep]
+        return self
+
+
+def put_rows(info: dict[str, Any], fresh: dict[str, Any], at: Tensor, n: int) -> None:
+    """Puts the info of rows that were drawn again at their positions (int64) in the info of a batch of n rows."""
+    for key, value in fresh.items():
+        old: Any = info.get(key)
+        if not is_per_row(old, n) or not is_per_row(value) or len(value) < len(at):
+            continue
+        if isinstance(old, Tensor):
+            info[key] = old.index_copy(0, at, torch.as_tensor(value[: len(at)]).to(old))
+        else:
+            info[key] = old.copy()
+            for place, one in zip(at.tolist(), value, strict=False):
+                info[key][place] = one
+
+
+def keep_rows(info: dict[str, Any], keep: Tensor) -> None:
+    """Leaves rows out of the info of a batch, whose rows to keep are True: bool [n]."""
+    for key, value in list(dict.items(info)):
+        if is_per_row(value, len(keep)):
+            rows = keep.nonzero().flatten()
+            info[key] = [value[i] for i in rows.tolist()] if isinstance(value, list) else value[rows]
+
+
+def is_per_row(value: Any, n: int | None = None) -> bool:
+    """Whether an entry of an info has a value for each row: a tensor, array or list; with n: of so many."""
+    sized = isinstance(value, list) or (isinstance(value, Tensor | np.ndarray) and value.ndim > 0)
+    return sized and (n is None or len(value) == n)
