@@ -47,7 +47,7 @@ class Receiver(NamedTuple):
     """The buffer that loads a directory.
 
     Attributes:
-        storage: the storage that is filled.
+        storage: what is filled: the storage, or a load of it.
         index_key: the key under which its writer stores each row's index; None: it stores none.
         part: gives the "sampler" or the "writer".
     """

@@ -387,14 +387,15 @@ def load_buffer(
     if unknown:
         raise ValueError(f"parts are {PARTS}, got {unknown}")
     storage, with_rows = buffer.storage, "storage" in parts
-    with open_saved(path, snapshot, _receiver(buffer)) as saved:
+    sink = storage._sink()
+    with open_saved(path, snapshot, _receiver(buffer, sink)) as saved:
         states, differences = saved.part_states(parts)
         states = select(states)
         differences += _differences(buffer, states, saved.malformed)
         if not differences:
             _check_states(buffer, states, saved.malformed)
         if with_rows:
-            differences += _differences_in(lambda: saved.check_storage(storage.checkpointer, storage._sink()))
+            differences += _differences_in(lambda: saved.check_storage(storage.checkpointer, sink))
         if differences:
             raise CheckpointMisfitError(f"{path} does not fit this buffer", differences, _advice(states))
         with storage._exclusive("loads") if with_rows else storage.mutex:
@@ -402,7 +403,7 @@ def load_buffer(
             BufferLoad(buffer, states, rows, saved.malformed).run()
 
 
-def _receiver(buffer: SavedBuffer) -> Receiver:
+def _receiver(buffer: SavedBuffer, sink: Any) -> Receiver:
     """The buffer, as another library's directory is read for it."""
     parts: dict[str, Sampler | Writer] = {"sampler": buffer._sampler, "writer": buffer._writer}
 
@@ -411,7 +412,7 @@ def _receiver(buffer: SavedBuffer) -> Receiver:
         state = buffer._writer._state_beside_rows() if name == "writer" else parts[name].state_dict()
         return Part(tuple(kind.__name__ for kind in kinds), state)
 
-    return Receiver(buffer.storage, buffer._writer.index_key, part)
+    return Receiver(sink, buffer._writer.index_key, part)
 
 
 def _differences_in(check: Callable[[], None]) -> list[str]:
