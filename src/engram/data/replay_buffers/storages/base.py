@@ -481,7 +481,10 @@ class Storage(MadeFromParts, abc.ABC):
             stored = self._are_stored(steps)
             if self._sets_new_rows and torch.equal(steps, self._next_steps(len(steps))):
                 stored[:] = False  # round the ring: the newest rows take the place of the oldest
-            as_new = self._sets_new_rows and self._replaces_out_of_turn
+            lanes = self.lanes
+            # A new row can take the place of any stored one where that gets a sequence of its own.
+            as_new = self._sets_new_rows and self._replaces_rows and self.ndim == 1
+            as_new = as_new and lanes is not None and lanes.store.lanes == 1
             if bool(stored.all()) and not as_new:
                 self._replace_stored(index, data, index_key)
                 return
@@ -569,12 +572,6 @@ class Storage(MadeFromParts, abc.ABC):
             raise IndexError(f"index {index!r} has not been written: the storage is empty; extend it first")
         with self.lanes.exclusive("changing stored rows"):
             self._set(select(self.lanes.store, index, self.env_shape), items, index_key)
-
-    @property
-    def _replaces_out_of_turn(self) -> bool:
-        """Whether a new row can take the place of any stored one, with a sequence of its own."""
-        lanes = self.lanes
-        return self._replaces_rows and self.ndim == 1 and lanes is not None and lanes.store.lanes == 1
 
     def _replace_by_new(self, slots: Tensor, items: Any, index_key: str | None) -> None:
         """Puts new rows in the place of stored ones: each gets a sequence of its own."""
