@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import itertools
 import os
 import threading
 import weakref
@@ -32,6 +33,17 @@ if TYPE_CHECKING:
     from engram.store.lanes import Lanes
 
 EMPTY = "Cannot sample from an empty storage."
+
+
+class EpochInfo(dict[str, Any]):
+    """The info of a batch that belongs to an epoch: a dict that also names the epoch, by a number in this process.
+
+    Rows of such a batch that are overwritten before they are read are drawn again from the same epoch or not at all: a
+    row of another epoch could be one that this epoch has already given.
+    """
+
+    ids = itertools.count()
+    epoch: int | None = None
 
 
 class DrawTotals(NamedTuple):

@@ -17,6 +17,7 @@ from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
     DrawTotals,
+    EpochInfo,
     Sampler,
     WorkerShare,
     check_counts,
@@ -24,7 +25,7 @@ from engram.data.replay_buffers.samplers.base import (
     check_full_batches,
     stored_rows,
 )
-from engram.data.replay_buffers.samplers.draw import Draw, EpochInfo, Index
+from engram.data.replay_buffers.samplers.draw import Draw, Index
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram.data.replay_buffers.samplers.draw import Draw, EpochInfo, is_per_row
+from engram.data.replay_buffers.samplers.base import EpochInfo
+from engram.data.replay_buffers.samplers.draw import Draw, is_per_row
 from engram.pytree import KeyPath, format_key, get_entry, has_batch_size, has_keys, set_entry
 from engram.store.copies import CopiedAsPlain
 
