@@ -154,8 +154,8 @@ def _first_for_all(original: Any, self: Any, state: dict[str, Any]) -> None:
     original(self, {"transforms": [{**entry, "state": entries[0]["state"]} for entry in entries]} if entries else state)
 
 
-def _without_generator(original: Any, buffer: Any, wanted: Any, *more: Any) -> None:
-    original(buffer, {name: part for name, part in wanted.items() if name != "generator"}, *more)
+def _without_generator(original: Any, buffer: Any, states: Any) -> None:
+    original(buffer, {name: state for name, state in states.items() if name != "generator"})
 
 
 def _only_sampler(original: Any, self: Any, cursor: Any, generators: Any) -> None:
@@ -266,7 +266,7 @@ MUTANTS = {
     ),
     "all transforms": Mutant(around(adoption, "_load_transforms", _skip_transforms), Combo(transform="init")),
     # ---- the buffer ----
-    "the generator": Mutant(around(saving, "restore", _without_generator), Combo()),
+    "the generator": Mutant(around(saving, "_load_parts", _without_generator), Combo()),
     "the rewind of the sampler": Mutant(around(Prefetcher, "_rewind", _only_generator), EPOCHS._replace(prefetch=3)),
     "the rewind of the generator": Mutant(around(Prefetcher, "_rewind", _only_sampler), Combo(prefetch=3)),
     "what was prepared before a load": Mutant(instead(Prefetcher, "drop", nothing), Combo(prefetch=3)),

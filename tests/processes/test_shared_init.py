@@ -15,6 +15,7 @@ from tensordict import TensorDict
 
 from contracts.waiting import NEVER
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from engram.data.replay_buffers.state.rows import RowLoad
 from engram.errors import StorageError, StorageInUseError
 from engram.store import unmade
 from engram.store.files import StoreSpec, passing_fds
@@ -223,19 +224,19 @@ def test_environments_of_another_shape_than_another_process_made_are_refused():
     assert len(rb) == 24 and rb[:].shape == (2, 3, 4)
 
 
-def test_others_see_what_is_loaded_into_it_when_all_is_there(tmp_path):
+def test_others_see_what_is_loaded_into_it_when_all_is_there(tmp_path, monkeypatch):
     saved = ReplayBuffer(storage=LazyTensorStorage(100))
     saved.extend(steps(0, 50))
     saved.dumps(tmp_path / "saved")
     rb = ReplayBuffer(storage=LazyTensorStorage(100, shared_init=True))
     other, seen = sent(rb), []
-    end = type(rb.storage).end_restore
+    end = RowLoad.end_restore
 
-    def end_restore(storage):
+    def end_restore(load, *counters):
         seen.append(other.storage.layout)
-        end(storage)
+        end(load, *counters)
 
-    rb.storage.end_restore = end_restore.__get__(rb.storage)
+    monkeypatch.setattr(RowLoad, "end_restore", end_restore)
     rb.loads(tmp_path / "saved")
     assert seen == [None] and other[:]["n"].tolist() == list(range(50))
 

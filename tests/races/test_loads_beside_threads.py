@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from engram.store.tables import RowTable
 from tensordict import TensorDict
 
 from contracts.waiting import NEVER
@@ -540,7 +541,7 @@ def test_a_batch_that_was_drawn_before_a_load_is_drawn_anew_after_it(when, make,
         rb.append_transform(transform)
     else:
         which = members(rb)[-1 if when == "between members" else 0]
-        ways = ((type(which.storage), "read"), (LazyTensorStorage, "_read_many"), (ListStorage, "_read_items"))
+        ways = ((type(which.storage), "read"), (RowTable, "read_many"), (ListStorage, "_read_items"))
         for kind, name in ways:
             read = getattr(kind, name)
             monkeypatch.setattr(kind, name, lambda *args, read=read, **more: (load_once(), read(*args, **more))[1])

@@ -77,6 +77,7 @@ COMPUTED = {
     ("data/replay_buffers/writers/round_robin.py", "has_writing_methods"): "the methods that stand there",
     ("data/replay_buffers/schedulers.py", "__init__"): "the caller, who names a setting of his sampler",
     ("data/replay_buffers/schedulers.py", "_set"): "the caller, who names a setting of his sampler",
+    ("data/replay_buffers/storages/base.py", "__init_subclass__"): "methods in a table that stands there",
     ("data/replay_buffers/storages/base.py", "__getattr__"): "a user's own writer, which asks for an attribute",
     ("transforms/torchrl.py", "__getattr__"): "the transform, which asks for an attribute of the environment",
     ("transforms/base.py", "state_settings"): "_state_settings of the class",
