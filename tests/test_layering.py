@@ -28,8 +28,11 @@ LAYERS = [
     [f"{BUFFERS}.schedulers"],
     [f"{BUFFERS}.buffer", f"{BUFFERS}.tensordict", f"{BUFFERS}.ensemble"],
     [
+        f"{BUFFERS}.batch_writer",
         f"{BUFFERS}.conditional",
         f"{BUFFERS}.dataset",
+        f"{BUFFERS}.delayed",
+        f"{BUFFERS}.in_place",
         f"{BUFFERS}.prefetch",
         f"{BUFFERS}.reader",
         f"{BUFFERS}.state.buffers",
@@ -271,7 +274,7 @@ WALLS = {
     "probes by identity of a method": 34,
     "hasattr and getattr": 236,
     "classes of 45 methods": 13,
-    "uses of another object's private name": 324,
+    "uses of another object's private name": 320,
     "class flags that others ask": 19,
 }
 

@@ -11,7 +11,6 @@ import time
 
 import pytest
 import torch
-from engram.store.tables import RowTable
 from tensordict import TensorDict
 
 from contracts.waiting import NEVER
@@ -34,6 +33,7 @@ from engram.data import (
 )
 from engram.data.replay_buffers.samplers.base import WorkerShare
 from engram.data.replay_buffers.samplers.runs import mark
+from engram.store.tables import RowTable
 
 ROWS = 64
 STATES = (1, 2, 3)
