@@ -266,7 +266,7 @@ MUTANTS = {
     ),
     "all transforms": Mutant(around(adoption, "_load_transforms", _skip_transforms), Combo(transform="init")),
     # ---- the buffer ----
-    "the generator": Mutant(around(saving, "restore", _without_generator), Combo()),
+    "the generator": Mutant(around(saving, "_load_parts", _without_generator), Combo()),
     "the rewind of the sampler": Mutant(around(Prefetcher, "_rewind", _only_generator), EPOCHS._replace(prefetch=3)),
     "the rewind of the generator": Mutant(around(Prefetcher, "_rewind", _only_sampler), Combo(prefetch=3)),
     "what was prepared before a load": Mutant(instead(Prefetcher, "drop", nothing), Combo(prefetch=3)),
