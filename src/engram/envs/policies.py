@@ -125,18 +125,22 @@ def own_exploration_type() -> None:
     _types.own = [None]
 
 
-_types = threading.local()  #: `own`: a list with the thread's own type, if it has one
+class _Types(threading.local):
+    own: list[Any] | None = None  # a list with the thread's own type, if it has one
+
+
+_types = _Types()
 
 
 class _TypeOfThreads:
     """Replaces tensordict's holder of the exploration type by one with thread-local types."""
 
     def get_mode(self) -> Any:
-        own = getattr(_types, "own", None)
+        own = _types.own
         return super().get_mode() if own is None else own[0]  # type: ignore[misc]
 
     def set_mode(self, type: Any) -> None:
-        own = getattr(_types, "own", None)
+        own = _types.own
         if own is None:
             super().set_mode(type)  # type: ignore[misc]
         else:
@@ -176,6 +180,11 @@ class RandomPolicy:
 
     def __repr__(self) -> str:
         return f"RandomPolicy(action_spec={self.action_spec!r})"
+
+
+def acts_at_random(policy: Any) -> bool:
+    """Whether it is `env.rand_step` or `env.rand_action`, of an environment of any library."""
+    return getattr(policy, "__name__", None) in ("rand_step", "rand_action") and hasattr(policy, "__self__")
 
 
 def random_policy(env: Any) -> RandomPolicy:
@@ -279,7 +288,7 @@ def as_policy(policy: Any, env: Any, *, trusted: bool = False) -> TensorDictPoli
         return random_policy(env)
     if isinstance(policy, RandomPolicy):
         return _expanded(policy, env)
-    if getattr(policy, "__name__", None) in ("rand_step", "rand_action") and hasattr(policy, "__self__"):
+    if acts_at_random(policy):
         return _expanded(random_policy(policy.__self__), env)
     if not callable(policy):
         raise TypeError(f"policy must be a callable, an nn.Module or None, got {type(policy).__name__}")

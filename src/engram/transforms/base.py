@@ -580,7 +580,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         if not built_in and cls.__setattr__ is Transform.__setattr__:
             cls.__setattr__ = nn.Module.__setattr__  # type: ignore[method-assign,assignment]
         if "invertible" not in vars(cls):
-            cls.invertible = any(getattr(cls, name) is not getattr(Transform, name) for name in _INVERTING)
+            cls.invertible = _overrides(cls, _INVERTING)
         by_call = cls._inv_call is not Transform._inv_call and cls.inv is Transform.inv
         if by_call and not cls._inverts_by_call:
             cls._inverts_by_call = cls._has_memory = cls.inverse_in_order = True
@@ -595,7 +595,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         self, in_keys: Keys = None, out_keys: Keys = None, in_keys_inv: Keys = None, out_keys_inv: Keys = None
     ) -> None:
         kind = type(self)
-        is_keyed = all(getattr(kind, name) is getattr(Transform, name) for name in _OF_VALUES)
+        is_keyed = not _overrides(kind, _OF_VALUES)
         self.in_keys, self.out_keys = _pair(in_keys, out_keys, "", must_fit=kind.built_in or is_keyed)
         self.in_keys_inv, self.out_keys_inv = _pair(in_keys_inv, out_keys_inv, "_inv")
 
@@ -745,8 +745,8 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         kind = type(self)
-        is_keyed = all(getattr(kind, name) is getattr(Transform, name) for name in _OF_VALUES)
-        says_specs = any(getattr(kind, name) is not getattr(Transform, name) for name in _OF_SPECS)
+        is_keyed = not _overrides(kind, _OF_VALUES)
+        says_specs = _overrides(kind, _OF_SPECS)
         return super().transform_specs(specs) if is_keyed or says_specs else specs_by_trial(self, specs)
 
     # ---- writing ----
@@ -958,6 +958,11 @@ _OF_VALUES = ("forward", "_call", "_reset", "_step")
 _OF_SPECS = tuple(
     f"transform_{name}_spec" for name in ("observation", "action", "reward", "done", "output", "input", "state")
 )
+
+
+def _overrides(kind: type[Transform], names: Sequence[str]) -> bool:
+    """Whether a class has one of these methods of its own."""
+    return any(getattr(kind, name) is not getattr(Transform, name) for name in names)
 
 
 def _pair(sources: Keys, targets: Keys, suffix: str, must_fit: bool = True) -> tuple[list[Key], list[Key]]:

@@ -22,6 +22,7 @@ from typing_extensions import Self, TypedDict, TypeVar, Unpack
 
 from engram._advice import advised
 from engram._arguments import describe
+from engram._checks import is_integer
 from engram._generator import Generator, is_state
 from engram._system import set_state, state_of
 from engram._text import warn_user
@@ -1270,7 +1271,7 @@ def _with_capacity(storage: Storage | None, capacity: int | None) -> Storage:
 def _checked_batch_size(batch_size: Any) -> int | None:
     if batch_size is None:
         return None
-    if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__") or int(batch_size) < 1:
+    if not is_integer(batch_size, 1):
         raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
     return int(batch_size)
 
