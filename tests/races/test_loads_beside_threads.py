@@ -519,6 +519,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.quick
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("make", [buffer, pair, pair_of_lists], ids=lambda make: make.__name__)
