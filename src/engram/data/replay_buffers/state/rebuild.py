@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,21 +17,11 @@ from engram._text import visible
 from engram.checkpoint.directory import HOOKED
 from engram.checkpoint.reader import reading
 from engram.checkpoint.snapshot import open_snapshot
-from engram.data.replay_buffers import samplers, writers
+from engram.data.replay_buffers import checkpointers, samplers, storages, writers
 from engram.data.replay_buffers.buffer import ReplayBuffer
 from engram.data.replay_buffers.checkpointers.objects import ListStorageCheckpointer
-from engram.data.replay_buffers.checkpointers.rows import TensorStorageCheckpointer
-from engram.data.replay_buffers.checkpointers.ted import FlatStorageCheckpointer, NestedStorageCheckpointer
-from engram.data.replay_buffers.checkpointers.ted_h5 import H5StorageCheckpointer
 from engram.data.replay_buffers.state.buffers import PARTS, load_buffer
-from engram.data.replay_buffers.storages import (
-    CompressedListStorage,
-    LazyMemmapStorage,
-    LazyStackStorage,
-    LazyTensorStorage,
-    ListStorage,
-    Storage,
-)
+from engram.data.replay_buffers.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage
 from engram.data.replay_buffers.tensordict import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
@@ -41,42 +32,28 @@ from engram.store.counters import Counters
 from engram.store.header import has_store
 from engram.transforms.base import InvertedTransform, Transform
 
+
 # What may be made, by the names that a checkpoint has for it: classes of the library's own alone.
+def _kinds(package: ModuleType, base: type, *without: type) -> list[Any]:
+    """The classes that a package lists in `__all__`, children of a base, without the base and those named."""
+    listed = (vars(package)[name] for name in package.__all__)
+    return [
+        kind for kind in listed if isinstance(kind, type) and issubclass(kind, base) and kind not in (base, *without)
+    ]
+
+
+# An ensemble is made of its members, a TensorStorage of its user's tensors.
 _CHECKPOINTERS: dict[str, Any] = {
     kind.format: kind
-    for kind in (
-        FlatStorageCheckpointer,
-        H5StorageCheckpointer,
-        ListStorageCheckpointer,
-        NestedStorageCheckpointer,
-        TensorStorageCheckpointer,
-    )
+    for kind in _kinds(checkpointers, checkpointers.StorageCheckpointerBase, checkpointers.StorageEnsembleCheckpointer)
 }
 _STORAGES: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (CompressedListStorage, LazyMemmapStorage, LazyStackStorage, LazyTensorStorage, ListStorage)
+    kind.__name__: kind for kind in _kinds(storages, storages.Storage, storages.StorageEnsemble, storages.TensorStorage)
 }
 _SAMPLERS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        samplers.PrioritizedSampler,
-        samplers.PrioritizedSliceSampler,
-        samplers.RandomSampler,
-        samplers.SamplerWithoutReplacement,
-        samplers.SequenceSampler,
-        samplers.SliceSampler,
-        samplers.SliceSamplerWithoutReplacement,
-    )
+    kind.__name__: kind for kind in _kinds(samplers, samplers.Sampler, samplers.SamplerEnsemble)
 }
-_WRITERS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        writers.ImmutableDatasetWriter,
-        writers.RoundRobinWriter,
-        writers.TensorDictMaxValueWriter,
-        writers.TensorDictRoundRobinWriter,
-    )
-}
+_WRITERS: dict[str, Any] = {kind.__name__: kind for kind in _kinds(writers, writers.Writer, writers.WriterEnsemble)}
 _TRANSFORMS: dict[str, Any] = {
     name: kind
     for name, kind in {**transforms.__dict__, "InvertedTransform": InvertedTransform}.items()
