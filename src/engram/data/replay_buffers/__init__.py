@@ -1,6 +1,7 @@
 """Replay buffers and their parts."""
 
 from engram._advice import advise_on_names
+from engram.data.replay_buffers import samplers, storages, writers
 from engram.data.replay_buffers.buffer import (
     ReplayBuffer,
 )
@@ -17,18 +18,7 @@ from engram.data.replay_buffers.conditional import UpdateResult
 from engram.data.replay_buffers.ensemble import (
     ReplayBufferEnsemble,
 )
-from engram.data.replay_buffers.samplers import (
-    DrawTotals,
-    PrioritizedSampler,
-    PrioritizedSliceSampler,
-    RandomSampler,
-    Sampler,
-    SamplerEnsemble,
-    SamplerWithoutReplacement,
-    SequenceSampler,
-    SliceSampler,
-    SliceSamplerWithoutReplacement,
-)
+from engram.data.replay_buffers.samplers import *  # noqa: F403 -- its `__all__` is the one list
 from engram.data.replay_buffers.schedulers import (
     LambdaScheduler,
     LinearScheduler,
@@ -37,16 +27,7 @@ from engram.data.replay_buffers.schedulers import (
     StepScheduler,
 )
 from engram.data.replay_buffers.stats import BufferStats
-from engram.data.replay_buffers.storages import (
-    CompressedListStorage,
-    LazyMemmapStorage,
-    LazyStackStorage,
-    LazyTensorStorage,
-    ListStorage,
-    Storage,
-    StorageEnsemble,
-    TensorStorage,
-)
+from engram.data.replay_buffers.storages import *  # noqa: F403 -- its `__all__` is the one list
 from engram.data.replay_buffers.tensordict import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
@@ -62,69 +43,44 @@ from engram.data.replay_buffers.utils import (
     TED2Flat,
     TED2Nested,
 )
-from engram.data.replay_buffers.writers import (
-    ImmutableDatasetWriter,
-    RoundRobinWriter,
-    TensorDictMaxValueWriter,
-    TensorDictRoundRobinWriter,
-    Writer,
-    WriterEnsemble,
-)
+from engram.data.replay_buffers.writers import *  # noqa: F403 -- its `__all__` is the one list
 
 __all__ = [
     "DEFAULT_DONE_KEYS",
     "BufferStats",
-    "CompressedListStorage",
-    "DrawTotals",
     "Flat2TED",
     "FlatStorageCheckpointer",
     "H5Combine",
     "H5Split",
     "H5StorageCheckpointer",
-    "ImmutableDatasetWriter",
     "LambdaScheduler",
-    "LazyMemmapStorage",
-    "LazyStackStorage",
-    "LazyTensorStorage",
     "LinearScheduler",
-    "ListStorage",
     "ListStorageCheckpointer",
     "Nested2TED",
     "NestedStorageCheckpointer",
     "ParameterScheduler",
     "PrioritizedReplayBuffer",
-    "PrioritizedSampler",
-    "PrioritizedSliceSampler",
-    "RandomSampler",
     "ReplayBuffer",
     "ReplayBufferEnsemble",
-    "RoundRobinWriter",
-    "Sampler",
-    "SamplerEnsemble",
-    "SamplerWithoutReplacement",
     "SchedulerList",
-    "SequenceSampler",
-    "SliceSampler",
-    "SliceSamplerWithoutReplacement",
     "StepScheduler",
-    "Storage",
     "StorageCheckpointerBase",
-    "StorageEnsemble",
     "StorageEnsembleCheckpointer",
     "TED2Flat",
     "TED2Nested",
-    "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
-    "TensorDictRoundRobinWriter",
-    "TensorStorage",
     "TensorStorageCheckpointer",
     "Trajectory",
     "UpdateResult",
-    "Writer",
-    "WriterEnsemble",
     "find_start_stop_traj",
     "iter_trajectories",
 ]
+__all__ += samplers.__all__
+__all__ += storages.__all__
+__all__ += writers.__all__
+__all__.remove("Checked")  # for storages of a user's own: in `storages` alone
+__all__.remove("Rows")
+__all__.sort(key=lambda name: (not name.isupper(), name))  # constants first
 
 advise_on_names(__name__)
