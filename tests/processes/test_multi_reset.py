@@ -102,11 +102,8 @@ def test_flags_of_another_number_of_workers_are_refused_and_reset_nothing():
 
 
 @pytest.mark.parametrize("cls", BOTH)
-def test_a_static_seed_reaches_every_worker(cls):
-    with cls([cartpole] * 2, frames_per_batch=8, total_frames=-1) as collector:
+def test_a_static_seed_reaches_every_worker(cls, tmp_path):
+    with cls(long_episodes(tmp_path), frames_per_batch=20, total_frames=-1) as collector:
         assert collector.set_seed(3, static_seed=True) == 3
-        firsts = {}
-        while not {0, 1} <= firsts.keys():  # one of two asynchronous workers may send many batches before the other
-            for row in collector.rollout().reshape(-1):
-                firsts.setdefault(int(row[IDS]), row["observation"])
-    assert torch.equal(firsts[0], firsts[1])
+        batches = collected(collector, (0, 0), (1, 0))
+    assert {int(row["seed"]) for batch in batches for row in batch.reshape(-1)} == {3}
