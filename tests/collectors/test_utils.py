@@ -70,6 +70,17 @@ def test_nested_trajectories_are_the_padded_ones_without_padding():
         split_trajectories(batch.set("z", torch.zeros(2, 3, dtype=torch.uint16)), as_nested=True)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("ids", [[[0, 0], [1, 1]], [[0, 0, 0]], [[0, 1]]])
+def test_nested_trajectories_of_one_length_say_that_length(ids):
+    batch = make(ids)
+    trajectories = len({trajectory for row in ids for trajectory in row})
+    nested = split_trajectories(batch, as_nested=True)
+    assert nested.batch_size == torch.Size([trajectories, batch.numel() // trajectories])
+    for key in batch.keys(True, True):
+        assert nested[key].is_nested and torch.equal(torch.cat(list(nested[key].unbind())), batch[key].flatten(0, 1))
+
+
 @pytest.mark.parametrize("arguments", [{"prefix": "episode"}, {"trajectory_key": ("episode", "traj_ids")}])
 def test_ids_and_mask_may_be_elsewhere(arguments):
     batch = make([[0, 0, 1], [2, 2, 2]])

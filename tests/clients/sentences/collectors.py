@@ -259,7 +259,10 @@ def whole_trajectories(rl: Package) -> None:
 
 @sentence("`split_trajectories(as_nested=True)` gives nested tensors without padding")
 def nested_trajectories(rl: Package) -> None:
-    batch = next(iter(rl.collectors.Collector(lambda: cartpole(rl), right(), frames_per_batch=60, total_frames=60)))
+    steps = 47  # a prime, so that the trajectories are never all of one length, which torchrl refuses
+    batch = next(
+        iter(rl.collectors.Collector(lambda: cartpole(rl), right(), frames_per_batch=steps, total_frames=steps))
+    )
     split = rl.module("collectors.utils").split_trajectories(batch, as_nested=True)
     observation = split["observation"]
     assert split.batch_size == torch.Size([len(batch["collector", "traj_ids"].unique()), -1]) and observation.is_nested
