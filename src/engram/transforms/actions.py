@@ -1,4 +1,4 @@
-"""Transforms of how actions reach an environment."""
+"""Transforms of actions: `FrameSkipTransform` and `ActionScaling`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class FrameSkipTransform(Transform, built_in=True):
     Args:
         frame_skip: the number of steps; fewer where the episode ends.
 
-    Transforms before it see every step of the environment, those after it one of `frame_skip`. It is for a single
-    environment, below what makes a batch of several.
+    Transforms before it see every step of the environment, those after it every `frame_skip`-th. It takes single
+    environments only: put it below `SerialEnv` and `ParallelEnv`.
 
     Raises:
-        ValueError: `frame_skip` is no integer of 1 or more, or the environment is a batch of several.
+        ValueError: `frame_skip` is not an integer of 1 or more, or the environment is a batch of several.
         RuntimeError: it is called on a batch.
 
     Example:
@@ -37,7 +37,7 @@ class FrameSkipTransform(Transform, built_in=True):
         tensor([3., 3.])
     """
 
-    _action: TensorDictBase | None = None  # the step's state and action, as the environment before this gets them
+    _action: TensorDictBase | None = None  # state and action of the step, as the parent environment gets them
 
     def __init__(self, frame_skip: int = 1) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class FrameSkipTransform(Transform, built_in=True):
                 "of them, whose episodes end at different times; put it into each: "
                 "SerialEnv(n, lambda: TransformedEnv(env, FrameSkipTransform(4)))"
             )
-        return copy.copy(self)  # which has this environment as its parent
+        return copy.copy(self)  # the copy has this environment as its parent
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         return specs._replace(reward=self._summed(specs.reward))
@@ -100,16 +100,16 @@ class ActionScaling(ObservationNorm, built_in=True):
 
     Args:
         in_keys_inv, out_keys_inv, in_keys, out_keys: as Transform's; `["action"]` if None.
-        loc, scale: the middle of the environment's actions and half of their range. Without both they are those of the
-            bounds of the environment that the transform is put into.
+        loc, scale: the middle of the environment's actions and half of their range; without both, computed from the
+            bounds of the environment.
         standard_normal: False: scale to 0 to 1 instead.
 
-    On reading from a buffer actions are scaled, and scaled back on writing. The object that was put into an environment
-    keeps the bounds, so that it may be given to a buffer, too.
+    Buffers scale actions on reading, and scale them back on writing. The object that was put into an environment
+    keeps its bounds, so that it can be given to a buffer, too.
 
     Raises:
-        ValueError: one of `loc` and `scale`; an environment whose actions have no bounds, or other ones than those that
-            the object has from another environment.
+        ValueError: only one of `loc` and `scale`; an environment whose actions have no bounds, or other bounds than
+            those from an earlier environment.
         RuntimeError: there are no `loc` and `scale` yet.
 
     Example:
@@ -148,7 +148,7 @@ class ActionScaling(ObservationNorm, built_in=True):
             settings: further arguments of the class.
 
         Raises:
-            ValueError: neither pair is complete, or both are given.
+            ValueError: neither pair is complete, or both pairs are given.
 
         Example:
             >>> ActionScaling.from_stats(low=torch.tensor([0.0]), high=torch.tensor([4.0])).scale
@@ -165,11 +165,11 @@ class ActionScaling(ObservationNorm, built_in=True):
         return cls(loc=loc, scale=scale.clamp_min(eps), **settings)
 
     def normalize(self, action: Tensor) -> Tensor:
-        """An action of the environment, scaled."""
+        """The scaled form of an environment's action."""
         return self._apply_transform(action)
 
     def denormalize(self, action: Tensor) -> Tensor:
-        """The action of the environment that a scaled one stands for."""
+        """The environment's action from a scaled one."""
         return self._inv_apply_transform(action)
 
     def _apply_transform(self, value: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class ActionScaling(ObservationNorm, built_in=True):
         low, high = torch.minimum(*ends), torch.maximum(*ends)
         return Bounded(low, high, spec.shape, spec.device, spec.dtype)
 
-    # What a reset and a step return has no action.
+    # The results of resets and steps have no action.
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         return fresh
 

@@ -40,17 +40,17 @@ class CallableTransform(Transform, built_in=True):
 class ForeignTransform(Transform, built_in=True):
     """An object with an inverse as a transform: the object is called on reading, its inverse on writing.
 
-    The inverse is its `inv`, which gets the caller's own batch; else its `_inv_call`, which gets new containers; else
+    The inverse is its `inv`, which gets the caller's batch; else its `_inv_call`, which gets a shallow copy; else
     its `_inv_apply_transform`, which computes `in_keys_inv` from `out_keys_inv`. It may return None, fewer steps or
     more than it got: it then holds steps back. `add` passes a TensorDict as a batch of one step; time is the last batch
     dimension of TensorDicts.
 
-    The buffer makes one write at a time, and one that is refused leaves the object's attributes as they were (also
-    those of modules in a module; but not the values in tensors that it changed in place). Attributes that the inverse
-    of an object that holds steps back has changed are set back when the buffer is emptied or sent to a process, and are
-    saved with the buffer if they consist of tensors, TensorDicts, numbers and strings.
+    The buffer makes one write at a time. After a refused write it restores the object's attributes (also those of
+    modules in a module; but not tensors that were changed in place). If the object holds steps back, attributes that
+    its inverse has changed are reset when the buffer is emptied or sent to a process, and are saved with the buffer if
+    they consist of tensors, TensorDicts, numbers and strings.
 
-    In an environment the action goes through the inverse, which must turn actions of the environment into such actions.
+    In an environment the inverse is applied to the action, and must return valid actions of the environment.
 
     Raises:
         TypeError: the object has no inverse that can be called, or cannot be called itself.
@@ -70,7 +70,7 @@ class ForeignTransform(Transform, built_in=True):
                 f"a {name} has `_inv_apply_transform`, and no `in_keys_inv` that it could change: give it these, "
                 "`_inv_call` or `inv`"
             )
-        self._of_tensordicts = callable(getattr(transform, "_inv_call", None))  # it has TorchRL's form
+        self._of_tensordicts = callable(getattr(transform, "_inv_call", None))  # an object in TorchRL's form
 
     # ---- reading ----
     def forward(self, batch: Any) -> Any:
@@ -138,7 +138,7 @@ class ForeignTransform(Transform, built_in=True):
         return changed
 
     def _try_actions(self, specs: EnvSpecs) -> None:
-        """Raises TypeError if the inverse does not turn actions of the environment into such actions."""
+        """Raises TypeError if the inverse does not return valid actions of the environment."""
         for action in (specs.action.zero(), *(bounds_of(specs.action) or ())):
             try:
                 inverted = copy.deepcopy(self)._inv_call(specs.blank(stepped=False).set("action", action.clone()))
@@ -161,10 +161,10 @@ class ForeignTransform(Transform, built_in=True):
 
 
 def as_transform(transform: Any, invert: bool = False) -> Transform:
-    """The Transform for what a user gave: one of our own, a callable, or an object with an inverse.
+    """Converts a Transform, a callable or an object with an inverse into a Transform.
 
     Raises:
-        TypeError: it is not callable, is a class, or has an inverse that cannot be called.
+        TypeError: the object is not callable, is a class, or has an inverse that is not callable.
     """
     if isinstance(transform, Transform):
         if transform.names_no_entry_to_invert() and not transform.in_keys:
@@ -186,14 +186,14 @@ def as_transform(transform: Any, invert: bool = False) -> Transform:
 
 
 def _inverse_keys(transform: Any) -> tuple[list[Key], list[Key]]:
-    """The entries that `_inv_apply_transform` writes, and those that it reads."""
+    """The keys that `_inv_apply_transform` writes, and those that it reads."""
     stored = as_keys(transform.in_keys_inv)
     given = getattr(transform, "out_keys_inv", None)
     return stored, as_keys(given) or stored
 
 
 def _has_inverse(transform: Any) -> bool:
-    """Whether the inverse changes anything: every transform of TorchRL has one, and most do nothing."""
+    """Whether the inverse changes anything: all TorchRL transforms have one, but most do nothing."""
     kind: Any = type(transform)
     root = _root_in_torchrl(kind)
     if root is None:

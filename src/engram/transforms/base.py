@@ -1,4 +1,4 @@
-"""`Transform`: what it does to batches on reading and writing, and to the steps of an environment."""
+"""`Transform`, the base class of transforms of batches on reading and writing, and of environment steps."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from engram.transforms.env_specs import (
     specs_by_trial,
 )
 
-IDLE = "_idle"  # marks rows of a call of `step` that only reset an environment: see `VectorEnv`
+IDLE = "_idle"  # the key of the mask of rows that were only reset by a step: see `VectorEnv`
 ChangeStep = Callable[[TensorDictBase, TensorDictBase], TensorDictBase]
 Self = TypeVar("Self", bound="Transform")
-# The environment that each transform is in, and the transform there that it stands for. Not attributes: copies and
-# pickles of a transform are in none.
+# The environment that contains each transform, and its object there (itself or a copy). Not attributes, as copies and
+# pickles of a transform belong to no environment.
 _CONTAINERS: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
@@ -56,13 +56,13 @@ class TransformStep(NamedTuple):
     transform: Any
     reset: ChangeStep
     step: ChangeStep
-    inv: Callable[[TensorDictBase], TensorDictBase] | None  #: None: it changes nothing on the way in
+    inv: Callable[[TensorDictBase], TensorDictBase] | None  #: None: it does not change actions
 
 
 class Deferred(NamedTuple):
-    """The form of a transform that is applied to whole batches after they were collected, instead of to each step."""
+    """A transform in a form that is applied to whole collected batches instead of to each step."""
 
-    writes: tuple[Key, ...]  #: the root entries that it makes or changes
+    writes: tuple[Key, ...]  #: the root entries that it creates or changes
     limit: int | None  #: the number of steps after which it truncates an episode
     #: Changes a batch `[*batch, T]` in TED in place, and continues where the last batch ended. A mask, bool `[N, T]`,
     #: marks the steps that follow a reset.
@@ -72,11 +72,10 @@ class Deferred(NamedTuple):
 class EnvTransformMixin:
     """The part of `Transform` that `TransformedEnv` uses.
 
-    A subclass that works entry by entry (`_apply_transform`) needs nothing of this. Others implement `_call(td)`, which
+    A subclass that works entry by entry (`_apply_transform`) needs none of this. Others implement `_call(td)`, which
     gets the root of a reset and the `"next"` of a step, or `_reset` and `_step` separately, and override the specs that
     they change: `transform_observation_spec`, `transform_reward_spec`, `transform_action_spec`, `transform_done_spec`.
-    Where a subclass overrides none of these, a copy of it is run on zeros, and the entries that it changes become
-    unbounded.
+    If a subclass overrides none of these, a copy is run on zeros, and the specs of changed entries become unbounded.
 
     Keys are those of the root (`"observation"`, `"reward"`). A leading `"next"`, which buffers need, is dropped:
     `["x", ("next", "x")]` means `"x"` in an environment, at resets and after steps.
@@ -108,17 +107,17 @@ class EnvTransformMixin:
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         """Changes `fresh`, the result of the environment's reset.
 
-        `td.get("_reset", None)` (bool `[*batch, 1]`) is where episodes start; None: everywhere. The other rows of
-        `fresh` have no meaning, and nobody reads the result there.
+        `td.get("_reset", None)` (bool `[*batch, 1]`) is True where episodes start; None: everywhere. The other rows of
+        `fresh` have no meaning, and their results are not read.
         """
         return self._call(fresh)
 
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        """Changes what will be under `"next"`; `td` has the state before the step, and the action."""
+        """Changes `following`, the result of a step; `td` has the state before the step, and the action."""
         return self._call(following)
 
     def _inv_call(self, td: TensorDictBase) -> TensorDictBase:
-        """`td` as the base environment gets it, above all its action; `td` itself stays unchanged."""
+        """`td` in the form for the base environment, usually with a changed action; `td` itself stays unchanged."""
         raise NotImplementedError
 
     def _inverts(self) -> bool:
@@ -130,29 +129,29 @@ class EnvTransformMixin:
         """The transform to use in an environment with these specs: itself, or a copy if it has state per episode.
 
         Raises:
-            TypeError: it does not work in environments; the message names what does.
+            TypeError: it does not work in environments; the message names an alternative.
         """
         return self
 
     @property
     def container(self) -> Any:
-        """The `TransformedEnv` that it was put into last; None if there is none."""
+        """The latest `TransformedEnv` that contains it; None if there is none."""
         return None if (place := _CONTAINERS.get(self)) is None else place[0]()
 
     def set_container(self, container: Any, stands_for: Any = None) -> None:
-        """Puts it into an environment, which calls this; a copy may stand for the transform that is there."""
+        """Called by an environment that it is added to, which may use a copy of it."""
         _CONTAINERS[self] = weakref.ref(container), weakref.ref(self if stands_for is None else stands_for)
 
     def reset_parent(self) -> None:
-        """Takes it out of its environment: `parent` is an error then."""
+        """Detaches it from its environment; `parent` raises afterwards."""
         _CONTAINERS.pop(self, None)
 
     @property
     def parent(self) -> Any:
-        """The environment as it is before this transform: the base environment with the transforms before it.
+        """The environment before this transform: the base environment with all earlier transforms.
 
         Raises:
-            RuntimeError: it is in no environment, or that exists no more.
+            RuntimeError: it is in no environment, or the environment no longer exists.
         """
         if (container := self.container) is None:
             raise RuntimeError(f"{type(self).__name__} is in no environment: put it into a TransformedEnv first")
@@ -163,7 +162,7 @@ class EnvTransformMixin:
         return [self]
 
     def policy_entries(self) -> list[Key]:
-        """Entries that it begins episodes with and the policy changes, under `"next"`; see `TensorDictPrimer`."""
+        """Entries that it adds at resets and that the policy writes under `"next"`; see `TensorDictPrimer`."""
         return []
 
     def env_steps(self) -> list[TransformStep]:
@@ -171,22 +170,22 @@ class EnvTransformMixin:
         return [TransformStep(self, self._reset, self._step, self._inv_call if self._inverts() else None)]
 
     def deferred(self) -> Deferred | None:
-        """The same transform for whole batches; None if it must see each step."""
+        """Its form for whole batches; None if it must be applied to each step."""
         return None
 
     def close(self) -> None:
-        """Called when the environment that it is in is closed; a class with files or windows closes them here."""
+        """Called when its environment is closed; a class with files or windows closes them here."""
 
     def dump(self, **settings: Any) -> None:
-        """Writes what it has recorded; only classes that record something have this."""
+        """Writes its recordings; only classes that record implement this."""
 
     def empty_cache(self) -> None:
-        """Forgets what was computed from `in_keys` and `out_keys`, which may then be set to others."""
+        """Clears values cached from `in_keys` and `out_keys`; call it after changing them."""
         vars(self).pop("_env_pairs", None)
 
     @cached_property
     def _env_pairs(self) -> list[tuple[Key, Key]]:
-        """Pairs of source and target keys at the root, each once; none in a class that pairs them in another way."""
+        """Pairs of source and target keys at the root, each once; empty if a class maps keys in another way."""
         return root_pairs(self.in_keys, self.out_keys) if len(self.in_keys) == len(self.out_keys) else []
 
     # ---- specs ----
@@ -200,7 +199,7 @@ class EnvTransformMixin:
         if self._changes_groups():
             changed = self._specs_by_groups(specs)
         else:
-            # Copies: a subclass may set entries of the Composite that it gets.
+            # Copies, as a subclass may set entries of the Composite that it gets.
             action = clone_composite(specs.action) if isinstance(specs.action, Composite) else specs.action
             changed = EnvSpecs(
                 self.transform_observation_spec(clone_composite(specs.observation)),
@@ -212,7 +211,7 @@ class EnvTransformMixin:
         return changed.with_entries(self._copied_results(specs))
 
     def _changes_groups(self) -> bool:
-        """Whether a class has `transform_output_spec` or `transform_input_spec` of its own."""
+        """Whether a class overrides `transform_output_spec` or `transform_input_spec`."""
         kind, base = type(self), EnvTransformMixin
         theirs = (kind.transform_output_spec, kind.transform_input_spec)
         return theirs != (base.transform_output_spec, base.transform_input_spec)
@@ -250,7 +249,7 @@ class EnvTransformMixin:
         return output_spec
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """`full_action_spec` and `full_state_spec` as the caller sees them."""
+        """`full_action_spec` and `full_state_spec` in the caller's form."""
         groups: Any = input_spec
         action = groups["full_action_spec", "action"]
         groups["full_action_spec", "action"] = _changed_leaf(self.transform_action_spec, action, "action")
@@ -315,7 +314,7 @@ class EnvTransformMixin:
 
 
 def _changed_leaf(change: Callable[[Any], Any], spec: Spec, *names: str) -> Any:
-    """The spec that a user's method makes of a reward's, a flag's or an action's; methods may take Composites instead.
+    """Applies a user's spec method to the spec of a reward, flag or action, or to a Composite of it if that fails.
 
     Raises:
         Exception: the method's own error, for the spec itself.
@@ -335,7 +334,7 @@ def _changed_leaf(change: Callable[[Any], Any], spec: Spec, *names: str) -> Any:
 def apply_to_composite(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """A decorator of methods such as `transform_observation_spec` that are written for one spec.
 
-    The method is applied to the spec of each of `in_keys`, and gives that of the `out_key`.
+    The method maps the spec of each of `in_keys` to the spec of its `out_key`.
 
     Example:
         >>> from engram.envs import GymEnv, TransformedEnv
@@ -353,7 +352,7 @@ def apply_to_composite(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any]
 
 
 def apply_to_composite_inv(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """As `apply_to_composite`, for actions: of `in_keys_inv`, which give those of `out_keys_inv`."""
+    """`apply_to_composite` for actions: maps specs of `in_keys_inv` to those of `out_keys_inv`."""
     return _by_keys(change, "in_keys_inv", "out_keys_inv")
 
 
@@ -376,7 +375,7 @@ _GROUPS = ("full_observation_spec", "full_reward_spec", "full_done_spec", "full_
 
 
 def root_key(key: Key) -> Key:
-    """`("next", "x")`: `"x"`."""
+    """The key without a leading "next": `"x"` for `("next", "x")`."""
     path = key_path(key)
     path = path[1:] if path[0] == "next" and len(path) > 1 else path
     return path[0] if len(path) == 1 else path
@@ -389,7 +388,7 @@ def root_pairs(sources: Sequence[Key], targets: Sequence[Key]) -> list[tuple[Key
 
 
 def select_reset(td: TensorDictBase, fresh: Tensor, old: Tensor | None) -> Tensor:
-    """`fresh` where `td["_reset"]` holds, else `old`; all of `fresh` if there is no mask or no `old`."""
+    """`fresh` where `td["_reset"]` is True, else `old`; all of `fresh` if there is no mask or no `old`."""
     mask = td.get("_reset", None)
     if mask is None or old is None:
         return fresh
@@ -398,7 +397,7 @@ def select_reset(td: TensorDictBase, fresh: Tensor, old: Tensor | None) -> Tenso
 
 
 def to_device(value: Tensor, device: torch.device) -> Tensor:
-    """`value` on `device`: an environment may be moved in the middle of an episode."""
+    """`value` on `device`, as an environment may be moved in the middle of an episode."""
     return value if value.device == device else value.to(device)
 
 
@@ -406,15 +405,15 @@ Inverse = Callable[[Any], Any]
 
 
 class WriteRequest(NamedTuple):
-    """Data on their way into a buffer: the items, and which of their dimensions is time."""
+    """Data to be written to a buffer: the items, and which of their dimensions is time."""
 
-    items: Any  #: None: there is nothing to write now
-    batch_dims: int = 1  #: of the storage: 1, or 2 for `[envs, time]`
+    items: Any  #: None: nothing is to be written yet
+    batch_dims: int = 1  #: `ndim` of the storage: 1, or 2 for `[envs, time]`
     time_dim: int = 0
     single: bool = False  #: one step, without a time dimension
     in_place: bool = False  #: replaces stored steps, and does not continue the last write
-    resized: bool = False  #: the steps are no longer those of the caller one by one
-    #: Steps that a transform holds back, as they would be written if nothing followed: the buffer checks that they fit.
+    resized: bool = False  #: the steps no longer correspond one to one to the caller's
+    #: Steps that a transform holds back, as if flushed now: the buffer checks that they match the storage.
     held: Any = None
 
     def changed(self, fn: Callable[[Any], Any]) -> WriteRequest:
@@ -439,7 +438,7 @@ class WriteRequest(NamedTuple):
 
         Args:
             who: the transform that the inverse belongs to.
-            once: the same inverse without a lasting effect on the transform, for data that nothing follows.
+            once: the same inverse without a lasting effect on the transform, for data that are not continued.
 
         Raises:
             TypeError: the request replaces stored steps, and the inverse returns another number of steps.
@@ -494,7 +493,7 @@ class WriteRequest(NamedTuple):
         return self.changed(lambda x: move_dim(x, self.time_dim, last))._replace(time_dim=last)
 
     def in_form_of(self, other: WriteRequest) -> WriteRequest:
-        """The request with time where `other` has it: the reverse of `in_order`."""
+        """The request with the time dimension where `other` has it: the reverse of `in_order`."""
         if other.single and not self.single:
             last = self.time_dim
             w = self.changed(lambda x: map_outermost(x, lambda t: t.select(last, 0), lambda td: td.squeeze(last)))
@@ -526,10 +525,10 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
 
     Batches are TensorDicts, nested dicts or tensorclasses. `forward` sets entries of the batch that it gets (a buffer
     gives it a fresh copy) and does not change the transform, so that threads may prepare batches. `inv` returns a new
-    batch, which shares the leaves that it does not change with the caller's; or None, if there is nothing to write yet;
-    or another number of steps, which are then written. A transform that keeps something from one write to the next does
-    so in `inverse_stream` and `forward_stream`, or in `_inv_call` and attributes, which are then saved and undone like
-    those of a `ForeignTransform`. How a transform works in an environment: see `EnvTransformMixin`.
+    batch, which shares unchanged leaves with the caller's; or None, if there is nothing to write yet; or any other
+    number of steps. A transform with a state between writes implements `inverse_stream` and `forward_stream`, or keeps
+    attributes in `_inv_call`, which are then saved and undone like those of a `ForeignTransform`. For transforms in
+    environments see `EnvTransformMixin`.
 
     A transform is an `nn.Module`: parameters, buffers and modules that are its attributes are moved by `to`, saved with
     the replay buffer or environment that the transform is in, and seen by `parameters`, `apply`, `train` and `eval`.
@@ -550,8 +549,8 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     in_keys_inv: Sequence[Key] = ()
     out_keys_inv: Sequence[Key] = ()
 
-    #: Whether the result of `inverse_stream` (`forward_stream`) depends on the batches before: the buffer then makes
-    #: one write at a time, and undoes one that is refused by `load_state_dict`.
+    #: Whether the result of `inverse_stream` (`forward_stream`) depends on earlier batches: the buffer then makes
+    #: one write at a time, and undoes a refused one by `load_state_dict`.
     inverse_in_order = False
     forward_in_order = False
 
@@ -562,16 +561,16 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     _has_memory = False  # whether the inverse may keep steps in attributes from one write to the next
 
     #: Whether it is one of the library's own classes: loading a state assigns attributes, and changes none in place; an
-    #: exception at a saved state means that this is damaged. Of a child that a user writes this need not hold.
+    #: exception means that the saved state is damaged. Neither is guaranteed for a user's subclass.
     built_in = True
 
     #: Whether it changes data on writing, or actions: whether it has an inverse.
     invertible = False
 
-    #: Whether `forward` and `inv` pass over `in_keys` that a batch lacks; see `set_missing_tolerance`.
+    #: Whether `forward` and `inv` ignore `in_keys` that a batch lacks; see `set_missing_tolerance`.
     missing_tolerance = False
 
-    # The library's own classes keep modules as plain attributes, which cost no lookup in the tables of a module.
+    # The library's own classes keep modules as plain attributes, which are faster to look up.
     __setattr__ = object.__setattr__  # type: ignore[assignment]
 
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
@@ -588,7 +587,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
 
     def __new__(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
         self: Self = super().__new__(cls, *args, **kwargs)
-        nn.Module.__init__(self)  # here, as the `__init__` of a user's class need not call that of its base
+        nn.Module.__init__(self)  # here, as a user's `__init__` may not call its base's
         return self
 
     def __init__(
@@ -600,22 +599,22 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         self.in_keys_inv, self.out_keys_inv = _pair(in_keys_inv, out_keys_inv, "_inv")
 
     def clone(self: Self) -> Self:
-        """A copy with the same settings and state, which is in no environment."""
+        """A copy with the same settings and state that belongs to no environment."""
         return copy.deepcopy(self)
 
     # ---- modules and tensors of a user's class ----
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Makes a tensor an attribute that `state_dict` saves and `to` moves.
 
-        It is saved with the replay buffer that the transform is in. Assigning to the attribute replaces the tensor. A
-        state without it (of a transform that was saved before it had one) sets it back to its first value.
+        It is saved with the transform's replay buffer. Assigning to the attribute replaces the tensor. Loading a state
+        without it (saved before it was registered) resets it to its first value.
 
         Args:
             tensor: None: it is assigned later, and saved from then on.
-            persistent: False: it is moved, and not saved.
+            persistent: False: it is moved, but not saved.
 
         Raises:
-            TypeError: the name is no string, or the value no tensor.
+            TypeError: the name is not a string, or the value not a tensor.
             KeyError: the transform has such an attribute, or the name cannot be one.
 
         Example:
@@ -668,7 +667,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
 
     # ---- reading ----
     def forward(self, batch: Any) -> Any:
-        """The batch as it is returned to the caller of `sample`.
+        """The batch in the form that `sample` returns.
 
         Raises:
             KeyError: an entry is missing; the message names it.
@@ -686,20 +685,20 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         return batch
 
     def set_missing_tolerance(self, mode: bool = False) -> None:
-        """Whether `forward` and `inv` of a transform that works entry by entry pass over keys that a batch lacks."""
+        """Sets whether `forward` and `inv` ignore missing keys, in transforms that work entry by entry."""
         self.missing_tolerance = bool(mode)
 
     def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
-        """Pairs of the entry that `forward` reads and the one that it sets."""
+        """Pairs of the key that `forward` reads and the key that it sets."""
         return list(zip(self.in_keys, self.out_keys, strict=True))
 
     def _apply_transform(self, value: Tensor) -> Tensor:
         return value
 
     def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
-        """Whether `forward` does to a row what it does in any other batch, of any batch dimensions, bit by bit.
+        """Whether `forward` transforms a row identically in any batch, of any batch dimensions, bit by bit.
 
-        So that the batch of several buffers may be transformed as one. Asked only of the library's own classes.
+        If so, a batch of several buffers may be transformed at once. Used only for the library's own classes.
 
         Args:
             row_ndim: the number of dimensions of an entry in one row; None: rows have no such entry.
@@ -707,20 +706,20 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         return False
 
     def does_the_same(self, other: Transform) -> bool:
-        """Whether `forward` of another transform does to any batch what this one's does, bit by bit.
+        """Whether another transform's `forward` gives the same results for any batch, bit by bit.
 
-        So that the members of an ensemble, each with a transform of its own, may be transformed as one. False where
-        that is not sure. Asked only of the library's own classes.
+        If so, members of an ensemble with their own transforms may be transformed at once. False if
+        unknown. Used only for the library's own classes.
         """
         return other is self
 
     def _has_settings_of(self, other: Transform) -> bool:
-        """Whether another transform has this class and equal attributes: `does_the_same` where there is no state."""
+        """Whether another transform has this class and equal attributes: `does_the_same` without state."""
         mine, theirs = vars(self), vars(other)
         names = mine.keys() - _NO_SETTINGS
         if type(self) is not type(other) or names != theirs.keys() - _NO_SETTINGS:
             return False
-        for name in names:  # no comprehension: this is asked for each batch of an ensemble
+        for name in names:  # no comprehension: this runs for each batch of an ensemble
             value, another = mine[name], theirs[name]
             if value is another:
                 continue
@@ -751,7 +750,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
 
     # ---- writing ----
     def inv(self, tensordict: Any) -> Any:
-        """The batch as it is stored; gets the caller's own object. Raises the same errors as `forward`."""
+        """The batch in its stored form; gets the caller's object itself. Raises the same errors as `forward`."""
         if not self.in_keys_inv and not self._inverts_by_call:
             return tensordict
         if type(tensordict) is list:
@@ -771,7 +770,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         return value
 
     def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
-        """What a buffer calls on each write: `inv`, for batches that continue each other."""
+        """Called by a buffer on each write: `inv` for consecutive batches."""
         if not self._has_memory:
             return writing.inverted(self.inv, self, self._inv_once if self.inverse_in_order else self.inv)
         if writing.in_place and self._memory.holds_back:
@@ -789,14 +788,14 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         return self._inverts()
 
     def names_no_entry_to_invert(self) -> bool:
-        """Whether a user's class has `_inv_apply_transform` and nothing that calls it: no `in_keys_inv`."""
+        """Whether a user's class has an `_inv_apply_transform` that is never called, without `in_keys_inv`."""
         kind = type(self)
         inherits = (kind.inv, kind._inv_call, kind.inverse_stream) == _INVERSE_METHODS
         has_own = kind._inv_apply_transform is not Transform._inv_apply_transform
         return not self.built_in and has_own and inherits and not self.in_keys_inv
 
     def _inv_once(self, batch: Any) -> Any:
-        """`inv` for data that do not continue the last write: the transform stays as it was."""
+        """`inv` for data that do not continue the last write, without changing the transform."""
         before = self.remember()
         try:
             return self.inv(batch)
@@ -804,14 +803,14 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
             self.undo(before)
 
     def forward_stream(self, writing: WriteRequest) -> WriteRequest:
-        """What a buffer calls on each write if the transform was appended with `invert=True`: `forward`."""
+        """Called by a buffer on each write if the transform was appended with `invert=True`: `forward`."""
         return writing.changed(self.forward)
 
     def flush(self, writing: WriteRequest) -> WriteRequest:
         """`inverse_stream` of the last data, if any, and of all steps that are held back.
 
         Raises:
-            TypeError: it holds steps back, and has no `flush` that returns them.
+            TypeError: it holds steps back without a `flush` that returns them.
         """
         if self._has_memory and self._memory.holds_back:
             raise TypeError(
@@ -832,14 +831,14 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         return self
 
     def remember(self) -> Any:
-        """The present state, for `undo`; nothing of it is changed in place later."""
+        """The present state, for `undo`; none of its values is changed in place later."""
         if not self._remembers():
             return self.state_dict()
         buffers = [(module, _copies(module._buffers)) for module in self.modules()]
         return self._memory.remember(self._owner), buffers
 
     def undo(self, before: Any) -> None:
-        """Goes back to the state that `remember` returned, after a write that was refused."""
+        """Restores the state that `remember` returned, after a refused write."""
         if self._remembers():
             memory, buffers = before
             self._memory.undo(self._owner, memory)
@@ -854,7 +853,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         return self._has_memory and not has_own
 
     def empty(self) -> None:
-        """Drops what is kept for the next write; called when the buffer is emptied."""
+        """Drops the state between writes; called when the buffer is emptied."""
         if self._has_memory and self._memory.holds_back:
             self._memory.forget(self._owner)
 
@@ -863,12 +862,12 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     ) -> dict[str, Any]:
         """The state to save, whose values are never changed in place later; empty for transforms without state.
 
-        A module that the transform is a part of gives the other arguments, which are torch's.
+        The other arguments are torch's, for modules that contain this transform.
         """
         if destination is not None:
             return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         state: dict[str, Any] = self.get_extra_state()
-        if self._parameters or self._buffers or self._modules:  # as `_has_tensors`, without a call
+        if self._parameters or self._buffers or self._modules:  # `_has_tensors`, inlined for speed
             tensors, weights = _copies(self._saved_tensors()), dict(self.named_parameters()).keys()
             for kind, names in (("parameters", tensors.keys() & weights), ("buffers", tensors.keys() - weights)):
                 if names:
@@ -893,11 +892,11 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
                 self._buffers[name] = None if value is None else value.to(**like, copy=True)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What the state has besides parameters and buffers."""
+        """The state besides parameters and buffers."""
         return self._memory.state_dict(self._owner, self.kind) if self._has_memory else {}
 
     def set_extra_state(self, state: Any) -> None:
-        """Continues from what `get_extra_state` returned; `{}` is the state of a transform that was not used yet."""
+        """Restores the result of `get_extra_state`; `{}` is the state of an unused transform."""
         if self._has_memory:
             self._memory.load_state_dict(self._owner, state)
 
@@ -915,19 +914,19 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         return memory
 
     def _has_tensors(self) -> bool:
-        """Whether it may have parameters, buffers or modules in the tables of a module."""
+        """Whether it may have parameters, buffers or modules registered as an `nn.Module`."""
         return bool(self._parameters or self._buffers or self._modules)
 
     def _saved_tensors(self) -> dict[str, Tensor]:
-        """Its parameters and persistent buffers and those of its modules, as they are now, by name."""
+        """The current parameters and persistent buffers of itself and its modules, by name."""
         named = super().state_dict(keep_vars=True)
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
-    #: Attributes that give a state its meaning: saved with it, and it is only loaded where they are equal.
+    #: Attributes that determine the meaning of a state: saved with it, and required to be equal on loading.
     _state_settings: tuple[str, ...] = ("in_keys", "out_keys")
 
     def state_settings(self) -> dict[str, Any]:
-        """The settings that give a state its meaning."""
+        """The settings that determine the meaning of a state."""
         return {name: getattr(self, name) for name in self._state_settings}
 
     @property
@@ -979,7 +978,7 @@ _KEY_LISTS = frozenset({"in_keys", "out_keys", "in_keys_inv", "out_keys_inv"})
 
 
 def _are_same(a: Any, b: Any) -> bool:
-    """Whether two settings are the same to the last bit; False for those that are not plain values."""
+    """Whether two settings are identical, bit by bit; False for settings that are not plain values."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -989,7 +988,7 @@ def _are_same(a: Any, b: Any) -> bool:
         return is_number and a.dtype is b.dtype and _are_same(a.item(), b.item())
     if type(a) is list or type(a) is tuple:
         return len(a) == len(b) and all(map(_are_same, a, b))
-    if type(a) is float:  # of two zeros one may be negative
+    if type(a) is float:  # 0.0 and -0.0 differ
         return bool(a.hex() == b.hex())
     return type(a) in (int, bool, str) and bool(a == b)
 
@@ -1057,23 +1056,23 @@ def _copies(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
     return {name: None if tensor is None else tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-# ---- what an inverse keeps in attributes from one write to the next ----
-Place = tuple[int, str]  # which namespace, and the attribute's name
-Snapshot = list[dict[str, tuple[Any, Any]]]  # of each namespace: each attribute's value, and a copy of its content
+# ---- attributes that an inverse keeps between writes ----
+Place = tuple[int, str]  # the number of the namespace, and the attribute's name
+Snapshot = list[dict[str, tuple[Any, Any]]]  # for each namespace: each attribute's value, and a copy of its content
 
 MEMORY = "_memory_of_writes"  # the attribute in which a transform keeps its `AttributeMemory`
 _LEFT_OUT = frozenset([*vars(nn.Module()), MEMORY, REGISTERED])
-_NO_SETTINGS = frozenset([*vars(nn.Module()), "_arguments"])  # attributes besides what a transform was told
+_NO_SETTINGS = frozenset([*vars(nn.Module()), "_arguments"])  # attributes that are no settings
 
 
 class _ABSENT:
-    """The value of a missing attribute: a class, as that is the same object after a copy and in another process."""
+    """The value of a missing attribute: a class, which stays the same object when copied or pickled."""
 
 
 class AttributeMemory:
     """The attributes of an object (and of the modules in a module) that its inverse has changed.
 
-    Tensors are compared by identity: what is written into them in place is not noticed.
+    Tensors are compared by identity: in-place changes are not detected.
     """
 
     def __init__(self) -> None:
@@ -1146,13 +1145,13 @@ def _namespaces(obj: Any) -> list[dict[str, Any]]:
     """The dicts that hold an object's attributes; for an `nn.Module` also its buffers, and those of all its modules."""
     if not isinstance(obj, nn.Module):
         return [vars(obj)] if hasattr(obj, "__dict__") else []
-    if isinstance(obj, Transform):  # which saves its buffers itself
+    if isinstance(obj, Transform):  # a Transform saves its buffers itself
         return [vars(module) for module in obj.modules()]
     return [names for module in obj.modules() for names in (vars(module), module._buffers)]
 
 
 def _never_saved(state: dict[str, Any]) -> list[str]:
-    """Names in a state under which objects keep what they consist of, as modules, hooks, registered tensors."""
+    """Names of attributes that hold an object's parts, such as modules, hooks, registered tensors."""
     return [entry["name"] for entry in state.get("attributes", []) if entry["name"] in _LEFT_OUT]
 
 
@@ -1204,7 +1203,7 @@ def _differs(now: Any, old: tuple[Any, Any] | None) -> bool:
 
 
 def _packed(value: Any) -> dict[str, Any] | None:
-    """A value in the form that a state holds; None if it has none."""
+    """A value in a form that can be saved; None if there is none."""
     if type(value) is not TensorDict:
         return {"value": _content(value)} if _is_plain(value) else None
     entries = {key: _packed(value.get(key)) for key in value.keys()}  # noqa: SIM118 -- a TensorDict iterates over rows

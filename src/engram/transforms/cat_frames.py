@@ -37,7 +37,7 @@ class CatFrames(TrajectoryTransform, built_in=True):
         in_keys: observations, `["pixels"]` if None. The frames before `("next", "pixels")` are those of `"pixels"`, if
             the batch has that entry.
         out_keys: as Transform's.
-        padding: what comes before a trajectory's first frame: "same" (that frame again) or "constant".
+        padding: the frames before a trajectory's first one: "same" (repeats it) or "constant".
         padding_value: the constant.
         done_key, traj_key: where trajectories end; see TrajectoryTransform.
 
@@ -88,7 +88,7 @@ class CatFrames(TrajectoryTransform, built_in=True):
         environment, padding included; also under `next`, where the stored steps have `("next", in_key)`.
 
         Args:
-            batch_size: that of the buffer.
+            batch_size: the batch size of the buffer.
             sampler_kwargs: of SliceSampler, above all `traj_key` or `end_key`.
 
         Raises:
@@ -104,7 +104,7 @@ class CatFrames(TrajectoryTransform, built_in=True):
             raise TypeError(f"slices have N={self.N} frames, and there is one for each row: leave out {sorted(fixed)}")
         if batch_size < 1:
             raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
-        # Upwards, when a user calls it: environments need no buffer, whose import takes a fifth of a second.
+        # Imported late, as environments need no buffer, whose import takes a fifth of a second.
         from engram.data.replay_buffers.samplers.frames import FrameStackSampler
 
         key = as_key(sampler_kwargs.pop("slice_key", None) or _SLICE)
@@ -165,10 +165,10 @@ class CatFrames(TrajectoryTransform, built_in=True):
         history = self._history[source]
         td.set(target, torch.cat(history, self.dim))
         if target != source:
-            history[-1] = history[-1].clone()  # the caller has the same tensor, and may write into it
+            history[-1] = history[-1].clone()  # the caller holds the same tensor, and may write into it
 
     def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
-        # All entries are read before the first is set: an out_key may be among in_keys.
+        # Reads all entries before setting any, as an out_key may be among in_keys.
         results, left = [], {}
         for source, target in self._pairs(batch):
             root = _root_of(batch, source)
@@ -211,11 +211,11 @@ class CatFrames(TrajectoryTransform, built_in=True):
         return {"N": self.N, "dim": self.dim, "padding": self.padding, **super()._settings()}
 
 
-_SLICE = "_slice"  # the entry that says which slice each row is of
+_SLICE = "_slice"  # the entry with the number of each row's slice
 
 
 class StackedFrames(Transform, built_in=True):
-    """Makes one row of each slice of frames: its last step, with all frames stacked. See `CatFrames`."""
+    """Reduces each slice to one row: its last step, with all frames stacked. See `CatFrames`."""
 
     def __init__(self, frames: CatFrames, slice_key: Key) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class StackedFrames(Transform, built_in=True):
 
 
 class _Past:
-    """The frames of a batch, with the last frames of the batch before in front of them."""
+    """The frames of a batch, preceded by the last frames of the batch before."""
 
     def __init__(self, frames: Tensor, length: int, first: Tensor, last_first: Tensor) -> None:
         self.frames = frames  # [S, length + T, ...]

@@ -16,7 +16,7 @@ from engram.transforms.base import Transform, WriteRequest
 
 
 def describe_transform(transform: Transform) -> dict[str, Any]:
-    """A transform as `describe`; of a Compose the transforms that it has now."""
+    """`describe` of a transform, for a Compose of its present transforms."""
     if type(transform) is not Compose:
         return describe(transform)
     parts = [{"of": "part", "value": describe_transform(part)} for part in transform.transforms]
@@ -99,7 +99,7 @@ class Compose(Transform, built_in=True):
         """Adds a transform before the one at `index`.
 
         Raises:
-            ValueError: there is no such place.
+            ValueError: the index is out of range.
         """
         n = len(self.transforms)
         if not -n <= index <= n:
@@ -107,16 +107,15 @@ class Compose(Transform, built_in=True):
         self.transforms.insert(index, as_transform(transform, invert))
 
     def pop(self, index: int = -1) -> Transform:
-        """Takes a transform out, the last one if no place is given, and returns it.
+        """Removes the transform at `index` (the last one by default) and returns it.
 
         Raises:
-            IndexError: there is no such place.
+            IndexError: the index is out of range.
         """
         transform = self.transforms.pop(index)
         transform.reset_parent()
         return transform
 
-    # ---- what each transform does ----
     def close(self) -> None:
         for transform in self.transforms:
             transform.close()
@@ -170,7 +169,7 @@ class Compose(Transform, built_in=True):
         return {"transforms": entries} if entries else {}
 
     def set_extra_state(self, state: Any) -> None:
-        """Continues from a saved state; a transform without a saved one starts anew.
+        """Restores a saved state; a transform without a saved state is reset.
 
         Raises:
             ValueError: a state belongs to a transform that does not exist here; every difference is listed.
@@ -203,7 +202,7 @@ class Compose(Transform, built_in=True):
             ]
             differences += transform.differences(entry["state"])
             if not differences and transform.built_in:
-                copy.deepcopy(transform).load_state_dict(entry["state"])  # raises where it is impossible
+                copy.deepcopy(transform).load_state_dict(entry["state"])  # raises if it cannot be loaded
         return differences
 
     def _named(self) -> dict[tuple[str, int], Transform]:

@@ -1,4 +1,4 @@
-"""The specs of an environment, and how transforms change them."""
+"""The specs of an environment, and functions that transform specs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RESULT_KEYS = ("reward", *FLAGS)  #: the entries that every step has besides obs
 
 
 class EnvSpecs(NamedTuple):
-    """The specs of an environment; `done` is that of each flag."""
+    """The specs of an environment; `done` is the spec of each flag."""
 
     observation: Composite
     action: Spec
@@ -37,7 +37,7 @@ class EnvSpecs(NamedTuple):
     grouped: Mapping[Key, Spec] = {}  #: the rewards and flags of groups of agents, and rewards that transforms added
 
     def entry(self, key: Key) -> Spec | None:
-        """The spec of the entry that steps have under `key`; None if they have none."""
+        """The spec of a step's entry `key`; None if steps have no such entry."""
         if key == "reward":
             return self.reward
         if key in FLAGS:
@@ -46,7 +46,7 @@ class EnvSpecs(NamedTuple):
         return self.grouped.get(key) if leaf is None else leaf
 
     def require(self, keys: list[Key], who: str) -> None:
-        """Raises KeyError, with the keys that exist, for keys that steps do not have."""
+        """Raises KeyError, which names the existing keys, for keys that steps do not have."""
         for key in keys:
             if self.entry(key) is None:
                 keys_of_steps = [*self.observation.leaves(), *RESULT_KEYS, *self.grouped]
@@ -60,7 +60,7 @@ class EnvSpecs(NamedTuple):
         return self._replace(observation=observation)
 
     def blank(self, *, stepped: bool) -> TensorDictBase:
-        """Zeros for all that a reset returns or, with `stepped`, that a step puts under `"next"`."""
+        """Zeros for all entries of a reset or, with `stepped`, of a step's `"next"`."""
         td = self.observation.zero()
         for flag in FLAGS:
             td.set(flag, self.done.zero())
@@ -77,7 +77,7 @@ def clone_composite(spec: Composite) -> Composite:
 
 
 def filter_leaves(spec: Composite, keep: Callable[[Key], bool], above: tuple[str, ...] = ()) -> Composite:
-    """A Composite of those leaves for whose keys `keep` is true."""
+    """A Composite of the leaves whose keys satisfy `keep`."""
     if isinstance(spec, StackedComposite):
         stacked: Composite = spec.mapped_members(lambda one: filter_leaves(one, keep, above))
         return stacked
@@ -94,13 +94,13 @@ def filter_leaves(spec: Composite, keep: Callable[[Key], bool], above: tuple[str
 
 
 def is_within(key: Key, of: Key) -> bool:
-    """Whether `key` is `of`, or nested in it."""
+    """Whether `key` is `of` or nested in it."""
     path, prefix = key_path(key), key_path(of)
     return path[: len(prefix)] == prefix
 
 
 def map_leaves(spec: Spec, root: str, change: Callable[[Key, Spec], Spec]) -> Spec:
-    """`change(key, leaf)` of a spec, or of each leaf of a Composite; keys begin with `root`."""
+    """Applies `change(key, leaf)` to a spec, or to each leaf of a Composite; keys begin with `root`."""
     if not isinstance(spec, Composite):
         return change(root, spec)
     result = clone_composite(spec)
@@ -150,22 +150,22 @@ def _survives(limits: tuple[Tensor, Tensor], dtype: torch.dtype) -> bool:
 
 
 def cast_spec(spec: Any, dtype: torch.dtype) -> Spec:
-    """The spec with another dtype; bounds and choices stay where the dtype can hold them."""
+    """The spec with another dtype; bounds and choices are kept if the dtype can hold them."""
     if not isinstance(spec, Bounded | Unbounded):
         return spec.to(dtype)  # type: ignore[no-any-return]
     return map_spec(spec, lambda value: value.to(dtype), keeps_order=True)
 
 
 def specs_by_trial(transform: Any, specs: EnvSpecs) -> EnvSpecs:
-    """The specs after `transform`, from a run of a copy of it on zeros: entries that it does not touch keep their spec.
+    """The specs after `transform`, from running a copy of it on zeros: unchanged entries keep their spec.
 
     Raises:
-        TypeError: it does not return a TensorDict.
-        KeyError: it takes the reward or a flag away.
+        TypeError: the transform does not return a TensorDict.
+        KeyError: the transform removes the reward or a flag.
     """
     try:
         copied = copy.deepcopy(transform)
-    except Exception:  # it cannot be copied: run the object itself
+    except Exception:  # it cannot be copied: runs the object itself
         copied = transform
     if transform.container is not None:
         copied.set_container(transform.container, stands_for=transform)
@@ -192,7 +192,7 @@ def specs_by_trial(transform: Any, specs: EnvSpecs) -> EnvSpecs:
 
 
 def _check_result(result: Any, needed: tuple[str, ...], transform: Any) -> None:
-    """Raises TypeError or KeyError if the result is no TensorDict, or lacks a needed entry."""
+    """Raises TypeError or KeyError if the result is not a TensorDict, or lacks a required entry."""
     if not isinstance(result, TensorDictBase):
         raise TypeError(f"{transform!r} must return a TensorDict in an environment, got a {type(result).__name__}")
     for key in needed:

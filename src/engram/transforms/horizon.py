@@ -1,4 +1,4 @@
-"""Transforms of the length of episodes and of the return that is aimed at."""
+"""`RandomTruncationTransform` and `TargetReturn`: lengths of episodes and target returns."""
 
 from __future__ import annotations
 
@@ -125,14 +125,13 @@ class RandomTruncationTransform(Transform, built_in=True):
 
 
 class TargetReturn(TrajectoryTransform, built_in=True):
-    """Gives each step the return that is aimed at, as `target_return`: for policies that are told it (decision
-    transformers).
+    """Adds the target return to each step, as `target_return`: for policies conditioned on it (decision transformers).
 
     Args:
         target_return: the return at the start of each trajectory.
         mode: "reduce" subtracts the rewards that were received since; "constant" does not.
         in_keys: rewards; `("next", "reward")` if None, or `"reward"` in batches without it.
-        out_keys: what is aimed at; `"target_return"` if None.
+        out_keys: the target returns; `"target_return"` if None.
         reset_key: None or `"_reset"`: trajectories begin where the environment is reset.
         done_key, traj_key: where trajectories end; see TrajectoryTransform.
 

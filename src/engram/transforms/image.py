@@ -14,7 +14,7 @@ from engram.transforms.base import Transform
 
 _MODES = ("nearest", "nearest-exact", "bilinear", "bicubic", "area")
 _BYTE_MODES = ("nearest", "nearest-exact", "bilinear")
-_GREY = (0.2989, 0.587, 0.114)  # ITU-R BT.601, as image libraries round it
+_GREY = (0.2989, 0.587, 0.114)  # ITU-R BT.601, with the usual rounding of image libraries
 
 
 class ToTensorImage(Transform, built_in=True):
@@ -65,7 +65,7 @@ class ToTensorImage(Transform, built_in=True):
         is_float = value.is_floating_point()
         dtype = self.dtype or (value.dtype if is_float else torch.get_default_dtype())
         divides = self.from_int if self.from_int is not None else not is_float and value.dtype is not torch.bool
-        # One pass that permutes and converts: the result is contiguous, as networks like it.
+        # One pass that permutes and converts; the result is contiguous, which is faster for networks.
         image = torch.empty(value.shape, dtype=dtype, device=value.device).copy_(value)
         image = image.div_(255) if divides else image
         return image.unsqueeze(0) if self.unsqueeze and image.ndim == 3 else image
@@ -112,7 +112,7 @@ class Resize(Transform, built_in=True):
         self.w, self.h = w, w if h is None else h
         if self.w < 1 or self.h < 1:
             raise ValueError(f"w and h must be 1 or more, got {self.w} and {self.h}")
-        # Image libraries' enums carry the name as their value.
+        # The value of image libraries' enums is the name.
         self.interpolation = str(getattr(interpolation, "value", interpolation))
         if self.interpolation not in _MODES:
             raise ValueError(f"interpolation must be one of {_MODES}, got {interpolation!r}")
@@ -126,7 +126,7 @@ class Resize(Transform, built_in=True):
 
     @property
     def _keeps_order(self) -> bool:  # type: ignore[override]
-        return self.interpolation != "bicubic"  # its weights may be negative
+        return self.interpolation != "bicubic"  # bicubic weights may be negative
 
     def _apply_transform(self, value: Tensor) -> Tensor:
         if value.ndim < 3:
@@ -134,7 +134,7 @@ class Resize(Transform, built_in=True):
         if value.shape[-2:] == (self.w, self.h):
             return value
         lead = value.shape[:-3]
-        # A view where the leading dimensions lie one after the other, as they do in what a buffer reads.
+        # A view if the leading dimensions are contiguous, as in batches from a buffer.
         images = value if value.ndim == 4 else value.reshape(-1, *value.shape[-3:])
         resized = self._resized(images)
         return resized if value.ndim == 4 else resized.reshape(*lead, *resized.shape[-3:])
@@ -151,7 +151,7 @@ class Resize(Transform, built_in=True):
         return resized.round_().clamp_(limits.min, limits.max).to(images.dtype)
 
     def _takes_bytes(self, images: Tensor) -> bool:
-        # torch resizes bytes by itself, several times faster; but bicubically with other weights than floats.
+        # torch resizes bytes directly, several times faster; but its bicubic weights differ for bytes and floats.
         return images.dtype is torch.uint8 and images.device.type == "cpu" and self.interpolation in _BYTE_MODES
 
     def _settings(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from engram.transforms.env_specs import RESULT_KEYS, EnvSpecs, filter_leaves, is
 _REWARDS: list[Key] = ["reward", ("next", "reward")]
 _FLAGS = ("done", "terminated", "truncated")
 _DONES: list[Key] = [*_FLAGS, *(("next", flag) for flag in _FLAGS)]
-# Entries that a buffer adds to a batch, and needs again for an update of priorities.
+# Entries that a buffer adds to a batch, and needs for updates of priorities.
 _ATTACHED: list[Key] = ["index", "generation", "priority_weight"]
 
 
@@ -41,9 +41,9 @@ class RenameTransform(Transform, built_in=True):
         create_copy: keep the entries under their old names, too.
 
     Raises:
-        KeyError: an entry does not exist, or one of the new name exists already.
+        KeyError: an entry does not exist, or the new name exists already.
 
-    In an environment it names observations; a reward or flag can only be copied, and the action keeps its name.
+    In an environment it renames observations; a reward or flag can only be copied, and the action keeps its name.
 
     Example:
         >>> rename = RenameTransform(["observation"], ["state"], ["observation"], ["state"])
@@ -93,7 +93,7 @@ class RenameTransform(Transform, built_in=True):
         lost = [key for key in new if key not in old and specs.entry(key) is not None]
         if lost:
             raise KeyError(f"RenameTransform would lose {lost}, which the environment has already; exclude it first")
-        self._mapped_action(specs.action, lambda spec: spec)  # raises if it would be renamed
+        self._mapped_action(specs.action, lambda spec: spec)  # raises if the action would be renamed
         renamed = {target: specs.entry(source) for source, target in self._env_pairs}
         if not self.create_copy:
             removed = set(old)

@@ -62,7 +62,7 @@ def _under_next(key: Key) -> Key:
 
 
 class NSteps(NamedTuple):
-    """How far the transitions of a batch reach, [S, T]."""
+    """The horizons of the transitions of a batch, [S, T]."""
 
     steps: Tensor  #: int64: the number of steps that are summed
     done: Tensor  #: bool: whether the state after them is done
@@ -77,7 +77,7 @@ def set_n_steps(
     reward_keys: Sequence[Key],
     next_keys: Sequence[Key] = ("next",),
 ) -> NSteps:
-    """Makes each step of a batch an n-step transition, in place: rewards are summed, `next` is that of the last step.
+    """Turns each step into an n-step transition, in place: sums rewards, and takes `next` from the last step.
 
     A transition has fewer steps where its trajectory or the batch ends. `next_keys` are the entries that follow a step.
     """
@@ -97,7 +97,7 @@ def set_n_steps(
 
 
 def _at(now: TrajectoryBounds, end: Tensor) -> Callable[[Tensor], Tensor]:
-    """The function from a leaf to its values at the steps `end`."""
+    """A function that selects a leaf's values at the steps `end`."""
     rows = torch.arange(end.shape[0], device=end.device).unsqueeze(1)
     return lambda leaf: now.view.join(now.view.split(leaf, "next")[rows, end])
 
@@ -115,7 +115,7 @@ def _summed(now: TrajectoryBounds, key: Key, reward: Tensor, end: Tensor, gamma:
 
 
 class _Rows(NamedTuple):
-    """Steps `[*lead, time]` as a list of leaves and their form; never changed in place."""
+    """Steps `[*lead, time]` as a list of leaves and their structure; never changed in place."""
 
     form: TreeSpec
     paths: list[tuple[Any, ...]]
@@ -169,7 +169,7 @@ class _Rows(NamedTuple):
             torch.cat([mine.to(theirs.device), theirs], self.axis)
             for mine, theirs in zip(self.leaves, new, strict=True)
         ]
-        # In the form of the batch: rows that were loaded from a state have lost their tensorclass.
+        # In the batch's structure, as rows loaded from a state have lost their tensorclass.
         ordered = dict(zip(self.paths, leaves, strict=True))
         return other._replace(leaves=[ordered[path] for path in other.paths])
 
@@ -183,7 +183,7 @@ class _Rows(NamedTuple):
 
 @advised
 class MultiStepTransform(Transform, built_in=True):
-    """Makes n-step transitions of the steps that are written; steps whose future is not known yet are held back.
+    """Turns written steps into n-step transitions; steps whose n-step future is not yet known are held back.
 
     Args:
         n_steps: the horizon; 1 changes no reward.
@@ -191,7 +191,7 @@ class MultiStepTransform(Transform, built_in=True):
         reward_keys: rewards, `[("next", "reward")]` if None; `"reward"` is that, too.
         done_key, traj_key: where trajectories end; `("next", "done")` (or `"done"`, which is that, too) and
             `("collector", "traj_ids")` (or `"episode"`, where these exist) if None.
-        done_keys: all flags, without effect: what follows a step comes from n steps on, flags included.
+        done_keys: all flags, without effect: all entries under `next` come from n steps later, flags included.
         next_key: for flat batches (`obs`, `action`, `reward`, `next_obs`, `done`): the entry that follows a step, or a
             list of them, `"next_obs"`. Rewards are then `"reward"` if None, the flags those at the root, and they, too,
             come from n steps on; read "next" so below. None: all that follows a step is under `"next"`.
@@ -301,7 +301,7 @@ class MultiStepTransform(Transform, built_in=True):
         )
 
     def flush(self, writing: WriteRequest) -> WriteRequest:
-        """All steps that are held back, with the rewards that exist, as at the end of their trajectories."""
+        """All steps that are held back, with the rewards known so far, as at the end of their trajectories."""
         rows = self._held
         if writing.items is not None:  # from a transform before this one
             writing = writing.in_order()

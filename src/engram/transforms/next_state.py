@@ -28,17 +28,16 @@ from engram.transforms.trajectory import sibling_key, view_of
 
 
 class NextStateReconstructor(Transform, built_in=True):
-    """On reading, makes `("next", key)` of the entry that the next row of the batch has at `key`: half the storage.
+    """On reading, takes `("next", key)` from `key` in the next row of the batch, which saves half the storage.
 
     Args:
         keys: observations.
-        traj_key: the trajectory's number; a step whose next row has another one has no next state. None: not looked at.
-        done_key: where trajectories end, the last step of a slice (`truncated` beside it) included. None: not looked
-            at.
+        traj_key: the trajectory's number; a step whose next row has another one has no next state. None: not used.
+        done_key: where trajectories end, the last step of a slice (`truncated` beside it) included. None: not used.
         step_count_key: the step's number within its trajectory; the next row must have the following one. None: not
-            looked at.
+            used.
         fill_value: the next state of a step whose next row is not the step after it, one number for all keys.
-        strict: an error where `traj_key`, `done_key` or `step_count_key` is missing; False: those that a batch has.
+        strict: a missing `traj_key`, `done_key` or `step_count_key` is an error; False: it is ignored.
 
     Batches are rows in the order of time, as `rb[:]` and samplers of slices return them: `[rows]`, or `[*, time]`. The
     batch dimensions of a plain dict are those of its flags without a last dimension of 1.
@@ -103,7 +102,7 @@ class NextStateReconstructor(Transform, built_in=True):
         return value.shape[:1]
 
     def _goes_on(self, batch: Any, shape: torch.Size) -> Tensor:
-        """Whether the row after each is the step after it; bool `[*batch]`."""
+        """Whether the next row is the next step of the trajectory; bool `[*batch]`."""
         done, ids, counts = (
             self._rows(batch, key, shape) for key in (self.done_key, self.traj_key, self.step_count_key)
         )
@@ -112,7 +111,7 @@ class NextStateReconstructor(Transform, built_in=True):
             return goes_on.fill_(False)
         goes_on[..., -1:] = False
         if self.done_key is not None and done is not None:
-            truncated = get_tensor(batch, sibling_key(self.done_key, "truncated"))  # where slices end
+            truncated = get_tensor(batch, sibling_key(self.done_key, "truncated"))  # set where slices end
             for flag in (done, *([] if truncated is None else [truncated.reshape(done.shape)])):
                 goes_on &= ~flag.to("cpu", torch.bool).any(-1)
         if ids is not None:
@@ -122,7 +121,7 @@ class NextStateReconstructor(Transform, built_in=True):
         return goes_on
 
     def _rows(self, batch: Any, key: Key | None, shape: torch.Size) -> Tensor | None:
-        """An entry as `[*batch, numbers of a step]`; None where it is not looked at."""
+        """An entry as `[*batch, numbers of a step]`; None if it is not used."""
         value = None if key is None else get_tensor(batch, key)
         if key is not None and value is None and self.strict:
             raise missing_key_error(batch, [key], "NextStateReconstructor (strict=True)")

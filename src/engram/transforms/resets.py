@@ -1,4 +1,4 @@
-"""Transforms that act where the episodes of an environment begin: first actions, lives, hidden states, numbers."""
+"""Transforms for the beginning of episodes: no-op actions, lives, hidden states, trajectory numbers."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from engram.transforms.env_specs import EnvSpecs
 from engram.transforms.trajectory import DONE_KEYS, TrajectoryBounds, TrajectoryTransform
 from engram.transforms.values import first_key
 
-_MAX_TRIALS = 10  # resets of an environment whose episodes end before all first actions were done
+_MAX_TRIALS = 10  # the most resets of an environment whose episodes end during the first actions
 
 
 class NoopResetEnv(Transform, built_in=True):
-    """Begins each episode with some random actions, which nobody sees: what a reset returns comes after them.
+    """Takes some random actions at each reset, which returns the state after them.
 
     Args:
         noops: the number of actions; with `random` the largest number plus one.
         random: draw a number from 0 to `noops - 1` at each reset.
 
-    It is for a single environment, below what makes a batch of several. Batches of a buffer stay unchanged.
+    It takes single environments only: put it below `SerialEnv` and `ParallelEnv`. Batches of a buffer stay unchanged.
 
     Raises:
         ValueError: `noops` is negative, or the environment is a batch of several.
-        RuntimeError: episodes end before all actions were done, ten times in a row.
+        RuntimeError: episodes end during these actions, ten times in a row.
 
     Example:
         >>> from engram.envs import GymEnv, TransformedEnv
@@ -59,7 +59,7 @@ class NoopResetEnv(Transform, built_in=True):
 
     @property
     def base_env(self) -> Any:
-        """The environment as it is before this transform: `parent`."""
+        """The environment before this transform: `parent`."""
         return self.parent
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
@@ -80,7 +80,7 @@ class NoopResetEnv(Transform, built_in=True):
         )
 
     def _after_actions(self, state: TensorDictBase, steps: int) -> TensorDictBase | None:
-        """The state after some random actions; None if the episode is over before."""
+        """The state after some random actions; None if the episode ends during them."""
         for _ in range(steps):
             state = self.parent.rand_step(state).get("next").exclude("reward")
             if bool(state.get("done").any()):
@@ -96,10 +96,10 @@ class EndOfLifeTransform(Transform, built_in=True):
     """Marks the steps that cost a life, in environments such as those of Atari: `end-of-life`, and the `lives` left.
 
     Args:
-        eol_key: bool with the shape of the flags, True after a step that cost a life; a value learner may take it as
-            the end of an episode, which goes on.
+        eol_key: bool with the shape of the flags, True after a step that cost a life; a value learner may treat it as
+            the end of the episode, although the episode continues.
         lives_key: int64 `[*batch]`.
-        done_key: the flag whose shape the mark has.
+        done_key: the flag whose shape `eol_key` takes.
         eol_attribute: the method of the gymnasium environment that counts the lives.
 
     Batches of a buffer stay unchanged: they have these entries from the environment.
@@ -125,7 +125,7 @@ class EndOfLifeTransform(Transform, built_in=True):
         self.eol_attribute = eol_attribute
 
     def register_keys(self, loss_or_advantage: Any) -> None:
-        """Tells a loss or a value estimator of TorchRL's that an episode ends with a life."""
+        """Sets a TorchRL loss or value estimator to end episodes where a life is lost."""
         loss_or_advantage.set_keys(done=self.eol_key, terminated=self.eol_key)
 
     def for_env(self, specs: EnvSpecs) -> EndOfLifeTransform:
@@ -145,7 +145,7 @@ class EndOfLifeTransform(Transform, built_in=True):
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         specs.require([self.done_key], "EndOfLifeTransform")
         shape, device = specs.observation.shape, specs.observation.device
-        self._count(specs.blank(stepped=False))  # raises where there are no lives
+        self._count(specs.blank(stepped=False))  # raises if the environment has no lives
         flag: Any = specs.entry(self.done_key)
         return specs.with_entries(
             {
@@ -168,10 +168,10 @@ class EndOfLifeTransform(Transform, built_in=True):
 
 
 class TensorDictPrimer(Transform, built_in=True):
-    """Gives episodes entries to begin with, such as the hidden state of a recurrent policy.
+    """Adds initial entries at resets, such as the hidden state of a recurrent policy.
 
     Args:
-        primers: specs by key, a mapping or a Composite; or give them by name.
+        primers: specs by key, a mapping or a Composite; or pass them as keywords.
         random: draw the values from the specs.
         default_value: a number; a function that returns a value; or a mapping of these by key. 0 if None.
         reset_key: None or `"_reset"`: episodes begin where the environment is reset.
@@ -180,8 +180,8 @@ class TensorDictPrimer(Transform, built_in=True):
         single_default_value: `default_value` is one function for all entries: it gets `reset`, bool `[*batch, 1]`, and
             returns a TensorDict.
 
-    What the policy writes under `("next", key)` is the entry of the next step; where it writes nothing the entry stays
-    as it was. On reading from a buffer it adds the entries that a TensorDict lacks.
+    The policy's `("next", key)` becomes the entry of the next step; if it writes none, the entry keeps its value.
+    On reading from a buffer, missing entries are added.
 
     Raises:
         ValueError: no spec, both `random` and `default_value`, defaults of other keys, or batch dimensions that do not
@@ -293,7 +293,7 @@ class TensorDictPrimer(Transform, built_in=True):
 
 
 def _as_composite(primers: Mapping[Any, Any]) -> Composite:
-    """The specs of primers as a Composite. Raises ValueError if there are none, or if one is no spec."""
+    """The specs of primers as a Composite. Raises ValueError if there are none, or if one is not a spec."""
     if isinstance(primers, Composite):
         leaves: Mapping[Key, Any] = primers.leaves()
         result = Composite(shape=primers.shape, device=primers.device)
@@ -329,8 +329,8 @@ class TrajCounter(TrajectoryTransform, built_in=True):
     TorchRL's `repeats=None` is accepted without effect.
 
     Trajectories that begin at the same step are numbered in the order of the environments. In an environment every
-    reset begins new ones, and a saved state goes on with the number that is next; in a batch (reading) the numbers
-    begin at 0, on writing (see TrajectoryTransform) they go on. Workers of a ParallelEnv count by themselves.
+    reset begins new ones, and a saved state continues the numbering; in a batch (reading) the numbers
+    begin at 0, on writing (see TrajectoryTransform) they continue. Workers of a ParallelEnv count separately.
 
     Example:
         >>> done = torch.tensor([[False], [True], [False]])

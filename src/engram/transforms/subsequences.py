@@ -14,15 +14,15 @@ from engram.transforms.env_specs import EnvSpecs
 
 
 class RandomCropTensorDict(Transform, built_in=True):
-    """On reading, takes a piece of random place from each sequence of a batch `[*, T]`; it becomes `[*, sub_seq_len]`.
+    """On reading, crops each sequence of a batch `[*, T]` at a random position to `[*, sub_seq_len]`.
 
     Args:
         sub_seq_len: the number of steps of a piece.
         sample_dim: the batch dimension of time.
-        mask_key: bool, False for padding at the ends of sequences, of which a piece has none; None: there is none.
+        mask_key: bool, False for padding at the ends of sequences, which is never drawn; None: there is no padding.
 
-    Every sequence has a place of its own, each as likely. For a buffer whose items are trajectories; slices of stored
-    trajectories are drawn by a `SliceSampler`.
+    Positions are drawn for each sequence, uniformly. For buffers whose items are trajectories; if the items are steps,
+    use a `SliceSampler`.
 
     Raises:
         ValueError: `sub_seq_len` is below 1.

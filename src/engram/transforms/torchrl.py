@@ -1,6 +1,6 @@
-"""TorchRL's transforms in environments of engram: their specs are computed, and they act, as in TorchRL.
+"""TorchRL's transforms in environments of engram, with the same specs and results as in TorchRL.
 
-TorchRL is never imported from here: who has one of its transforms has imported it.
+TorchRL is never imported here: a user of its transforms has imported it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from engram.transforms.env_specs import EnvSpecs
 
 
 class TorchRLTransform(Transform, built_in=True):
-    """A transform of TorchRL's, or of a user's that inherits from TorchRL's, in an environment.
+    """Adapts a TorchRL transform, or a user's subclass of one, to an environment.
 
-    It gets the environment before it as its `parent`, in TorchRL's form. Rewards that it adds are rewards of the
-    environment. Unknown attributes are the transform's.
+    Its `parent` is the environment before it, in TorchRL's form. Rewards that it adds are rewards of the
+    environment. Other attributes are those of the wrapped transform.
     """
 
     def __init__(self, transform: Any, root: Any) -> None:
@@ -56,7 +56,7 @@ class TorchRLTransform(Transform, built_in=True):
         self._env = sys.modules["torchrl.envs"].TransformedEnv(_parent_class()(self.parent, specs), self.transform)
 
     def _connected(self) -> EnvSpecs:
-        """The specs with the transform, which has its parent again where it has come from a pickle or a copy."""
+        """The specs with the transform, whose parent is restored after a copy or unpickling."""
         assert self._before is not None and self._after is not None
         if self._env is None:
             self._connect(self._before)
@@ -81,7 +81,7 @@ class TorchRLTransform(Transform, built_in=True):
         )
 
     def _specs_of(self, env: Any, before: EnvSpecs) -> EnvSpecs:
-        """The specs of an environment of TorchRL's. Raises TypeError, with the names, for entries that are not ours."""
+        """The specs of a TorchRL environment. Raises TypeError, with the names, for unsupported entries."""
         parent = self.parent
         rewards, actions, flags = (
             spec_from_torchrl(spec) for spec in (env.full_reward_spec, env.full_action_spec, env.full_done_spec)
@@ -125,7 +125,7 @@ class TorchRLTransform(Transform, built_in=True):
         return changed
 
     def _take_masks(self) -> None:
-        """Gives the action's spec the mask that the transform has given to that of its environment (`ActionMask`)."""
+        """Copies the mask that the transform set in its environment's action spec to ours (`ActionMask`)."""
         if not self._masks:
             return
         assert self._after is not None
@@ -139,7 +139,6 @@ class TorchRLTransform(Transform, built_in=True):
         inner: TensorDictBase = self.transform.inv(td)
         return inner
 
-    # ---- the object ----
     def to(self, *place: Any, **settings: Any) -> Any:
         self.transform.to(*place, **settings)
         return self
@@ -163,18 +162,18 @@ class TorchRLTransform(Transform, built_in=True):
         return getattr(self.transform, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without its parent, whose class is made in this process.
+        # Without its parent, whose class is created in this process.
         return {**vars(self), "_env": None, "transform": self.transform.clone()}
 
 
 def primed_keys(transform: Any) -> list[Key]:
-    """The entries that a transform's primers begin episodes with."""
+    """The entries that a transform's primers add at resets."""
     specs = [part.primers for part in _parts(transform) if hasattr(part, "primers")]
     return [key for spec in specs for key in spec_from_torchrl(spec).leaves()]
 
 
 def _parts(transform: Any) -> list[Any]:
-    """The transforms that one of TorchRL's is composed of; itself if it is a single one."""
+    """The transforms in a TorchRL Compose; the transform itself if it is a single one."""
     if not hasattr(transform, "transforms"):
         return [transform]
     return [part for inner in transform.transforms for part in _parts(inner)]
@@ -182,7 +181,7 @@ def _parts(transform: Any) -> list[Any]:
 
 @lru_cache(maxsize=1)
 def _parent_class() -> Any:
-    """The class of an environment of engram in TorchRL's form, which is the parent of its transforms."""
+    """The class of the `parent` of TorchRL transforms: an engram environment in TorchRL's form."""
     theirs: Any = sys.modules["torchrl.envs"]
 
     class Parent(theirs.EnvBase):  # type: ignore[misc]

@@ -1,6 +1,6 @@
-"""Transforms along time: `RewardSum`, `StepCounter`, `InitTracker`, `Reward2GoTransform`, and where trajectories end.
+"""Transforms along time: `RewardSum`, `StepCounter`, `InitTracker`, `Reward2GoTransform`, and bounds of trajectories.
 
-A batch `[*lead, T]` is viewed as S environments of T steps. Nothing here loops over rows in Python.
+A batch `[*lead, T]` is viewed as S environments of T steps. No function loops over rows in Python.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ class BatchView(NamedTuple):
         return leaf.reshape(self.rows, self.steps, *leaf.shape[n:])
 
     def join(self, leaf: Tensor) -> Tensor:
-        """A leaf [S, T, ...] in the shape that it has in the batch: the reverse of `split`."""
+        """A leaf [S, T, ...] in the batch's shape: the reverse of `split`."""
         return leaf.reshape((*self.shape, *leaf.shape[2:]))
 
 
 class TrajectoryBounds(NamedTuple):
-    """Where trajectories start and end in a batch; all [S, T]."""
+    """The starts and ends of trajectories in a batch; all [S, T]."""
 
     view: BatchView
     done: Tensor  # flags at the end of each step
     ids: Tensor | None
     starts: Tensor  # whether `is_init` is set
-    ends: Tensor  # the last steps of trajectories, as far as the batch shows
+    ends: Tensor  # the last steps of trajectories in the batch
 
     @property
     def position(self) -> Tensor:
@@ -157,7 +157,7 @@ def _ids(view: BatchView, batch: Any) -> Tensor | None:
     return None
 
 
-# Doubling: after k rounds each step holds the sum of up to 2**k steps of its trajectory. Differences of prefix sums
+# By doubling: after k rounds each step holds the sum of up to 2**k steps of its trajectory. Differences of prefix sums
 # would cancel, and divisions by powers of gamma overflow.
 def running_sum(x: Tensor, first: Tensor) -> Tensor:
     """[S, T, F]: sums from the first step of each trajectory up to each step; `first` as `Trajectories.first`."""
@@ -193,7 +193,7 @@ Self = TypeVar("Self", bound="TrajectoryTransform")
 
 
 class CarryOver(NamedTuple):
-    """What a transform keeps of a written batch, to continue in the next one."""
+    """The state that a transform keeps from a written batch to continue in the next one."""
 
     done: Tensor  # [S]: whether its last step ended a trajectory
     ids: Tensor | None  # [S]: that step's trajectory
@@ -201,19 +201,19 @@ class CarryOver(NamedTuple):
 
 
 class TrajectoryTransform(Transform, built_in=True):
-    """Base of transforms along time: they take batches `[*, T]`, and compute nothing across a trajectory's end.
+    """Base class of transforms along time: they take batches `[*, T]` and never cross a trajectory's end.
 
     Trajectories end at done flags (`done_key`; `("next", "done")` if None, or `"done"` in batches without it), where
     ids change (`traj_key`; if None `("collector", "traj_ids")` or `"episode"`, if the batch has them), and before
     `"is_init"`. The batch dimensions of a plain dict are those of its flags without a last dimension of 1. Batches
     without steps stay unchanged on reading, and are an error on writing.
 
-    `forward` takes each batch by itself: rollouts, `rb[:]`, or batches of slice samplers. Appended to a buffer with
-    `invert=True` it changes the data that are written, and continues in the next `extend` or `add` where the last one
-    stopped, unless that ended a trajectory or the ids are those of another one.
+    `forward` treats each batch separately: rollouts, `rb[:]`, or batches of slice samplers. Appended to a buffer with
+    `invert=True` it transforms written data, and the next `extend` or `add` continues where the last one
+    stopped, unless that ended a trajectory or the trajectory ids differ.
 
-    In an environment it continues from step to step and starts anew at resets, so that a rollout equals `forward` of
-    the rollout of the base environment. Each environment has its own copy.
+    In an environment it continues from step to step and restarts at resets, so that a rollout equals `forward` of
+    the base environment's rollout. Each environment has its own copy.
     """
 
     forward_in_order = True
@@ -263,7 +263,7 @@ class TrajectoryTransform(Transform, built_in=True):
         raise NotImplementedError
 
     def _deferred(self, writes: Sequence[Key], *, limit: int | None = None, **settings: Any) -> Deferred:
-        """This transform with other `settings`, for whole batches of an environment."""
+        """This transform with changed `settings`, for whole batches of an environment."""
         of_batches, before = copy.copy(self), None
         vars(of_batches).update(settings, done_key=("next", "done"))
 
@@ -287,7 +287,7 @@ class TrajectoryTransform(Transform, built_in=True):
         return self._continue_stream(writing)
 
     def _continue_stream(self, writing: WriteRequest) -> WriteRequest:
-        """Continues from the last write; steps that another transform holds back change nothing here."""
+        """Continues from the last write; steps held back by another transform have no effect."""
         if writing.in_place:
             return writing
         if writing.rows_are_trajectories:
@@ -313,7 +313,7 @@ class TrajectoryTransform(Transform, built_in=True):
                 continues = continues & (carried.ids.to(continues.device) == now.ids[:, 0])
         elif carried is not None:
             carried = None
-        with torch.no_grad():  # the value would keep the graph of all earlier batches
+        with torch.no_grad():  # the value would otherwise keep the graph of all earlier batches
             value = self._run(batch, now, continues, None if carried is None else carried.value)
         ids = None if now.ids is None else now.ids[:, -1].clone()
         return batch, CarryOver(now.done[:, -1].clone(), ids, value)
@@ -518,7 +518,7 @@ class StepCounter(TrajectoryTransform, built_in=True):
 
     def _init_env_state(self, specs: EnvSpecs) -> None:
         self._count: Tensor | None = None
-        self._most = 0  # an upper bound of the counts, which saves reading them
+        self._most = 0  # an upper bound of the counts, which avoids reading them
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         zero = torch.zeros_like(fresh.get("done"), dtype=torch.int64)
@@ -638,7 +638,7 @@ class InitTracker(TrajectoryTransform, built_in=True):
 
 
 def _sum_in_order(x: Tensor, first: Tensor) -> Tensor:
-    """As `running_sum`, and to the last bit what an environment gives, which adds up one step after the other."""
+    """`running_sum` by adding one step after another, as an environment does: equal to the last bit."""
     sums = x.numpy().copy()
     starts = (first == torch.arange(x.shape[1])).numpy()
     for row, is_start in zip(sums, starts, strict=True):
@@ -649,7 +649,7 @@ def _sum_in_order(x: Tensor, first: Tensor) -> Tensor:
 
 
 def as_sum_dtype(value: Tensor) -> Tensor:
-    """A tensor in the dtype that its sums are computed in."""
+    """A tensor in the dtype for its sums."""
     if value.dtype in (torch.float16, torch.bfloat16):
         return value.to(torch.float32)
     return value if value.is_floating_point() else value.to(torch.int64)
@@ -748,7 +748,7 @@ class Reward2GoTransform(TrajectoryTransform, built_in=True):
             set_entry(batch, target, trajectories.view.join(to_go.to(dtype)))
         return None
 
-    # Each batch is computed by itself: there is no state.
+    # Batches are independent: there is no state.
     def get_extra_state(self) -> dict[str, Any]:
         return {}
 

@@ -196,7 +196,7 @@ class ObservationNorm(Transform, built_in=True):
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
         if (loc is None) != (scale is None):
             raise ValueError(f"give loc and scale, or neither and call init_stats; got loc={loc}, scale={scale}")
-        self.standard_normal = bool(standard_normal)  # in a state it is a tensor
+        self.standard_normal = bool(standard_normal)  # a saved state has it as a tensor
         self.eps = eps
         self._given = loc is not None
         self._stats = None if loc is None else _checked_stats(loc, scale)
@@ -231,7 +231,7 @@ class ObservationNorm(Transform, built_in=True):
             reduce_dim: dimensions to average over; the batch dimensions if None (of tensors and dicts the first).
             cat_dim: time, the last batch dimension of an environment's steps; it must be among `reduce_dim`.
             key: the only one of `in_keys` if None.
-            keep_dims: those of `reduce_dim` that stay, with size 1.
+            keep_dims: the dimensions of `reduce_dim` that are kept with size 1.
             data: the same as data given first.
 
         The standard deviation of the environment's steps is that of a sample (n - 1).
@@ -258,7 +258,7 @@ class ObservationNorm(Transform, built_in=True):
         if value.numel() == 0:
             raise ValueError(f"init_stats needs data, got shape {list(value.shape)}")
         dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
-        value = value.to(torch.float64)  # squares and sums of float16 would soon be infinite
+        value = value.to(torch.float64)  # squares and sums of float16 would overflow
         if bad := value.numel() - int(value.isfinite().sum()):
             raise ValueError(
                 f"init_stats found {bad} values of {value.numel()} that are not finite, and no statistics of them "
@@ -300,7 +300,7 @@ class ObservationNorm(Transform, built_in=True):
     # ---- environments ----
     @property
     def _keeps_order(self) -> bool:  # type: ignore[override]
-        return self._given  # init_stats may be called again, and then changes the bounds
+        return self._given  # a later call of init_stats changes the bounds
 
     def _mapped(self, spec: Any) -> Spec:
         if self._stats is not None:
@@ -316,7 +316,7 @@ class ObservationNorm(Transform, built_in=True):
         return (value - loc) / scale if self.standard_normal else value * scale + loc
 
     def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
-        # A statistic with as many dimensions as a batch would give each place in it another value.
+        # A statistic with as many dimensions as a batch would differ between the batch's rows.
         within = [row_ndim(key) for key in self.in_keys]
         return self._stats is not None and all(
             is_number(stat) or all(n is not None and stat.ndim <= n for n in within) for stat in self._stats
@@ -334,7 +334,7 @@ class ObservationNorm(Transform, built_in=True):
     def get_extra_state(self) -> dict[str, Any]:
         """The statistics that `init_stats` computed; `loc` and `scale` given to `__init__` are settings.
 
-        They are arguments of `__init__`, too: `ObservationNorm(in_keys=..., **norm.state_dict())` does the same.
+        They can also be passed to `__init__`: `ObservationNorm(in_keys=..., **norm.state_dict())`.
         """
         if self._given or self._stats is None:
             return {}
@@ -369,7 +369,7 @@ def _as_dims(dims: int | Sequence[int]) -> tuple[int, ...]:
 
 
 class _OfRewards(Transform, built_in=True):
-    """A transform of rewards, of other entries only where `in_keys` name them."""
+    """A transform of rewards, and of other entries if `in_keys` names them."""
 
     _keeps_order = True
 
@@ -451,7 +451,7 @@ class RewardClipping(_OfRewards, built_in=True):
     In an environment `in_keys` of None are `"reward"`.
 
     Raises:
-        TypeError: neither `clamp_min` nor `clamp_max`, or one that is no number.
+        TypeError: neither `clamp_min` nor `clamp_max`, or one that is not a number.
         ValueError: `clamp_min` is not below `clamp_max`.
 
     Example:
@@ -527,7 +527,7 @@ class ClipTransform(Transform, built_in=True):
         low, high: numbers, of which one may be None.
 
     Raises:
-        TypeError: neither `low` nor `high`, or one that is no number.
+        TypeError: neither `low` nor `high`, or one that is not a number.
         ValueError: `low` is not below `high`.
 
     Example:
@@ -573,7 +573,7 @@ class ClipTransform(Transform, built_in=True):
 
 
 def _checked_limits(transform: Transform, **limits: Any) -> tuple[float | None, float | None]:
-    """The two limits as numbers. Raises TypeError for what is none, or none at all; ValueError for a wrong order."""
+    """The limits as numbers. Raises TypeError if both are None or one is no number; ValueError for a wrong order."""
     (first, given_low), (second, given_high) = limits.items()
     low, high = _checked_limit(first, given_low), _checked_limit(second, given_high)
     if low is None and high is None:
@@ -584,7 +584,7 @@ def _checked_limits(transform: Transform, **limits: Any) -> tuple[float | None, 
 
 
 def _limited(spec: Any, low: float | None, high: float | None) -> Spec:
-    """The spec of values with these limits, bounded where it is one of floats."""
+    """The spec of values with these limits, bounded if its dtype is floating point."""
     if isinstance(spec, Bounded) or not spec.dtype.is_floating_point:
         return spec  # type: ignore[no-any-return]
     ends = -math.inf if low is None else low, math.inf if high is None else high
@@ -601,7 +601,7 @@ def _checked_limit(name: str, limit: Any) -> float | None:
 
 
 def _mapped_number(transform: Transform, spec: Any) -> Spec:
-    """The spec of the actions that a caller gives. Raises ValueError for choices, which have no order."""
+    """The spec of the caller's actions. Raises ValueError for choices, which have no order."""
     if not isinstance(spec, Bounded | Unbounded):
         raise ValueError(f"{type(transform).__name__} cannot be used on an action of {spec}")
     return transform._mapped(spec)
@@ -615,7 +615,7 @@ class CatTensors(Transform, built_in=True):
         out_key: the key of the result.
         dim: the dimension along which they are concatenated, counted from the end (-1 is the last).
         del_keys: remove the entries.
-        unsqueeze_if_oor: entries without dimensions of their own count as vectors of one.
+        unsqueeze_if_oor: entries without dimensions besides the batch's are treated as vectors of size 1.
         sort: concatenate in the order of the keys' names, not in that of `in_keys`.
 
     Raises:
@@ -736,12 +736,12 @@ def first_key(batch: Any, keys: tuple[Key, ...], who: str) -> Key:
 
 
 def is_number(stat: Tensor) -> bool:
-    """Whether a statistic is the same for every value of a batch."""
+    """Whether a statistic is a single number for all values of a batch."""
     return stat.ndim <= 1 and stat.numel() == 1
 
 
 def cast_stat(stat: Tensor, value: Tensor) -> Tensor:
-    """A statistic on the device of `value`, in a dtype that keeps that of floating point values."""
+    """A statistic on the device of `value`, in a dtype that preserves floating point dtypes of values."""
     dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
     return stat.to(device=value.device, dtype=dtype)
 
@@ -796,7 +796,7 @@ class UnsqueezeTransform(Transform, built_in=True):
     """Adds a dimension of 1 on reading; `inv` removes it.
 
     Args:
-        dim: its place in the result, counted from the end (-1 is the last).
+        dim: its position in the result, counted from the end (-1 is the last).
         in_keys, out_keys, in_keys_inv, out_keys_inv: as Transform's.
         allow_positive_dim: `dim` may be counted from the front, batch dimensions included.
 

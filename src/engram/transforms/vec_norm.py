@@ -31,12 +31,12 @@ class _Stats(NamedTuple):
     squares: Tensor
 
     def is_possible(self) -> bool:
-        """Whether any rows can have these statistics."""
+        """Whether these statistics are consistent."""
         finite = math.isfinite(self.weight) and all(bool(part.isfinite().all()) for part in (self.mean, self.squares))
         return finite and self.mean.shape == self.squares.shape and self.weight > 0 and bool((self.squares >= 0).all())
 
     def with_batch(self, batch: _Stats, decay: float) -> _Stats:
-        """The statistics merged with those of a batch, after a decay of their weight (Chan, Golub and LeVeque)."""
+        """The statistics, decayed and then merged with those of a batch (Chan, Golub and LeVeque)."""
         old = decay * self.weight
         count = old + batch.weight
         delta = batch.mean.to(self.mean.device) - self.mean
@@ -59,10 +59,10 @@ class VecNorm(Transform, built_in=True):
 
     TorchRL's `shapes`, `new_api`, `lock=None` and `shared_td=None` are accepted without effect.
 
-    In a buffer it learns from the data that are written, which are stored unchanged, and normalises those that are
-    read. Called, or appended with `invert=True`, it learns from the batch and normalises it. `forward` alone only
-    normalises. In an environment it learns from every step, and from the rows of every reset that start an episode, and
-    normalises what the policy sees; several environments may share one.
+    In a buffer it learns from written data, which are stored unchanged, and normalises data on reading. Called, or
+    appended with `invert=True`, it learns from the batch and normalises it. `forward` alone only normalises. In an
+    environment it learns from every step, and from the rows of every reset that start an episode, and normalises
+    the policy's input; several environments may share one.
 
     A row of an entry with a NaN, an infinity, or a value whose square is too large for float64 (above 1e140) is left
     out of the statistics: `nonfinite` counts these rows, entry by entry, and the first one causes a warning. Such a row
@@ -90,7 +90,7 @@ class VecNorm(Transform, built_in=True):
             raise ValueError(f"eps must be 0 or more, got {eps}")
         self.decay, self.eps = decay, eps
         self._learns = True
-        self._stats: list[_Stats | None] | None = None  # None, as a whole or for one entry: none yet
+        self._stats: list[_Stats | None] | None = None  # None, in total or for an entry: no statistics yet
         self._nonfinite = [0] * len(self.in_keys)
 
     # ---- learning ----
@@ -148,11 +148,11 @@ class VecNorm(Transform, built_in=True):
 
     frozen_copy = frozen
 
-    #: That means are subtracted, and the rest divided by standard deviations.
+    #: Values are normalised by subtracting means and dividing by standard deviations.
     standard_normal = True
 
     def denorm(self, tensordict: Any) -> Any:
-        """The batch with the values that were normalised, of `out_keys`, as they were before; changed in place."""
+        """Reverses the normalisation of `out_keys` in the batch, in place."""
         for key, stats in zip(self.out_keys, self._norms(), strict=True):
             value = require_tensor(tensordict, key, f"{type(self).__name__}.denorm")
             if stats is not None:
@@ -161,7 +161,7 @@ class VecNorm(Transform, built_in=True):
         return tensordict
 
     def to_observation_norm(self) -> list[ObservationNorm]:
-        """The present statistics as transforms that do not learn, one for each entry."""
+        """The present statistics as fixed transforms, one for each entry."""
         return [
             ObservationNorm(self.loc[i], self.scale[i], [key], [target], standard_normal=True)
             for i, (key, target) in enumerate(zip(self.in_keys, self.out_keys, strict=True))
@@ -196,7 +196,7 @@ class VecNorm(Transform, built_in=True):
     def forward(self, batch: Any) -> Any:
         if type(batch) is list:
             return [self.forward(item) for item in batch]
-        stats = self._norms()  # read once: a writer in another thread may learn at the same time
+        stats = self._norms()  # read once, as a writer in another thread may learn at the same time
         sources = [require_tensor(batch, key, type(self).__name__) for key in self.in_keys]
         for value, key, one in zip(sources, self.out_keys, stats, strict=True):
             set_entry(batch, key, self._normalised(value, one))
@@ -249,13 +249,13 @@ class VecNorm(Transform, built_in=True):
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         mask, postponed = td.get("_reset", None), fresh.get(IDLE, None)
-        if postponed is not None:  # these rows show the last observation once more
+        if postponed is not None:  # these rows repeat the last observation
             mask = ~postponed if mask is None else mask & ~postponed
         self._learn_from_env(fresh if mask is None else fresh[mask.reshape(fresh.batch_size)])
         return self._normalised_entries(fresh)
 
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        idle = td.get(IDLE, None)  # the reset that follows returns the observation of these rows again
+        idle = td.get(IDLE, None)  # the following reset repeats the observation of these rows
         self._learn_from_env(following if idle is None else following[~idle.reshape(following.batch_size)])
         return self._normalised_entries(following)
 
@@ -361,7 +361,7 @@ class VecNormV2(VecNorm, built_in=True):
         return TensorDict({}, []).update({key_path(key): value.to(dtype) for key, value in pairs})
 
     def to_observation_norm(self) -> Any:
-        """The present statistics as a transform that does not learn: one of each entry, in a Compose where several."""
+        """The present statistics as a fixed transform; a Compose of several if there are several entries."""
         stats = zip(self.in_keys, self.out_keys, super().loc, super().scale, strict=True)
         norms = [ObservationNorm(loc, scale, [key], [out], standard_normal=True) for key, out, loc, scale in stats]
         return norms[0] if len(norms) == 1 else Compose(*norms)
@@ -375,11 +375,11 @@ def _stats_of(value: Tensor, batch_dims: int) -> tuple[_Stats | None, int]:
     """The statistics of all finite rows, None if there are none; and the number of rows that are not finite."""
     x = value.detach().to(torch.float64).reshape(-1, *value.shape[batch_dims:])
     stats = _stats_of_rows(x)
-    # One number tells the common case: a value that is not finite, or too large, makes it large or a NaN.
+    # One number decides the common case: a value that is not finite, or too large, makes it large or NaN.
     if stats is None or float((stats.squares + stats.mean.square()).sum()) <= _LARGE:
         return stats, 0
     rows = len(x)
-    x = x[(x.abs() <= _LARGEST).reshape(rows, -1).all(1)]  # false for NaN, too
+    x = x[(x.abs() <= _LARGEST).reshape(rows, -1).all(1)]  # also False for NaN
     return _stats_of_rows(x), rows - len(x)
 
 
@@ -390,6 +390,6 @@ def _stats_of_rows(x: Tensor) -> _Stats | None:
     return _Stats(float(len(x)), mean, (x - mean).square().sum(0))
 
 
-_LARGEST = 1e140  # the squares of 1e20 such values have a sum in float64
+_LARGEST = 1e140  # the sum of the squares of 1e20 such values fits float64
 _LARGE = _LARGEST**2
 _NO_STATISTICS = "VecNorm has no statistics yet: write data through it, call it, or call learn(data)"
