@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+
+sys.path.insert(0, str(Path(__file__).parent))
+from reference import with_all_parts
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,8 +55,9 @@ def page_of(path: str) -> str | None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links of a page, from the repository's folders to the site's."""
+    """All parts that belong on a page; its links, from the repository's folders to the site's."""
     here = page.file.src_uri
+    markdown = with_all_parts(here, markdown)
 
     def replace(link: re.Match[str]) -> str:
         picture, text, target, anchor = link.groups()

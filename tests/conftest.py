@@ -1,8 +1,8 @@
 """What all tests share: the tiers, the same examples in every run, scripts that end with it, and places to save to.
 
 `make test` runs what is neither deep nor long. What lies in a folder of DEEP is deep, but for what is marked `quick`:
-one of each kind, so that a fault shows in `make test`, too. Of what is marked `pairwise` the cases in which every two
-values of its parameters meet are quick, and the others deep. (`make test-search` looks for new examples.)
+one of each kind, so that a fault shows in `make test`, too. Of what is marked `pairwise` only the cases in which every
+two values of its parameters meet are quick or deep, and the others long. (`make test-search` looks for new examples.)
 """
 
 import gc
@@ -68,24 +68,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("deep")
         if inside in ("clients", "cluster"):  # what the threads of peers and of Ray do is not ours
             item.add_marker(pytest.mark.filterwarnings("default::pytest.PytestUnhandledThreadExceptionWarning"))
-    _leave_pairs_quick(items)
+    _leave_pairs(items)
     yield  # what is not asked for is deselected
     if config.getoption("--tiers"):
         _put_in_tiers(config, items)
 
 
-def _leave_pairs_quick(items: list[pytest.Item]) -> None:
-    """Of tests of wide products, the cases in which every two values still meet are quick, and the others deep."""
+def _leave_pairs(items: list[pytest.Item]) -> None:
+    """Of tests of wide products, the cases in which every two values still meet stay in their tier; others are long."""
     products: dict[tuple[object, ...], list[pytest.Function]] = {}
     for item in items:
-        if not isinstance(item, pytest.Function) or item.get_closest_marker("deep"):
+        if not isinstance(item, pytest.Function) or item.get_closest_marker("long"):
             continue
         if item.get_closest_marker("pairwise") or item.originalname in PAIRWISE:
             products.setdefault((item.path, item.cls, item.originalname), []).append(item)
     for cases in products.values():
         values = [{name: repr(value) for name, value in case.callspec.params.items()} for case in cases]
         for k in set(range(len(cases))) - set(pairwise(values)):
-            cases[k].add_marker("deep")
+            cases[k].add_marker("long")
 
 
 #: The longest deep tests: with `--tiers` they come before the others. `--durations=20` finds them; a name that no test

@@ -28,8 +28,11 @@ LAYERS = [
     [f"{BUFFERS}.schedulers"],
     [f"{BUFFERS}.buffer", f"{BUFFERS}.tensordict", f"{BUFFERS}.ensemble"],
     [
+        f"{BUFFERS}.batch_writer",
         f"{BUFFERS}.conditional",
         f"{BUFFERS}.dataset",
+        f"{BUFFERS}.delayed",
+        f"{BUFFERS}.in_place",
         f"{BUFFERS}.prefetch",
         f"{BUFFERS}.reader",
         f"{BUFFERS}.state.buffers",
@@ -53,7 +56,7 @@ LAYERS = [
     ["engram._generator", "engram._progress", "engram._system"],
     ["engram._native"],
     ["engram.errors"],
-    ["engram._advice", "engram._aliases", "engram._overrides", "engram._text"],
+    ["engram._advice", "engram._aliases", "engram._checks", "engram._overrides", "engram._text"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 #: Parts around the kernel. They use what users import, the kernel's edge and each other.
@@ -269,9 +272,9 @@ WALLS = {
     "copy and pickle dunders": 31,
     "constructors of 20 arguments": 4,
     "probes by identity of a method": 34,
-    "hasattr and getattr": 236,
+    "hasattr and getattr": 211,
     "classes of 45 methods": 13,
-    "uses of another object's private name": 324,
+    "uses of another object's private name": 320,
     "class flags that others ask": 19,
 }
 

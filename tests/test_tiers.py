@@ -64,7 +64,9 @@ def test_wide(a, b, c, d): pass
 @pytest.mark.deep
 @pytest.mark.pairwise
 @pytest.mark.parametrize("a", range(3))
-def test_deep_before(a): pass
+@pytest.mark.parametrize("b", range(3))
+@pytest.mark.parametrize("c", range(3))
+def test_deep_before(a, b, c): pass
 
 class Contract:
     @pytest.mark.pairwise
@@ -82,16 +84,18 @@ def values(names: list[str], test: str) -> list[tuple[str, ...]]:
     return [tuple(name.split("[")[1].rstrip("]").split("-")) for name in names if name.startswith(test + "[")]
 
 
-def test_cases_in_which_every_two_values_meet_stay_quick_and_no_other_test_becomes_deep(collected):
-    quick = collected(PRODUCTS, "-m", "not deep")
+def test_cases_in_which_every_two_values_meet_stay_in_their_tier_and_the_others_are_long(collected):
+    quick = collected(PRODUCTS, "-m", "not deep and not long")
+    deep, long = collected(PRODUCTS, "-m", "deep and not long"), collected(PRODUCTS, "-m", "long")
     assert "test_of_every_row" in quick and len(values(quick, "test_without_a_mark")) == 4
-    assert not values(quick, "test_deep_before")
-    for test, factors, at_most in (
-        ("test_wide", 4, 15),
-        ("TestOne::test_inherited", 3, 14),
-        ("TestOther::test_inherited", 3, 14),
+    for tier, test, factors, at_most, cases in (
+        (quick, "test_wide", 4, 15, 81),
+        (deep, "test_deep_before", 3, 14, 27),
+        (quick, "TestOne::test_inherited", 3, 14, 27),
+        (quick, "TestOther::test_inherited", 3, 14, 27),
     ):
-        rows = values(quick, test)
+        rows = values(tier, test)
+        assert len(rows) + len(values(long, test)) == cases, test
         pairs = {(f, row[f], g, row[g]) for row in rows for f, g in combinations(range(factors), 2)}
         assert len(pairs) == 9 * len(list(combinations(range(factors), 2))), test
         assert len(rows) <= at_most, test

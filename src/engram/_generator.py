@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from engram import _native
+from engram._checks import is_integer
 
 _STATE_BYTES = 16
 
@@ -45,7 +46,7 @@ class Generator(_native.CounterGenerator):
 
     def manual_seed(self, seed: int) -> Self:
         """Begins anew with this seed; returns itself."""
-        if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        if not is_integer(seed):
             raise TypeError(f"a seed is an integer, got {seed!r:.80}")
         self.key, self.counter = _native.mix(seed.__index__() & (1 << 64) - 1), 0
         return self

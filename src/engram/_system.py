@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engram import _native
+from engram._checks import is_integer
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +51,7 @@ def parse_bytes(size: int | str, argument: str) -> int:
             raise ValueError(f'{argument}={size!r} is no size: write a number of bytes, "8GB", "512MiB" or "1.5 TB"')
         number, unit, binary = match.groups()
         nbytes = int(Fraction(number) * (1024 if binary else 1000) ** " kmgt".index(unit or " "))
-    elif isinstance(size, bool) or not hasattr(size, "__index__"):
+    elif not is_integer(size):
         raise TypeError(f'{argument} must be a number of bytes or a text as "8GB", got {size!r}')
     else:
         nbytes = int(size)

@@ -279,6 +279,7 @@ class Numbers(nn.Module):
         return self.found if self.left < 0 else self.sound
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("first", [0, 3])
 @pytest.mark.parametrize("found", [1, None, "left", [1], (torch.tensor(1),)])
 @pytest.mark.parametrize("envs", [0, 2, "vector"])

@@ -32,6 +32,7 @@ def collect(worlds, policy, way="raw", batches=4, frames=7, seed=0, **arguments)
     return [collector.rollout() for _ in range(batches)]
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("limit", [None, 1, 2, 3])
 @pytest.mark.parametrize("reuse", [False, True], ids=["fresh arrays", "one array, written again"])
@@ -119,6 +120,7 @@ def test_what_a_policy_remembers_ends_with_the_episode():
     assert batch["seen"].squeeze(-1).tolist() == [0, 2, 4, 0, 2, 4]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", [name for name in SPACES if name not in ("dict", "tuple")])
 @pytest.mark.parametrize("categorical", [False, True])
 @ways

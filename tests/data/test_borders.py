@@ -133,6 +133,7 @@ def without_next(n: int, start: int) -> TensorDict:
     return episode(n, start).exclude(("next", "observation"))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("made", [n_step, one_sided, root_repeats_next, without_next])
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["extend", "add"])
 def test_what_never_agrees_is_joined_as_ever(

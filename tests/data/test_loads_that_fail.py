@@ -188,6 +188,7 @@ def small_chunks(request, monkeypatch):
 
 
 # ---- load hooks ----
+@pytest.mark.pairwise
 @pytest.mark.parametrize("nth", [0, 1])
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_load_hook_that_raises(storage, nth, small_chunks, tmp_path):

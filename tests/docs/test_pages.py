@@ -2,10 +2,14 @@
 
 import importlib
 import re
+import sys
 
 import pytest
 
 from docs.pages import PAGES, ROOT, blocks, pages, run_page
+
+sys.path.insert(0, str(ROOT / "packaging"))
+from reference import with_all_parts
 
 
 @pytest.mark.parametrize("page", pages(with_peers=False))
@@ -41,6 +45,18 @@ def test_every_page_is_in_the_menu():
     assert [path for path in paths if path not in menu] == []
 
 
+def shown(page):
+    """A page of the reference as the site shows it."""
+    return with_all_parts(f"reference/{page.name}", page.read_text())
+
+
+def test_a_page_of_parts_shows_those_that_it_does_not_name_after_the_others():
+    text = with_all_parts("reference/samplers.md", "::: engram.data.Sampler\n")
+    assert text.startswith("::: engram.data.Sampler\n") and text.count("engram.data.Sampler\n") == 1
+    assert "\n::: engram.data.RandomSampler\n" in text
+    assert with_all_parts("reference/errors.md", "text") == "text"
+
+
 MODULES = [
     "cli", "data", "envs", "envs.transforms", "collectors", "distributed", "data.datasets",
     "specs", "testing", "errors",
@@ -51,5 +67,5 @@ MODULES = [
 def test_every_public_name_is_in_the_reference(name):
     module = importlib.import_module(f"engram.{name}")
     names = getattr(module, "__all__", None) or [n for n, value in vars(module).items() if isinstance(value, type)]
-    reference = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    reference = "\n".join(shown(page) for page in (ROOT / "docs" / "reference").glob("*.md"))
     assert [n for n in names if not re.search(rf"\b{n}\b", reference)] == []

@@ -111,6 +111,7 @@ def check_rows(batch):
 QUICK = [("raw values", 25, "SIGKILL"), ("tensordicts", 21, "the simulator broke")]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("way", "at", "how"), cases(WAYS, [25, 21], HOW, quick=QUICK))
 def test_a_worker_that_is_lost_costs_its_open_episodes_only(parallel, way, at, how):
     cls, transformed = WAYS[way]

@@ -70,6 +70,7 @@ def other(request):
     assert process.exitcode == 0
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_buffer_that_was_sent_reads_and_writes_and_its_sampler_follows_both_lanes(name, store, other, tmp_path):

@@ -86,6 +86,7 @@ def lanes(request):
     return LANES[request.param]
 
 
+@pytest.mark.pairwise
 @pytest.mark.quick
 def test_child_and_parent_write_lanes_or_turns_of_their_own(any_fork, kind, lanes, tmp_path):
     rb = ReplayBuffer(storage=kind(tmp_path, 300, **lanes), batch_size=8)
@@ -111,6 +112,7 @@ def test_child_and_parent_write_lanes_or_turns_of_their_own(any_fork, kind, lane
     assert sorted(numbers(rb[:])) == [*range(8), *range(100, 105)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
 def test_every_way_of_writing_notices_it_with_the_first_row(fork, buffer, way, lanes):

@@ -42,6 +42,7 @@ def epochs_of(rb, batches):
     return found, sizes
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("prefetch", [None, 2])
 @pytest.mark.parametrize("writes", [{2: 7}, {1: 7}, {0: 5, 2: 5}, {2: 30}, {1: 30, 2: 20}])
 @pytest.mark.parametrize("kind", [SamplerWithoutReplacement, SliceSamplerWithoutReplacement])

@@ -11,7 +11,6 @@ import time
 
 import pytest
 import torch
-from engram.store.tables import RowTable
 from tensordict import TensorDict
 
 from contracts.waiting import NEVER
@@ -34,6 +33,7 @@ from engram.data import (
 )
 from engram.data.replay_buffers.samplers.base import WorkerShare
 from engram.data.replay_buffers.samplers.runs import mark
+from engram.store.tables import RowTable
 
 ROWS = 64
 STATES = (1, 2, 3)
@@ -519,6 +519,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.quick
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("make", [buffer, pair, pair_of_lists], ids=lambda make: make.__name__)

@@ -50,6 +50,7 @@ def interfered(kind, storage, lengths, **how):
 CUT = {"strict_length": False, "span": True}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
 @pytest.mark.parametrize("lengths", [[3, 4], [5] * 8, [7] * 17])
 @pytest.mark.parametrize(

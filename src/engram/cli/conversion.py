@@ -20,25 +20,24 @@ from engram.cli.description import shown_key
 from engram.cli.kinds import Kind, kind_of, one_snapshot
 from engram.cli.own_files import BUFFER, replaceable_folder
 from engram.cli.rows import _oldest_first
-from engram.cli.sources import DATASET_SIZES, new_storage, open_rows, row_bytes
+from engram.cli.sources import DATASETS, new_storage, open_rows, row_bytes
 from engram.cli.trajectories import read_column, trajectories_of
 from engram.data import LazyMemmapStorage, ReplayBuffer, Storage, TensorDictReplayBuffer
+from engram.data.datasets import FORMATS
 from engram.data.datasets.atomic_files import new_folder
 from engram.data.datasets.episodes import TERMINATED, TRUNCATED, StepBlock, episode_source
-from engram.data.datasets.hdf5 import iter_hdf5, write_hdf5
-from engram.data.datasets.lerobot import iter_lerobot
-from engram.data.datasets.minari import iter_minari, write_minari
-from engram.data.datasets.parquet import write_parquet
 from engram.kernel.rows import DONE, IDS, StoredTrajectories, open_snapshot
 from engram.kernel.tools import progress_bar, visible
 from engram.pytree import KeyPath
 
 #: What can be written, by the words of `--to`.
 TARGETS: dict[str, Kind] = {
-    "store": "store", "checkpoint": "checkpoint", "torchrl": "TorchRL directory", "minari": "Minari dataset",
-    "hdf5": "HDF5 dataset", "parquet": "Parquet file",
-}  # fmt: skip
-_SUFFIXES = {".parquet": "parquet", ".hdf5": "hdf5", ".h5": "hdf5"}
+    "store": "store",
+    "checkpoint": "checkpoint",
+    "torchrl": "TorchRL directory",
+    **{one.word: one.kind for one in FORMATS if one.word is not None},
+}
+_SUFFIXES = {suffix: one.word for one in FORMATS for suffix in one.suffixes}
 INDEX = "index"
 _ROOT_FLAGS: tuple[KeyPath, ...] = (("done",), ("terminated",), ("truncated",))
 ENDS = "ends"  # in `drop`: ends of trajectories that no key says
@@ -169,17 +168,16 @@ class _Data(NamedTuple):
 @contextmanager
 def _opened(source: str | os.PathLike[str], snapshot: str | None, progress: bool) -> Iterator[_Data]:
     """Files of others are streamed: their keys follow from their format. Anything else may hold whatever it likes."""
-    readers: dict[Kind, Callable[[Any], Iterator[Any]]] = {
-        "Minari dataset": iter_minari, "LeRobot dataset": iter_lerobot, "HDF5 dataset": iter_hdf5,
-    }  # fmt: skip
     kind = kind_of(source)
-    if kind in readers:
-        first, total = next(readers[kind](source), None), DATASET_SIZES[kind](source).steps
+    form = DATASETS.get(kind)
+    if form is not None and form.is_streamed:
+        batches = form.batches
+        first, total = next(batches(source), None), form.size(source).steps
         if first is None:
             raise ValueError(f"{visible(source)} holds no steps: there is nothing to write")
-        if total is None or kind == "HDF5 dataset":  # of which some steps may not be read
-            total = sum(len(batch) for batch in readers[kind](source))
-        yield _Data(lambda: readers[kind](source), None, first[:1], total)
+        if total is None or form.may_skip_steps:
+            total = sum(len(batch) for batch in batches(source))
+        yield _Data(lambda: batches(source), None, first[:1], total)
         return
     with open_rows(source, snapshot, progress=progress) as storage:
         if not len(storage):
@@ -229,7 +227,7 @@ def _unheld(data: _Data, kind: Kind, dropped: tuple[KeyPath, ...], ends_dropped:
             hidden = _Ends(data.storage).hidden()
             problems += [f"{ENDS}: {hidden} trajectories end where neither a flag nor an id says so"] if hidden else []
         return problems
-    if kind in ("Minari dataset", "HDF5 dataset") and data.storage is not None:
+    if kind in DATASETS and DATASETS[kind].holds_flags_only and data.storage is not None:
         problems = _unheld_flags(data.storage, paths)
         unfinished = 0 if ends_dropped else _Ends(data.storage).open()
         if unfinished:
@@ -477,7 +475,5 @@ _WRITERS: dict[Kind, Callable[[_Request], int]] = {
     "store": _to_store,
     "checkpoint": _to_checkpoint,
     "TorchRL directory": _to_torchrl,
-    "Minari dataset": _dataset_writer(write_minari),
-    "HDF5 dataset": _dataset_writer(write_hdf5),
-    "Parquet file": _dataset_writer(write_parquet),
+    **{one.kind: _dataset_writer(one.write) for one in FORMATS if one.write is not None},
 }

@@ -349,11 +349,11 @@ def _of_torchrl(path: str | os.PathLike[str]) -> Info:
 
 
 def _of_dataset(path: str | os.PathLike[str], kind: Kind) -> Info:
-    from engram.cli.sources import DATASET_SIZES, dataset_batches
+    from engram.cli.sources import DATASETS
     from engram.kernel.rows import RowLayout
 
-    size, place = DATASET_SIZES[kind](path), Path(path)
-    first = next(iter(dataset_batches(path, kind)), None)
+    size, place = DATASETS[kind].size(path), Path(path)
+    first = next(iter(DATASETS[kind].batches(path)), None)
     layout = None if first is None else RowLayout.of(first, 1)
     return Info(
         path=str(path),

@@ -6,17 +6,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import TypeAlias
 
 from engram.kernel.disk import FILE_NAME, CheckpointDirectory, has_store, reading
 from engram.kernel.tools import open_file, visible
 
-#: What a path can hold.
-Kind = Literal[
-    "store", "checkpoint", "TorchRL directory", "Minari dataset", "LeRobot dataset", "HDF5 dataset", "Parquet file"
-]
-
-_HDF5_MAGIC, _PARQUET_MAGIC = b"\x89HDF\r\n\x1a\n", b"PAR1"
+#: What a path can hold: "store", "checkpoint", "TorchRL directory", or the `kind` of a format of datasets.
+Kind: TypeAlias = str
 
 
 def kind_of(path: str | os.PathLike[str]) -> Kind:
@@ -46,20 +42,11 @@ def _kind_of_folder(place: Path) -> Kind | None:
     if os.path.lexists(directory.path("CURRENT")) or directory.snapshots():
         return "checkpoint"
     # Late: they load torch.
-    from engram.data.datasets.lerobot import INFO as LEROBOT_INFO
-    from engram.data.datasets.minari import ARROW_FILE
-    from engram.data.datasets.minari import FILE as MINARI_FILE
+    from engram.data.datasets import FORMATS
     from engram.interop.torchrl.load import is_torchrl
 
-    if (
-        (place / "data" / MINARI_FILE).is_file()
-        or (place / MINARI_FILE).is_file()
-        or any(place.glob(f"data/*/{ARROW_FILE}"))
-    ):
-        return "Minari dataset"
-    if (place / LEROBOT_INFO).is_file():
-        return "LeRobot dataset"
-    return "TorchRL directory" if is_torchrl(place) else None
+    kind = next((one.kind for one in FORMATS if one.is_folder(place)), None)
+    return "TorchRL directory" if kind is None and is_torchrl(place) else kind
 
 
 def _kind_of_file(place: Path) -> Kind | None:
@@ -67,13 +54,9 @@ def _kind_of_file(place: Path) -> Kind | None:
         return "store"
     with open_file(place) as file:
         start = file.read(8)
-    if start[:4] == _PARQUET_MAGIC:
-        return "Parquet file"
-    if start == _HDF5_MAGIC:
-        from engram.data.datasets.minari import FILE as MINARI_FILE
+    from engram.data.datasets import FORMATS  # late: it loads torch
 
-        return "Minari dataset" if place.name == MINARI_FILE else "HDF5 dataset"
-    return None
+    return next((one.kind for one in FORMATS if one.is_file(place, start)), None)
 
 
 def store_folder(path: str | os.PathLike[str]) -> Path:

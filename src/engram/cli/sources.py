@@ -11,30 +11,15 @@ from typing import Any
 from engram import pytree
 from engram.cli.kinds import Kind, kind_of, one_snapshot, store_folder
 from engram.data import LazyMemmapStorage, LazyTensorStorage, Storage
-from engram.data.datasets.hdf5 import hdf5_size, iter_hdf5
-from engram.data.datasets.lerobot import iter_lerobot, lerobot_size
-from engram.data.datasets.minari import iter_minari, minari_size
-from engram.data.datasets.parquet import iter_parquet, parquet_size
+from engram.data.datasets import FORMATS
 from engram.errors import CheckpointMisfitError, DatasetError
 from engram.interop.torchrl.files import SavedSteps, layout_of
 from engram.interop.torchrl.load import open_torchrl
 from engram.kernel.replay import ObservedMemmapStorage, saved_storage
 from engram.kernel.tools import free_memory, progress_bar
 
-DATASET_SIZES = {
-    "Minari dataset": minari_size, "LeRobot dataset": lerobot_size, "HDF5 dataset": hdf5_size,
-    "Parquet file": parquet_size,
-}  # fmt: skip
-
-
-def dataset_batches(path: str | os.PathLike[str], kind: Kind) -> Iterator[Any]:
-    """The steps of a dataset as batches `[n]`."""
-    readers: dict[str, Any] = {
-        "Minari dataset": iter_minari, "LeRobot dataset": iter_lerobot, "HDF5 dataset": iter_hdf5,
-        "Parquet file": iter_parquet,
-    }  # fmt: skip
-    batches: Iterator[Any] = readers[kind](path)
-    return batches
+#: Formats of datasets, by what a path that holds one is called.
+DATASETS = {one.kind: one for one in FORMATS}
 
 
 @contextmanager
@@ -92,11 +77,11 @@ def _copy(path: str | os.PathLike[str], kind: Kind, snapshot: str | None, advanc
 
 
 def _copy_of_dataset(path: str | os.PathLike[str], kind: Kind, advance: Callable[[int], None]) -> Storage:
-    rows = DATASET_SIZES[kind](path).steps
+    rows = DATASETS[kind].size(path).steps
     if rows is None:  # the file does not say it: count them first
-        rows = sum(len(batch) for batch in dataset_batches(path, kind))
+        rows = sum(len(batch) for batch in DATASETS[kind].batches(path))
     storage: Storage | None = None
-    for batch in dataset_batches(path, kind):
+    for batch in DATASETS[kind].batches(path):
         storage = storage or new_storage(rows, rows * row_bytes(batch))
         if len(storage) + len(batch) > rows:
             raise DatasetError(

@@ -209,12 +209,12 @@ def _in_words(file: str, chunks: dict[tuple[int, int], list[int]]) -> str:
 
 # ---- a dataset ----
 def _verify_dataset(path: str | os.PathLike[str], kind: Kind, progress: bool) -> Verification:
-    from engram.cli.sources import DATASET_SIZES, dataset_batches  # late: it loads torch
+    from engram.cli.sources import DATASETS  # late: it loads torch
 
     place, steps = Path(path), 0
     try:
-        with progress_bar(f"reading {path}", DATASET_SIZES[kind](path).steps, progress) as advance:
-            for batch in dataset_batches(path, kind):
+        with progress_bar(f"reading {path}", DATASETS[kind].size(path).steps, progress) as advance:
+            for batch in DATASETS[kind].batches(path):
                 steps += len(batch)
                 advance(len(batch))
     except DatasetError as error:

@@ -63,7 +63,7 @@ from engram.collectors.worker import (
 )
 from engram.data.replay_buffers.buffer import sent_to_writers
 from engram.envs.base import mark_truncated, with_time_named
-from engram.envs.policies import ExplorationType
+from engram.envs.policies import ExplorationType, acts_at_random
 from engram.errors import WorkerError
 from engram.processes.pool import WorkerPool
 from engram.processes.restarts import seed_after, validate_restarts
@@ -234,7 +234,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
 
     # ---- starting ----
     def _set_policy(self, policy: Any) -> None:
-        if getattr(policy, "__name__", None) in ("rand_step", "rand_action") and hasattr(policy, "__self__"):
+        if acts_at_random(policy):
             policy = None  # of an environment in this process: those of the workers act at random, too
         self._policy = policy
         self._questions = threading.RLock()  # one caller at a time asks the workers

@@ -1,7 +1,7 @@
-"""Which actions an environment's spec has: every action of a policy is compared with it before a step.
+"""Checks of actions: each action of a policy is compared with the environment's spec before the step.
 
-Refused are numbers beyond the choices, vectors that are not one-hot, NaN, and what an integer dtype cannot hold. The
-bounds of a Box are the environment's business: Gaussian policies leave them all the time, and infinity with them.
+Numbers beyond the choices, vectors that are not one-hot, NaN, and numbers that an integer dtype cannot hold are
+refused. The bounds of a Box are not checked: actions of Gaussian policies often exceed them, and may be infinite.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class ActionCheck:
     """Compares actions `[*batch_size, *spec.shape]` with the specs of their leaves.
 
     Args:
-        specs: by key the spec of one environment's leaf; of the class of ours that says its domain, or of the class of
-            that name in TorchRL. The key None stands for an action that is one tensor.
-        batch_size: that of the environments.
+        specs: the spec of each action leaf of one environment, by key; engram's or TorchRL's. The key None stands for
+            an action that is one tensor.
+        batch_size: the batch size of the environments.
 
     >>> from engram.specs import Categorical
     >>> check = ActionCheck({None: Categorical(3)}, [2])
@@ -44,7 +44,7 @@ class ActionCheck:
             self.array_of: Callable[[Any], Array | None] = self._only.array_of
 
     def accepts(self, action: Any) -> bool:
-        """True: the environment has the action. False: `refuse` looks closer, and may find nothing."""
+        """Fast check: True if the action is valid. After False, `refuse` decides."""
         if self._only is not None:
             return self._only.accepts(action)
         if not isinstance(action, TensorDictBase):
@@ -52,21 +52,21 @@ class ActionCheck:
         return all(leaf.accepts(action.get(key, None)) for key, leaf in self._leaves.items())
 
     def require(self, action: Any) -> None:
-        """Raises ValueError for an action that the environment does not have."""
+        """Raises ValueError for an invalid action."""
         if not self.accepts(action):
             self.refuse(action)
 
     def refuse(self, action: Any, step: int | None = None) -> None:
-        """As `require`, without the quick look; `step` is that of a batch, counted from 0."""
+        """`require` without the fast check; `step` is the step's number in a batch, from 0."""
         for key, leaf in self._leaves.items():
             value = action if key is None else action.get(key, None) if isinstance(action, TensorDictBase) else action
             leaf.refuse(value, key, step)
 
 
 class EntriesCheck:
-    """Compares the actions in TensorDicts with the specs of an environment of any library, batch dimensions included.
+    """Compares actions in TensorDicts with specs, batch dimensions included, of an environment of any library.
 
-    What is missing, or has another shape, is left to the environment.
+    Missing actions and other shapes are left to the environment.
     """
 
     def __init__(self, env: Any) -> None:
@@ -80,7 +80,7 @@ class EntriesCheck:
                 self._leaves.append((key, _LeafCheck(spec, spec.shape, batch)))
 
     def require(self, td: TensorDictBase, step: int) -> None:
-        """Raises ValueError for an action that its spec does not have; `step` is that of a batch, counted from 0."""
+        """Raises ValueError for an action that is not in its spec; `step` is its number in a batch, from 0."""
         for key, leaf in self._leaves:
             leaf.require(td.get(key, None), key, step)
         for key, members in self._stacks:
@@ -97,7 +97,7 @@ def _action_specs(env: Any) -> dict[Any, Any]:
 
 
 class _LeafCheck:
-    """The check of one tensor of this shape, of environments `batch`."""
+    """The check of one action leaf, for a batch of environments."""
 
     def __init__(self, spec: Any, shape: torch.Size, batch: torch.Size) -> None:
         self._spec, self._shape, self._batch = spec, shape, batch
@@ -105,13 +105,13 @@ class _LeafCheck:
         self._choices = range(0 if shape else self._domain.choices)
 
     def accepts(self, value: Any) -> bool:
-        """True: the value is in the domain. False: `refuse` looks closer."""
+        """Fast check: True if the value is in the domain. After False, `refuse` decides."""
         if self._choices and type(value) is Tensor and value.shape == self._shape and value.dtype is torch.int64:
             return value.item() in self._choices  # a third of the cost of an array
         return self.array_of(value) is not None
 
     def array_of(self, value: Any) -> Array | None:
-        """The numbers of a value, where they are quickly found to be in the domain; None where that needs more."""
+        """The value as an array, if a fast check finds it in the domain; else None."""
         if type(value) is not Tensor or value.shape != self._shape or not value.is_cpu:
             return None
         try:
@@ -121,12 +121,12 @@ class _LeafCheck:
         return array if self._domain.holds(array) else None
 
     def require(self, value: Any, key: Any, step: int) -> None:
-        """Raises ValueError for a tensor of this shape that is beyond the domain."""
+        """Raises ValueError for a tensor of this shape that is outside the domain."""
         if isinstance(value, Tensor) and value.shape == self._shape and not self.accepts(value):
             self.refuse(value, key, step)
 
     def refuse(self, value: Any, key: Any, step: int | None) -> None:
-        """Raises ValueError for a value of another shape, or beyond the domain."""
+        """Raises ValueError for a value of another shape, or outside the domain."""
         fits = isinstance(value, Tensor) and value.shape == self._shape
         if fits:
             inside = self._domain.inside(value.detach()).reshape(self._batch.numel(), -1).all(-1)
@@ -156,7 +156,7 @@ def _described(value: Any) -> str:
 
 
 class _Numbers:
-    """Numbers of a dtype, whatever their bounds: no NaN, and what an integer dtype can hold."""
+    """The domain of all numbers that a dtype can hold, except NaN; bounds are ignored."""
 
     choices = 0  #: of a scalar with choices 0, 1, ...: how many
     advice = "NaN is in no space: a network's weights, or its observation, have become NaN or infinite."
@@ -197,14 +197,14 @@ _NEEDS_CHOICE = (
 
 
 class _Choices:
-    """Integers from 0 to below `n`, which is a number, or a tensor of one for each place of the last dimensions."""
+    """Integers from 0 to below `n`, a number or a tensor with a number for each element of the last dimensions."""
 
     advice = _NEEDS_CHOICE
 
     def __init__(self, n: int | Tensor) -> None:
         self._n = torch.as_tensor(n)
         self.choices = int(self._n) if self._n.ndim == 0 else 0
-        self._ends: dict[str, Array | None] = {}  # by dtype, as unsigned numbers: negative ones are beyond them, too
+        self._ends: dict[str, Array | None] = {}  # by dtype, as unsigned numbers: negative values then exceed them, too
 
     def holds(self, array: Array) -> bool:
         """Whether all numbers are inside; False where that takes a closer look."""
@@ -236,7 +236,7 @@ class _OneHots:
     def __init__(self, nvec: Sequence[int]) -> None:
         self._nvec = list(nvec)
         self._starts = np.cumsum([0, *self._nvec[:-1]])
-        self._rows: dict[str, frozenset[bytes]] = {}  # by dtype: all that there are, where these are few
+        self._rows: dict[str, frozenset[bytes]] = {}  # by dtype: all one-hot rows as bytes, if there are few
 
     def holds(self, array: Array) -> bool:
         if array.ndim == 1 and len(self._nvec) == 1 and self._nvec[0] <= _MAX_TABLE:
@@ -245,7 +245,7 @@ class _OneHots:
                 rows = frozenset(row.tobytes() for row in np.eye(self._nvec[0], dtype=array.dtype))
                 self._rows[array.dtype.char] = rows
             return array.tobytes() in rows
-        # A sum of 1 for each vector, and no more numbers other than 0 than there are vectors: each has a single 1.
+        # Each vector sums to 1, and there are no more nonzero numbers than vectors: each has a single 1.
         ones = np.add.reduceat(array, self._starts, -1)
         return np.count_nonzero(array) == ones.size and b"\0" not in np.equal(ones, 1).tobytes()
 
@@ -258,7 +258,7 @@ _Domain = _Numbers | _Choices | _OneHots
 
 
 def _domain_of(spec: Any) -> _Domain:
-    """The domain of a spec, of ours or of the class of that name in TorchRL; of others any numbers of the dtype."""
+    """The domain of a spec of engram or TorchRL; of other classes all numbers of the dtype."""
     name = type(spec).__name__
     if name == "Binary":
         return _Choices(2)

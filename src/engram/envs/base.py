@@ -1,4 +1,4 @@
-"""`EnvBase`, the interface of all environments, and `step_mdp`, from one step to the next."""
+"""`EnvBase`, the interface of all environments, and `step_mdp`, which moves from one step to the next."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def step_mdp(
     """The root of step t+1 from a stepped TensorDict of step t: its `"next"` entries, moved to the root.
 
     Other root keys (those that a policy writes) stay unless `keep_other=False`. The result is a new TensorDict, or
-    `next_tensordict` with these entries, and shares its tensors with `tensordict`. `done_keys` stands for the flags
-    beside it, too. Raises KeyError if there is no `"next"`.
+    `next_tensordict` with these entries, and shares its tensors with `tensordict`. A key in `done_keys` includes the
+    other two flags beside it. Raises KeyError if there is no `"next"`.
 
     >>> from tensordict import TensorDict
     >>> step_mdp(TensorDict({"a": torch.zeros(1), "next": {"a": torch.ones(1), "reward": torch.ones(1)}}))["a"]
@@ -65,7 +65,7 @@ def step_mdp(
 
 
 def _with_siblings(keys: Sequence[Key]) -> list[Key]:
-    """Each key, and those of the three flags in the same place."""
+    """Each key, and the keys of the three flags beside it."""
     paths = [key_path(key) for key in keys]
     every = dict.fromkeys([*paths, *((*path[:-1], flag) for path in paths for flag in FLAGS)])
     return [path if len(path) > 1 else path[0] for path in every]
@@ -83,26 +83,26 @@ def step_mdp_of(env: Any) -> Callable[[TensorDictBase], TensorDictBase]:
 
 
 def reset_where(env: Any, td: TensorDictBase, mask: Tensor) -> TensorDictBase:
-    """`td` after a reset of the environments where `mask` (bool `[*batch, 1]`) holds.
+    """`td` after a reset of the environments where `mask` (bool `[*batch, 1]`) is True.
 
-    All other entries become zero there: a policy's hidden state does not reach into the next trajectory.
+    All other entries become zero there, so that a policy's hidden state does not carry over to the next trajectory.
     """
     fresh = env.reset(td.copy().set("_reset", mask))
     return zero_where(mask, td).update(fresh.exclude("_reset"))
 
 
 def zero_where(mask: Tensor, td: TensorDictBase) -> TensorDictBase:
-    """A copy of `td` that is zero where `mask` (bool `[*batch, 1]`) holds."""
+    """A copy of `td` that is zero where `mask` (bool `[*batch, 1]`) is True."""
     return td.apply(lambda leaf: torch.where(_like(mask, leaf, td.ndim), torch.zeros_like(leaf), leaf))
 
 
 def merge_where(mask: Tensor, new: TensorDictBase, old: TensorDictBase) -> TensorDictBase:
-    """`new` where `mask` (bool `[*batch, 1]`) holds, else `old`; the keys are those of `new`."""
+    """`new` where `mask` (bool `[*batch, 1]`) is True, else `old`; with the keys of `new`."""
     return new.apply(lambda leaf, before: torch.where(_like(mask, leaf, new.ndim), leaf, before), old)
 
 
 def stack_steps(steps: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
-    """`torch.stack` of steps; an entry that only some steps have is zero in the others.
+    """`torch.stack` of steps; an entry missing in some steps is zero there.
 
     >>> from tensordict import TensorDict
     >>> stack_steps([TensorDict(), TensorDict({"hidden": torch.ones(1)})], 0)["hidden"].tolist()
@@ -132,10 +132,10 @@ Array = np.ndarray[Any, Any]
 
 
 class FrameIndex:
-    """Which calls of `step` are frames of which environment, and which frames no batch has taken yet.
+    """Maps calls of `step` to frames of each environment, and tracks the frames that no batch has taken yet.
 
-    Each call steps all `n` environments. An environment that a call only resets has no frame of that call: the other
-    environments then have more frames than it, which open the next batch, in their order.
+    Each call steps all `n` environments. An environment that a call only resets gets no frame from it: the other
+    environments then have surplus frames, which begin the next batch, in order.
 
     >>> index = FrameIndex(2)
     >>> for idle in (None, np.array([True, False]), None):
@@ -150,8 +150,8 @@ class FrameIndex:
 
     def __init__(self, n: int) -> None:
         self.waiting = np.zeros(n, np.int64)  # frames that no batch has taken, by environment
-        self._taken = np.zeros(n, np.int64)  # frames of the calls in this index, each environment's first ones
-        self._idle: list[bytes] = []  # bool [n] by call; bytes: a tenth of the cost of small arrays
+        self._taken = np.zeros(n, np.int64)  # the number of frames already taken from the calls in this index
+        self._idle: list[bytes] = []  # bool [n] for each call, as bytes: a tenth of the cost of small arrays
         self._none_idle = bytes(n)
         self._counted = 0
 
@@ -160,7 +160,7 @@ class FrameIndex:
         self._idle.append(self._none_idle if idle is None else idle.tobytes())
 
     def count(self, calls: int | None = None) -> None:
-        """Makes waiting frames of the calls since the last count, or of the first `calls` of them."""
+        """Counts the frames of the calls since the last count, or of the first `calls` of them, as waiting."""
         new = self._idle[self._counted :] if calls is None else self._idle[self._counted : self._counted + calls]
         self._counted += len(new)
         self.waiting += len(new)
@@ -169,7 +169,7 @@ class FrameIndex:
             self.waiting -= np.frombuffer(b"".join(resets), np.bool_).reshape(len(resets), -1).sum(0)
 
     def last_frame(self, env: int) -> int | None:
-        """The call, as `take` counts them, of an environment's newest frame; None where a batch has taken it."""
+        """The call, numbered as in `take`, of an environment's newest frame; None if a batch has taken it."""
         if not self.waiting[env]:
             return None
         return next(call for call in reversed(range(self._counted)) if not self._idle[call][env])
@@ -177,8 +177,8 @@ class FrameIndex:
     def take(self, steps: int) -> tuple[Array, int]:
         """Takes the first `steps` waiting frames of each environment, oldest first.
 
-        Returns which call made each, int64 `[n, steps]`, where call 0 is the oldest one in this index; and the number
-        of calls, from the oldest on, that hold no waiting frame any more: the index drops them.
+        Returns the call of each frame, int64 `[n, steps]`, where call 0 is the oldest one in this index; and the number
+        of oldest calls without waiting frames, which the index drops.
         """
         calls = np.empty((len(self.waiting), steps), np.int64)
         dropped = take_frames(b"".join(self._idle[: self._counted]), self._taken, self.waiting, calls)
@@ -204,10 +204,10 @@ def mark_truncated(td: TensorDictBase, index: Any) -> None:
 
 
 class FrameQueue:
-    """Stepped TensorDicts of shape `batch_size`, until whole batches can be cut out of them.
+    """Collects stepped TensorDicts of shape `batch_size` until they contain a whole batch.
 
-    A row whose `"_idle"` holds was a reset and is no frame, see `FrameIndex`. `version` is any number that a call's
-    frames carry.
+    A row whose `"_idle"` is True was only reset and is not a frame, see `FrameIndex`. `version` is a number that is
+    stored with the frames of a call.
 
     >>> from tensordict import TensorDict
     >>> queue = FrameQueue([2])
@@ -223,7 +223,7 @@ class FrameQueue:
         self._batch_size = torch.Size(batch_size)
         self._steps: list[TensorDictBase] = []
         self._versions: list[int] = []
-        self._index: FrameIndex | None = None  # once a call has marks
+        self._index: FrameIndex | None = None
 
     @property
     def least(self) -> int:
@@ -236,7 +236,7 @@ class FrameQueue:
         return np.full(self._batch_size.numel(), self.least) if self._index is None else self._index.waiting
 
     def add(self, td: TensorDictBase, version: int = 0) -> None:
-        """Adds what one call of `step` gave."""
+        """Adds the result of one call of `step`."""
         idle = td.get(IDLE, None)
         if idle is not None:
             td = td.exclude(IDLE, ("next", IDLE))
@@ -279,7 +279,7 @@ class FrameQueue:
 
 Self = TypeVar("Self", bound="EnvBase")
 _WRAP = "TorchRL's own transforms, collectors and batched environments take `env.to_torchrl()`"
-#: The first private names that TorchRL's classes read of an environment.
+#: The private names that TorchRL's classes read first from an environment.
 _READ_BY_TORCHRL = (
     "_supports_set_state",
     "_has_dynamic_specs",
@@ -331,7 +331,7 @@ class EnvBase(nn.Module, HasSpaces):
     run_type_checks = True  #: shapes and dtypes are always compared with the specs
     is_spec_locked = False  #: specs may be changed at any time
     auto_complete_done_specs = True  #: `done`, `terminated` and `truncated` are always there
-    reset_keys: Sequence[Key] = ("_reset",)  #: where a TensorDict says which environments to reset
+    reset_keys: Sequence[Key] = ("_reset",)  #: the keys of the masks of environments to reset
 
     def __init__(
         self,
@@ -384,7 +384,7 @@ class EnvBase(nn.Module, HasSpaces):
 
     @property
     def observation_spec(self) -> Composite:
-        """The specs of all that a reset returns besides flags."""
+        """The specs of all entries that a reset returns besides flags."""
         return self._specs["observation_spec"]
 
     @observation_spec.setter
@@ -502,7 +502,7 @@ class EnvBase(nn.Module, HasSpaces):
         return spec[(0,) * len(self.batch_size)] if len(self.batch_size) else spec  # type: ignore[index]
 
     def encoded_spaces(self) -> EncodedSpaces:
-        """The specs of observations and actions, and the gymnasium spaces behind them, which `write_minari` writes."""
+        """The specs of observations and actions with their gymnasium spaces, for `write_minari`."""
         leaves = {**self.observation_spec.leaves(), **self.full_action_spec.leaves()}
         return EncodedSpaces({key_path(key): spec for key, spec in leaves.items()}, len(self.batch_size), {})
 
@@ -662,7 +662,7 @@ class EnvBase(nn.Module, HasSpaces):
     def reset(
         self, tensordict: TensorDictBase | None = None, *, set_state: bool | None = None, **kwargs: Any
     ) -> TensorDictBase:
-        """Starts episodes, everywhere or where `tensordict["_reset"]` (bool `[*batch, 1]`) holds; the rest is as there.
+        """Starts episodes, everywhere or where `tensordict["_reset"]` (bool `[*batch, 1]`) is True; other rows stay.
 
         `set_state=True` requires an environment that reads its state from `tensordict`; False hides it from one.
         `kwargs` go to `_reset` of an environment in TorchRL's form; TypeError for others.
@@ -672,13 +672,13 @@ class EnvBase(nn.Module, HasSpaces):
             td = self._with_state(td, set_state)
         if self.is_closed:
             self.start()
-            td = None if td is None else td.exclude("_reset")  # all begin anew
+            td = None if td is None else td.exclude("_reset")
         mask = None if td is None else td.get("_reset", None)
         fresh = self._with_flags(self._reset_from(td, mask, kwargs))
         return fresh if td is None or mask is None or bool(mask.all()) else merge_where(mask, fresh, td)
 
     def _with_state(self, td: TensorDictBase | None, set_state: bool) -> TensorDictBase | None:
-        """What a reset gets of the caller's TensorDict."""
+        """The part of the caller's TensorDict that a reset gets."""
         if set_state and (td is None or not self._reads_state()):
             raise NotImplementedError(
                 f"set_state=True: the reset of a {type(self).__name__} reads no state from a TensorDict; "
@@ -689,7 +689,7 @@ class EnvBase(nn.Module, HasSpaces):
         return td.select("_reset", strict=False)
 
     def _reset_from(self, td: TensorDictBase | None, mask: Tensor | None, kwargs: dict[str, Any]) -> TensorDictBase:
-        """What a reset returns before flags are completed: of all, or where `mask` holds."""
+        """The result of a reset, of all or where `mask` is True, before missing flags are added."""
         if self._in_torchrl_form:
             return self._in_form(self._reset(td, **kwargs))
         if kwargs:
@@ -715,9 +715,9 @@ class EnvBase(nn.Module, HasSpaces):
     def _with_policy_entries(
         self, td: TensorDictBase, hidden: TensorDictBase | None, following: TensorDictBase
     ) -> TensorDictBase:
-        """What stands under `"next"`: the result of a step, and what the policy wrote there, as its hidden state.
+        """The entries under `"next"`: the result of a step, and what the policy wrote there, such as its hidden state.
 
-        Of the results only `policy_entries` yield to the policy's; where it wrote none, they stay as they were.
+        Only the result's entries `policy_entries` are replaced by the policy's; if it wrote none, they do not change.
         """
         following = following if hidden is None else hidden.copy().update(following)
         for key in self.policy_entries:
@@ -729,9 +729,9 @@ class EnvBase(nn.Module, HasSpaces):
         return following
 
     def call_below(self, path: str) -> Any:
-        """Calls the method that a gymnasium environment has under a dotted path, as `"unwrapped.ale.lives"`.
+        """Calls a gymnasium environment's method by its dotted path, such as `"unwrapped.ale.lives"`.
 
-        Of several environments (SerialEnv) a list. Raises AttributeError if there is none.
+        Returns a list for several environments (SerialEnv). Raises AttributeError if there is none.
         """
         raise AttributeError(f"a {type(self).__name__} has no gymnasium environment to ask for {path!r}")
 
@@ -757,7 +757,7 @@ class EnvBase(nn.Module, HasSpaces):
                 )
 
     def _in_form(self, td: TensorDictBase) -> TensorDictBase:
-        """What an environment in TorchRL's form returned: on its device, rewards and flags in their specs' shapes."""
+        """The result of an environment in TorchRL's form, on its device, rewards and flags in their specs' shapes."""
         td = td.exclude("_reset").copy()
         extra = self._extra_batch(td)
         for key, spec in (*self.full_reward_spec.leaves().items(), *self.full_done_spec.leaves().items()):
@@ -797,7 +797,7 @@ class EnvBase(nn.Module, HasSpaces):
         return zero
 
     def _with_flags(self, td: TensorDictBase) -> TensorDictBase:
-        """The result of `_reset` or `_step` with all flags. Raises ValueError for values that do not fit the specs."""
+        """The result of `_reset` or `_step` with all flags. Raises ValueError for values that do not match specs."""
         self._check_values(td)
         done = td.get("done", None)
         if done is not None and td.get("terminated", None) is None:
@@ -808,7 +808,7 @@ class EnvBase(nn.Module, HasSpaces):
         return td.set("done", td.get("terminated") | td.get("truncated"))
 
     def _extra_batch(self, td: TensorDictBase) -> torch.Size:
-        """The batch dimensions of `td` before those of the environment, where it is not locked to its batch size."""
+        """The batch dimensions of `td` before those of the environment, if it is not locked to its batch size."""
         return torch.Size(() if self.batch_locked else td.batch_size[: td.ndim - len(self.batch_size)])
 
     def _check_values(self, td: TensorDictBase) -> None:
@@ -830,7 +830,7 @@ class EnvBase(nn.Module, HasSpaces):
         return step_mdp_of(self)(next_tensordict)
 
     def maybe_reset(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """`tensordict`, reset where its `done` holds."""
+        """`tensordict`, reset where its `done` is True."""
         done = tensordict.get("done")
         return reset_where(self, tensordict, done) if bool(done.any()) else tensordict
 
@@ -935,7 +935,7 @@ class EnvBase(nn.Module, HasSpaces):
             if break_when_all_done:
                 have_ended = have_ended | ended
                 if bool(have_ended.all()):
-                    max_steps = min(max_steps, int(frames.waiting.max()))  # more than others have of one that was lost
+                    max_steps = min(max_steps, int(frames.waiting.max()))  # one that lost an episode has fewer
             elif break_when_any_done:
                 max_steps = min(max_steps, _frames_of_ended(stepped, frames, default=max_steps))
             if frames.least >= max_steps:
@@ -946,7 +946,7 @@ class EnvBase(nn.Module, HasSpaces):
             if callback is not None and (break_when_any_done or break_when_all_done):
                 td = td.update(stepped.select(*self.action_keys, strict=False))
                 callback(self, td)
-                td = td.exclude(*self.action_keys)  # a policy that writes none is an error, also now
+                td = td.exclude(*self.action_keys)  # so that a policy that writes no action is still an error
             elif callback is not None:
                 callback(self, stepped.copy())
             if not break_when_all_done:
@@ -962,7 +962,7 @@ class EnvBase(nn.Module, HasSpaces):
         *,
         max_steps: int = 5,
     ) -> None:
-        """Compares every value of some random steps with its spec: see the function of this name."""
+        """Compares every value of some random steps with its spec: see `engram.envs.utils.check_env_specs`."""
         compare_with_specs(self, seed, tensordict, max_steps)
 
     def fake_tensordict(self) -> TensorDictBase:
@@ -975,9 +975,9 @@ class EnvBase(nn.Module, HasSpaces):
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
         """Seeds the environments from the next reset on; returns the first seed that none of them uses.
 
-        Without a seed nothing happens, and None is returned. With `static_seed` all environments of a batch get `seed`
-        itself, so that they begin alike, and it is returned; a batch of a user's own does with it what its `_set_seed`
-        does. Raises ValueError, and changes nothing, where the environments of a batch share one random generator.
+        Without a seed nothing happens, and None is returned. With `static_seed` all environments of a batch get the
+        same `seed`, which is returned; a custom batch passes it to its `_set_seed`.
+        Raises ValueError, and changes nothing, if the environments of a batch share one random generator.
         """
         if seed is None:
             return None
@@ -996,7 +996,7 @@ class EnvBase(nn.Module, HasSpaces):
         return None
 
     def set_random_state(self, state: Any) -> None:
-        """Sets the random generators to a `random_state`: after a reset of all, the same episodes follow.
+        """Sets the random generators to a `random_state`: after a reset of all environments, the same episodes follow.
 
         Raises ValueError for a state of another environment, and changes nothing.
         """
@@ -1006,7 +1006,7 @@ class EnvBase(nn.Module, HasSpaces):
         """Moves specs, modules and all further outputs to `device`; returns the environment itself."""
         self.device = usable_device(device, "device")
         assert self.device is not None
-        super().to(self.device)  # parameters, and modules in it
+        super().to(self.device)  # moves parameters and submodules
         for name, spec in self._specs.items():
             self._specs[name] = spec.to(self.device)
         self._action_spec, self._done_spec = self._action_spec.to(self.device), self._done_spec.to(self.device)
@@ -1021,23 +1021,23 @@ class EnvBase(nn.Module, HasSpaces):
         return self.to("cuda" if device is None else torch.device(device))
 
     def add_truncated_keys(self: Self) -> Self:
-        """The environment itself: it has `truncated` wherever it has `done`."""
+        """Returns the environment unchanged: it has `truncated` wherever it has `done`."""
         return self
 
     def set_spec_lock_(self: Self, mode: bool = True) -> Self:
-        """The environment itself: its specs are never locked."""
+        """Returns the environment unchanged: its specs are never locked."""
         return self
 
     def to_torchrl(self) -> Any:
         """This environment for TorchRL's own transforms, collectors and batched environments.
 
         `TransformedEnv(env.to_torchrl(), ...)`; the object steps this environment. Raises ImportError unless torchrl is
-        imported, TypeError where rows of a batch are no steps.
+        imported, TypeError if some rows of a batch may not be steps.
         """
         return as_torchrl_env(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises TypeError: an environment is no function that creates one, and no TorchRL module."""
+        """Raises TypeError: an environment is neither a function that creates one nor a TorchRL module."""
         raise TypeError(
             f"a {type(self).__name__} cannot be called: give `lambda: env` where a function is needed; {_WRAP}"
         )
@@ -1075,7 +1075,7 @@ class EnvBase(nn.Module, HasSpaces):
             self.is_closed = False
 
     def _open(self) -> None:
-        """Takes the resources of a subclass again, after `_close`."""
+        """Reacquires the resources of a subclass after `_close`."""
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -1086,9 +1086,9 @@ class EnvBase(nn.Module, HasSpaces):
 
 
 def lost_episodes(td: TensorDictBase, ended: Tensor | None) -> Array | None:
-    """Which environments a step only reset in the middle of an episode, bool `[environments]`; None: none of them.
+    """The environments that a step only reset in the middle of an episode, bool `[environments]`; None if none.
 
-    `ended` are the `("next", "done")` of the step before; None: all began with this one.
+    `ended` is `("next", "done")` of the step before; None if all episodes began with this step.
     """
     idle = td.get(IDLE, None)
     if idle is None or ended is None or not bool(idle.any()):
@@ -1109,7 +1109,7 @@ def _with_last_truncated(batch: TensorDictBase) -> TensorDictBase:
 
 
 def _written_into(out: TensorDictBase, batch: TensorDictBase) -> TensorDictBase:
-    """`out` with the entries of `batch`. Raises ValueError if its shape is another."""
+    """`out` with the entries of `batch`. Raises ValueError if the shapes differ."""
     if out.batch_size != batch.batch_size:
         raise ValueError(
             f"out has the shape {tuple(out.batch_size)}, and the rollout {tuple(batch.batch_size)}: it ends early "
@@ -1146,7 +1146,7 @@ def _set_nested(spec: Composite, like: Composite, key: Key, leaf: Spec) -> None:
 
 
 def _entry_of(td: TensorDictBase, key: Key, spec: Any) -> Any:
-    """What a TensorDict holds under a leaf's key, None where nothing: of agents that differ a list of their values."""
+    """The value of a leaf's key in a TensorDict, or None; for agents with different shapes, a list of their values."""
     return td.get(key, None, as_list=True) if isinstance(spec, Stacked) else td.get(key, None)
 
 

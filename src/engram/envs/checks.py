@@ -10,7 +10,7 @@ from engram.specs import Composite, Spec, StackedComposite
 
 
 def compare_with_specs(env: Any, seed: int | None, tensordict: Any, max_steps: int) -> None:
-    """Runs `env` for some random steps. Raises ValueError for the first value that is not what a spec says."""
+    """Runs `env` for some random steps. Raises ValueError for the first value that does not match its spec."""
     if seed is not None:
         env.set_seed(seed)
     state = [env.observation_spec, env.full_done_spec]

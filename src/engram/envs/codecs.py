@@ -40,7 +40,7 @@ class Rewards(NamedTuple):
 
 
 def array_of(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> Array:
-    """`value` as an array of that dtype and shape; `value` itself if it is one.
+    """`value` as an array of this dtype and shape; `value` itself if it already is one.
 
     Lists, tensors and other dtypes are converted if every number is preserved, or rounded to a float of `dtype`. Raises
     ValueError, which begins with `what`, for another shape, for None, text, objects, masked arrays, and for numbers
@@ -103,7 +103,7 @@ def _converted(array: Array, dtype: np.dtype[Any], what: str) -> Array:
         if wrong.any():
             wrong &= np.isfinite(array)
     else:
-        wrong = (cast != array) | ((cast < 0) != (array < 0))  # the latter: large unsigned numbers that wrapped around
+        wrong = (cast != array) | ((cast < 0) != (array < 0))  # the sign changes if large unsigned numbers wrap around
     if wrong.any():
         raise ValueError(
             f"{what} with {array[wrong][0]!r} in {array.dtype}, which {dtype} cannot hold; correct the environment or "
@@ -222,7 +222,7 @@ class SpaceCodec(ABC):
         """N raw values from a batch of gymnasium, in new memory."""
 
     def random_rows(self, n: int) -> tuple[Any, list[Any]]:
-        """`spec.rand((n,))`, and the same values raw."""
+        """`spec.rand((n,))`, and the same values in raw form."""
         drawn = self.spec.rand((n,))
         return drawn, self.decode_rows(drawn)
 
@@ -273,12 +273,12 @@ class ArrayCodec(SpaceCodec):
         return value.detach().cpu().numpy().astype(self.raw_dtype).reshape((*batch, *self.raw_shape))
 
     def raw_of(self, array: Array) -> Array:
-        """`decode` of numbers that are known to be of the space."""
+        """`decode` for numbers that are known to be in the space."""
         batch = array.shape[: array.ndim - self.spec.ndim]
         return array.astype(self.raw_dtype).reshape((*batch, *self.raw_shape))
 
     def unstacked(self, raws: Array) -> list[Any]:
-        """The single raw values of a new array `[N, *raw_shape]`."""
+        """A new array `[N, *raw_shape]` as N raw values."""
         return [np.asarray(row) for row in raws]
 
     def decode_batch(self, value: Tensor) -> Any:
@@ -329,7 +329,7 @@ class DiscreteCodec(ArrayCodec):
 
     def decode(self, value: Tensor) -> Any:
         choice = self._to_choice(value.detach())
-        if choice.dtype is torch.int64 and choice.is_cpu:  # two conversions less: each costs as much as this check
+        if choice.dtype is torch.int64 and choice.is_cpu:  # saves two conversions, each as slow as this check
             return choice.numpy() + self.start
         return choice.long().cpu().numpy() + self.start
 
@@ -346,7 +346,7 @@ class DiscreteCodec(ArrayCodec):
         return (value.byte() if value.dtype is torch.bool else value).argmax(-1)
 
     def decode_one(self, value: Tensor) -> Any:
-        """One `np.int64`, which gymnasium checks faster than an `int`."""
+        """The value as `np.int64`, which gymnasium checks faster than an `int`."""
         raw = np.int64((value if self._one_hot is None else self._to_choice(value)).item())
         return raw + self.start if self.start else raw
 
@@ -356,7 +356,7 @@ class DiscreteCodec(ArrayCodec):
         return self._n <= MAX_TABLE
 
     def known_action(self, value: Tensor) -> Any:
-        """`decode_one` of what its tables say is a choice; None for all that needs a closer look."""
+        """`decode_one` of a choice found in the tables; None if the value needs a full check."""
         if self._one_hot is None:
             return self._raw_by_item.get(value.item())
         table = self._raw_by_row.get(value.dtype)
@@ -374,7 +374,7 @@ class DiscreteCodec(ArrayCodec):
         return list(batch)
 
     def keep_rows(self, raws: list[Any]) -> list[Any]:
-        return raws  # integers
+        return raws
 
     def random_rows(self, n: int) -> tuple[Tensor, list[Any]]:
         choice = torch.randint(self._n, (n,))  # the same draw as by the spec
@@ -391,7 +391,7 @@ class DiscreteCodec(ArrayCodec):
 
     @cached_property
     def _raw_by_choice(self) -> np.ndarray[Any, Any]:
-        """Raw values, created once: a new one each time costs five times as much."""
+        """Raw values by choice, created once: creating each anew is five times slower."""
         return np.array(list(np.arange(self.start, self.start + self._n)), dtype=object)
 
     @cached_property
@@ -401,7 +401,7 @@ class DiscreteCodec(ArrayCodec):
 
     @cached_property
     def _raw_by_row(self) -> dict[torch.dtype, dict[bytes, Any]]:
-        """By dtype, raw values by the bytes of their one-hot vectors."""
+        """For each dtype, raw values by the bytes of their one-hot vectors."""
         return {}
 
     @cached_property
@@ -433,7 +433,7 @@ class MultiDiscreteCodec(ArrayCodec):
         shape = array.shape[:-1]
         if self._one_hot is None:
             choice = array.astype(np.int64)
-        else:  # in each row as many ones as there are variables, in their order
+        else:  # each row has a one for each variable, in order
             nvec = self._one_hot.nvec
             places = array.reshape(-1, array.shape[-1]).nonzero()[1].reshape(-1, len(nvec))
             choice = places - np.cumsum([0, *nvec[:-1]])
@@ -441,7 +441,7 @@ class MultiDiscreteCodec(ArrayCodec):
 
 
 class TextCodec(ArrayCodec):
-    """The codec of a space of texts, which are uint8 `[width]` wherever they are an array: see `Text`."""
+    """The codec of a space of texts, which are encoded as uint8 `[width]`: see `Text`."""
 
     spec: Text
 

@@ -10,9 +10,9 @@ from engram._advice import advised
 
 @advised
 class EnvCreator:
-    """Calls `create_env_fn` with `create_env_kwargs`, as what collectors and `ParallelEnv` take.
+    """A picklable call of `create_env_fn` with `create_env_kwargs`, for collectors and `ParallelEnv`.
 
-    `share_memory` has no effect: each environment has transforms of its own.
+    `share_memory` has no effect: each environment has its own transforms.
 
     >>> from engram.envs import GymEnv, SerialEnv
     >>> SerialEnv(2, EnvCreator(GymEnv, {"name_or_env": "CartPole-v1"})).batch_size
@@ -35,11 +35,11 @@ class EnvCreator:
         return self.create_env_fn(**{**self.create_env_kwargs, **kwargs})
 
     def make_variant(self, **kwargs: Any) -> EnvCreator:
-        """A creator of the same environment with these arguments, the others as here."""
+        """A creator of the same environment with these arguments changed."""
         return EnvCreator(self.create_env_fn, {**self.create_env_kwargs, **kwargs})
 
     def init_(self) -> EnvCreator:
-        """The creator itself: there is nothing to prepare."""
+        """Returns the creator itself."""
         return self
 
     def __repr__(self) -> str:

@@ -53,7 +53,7 @@ class VectorStep(NamedTuple):
     `observation` holds the present observations, batched as by gymnasium (arrays `[n, ...]`, Dicts or Tuples of them).
     `reward` `[n]`, `terminated` and `truncated` bool `[n]`. `last` (SAME_STEP): for each environment whose episode
     ended, its index and the raw last observation of that episode. `idle` (NEXT_STEP): bool `[n]`, the environments that
-    this call only reset; None: none.
+    this call only reset; None if there are none.
     """
 
     observation: Any
@@ -67,7 +67,7 @@ class VectorStep(NamedTuple):
 class VectorEngine(ABC):
     """`n` environments with the same spaces, stepped together with raw values.
 
-    An engine of one's own sets the attributes and implements `seed`, `reset` and `step`. `action` and `leaves` are
+    A subclass sets the attributes and implements `seed`, `reset` and `step`. `action` and `leaves` are
     those of one environment; `leaf.pick` also works on batched observations.
     """
 
@@ -76,15 +76,15 @@ class VectorEngine(ABC):
     leaves: list[SpaceLeaf]
     autoreset: Autoreset
     can_reset_some: bool
-    reward_shape: tuple[int, ...] = ()  #: of one environment's reward; (): one number, as gymnasium's are
-    can_lose_episodes = False  #: whether an environment may be `idle` in the middle of an episode, which is lost then
+    reward_shape: tuple[int, ...] = ()  #: the shape of one environment's reward; () for gymnasium's single number
+    can_lose_episodes = False  #: whether an environment may be `idle` in the middle of an episode, which is then lost
 
     @abstractmethod
     def seed(self, seed: int) -> None:
         """Seeds environment i with `seed + i` at the next reset of all."""
 
     def seed_alike(self, seed: int) -> None:
-        """Seeds every environment with `seed` at the next reset of all. Raises ValueError where that is impossible."""
+        """Seeds every environment with `seed` at the next reset of all. Raises ValueError if that is impossible."""
         raise ValueError(
             f"static_seed=True gives {self.n} environments one seed, and those of a {type(self).__name__} cannot be "
             "seeded one by one: use SerialEnv or ParallelEnv of single environments"
@@ -239,7 +239,7 @@ class GymEngine:
         info_keys: InfoKeys | None = None,
     ) -> None:
         self.env = env
-        #: Of a reward; (): one number.
+        #: The shape of a reward; () for a single number.
         self.reward_shape = reward_shape_of(env)
         self.step: RawStep = env.step if frame_skip is None else repeat_action(env.step, frame_skip, self.reward_shape)
         self.action: SpaceCodec = codec_for(env.action_space, categorical=categorical)
@@ -258,7 +258,7 @@ class GymEngine:
         return [self.step(self.env.action_space.sample())[4], first]
 
     def has_spaces_of(self, other: GymEngine) -> bool:
-        """Whether both have the same spaces, so that their raw values are interchangeable."""
+        """Whether both engines have the same spaces, so that their raw values are interchangeable."""
         mine, theirs = self.env, other.env
         same = mine.action_space == theirs.action_space and mine.observation_space == theirs.observation_space
         return bool(same and self.observation_spec == other.observation_spec)
@@ -294,7 +294,7 @@ class GymEngine:
         return codec.decode_one(action)
 
     def observation(self, raw: Any) -> dict[Any, Tensor]:
-        """A raw observation as tensors in new memory, by key. Raises ValueError if it is not of the space."""
+        """A raw observation as tensors in new memory, by key. Raises ValueError if it is not in the space."""
         return {leaf.key: leaf.codec.encode(leaf.value(raw)[None])[0].clone() for leaf in self.leaves}
 
 
@@ -329,12 +329,12 @@ def composite_spec(leaves: list[SpaceLeaf]) -> Composite:
 
 
 def entry_spaces(observation: Any, key: str, action: Any) -> dict[KeyPath, Any]:
-    """The gymnasium spaces of one environment's observations and actions, by the keys that they become."""
+    """The gymnasium spaces of one environment's observations and actions, by their keys in a TensorDict."""
     return {**leaf_spaces(observation, _observation_path(observation, key)), **leaf_spaces(action, ("action",))}
 
 
 def _observation_path(space: Any, key: str) -> tuple[str, ...]:
-    """Where observations are: the entries of a Dict under their own keys, any other observation under `key`."""
+    """The keys of observations: the entries of a Dict have their own, any other observation has `key`."""
     return () if isinstance(getattr(space, "spaces", None), dict) else (key,)
 
 
@@ -348,10 +348,10 @@ def observation_leaves(
 
 
 def reward_shape_of(env: Any) -> tuple[int, ...]:
-    """The shape of an environment's rewards: that of its `reward_space`, (): one number, where it has none.
+    """The shape of an environment's `reward_space`; without one, () for single numbers.
 
-    Environments of several objectives (mo-gymnasium) have such a space, also below a `LinearReward`, whose rewards are
-    one number.
+    Environments with several objectives (mo-gymnasium) have such a space; below a `LinearReward` their rewards are
+    single numbers.
     """
     layer = env
     while layer is not None:
@@ -443,7 +443,7 @@ class GymVectorEngine(VectorEngine):
 
     def seed_alike(self, seed: int) -> None:
         if not (self._is_sync or self._is_async):
-            super().seed_alike(seed)  # they may share one generator
+            super().seed_alike(seed)  # raises: they may share one generator
         self._seed = [seed] * self.n
 
     def random_state(self) -> dict[str, Any] | None:
@@ -513,13 +513,13 @@ class GymVectorEngine(VectorEngine):
         return VectorStep(observation, reward, terminated, truncated, (), idle if has_idle else None)
 
     def _ended(self, terminated: Any, truncated: Any) -> Array:
-        """Whether an episode is over, bool `[n]`. Raises ValueError for values that are no flags."""
+        """Whether an episode is over, bool `[n]`. Raises ValueError for values that are not flags."""
         try:
             ended: Array = np.logical_or(terminated, truncated)
             if ended.dtype is BOOL and ended.shape == self._over.shape:
                 return ended
         except (TypeError, ValueError):
-            pass  # text, or two shapes: an error below
+            pass  # text, or two shapes: raises below
         terminated, truncated = self._flags(terminated, truncated)
         return np.asarray(terminated | truncated)
 

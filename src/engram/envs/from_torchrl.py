@@ -1,4 +1,4 @@
-"""`as_env`: an environment of TorchRL's as one of engram's, for `TransformedEnv`, `SerialEnv` and `ParallelEnv`."""
+"""`as_env`: wraps TorchRL environments for `TransformedEnv`, `SerialEnv` and `ParallelEnv`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Self = TypeVar("Self", bound="TorchRLEnv")
 
 
 class TorchRLEnv(EnvBase):
-    """An environment of TorchRL's, alone or batched, with the interface of engram's.
+    """Wraps a TorchRL environment, single or batched, in engram's interface.
 
-    It has the attributes of `torchrl_env`, which it steps, and `truncated` wherever that has `done`.
+    It steps `torchrl_env`, has its attributes, and has `truncated` wherever that has `done`.
     """
 
     def __init__(self, env: Any) -> None:
@@ -41,12 +41,12 @@ class TorchRLEnv(EnvBase):
         return not self.state_spec.is_empty()
 
     def _reset(self, mask: Any = None, **kwargs: Any) -> TensorDictBase:
-        td: TensorDictBase | None = None if mask is None else mask.copy()  # in TorchRL's form it is the caller's
+        td: TensorDictBase | None = None if mask is None else mask.copy()  # TorchRL takes the caller's
         where = None if td is None else td.get("_reset", None)
         keys = list(self.torchrl_env.reset_keys)
         if td is not None and where is not None:
             td = td.exclude("_reset")
-            for key in keys:  # agents with flags of their own are reset by masks beside these
+            for key in keys:  # agents with their own flags have their own reset masks beside these
                 flag = (*key_path(key)[:-1], "done")
                 shape = self.full_done_spec[flag].shape
                 one = where.reshape(where.shape[: td.ndim] + (1,) * (len(shape) - td.ndim))
@@ -88,7 +88,7 @@ class TorchRLEnv(EnvBase):
 
 
 def as_env(env: Any, who: str) -> EnvBase:
-    """`env`, as one of engram's where it is one of TorchRL's. Raises TypeError, which names `who`, for all else."""
+    """`env`, wrapped if it is TorchRL's. Raises TypeError, which names `who`, for other objects."""
     if isinstance(env, EnvBase):
         return env
     theirs = sys.modules.get("torchrl.envs")
@@ -98,7 +98,7 @@ def as_env(env: Any, who: str) -> EnvBase:
 
 
 def _primed_entries(env: Any) -> list[Any]:
-    """What the primers of an environment of TorchRL's begin episodes with, and the policy changes."""
+    """The entries that a TorchRL environment's primers add at resets, and that the policy changes."""
     if not isinstance(env, sys.modules["torchrl.envs"].TransformedEnv):
         return []
     return [*_primed_entries(env.base_env), *primed_keys(env.transform)]

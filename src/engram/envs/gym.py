@@ -23,7 +23,7 @@ from engram.specs.tensors import usable_device
 
 
 class _EnvNames:
-    """The names in gymnasium's registry, read from the class or an object."""
+    """A descriptor, for classes and objects, that returns the names in gymnasium's registry."""
 
     def __get__(self, instance: Any, owner: type) -> list[Any]:
         from engram.envs import gym_make
@@ -73,7 +73,7 @@ class GymEnv(EnvBase):
             from keys to specs. Entries that `info` lacks, as after resets, are zeros.
         batch_size: as a check, `()` of a single environment or `(num_envs,)`.
         kwargs: for `gymnasium.make` or `gymnasium.make_vec`. A `policy` goes there if the environment's constructor has
-            that parameter, and has no effect else. TorchRL's `allow_done_after_reset`, `auto_reset_replace`,
+            that parameter, and otherwise has no effect. TorchRL's `allow_done_after_reset`, `auto_reset_replace`,
             `convert_actions_to_numpy`, `missing_obs_value`, `run_type_checks` and `spec_locked` have no effect.
 
     Environment i of several is seeded with `seed + i`; those of a vector entry point share one generator.
@@ -89,7 +89,7 @@ class GymEnv(EnvBase):
     torch.Size([4, 50, 4])
     """
 
-    available_envs: Any = _EnvNames()  #: the names that gymnasium's registry has
+    available_envs: Any = _EnvNames()  #: the names in gymnasium's registry
     libname = "gym"  #: TorchRL's name of the library
 
     def __init__(
@@ -111,7 +111,7 @@ class GymEnv(EnvBase):
         from engram.envs import gym_make  # loads gymnasium, or raises ImportError with the line that installs it
 
         name_or_env = _only_given(name_or_env=name_or_env, env_name=env_name, env=env)
-        target = usable_device(device, "device")  # before an environment is created
+        target = usable_device(device, "device")  # raises before an environment is created
         if batch_size is not None and tuple(batch_size) != ((num_envs,) if num_envs else ()):
             raise ValueError(f"batch_size={tuple(batch_size)}: it is (num_envs,), and () without num_envs")
         if num_envs < 0:
@@ -172,7 +172,7 @@ class GymEnv(EnvBase):
     def engines(self) -> list[GymEngine] | None:
         """The engine of a single environment, in a list, for collectors.
 
-        None if a subclass may have changed steps, or if rewards are vectors, which only the TensorDict interface has.
+        None if a subclass may have changed steps, or for vector rewards, which only the TensorDict interface supports.
         """
         if not isinstance(self._stepper, SingleStepper) or not self._has_raw_steps():
             return None
@@ -187,7 +187,7 @@ class GymEnv(EnvBase):
         return (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS
 
     def vector_engine(self) -> VectorEngine | None:
-        """The engine that steps several environments, for collectors; None as `engines`."""
+        """The engine that steps several environments, for collectors; None in the same cases as `engines`."""
         if not isinstance(self._stepper, VectorStepper) or not self._has_raw_steps():
             return None
         self.start()
@@ -224,7 +224,7 @@ class GymEnv(EnvBase):
         self._stepper.engine.set_random_state(state)
 
     def _open(self) -> None:
-        if self._make_again is not None:  # gymnasium's vectors are of no use once closed; its single ones can be reset
+        if self._make_again is not None:  # a closed vector environment cannot be reset; a closed single one can
             self._stepper = self._make_again()
 
     def _close(self) -> None:
@@ -274,7 +274,7 @@ class SingleStepper:
         return self.engine.observation(self.engine.reset())
 
     def step(self, td: TensorDictBase) -> dict[Any, Tensor]:
-        """The observations, reward and flags after `td["action"]`. Raises ValueError for values of another kind."""
+        """The observations, reward and flags after `td["action"]`. Raises ValueError for invalid values."""
         raw = self.engine.raw_action(td.get("action"))
         observation, reward, terminated, truncated, _ = self.engine.step(raw)
         values = self.engine.observation(observation)

@@ -37,22 +37,22 @@ register_atari()
 
 
 def backend() -> ModuleType:
-    """The module that makes the environments."""
+    """The module that creates the environments: gymnasium."""
     return gymnasium
 
 
 def registered_names() -> list[str]:
-    """The names of all environments that can be made."""
+    """The names of all registered environments."""
     return sorted(gymnasium.registry)
 
 
 def registered_name(env: Any) -> str | None:
-    """The name that an environment was made by; None if it has none."""
+    """The name that an environment was created by; None if it has none."""
     return env.spec.id if isinstance(env.spec, EnvSpec) else None
 
 
 def _without_policy(name_or_env: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The settings without a `policy` that the environment's constructor has no parameter for."""
+    """The settings, without `policy` if the environment's constructor has no such parameter."""
     if "policy" not in kwargs or (isinstance(name_or_env, str) and "policy" in _parameters(name_or_env)):
         return kwargs
     return {name: value for name, value in kwargs.items() if name != "policy"}
@@ -70,7 +70,7 @@ def _parameters(name: str) -> Mapping[str, Any]:
 def with_own_frame_skip(
     name_or_env: Any, kwargs: dict[str, Any], frame_skip: int | None
 ) -> tuple[dict[str, Any], int | None]:
-    """The settings with `frameskip` where the constructor has that parameter (Atari's), and what is left of the skip.
+    """Gives constructors with a parameter `frameskip` (Atari's) the skip; returns settings and remaining skip.
 
     Raises:
         ValueError: the settings have another `frameskip`.
@@ -94,7 +94,7 @@ class FrameSkip(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class CheckStepValues(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Checks the values of one of several environments against its spaces, before gymnasium puts all into one array.
+    """Checks one environment's values against its spaces, before gymnasium batches those of all into one array.
 
     That array would turn None into NaN, parse text and broadcast numbers. `copy_final`: copies the final observation of
     an episode, as a reset in the same step may write into the same array.

@@ -1,4 +1,4 @@
-"""`ParallelEnv`: environments in worker processes, which exchange steps through shared memory."""
+"""`ParallelEnv`: environments in worker processes that exchange steps through shared memory."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class GymWorker:
         self._actions = nest_like(layout.action_leaves, [array[rows] for array in arrays.actions])
         self._reward, self._mask = arrays.reward[rows], arrays.mask[rows]
         self._terminated, self._truncated = arrays.terminated[rows], arrays.truncated[rows]
-        self._have_ended = True  # whether a flag may be set
-        # An environment is fresh from the reset in a step until the reset that the owner asks for.
+        self._have_ended = True  # whether a flag in the shared array may be set
+        # An environment is fresh from the automatic reset in a step until the owner requests a reset.
         self._is_fresh = [False] * len(engines)
         is_single = len(layout.leaves) == 1 and not layout.leaves[0].path
         codec = layout.leaves[0].codec
@@ -167,8 +167,8 @@ ResetWorker = Callable[[int], dict[int, Any]]  # resets the environments of a ne
 class Replacements:
     """Replaces workers of a pool that have failed: new processes, whose environments were seeded and reset.
 
-    What follows for the environments: those whose worker did not complete a step, or was replaced between two steps,
-    lost their episodes. The next step only resets them.
+    Environments whose worker did not complete a step, or was replaced between two steps, lose their episodes: the next
+    step only resets them.
     """
 
     def __init__(self, pool: LockstepPool, starts: Sequence[int], n: int, one: _EnvDescription) -> None:
@@ -177,7 +177,7 @@ class Replacements:
         self._begun: set[int] = set()  # workers that were replaced since the last step
 
     def connect(self, layout: RawLayout | TensorDictLayout, mask: Any, seed_command: int) -> None:
-        """Sets what new workers receive: the layout, and the command to seed; they are reset where `mask` holds."""
+        """Sets the layout and the seed command that new workers receive, and how their environments are reset."""
         self._layout, self._mask, self._seed_command = layout, mask, seed_command
 
     def envs_of(self, worker: int) -> slice:
@@ -185,7 +185,7 @@ class Replacements:
         return slice(self._bounds[worker], self._bounds[worker + 1])
 
     def note_seeds(self, seeds: _Seeds) -> None:
-        """Later workers are seeded after these seeds."""
+        """Records the seeds from which those of later workers are derived."""
         self._seeds = seeds
 
     def workers_to_step(self) -> list[int] | None:
@@ -193,16 +193,16 @@ class Replacements:
         return [i for i in range(len(self._pool)) if i not in self._begun] if self._begun else None
 
     def after_step(self, reset: ResetWorker) -> list[int]:
-        """Replaces workers that were lost; returns those whose environments the step only reset."""
+        """Replaces failed workers; returns those whose environments the step only reset."""
         self._replace_lost(reset)
         lost = sorted(self._begun)
         self._begun.clear()
         return lost
 
     def after_reset(self, reset: ResetWorker, *, of_all: bool) -> dict[int, Any]:
-        """The same after another command; with `of_all` all environments have begun anew anyway.
+        """Replaces failed workers after a reset; `of_all` if it reset all environments.
 
-        Returns the replies of new workers to their resets.
+        Returns the new workers' replies to their resets.
         """
         replies = self._replace_lost(reset)
         if of_all:
@@ -304,12 +304,12 @@ class ParallelEngine(VectorEngine):
         if self.can_lose_episodes and (lost := replacements.after_step(self._reset_worker)):
             idle = self._mark_lost(lost)
         _, _, _, reward, terminated, truncated, _ = self._arrays
-        has_ended = _TRUE in terminated.tobytes() or _TRUE in truncated.tobytes()  # a tenth of what `any` takes
+        has_ended = _TRUE in terminated.tobytes() or _TRUE in truncated.tobytes()  # a tenth of the cost of `any`
         last = self._final_observations() if has_ended else ()
         return VectorStep(self._observation, reward, terminated, truncated, last, idle)
 
     def _mark_lost(self, workers: Sequence[int]) -> Array:
-        """Clears what the step of these workers was about to return; their environments, bool `[n]`."""
+        """Clears the results of these workers' step; returns their environments as bool `[n]`."""
         idle = np.zeros(self.n, np.bool_)
         for worker in workers:
             idle[self._replacements.envs_of(worker)] = True
@@ -355,7 +355,7 @@ Columns = dict[Key, Tensor]
 
 
 class ExtraEntries(NamedTuple):
-    """The difference between one environment's TensorDict and the columns: columns without an entry, other entries."""
+    """Differences of one environment's TensorDict from the columns: columns without an entry, and other entries."""
 
     absent: tuple[Key, ...] = ()
     rest: TensorDictBase | None = None
@@ -517,7 +517,7 @@ class TensorDictStepper:
         return self._collected_fresh(self._pool.execute(_TD_RESET), mask, self._reset_worker)
 
     def reset_from(self, td: TensorDictBase, mask: Tensor | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """As `reset`, of environments that read their state from `td`."""
+        """`reset` for environments that read their state from `td`."""
         self._begin_reset(mask)
         extras = self._send(td.exclude("_reset", *self._actions))
         messages = [(part, mask is not None, kwargs) for part in extras]
@@ -542,7 +542,7 @@ class TensorDictStepper:
         self._pool.wait_idle()
         workers = self._replacements.workers_to_step()
         extras = self._send(td)
-        if extras[0][0] == ExtraEntries():  # then all are: entries are of the whole batch
+        if extras[0][0] == ExtraEntries():  # then all are equal, as entries belong to the whole batch
             replies = self._pool.execute(_TD_STEP, workers)
         else:
             replies = self._pool.execute(_TD_STEP_WITH_EXTRAS, workers, extras)
@@ -551,7 +551,7 @@ class TensorDictStepper:
         return self._collected(self._layout.frame_after_step, self._following, replies, range(self._layout.n))
 
     def _with_marks(self, td: TensorDictBase, replies: dict[int, list[ExtraEntries]]) -> dict[str, Any]:
-        """The entries after a step; environments that it only reset are marked in `td`, and as truncated."""
+        """The entries after a step; environments that it only reset are marked as idle in `td`, and as truncated."""
         idle = torch.zeros_like(self._mask)
         for worker in self._replacements.after_step(self._reset_from_entries(td, {})):
             rows = self._replacements.envs_of(worker)
@@ -567,11 +567,11 @@ class TensorDictStepper:
         stepped = TensorDict({"next": values}, [self._layout.n])
         if bool(lost.any()):
             self._show_own_rows(stepped.get("next"), lost)
-            mark_truncated(stepped, lost)  # a reset follows, which policies and transforms see by this flag
+            mark_truncated(stepped, lost)  # tells policies and transforms that a reset follows
         return {**dict(stepped.get("next").items()), IDLE: torch.zeros_like(idle)}
 
     def _show_own_rows(self, following: TensorDictBase, lost: Tensor) -> None:
-        """Puts what the columns have into rows that `_collected` has left blank: a reset may read its state there."""
+        """Copies the columns into rows that `_collected` left blank, as a reset may read its state there."""
         for key, column in self._following.items():
             value = following.get(key, None)
             if value is not None and value.shape == column.shape and value.dtype == column.dtype:
@@ -581,21 +581,21 @@ class TensorDictStepper:
         return self._pool.execute(_TD_RESET, [worker])
 
     def _reset_from_entries(self, td: TensorDictBase, kwargs: dict[str, Any]) -> ResetWorker:
-        """How a worker that is replaced now begins: where environments read their state, with what is in `td`."""
+        """Sets the reset of replaced workers: environments that read their state get the entries of `td`."""
         if not self._layout.reads_state:
             return self._reset_worker
         entries = td.exclude("next", "_reset", IDLE, *self._actions)
 
         def reset(worker: int) -> dict[int, Any]:
             rows = entries[self._replacements.envs_of(worker)].cpu().unbind(0)
-            parts = [ExtraEntries(tuple(self._root), row.clone()) for row in rows]  # columns have results of this call
+            parts = [ExtraEntries(tuple(self._root), row.clone()) for row in rows]  # this call overwrites the columns
             messages = [(parts, False, kwargs)] * len(self._pool)
             return self._pool.execute(_TD_RESET_FROM, [worker], messages)
 
         return reset
 
     def _send(self, td: TensorDictBase) -> list[list[ExtraEntries]]:
-        """Writes entries into their columns; the difference, for each environment of each worker."""
+        """Writes entries into their columns; returns the differences for each environment of each worker."""
         entries = td.exclude("next", IDLE) if self._marks_idle else td.exclude("next")
         absent = tuple(key for key, column in self._root.items() if not _copied(entries.get(key, None), column))
         rest = _without(entries, self._root.keys() - set(absent))
@@ -642,7 +642,7 @@ class TensorDictStepper:
                     f"environment {i} returned {sorted(others, key=str)}, and not all others did; a batch needs the "
                     "same entries of all: put them in observation_spec, or leave them out"
                 )
-        blank = next(iter(rows.values()))  # in place of rows that nobody reads
+        blank = next(iter(rows.values()))  # for rows that are never read
         return torch.stack([rows.get(i, blank) for i in range(self._layout.n)])
 
 
@@ -662,7 +662,7 @@ def _entries(td: TensorDictBase, path: tuple[str, ...] = ()) -> list[tuple[Key, 
 
 
 def _frame(td: TensorDictBase) -> TensorDictBase:
-    """TensorDicts without leaves; those of agents that differ, which come whole as one entry, are left out.
+    """A TensorDict's nested structure without leaves; lazy stacks of different agents, sent as one entry, are left out.
 
     (`empty(recurse=True)` of a lazy stack keeps the TensorDicts in its members, leaves and all.)
     """
@@ -687,7 +687,7 @@ def _write_row(td: TensorDictBase, columns: Columns, i: int) -> ExtraEntries:
 
 
 def _copied(value: Any, column: Tensor) -> bool:
-    """Copies a value into a column of its shape and dtype; False if it has others."""
+    """Copies a value into a column; False if shape or dtype differ."""
     fits = isinstance(value, Tensor) and value.shape == column.shape and value.dtype == column.dtype
     if fits:
         column.copy_(value.detach())
@@ -791,7 +791,7 @@ class ParallelEnv(EnvBase):
     ) -> None:
         validate_timeout(timeout)
         validate_restarts(restarts)
-        target = usable_device(device, "device")  # before an environment is created
+        target = usable_device(device, "device")  # raises before an environment is created
         if n is None:
             n, num_workers = only_one("n", n, "num_workers", num_workers), None
         if mp_start_method is not None:
@@ -824,7 +824,7 @@ class ParallelEnv(EnvBase):
         return super().encoded_spaces()._replace(spaces=self._one.encoded.spaces)
 
     def vector_engine(self) -> VectorEngine | None:
-        """The engine of gymnasium environments; None for others, and if a subclass has changed steps."""
+        """The engine of gymnasium environments; None for other kinds, and if a subclass has changed steps."""
         cls = type(self)
         is_changed = (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS
         if is_changed:
@@ -849,7 +849,7 @@ class ParallelEnv(EnvBase):
         return TensorDict(self._stepper.step(td), batch_size=self.batch_size, device=self.device)
 
     def _check_values(self, td: TensorDictBase) -> None:
-        """Nothing: each environment has checked its own values."""
+        """Does nothing: each environment has checked its own values."""
 
     def _set_seed(self, seed: int) -> None:
         self.start()
@@ -887,7 +887,7 @@ _UNCHANGED_METHODS = (ParallelEnv._step, ParallelEnv._reset, ParallelEnv.step, P
 
 
 class _EnvDescription(NamedTuple):
-    """What a worker tells the owner about an environment."""
+    """A worker's description of an environment, for the owner."""
 
     name: str
     batch_size: torch.Size
@@ -900,11 +900,11 @@ class _EnvDescription(NamedTuple):
     full_reward_spec: Any
     full_done_spec: Any
     state_spec: Any
-    action_keys: list[Key]  # that a step must have
+    action_keys: list[Key]  # required by a step
     reads_state: bool
     spaces: Any  # of a single gymnasium environment; None for other environments
     raw: Any  # the codecs of these spaces
-    encoded: EncodedSpaces  # of the owner's one: with the spaces that all environments have
+    encoded: EncodedSpaces  # of the owner's description: the spaces that all environments share
     fake: TensorDictBase
     policy_entries: tuple[Any, ...]
 
@@ -976,7 +976,7 @@ def _start_workers(
         pool.close(ERROR_CLOSE_TIMEOUT)
         raise
     finally:
-        if not options["restarts"]:  # else it is sent to new workers, too
+        if not options["restarts"]:  # otherwise it is needed again for new workers
             memory.close()
     return pool, memory, one, stepper
 

@@ -1,4 +1,4 @@
-"""Policies: from an observation to an action, and `RandomPolicy`."""
+"""Adapters that turn anything that users pass as a policy into one on TensorDicts, and `RandomPolicy`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from engram.specs.torchrl import stack_members
 from engram.transforms.base import IDLE
 
 Call = Callable[[TensorDictBase], TensorDictBase]
-# Options of TensorDictModule, and of sequences, that change what a call does.
+# Options of TensorDictModule and TensorDictSequential that change the result of a call.
 MODULE_OPTIONS = ("method", "method_kwargs", "_kwargs", "_out_to_in_map")
 SEQUENCE_OPTIONS = ("partial_tolerant", "_select_before_return", "return_composite")
 
@@ -110,34 +110,38 @@ __all__ = ["ExplorationType", "exploration_type", "set_exploration_type"]
 
 
 def own_exploration_type() -> None:
-    """From here on `set_exploration_type` in this thread, and what modules ask for in it, concern this thread alone.
+    """Makes the exploration type thread-local: `set_exploration_type` in this thread no longer affects other threads.
 
     tensordict keeps one type for all threads: without this, an evaluation in one thread would make the policy of
     another deterministic, and two of them could leave a wrong type behind.
 
-    Raises RuntimeError where this release of tensordict keeps the type elsewhere.
+    Raises RuntimeError if this release of tensordict keeps the type elsewhere.
     """
     shared = vars(_probabilistic).get("_interaction_type")
     if not hasattr(shared, "get_mode") or not hasattr(shared, "set_mode"):
         raise RuntimeError("this release of tensordict keeps its interaction type in another place; use one up to 0.14")
     if not isinstance(shared, _TypeOfThreads):
         kind = type(shared)
-        shared.__class__ = type("ExplorationTypeOfThreads", (_TypeOfThreads, kind), {})  # the object has other users
+        shared.__class__ = type("ExplorationTypeOfThreads", (_TypeOfThreads, kind), {})  # others hold this object
     _types.own = [None]
 
 
-_types = threading.local()  #: `own`: a list with the type of a thread that has one of its own
+class _Types(threading.local):
+    own: list[Any] | None = None  # a list with the thread's own type, if it has one
+
+
+_types = _Types()
 
 
 class _TypeOfThreads:
-    """What tensordict asks for the type, with a type of its own for each thread that wants one."""
+    """Replaces tensordict's holder of the exploration type by one with thread-local types."""
 
     def get_mode(self) -> Any:
-        own = getattr(_types, "own", None)
+        own = _types.own
         return super().get_mode() if own is None else own[0]  # type: ignore[misc]
 
     def set_mode(self, type: Any) -> None:
-        own = getattr(_types, "own", None)
+        own = _types.own
         if own is None:
             super().set_mode(type)  # type: ignore[misc]
         else:
@@ -152,7 +156,7 @@ class RandomPolicy:
     """A policy that draws random actions from a spec, with torch's global generator.
 
     `action_spec` has the batch dimensions of the TensorDicts that the policy gets, or fewer. With `action_key=None` it
-    is a Composite, whose keys are those of the actions; so is one that has an entry `action_key`.
+    is a Composite with the keys of the actions; a Composite with an entry `action_key` works, too.
 
     >>> from tensordict import TensorDict
     >>> from engram.specs import Categorical
@@ -171,7 +175,7 @@ class RandomPolicy:
         return td.update(action) if self.action_key is None else td.set(self.action_key, action)
 
     def set_action_spec_from_env(self, env: Any) -> None:
-        """Draws the actions of `env` from here on."""
+        """Draws actions from the spec of `env` from now on."""
         policy = random_policy(env)
         self.action_spec, self.action_key = policy.action_spec, policy.action_key
 
@@ -179,18 +183,23 @@ class RandomPolicy:
         return f"RandomPolicy(action_spec={self.action_spec!r})"
 
 
+def acts_at_random(policy: Any) -> bool:
+    """Whether it is `env.rand_step` or `env.rand_action`, of an environment of any library."""
+    return getattr(policy, "__name__", None) in ("rand_step", "rand_action") and hasattr(policy, "__self__")
+
+
 def random_policy(env: Any) -> RandomPolicy:
-    """The random policy of an environment of any library, whatever the keys of its actions."""
+    """The random policy of an environment of any library, with any action keys."""
     keys = written_actions(env)
     if keys == ["action"]:
         return RandomPolicy(env.action_spec)
     only: Any = env.full_action_spec[keys[0]] if len(keys) == 1 else None
-    is_tensor = only is not None and stack_members(only) is None  # agents that differ: a lazy stack
+    is_tensor = only is not None and stack_members(only) is None  # agents with different specs: a lazy stack
     return RandomPolicy(only, keys[0]) if is_tensor else RandomPolicy(env.full_action_spec, None)
 
 
 def written_actions(env: Any) -> list[Any]:
-    """The keys that a policy must write: that of each action, and "action" alone where all are below it."""
+    """The keys that a policy must write: one for each action, or only "action" if all are nested below it."""
     keys = list(getattr(env, "action_keys", ("action",)))
     return ["action"] if all((key if isinstance(key, str) else key[0]) == "action" for key in keys) else keys
 
@@ -204,20 +213,20 @@ class ObservationPolicy:
     def __init__(self, module: Callable[..., Any], in_keys: Sequence[Any], outputs: int | None = None) -> None:
         self.module = module
         self.in_keys = list(in_keys)
-        self.outputs = outputs  # how many there are; None until the first call
+        self.outputs = outputs  # the number of outputs; None until the first call
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         action, others = self.split(self.call(td))
         return td.update(others).set("action", action)
 
     def call(self, td: TensorDictBase) -> Any:
-        """What the module returns for the tensors of `td`."""
+        """The module's output for the tensors of `td`."""
         return self.module(*[td.get(key) for key in self.in_keys])
 
     def split(self, out: Any) -> tuple[Any, dict[str, Tensor]]:
-        """The action, just as the module returned it, and the other outputs.
+        """The action, as the module returned it, and the other outputs.
 
-        Raises TypeError where one of several outputs is not a tensor.
+        Raises TypeError if one of several outputs is not a tensor.
         """
         if not isinstance(out, tuple) or len(out) < 2:
             self.outputs = 1
@@ -241,7 +250,7 @@ class CallablePolicy:
         self.action_keys = action_keys
 
     def prepare(self) -> None:
-        """Chooses the fastest way to call the function; to be called again after hooks may have changed."""
+        """Selects the fastest way to call the function; call it again after hooks may have changed."""
         self._call = fast_module_call(self.function)
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
@@ -260,7 +269,7 @@ class CallablePolicy:
 def _is_missing(td: TensorDictBase, key: Any) -> bool:
     try:
         return td.get(key, None) is None
-    except RuntimeError:  # agents' values of different shapes, which do not stack
+    except RuntimeError:  # agents' values of different shapes cannot be stacked
         return False
 
 
@@ -269,18 +278,18 @@ def _entries(keys: Sequence[Any]) -> str:
 
 
 def as_policy(policy: Any, env: Any, *, trusted: bool = False) -> TensorDictPolicy:
-    """The policy on TensorDicts for anything that a user may give as a policy of `env`.
+    """Converts any supported form of a policy of `env` into a policy on TensorDicts.
 
     None and `env.rand_step` are random; modules with `in_keys` take TensorDicts. Other modules and functions whose
     parameters have the names of observations get these as tensors; else an `nn.Module` gets the only observation, and a
     function the TensorDict; with `trusted` all get the TensorDict. Raises TypeError for an object that is not callable,
-    and ValueError for a module whose parameters do not say which of several observations it takes.
+    and ValueError for a module whose parameters do not name one of several observations.
     """
     if policy is None:
         return random_policy(env)
     if isinstance(policy, RandomPolicy):
         return _expanded(policy, env)
-    if getattr(policy, "__name__", None) in ("rand_step", "rand_action") and hasattr(policy, "__self__"):
+    if acts_at_random(policy):
         return _expanded(random_policy(policy.__self__), env)
     if not callable(policy):
         raise TypeError(f"policy must be a callable, an nn.Module or None, got {type(policy).__name__}")
@@ -294,7 +303,7 @@ def as_policy(policy: Any, env: Any, *, trusted: bool = False) -> TensorDictPoli
 
 
 class RecordedActions:
-    """A policy that returns the actions that it was created with, one a call.
+    """A policy that replays a list of actions, one a call.
 
     Takes the first `max_steps` of `actions`: TensorDicts with the entries of actions, or tensors, arrays or numbers for
     the only action. Raises ValueError if there are none, beside another policy, or where a call of `step` may only
@@ -332,7 +341,7 @@ class RecordedActions:
 
 
 def on_device_of(policy: Any, act: TensorDictPolicy) -> TensorDictPolicy:
-    """`act` with its input moved to the device of the parameters of `policy`, and its result back.
+    """`act` with its input moved to the device of `policy`'s parameters, and its result moved back.
 
     `act` itself unless `policy` is an `nn.Module` with parameters or buffers.
     """
@@ -349,12 +358,12 @@ def on_device_of(policy: Any, act: TensorDictPolicy) -> TensorDictPolicy:
 
 
 def compiled_policy(policy: TensorDictPolicy, options: Mapping[str, Any]) -> TensorDictPolicy:
-    """`policy` under `torch.compile(..., **options)`; a random one as it is."""
+    """`policy` compiled by `torch.compile(..., **options)`; a random policy unchanged."""
     return _with_function(policy, lambda function: torch.compile(function, **options))
 
 
 def cudagraph_policy(policy: TensorDictPolicy, options: Mapping[str, Any]) -> TensorDictPolicy:
-    """`policy` in a `CudaGraphModule(..., **options)`; a random one as it is."""
+    """`policy` in a `CudaGraphModule(..., **options)`; a random policy unchanged."""
     return _with_function(policy, lambda function: CudaGraphModule(function, **options))
 
 
@@ -367,7 +376,7 @@ def _with_function(policy: TensorDictPolicy, wrap: Callable[[Any], Any]) -> Tens
 
 
 def as_observation_policy(policy: TensorDictPolicy) -> ObservationPolicy | None:
-    """The policy as a module from observations to the action; None if it does more than that.
+    """The policy as a module from observations to the action; None if it reads or writes anything else.
 
     A TensorDictModule qualifies if it is exactly of that class, reads one key, writes only the action, and has no hooks
     or options.
@@ -417,7 +426,7 @@ def _takes_tensordict(module: nn.Module) -> bool:
 
 
 def _observations_by_name(function: Callable[..., Any], env: Any) -> list[str]:
-    """The observations whose names the first parameters of a function have; none where it needs others, too."""
+    """The observations named by a function's first parameters; empty if it requires further parameters."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -455,8 +464,8 @@ def _leaf_keys(spec: Any) -> list[Any]:
 def zero_outputs(policy: TensorDictPolicy, td: TensorDictBase) -> TensorDictBase:
     """Zeros for every entry that `policy` adds to `td` besides the action, under `"next"` too.
 
-    Random steps carry them, so that all batches of a collector have the same keys. The policy is called once, on a
-    copy, and torch's random numbers are put back.
+    Random steps contain them, so that all batches of a collector have the same keys. The policy is called once, on a
+    copy, and torch's random state is restored.
     """
     if not isinstance(policy, CallablePolicy | ObservationPolicy):
         return td.empty()

@@ -50,7 +50,7 @@ class SerialEnv(EnvBase):
         reject_timeout(timeout, "SerialEnv")
         n = only_one("n", n, "num_workers", num_workers)
         make_env = only_one("make_env", make_env, "create_env_fn", create_env_fn)
-        place = usable_device(device, "device")  # before an environment is created
+        place = usable_device(device, "device")  # raises before an environment is created
         envs = [as_env(make(), "SerialEnv") for make in env_makers("SerialEnv", n, make_env, create_env_kwargs)]
         reject_shared_envs(envs)
         first = envs[0]
@@ -88,7 +88,7 @@ class SerialEnv(EnvBase):
         rows = list(zip(self._envs, td.unbind(0), strict=True))
         fresh = [env.reset(row, **kwargs) if mask is None or bool(row["_reset"].any()) else None for env, row in rows]
         blank = next((one.apply(torch.zeros_like) for one in fresh if one is not None), td[0].exclude("_reset"))
-        return torch.stack([blank if one is None else one for one in fresh])  # nobody reads the blank ones
+        return torch.stack([blank if one is None else one for one in fresh])  # blank rows are never read
 
     def _reads_state(self) -> bool:
         reads: bool = self._envs[0]._reads_state()
@@ -112,7 +112,7 @@ class SerialEnv(EnvBase):
         return torch.stack([env.step(row.copy()).get("next") for env, row in rows])
 
     def _check_values(self, td: TensorDictBase) -> None:
-        """Nothing: each environment has checked its own values."""
+        """Does nothing: each environment has checked its own values."""
 
     def _set_seed(self, seed: int) -> None:
         for env in self._envs:
@@ -179,7 +179,7 @@ def env_makers(kind: str, n: int, make_env: Any, create_env_kwargs: Any = None) 
 
 
 def reject_shared_envs(envs: Iterable[EnvBase], first: int = 0) -> None:
-    """Raises ValueError where one environment is, or is within, two of these: a step of one would step the other.
+    """Raises ValueError if two of these share an environment: a step of one would step the other.
 
     `first` is the number of the first of them in errors.
     """

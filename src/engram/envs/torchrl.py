@@ -1,6 +1,6 @@
-"""`to_torchrl`: an environment of ours as one of TorchRL's, for TorchRL's own transforms and collectors.
+"""`to_torchrl`: wraps an environment of engram for TorchRL's transforms and collectors.
 
-TorchRL is never imported from here: its base class is taken from where somebody else imported it.
+TorchRL is never imported here: its base class is looked up in `sys.modules`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def as_torchrl_env(env: Any) -> Any:
 
     Raises:
         ImportError: torchrl is not imported.
-        TypeError: the environment returns rows that are no steps (see `VectorEnv`), which TorchRL would take for steps.
+        TypeError: the environment returns rows that are not steps (see `VectorEnv`), which TorchRL would use as steps.
     """
     if IDLE in env.observation_spec:
         raise TypeError(
@@ -37,14 +37,14 @@ def _adapter_class() -> Any:
     base: Any = theirs.EnvBase
 
     class EngramEnv(base):  # type: ignore[misc]
-        """An environment of engram's with TorchRL's interface."""
+        """Wraps an environment of engram in TorchRL's interface."""
 
-        __qualname__ = "EngramEnv"  # to be pickled: see `__getattr__` below
+        __qualname__ = "EngramEnv"  # for pickle: see `__getattr__` below
 
         def __init__(self, env: Any) -> None:
             super().__init__(device=env.device, batch_size=env.batch_size)
             self.engram_env = env
-            self._newest: Any = None  # the newest state: TorchRL may ask for a reset of some rows without giving it
+            self._newest: Any = None  # the latest state: TorchRL may request a partial reset without passing it
             self._batch_locked = env.batch_locked
             self.observation_spec = env.observation_spec.to_torchrl()
             self.full_action_spec = env.full_action_spec.to_torchrl()

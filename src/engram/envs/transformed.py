@@ -30,7 +30,7 @@ class TransformedEnv(EnvBase):
     through their `inv` in reverse order. The specs are those of the transformed values. A callable gets these
     TensorDicts, without the reward at resets, and returns one.
 
-    Transforms along time (`CatFrames`, `RewardSum`, `StepCounter`, `InitTracker`) start anew exactly where an
+    Transforms along time (`CatFrames`, `RewardSum`, `StepCounter`, `InitTracker`) restart exactly where an
     environment is reset; this object has its own copies, which `transform` returns. All others are the caller's
     objects, so that a `VecNorm` may be shared. An entry that is computed from rewards only is zero at resets.
 
@@ -38,8 +38,8 @@ class TransformedEnv(EnvBase):
     reads the caller's: there, use `out_keys` that leave the state's entries unchanged. The base environment may be one
     of TorchRL's, and so may transforms.
 
-    `device` is that of all outputs, of the base environment too; None: as that is. Attributes of the base environment
-    are read through. `auto_unwrap` and `cache_specs` have no effect: an environment with transforms below stays whole.
+    `device` is the device of all outputs, and of the base environment; None keeps the base environment's. Attributes of
+    the base environment are accessible. `auto_unwrap` and `cache_specs` have no effect: nested ones are not flattened.
 
     Raises TypeError and ValueError for transforms that only work in buffers, or that remove rewards, flags or the
     action; KeyError for keys that the environment does not have.
@@ -56,7 +56,7 @@ class TransformedEnv(EnvBase):
     def __init__(self, base_env: Any, transform: Any = None, *, device: Any = None) -> None:
         base_env = as_env(base_env, "TransformedEnv")
         super().__init__(batch_size=base_env.batch_size, device=base_env.device)
-        vars(self)["_base"] = base_env  # as a module it is `base_env`: that lookup is too slow for each step
+        vars(self)["_base"] = base_env  # the lookup of the module `base_env` is too slow for each step
         self._take_specs(base_env)
         self.batch_locked = base_env.batch_locked
         self._replace_all(transform)
@@ -80,7 +80,7 @@ class TransformedEnv(EnvBase):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("base_env", "transform"):
-            object.__setattr__(self, name, value)  # a module would become an attribute beside the property
+            object.__setattr__(self, name, value)  # nn.Module's `__setattr__` would bypass the property
         else:
             super().__setattr__(name, value)
 
@@ -105,9 +105,9 @@ class TransformedEnv(EnvBase):
         self._attach([*self._parts[:at], *new, *self._parts[at:]], at)
 
     def _attach(self, parts: list[Transform], n_attached: int, *, is_single: bool = False) -> None:
-        """Uses these transforms, of which the first `n_attached` are in use already."""
+        """Sets the transforms; the first `n_attached` of them are already attached."""
         before, specs = getattr(self, "_parts", []), self._base_specs()
-        self._parts: list[Transform] = []  # those that are in use, for the `parent` of the next one
+        self._parts: list[Transform] = []  # the attached ones, for the `parent` of the next one
         self._parents: dict[int, EnvBase] = {}
         try:
             for i, part in enumerate(parts):
@@ -127,7 +127,7 @@ class TransformedEnv(EnvBase):
         if n == 0:
             return self._base
         if n not in self._parents:
-            parent = object.__new__(type(self))  # not a copy: `__setstate__` would make it the container of them all
+            parent = object.__new__(type(self))  # copy.copy would attach the transforms to the copy
             vars(parent).update(vars(self))
             parent._parts, parent._is_single, parent._parents = self._parts[:n], False, {}
             vars(parent)["_modules"] = {}
@@ -151,10 +151,10 @@ class TransformedEnv(EnvBase):
         self._take_specs(self._base)
         specs = self._base_specs()
         self._modules["base_env"], self._modules["transform"] = self._base, self.transform
-        self._parents = {}  # they have other specs then
+        self._parents = {}  # their specs have changed
         own = [key for part in self._parts for key in part.policy_entries()]
         self.policy_entries = (*self._base.policy_entries, *own)
-        self._resets: list[tuple[Any, dict[Any, Any]]] = []  # each with the entries that it adds
+        self._resets: list[tuple[Any, dict[Any, Any]]] = []  # transforms with the entries that they add at resets
         self._steps: list[Any] = []
         self._invs: list[Any] = []
         for part in self._parts:
@@ -167,7 +167,7 @@ class TransformedEnv(EnvBase):
                     self._invs.insert(0, calls.inv)
         self.observation_spec = specs.observation
         for name, spec in (("action_spec", specs.action), ("reward_spec", specs.reward), ("done_spec", specs.done)):
-            if spec is not getattr(self._base, name):  # those with several keys stay as they are
+            if spec is not getattr(self._base, name):  # specs with several keys do not change
                 setattr(self, name, spec)
         added = {key: spec for key, spec in specs.grouped.items() if self.full_reward_spec.get(key) is None}
         for key in added.keys() - self.full_done_spec.leaves().keys():
@@ -200,7 +200,7 @@ class TransformedEnv(EnvBase):
         if mask is None:
             fresh = self._base.reset()
         else:
-            # Rows without a reset are zeros: the base must not get the caller's, which transforms have changed.
+            # Rows without a reset are zeros: the base must not get the caller's transformed values.
             blank = self._base.observation_spec.zero().update(self._base.full_done_spec.zero())
             fresh = self._base.reset(blank.set("_reset", mask))
             fresh.pop("_reset", None)
@@ -208,7 +208,7 @@ class TransformedEnv(EnvBase):
         return self._after_reset(td, fresh)
 
     def _after_reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
-        """What the base's reset returned, after the transforms; `td` has the mask of resets."""
+        """The base environment's reset `result` after the transforms; `td` has the mask of resets."""
         for reset, added in self._resets:
             fresh = reset(td, fresh)
             for key, spec in added.items():
@@ -244,20 +244,19 @@ class TransformedEnv(EnvBase):
             raise KeyError(f"a transform removed flags: the keys are {list(td.keys())}, and {FLAGS} must stay")
         return td.set("done", terminated | truncated)
 
-    # ---- the rest of an environment ----
     def call_below(self, path: str) -> Any:
         return self._base.call_below(path)
 
     def engines(self) -> None:
-        """None: raw steps of the base environment would leave the transforms out."""
+        """None: raw steps of the base environment would skip the transforms."""
 
     def vector_engine(self) -> None:
-        """None: as `engines`."""
+        """None, as for `engines`."""
 
     def deferrable_transforms(self) -> list[Transform] | None:
-        """The transforms, for collectors that step `base_env` and apply them to whole batches.
+        """The transforms, for collectors that step `base_env` and then transform whole batches.
 
-        None where a child class has changed a step.
+        None if a subclass has changed steps.
         """
         cls = type(self)
         return None if (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS else list(self._parts)
@@ -277,7 +276,7 @@ class TransformedEnv(EnvBase):
         return self
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Changes parameters and buffers, by `double()` as by any call of torch's; then the specs may be others."""
+        """Applies torch's changes of parameters and buffers, such as `double()`, which may change the specs."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._update_specs()
         return self
@@ -293,9 +292,9 @@ class TransformedEnv(EnvBase):
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """The state of all transforms, in this environment and its base, without that of running episodes.
+        """The state of all transforms of this environment and its base, without the state of running episodes.
 
-        A module that the environment is a part of gives the other arguments, which are torch's.
+        The other arguments are torch's, for modules that contain this environment.
         """
         if destination is not None:
             return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -326,7 +325,7 @@ class TransformedEnv(EnvBase):
         return [*differences, f"the saved base_env has the state {sorted(below)}, and here it has {sorted(own)}"]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # private ones belong to the base, and `copy` asks before there is a base
+        if name.startswith("_"):  # not forwarded: `copy` looks some up before there is a base
             return super().__getattr__(name)
         return getattr(self._base, name)
 

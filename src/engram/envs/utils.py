@@ -1,4 +1,4 @@
-"""Helpers around environments, under the names that users import them by."""
+"""`engram.envs.utils`: helpers under the names of `torchrl.envs.utils`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_env_specs(
 
     It also checks that TensorDicts have the environment's `batch_size` and device, that flags agree, and that
     environments which are not reset continue from their last step. The first reset gets `tensordict`. Raises ValueError
-    with the key, the value and what its spec allows, TypeError for what is neither an environment of engram nor one of
+    with the key, the value and what its spec allows, TypeError for objects that are no environment of engram or
     TorchRL. The environment is left in the middle of an episode. `return_contiguous`, `check_dtype` and
     `break_when_any_done` have no effect: dtypes are always checked, and environments that are done are reset.
 

@@ -45,11 +45,11 @@ class VectorStepper:
     def _clear_marks(self) -> None:
         self._over = np.zeros(self.engine.n, dtype=np.bool_)
         self._fresh = np.zeros(self.engine.n, dtype=np.bool_)
-        self._drains = np.zeros(self.engine.n, dtype=np.bool_)  # to be reset, which waits for the end of their episode
+        self._drains = np.zeros(self.engine.n, dtype=np.bool_)  # their reset waits for the end of their episode
 
     def seed(self, seed: int) -> None:
         """Seeds environment i with `seed + i` at the next reset of all."""
-        self._fresh[:] = False  # episodes that began without the seed are not used
+        self._fresh[:] = False  # discards episodes that were started without the seed
         self.engine.seed(seed)
 
     def seed_alike(self, seed: int) -> None:
@@ -118,7 +118,7 @@ class VectorStepper:
                 raise rewards.error
             reward_column = _column(rewards.values[0])
         values = self._encoded(observation)
-        changes = bool((ended | idle).any())  # the caller may write into the tensors that it gets
+        changes = bool((ended | idle).any())
         self._shown = {key: column.clone() if changes else column for key, column in values.items()}
         for env, raw_last in last:
             for leaf in self.engine.leaves:
@@ -130,9 +130,7 @@ class VectorStepper:
             values[IDLE] = torch.zeros(self.engine.n, 1, dtype=torch.bool)
         values["reward"] = reward_column
         values["terminated"] = _column(terminated & ~idle)
-        values["truncated"] = _column(
-            truncated | idle
-        )  # a reset follows, which policies and transforms see by this flag
+        values["truncated"] = _column(truncated | idle)  # tells policies and transforms that a reset follows
         return values
 
     def _check_all_reset(self) -> None:
@@ -144,7 +142,7 @@ class VectorStepper:
             )
 
     def _encoded(self, raw: Any) -> dict[Any, Tensor]:
-        """Batched raw observations as tensors in new memory, by key. Raises ValueError if they are not of the space."""
+        """Batched raw observations as tensors in new memory, by key. Raises ValueError if they are not in the space."""
         return {leaf.key: leaf.codec.encode(leaf.rows(raw, self.engine.n)).clone() for leaf in self.engine.leaves}
 
 
@@ -180,7 +178,7 @@ class VectorEnv(EnvBase):
     def vector_engine(self) -> VectorEngine | None:
         """The engine that steps with raw values, for collectors.
 
-        None if a subclass has changed steps, or if rewards are vectors, which only the TensorDict interface has.
+        None if a subclass has changed steps, or for vector rewards, which only the TensorDict interface supports.
         """
         cls = type(self)
         is_changed = (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS

@@ -488,13 +488,17 @@ class StoreSession:
             note_node(self.store, boot_id())  # opened again in this boot, it is not scanned again
 
 
-_passing = threading.local()  # `fds`: the descriptors that travel with what is being pickled or unpickled
+class _Passing(threading.local):
+    fds: list[int] | None = None  # the descriptors that travel with what is being pickled or unpickled
+
+
+_passing = _Passing()
 
 
 @contextmanager
 def passing_fds(descriptors: list[int]) -> Iterator[list[int]]:
     """A block for a channel that sends descriptors itself: pickling in it appends to the list, unpickling reads it."""
-    before = getattr(_passing, "fds", None)
+    before = _passing.fds
     _passing.fds = descriptors
     try:
         yield descriptors
@@ -517,7 +521,7 @@ def _reduce_by_state(part: Any) -> Any:
 
 def is_passing_fds() -> bool:
     """Whether this thread pickles or unpickles inside `passing_fds`."""
-    return getattr(_passing, "fds", None) is not None
+    return _passing.fds is not None
 
 
 class PassedFd:
@@ -527,6 +531,7 @@ class PassedFd:
         self._position = position
 
     def detach(self) -> int:
+        assert _passing.fds is not None
         return os.dup(_passing.fds[self._position])
 
 
@@ -535,7 +540,7 @@ def share_fd(fd: int) -> Any:
 
     It travels through `multiprocessing`'s own channels, or in a `passing_fds` block.
     """
-    fds = getattr(_passing, "fds", None)
+    fds = _passing.fds
     if fds is None:
         return reduction.DupFd(fd)
     fds.append(fd)

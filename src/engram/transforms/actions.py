@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram._checks import is_integer
 from engram.pytree import Key, Keys
 from engram.specs import Bounded, Spec, Unbounded
 from engram.transforms.base import Transform
@@ -40,7 +41,7 @@ class FrameSkipTransform(Transform, built_in=True):
 
     def __init__(self, frame_skip: int = 1) -> None:
         super().__init__()
-        if isinstance(frame_skip, bool) or not hasattr(frame_skip, "__index__") or frame_skip < 1:
+        if not is_integer(frame_skip, 1):
             raise ValueError(f"frame_skip must be an integer of 1 or more, got {frame_skip!r}")
         self.frame_skip = int(frame_skip)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engram._advice import advised
+from engram._checks import is_integer
 from engram.pytree import (
     Key,
     Keys,
@@ -43,7 +44,7 @@ def checked_gamma(gamma: float) -> float:
 
 
 def checked_n_steps(n_steps: int) -> int:
-    if isinstance(n_steps, bool) or not hasattr(n_steps, "__index__") or int(n_steps) < 1:
+    if not is_integer(n_steps, 1):
         raise ValueError(f"n_steps must be an integer of 1 or more, got {n_steps!r}")
     return int(n_steps)
 

@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram._advice import advised
+from engram._checks import is_integer
 from engram.pytree import Key, as_key, get_tensor, has_batch_size, key_path, require_tensor, set_entry
 from engram.specs import Categorical, Composite, Spec, Unbounded
 from engram.transforms.base import Transform, select_reset, to_device
@@ -43,7 +44,7 @@ class NoopResetEnv(Transform, built_in=True):
 
     def __init__(self, noops: int = 30, random: bool = True) -> None:
         super().__init__()
-        if isinstance(noops, bool) or not hasattr(noops, "__index__") or noops < 0:
+        if not is_integer(noops, 0):
             raise ValueError(f"noops must be an integer of 0 or more, got {noops!r}")
         self.noops, self.random = int(noops), random
 

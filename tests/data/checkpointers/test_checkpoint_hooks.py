@@ -121,6 +121,7 @@ def same(rb, twin):
 PARTLY_FULL, FULL, WRAPPED, TWICE_WRAPPED = 3, 10, 13, 25
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("there, back, n", [
     *[(TED2Flat, Flat2TED, n) for n in (PARTLY_FULL, FULL, WRAPPED, TWICE_WRAPPED)],
     (TED2Nested, Nested2TED, WRAPPED), (H5Split, H5Combine, PARTLY_FULL),

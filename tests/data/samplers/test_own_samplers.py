@@ -486,6 +486,7 @@ class ToldChild(Told, Sampler):
     """The same, as a child of Sampler."""
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("sampler", [Told, ToldChild])
 @pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
 @pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])

@@ -220,6 +220,7 @@ def pickled(obj):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 class TestCopies:
+    @pytest.mark.pairwise
     @pytest.mark.parametrize("storage", [DictStorage, Emptied, ListedStorage])
     @pytest.mark.parametrize("n", [0, 7, 13])
     def test_a_copy_of_its_buffer_has_rows_of_its_own(self, copied, storage, n):

@@ -95,6 +95,7 @@ def move(rb: ReplayBuffer, twin: ReplayBuffer, way: str, path: Path) -> None:
 WAYS = ["dumps", "the storage's part", "the storage's dumps", "background", "state_dict", "the storage's state_dict"]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
 def test_they_are_the_storages_and_move_with_the_rows(

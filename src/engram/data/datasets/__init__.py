@@ -3,6 +3,7 @@
 `docs/datasets.md` says where each key goes.
 """
 
+from engram.data.datasets import hdf5, lerobot, minari, parquet
 from engram.data.datasets.experience_replay import D4RLExperienceReplay, MinariExperienceReplay
 from engram.data.datasets.hdf5 import (
     iter_hdf5,
@@ -44,5 +45,8 @@ __all__ = [
     "write_minari",
     "write_parquet",
 ]
+
+#: How the command line knows them: the first one that says it is at a path.
+FORMATS = (minari.DATASET_FORMAT, lerobot.DATASET_FORMAT, hdf5.DATASET_FORMAT, parquet.DATASET_FORMAT)
 
 advise_on_names(__name__)

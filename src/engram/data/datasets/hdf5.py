@@ -31,6 +31,7 @@ from engram.data.datasets.episodes import (
     next_trajectory,
     observation_key,
 )
+from engram.data.datasets.format import HDF5_MAGIC, DatasetFormat
 from engram.kernel.hdf5 import H5Dataset, H5Source, check_options, create_plain, is_ours, open_foreign
 from engram.kernel.rows import DONE, RowLayout
 from engram.kernel.tools import progress_bar
@@ -393,3 +394,16 @@ def write_hdf5(
             total += n
             advance(n)
     return total
+
+
+DATASET_FORMAT = DatasetFormat(
+    kind="HDF5 dataset",
+    batches=iter_hdf5,
+    size=hdf5_size,
+    is_file=lambda place, start: start == HDF5_MAGIC,
+    word="hdf5",
+    write=write_hdf5,
+    suffixes=(".hdf5", ".h5"),
+    may_skip_steps=True,
+    holds_flags_only=True,
+)

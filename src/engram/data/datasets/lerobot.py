@@ -33,6 +33,7 @@ from engram.data.datasets.episodes import (
     next_trajectory,
     read_json_object,
 )
+from engram.data.datasets.format import DatasetFormat
 from engram.data.datasets.parquet import column_names, open_parquet, read_texts
 from engram.errors import DatasetError
 from engram.kernel.rows import DONE
@@ -529,3 +530,11 @@ def lerobot_size(path: str | os.PathLike[str]) -> DatasetSize:
     """Frames and episodes of a dataset; errors as `read_lerobot`."""
     info = lerobot_info(path)
     return DatasetSize(info.frames, info.episodes)
+
+
+DATASET_FORMAT = DatasetFormat(
+    kind="LeRobot dataset",
+    batches=iter_lerobot,
+    size=lerobot_size,
+    is_folder=lambda place: (place / INFO).is_file(),
+)

@@ -42,6 +42,7 @@ from engram.data.datasets.episodes import (
     observation_key,
     read_json_object,
 )
+from engram.data.datasets.format import HDF5_MAGIC, DatasetFormat
 from engram.data.datasets.parquet import (
     arrow_bytes,
     arrow_children,
@@ -1058,3 +1059,20 @@ def _not_ours(path: Path) -> str | None:
     if metadata.is_symlink() or not metadata.is_file():
         return f"{METADATA} is no file"
     return replaceable_file("its file", is_ours).refusal(path / "data" / FILE)
+
+
+def _is_folder(place: Path) -> bool:
+    files = place / "data" / FILE, place / FILE
+    return any(file.is_file() for file in files) or any(place.glob(f"data/*/{ARROW_FILE}"))
+
+
+DATASET_FORMAT = DatasetFormat(
+    kind="Minari dataset",
+    batches=iter_minari,
+    size=minari_size,
+    is_folder=_is_folder,
+    is_file=lambda place, start: place.name == FILE and start == HDF5_MAGIC,
+    word="minari",
+    write=write_minari,
+    holds_flags_only=True,
+)

@@ -38,6 +38,7 @@ from engram.data.datasets.episodes import (
     ingest,
     next_trajectory,
 )
+from engram.data.datasets.format import DatasetFormat
 from engram.errors import DatasetError
 from engram.kernel.rows import DONE, IDS, LeafSpec, RowLayout
 from engram.kernel.spaces import bytes_of_text
@@ -1048,3 +1049,15 @@ def _check_ids(block: Any, storage: Any) -> None:
                 "was read"
             )
         return
+
+
+DATASET_FORMAT = DatasetFormat(
+    kind="Parquet file",
+    batches=iter_parquet,
+    size=parquet_size,
+    is_file=lambda place, start: start[:4] == b"PAR1",
+    word="parquet",
+    write=write_parquet,
+    suffixes=(".parquet",),
+    is_streamed=False,
+)

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import math
 import os
 import textwrap
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,12 +22,16 @@ from typing_extensions import Self, TypedDict, TypeVar, Unpack
 
 from engram._advice import advised
 from engram._arguments import describe
+from engram._checks import is_integer
 from engram._generator import Generator, is_state
-from engram._system import fork_registry, human_bytes, set_state, state_of
+from engram._system import set_state, state_of
 from engram._text import warn_user
 from engram.checkpoint.protocols import StorageCheckpointerBase
+from engram.data.replay_buffers.batch_writer import BatchWriter, GivenPriorities
 from engram.data.replay_buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
 from engram.data.replay_buffers.dataset import BatchDataset
+from engram.data.replay_buffers.delayed import delay
+from engram.data.replay_buffers.in_place import change_entries, grid_index, in_index_order, is_int
 from engram.data.replay_buffers.prefetch import Prefetcher
 from engram.data.replay_buffers.reader import MANY_ROWS, BatchReader
 from engram.data.replay_buffers.reuse import why_not_reusable
@@ -48,11 +48,11 @@ from engram.data.replay_buffers.state.buffers import (
     save_in_background,
 )
 from engram.data.replay_buffers.state.generators import SavedGenerator
-from engram.data.replay_buffers.stats import BatchCount, BufferStats, StepCount, count_steps
+from engram.data.replay_buffers.stats import BatchCount, BufferStats, count_steps, shown_content
 from engram.data.replay_buffers.storages.base import Storage, StorageUser, as_storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.storages.list import ListStorage
-from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage, ObservedMemmapStorage
+from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
 from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter, Writer, as_writer, has_writing_methods
 from engram.errors import OutOfMemoryError
 from engram.pytree import (
@@ -61,21 +61,17 @@ from engram.pytree import (
     as_arrays,
     as_keys,
     collate_items,
-    format_key,
     get_entry,
     leaf_keys,
     move_dim,
-    set_existing,
-    stack,
 )
 from engram.pytree import describe as describe_batch
 from engram.store.copies import MadeFromParts, PartlyCopied
 from engram.store.episodes import EpisodeIndex
 from engram.store.files import pickle_by_state
-from engram.store.indexing import stored_slots, to_slots
-from engram.store.lanes import warn_of_copy
+from engram.store.indexing import to_slots
 from engram.transforms.adapters import as_transform
-from engram.transforms.base import Transform, WriteRequest
+from engram.transforms.base import Transform
 from engram.transforms.compose import Compose, describe_transform
 
 # `torch.compile` goes round every function of this package: it cannot trace native code, and so each call is a graph
@@ -83,7 +79,6 @@ from engram.transforms.compose import Compose, describe_transform
 trace_rules.add("engram")
 
 _DEFAULT_CAPACITY = 1000
-_COUNTED_IN_REPR = 1 << 20  # rows: `repr` reads the flags of no more to count episodes
 
 #: What a buffer's samples are: a TensorDict, a dict, a tensor, a class of the user's; checked by type checkers only.
 T = TypeVar("T", default=Any)
@@ -225,13 +220,13 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
                 compilable=compilable, reuse_batches=reuse_batches, delayed_init=False,
                 transform_factory=transform_factory,
             )  # fmt: skip
-            _delay(self, capacity, arguments)
+            delay(self, ReplayBuffer.__init__, capacity, arguments)
             return
         if transform_factory is not None:
             transform = transform_factory()
         self._storage = _with_capacity(None if storage is None else as_storage(storage), capacity)
         self._sampler: Any = as_sampler(_make_part(sampler, "sampler", _has_sample) or RandomSampler())
-        self._writer = as_writer(_make_part(writer, "writer", _has_write) or self._default_writer())
+        self._writer = as_writer(_make_part(writer, "writer", _has_write) or self._make_default_writer())
         self._collate_fn = collate_fn
         self._batch_size = _checked_batch_size(batch_size)
         self._generator = generator
@@ -293,11 +288,10 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         return cls(**parts)
 
     _reuse_batches = False
+    _priority_key: Any = None  # where priorities are in data that are written
     _iteration: Iterator[T] | None = None  # of `next`
+    _make_default_writer: Callable[[], Writer] = RoundRobinWriter
     _is_shut_down = False
-
-    def _default_writer(self) -> Writer:
-        return RoundRobinWriter()
 
     def _wire(self) -> None:
         """Makes the parts work together; again after each change of one."""
@@ -308,12 +302,12 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         self._tracks_generations = self._track_generations or self._writer.tracks_generations
         self._sampler.use_generator(self._generator)
         self._time_dim = self._storage.ndim - 1 if self._dim_extend is None else self._dim_extend
-        self._limited = self._sampler._limits(self._storage)
-        # Whether the storage may check and append in one call, if no priorities come with the data.
-        self._tells_sampler = self._sampler._is_told
-        plainly = not (self._limited or self._tells_sampler)
-        self._pushes = self._writer._only_appends and plainly
-        self._may_take_priorities = self._sampler._takes_priorities
+        priorities = None
+        if self._priority_key is not None and self._sampler._takes_priorities:
+            priorities = GivenPriorities(self._storage, self._sampler, self._priority_key)
+        self._batch_writer = BatchWriter(
+            self._storage, self._writer, self._sampler, self._transform, self._time_dim, priorities
+        )
         self._reader = self._make_reader()
         self._prefetcher = Prefetcher(self._reader, self._prefetch, self._generators()) if self._prefetch else None
         self._saved_generator = self._make_saved_generator()
@@ -386,27 +380,16 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         Raises:
             ValueError, TypeError: the step does not fit the storage; the message names the leaf. Nothing is changed.
         """
-        if self._transform.transforms:
-            written: int | Tensor = self._write_through(data, single=True)
-            return written
-        storage = self._storage
-        if self._pushes and not (self._may_take_priorities and self._takes_priorities()):
+        writes = self._batch_writer
+        storage, plainly = self._storage, writes.pushes and not self._transform.transforms
+        if plainly and not (writes.priorities is not None and writes.priorities.are_stored()):
             with storage.mutex:
                 pushed: int | Tensor | None = None
                 if (push := storage.native.push) is not None:
                     pushed = push(data, storage.ndim - 1, -1, self._writer.index_key)
             if pushed is not None:
                 return pushed
-        priorities = self._given_priorities(data, True, -1)
-        with storage.mutex if priorities is None else self._writing():
-            if self._limited:
-                self._check_rows(data, True, -1)
-            slots: Any = self._writer.write(storage, data, True, -1)  # positional: the hot path
-            if priorities is not None:
-                self._set_priorities(slots, priorities)
-        index: int | Tensor = storage._index_of(slots, True)
-        if self._tells_sampler:
-            self._tell_sampler(index)
+        index: int | Tensor = writes.write(data, single=True)
         return index
 
     def extend(self, data: T | Data | Sequence[T | Data], *, update_priority: bool | None = None) -> Tensor:
@@ -423,64 +406,17 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             ValueError, TypeError: the batch does not fit the storage; the message names the leaf. Nothing is changed.
             RuntimeError: the items of a list do not stack; the message names the item.
         """
-        if self._transform.transforms:
-            written: Tensor = self._write_through(data, single=False, update_priority=update_priority)
-            return written
-        storage, time_dim = self._storage, self._time_dim
-        if self._pushes and not (self._may_take_priorities and self._takes_priorities()):
+        writes = self._batch_writer
+        storage, plainly = self._storage, writes.pushes and not self._transform.transforms
+        if plainly and not (writes.priorities is not None and writes.priorities.are_stored()):
             with storage.mutex:
                 pushed: Tensor | None = None
                 if (push := storage.native.push) is not None:
-                    pushed = push(data, storage.ndim, time_dim, self._writer.index_key)
+                    pushed = push(data, storage.ndim, self._time_dim, self._writer.index_key)
             if pushed is not None:
                 return pushed
-        batch = self._as_batch(data, time_dim) if type(data) is list else data
-        priorities = None if update_priority is False else self._given_priorities(batch, False, time_dim)
-        with storage.mutex if priorities is None else self._writing():
-            if self._limited:
-                self._check_rows(batch, False, time_dim)
-            slots: Any = self._writer.write(storage, batch, False, time_dim)  # positional: the hot path
-            if priorities is not None:
-                self._set_priorities(slots, priorities)
-        index: Tensor = storage._index_of(slots, False)
-        if self._tells_sampler:
-            self._tell_sampler(index)
+        index: Tensor = writes.write(data, single=False, update_priority=update_priority)
         return index
-
-    def _as_batch(self, items: list[Any], time_dim: int) -> Any:
-        """A list of items as one batch; storages of items take the list."""
-        return items if self._storage._takes_lists else stack(items, time_dim)
-
-    def _write_through(self, items: Any, *, single: bool, update_priority: bool | None = None) -> Any:
-        """Writes what the transforms make of the data; where that is refused, they are as they were before."""
-        transform, storage = self._transform, self._storage
-        if not transform.inverse_in_order:
-            writing = transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, single))
-            with self._writing():
-                slots = self._write(writing, update_priority)
-        else:
-            with self._writing():
-                if type(items) is list:
-                    items = stack(items, self._time_dim)
-                before = transform.remember()
-                try:
-                    writing = transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, single))
-                    slots = self._write(writing, update_priority)
-                except BaseException:
-                    transform.undo(before)
-                    raise
-        index = storage._index_of(slots, writing.single and not writing.resized)
-        if self._tells_sampler:
-            self._tell_sampler(index)
-        return index
-
-    def _tell_sampler(self, index: int | Tensor) -> None:
-        """Tells a sampler of the user's own what was written, if anything: what `add` or `extend` returns."""
-        with self._sampler.lock:
-            if type(index) is int:
-                self._sampler.add(index)
-            elif len(index):  # type: ignore[arg-type]
-                self._sampler.extend(index)
 
     def flush_transforms(self) -> Tensor:
         """Writes the steps that transforms hold back; returns their indices as `extend` does, none if none waited.
@@ -499,63 +435,8 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             >>> rb[:]["next", "reward"].flatten()
             tensor([1.7500, 1.7500, 1.5000, 1.0000])
         """
-        transform, storage = self._transform, self._storage
-        with self._writing():
-            before = transform.remember()
-            try:
-                slots = self._write(transform.flush(WriteRequest(None, storage.ndim, storage.ndim - 1)))
-            except BaseException:
-                transform.undo(before)
-                raise
-        index: Tensor = storage._index_of(slots, False)
-        if self._tells_sampler:
-            self._tell_sampler(index)
+        index: Tensor = self._batch_writer.flush()
         return index
-
-    def _write(self, writing: WriteRequest, update_priority: bool | None = None) -> Any:
-        """Writes what transforms made of the data, if anything; returns slots. The caller holds the mutex."""
-        storage, items, time_dim = self._storage, writing.items, -1 if writing.single else writing.time_dim
-        if writing.held is not None:
-            # What waits in a transform must fit, too: an error later would belong to somebody else's data.
-            self._writer.check_mutable("extend")
-            storage.check(writing.held, single=writing.single, time_dim=time_dim, index_key=self._writer.index_key)
-        if items is None:
-            return torch.empty(0, dtype=torch.int64)
-        if type(items) is list:
-            items = self._as_batch(items, time_dim)
-        priorities = None
-        if update_priority is not False:
-            priorities = self._given_priorities(items, writing.single, time_dim)
-        if self._limited:
-            self._check_rows(items, writing.single, time_dim)
-        slots = self._writer.write(storage, items, single=writing.single, time_dim=time_dim)
-        if priorities is not None:
-            self._set_priorities(slots, priorities)
-        return slots
-
-    def _check_rows(self, items: Any, single: bool, time_dim: int) -> None:
-        """ValueError where these would be more rows than the sampler can hold. The caller holds the mutex."""
-        storage = self._storage
-        checked = storage.check(items, single=single, time_dim=time_dim, index_key=self._writer.index_key)
-        self._sampler._check_rows(storage, checked.steps * math.prod(storage.env_shape))
-
-    def _takes_priorities(self) -> bool:
-        """Whether data may come with priorities, for a sampler that takes them."""
-        return False
-
-    def _given_priorities(self, items: Any, single: bool, time_dim: int) -> Tensor | None:
-        """Priorities that come with data that are about to be written, for `_set_priorities`; None: there are none.
-
-        `time_dim` is where time runs in these data; transforms may have moved it. Raises where they are invalid.
-        """
-        return None
-
-    def _writing(self) -> AbstractContextManager[Any]:
-        """Around a write of data that may come with priorities."""
-        return self._storage.mutex
-
-    def _set_priorities(self, slots: Tensor | int, priorities: Tensor) -> None:
-        """After a write of data that came with priorities, before another thread writes. Slot -1: refused."""
 
     @property
     def dim_extend(self) -> int:
@@ -635,7 +516,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         """
         n = self._batch_size
         if n is None or (batch_size is not None and batch_size != n):
-            n = self._choose_batch_size(batch_size)
+            n = _chosen_batch_size(self._batch_size, batch_size)
         if n > MANY_ROWS:
             self._reader.check_room(n)
         try:
@@ -655,22 +536,6 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             raise OutOfMemoryError(f"no memory for a batch of {n} rows ({error}); sample fewer") from error
         self._handed_out.batches += 1
         return (batch, info) if return_info else batch
-
-    def _choose_batch_size(self, batch_size: int | None) -> int:
-        if batch_size is None:
-            raise RuntimeError(
-                "batch_size not specified: give one to sample(batch_size) or to the buffer's constructor"
-            )
-        if self._batch_size is not None and batch_size != self._batch_size:
-            warn_user(
-                f"sample was called with batch_size={batch_size}, the buffer was made with "
-                f"batch_size={self._batch_size}; {batch_size} is used",
-            )
-        if type(batch_size) is int and batch_size > 0:
-            return batch_size
-        checked = _checked_batch_size(batch_size)
-        assert checked is not None
-        return checked
 
     def __iter__(self) -> Iterator[T]:
         """Batches for ever; with a sampler without replacement, to the end of the epoch."""
@@ -801,9 +666,9 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             rows = move_dim(self._storage.get(slice(None)), 0, self._time_dim)[index]
         else:
             rows = self._storage.get(index)
-            if not one_dimension and not _is_int(index):
+            if not one_dimension and not is_int(index):
                 rows = move_dim(rows, 0, self._time_dim)
-        if self._collate_fn is not None and not _is_int(index):
+        if self._collate_fn is not None and not is_int(index):
             rows = self._collate_fn(rows)
         return self._transform.forward(rows) if self._transform.transforms else rows
 
@@ -816,49 +681,16 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             StorageInUseError: another process has the storage open.
         """
         self._writer.check_mutable("rb[...] = ...")
-        items = self._transformed_in_place(items)
+        items = self._batch_writer.in_place(items)
         if self._storage.ndim > 1:
             if isinstance(index, tuple) and len(index) > 1:
-                index = self._grid_index(index)
-            elif not _is_int(index):
+                index = grid_index(self._storage, self._time_dim, index)
+            elif not is_int(index):
                 items = move_dim(items, self._time_dim, 0)
         elif type(items) is list:
-            items = self._as_batch(items, 0)
+            items = self._batch_writer.as_batch(items, 0)
         with self._undisturbed():
             self._storage._assign(index, items, self._writer.index_key)
-
-    def _grid_index(self, index: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """Time and environment of each step that an index of several dimensions means: as `rb[:]` has them."""
-        storage = self._storage
-        if storage.lanes is None:
-            raise IndexError(f"index {index!r:.80} has not been written: the storage is empty; extend it first")
-        slots = stored_slots(storage.lanes.store).reshape(-1, *storage.env_shape).movedim(0, self._time_dim)
-        try:
-            chosen: Tensor = slots[index]
-        except (IndexError, TypeError, ValueError, OverflowError) as error:
-            raise IndexError(
-                f"{index!r:.80} does not index the stored steps {list(slots.shape)}: {error}; nothing was written"
-            ) from error
-        time_and_env = storage.from_slots(chosen.reshape(-1))
-        assert isinstance(time_and_env, tuple)
-        return tuple(part.reshape(chosen.shape) for part in time_and_env)
-
-    def _transformed_in_place(self, items: Any) -> Any:
-        """Data that replace stored steps, as transforms store them: they follow nothing that was written before."""
-        transform, storage = self._transform, self._storage
-        if not transform.transforms:
-            return items
-        if not transform.inverse_in_order:
-            return transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, in_place=True)).items
-        with storage.mutex:
-            if type(items) is list:
-                items = stack(items, self._time_dim)
-            before = transform.remember()
-            try:
-                return transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, in_place=True)).items
-            except BaseException:
-                transform.undo(before)
-                raise
 
     def set_(self, key: Any, value: Any) -> Self:
         """Sets one entry of every stored step, in place; returns itself.
@@ -878,13 +710,13 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             >>> rb.set_("x", torch.ones(3)).set_at_("x", 5.0, [0, 2])[:]["x"]
             tensor([5., 1., 5.])
         """
-        return self._set_entries({key: value}, slice(None))
+        return self._change_entries({key: value}, slice(None))
 
     def set_at_(self, key: Any, value: Any, index: Index) -> Self:
         """Sets one entry of the stored steps at an index, in place; value and errors as `set_`, in the form of
         `rb[index]`. Also an IndexError: a step that has not been written.
         """
-        return self._set_entries({key: value}, index)
+        return self._change_entries({key: value}, index)
 
     def update_(
         self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None
@@ -903,23 +735,12 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             if absent:
                 raise KeyError(f"keys_to_update names {absent}, the data have {list(values)}; nothing was changed")
             values = {key: values[key] for key in chosen}
-        return self._set_entries(values, slice(None))
+        return self._change_entries(values, slice(None))
 
-    def _set_entries(self, values: Mapping[Any, Any], index: Any) -> Self:
+    def _change_entries(self, values: Mapping[Any, Any], index: Any) -> Self:
         self._writer.check_mutable("changing entries")
-        storage = self._storage
-        along_time = storage.ndim > 1 and not _is_int(index)
-        if along_time and isinstance(index, tuple) and len(index) > 1:
-            index, along_time = self._grid_index(index), False
-        with self._undisturbed(), storage._exclusive("changing entries"):
-            rows = storage.get(index)
-            if along_time:
-                rows = move_dim(rows, 0, self._time_dim)
-            for key, value in values.items():
-                set_existing(rows, key, value)
-            if along_time:
-                rows = move_dim(rows, self._time_dim, 0)
-            storage._assign(index, rows, self._writer.index_key)
+        with self._undisturbed(), self._storage._exclusive("changing entries"):
+            change_entries(self._storage, self._time_dim, values, index, self._writer.index_key)
         return self
 
     def read_all_in_order(self, end: int | None = None) -> Any:
@@ -985,9 +806,9 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             raise ValueError(f"{len(slots)} steps are indexed, {len(expected)} generations given; nothing was written")
         patch = as_patch(patch)
         versions = as_version(version_key, version, require_newer, patch, len(slots))
-        patch = self._transformed_in_place(patch)
+        patch = self._batch_writer.in_place(patch)
         if type(patch) is list:
-            patch = self._as_batch(patch, 0)
+            patch = self._batch_writer.as_batch(patch, 0)
         with self._undisturbed(), storage._exclusive("update_if_present"):
             return write_if_present(storage, slots, expected, patch, versions, self._writer.index_key)
 
@@ -1018,7 +839,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         """
         sampler = self._sampler
         if self._storage.ndim > 1:
-            priority = self._in_index_order(index, priority)
+            priority = in_index_order(self._storage, self._time_dim, index, priority)
         if sampler._built_in:  # which takes its lock itself
             sampler.update_priority(index, priority, generation=generation, storage=self._storage)
             return
@@ -1027,30 +848,6 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
                 sampler.update_priority(index, priority, storage=self._storage)
             else:
                 sampler.update_priority(index, priority, generation=generation, storage=self._storage)
-
-    def _in_index_order(self, index: Any, priority: Any) -> Any:
-        """Priorities in the form of data of several environments as one for each step of an index, where they are."""
-        ndim, env_shape = self._storage.ndim, self._storage.env_shape
-        envs = math.prod(env_shape)
-        if not isinstance(index, Tensor) or index.ndim != 2 or index.shape[-1] != ndim or not env_shape:
-            return priority
-        values = torch.as_tensor(priority)
-        if values.ndim != ndim or values.numel() != len(index) or len(values) == len(index):
-            return priority
-        values = values.movedim(self._time_dim, 0)
-        slots = to_slots(index, env_shape, self._storage.max_size or 0)
-        whole_steps = tuple(values.shape[1:]) == env_shape
-        if whole_steps:
-            by_step = slots.reshape(-1, envs)
-            whole_steps = torch.equal(by_step, by_step[:, :1] // envs * envs + torch.arange(envs))
-        if not whole_steps:
-            # Of a part of the batch, or in another order, nobody knows which priority is of which step.
-            raise ValueError(
-                f"priorities of shape {list(np.shape(priority))} for {len(index)} steps of environments "
-                f"{list(env_shape)}: in the form of data they belong to an index as `extend` returned it, whole time "
-                "steps with all environments of each. Nothing was changed"
-            )
-        return values.reshape(-1)
 
     def mark_update(self, index: Index) -> None:
         """Tells the sampler that stored steps have changed."""
@@ -1214,7 +1011,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             return
         with self._undisturbed():
             object.__setattr__(self, name, compose)
-            self._reader.transform = compose
+            self._reader.transform = self._batch_writer.transform = compose
 
     def register_save_hook(self, hook: Callable[..., Any]) -> None:
         """Adds a callable that is applied to what the storage saves."""
@@ -1254,38 +1051,13 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         """What `repr` shows."""
         return {
             "storage": self._storage,
-            **self._shown_content(),
+            **shown_content(self._storage, self._sampler, self._episodes),
             "sampler": self._sampler,
             "writer": self._writer,
             "batch_size": self._batch_size,
             "transform": self._transform,
             "collate_fn": self._reader.collate_fn,
         }
-
-    def _shown_content(self) -> dict[str, Any]:
-        """Keys, rows, bytes and episodes, as `repr` shows them; nothing before the first write."""
-        rows, layout = len(self._storage), self._storage.layout
-        if not rows or isinstance(self._storage, StorageEnsemble):
-            return {}
-        counted = self._counted_at_once() if rows <= _COUNTED_IN_REPR else None
-        rows = rows if counted is None else counted.rows
-        shown: dict[str, Any] = {"rows": rows, "bytes": human_bytes(self._storage.nbytes)}
-        if layout is not None:
-            keys = [f"{format_key(x.path)}: {str(x.dtype)[6:]} {list(x.shape)}" for x in layout.leaves]
-            shown["keys"] = f"{{{', '.join(keys)}}}"
-        episodes = None if counted is None else counted.episodes
-        return shown if episodes is None else {**shown, "episodes": episodes}
-
-    def _counted_at_once(self) -> StepCount | None:
-        """What is stored; None where another thread is using the buffer."""
-        locks = self._sampler.lock, self._storage.mutex
-        acquired = [lock for lock in locks if lock.acquire(blocking=False)]
-        try:
-            whole = len(acquired) == len(locks)
-            return count_steps(self._storage, self._sampler, self._episodes) if whole else None
-        finally:
-            for lock in acquired:
-                lock.release()
 
     # ---- saving and loading ----
     def dumps(self, path: str | os.PathLike[str], *, blocking: bool = True, keep_last: int = 1) -> str | SaveHandle:
@@ -1423,7 +1195,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_handed_out": BatchCount()}
-        for name in ("_reader", "_prefetcher", "_saved_generator", "_iteration", "_is_shut_down"):
+        for name in ("_reader", "_batch_writer", "_prefetcher", "_saved_generator", "_iteration", "_is_shut_down"):
             state.pop(name, None)
         # As bytes: a tensor made here would be gone, with its memory, before another process had received it.
         state["_generator"] = None if self._generator is None else state_of(self._generator).numpy().tobytes()
@@ -1468,82 +1240,6 @@ def sent_to_writers(buffer: Any) -> Any:
     return twin
 
 
-# ---- parts that are made at the first use ----
-def _delay(buffer: Any, capacity: int | None, arguments: BufferArguments) -> None:
-    """Puts off the making of a buffer's parts, of these arguments, to its first use."""
-    cls: Any = type(buffer)
-    buffer._delayed = _DelayedParts(cls, capacity, arguments)
-    buffer.__class__ = _delayed_class(cls)
-
-
-class _DelayedParts:
-    """The arguments of a buffer whose parts are made at its first use."""
-
-    def __init__(self, cls: type, capacity: int | None, arguments: BufferArguments) -> None:
-        self._cls, self._capacity, self._arguments = cls, capacity, arguments
-        self._lock, self._begun = threading.RLock(), False
-        self._forked_from = 0  # the process that makes parts of its own
-        _unmade.add(self)
-
-    def after_fork(self) -> None:
-        """In a child, where no thread goes on that was making them."""
-        self._lock, self._begun = threading.RLock(), False
-        self._forked_from = os.getppid()
-
-    def make(self, buffer: Any) -> None:
-        """Makes them, unless they are made or this thread is making them; after an error the buffer waits again."""
-        with self._lock:
-            if self._begun:
-                return
-            self._begun = True
-            try:
-                ReplayBuffer.__init__(buffer, self._capacity, **self._arguments)
-            except BaseException:
-                self._begun = False
-                raise
-            del buffer._delayed
-            buffer.__class__ = self._cls
-            storage = buffer._storage
-            kinds = (LazyMemmapStorage, ObservedMemmapStorage)
-            is_in_folder = isinstance(storage, kinds) and storage.scratch_dir is not None
-            if storage is not self._arguments["storage"] and not is_in_folder:
-                warn_of_copy(self._forked_from)
-
-
-_unmade: weakref.WeakSet[_DelayedParts] = fork_registry(_DelayedParts.after_fork)
-
-
-def _make_parts(buffer: Any) -> None:
-    delayed = buffer.__dict__.get("_delayed")
-    if delayed is not None:  # else another thread has just made them
-        delayed.make(buffer)
-
-
-@functools.cache
-def _delayed_class(cls: Any) -> type:
-    """The class that a buffer has until its parts are made: whatever is looked up in it makes them.
-
-    (A `__getattr__` of ReplayBuffer itself would make every look at an attribute slower.)
-    """
-
-    class Delayed(cls):  # type: ignore[misc]
-        def __getattribute__(self, name: str) -> Any:
-            if name not in ("initialized", "_delayed") and not name.startswith("__"):
-                _make_parts(self)
-            return cls.__getattribute__(self, name)  # for which it is of the class again
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name == "_transform":  # which making the parts would set again
-                _make_parts(self)
-            cls.__setattr__(self, name, value)
-
-        def __repr__(self) -> str:
-            return f"{cls.__name__}(delayed_init=True)"
-
-    Delayed.__name__, Delayed.__qualname__, Delayed.__module__ = cls.__name__, cls.__qualname__, cls.__module__
-    return Delayed
-
-
 def _make_part(part: Any, name: str, is_one: Callable[[Any], bool]) -> Any:
     """A part from what the constructor was given: the part, or something without arguments that makes one."""
     if part is None or is_one(part):
@@ -1575,15 +1271,27 @@ def _with_capacity(storage: Storage | None, capacity: int | None) -> Storage:
 def _checked_batch_size(batch_size: Any) -> int | None:
     if batch_size is None:
         return None
-    if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__") or int(batch_size) < 1:
+    if not is_integer(batch_size, 1):
         raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
     return int(batch_size)
+
+
+def _chosen_batch_size(own: int | None, batch_size: Any) -> int:
+    """The batch size of a call, of a buffer that has its own or none."""
+    if batch_size is None:
+        raise RuntimeError("batch_size not specified: give one to sample(batch_size) or to the buffer's constructor")
+    if own is not None and batch_size != own:
+        warn_user(
+            f"sample was called with batch_size={batch_size}, the buffer was made with batch_size={own}; "
+            f"{batch_size} is used",
+        )
+    if type(batch_size) is int and batch_size > 0:
+        return batch_size
+    checked = _checked_batch_size(batch_size)
+    assert checked is not None
+    return checked
 
 
 def _paths_of(item: Any) -> list[KeyPath]:
     """The paths of an item's leaves; none where it has no keys."""
     return [path for path, _ in describe_batch(item, 0)[1]] if isinstance(item, dict | TensorDictBase) else []
-
-
-def _is_int(index: Any) -> bool:
-    return hasattr(index, "__index__") and not (isinstance(index, Tensor) and index.ndim)

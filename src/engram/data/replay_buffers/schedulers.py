@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
+from engram._checks import is_integer
 from engram.data.replay_buffers.buffer import ReplayBuffer, SupportsSample
 from engram.data.replay_buffers.samplers.base import Sampler
 
@@ -270,6 +271,6 @@ class SchedulerList:
 
 
 def _at_least_one(n: Any, name: str) -> int:
-    if isinstance(n, bool) or not hasattr(n, "__index__") or int(n) < 1:
+    if not is_integer(n, 1):
         raise ValueError(f"{name} must be a positive integer, got {n!r}")
     return int(n)

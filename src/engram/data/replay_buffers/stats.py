@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from engram._system import human_bytes
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.storages.base import Storage
+from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
+from engram.pytree import format_key
 from engram.store.episodes import EpisodeIndex, StoredTrajectories
+
+_COUNTED_IN_REPR = 1 << 20  # rows: `repr` reads the flags of no more to count episodes
 
 
 class BufferStats(NamedTuple):
@@ -94,3 +99,29 @@ def _trajectories_and_rows(storage: Storage, index: EpisodeIndex) -> tuple[Store
         return index.trajectories_and_rows(storage)
     except (KeyError, ValueError):  # the steps have neither ids nor flags, or not one a step
         return None
+
+
+def shown_content(storage: Storage, sampler: Sampler, index: EpisodeIndex) -> dict[str, Any]:
+    """Keys, rows, bytes and episodes, as a buffer's `repr` shows them; nothing before the first write."""
+    rows, layout = len(storage), storage.layout
+    if not rows or isinstance(storage, StorageEnsemble):
+        return {}
+    counted = _counted_at_once(storage, sampler, index) if rows <= _COUNTED_IN_REPR else None
+    rows = rows if counted is None else counted.rows
+    shown: dict[str, Any] = {"rows": rows, "bytes": human_bytes(storage.nbytes)}
+    if layout is not None:
+        keys = [f"{format_key(x.path)}: {str(x.dtype)[6:]} {list(x.shape)}" for x in layout.leaves]
+        shown["keys"] = f"{{{', '.join(keys)}}}"
+    episodes = None if counted is None else counted.episodes
+    return shown if episodes is None else {**shown, "episodes": episodes}
+
+
+def _counted_at_once(storage: Storage, sampler: Sampler, index: EpisodeIndex) -> StepCount | None:
+    """What is stored; None where another thread is using the buffer."""
+    locks = sampler.lock, storage.mutex
+    acquired = [lock for lock in locks if lock.acquire(blocking=False)]
+    try:
+        return count_steps(storage, sampler, index) if len(acquired) == len(locks) else None
+    finally:
+        for lock in acquired:
+            lock.release()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
 from typing_extensions import TypeVar, Unpack
 
 from engram._advice import advised, with_argument
@@ -17,8 +14,7 @@ from engram.data.replay_buffers.buffer import BufferArguments, ReplayBuffer
 from engram.data.replay_buffers.reader import index_and_weight
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler
 from engram.data.replay_buffers.storages.base import Storage
-from engram.data.replay_buffers.writers.round_robin import TensorDictRoundRobinWriter, Writer
-from engram.pytree import get_entry
+from engram.data.replay_buffers.writers.round_robin import TensorDictRoundRobinWriter
 
 #: What samples are: TensorDicts, or a tensorclass.
 TD = TypeVar("TD", default=TensorDictBase)
@@ -47,7 +43,7 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
         True
     """
 
-    _copied_as: ClassVar[dict[str, Any]] = {"_layout_checked": (None, True)}
+    _make_default_writer = TensorDictRoundRobinWriter
 
     def __init__(
         self,
@@ -58,18 +54,15 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
         **kwargs: Unpack[BufferArguments],
     ) -> None:
         self._priority_key = priority_key
-        self._layout_checked: tuple[Any, bool] = (None, True)  # and whether its rows have priorities
         super().__init__(capacity, **kwargs)
-
-    def _default_writer(self) -> Writer:
-        return TensorDictRoundRobinWriter()
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "priority_key": self._priority_key}
 
     @property
     def priority_key(self) -> str:
-        return self._priority_key
+        key: str = self._priority_key
+        return key
 
     @property
     def _attaches(self) -> bool:
@@ -78,60 +71,6 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
     _attach = staticmethod(index_and_weight)
 
     extend = with_argument(ReplayBuffer.extend, "data", "tensordicts")
-
-    # ---- priorities that come with the data ----
-    def _given_priorities(self, items: Any, single: bool, time_dim: int) -> Tensor | None:
-        return self._priorities_in(items, single, time_dim) if self._takes_priorities() else None
-
-    def _writing(self) -> AbstractContextManager[Any]:
-        return self._with_sampler() if self._takes_priorities() else super()._writing()
-
-    @contextlib.contextmanager
-    def _with_sampler(self) -> Iterator[None]:
-        storage = self._storage
-        # In the order of those who draw, load and save; a turn, so that the rows are there when they get priorities.
-        with self._sampler.lock, storage.mutex, storage._turn():
-            yield
-
-    def _set_priorities(self, slots: Tensor | int, priorities: Tensor) -> None:
-        at = torch.as_tensor(slots).reshape(-1)
-        if self._storage._item_shape:  # of an item's priorities, one would be made of those of items that are gone
-            last = torch.tensor(list({slot: i for i, slot in enumerate(at.tolist())}.values()))
-            at, priorities = at[last], priorities[last]
-        given = ~priorities.isnan() & (at >= 0)  # a writer gives -1 to steps that it refuses
-        self._sampler.update_priority(self._storage.from_slots(at[given]), priorities[given], storage=self._storage)
-
-    def _takes_priorities(self) -> bool:
-        """Whether data may come with priorities, for a sampler that takes them."""
-        if not self._sampler._takes_priorities:
-            return False
-        # Where the rows have no such leaf, data that have it are refused anyhow: looking for it in each costs more.
-        layout = self._storage.layout
-        if layout is None:
-            return True
-        if self._layout_checked[0] is not layout:
-            path = self._priority_key if isinstance(self._priority_key, tuple) else (self._priority_key,)
-            self._layout_checked = layout, any(leaf.path == path for leaf in layout.leaves)
-        return self._layout_checked[1]
-
-    def _priorities_in(self, items: Any, single: bool, time_dim: int) -> Tensor | None:
-        """One for each step, in the order of slots; NaN for items without one; None where no item has any."""
-        if isinstance(items, list):
-            each = [self._priorities_in(item, True, -1) for item in items]
-            if all(p is None for p in each):
-                return None
-            return torch.cat([torch.tensor([torch.nan], dtype=torch.float64) if p is None else p for p in each])
-        given = get_entry(items, self._priority_key)
-        if given is None:
-            return None
-        dims = self._storage.ndim - 1 if single else self._storage.ndim
-        value = torch.as_tensor(given)
-        if not single and time_dim < value.ndim:
-            value = value.movedim(time_dim, 0)
-        lead = value.shape[:dims]
-        n = lead.numel()
-        priorities: Tensor = self._sampler.checked_priorities(value.reshape(n, *value.shape[dims:]), n)
-        return priorities
 
     def update_tensordict_priority(self, data: Any) -> None:
         """Sets the priorities of a batch's rows from `data[priority_key]`.

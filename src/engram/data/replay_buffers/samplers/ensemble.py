@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engram._checks import is_integer
 from engram._generator import Generator
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, sample_checked
@@ -59,11 +60,7 @@ class SamplerEnsemble(Sampler, built_in=True):
                 f"with sample_from_all all {len(samplers)} members are in every batch, not "
                 f"num_buffer_sampled={num_buffer_sampled}; leave it out"
             )
-        if num_buffer_sampled is not None and (
-            isinstance(num_buffer_sampled, bool)
-            or not hasattr(num_buffer_sampled, "__index__")
-            or int(num_buffer_sampled) < 1
-        ):
+        if num_buffer_sampled is not None and not is_integer(num_buffer_sampled, 1):
             raise ValueError(f"num_buffer_sampled must be a positive integer, got {num_buffer_sampled!r}")
         self.sample_from_all = sample_from_all
         self.num_buffer_sampled = len(samplers) if num_buffer_sampled is None else int(num_buffer_sampled)

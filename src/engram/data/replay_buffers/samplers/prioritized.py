@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engram import _native
 from engram._advice import advised
+from engram._checks import is_integer
 from engram._system import drawing
 from engram._text import warn_user
 from engram.data.replay_buffers.samplers.base import (
@@ -71,9 +72,7 @@ class PriorityTable:
         max_priority_within_buffer: bool,
         starts_only: bool = False,
     ) -> None:
-        if max_capacity is not None and (
-            isinstance(max_capacity, bool) or not hasattr(max_capacity, "__index__") or int(max_capacity) < 1
-        ):
+        if max_capacity is not None and not is_integer(max_capacity, 1):
             raise ValueError(f"max_capacity must be a positive integer or None, got {max_capacity!r}")
         if dtype not in _WEIGHTS:
             raise ValueError(f"dtype must be a floating point type for weights ({_WEIGHTS}), got {dtype!r}")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engram import _native
 from engram._advice import advised
+from engram._checks import is_integer
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
@@ -406,7 +407,7 @@ class SliceSampler(Sampler, built_in=True):
 def _positive(n: Any, name: str) -> int | None:
     if n is None:
         return None
-    if isinstance(n, bool) or not hasattr(n, "__index__") or int(n) < 1:
+    if not is_integer(n, 1):
         raise ValueError(f"{name} must be a positive integer, got {n!r}")
     return int(n)
 
@@ -418,7 +419,7 @@ def _shown_key(path: KeyPath) -> Any:
 
 def _pair(span: Any) -> tuple[Cut, Cut]:
     pair = tuple(span) if isinstance(span, tuple | list) else (span, span)
-    if len(pair) != 2 or not all(isinstance(s, bool) or (hasattr(s, "__index__") and int(s) >= 0) for s in pair):
+    if len(pair) != 2 or not all(isinstance(s, bool) or is_integer(s, 0) for s in pair):
         raise ValueError(
             f"span is a bool, a number of steps of 0 or more, or a pair of such (begin, end), got {span!r}"
         )
@@ -737,7 +738,7 @@ class SequenceSampler(SliceSampler, built_in=True):
             )
         strict = weight == "trajectories" if strict_length is None else strict_length
         super().__init__(weight=weight, strict_length=strict, **slices)
-        if isinstance(burn_in, bool) or not hasattr(burn_in, "__index__") or int(burn_in) < 0:
+        if not is_integer(burn_in, 0):
             raise ValueError(f"burn_in must be 0 or more, got {burn_in!r}")
         self.burn_in = int(burn_in)
         if self.slice_len is not None:

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,67 +17,52 @@ from engram._text import visible
 from engram.checkpoint.directory import HOOKED
 from engram.checkpoint.reader import reading
 from engram.checkpoint.snapshot import open_snapshot
-from engram.data.replay_buffers import samplers, writers
+from engram.data.replay_buffers import checkpointers, samplers, storages, writers
 from engram.data.replay_buffers.buffer import ReplayBuffer
-from engram.data.replay_buffers.checkpointers.objects import ListStorageCheckpointer
-from engram.data.replay_buffers.checkpointers.rows import TensorStorageCheckpointer
-from engram.data.replay_buffers.checkpointers.ted import FlatStorageCheckpointer, NestedStorageCheckpointer
-from engram.data.replay_buffers.checkpointers.ted_h5 import H5StorageCheckpointer
+from engram.data.replay_buffers.checkpointers import (
+    ListStorageCheckpointer,
+    StorageCheckpointerBase,
+    StorageEnsembleCheckpointer,
+)
+from engram.data.replay_buffers.samplers import Sampler, SamplerEnsemble
 from engram.data.replay_buffers.state.buffers import PARTS, load_buffer
 from engram.data.replay_buffers.storages import (
-    CompressedListStorage,
     LazyMemmapStorage,
-    LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
     Storage,
+    StorageEnsemble,
+    TensorStorage,
 )
 from engram.data.replay_buffers.tensordict import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from engram.data.replay_buffers.writers import Writer, WriterEnsemble
 from engram.errors import CheckpointError
 from engram.store.counters import Counters
 from engram.store.header import has_store
 from engram.transforms.base import InvertedTransform, Transform
 
+
+def _by_name(package: ModuleType, base: type, *others: type) -> dict[str, Any]:
+    """The classes that a package of parts offers, but for the base and others that cannot be made anew."""
+    offered = {name: vars(package)[name] for name in package.__all__}
+    return {
+        name: kind
+        for name, kind in offered.items()
+        if isinstance(kind, type) and issubclass(kind, base) and kind not in (base, *others)
+    }
+
+
 # What may be made, by the names that a checkpoint has for it: classes of the library's own alone.
 _CHECKPOINTERS: dict[str, Any] = {
-    kind.format: kind
-    for kind in (
-        FlatStorageCheckpointer,
-        H5StorageCheckpointer,
-        ListStorageCheckpointer,
-        NestedStorageCheckpointer,
-        TensorStorageCheckpointer,
-    )
+    kind.format: kind for kind in _by_name(checkpointers, StorageCheckpointerBase, StorageEnsembleCheckpointer).values()
 }
-_STORAGES: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (CompressedListStorage, LazyMemmapStorage, LazyStackStorage, LazyTensorStorage, ListStorage)
-}
-_SAMPLERS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        samplers.PrioritizedSampler,
-        samplers.PrioritizedSliceSampler,
-        samplers.RandomSampler,
-        samplers.SamplerWithoutReplacement,
-        samplers.SequenceSampler,
-        samplers.SliceSampler,
-        samplers.SliceSamplerWithoutReplacement,
-    )
-}
-_WRITERS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        writers.ImmutableDatasetWriter,
-        writers.RoundRobinWriter,
-        writers.TensorDictMaxValueWriter,
-        writers.TensorDictRoundRobinWriter,
-    )
-}
+_STORAGES = _by_name(storages, Storage, StorageEnsemble, TensorStorage)
+_SAMPLERS = _by_name(samplers, Sampler, SamplerEnsemble)
+_WRITERS = _by_name(writers, Writer, WriterEnsemble)
 _TRANSFORMS: dict[str, Any] = {
     name: kind
     for name, kind in {**transforms.__dict__, "InvertedTransform": InvertedTransform}.items()

@@ -304,18 +304,22 @@ class StagedMembers:
             one.commit()
 
 
+class _HeldMutexes(threading.local):
+    stack: list[contextlib.ExitStack] = []
+
+
 class _Mutexes:
     """The mutexes of all members as one."""
 
     def __init__(self, storages: list[Storage]) -> None:
         self._storages = sorted(storages, key=id)  # one order for all ensembles, so that they cannot deadlock
-        self._held = threading.local()
+        self._held = _HeldMutexes()
 
     def __enter__(self) -> None:
         mutexes = contextlib.ExitStack()
         for storage in self._storages:
             mutexes.enter_context(storage.mutex)
-        self._held.stack = [*getattr(self._held, "stack", []), mutexes]
+        self._held.stack = [*self._held.stack, mutexes]
 
     def __exit__(self, *error: object) -> None:
         self._held.stack.pop().close()

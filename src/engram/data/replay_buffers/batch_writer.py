@@ -1,0 +1,215 @@
+"""Writing of what `add` and `extend` are given: through inverses of transforms, with priorities that come with it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from engram.pytree import get_entry, stack
+from engram.transforms.base import WriteRequest
+
+if TYPE_CHECKING:
+    from engram.data.replay_buffers.samplers.base import Sampler
+    from engram.data.replay_buffers.storages.base import Storage
+    from engram.data.replay_buffers.writers.round_robin import Writer
+    from engram.transforms.compose import Compose
+
+
+class GivenPriorities:
+    """Priorities that come with the data, as one of their entries, for a sampler that has priorities.
+
+    Args:
+        key: of the entry; data without it get the priority of new steps.
+    """
+
+    def __init__(self, storage: Storage, sampler: Any, key: Any) -> None:
+        self._storage, self._sampler, self._key = storage, sampler, key
+        self._of_layout: tuple[Any, bool] = (None, True)  # a layout, and whether it has such an entry
+
+    def are_stored(self) -> bool:
+        """Whether the stored steps have such an entry, or there are none yet: else data that have it do not fit."""
+        layout = self._storage.layout
+        if layout is None:
+            return True
+        if self._of_layout[0] is not layout:
+            path = self._key if isinstance(self._key, tuple) else (self._key,)
+            self._of_layout = layout, any(leaf.path == path for leaf in layout.leaves)
+        return self._of_layout[1]
+
+    def of(self, items: Any, single: bool, time_dim: int) -> Tensor | None:
+        """One for each step, in the order of slots; NaN for items without one; None where no item has any.
+
+        Raises ValueError where they are no priorities.
+        """
+        if isinstance(items, list):
+            each = [self.of(item, True, -1) for item in items]
+            if all(p is None for p in each):
+                return None
+            return torch.cat([torch.tensor([torch.nan], dtype=torch.float64) if p is None else p for p in each])
+        given = get_entry(items, self._key)
+        if given is None:
+            return None
+        dims = self._storage.ndim - 1 if single else self._storage.ndim
+        value = torch.as_tensor(given)
+        if not single and time_dim < value.ndim:
+            value = value.movedim(time_dim, 0)
+        lead = value.shape[:dims]
+        n = lead.numel()
+        priorities: Tensor = self._sampler.checked_priorities(value.reshape(n, *value.shape[dims:]), n)
+        return priorities
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """A block in which steps are written and get their priorities, before anybody else writes."""
+        # In the order of those who draw, load and save; a turn, so that the rows are there when they get priorities.
+        with self._sampler.lock, self._storage.mutex, self._storage._turn():
+            yield
+
+    def set(self, slots: Tensor | int, priorities: Tensor) -> None:
+        """Gives written steps their priorities. Slot -1: the writer refused the step."""
+        at = torch.as_tensor(slots).reshape(-1)
+        if self._storage._item_shape:  # of an item's priorities, one would be made of those of items that are gone
+            last = torch.tensor(list({slot: i for i, slot in enumerate(at.tolist())}.values()))
+            at, priorities = at[last], priorities[last]
+        given = ~priorities.isnan() & (at >= 0)
+        self._sampler.update_priority(self._storage.from_slots(at[given]), priorities[given], storage=self._storage)
+
+
+class BatchWriter:
+    """Writes data into a storage as a buffer does; `BatchReader` is its counterpart.
+
+    Args:
+        transform: the inverses of its transforms are applied to the data.
+        time_dim: the dimension of a batch that is time.
+        priorities: what becomes of priorities in the data; None: they are entries as any other.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        writer: Writer,
+        sampler: Sampler,
+        transform: Compose,
+        time_dim: int,
+        priorities: GivenPriorities | None,
+    ) -> None:
+        self._storage, self._writer, self._sampler, self._time_dim = storage, writer, sampler, time_dim
+        self._limited = sampler._limits(storage)
+        self._tells_sampler = sampler._is_told
+        #: Whether the storage may check and append in one call, if no priorities come with the data.
+        self.pushes = writer._only_appends and not (self._limited or self._tells_sampler)
+        self.transform = transform
+        self.priorities = priorities
+
+    def write(self, data: Any, *, single: bool, update_priority: bool | None = None) -> Any:
+        """Writes one step or a batch; returns what `add` or `extend` do. If it is refused, transforms are as before."""
+        if self.transform.transforms:
+            return self._write_through(data, single, update_priority)
+        storage, time_dim = self._storage, -1 if single else self._time_dim
+        batch = self.as_batch(data, time_dim) if type(data) is list and not single else data
+        priorities = None if update_priority is False else self._priorities_of(batch, single, time_dim)
+        with storage.mutex if priorities is None else self._writing():
+            slots = self._append(batch, single, time_dim, priorities)
+        return self._index_of(slots, single)
+
+    def flush(self) -> Any:
+        """Writes the steps that transforms hold back; returns their indices."""
+        transform, storage = self.transform, self._storage
+        with self._writing():
+            before = transform.remember()
+            try:
+                slots = self._write_made(transform.flush(WriteRequest(None, storage.ndim, storage.ndim - 1)))
+            except BaseException:
+                transform.undo(before)
+                raise
+        return self._index_of(slots, False)
+
+    def in_place(self, items: Any) -> Any:
+        """Data that replace stored steps, as transforms store them: they follow nothing that was written before."""
+        transform, storage = self.transform, self._storage
+        if not transform.transforms:
+            return items
+        if not transform.inverse_in_order:
+            return transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, in_place=True)).items
+        with storage.mutex:
+            if type(items) is list:
+                items = stack(items, self._time_dim)
+            before = transform.remember()
+            try:
+                return transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, in_place=True)).items
+            except BaseException:
+                transform.undo(before)
+                raise
+
+    def as_batch(self, items: list[Any], time_dim: int) -> Any:
+        """A list of items as one batch; storages of items take the list."""
+        return items if self._storage._takes_lists else stack(items, time_dim)
+
+    def _write_through(self, items: Any, single: bool, update_priority: bool | None) -> Any:
+        transform, storage = self.transform, self._storage
+        if not transform.inverse_in_order:
+            made = transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, single))
+            with self._writing():
+                slots = self._write_made(made, update_priority)
+        else:
+            with self._writing():
+                if type(items) is list:
+                    items = stack(items, self._time_dim)
+                before = transform.remember()
+                try:
+                    made = transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, single))
+                    slots = self._write_made(made, update_priority)
+                except BaseException:
+                    transform.undo(before)
+                    raise
+        return self._index_of(slots, made.single and not made.resized)
+
+    def _write_made(self, made: WriteRequest, update_priority: bool | None = None) -> Any:
+        """Writes what transforms made of the data, if anything; returns slots."""
+        items, time_dim = made.items, -1 if made.single else made.time_dim
+        if made.held is not None:
+            # What waits in a transform must fit, too: an error later would belong to somebody else's data.
+            self._writer.check_mutable("extend")
+            self._storage.check(made.held, single=made.single, time_dim=time_dim, index_key=self._writer.index_key)
+        if items is None:
+            return torch.empty(0, dtype=torch.int64)
+        if type(items) is list:
+            items = self.as_batch(items, time_dim)
+        priorities = None if update_priority is False else self._priorities_of(items, made.single, time_dim)
+        return self._append(items, made.single, time_dim, priorities)
+
+    def _append(self, items: Any, single: bool, time_dim: int, priorities: Tensor | None) -> Any:
+        """Writes steps with their priorities; returns slots. The caller holds the mutex."""
+        storage = self._storage
+        if self._limited:
+            checked = storage.check(items, single=single, time_dim=time_dim, index_key=self._writer.index_key)
+            self._sampler._check_rows(storage, checked.steps * math.prod(storage.env_shape))
+        slots = self._writer.write(storage, items, single, time_dim)
+        if priorities is not None:
+            assert self.priorities is not None
+            self.priorities.set(slots, priorities)
+        return slots
+
+    def _priorities_of(self, items: Any, single: bool, time_dim: int) -> Tensor | None:
+        given = self.priorities
+        return given.of(items, single, time_dim) if given is not None and given.are_stored() else None
+
+    def _writing(self) -> contextlib.AbstractContextManager[Any]:
+        given = self.priorities
+        return self._storage.mutex if given is None or not given.are_stored() else given.writing()
+
+    def _index_of(self, slots: Any, single: bool) -> Any:
+        """What `add` or `extend` returns; a sampler of the user's own is told it."""
+        index = self._storage._index_of(slots, single)
+        if self._tells_sampler:
+            with self._sampler.lock:
+                if type(index) is int:
+                    self._sampler.add(index)
+                elif len(index):
+                    self._sampler.extend(index)
+        return index
