@@ -56,7 +56,7 @@ LAYERS = [
     ["engram._generator", "engram._progress", "engram._system"],
     ["engram._native"],
     ["engram.errors"],
-    ["engram._advice", "engram._aliases", "engram._checks", "engram._text"],
+    ["engram._advice", "engram._aliases", "engram._checks", "engram._overrides", "engram._text"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 #: Parts around the kernel. They use what users import, the kernel's edge and each other.

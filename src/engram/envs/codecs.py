@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from engram._overrides import overrides
 from engram.errors import is_masked
 from engram.pytree import Key
 from engram.specs import Composite, MultiOneHot, OneHot, Spec, Text, spec_from_space
@@ -289,7 +290,7 @@ class ArrayCodec(SpaceCodec):
     @property
     def is_plain(self) -> bool:
         """Whether the tensor equals the raw array."""
-        return type(self).encode is ArrayCodec.encode
+        return "encode" not in overrides(type(self), ArrayCodec)
 
     def encode_rows(self, raws: Sequence[Any]) -> Tensor:
         rows = np.asarray(raws, dtype=self.raw_dtype)

@@ -28,6 +28,7 @@ from tensordict.nn import (
 from tensordict.nn.probabilistic import interaction_type as exploration_type
 from torch import Tensor, nn
 
+from engram._overrides import overrides
 from engram.specs import Composite, Spec
 from engram.specs.torchrl import stack_members
 from engram.transforms.base import IDLE
@@ -76,14 +77,14 @@ def is_hooked(module: Any) -> bool:
 
 
 def _ends_in_a_draw(module: Any, parts: nn.ModuleList) -> bool:
-    plain = type(module).get_dist_params is ProbabilisticTensorDictSequential.get_dist_params
+    plain = "get_dist_params" not in overrides(type(module), ProbabilisticTensorDictSequential)
     draws = [isinstance(part, ProbabilisticTensorDictModule) for part in parts]
     return plain and draws[-1] and not any(draws[:-1])
 
 
 def _of_module(module: Any) -> Call:
     state, inner = vars(module), module.module
-    is_plain = type(module)._call_module is TensorDictModule._call_module and isinstance(inner, nn.Module)
+    is_plain = "_call_module" not in overrides(type(module), TensorDictModule) and isinstance(inner, nn.Module)
     keys = list(module.out_keys_source)
     if not is_plain or any(state.get(name) for name in MODULE_OPTIONS) or state.get("inplace", True) is not True:
         return module  # type: ignore[no-any-return]

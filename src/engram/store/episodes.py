@@ -141,9 +141,10 @@ class EpisodeIndex(PartlyCopied):
         None: they are not; or no query has made an index of this storage yet.
         """
         indexed = self._indexed or _NONE
-        if indexed.fetch is not None or indexed.lanes is None or indexed.steps() is not steps:
+        lanes = indexed.lanes
+        if indexed.fetch is not None or lanes is None or indexed.steps() is not steps:
             return None
-        return (indexed.index, indexed.lanes.store) if indexed.lanes is steps.lanes else None
+        return (indexed.index, lanes.store) if lanes is steps.lanes else None
 
     def draw_starts(
         self, steps: StepSource, priorities: _native.Priorities, rule: _native.SliceRule, seed: Tensor, n: int

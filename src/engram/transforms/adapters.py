@@ -9,6 +9,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from engram._overrides import overrides
 from engram.pytree import Key, as_keys, copy_containers, has_batch_size, require_tensor, set_entry
 from engram.transforms.base import InvertedTransform, Transform, WriteRequest
 from engram.transforms.env_specs import EnvSpecs, bounds_of, specs_by_trial
@@ -200,7 +201,7 @@ def _has_inverse(transform: Any) -> bool:
         return True
     if (parts := getattr(transform, "transforms", None)) is not None:
         return any(_has_inverse(part) for part in parts)
-    return bool(transform.in_keys_inv) or kind.inv is not root.inv or kind._inv_call is not root._inv_call
+    return bool(transform.in_keys_inv) or not overrides(kind, root).isdisjoint(("inv", "_inv_call"))
 
 
 @lru_cache(maxsize=128)

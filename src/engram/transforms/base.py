@@ -9,7 +9,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from engram._advice import absent_member, advised
 from engram._arguments import KeepsArguments
+from engram._overrides import overrides
 from engram.pytree import (
     Key,
     Keys,
@@ -471,7 +472,7 @@ class WriteRequest(NamedTuple):
     def steps_differ_from(self, other: WriteRequest) -> bool:
         """Whether the two requests have different numbers of steps."""
         if self.items is None or other.items is None:
-            return self.items is not other.items
+            return (self.items is None) != (other.items is None)
         mine, theirs, dims = _sizes(self.items), _sizes(other.items), self.batch_dims - self.single
         return mine is not None and theirs is not None and mine[:dims] != theirs[:dims]
 
@@ -557,6 +558,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     #: Whether `flush` returns all steps that are held back.
     can_flush = True
 
+    _overrides: ClassVar[frozenset[str]] = frozenset()  # methods that it has in place of those of `Transform`
     _inverts_by_call = False  # whether `inv` calls `_inv_call`
     _has_memory = False  # whether the inverse may keep steps in attributes from one write to the next
 
@@ -576,14 +578,14 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.built_in = cls._keeps_arguments = built_in
-        if not built_in and cls.__setattr__ is Transform.__setattr__:
+        cls._overrides = own = overrides(cls, Transform)
+        if not built_in and "__setattr__" not in own:
             cls.__setattr__ = nn.Module.__setattr__  # type: ignore[method-assign,assignment]
         if "invertible" not in vars(cls):
-            cls.invertible = _overrides(cls, _INVERTING)
-        by_call = cls._inv_call is not Transform._inv_call and cls.inv is Transform.inv
-        if by_call and not cls._inverts_by_call:
+            cls.invertible = not own.isdisjoint(_INVERTING)
+        if "_inv_call" in own and "inv" not in own and not cls._inverts_by_call:
             cls._inverts_by_call = cls._has_memory = cls.inverse_in_order = True
-            cls.can_flush = cls.flush is not Transform.flush
+            cls.can_flush = "flush" in own
 
     def __new__(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
         self: Self = super().__new__(cls, *args, **kwargs)
@@ -594,7 +596,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         self, in_keys: Keys = None, out_keys: Keys = None, in_keys_inv: Keys = None, out_keys_inv: Keys = None
     ) -> None:
         kind = type(self)
-        is_keyed = not _overrides(kind, _OF_VALUES)
+        is_keyed = kind._overrides.isdisjoint(_OF_VALUES)
         self.in_keys, self.out_keys = _pair(in_keys, out_keys, "", must_fit=kind.built_in or is_keyed)
         self.in_keys_inv, self.out_keys_inv = _pair(in_keys_inv, out_keys_inv, "_inv")
 
@@ -675,8 +677,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         """
         if type(batch) is list:
             return [self.forward(item) for item in batch]
-        kind = type(self)
-        if kind._call is not Transform._call and kind.forward is Transform.forward:
+        if "_call" in self._overrides and "forward" not in self._overrides:
             return self._call(batch)  # a subclass written for environments
         for source, target in self._pairs(batch):
             if self.missing_tolerance and get_tensor(batch, source) is None:
@@ -733,20 +734,18 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
 
     # ---- environments ----
     def _call(self, td: TensorDictBase) -> TensorDictBase:
-        return self._by_key(td) if type(self).forward is Transform.forward else self.forward(td)
+        return self.forward(td) if "forward" in self._overrides else self._by_key(td)
 
     def _inv_call(self, td: TensorDictBase) -> TensorDictBase:
         return self.inv(td)
 
     def _inverts(self) -> bool:
-        kind = type(self)
-        return bool(self.in_keys_inv) or kind.inv is not Transform.inv or kind._inv_call is not Transform._inv_call
+        return bool(self.in_keys_inv) or not self._overrides.isdisjoint(("inv", "_inv_call"))
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
-        kind = type(self)
-        is_keyed = not _overrides(kind, _OF_VALUES)
-        says_specs = _overrides(kind, _OF_SPECS)
-        return super().transform_specs(specs) if is_keyed or says_specs else specs_by_trial(self, specs)
+        own = self._overrides
+        learns_by_trial = own.isdisjoint(_OF_SPECS) and not own.isdisjoint(_OF_VALUES)
+        return specs_by_trial(self, specs) if learns_by_trial else super().transform_specs(specs)
 
     # ---- writing ----
     def inv(self, tensordict: Any) -> Any:
@@ -789,10 +788,9 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
 
     def names_no_entry_to_invert(self) -> bool:
         """Whether a user's class has an `_inv_apply_transform` that is never called, without `in_keys_inv`."""
-        kind = type(self)
-        inherits = (kind.inv, kind._inv_call, kind.inverse_stream) == _INVERSE_METHODS
-        has_own = kind._inv_apply_transform is not Transform._inv_apply_transform
-        return not self.built_in and has_own and inherits and not self.in_keys_inv
+        own = self._overrides
+        has_caller = not own.isdisjoint(("inv", "_inv_call", "inverse_stream"))
+        return not self.built_in and "_inv_apply_transform" in own and not has_caller and not self.in_keys_inv
 
     def _inv_once(self, batch: Any) -> Any:
         """`inv` for data that do not continue the last write, without changing the transform."""
@@ -952,16 +950,10 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
 
 
 _INVERTING = ("inv", "_inv_call", "_inv_apply_transform", "inverse_stream")
-_INVERSE_METHODS = (Transform.inv, Transform._inv_call, Transform.inverse_stream)
 _OF_VALUES = ("forward", "_call", "_reset", "_step")
 _OF_SPECS = tuple(
     f"transform_{name}_spec" for name in ("observation", "action", "reward", "done", "output", "input", "state")
 )
-
-
-def _overrides(kind: type[Transform], names: Sequence[str]) -> bool:
-    """Whether a class has one of these methods of its own."""
-    return any(getattr(kind, name) is not getattr(Transform, name) for name in names)
 
 
 def _pair(sources: Keys, targets: Keys, suffix: str, must_fit: bool = True) -> tuple[list[Key], list[Key]]:
@@ -985,7 +977,7 @@ def _are_same(a: Any, b: Any) -> bool:
         return False
     if type(a) is Tensor:
         is_number = a.ndim == b.ndim == 0 and a.is_cpu and b.is_cpu
-        return is_number and a.dtype is b.dtype and _are_same(a.item(), b.item())
+        return is_number and a.dtype == b.dtype and _are_same(a.item(), b.item())
     if type(a) is list or type(a) is tuple:
         return len(a) == len(b) and all(map(_are_same, a, b))
     if type(a) is float:  # 0.0 and -0.0 differ

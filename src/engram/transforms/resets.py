@@ -310,7 +310,7 @@ def _as_composite(primers: Mapping[Any, Any]) -> Composite:
 
 def _fitting(value: Tensor, key: Key, spec: Any) -> Tensor:
     """A value in the shape of its spec. Raises ValueError for other shapes and dtypes."""
-    if value.dtype is not spec.dtype or value.shape != spec.shape[spec.ndim - value.ndim :]:
+    if value.dtype != spec.dtype or value.shape != spec.shape[spec.ndim - value.ndim :]:
         raise ValueError(
             f"the default_value of {key!r} is {value.dtype} {list(value.shape)}, its spec says {spec.dtype} "
             f"{list(spec.shape)}"

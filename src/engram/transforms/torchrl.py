@@ -11,6 +11,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from engram._overrides import overrides
 from engram.pytree import Key
 from engram.specs.torchrl import spec_from_torchrl
 from engram.transforms.base import Transform, TransformStep
@@ -27,7 +28,7 @@ class TorchRLTransform(Transform, built_in=True):
     def __init__(self, transform: Any, root: Any) -> None:
         self.transform = transform
         for part in _parts(transform):
-            if type(part)._post_step_mdp_hooks is not root._post_step_mdp_hooks:
+            if "_post_step_mdp_hooks" in overrides(type(part), root):
                 raise TypeError(
                     f"{type(part).__name__} changes how one step becomes the next, which environments of engram do not "
                     "let it; append it to the replay buffer, or use an environment of TorchRL's"

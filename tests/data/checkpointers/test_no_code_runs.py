@@ -80,7 +80,6 @@ COMPUTED = {
     ("data/replay_buffers/storages/base.py", "__init_subclass__"): "methods in a table that stands there",
     ("data/replay_buffers/storages/base.py", "__getattr__"): "a user's own writer, which asks for an attribute",
     ("transforms/torchrl.py", "__getattr__"): "the transform, which asks for an attribute of the environment",
-    ("transforms/base.py", "_overrides"): "the names of methods, in tables that stand there",
     ("transforms/base.py", "state_settings"): "_state_settings of the class",
     ("transforms/base.py", "changed"): "the names of a transform's lists of keys, which stand there",
     ("data/replay_buffers/buffer.py", "_replace"): "the methods that call it",

@@ -79,7 +79,7 @@ class BatchReader:
         self.attaches_info = attach is not None and not sampler._built_in
         self._keeps_items = storage._holds_items
         self._stacks_items = collate_fn is collate_items
-        self.has_epochs = sampler._built_in and type(sampler).ran_out is not Sampler.ran_out
+        self.has_epochs = sampler._has_epochs
         self.draws = 0  # of epochs, so far: who undoes one must know that it was the last
         # Samplers have state: one draw at a time. Built-in ones take their lock themselves.
         self._draws_directly = sampler._built_in and not storage.read_only

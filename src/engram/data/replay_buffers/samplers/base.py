@@ -20,6 +20,7 @@ from engram import _native
 from engram._advice import advised
 from engram._arguments import KeepsArguments
 from engram._generator import Generator
+from engram._overrides import overrides
 from engram._system import drawing, fork_registry
 from engram.checkpoint.snapshot import load_part, save_part
 from engram.data.replay_buffers.samplers.draw import Draw, Index
@@ -91,6 +92,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     _takes_priorities = False
     #: Whether a draw that is not believed may be made again; an epoch would leave out the rows of the first one.
     _can_repeat_draws = False
+    # Whether `ran_out` may say that an epoch is over.
+    _has_epochs: ClassVar[bool]
     # Whether it has an `add` or `extend` of a user's own, by which a buffer tells it what was written.
     _is_told = False
     # The generator comes with its buffer. Tensors that are sent to another process stay shared with it.
@@ -99,11 +102,13 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._built_in = cls._keeps_arguments = built_in
-        if "_empty" in vars(cls) and cls.empty is Sampler.empty:
+        own = overrides(cls, Sampler)
+        if "_empty" in vars(cls) and "empty" not in own:
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
         pickle_by_state(cls)
         cls._takes_priorities = hasattr(cls, "checked_priorities")
-        cls._is_told = cls.add is not Sampler.add or cls.extend is not Sampler.extend
+        cls._is_told = not own.isdisjoint(("add", "extend"))
+        cls._has_epochs = built_in and "ran_out" in own
 
     def __init__(self, compilable: bool = False) -> None:
         #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
@@ -291,7 +296,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
             RuntimeError: it cannot be told apart from the copies of the other workers.
         """
         self._check_sending()
-        if self._built_in and type(self).ran_out is not Sampler.ran_out and share.workers > 1:
+        if self._has_epochs and share.workers > 1:
             raise RuntimeError(
                 f"every worker of this data loader would give all of the epochs of a {type(self).__name__}; use "
                 "num_workers=1, or a SamplerWithoutReplacement, of whose epochs each worker gives a part"

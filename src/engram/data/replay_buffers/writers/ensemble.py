@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from engram._overrides import overrides
 from engram.data.replay_buffers.writers.round_robin import Writer, as_writer
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class WriterEnsemble(Writer, built_in=True):
         return {"writers": [{"kind": w._kind, "state": w.state_dict()} for w in self._writers]}
 
     def _state_beside_rows(self) -> dict[str, Any]:
-        if type(self).state_dict is not WriterEnsemble.state_dict:
+        if "state_dict" in overrides(type(self), WriterEnsemble):
             return self.state_dict()
         return {"writers": [{"kind": w._kind, "state": w._state_beside_rows()} for w in self._writers]}
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engram import _native, pytree
+from engram._overrides import overrides
 from engram.data.replay_buffers.writers.round_robin import Writer
 from engram.errors import StorageInUseError
 from engram.store.copies import PartlyCopied
@@ -276,8 +277,8 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
         return {**super().state_dict(), **self._settings(), "ranks": ranks, "slots": slots}
 
     def _state_beside_rows(self) -> dict[str, Any]:
-        inherited = type(self).state_dict is TensorDictMaxValueWriter.state_dict
-        return self._settings() if inherited else self.state_dict()
+        has_own = "state_dict" in overrides(type(self), TensorDictMaxValueWriter)
+        return self.state_dict() if has_own else self._settings()
 
     def _settings(self) -> dict[str, Any]:
         return {"rank_key": self._path, "reduction": self.reduction}

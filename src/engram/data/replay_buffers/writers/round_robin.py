@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import abc
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from engram._overrides import overrides
 from engram.checkpoint.snapshot import load_part, save_part
 from engram.pytree import move_dim, stack
 from engram.store.files import pickle_by_state
@@ -52,6 +53,8 @@ class Writer(abc.ABC):
     _only_appends = False
     #: Whether a child has `add` and `extend` in place of `write`.
     _sets_rows = False
+    # Methods that a child has in place of those of `Writer`.
+    _overrides: ClassVar[frozenset[str]] = frozenset()
 
     # Of the class: a child's constructor need not call this one's.
     _storage: Storage | None = None
@@ -62,7 +65,8 @@ class Writer(abc.ABC):
         super().__init_subclass__(**kwargs)
         cls._built_in = built_in
         cls._only_appends = built_in and bool(vars(cls).get("_only_appends"))
-        if cls.write is Writer.write and cls.add is not Writer.add and cls.extend is not Writer.extend:
+        cls._overrides = own = overrides(cls, Writer)
+        if "write" not in own and own >= {"add", "extend"}:
             cls._sets_rows = True
             cls.write = _write_by_set  # type: ignore[method-assign]
         elif {"add", "extend"} & vars(cls).keys() and "write" not in vars(cls) and not _writes_by_others(cls):
@@ -72,7 +76,7 @@ class Writer(abc.ABC):
         if type(vars(cls).get("_cursor")) is int:  # where a child's own begins; the property keeps and saves it
             cls._own_cursor = vars(cls)["_cursor"]
             del cls._cursor
-        if "_empty" in vars(cls) and cls.empty is Writer.empty:
+        if "_empty" in vars(cls) and "empty" not in own:
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
         pickle_by_state(cls)
 
@@ -237,7 +241,7 @@ class Writer(abc.ABC):
     # ---- between the parts of a buffer ----
     def _state_beside_rows(self) -> dict[str, Any]:
         """What a buffer saves of it: its state without what follows from the rows, unless a child says what that is."""
-        if type(self).state_dict is not Writer.state_dict:
+        if "state_dict" in self._overrides:
             return self.state_dict()
         return {} if self._own_cursor is None else {"cursor": self._own_cursor}
 
