@@ -217,7 +217,7 @@ def test_a_save_that_is_going_on_when_the_file_is_cut_short_ends_with_the_error(
     rb = made(tmp_path / "store")
 
     def work():
-        frozen = rb.storage._snapshot_view()
+        frozen = rb.storage.saved_form.source(background=True)
         os.truncate(tmp_path / "store" / "rows.engram", 0)
         with pytest.raises(StorageError, match="the store's file was cut short"):
             frozen.read_block(0, 0, N)

@@ -438,7 +438,7 @@ def test_members_of_an_ensemble(tmp_path, monkeypatch):
     rb[2].register_load_hook(failing_at(0))
     fails(rb, lambda: rb.loads(path))
     monkeypatch.setattr(ListStorage, "restore_items", raise_refused)
-    monkeypatch.setattr(ListStorage, "_restore_point", lambda self: lambda: None)
+    monkeypatch.setattr(ListStorage, "restore_point", lambda self: lambda: None)
     state = rb.state_dict()
     for load in (lambda: rb.loads(path), lambda: rb.load_state_dict(state)):
         with pytest.raises(RefusedError):

@@ -265,7 +265,7 @@ def load(storage: str, sampler: str, rows: int = 80) -> World:
 
 def extend_beside_a_save() -> World:
     rb = buffer()
-    frozen = rb.storage._snapshot_view()
+    frozen = rb.storage.saved_form.source(background=True)
     rows = ted_steps(25, salt=[7], length=6.0)
     found = seen(rb)
     return World(lambda: rb.extend(rows), lambda: {**found(), "left out": frozen.left_out}, batch_of)

@@ -207,7 +207,7 @@ def test_a_row_changed_before_the_save_and_overwritten_during_it_is_not_taken_ov
     rb.dumps(tmp_path)
     rb[3] = steps(777, 778)[0]
     expected = state_of(rb)
-    frozen = rb.storage._snapshot_view()
+    frozen = rb.storage.saved_form.source(background=True)
     rb.extend(steps(100, 110))  # over row 3, before anybody asks what had changed
     checkpointer = rb.storage.checkpointer
     from engram.data.replay_buffers.checkpointers import save_snapshot
@@ -361,7 +361,7 @@ def test_a_frozen_storage_gives_its_rows_as_they_were(tmp_path, kind, what):
     rb.dumps(tmp_path / "other")
     rb.extend(batch(kind, 0, 45 if kind != "environments" else 25))
     expected, counters = blocks(rb.storage), rb.storage.counters()
-    frozen = rb.storage._snapshot_view()
+    frozen = rb.storage.saved_form.source(background=True)
     if what == "append":
         rb.extend(batch(kind, 800, 820))
     elif what == "replace":

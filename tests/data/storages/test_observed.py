@@ -231,11 +231,11 @@ def test_it_saves_what_it_sees(job: ReplayBuffer, tmp_path: Path) -> None:
 
 def test_a_save_during_which_rows_were_changed_fails(job: ReplayBuffer, tmp_path: Path) -> None:
     rb = observer(tmp_path)
-    with rb.storage._consistent_view() as source:
-        source.read_block(0, 0, 5)
-        job[3] = of_numbers(torch.tensor(99))
-        with pytest.raises(StorageInUseError, match="while they were saved"):
-            source.read_block(0, 5, 10)
+    source = rb.storage.saved_form.source(background=False)
+    source.read_block(0, 0, 5)
+    job[3] = of_numbers(torch.tensor(99))
+    with pytest.raises(StorageInUseError, match="while they were saved"):
+        source.read_block(0, 5, 10)
 
 
 def test_what_is_sent_to_another_process_observes_there(job: ReplayBuffer, tmp_path: Path) -> None:

@@ -369,7 +369,7 @@ class TestRowsThatCarryNone:
         rows = rb[:]
         rb.set_writer(TensorDictMaxValueWriter())
         with rb.storage.mutex:
-            frozen = rb.storage._snapshot_view()
+            frozen = rb.storage.saved_form.source(background=True)
         rb.extend(steps(100, 130))
         block = frozen.read_block(0, 5, 25)
         frozen.close()

@@ -76,14 +76,13 @@ class BufferLoad:
         storage = self._buffer.storage
         with storage.mutex if self._rows is None else storage._replacing("loads"):
             try:
-                fills_first = self._rows is not None and storage._is_empty
-                if self._rows is not None and fills_first:
+                if self._rows is not None and not self._rows.replaces_rows:
                     self._rows.commit()
                     self._has_rows = True
                     # now that there is something to compare it with
                     check_sampler(self._buffer, self._states, self._malformed)
                 _load_parts(self._buffer, self._states)
-                if self._rows is not None and not fills_first:
+                if self._rows is not None and self._rows.replaces_rows:
                     self._rows.commit()
                     self._has_rows = True
                 _connect(self._buffer, rows_too=self._rows is not None)
@@ -341,15 +340,15 @@ def _copied(cls: Any, attributes: dict[str, Any], states: dict[str, Any]) -> Any
 def save_buffer(buffer: SavedBuffer, path: Path, keep_last: int) -> str:
     """Saves every part as one snapshot, and returns its name. The caller holds the buffer still."""
     components, storage = _components(buffer), buffer.storage
-    with storage._consistent_view() as source:
-        return save_snapshot(path, components, (storage.checkpointer, source), keep_last=keep_last)
+    source = storage.saved_form.source(background=False)
+    return save_snapshot(path, components, (storage.checkpointer, source), keep_last=keep_last)
 
 
 def save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> SaveHandle:
     """The same in a thread, of what the parts are now. The caller holds the buffer still until this returns."""
     storage, checkpointer = buffer.storage, buffer.storage.checkpointer
     components = copy.deepcopy(_components(buffer))
-    frozen = storage._snapshot_view()
+    frozen = storage.saved_form.source(background=True)
 
     def work(handle: SaveHandle) -> str:
         return save_snapshot(path, components, (checkpointer, frozen), keep_last=keep_last, began=handle.began)
@@ -387,7 +386,8 @@ def load_buffer(
     if unknown:
         raise ValueError(f"parts are {PARTS}, got {unknown}")
     storage, with_rows = buffer.storage, "storage" in parts
-    sink = storage._sink()
+    form = storage.saved_form
+    sink = form.sink()
     with open_saved(path, snapshot, _receiver(buffer, sink)) as saved:
         states, differences = saved.part_states(parts)
         states = select(states)
@@ -399,7 +399,7 @@ def load_buffer(
         if differences:
             raise CheckpointMisfitError(f"{path} does not fit this buffer", differences, _advice(states))
         with storage._exclusive("loads") if with_rows else storage.mutex:
-            rows = storage.plan_load(saved) if with_rows else None
+            rows = form.plan_load(saved) if with_rows else None
             BufferLoad(buffer, states, rows, saved.malformed).run()
 
 
@@ -441,15 +441,15 @@ def load_buffer_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
         raise CheckpointMisfitError("the state does not fit this buffer", missing)
     states = {p: {"kind": state.get(f"{p}_kind"), "state": state[p]} for p in ("sampler", "writer", "generator")}
     states["transform"] = {"state": state["transform"]}
-    differences = _differences(buffer, states) + _differences_in(lambda: buffer.storage._check_state(state["storage"]))
+    rows = buffer.storage.saved_form
+    differences = _differences(buffer, states) + _differences_in(lambda: rows.check(state["storage"]))
     if differences:
         raise CheckpointMisfitError("the state does not fit this buffer", differences)
     _check_states(buffer, states)
     states = copy.deepcopy(states)
     with buffer.storage._exclusive("load_state_dict"):
         fill = functools.partial(buffer.storage.load_state_dict, state["storage"])
-        rows = RowsPlan(fill, buffer.storage._restore_point())
-        BufferLoad(buffer, states, rows).run()
+        BufferLoad(buffer, states, RowsPlan(fill, rows.restore_point(), not rows.is_empty())).run()
 
 
 def _kinds(buffer: SavedBuffer) -> dict[str, str]:

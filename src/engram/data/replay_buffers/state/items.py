@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engram import pytree
+from engram.data.replay_buffers.state.plans import SavedStorage
 from engram.errors import CheckpointMisfitError, StorageError
+from engram.store.counters import Counters, check_sequences
+from engram.store.views import ItemSnapshot
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -113,6 +119,87 @@ class StagedItems:
 
     def commit(self) -> None:
         self._sink.restore_items(self._items, self._counters, self._sequences)
+
+
+class SavedItems(SavedStorage):
+    """A storage that hands out the items that it keeps, and takes others in their place."""
+
+    def source(self, background: bool) -> Any:
+        return ItemSnapshot(self._storage.lanes, self._storage) if background else self.sink()
+
+    def staging(self) -> StagedItems | None:
+        return StagedItems(self.sink())
+
+    def restore_point(self) -> Callable[[], None] | None:
+        undo: Callable[[], None] = self._storage.restore_point()
+        return undo
+
+    def state(self) -> dict[str, Any]:
+        items = [pytree.clone(item) for item in self._storage.items()]
+        return {"items": items, "counters": self._storage.counters(), "sequences": self._storage.sequences()}
+
+    def check(self, state: dict[str, Any]) -> None:
+        try:
+            counters, n = Counters(state["counters"]), len(state["items"])
+            check_sequences(state["sequences"], n)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
+        if (counters.lanes, counters.rows) != (1, n):
+            raise ValueError(f"{n} items do not fit counters of {counters.rows} in {counters.lanes} lanes")
+        check_room(self._storage.max_size, state["counters"])
+
+    def fill(self, state: dict[str, Any]) -> None:
+        items = [pytree.clone(item) for item in state["items"]]
+        self._storage.restore_items(items, state["counters"], state["sequences"])
+
+    def copy_to(self, other: Any, memo: dict[int, Any]) -> None:
+        state = self._storage.state_dict()  # tensors are copies already; other objects are the stored ones
+        items = [
+            item if isinstance(item, torch.Tensor) or pytree.has_batch_size(item) else copy.deepcopy(item, memo)
+            for item in state["items"]
+        ]
+        other.load_state_dict({**state, "items": items})
+
+
+class SavedSteps(SavedItems):
+    """Any other storage: its steps are saved as items, unless its checkpointer saves it in another way."""
+
+    def source(self, background: bool) -> Any:
+        if background:
+            kind = type(self._storage).__name__
+            raise NotImplementedError(f"a {kind} cannot be saved in the background; use blocking=True")
+        return self.sink()
+
+    def sink(self) -> Any:
+        needs = getattr(self._storage.checkpointer, "needs", None)
+        return self._storage if needs is None or super().hands_out(needs) else StepsAsItems(self._storage)
+
+    def hands_out(self, needs: str) -> bool:
+        return needs == "items" or super().hands_out(needs)
+
+    def staging(self) -> StagedItems | None:
+        sink = self.sink()
+        return StagedItems(sink) if isinstance(sink, StepsAsItems) else None
+
+    def restore_point(self) -> Callable[[], None] | None:
+        if self.is_empty():
+            empty: Callable[[], None] = self._storage.empty
+            return empty
+        lanes = self._storage.lanes
+        if lanes is None or lanes.store.lanes * lanes.envs > 1 or lanes.own_sequences is not None:
+            return None
+        steps = StepsAsItems(self._storage)
+        return functools.partial(steps.restore_items, steps.items(), steps.counters(), steps.sequences())
+
+    def state(self) -> dict[str, Any]:
+        steps = StepsAsItems(self._storage)
+        return {"items": steps.items(), "counters": steps.counters(), "sequences": steps.sequences()}
+
+    def fill(self, state: dict[str, Any]) -> None:
+        StepsAsItems(self._storage).restore_items(state["items"], state["counters"], state["sequences"])
+
+    def copy_to(self, other: Any, memo: dict[int, Any]) -> None:
+        other.load_state_dict(copy.deepcopy(self._storage.state_dict(), memo))
 
 
 def check_room(max_size: int | None, counters: dict[str, Any]) -> None:

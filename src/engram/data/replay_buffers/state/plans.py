@@ -1,9 +1,15 @@
-"""A load of a storage's rows in two phases: a plan, which has verified what it can, and its `commit`."""
+"""How a storage is saved and loaded: a load is a plan, which has verified what it can, and its `commit`."""
 
 from __future__ import annotations
 
+import abc
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+
+class TooManyRowsError(Exception):
+    """A load has more rows than are held aside until all of them are verified."""
 
 
 class RowsPlan(NamedTuple):
@@ -12,10 +18,12 @@ class RowsPlan(NamedTuple):
     Attributes:
         commit: replaces them.
         undo: puts everything back as it was when this was made; None: there was too much to hold.
+        replaces_rows: whether there are rows that are lost; else there was nothing to compare other parts with.
     """
 
     commit: Callable[[], None]
     undo: Callable[[], None] | None
+    replaces_rows: bool
 
     def run(self) -> None:
         """Commits it; after an error the storage is as it was."""
@@ -25,3 +33,74 @@ class RowsPlan(NamedTuple):
             if self.undo is not None:
                 self.undo()
             raise
+
+
+class SavedStorage(abc.ABC):
+    """A storage, as it is saved and loaded. The caller holds its mutex, and for a load uses it alone."""
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing that a load would replace."""
+        return not len(self._storage)
+
+    @abc.abstractmethod
+    def source(self, background: bool) -> Any:
+        """What the checkpointer saves: as it is now, though other processes may write.
+
+        In the background this process may write, too; the source then has `left_out` and `close()`.
+        """
+
+    def sink(self) -> Any:
+        """What the checkpointer fills."""
+        return self._storage
+
+    @abc.abstractmethod
+    def staging(self) -> Any:
+        """Takes a saved state, which the storage gets in `commit()`; None: that is not possible."""
+
+    @abc.abstractmethod
+    def restore_point(self) -> Callable[[], None] | None:
+        """A function that puts everything back as it is now, after a load that failed; None: too much to hold."""
+
+    @abc.abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Rows and counters in memory."""
+
+    @abc.abstractmethod
+    def check(self, state: dict[str, Any]) -> None:
+        """A ValueError where what `state` gave does not fit; changes nothing."""
+
+    @abc.abstractmethod
+    def fill(self, state: dict[str, Any]) -> None:
+        """Replaces everything by a state that fits."""
+
+    def row_form(self) -> Any:
+        """What an empty copy must know about the rows before their state is loaded; None: nothing."""
+        return None
+
+    @abc.abstractmethod
+    def copy_to(self, other: Any, memo: dict[int, Any]) -> None:
+        """Puts a copy of every row into an empty storage with the same arguments."""
+
+    def hands_out(self, needs: str) -> bool:
+        """Whether a checkpointer finds what it needs here."""
+        return hasattr(type(self._storage), needs)
+
+    def plan_load(self, saved: Any) -> RowsPlan:
+        """A load of what was saved; over stored rows it is verified before: here, or in `commit` and then read again.
+
+        Errors as `loads`.
+        """
+        load = functools.partial(saved.load_storage, self._storage.checkpointer)
+        if self.is_empty():
+            return RowsPlan(functools.partial(load, self.sink()), self.restore_point(), replaces_rows=False)
+        staging = self.staging()
+        if staging is not None:
+            try:
+                load(staging)
+                return RowsPlan(staging.commit, self.restore_point(), replaces_rows=True)
+            except TooManyRowsError:  # they are verified, and then read a second time
+                pass
+        return RowsPlan(functools.partial(load, self.sink()), self.restore_point(), replaces_rows=True)

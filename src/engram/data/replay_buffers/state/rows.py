@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from engram.checkpoint.protocols import Rows, RowSource
+from engram.data.replay_buffers.state.plans import SavedStorage, TooManyRowsError
 from engram.errors import CheckpointError
 from engram.store.counters import Counters
 from engram.store.lanes import Lanes
@@ -21,10 +24,6 @@ from engram.store.tables import Table
 _COPY_BLOCK_BYTES = 16 << 20
 _STAGED_BYTES = 1 << 28  # rows that a load keeps aside: those that come, until they are verified, and those that go
 _IN_MEMORY_BYTES = 1 << 25  # more of them are kept in a temporary file
-
-
-class TooManyRowsError(Exception):
-    """A load has more rows than are held aside until all of them are verified."""
 
 
 class TableForLoad(NamedTuple):
@@ -44,6 +43,9 @@ class FillableStorage(RowSource, Protocol):
     def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None: ...
     def table_for(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> TableForLoad: ...
     def reset(self, with_table: bool) -> None: ...
+    def rows_to_save(self, background: bool) -> Any: ...
+    def row_form(self) -> Any: ...
+    def take_row_form(self, form: Any) -> None: ...
 
 
 class _Sink:
@@ -197,6 +199,67 @@ class _SpilledRows:
                 raise CheckpointError("the temporary file of a load has been cut short")
             view, at = view[done:], at + done
         return rows.reshape(self._shape)
+
+
+class SavedRows(SavedStorage):
+    """A storage of packed rows."""
+
+    def source(self, background: bool) -> Any:
+        return self._storage.rows_to_save(background)
+
+    def sink(self) -> RowLoad:
+        return RowLoad(self._storage)
+
+    def staging(self) -> StagedRows:
+        return StagedRows(self._storage, spill=bool(getattr(self._storage.checkpointer, "load_hooks", None)))
+
+    def restore_point(self) -> Callable[[], None] | None:
+        layout, counters = self._storage.layout_state(), self._storage.counters()
+        if layout is None:
+            return functools.partial(self._storage.reset, with_table=True)
+        rows = StagedRows(self._storage)
+        try:
+            rows.begin_restore(layout, counters)
+        except TooManyRowsError:
+            return None
+        copy_blocks(self._storage, layout, counters, rows)
+        return rows.commit
+
+    def state(self) -> dict[str, Any]:
+        source = self.source(background=False)
+        lanes = source.counters()["lanes"]
+        blocks = [source.read_block(i, lane["base"], lane["published"]) for i, lane in enumerate(lanes)]
+        counters = source.counters()  # other processes may have overwritten the oldest rows meanwhile
+        lost = [now["base"] - then["base"] for now, then in zip(counters["lanes"], lanes, strict=True)]
+        rows = [torch.from_numpy(block[:, n:]) for block, n in zip(blocks, lost, strict=True)]
+        return {"layout": self._storage.layout_state(), "counters": counters, "rows": rows}
+
+    def check(self, state: dict[str, Any]) -> None:
+        try:
+            check_rows(state)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
+        self._storage.check_restore(state["layout"], state["counters"])
+
+    def fill(self, state: dict[str, Any]) -> None:
+        load = self.sink()
+        load.begin_restore(state["layout"], state["counters"])
+        for i, (lane, rows) in enumerate(zip(state["counters"]["lanes"], state["rows"], strict=True)):
+            if lane["published"] > lane["base"]:
+                load.write_block(i, lane["base"], rows.numpy())
+        load.end_restore()
+
+    def row_form(self) -> Any:
+        return self._storage.row_form()
+
+    def copy_to(self, other: Any, memo: dict[int, Any]) -> None:
+        # Block by block: there may be more rows than memory.
+        other.take_row_form(self.row_form())
+        source, load = self.source(background=False), RowLoad(other)
+        layout, before = source.layout_state(), source.counters()
+        load.begin_restore(layout, before)
+        copy_blocks(source, layout, before, load)
+        load.end_restore(source.counters())  # other processes may have overwritten the oldest rows meanwhile
 
 
 def copy_blocks(

@@ -24,9 +24,8 @@ from engram._system import fork_registry
 from engram._text import warn_user
 from engram.checkpoint.foreign import open_saved
 from engram.checkpoint.snapshot import save_snapshot
-from engram.data.replay_buffers.state.items import StagedItems, StepsAsItems
-from engram.data.replay_buffers.state.plans import RowsPlan
-from engram.data.replay_buffers.state.rows import TooManyRowsError
+from engram.data.replay_buffers.state.items import SavedSteps
+from engram.data.replay_buffers.state.plans import SavedStorage
 from engram.data.replay_buffers.storages.overrides import (
     Checked,
     count_steps,
@@ -37,7 +36,6 @@ from engram.data.replay_buffers.storages.overrides import (
 from engram.errors import StorageError
 from engram.pytree import KeyPath, format_key, get_entry
 from engram.store.copies import MadeFromParts
-from engram.store.counters import Counters, check_sequences
 from engram.store.files import is_passing_fds, pickle_by_state
 from engram.store.indexing import (
     MissingRowError,
@@ -129,7 +127,6 @@ class Storage(MadeFromParts, abc.ABC):
     # Whether its buffer's batches carry an index, so that rows must have a place for it where a writer stores it.
     _requires_index = False
     # Whether its steps can be saved as items, one by one (`StepsAsItems`).
-    _saved_as_items: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -260,10 +257,6 @@ class Storage(MadeFromParts, abc.ABC):
     @property
     def _is_full(self) -> bool:
         return self._settled(lambda: self.lanes is not None and self.lanes.is_full)
-
-    @property
-    def _is_empty(self) -> bool:
-        return not len(self)
 
     def __len__(self) -> int:
         """Stored steps of all writers; with `lanes=n` at most `max_size / n` of each."""
@@ -736,6 +729,11 @@ class Storage(MadeFromParts, abc.ABC):
 
     # ---- saving ----
     @property
+    def saved_form(self) -> SavedStorage:
+        """This storage, as it is saved and loaded."""
+        return SavedSteps(self)
+
+    @property
     def checkpointer(self) -> Any:
         """Encodes this storage for disk; may be assigned. TypeError: it saves another kind of storage."""
         if self._checkpointer is None:
@@ -745,7 +743,7 @@ class Storage(MadeFromParts, abc.ABC):
     @checkpointer.setter
     def checkpointer(self, checkpointer: Any) -> None:
         needs = getattr(checkpointer, "needs", None)
-        if needs is not None and not hasattr(type(self), needs) and not (self._saved_as_items and needs == "items"):
+        if needs is not None and not self.saved_form.hands_out(needs):
             raise TypeError(
                 f"a {type(checkpointer).__name__} cannot save a {type(self).__name__}, which hands out no {needs}; use "
                 f"a {type(self._default_checkpointer()).__name__}"
@@ -767,13 +765,14 @@ class Storage(MadeFromParts, abc.ABC):
 
     def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1, checkpointer: Any = None) -> str:
         """Saves this storage alone, by its own checkpointer if no other is given; returns the name of the snapshot."""
-        with self._saved_by(checkpointer), self._consistent_view() as source:
+        with self._saved_by(checkpointer):
+            source = self.saved_form.source(background=False)
             return save_snapshot(path, {}, (self.checkpointer, source), keep_last=keep_last)
 
     def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None, checkpointer: Any = None) -> None:
         """Replaces everything by what was saved, as `dumps` did it; errors as `ReplayBuffer.loads`."""
         with open_saved(path, snapshot) as saved, self._exclusive("loads"), self._saved_by(checkpointer):
-            plan = self.plan_load(saved)
+            plan = self.saved_form.plan_load(saved)
             with self._replacing("loads"):
                 plan.run()
         self._tell_of_load()
@@ -797,76 +796,14 @@ class Storage(MadeFromParts, abc.ABC):
     def state_dict(self) -> dict[str, Any]:
         """Rows and counters in memory."""
         with self.mutex:
-            steps = StepsAsItems(self)
-            return {"items": steps.items(), "counters": steps.counters(), "sequences": steps.sequences()}
+            return self.saved_form.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replaces everything by what `state_dict` gave; a ValueError where it does not fit."""
-        self._check_state(state)
-        StepsAsItems(self).restore_items(state["items"], state["counters"], state["sequences"])
+        self.saved_form.check(state)
+        with self._replacing("load_state_dict"):
+            self.saved_form.fill(state)
         self._tell_of_load()
-
-    def _check_state(self, state: dict[str, Any]) -> None:
-        """A ValueError where what `state_dict` gave does not fit; changes nothing."""
-        try:
-            counters, n = Counters(state["counters"]), len(state["items"])
-            check_sequences(state["sequences"], n)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
-        if (counters.lanes, counters.rows) != (1, n):
-            raise ValueError(f"{n} items do not fit counters of {counters.rows} in {counters.lanes} lanes")
-        StepsAsItems(self).check_restore(state["counters"])
-
-    def _sink(self) -> Any:
-        """What the checkpointer saves and fills: this storage; `StepsAsItems` where it lacks the methods for that."""
-        needs = getattr(self.checkpointer, "needs", None)
-        return self if needs is None or hasattr(type(self), needs) else StepsAsItems(self)
-
-    @contextlib.contextmanager
-    def _consistent_view(self) -> Iterator[Any]:
-        """What the checkpointer saves while this process writes nothing, though other processes may.
-
-        The caller holds the mutex.
-        """
-        yield self._sink()
-
-    def _snapshot_view(self) -> Any:
-        """What the checkpointer saves, as it is now, while the storage goes on: it has `left_out` and `close()`.
-
-        The caller holds the mutex, here and at `close`.
-        """
-        raise NotImplementedError(f"a {type(self).__name__} cannot be saved in the background; use blocking=True")
-
-    def plan_load(self, saved: Any) -> RowsPlan:
-        """A load of what was saved; over stored rows it is verified before: here, or in `commit` and then read again.
-
-        The caller uses the storage alone. Errors as `loads`.
-        """
-        staging = None if self._is_empty else self._staging()
-        if staging is not None:
-            try:
-                saved.load_storage(self.checkpointer, staging)
-            except TooManyRowsError:  # they are verified, and then read a second time
-                staging = None
-        if staging is not None:
-            return RowsPlan(staging.commit, self._restore_point())
-        fill = functools.partial(saved.load_storage, self.checkpointer, self._sink())
-        return RowsPlan(fill, self._restore_point())
-
-    def _staging(self) -> Any:
-        """Takes a saved state, which this storage gets in `commit()`; None: that is not possible."""
-        sink = self._sink()
-        return StagedItems(sink) if isinstance(sink, StepsAsItems) else None
-
-    def _restore_point(self) -> Callable[[], None] | None:
-        """A function that puts everything back as it is now, after a load that failed; None: too much to hold."""
-        if self._is_empty:
-            return self.empty
-        lanes = self.lanes
-        if lanes is None or lanes.store.lanes * lanes.envs > 1 or lanes.own_sequences is not None:
-            return None
-        steps = StepsAsItems(self)
-        return functools.partial(steps.restore_items, steps.items(), steps.counters(), steps.sequences())
 
     def _tell_of_load(self) -> None:
         """After a load: buffers look for what their samplers know of these rows, before others are written."""
@@ -919,8 +856,8 @@ class Storage(MadeFromParts, abc.ABC):
     def _description(self) -> dict[str, Any] | None:
         """Arguments for a storage like this one, as far as a checkpoint can have them; None: they are not known."""
         arguments = self._copy_arguments()
-        plain = arguments is not None and all(isinstance(v, bool | int | str | type(None)) for v in arguments.values())
-        return arguments if plain else None
+        plain = {bool, int, str, type(None)}
+        return arguments if arguments is not None and plain.issuperset(map(type, arguments.values())) else None
 
     @property
     def _has_hooks(self) -> bool:
@@ -933,13 +870,6 @@ class Storage(MadeFromParts, abc.ABC):
         """Whether a pickle names a file instead of holding its rows."""
         return False
 
-    def _row_form(self) -> Any:
-        """What an empty copy must know about the rows before their state is loaded."""
-        return None
-
-    def _take_row_form(self, form: Any) -> None:
-        """Makes room for rows of what `_row_form` returned."""
-
     @property
     def _pickled_from_parts(self) -> bool:
         return not self._pickled_by_path and self._copy_arguments() is not None
@@ -949,31 +879,19 @@ class Storage(MadeFromParts, abc.ABC):
 
     def _copy_parts(self) -> tuple[Any, tuple[Any, ...]]:
         state = self.state_dict() if len(self) or self.lanes is not None else None
-        return _unpickled, (type(self), self._copy_arguments(), self._checkpointer, self._row_form(), state)
+        return _unpickled, (type(self), self._copy_arguments(), self._checkpointer, self.saved_form.row_form(), state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         arguments = self._copy_arguments()
         if arguments is None:
             return copy._reconstruct(self, memo, *super().__reduce_ex__(4))  # type: ignore[attr-defined]
         with self.mutex:
-            twin = self._like(copy.deepcopy(arguments, memo), copy.deepcopy(self._checkpointer, memo))
+            twin = _made_like(type(self), copy.deepcopy(arguments, memo), copy.deepcopy(self._checkpointer, memo))
             memo[id(self)] = twin
             if self.lanes is not None:
-                self._copy_rows_to(twin, memo)
+                with twin._exclusive("copying"):
+                    self.saved_form.copy_to(twin, memo)
         return twin
-
-    @classmethod
-    def _like(cls, arguments: dict[str, Any], checkpointer: Any) -> Any:
-        twin = cls.__new__(cls)
-        twin.__init__(**arguments)  # type: ignore[misc]
-        if checkpointer is not None:
-            twin.checkpointer = checkpointer
-        return twin
-
-    def _copy_rows_to(self, other: Any, memo: dict[int, Any]) -> None:
-        """Puts a copy of every row into an empty storage with the same arguments; the caller holds the mutex."""
-        other._take_row_form(self._row_form())
-        other.load_state_dict(copy.deepcopy(self.state_dict(), memo))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_size={self.max_size}, len={len(self)}, ndim={self.ndim})"
@@ -1230,10 +1148,19 @@ def _listed_steps(index: Any) -> Tensor | None:
 _live: weakref.WeakSet[Storage] = fork_registry(lambda storage: storage._after_fork())
 
 
+def _made_like(cls: Any, arguments: dict[str, Any], checkpointer: Any) -> Any:
+    twin = cls.__new__(cls)
+    twin.__init__(**arguments)
+    if checkpointer is not None:
+        twin.checkpointer = checkpointer
+    return twin
+
+
 def _unpickled(cls: Any, arguments: dict[str, Any], checkpointer: Any, form: Any, state: Any) -> Any:
-    storage = cls._like(arguments, checkpointer)
+    storage = _made_like(cls, arguments, checkpointer)
+    if form is not None:
+        storage.take_row_form(form)
     if state is not None:
-        storage._take_row_form(form)
         storage.load_state_dict(state)
     return storage
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor
 
+from engram.data.replay_buffers.state.members import SavedMembers
 from engram.data.replay_buffers.storages.base import Checked, Storage, as_storage
-from engram.errors import CheckpointMisfitError, differences_of
 from engram.store.copies import MadeFromParts
 from engram.store.indexing import Selection
 from engram.store.lanes import Lanes
-from engram.store.views import EnsembleSnapshot
-
-_MISFIT = "the state does not fit this ensemble"
 
 
 class StorageEnsemble(Storage):
@@ -35,7 +32,6 @@ class StorageEnsemble(Storage):
         (2, 20)
     """
 
-    _saved_as_items: ClassVar[bool] = False
     supports_conditional_update: ClassVar[bool] = False
 
     def __init__(self, *storages: Storage, transforms: Any = None, checkpointer: Any = None) -> None:
@@ -181,10 +177,6 @@ class StorageEnsemble(Storage):
                 held.enter_context(storage._replacing(operation))
             yield
 
-    @property
-    def _is_empty(self) -> bool:
-        return all(storage._is_empty for storage in self._storages)
-
     def empty(self, reset_count: bool = True) -> None:
         with self._replacing("empty"):
             for storage in self._storages:
@@ -217,17 +209,11 @@ class StorageEnsemble(Storage):
 
     def parts(self) -> list[tuple[Any, Any]]:
         """The checkpointer of each member, and what it saves and fills."""
-        return [(storage.checkpointer, storage._sink()) for storage in self._storages]
+        return [(storage.checkpointer, storage.saved_form.sink()) for storage in self._storages]
 
-    def _snapshot_view(self) -> EnsembleSnapshot:
-        return EnsembleSnapshot([(storage.checkpointer, storage._snapshot_view()) for storage in self._storages])
-
-    @contextlib.contextmanager
-    def _consistent_view(self) -> Iterator[EnsembleSnapshot]:
-        with contextlib.ExitStack() as stack:
-            yield EnsembleSnapshot(
-                [(storage.checkpointer, stack.enter_context(storage._consistent_view())) for storage in self._storages]
-            )
+    @property
+    def saved_form(self) -> SavedMembers:
+        return SavedMembers(self)
 
     def register_save_hook(self, hook: Any) -> None:
         for storage in self._storages:
@@ -236,43 +222,6 @@ class StorageEnsemble(Storage):
     def register_load_hook(self, hook: Any) -> None:
         for storage in self._storages:
             storage.register_load_hook(hook)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"members": [storage.state_dict() for storage in self._storages]}
-
-    def _check_state(self, state: dict[str, Any]) -> None:
-        if len(state["members"]) != len(self):
-            raise CheckpointMisfitError(_MISFIT, [f"{len(self)} members here, {len(state['members'])} there"])
-        differences: list[str] = []
-        for i, (storage, saved) in enumerate(zip(self._storages, state["members"], strict=True)):
-            try:
-                storage._check_state(saved)
-            except ValueError as error:
-                differences += [f"member {i}: {difference}" for difference in differences_of(error)]
-        if differences:
-            raise CheckpointMisfitError(_MISFIT, differences)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._check_state(state)
-        with self._replacing("load_state_dict"):
-            for storage, saved in zip(self._storages, state["members"], strict=True):
-                storage.load_state_dict(saved)
-        self._tell_of_load()
-
-    def _staging(self) -> StagedMembers | None:
-        staged = [storage._staging() for storage in self._storages]
-        return None if None in staged else StagedMembers([m.checkpointer for m in self._storages], staged)
-
-    def _restore_point(self) -> Callable[[], None] | None:
-        points = [storage._restore_point() for storage in self._storages]
-        if None in points:
-            return None
-
-        def restore() -> None:
-            for restore_member in points:
-                restore_member()  # type: ignore[misc]
-
-        return restore
 
     def _rebase_sampler(self, sampler: Any) -> None:
         for storage, one in zip(self._storages, sampler._members, strict=True):
@@ -285,23 +234,6 @@ class StorageEnsemble(Storage):
 
 def _ensemble(cls: Any, members: list[Storage], transforms: list[Any], checkpointer: Any) -> Any:
     return cls(*members, transforms=transforms, checkpointer=checkpointer)
-
-
-class StagedMembers:
-    """Holds saved states for the members of an ensemble, which get them in `commit`."""
-
-    def __init__(self, checkpointers: list[Any], staged: list[Any]) -> None:
-        self._checkpointers, self._staged = checkpointers, staged
-
-    def parts(self) -> list[tuple[Any, Any]]:
-        return list(zip(self._checkpointers, self._staged, strict=True))
-
-    def __len__(self) -> int:
-        return len(self._staged)
-
-    def commit(self) -> None:
-        for one in self._staged:
-            one.commit()
 
 
 class _HeldMutexes(threading.local):

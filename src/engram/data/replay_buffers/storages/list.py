@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import operator
@@ -15,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from engram.data.replay_buffers.reuse import may_reuse
-from engram.data.replay_buffers.state.items import StagedItems, check_room
+from engram.data.replay_buffers.state.items import SavedItems, check_room
 from engram.data.replay_buffers.storages.base import (
     _NO_LIMIT,
     Checked,
@@ -47,7 +46,7 @@ from engram.store.item_rows import ROW, ItemRows, NewItemRows
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
 from engram.store.tables import Rows
-from engram.store.views import ChangeTracker, ItemSnapshot
+from engram.store.views import ChangeTracker
 
 
 class ListStorage(Storage):
@@ -112,14 +111,6 @@ class ListStorage(Storage):
     def _copy_arguments(self) -> dict[str, Any]:
         device = {} if self._written_to is None else {"device": str(self._written_to)}
         return {"max_size": self._max_size, **({} if self._copies else {"copy": False}), **device}
-
-    def _copy_rows_to(self, other: Any, memo: dict[int, Any]) -> None:
-        state = self.state_dict()  # tensors are copies already; other objects are the stored ones
-        items = [
-            item if (isinstance(item, Tensor) or has_batch_size(item)) else copy.deepcopy(item, memo)
-            for item in state["items"]
-        ]
-        other.load_state_dict({**state, "items": items})
 
     def _limit(self, max_size: int) -> None:
         if self._max_size is not None:
@@ -446,8 +437,9 @@ class ListStorage(Storage):
         """Items replaced since `identity()` returned `since`; None where the log does not reach back so far."""
         return ChangeTracker(self._lanes).edited(since)
 
-    def _snapshot_view(self) -> ItemSnapshot:
-        return ItemSnapshot(self._lanes, self)
+    @property
+    def saved_form(self) -> SavedItems:
+        return SavedItems(self)
 
     def check_restore(self, counters: dict[str, Any]) -> None:
         """A ValueError where the items do not fit."""
@@ -501,22 +493,11 @@ class ListStorage(Storage):
         rows.put(0, len(rows))
         return packed
 
-    def state_dict(self) -> dict[str, Any]:
-        items = [clone(item) for item in self.items()]
-        return {"items": items, "counters": self.counters(), "sequences": self.sequences()}
+    def restore_point(self) -> Callable[[], None]:
+        """A function that puts everything back as it is now.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._check_state(state)
-        items = [clone(item) for item in state["items"]]
-        with self._replacing("load_state_dict"):
-            self.restore_items(items, state["counters"], state["sequences"])
-        self._tell_of_load()
-
-    def _staging(self) -> StagedItems:
-        return StagedItems(self)
-
-    def _restore_point(self) -> Callable[[], None]:
-        """Rows that are packed are kept as they are: where there was no memory for a load, nothing is packed anew."""
+        Rows that are packed are kept as they are: where there was no memory for a load, nothing is packed anew.
+        """
         by_slot, packed, sequences = list.copy(self._items), self._items.packed, dict(self._sequences)
         lane = self.counters()["lanes"][0]
 

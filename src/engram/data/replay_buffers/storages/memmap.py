@@ -165,15 +165,13 @@ class ObservedMemmapStorage(TableStorage):
         """A copy of all rows, written or not: torch has no views of read-only memory."""
         return self._validated(lambda: super(ObservedMemmapStorage, self)._storage.clone())
 
-    @contextlib.contextmanager
-    def _consistent_view(self) -> Iterator[Any]:
+    def rows_to_save(self, background: bool) -> Any:
+        if background:
+            raise StorageError(f"{_READ_ONLY}, and keeps nothing that others change meanwhile; save with blocking=True")
         table, lanes, layout = self._table, self._lanes, self.layout_state()
         if lanes is None or not isinstance(table, RowTable) or layout is None:
             raise StorageError(f"the store in {self.scratch_dir} has been closed")
-        yield self._validated(lambda: _ObservedRows(lanes, layout, self.counters(), table.layout))
-
-    def _snapshot_view(self) -> Any:
-        raise StorageError(f"{_READ_ONLY}, and keeps nothing that others change meanwhile; save with blocking=True")
+        return self._validated(lambda: _ObservedRows(lanes, layout, self.counters(), table.layout))
 
     # ---- every write is refused ----
     def _make(self, layout: RowLayout, lane_capacity: int) -> NoReturn:

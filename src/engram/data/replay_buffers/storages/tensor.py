@@ -24,16 +24,7 @@ from engram import _native, pytree
 from engram._advice import advised, with_argument
 from engram._system import parse_bytes
 from engram._text import log
-from engram.data.replay_buffers.state.rows import (
-    RowLoad,
-    StagedRows,
-    TableForLoad,
-    TooManyRowsError,
-    check_rows,
-    copy_blocks,
-    env_shape_of,
-    layout_of,
-)
+from engram.data.replay_buffers.state.rows import SavedRows, TableForLoad, env_shape_of, layout_of
 from engram.data.replay_buffers.storages.base import NO_NATIVE_ROWS, Checked, NativeRows, Storage, warn_of_items
 from engram.errors import CheckpointError, CheckpointMisfitError, StorageError
 from engram.pytree import TreeSpec
@@ -60,7 +51,6 @@ _NO_STEPS = "nothing to add: the batch has no steps"
 class TableStorage(Storage):
     """A storage whose rows all have one layout: those of a table that is made when the layout is known."""
 
-    _saved_as_items: ClassVar[bool] = False
     _is_mapped: ClassVar[bool] = False  # whether rows are in a file, so that reading them may wait for a disk
 
     def __init__(
@@ -167,26 +157,18 @@ class TableStorage(Storage):
         return self.get(index)
 
     # ---- copies ----
-    def _row_form(self) -> Any:
+    def row_form(self) -> Any:
+        """What an empty copy must know about the rows before their state is loaded; None: there are none."""
         if self._table is None:
             return None
         layout = self._table.layout  # with its classes, which a state does not name
         return layout.root, layout.leaves, layout.carries_sequence, self._env_shape, self._first_env_shape
 
-    def _take_row_form(self, form: Any) -> None:
+    def take_row_form(self, form: Any) -> None:
+        """Makes room for rows of what `row_form` returned."""
         if form is not None and self._table is None:
             root, leaves, carries_sequence, env_shape, self._first_env_shape = form
             self._make_table(RowLayout(root, leaves, carries_sequence), env_shape)
-
-    def _copy_rows_to(self, other: Any, memo: dict[int, Any]) -> None:
-        # Block by block: there may be more rows than memory.
-        other._take_row_form(self._row_form())
-        with self._consistent_view() as source, other._exclusive("copying"):
-            layout, before = source.layout_state(), source.counters()
-            load = RowLoad(other)
-            load.begin_restore(layout, before)
-            copy_blocks(source, layout, before, load)
-            load.end_restore(source.counters())  # other processes may have overwritten the oldest rows meanwhile
 
     # ---- other processes ----
     def _opening_arguments(self) -> dict[str, Any] | None:
@@ -667,26 +649,20 @@ class TableStorage(Storage):
         """Rows changed in place since `identity()` returned `since`; None where the log does not reach back so far."""
         return None if self._lanes is None else ChangeTracker(self._lanes).edited(since)
 
-    def _snapshot_view(self) -> Any:
-        if self.lanes is None or self._table is None or self._lanes is None:
+    def rows_to_save(self, background: bool) -> Any:
+        """The RowSource of a save: the rows as they are now, while this process writes others in the background."""
+        lanes, table = self.lanes, self._table
+        if not background and (lanes is None or lanes.locks is None or not isinstance(table, RowTable)):
+            return self  # no other process sees these rows
+        if lanes is None or table is None:
             return EmptySource()
-        if isinstance(self._table, ColumnTable):
-            return ColumnSnapshot(self._lanes, self)
-        if self._lanes.store.saving:
+        if isinstance(table, ColumnTable):
+            return ColumnSnapshot(lanes, self)
+        if background and lanes.store.saving:
             raise CheckpointError("this buffer is being saved in the background; wait for that save's result()")
         layout = self.layout_state()
         assert layout is not None
-        return RowSnapshot(self._lanes, layout, self.counters(), self._table.layout)
-
-    @contextlib.contextmanager
-    def _consistent_view(self) -> Iterator[Any]:
-        lanes, table = self.lanes, self._table
-        if lanes is None or lanes.locks is None or not isinstance(table, RowTable):
-            yield self  # no other process sees these rows
-            return
-        layout = self.layout_state()
-        assert layout is not None
-        yield RowSnapshot(lanes, layout, self.counters(), table.layout, copy_on_write=False)
+        return RowSnapshot(lanes, layout, self.counters(), table.layout, copy_on_write=background)
 
     def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         """A ValueError that lists every difference between what was saved and this storage."""
@@ -745,50 +721,9 @@ class TableStorage(Storage):
             self._lanes.store.repair()
             self._lanes.store.end_restore()
 
-    def _sink(self) -> RowLoad:
-        return RowLoad(self)
-
-    def state_dict(self) -> dict[str, Any]:
-        with self.mutex, self._consistent_view() as source:
-            lanes = source.counters()["lanes"]
-            blocks = [source.read_block(i, lane["base"], lane["published"]) for i, lane in enumerate(lanes)]
-            counters = source.counters()  # other processes may have overwritten the oldest rows meanwhile
-        lost = [now["base"] - then["base"] for now, then in zip(counters["lanes"], lanes, strict=True)]
-        rows = [torch.from_numpy(block[:, n:]) for block, n in zip(blocks, lost, strict=True)]
-        return {"layout": self.layout_state(), "counters": counters, "rows": rows}
-
-    def _check_state(self, state: dict[str, Any]) -> None:
-        try:
-            check_rows(state)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
-        self.check_restore(state["layout"], state["counters"])
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._check_state(state)
-        with self._replacing("load_state_dict"):
-            load = RowLoad(self)
-            load.begin_restore(state["layout"], state["counters"])
-            for i, (lane, rows) in enumerate(zip(state["counters"]["lanes"], state["rows"], strict=True)):
-                if lane["published"] > lane["base"]:
-                    load.write_block(i, lane["base"], rows.numpy())
-            load.end_restore()
-        self._tell_of_load()
-
-    def _staging(self) -> StagedRows:
-        return StagedRows(self, spill=bool(getattr(self.checkpointer, "load_hooks", None)))
-
-    def _restore_point(self) -> Callable[[], None] | None:
-        layout, counters = self.layout_state(), self.counters()
-        if layout is None:
-            return functools.partial(self.reset, with_table=True)
-        rows = StagedRows(self)
-        try:
-            rows.begin_restore(layout, counters)
-        except TooManyRowsError:
-            return None
-        copy_blocks(self, layout, counters, rows)
-        return rows.commit
+    @property
+    def saved_form(self) -> SavedRows:
+        return SavedRows(self)
 
 
 def _bind_again(storage: weakref.ref[TableStorage]) -> None:

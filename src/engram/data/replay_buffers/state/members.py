@@ -1,0 +1,78 @@
+"""The members of an ensemble of storages, as they are saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from engram.data.replay_buffers.state.plans import SavedStorage
+from engram.errors import CheckpointMisfitError, differences_of
+from engram.store.views import EnsembleSnapshot
+
+_MISFIT = "the state does not fit this ensemble"
+
+
+class SavedMembers(SavedStorage):
+    """An ensemble: each member is saved and loaded in its own way."""
+
+    def is_empty(self) -> bool:
+        return all(member.saved_form.is_empty() for member in self._storage.storages)
+
+    def source(self, background: bool) -> EnsembleSnapshot:
+        return EnsembleSnapshot([(m.checkpointer, m.saved_form.source(background)) for m in self._storage.storages])
+
+    def staging(self) -> StagedMembers | None:
+        staged = [member.saved_form.staging() for member in self._storage.storages]
+        return None if None in staged else StagedMembers([m.checkpointer for m in self._storage.storages], staged)
+
+    def restore_point(self) -> Callable[[], None] | None:
+        points = [member.saved_form.restore_point() for member in self._storage.storages]
+        if None in points:
+            return None
+
+        def restore() -> None:
+            for restore_member in points:
+                restore_member()
+
+        return restore
+
+    def state(self) -> dict[str, Any]:
+        return {"members": [member.state_dict() for member in self._storage.storages]}
+
+    def check(self, state: dict[str, Any]) -> None:
+        members, saved = self._storage.storages, state["members"]
+        if len(saved) != len(members):
+            raise CheckpointMisfitError(_MISFIT, [f"{len(members)} members here, {len(saved)} there"])
+        differences: list[str] = []
+        for i, (member, one) in enumerate(zip(members, saved, strict=True)):
+            try:
+                member.saved_form.check(one)
+            except ValueError as error:
+                differences += [f"member {i}: {difference}" for difference in differences_of(error)]
+        if differences:
+            raise CheckpointMisfitError(_MISFIT, differences)
+
+    def fill(self, state: dict[str, Any]) -> None:
+        for member, saved in zip(self._storage.storages, state["members"], strict=True):
+            member.load_state_dict(saved)
+
+    def copy_to(self, other: Any, memo: dict[int, Any]) -> None:
+        other.load_state_dict(copy.deepcopy(self._storage.state_dict(), memo))
+
+
+class StagedMembers:
+    """Holds saved states for the members of an ensemble, which get them in `commit`."""
+
+    def __init__(self, checkpointers: list[Any], staged: list[Any]) -> None:
+        self._checkpointers, self._staged = checkpointers, staged
+
+    def parts(self) -> list[tuple[Any, Any]]:
+        return list(zip(self._checkpointers, self._staged, strict=True))
+
+    def __len__(self) -> int:
+        return len(self._staged)
+
+    def commit(self) -> None:
+        for one in self._staged:
+            one.commit()
