@@ -26,8 +26,8 @@ def split_trajectories(
 
     Rows come in the order of `batch`, environment by environment. `mask_key` (bool `[trajectories, longest]`) is True
     for steps, False for padding. With `as_nested` there is neither padding nor mask: entries are nested tensors, of as
-    many steps as each trajectory has, in a TensorDict of batch size `[trajectories, -1]`; where all trajectories are
-    of one length, that length is in the place of -1.
+    many steps as each trajectory has, in a TensorDict of batch size `[trajectories, -1]`, or `[trajectories, length]`
+    if all trajectories have the same length (TorchRL returns plain tensors then).
 
     Boundaries are changes of `trajectory_key` and ends of episodes by `done_key`, which is read under `"next"` (None:
     `"done"`; or `truncated` beside it), so that two slices of one episode that follow each other in a sampled batch
@@ -91,7 +91,7 @@ def _nested(rows: TensorDictBase, lengths: list[int]) -> TensorDictBase:
             raise TypeError(f"as_nested=True: torch cannot nest {key!r}, of dtype {leaf.dtype}; leave as_nested out")
         return torch.nested.as_nested_tensor(list(torch.split(leaf, lengths)))
 
-    # A nested tensor whose parts are of one length says that length as its size, and tensordict compares it.
+    # If all parts have one length, it is the size of a nested tensor, and the batch size must equal it.
     time = lengths[0] if len(set(lengths)) == 1 else -1
     return rows.named_apply(nest, nested_keys=True, batch_size=[len(lengths), time])
 

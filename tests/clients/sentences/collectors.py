@@ -259,7 +259,7 @@ def whole_trajectories(rl: Package) -> None:
 
 @sentence("`split_trajectories(as_nested=True)` gives nested tensors without padding")
 def nested_trajectories(rl: Package) -> None:
-    steps = 47  # a prime, so that the trajectories are never all of one length, which torchrl refuses
+    steps = 47  # a prime: trajectories of one length, which torchrl returns as plain tensors, cannot occur
     batch = next(
         iter(rl.collectors.Collector(lambda: cartpole(rl), right(), frames_per_batch=steps, total_frames=steps))
     )
