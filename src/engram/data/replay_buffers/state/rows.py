@@ -93,6 +93,7 @@ class RowLoad(_Sink):
         if counters is not None:
             self._counters = counters
         if self._lanes is not None:
+            self._lanes.store.replaced = 0  # a save of a storage that was never written has no lane that says so
             for i, lane in enumerate(self._counters["lanes"]):
                 self._lanes.restore_lane(i, lane, self._shift(i))
             self._lanes.store.end_restore()
