@@ -562,3 +562,24 @@ def test_a_planted_error_is_found(name: str, tmp_path: Path, monkeypatch: pytest
     (tmp_path / "planted").mkdir()
     with pytest.raises(AssertionError):
         check(tmp_path / "planted")
+
+
+def test_a_save_of_an_empty_buffer_also_takes_back_how_many_rows_were_replaced(tmp_path):
+    """Else the next rows that replace others get other numbers than in the buffer that was saved."""
+
+    def made():
+        return TensorDictReplayBuffer(
+            storage=LazyTensorStorage(8), writer=TensorDictMaxValueWriter(rank_key="rank"), batch_size=4
+        )
+
+    def write(rb):
+        for rank in range(5):
+            rb.extend(TensorDict({"rank": torch.full((8,), float(rank))}, [8]))
+
+    saved, used = made(), made()
+    saved.dumps(tmp_path / "saved")
+    write(used)
+    used.loads(tmp_path / "saved")
+    write(saved)
+    write(used)
+    assert used.storage.lanes.saved_states() == saved.storage.lanes.saved_states()
