@@ -108,11 +108,6 @@ def open_file(path: str | os.PathLike[str], *, follow_links: bool = True) -> Bin
     return open(open_regular(path, follow_links=follow_links), "rb")
 
 
-def path_of(file: BinaryIO) -> str:
-    """A path that opens the file of a descriptor again, whatever has its name now: for libraries that take paths."""
-    return f"/proc/self/fd/{file.fileno()}"
-
-
 def boot_id() -> bytes:
     """16 bytes that change when the machine starts."""
     try:

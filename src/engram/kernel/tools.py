@@ -9,7 +9,6 @@ from engram._system import (
     open_file,
     open_regular,
     parse_bytes,
-    path_of,
     sync_directory,
 )
 from engram._text import visible, warn_user
@@ -25,7 +24,6 @@ __all__ = [
     "open_folder_below",
     "open_regular",
     "parse_bytes",
-    "path_of",
     "progress_bar",
     "sync_directory",
     "visible",

@@ -192,3 +192,8 @@ def _sync_file(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def path_of(file: BinaryIO) -> str:
+    """A path that opens the file of a descriptor again, whatever has its name now: for libraries that take paths."""
+    return f"/proc/self/fd/{file.fileno()}"

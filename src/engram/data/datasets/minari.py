@@ -43,6 +43,7 @@ from engram.data.datasets.episodes import (
     read_json_object,
 )
 from engram.data.datasets.format import HDF5_MAGIC, DatasetFormat
+from engram.data.datasets.h5_files import H5RowWriter, H5Source, create_plain, is_ours, open_foreign, text_dtype
 from engram.data.datasets.parquet import (
     arrow_bytes,
     arrow_children,
@@ -55,16 +56,7 @@ from engram.data.datasets.parquet import (
     open_arrow,
 )
 from engram.errors import DatasetError
-from engram.kernel.hdf5 import (
-    H5Dataset,
-    H5RowWriter,
-    H5Source,
-    create_plain,
-    import_h5py,
-    is_ours,
-    open_foreign,
-    text_dtype,
-)
+from engram.kernel.hdf5 import H5Dataset, import_h5py
 from engram.kernel.rows import DONE, LeafSpec, RowLayout
 from engram.kernel.spaces import TEXT_BYTES, EncodedSpaces, HasSpaces, leaf_spaces, text_of_bytes, text_width
 from engram.kernel.tools import parse_bytes, progress_bar

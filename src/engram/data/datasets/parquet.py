@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from engram import pytree
-from engram.data.datasets.atomic_files import new_file, replaceable_file
+from engram.data.datasets.atomic_files import new_file, path_of, replaceable_file
 from engram.data.datasets.episodes import (
     BLOCK_BYTES,
     MAX_ROW_BYTES,
@@ -42,7 +42,7 @@ from engram.data.datasets.format import DatasetFormat
 from engram.errors import DatasetError
 from engram.kernel.rows import DONE, IDS, LeafSpec, RowLayout
 from engram.kernel.spaces import bytes_of_text
-from engram.kernel.tools import free_memory, human_bytes, open_file, open_regular, parse_bytes, path_of, progress_bar
+from engram.kernel.tools import free_memory, human_bytes, open_file, open_regular, parse_bytes, progress_bar
 from engram.pytree import Key, KeyPath, TreeSpec
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
