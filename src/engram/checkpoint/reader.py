@@ -34,7 +34,6 @@ from engram.checkpoint.directory import (
     digest,
     from_checksummed_json,
     is_file_name,
-    is_snapshot_name,
     open_folder_below,
 )
 from engram.errors import CheckpointError, CorruptCheckpointError
@@ -466,7 +465,7 @@ def _open_current(directory: CheckpointDirectory) -> SnapshotReader:
 
 
 def _open_named(directory: CheckpointDirectory, name: str) -> SnapshotReader:
-    if not is_snapshot_name(name):
+    if not CheckpointDirectory.is_name(name):
         raise ValueError(f"{name!r} is not the name of a snapshot; names look like 'g-000042'")
     try:
         return SnapshotReader(directory, name)

@@ -25,8 +25,9 @@ from engram.cli.trajectories import read_column, trajectories_of
 from engram.data import LazyMemmapStorage, ReplayBuffer, Storage, TensorDictReplayBuffer
 from engram.data.datasets import FORMATS
 from engram.data.datasets.atomic_files import new_folder
-from engram.data.datasets.episodes import TERMINATED, TRUNCATED, StepBlock, episode_source
-from engram.kernel.rows import DONE, IDS, StoredTrajectories, open_snapshot
+from engram.data.datasets.episodes import DONE, TERMINATED, TRUNCATED, StepBlock, episode_source
+from engram.data.replay_buffers.checkpointers import open_snapshot
+from engram.kernel.rows import IDS, StoredTrajectories
 from engram.kernel.tools import progress_bar, visible
 from engram.pytree import KeyPath
 

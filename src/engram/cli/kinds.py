@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
-from engram.kernel.disk import FILE_NAME, CheckpointDirectory, has_store, reading
+from engram.kernel.disk import CheckpointDirectory, StoreFile, reading
 from engram.kernel.tools import open_file, visible
 
 #: What a path can hold: "store", "checkpoint", "TorchRL directory", or the `kind` of a format of datasets.
@@ -29,17 +29,18 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     kind = _kind_of_folder(place) if place.is_dir() else _kind_of_file(place)
     if kind is None:
         raise ValueError(
-            f"{visible(path)} is none of: a store (a folder with {FILE_NAME}), a checkpoint (a folder with CURRENT), a "
-            "directory that TorchRL's dumps wrote, a Minari or LeRobot dataset, a flat HDF5 file, a Parquet file"
+            f"{visible(path)} is none of: a store (a folder with {StoreFile.NAME}), a checkpoint (a folder with "
+            "CURRENT), a directory that TorchRL's dumps wrote, a Minari or LeRobot dataset, a flat HDF5 file, a "
+            "Parquet file"
         )
     return kind
 
 
 def _kind_of_folder(place: Path) -> Kind | None:
-    if has_store(place):
+    if StoreFile.is_in(place):
         return "store"
     directory = CheckpointDirectory(str(place.absolute()))
-    if os.path.lexists(directory.path("CURRENT")) or directory.snapshots():
+    if directory.has_pointer() or directory.snapshots():
         return "checkpoint"
     # Late: they load torch.
     from engram.data.datasets import FORMATS
@@ -50,7 +51,7 @@ def _kind_of_folder(place: Path) -> Kind | None:
 
 
 def _kind_of_file(place: Path) -> Kind | None:
-    if place.name == FILE_NAME:
+    if place.name == StoreFile.NAME:
         return "store"
     with open_file(place) as file:
         start = file.read(8)

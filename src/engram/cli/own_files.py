@@ -15,7 +15,7 @@ from engram.cli.kinds import Kind, kind_of
 from engram.cli.sources import torchrl_steps
 from engram.data.datasets.atomic_files import Replaceable, new_file, refuse_existing, replaceable_file
 from engram.errors import EngramError
-from engram.kernel.disk import FILE_NAME, files_of_checkpoint, refuse_used
+from engram.kernel.disk import StoreFile, files_of_checkpoint
 from engram.kernel.tools import open_file
 
 _BEGINNING = 4096  # bytes, in which the mark of a file lies
@@ -64,8 +64,8 @@ def replaceable_folder(kind: Kind) -> Replaceable:
 
 
 def _store_refusal(path: Path) -> str | None:
-    refuse_used(path)
-    return _other_than(path, {FILE_NAME})
+    StoreFile.refuse_used(path)
+    return _other_than(path, {StoreFile.NAME})
 
 
 def _checkpoint_refusal(path: Path) -> str | None:

@@ -7,7 +7,6 @@ from engram.data.replay_buffers.state.rebuild import saved_storage
 from engram.data.replay_buffers.stats import stored_trajectories
 from engram.data.replay_buffers.storages import Rows
 from engram.data.replay_buffers.storages.memmap import ObservedMemmapStorage
-from engram.data.replay_buffers.storages.tensor import TableStorage
 from engram.data.replay_buffers.writers.round_robin import as_writer
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import WriteRequest
@@ -16,7 +15,6 @@ __all__ = [
     "BatchReader",
     "ObservedMemmapStorage",
     "Rows",
-    "TableStorage",
     "WriteRequest",
     "as_sampler",
     "as_transform",

@@ -12,16 +12,13 @@ from engram._system import (
     sync_directory,
 )
 from engram._text import visible, warn_user
-from engram.checkpoint.directory import open_below, open_folder_below
 
 __all__ = [
     "check_memory",
     "fork_registry",
     "free_memory",
     "human_bytes",
-    "open_below",
     "open_file",
-    "open_folder_below",
     "open_regular",
     "parse_bytes",
     "progress_bar",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engram import pytree
 from engram.errors import DatasetError
-from engram.kernel.rows import DONE, IDS, EpisodeIndex, LeafSpec, RowLayout
+from engram.kernel.rows import IDS, EpisodeIndex, LeafSpec, RowLayout
 from engram.kernel.tools import open_file, progress_bar, visible, warn_user
 from engram.pytree import Key, KeyPath, as_path, stack
 
@@ -28,7 +28,7 @@ OBSERVATION: KeyPath = ("observation",)
 ACTION: KeyPath = ("action",)
 INFO: KeyPath = ("info",)
 REWARD: KeyPath = ("next", "reward")
-TERMINATED, TRUNCATED = ("next", "terminated"), ("next", "truncated")
+DONE, TERMINATED, TRUNCATED = ("next", "done"), ("next", "terminated"), ("next", "truncated")
 TRAJECTORY: KeyPath = ("collector", "traj_ids")
 #: Keys that are not written: the formats mark the ends of trajectories in their own way, or only a buffer uses them.
 IMPLIED: tuple[KeyPath, ...] = (TRAJECTORY, ("episode",), ("index",), ("done",), ("terminated",), ("truncated",), DONE)

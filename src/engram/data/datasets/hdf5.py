@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from engram import pytree
 from engram.data.datasets.atomic_files import new_file, replaceable_file
 from engram.data.datasets.episodes import (
+    DONE,
     MAX_ROW_BYTES,
     REWARD,
     TRAJECTORY,
@@ -34,7 +35,7 @@ from engram.data.datasets.episodes import (
 from engram.data.datasets.format import HDF5_MAGIC, DatasetFormat
 from engram.data.datasets.h5_files import H5Source, create_plain, is_ours, open_foreign
 from engram.kernel.hdf5 import H5Dataset, check_options
-from engram.kernel.rows import DONE, RowLayout
+from engram.kernel.rows import RowLayout
 from engram.kernel.tools import progress_bar
 from engram.pytree import Key, KeyPath, as_path
 

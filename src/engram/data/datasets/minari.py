@@ -21,6 +21,7 @@ from tensordict import TensorDict
 from engram import pytree
 from engram.data.datasets.atomic_files import Replaceable, new_folder, replaceable_file
 from engram.data.datasets.episodes import (
+    DONE,
     INDEX,
     MAX_ROW_BYTES,
     REWARD,
@@ -57,8 +58,8 @@ from engram.data.datasets.parquet import (
 )
 from engram.errors import DatasetError
 from engram.kernel.hdf5 import H5Dataset, import_h5py
-from engram.kernel.rows import DONE, LeafSpec, RowLayout
-from engram.kernel.spaces import TEXT_BYTES, EncodedSpaces, HasSpaces, leaf_spaces, text_of_bytes, text_width
+from engram.kernel.rows import LeafSpec, RowLayout
+from engram.kernel.spaces import EncodedSpaces, HasSpaces, leaf_spaces, text_width
 from engram.kernel.tools import parse_bytes, progress_bar
 from engram.pytree import Key, KeyPath, as_path
 from engram.specs import MultiOneHot, OneHot, Spec, Text, Unbounded, space_from_spec, spec_from_space
@@ -133,7 +134,7 @@ def _box(s: Any) -> dict[str, Any]:
 
 def _text(s: Any) -> dict[str, Any]:
     if type(s).__name__ != "Text":  # another space of `str`, such as a mission of MiniGrid
-        return {"max_length": TEXT_BYTES, "min_length": 0, "charset": string.printable}
+        return {"max_length": text_width(None, ()), "min_length": 0, "charset": string.printable}
     return {"max_length": int(s.max_length), "min_length": int(s.min_length), "charset": s.characters}
 
 
@@ -218,9 +219,11 @@ def _hot_places(values: Array, sizes: Ints, name: str) -> Ints:
 
 def _texts(rows: Array, name: str) -> Array:
     """Texts, of uint8 [n, width]."""
-    texts = [text_of_bytes(row) for row in rows]
-    for text, row in zip(texts, rows, strict=True):
-        if text.encode() != row.tobytes().rstrip(b"\0") or "\0" in text:
+    texts = []
+    for row in rows:
+        content = row.tobytes().rstrip(b"\0")
+        texts.append(content.decode(errors="replace"))
+        if texts[-1].encode() != content or b"\0" in content:
             raise ValueError(
                 f"{name} has the bytes {row.tobytes()!r:.80}, which are no text in UTF-8. Nothing was written"
             )
@@ -599,7 +602,7 @@ def _text_width(space: Any) -> int:
     """The bytes of the texts of a space, of which this is the JSON: as many as observations of it have."""
     length, characters = (space.get(key) if isinstance(space, dict) else None for key in ("max_length", "charset"))
     if type(length) is not int or length < 0 or not isinstance(characters, str):
-        return TEXT_BYTES
+        return text_width(None, ())
     return text_width(length, characters)
 
 

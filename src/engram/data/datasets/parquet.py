@@ -27,6 +27,7 @@ from engram import pytree
 from engram.data.datasets.atomic_files import new_file, path_of, replaceable_file
 from engram.data.datasets.episodes import (
     BLOCK_BYTES,
+    DONE,
     MAX_ROW_BYTES,
     TRAJECTORY,
     DatasetSize,
@@ -40,7 +41,7 @@ from engram.data.datasets.episodes import (
 )
 from engram.data.datasets.format import DatasetFormat
 from engram.errors import DatasetError
-from engram.kernel.rows import DONE, IDS, LeafSpec, RowLayout
+from engram.kernel.rows import IDS, LeafSpec, RowLayout
 from engram.kernel.spaces import bytes_of_text
 from engram.kernel.tools import free_memory, human_bytes, open_file, open_regular, parse_bytes, progress_bar
 from engram.pytree import Key, KeyPath, TreeSpec

@@ -33,8 +33,8 @@ from engram.interop.torchrl.files import (
     tensordict_steps,
 )
 from engram.interop.torchrl.trajectories import SHAPE, flat_steps, h5_steps
-from engram.kernel.disk import CURRENT
-from engram.kernel.rows import LayoutState, Part, Receiver, RowSink
+from engram.kernel.disk import CheckpointDirectory
+from engram.kernel.rows import Part, Receiver, RowSink
 from engram.kernel.tools import visible
 from engram.pytree import KeyPath
 
@@ -51,7 +51,7 @@ _GENERATOR, _LARGEST_STATE = "rng_state", 1 << 16
 def is_torchrl(path: str | os.PathLike[str]) -> bool:
     """Whether TorchRL's `dumps` of a buffer or a storage wrote this directory; False where engram's did."""
     here = os.fspath(path)
-    if not os.path.isdir(here) or os.path.lexists(os.path.join(here, CURRENT)):
+    if not os.path.isdir(here) or CheckpointDirectory(here).has_pointer():
         return False
     storage = os.path.join(here, _STORAGE)
     return (
@@ -465,7 +465,7 @@ class RowTransfer:
         self._steps = steps if self._index is None else _StepsWithIndex(steps, self._index)
         self._position, self._sink = position, sink
         self._layout = layout_of(self._steps)
-        self._state = LayoutState({**self._layout.to_json(), "envs": list(steps.inner), "ndim": sink.ndim})
+        self._state = {**self._layout.to_json(), "envs": list(steps.inner), "ndim": sink.ndim}
         nothing = {"seams": [], "border": {"looked": 0, "agreed": None}, "replaced": 0}
         lane = {"base": position.base, "published": position.published, "origin": position.origin, **nothing}
         envs = math.prod(steps.inner)
