@@ -32,7 +32,7 @@ from torch import Tensor
 
 from engram import _native
 from engram.errors import WorkerError
-from engram.processes.timeouts import CallTimer
+from engram.processes.timeouts import CallTimer, Clock
 from engram.pytree import SIGNED
 from engram.store.files import passing_fds
 
@@ -219,6 +219,7 @@ class Worker:
         self._connection, theirs = context.Pipe()
         self.seed = int(torch.randint(2**31, ())) if seed is None else seed
         self._worker_wakeup, self.wakeup = EventFd(), EventFd()
+        self.clock: Clock | None = clock
         main_args = (
             (theirs, self._worker_wakeup, self.wakeup, clock),
             self._owner,
