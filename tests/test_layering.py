@@ -63,7 +63,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 SATELLITES = ("cli", "compat", "data.datasets", "distributed", "interop", "testing")
 #: What users import, of which satellites use the names in `__all__`; so they do of the modules below `engram.kernel`.
 FACES = {f"engram.{name}" for name in ("collectors", "data", "envs", "envs.transforms", "envs.utils", "specs")}
-FACES.add(f"{BUFFERS}.checkpointers")
+FACES |= {f"{BUFFERS}.checkpointers", f"{BUFFERS}.storages"}
 OPEN = ("engram.errors", "engram.pytree")  # of which they use every name
 #: The only imports of the kernel's that look up: `engram.data` lets the forms of other libraries register themselves,
 #: and a transform makes the sampler that belongs to it when a user asks for it.

@@ -26,12 +26,12 @@ def test_a_thread_that_waits_for_an_answer_ends_when_the_caller_has_given_up(mon
     def wait_once(references, num_returns, timeout):
         return wait(references, timeout)
 
-    actor = SimpleNamespace(place=None)
+    actor = SimpleNamespace(place=SimpleNamespace(remote=object))
     monkeypatch.setattr(actors, "import_ray", lambda: SimpleNamespace(wait=wait_once, is_initialized=lambda: False))
     collector = module.RayCollector.__new__(module.RayCollector)
     collector._background = SimpleNamespace(raise_if_abandoned=raise_if_abandoned)
     collector._pool = WorkerPool(actors.RayActors(object), ["collector 0"])
-    collector._pool.workers.append(actors.RayWorker("collector 0", actor, timed=False))
+    collector._pool.workers.append(actors.RayWorker("collector 0", actor))
     with pytest.raises(Abandoned):
         collector._ask(0, lambda actor: object())
     assert looks == [_ABANDON_INTERVAL] * 3

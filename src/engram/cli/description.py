@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from engram.cli.kinds import Kind, kind_of, one_snapshot, store_folder
 from engram.errors import StorageError, StorageInUseError
-from engram.kernel.disk import Counters, StoreFile, reading
+from engram.kernel.disk import Checkpoint, Counters, StoreFile
 from engram.kernel.tools import progress_bar, visible
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def _lane(state: dict[str, Any], rows: range, envs: int, held: bool | None) -> L
 
 # ---- a checkpoint ----
 def _of_checkpoint(path: str | os.PathLike[str], snapshot: str | None) -> Info:
-    with reading(path, snapshot) as reader:
+    with Checkpoint(path).reading(snapshot) as reader:
         components, saved = reader.body.get("components", {}), reader.body.get("storage")
         described = Info(
             path=str(path),

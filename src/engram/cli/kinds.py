@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
-from engram.kernel.disk import CheckpointDirectory, StoreFile, reading
-from engram.kernel.tools import open_file, visible
+from engram.kernel.disk import Checkpoint, StoreFile
+from engram.kernel.tools import open_regular, visible
 
 #: What a path can hold: "store", "checkpoint", "TorchRL directory", or the `kind` of a format of datasets.
 Kind: TypeAlias = str
@@ -39,7 +39,7 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
 def _kind_of_folder(place: Path) -> Kind | None:
     if StoreFile.is_in(place):
         return "store"
-    directory = CheckpointDirectory(str(place.absolute()))
+    directory = Checkpoint(place)
     if directory.has_pointer() or directory.snapshots():
         return "checkpoint"
     # Late: they load torch.
@@ -53,7 +53,7 @@ def _kind_of_folder(place: Path) -> Kind | None:
 def _kind_of_file(place: Path) -> Kind | None:
     if place.name == StoreFile.NAME:
         return "store"
-    with open_file(place) as file:
+    with open(open_regular(place, follow_links=True), "rb") as file:
         start = file.read(8)
     from engram.data.datasets import FORMATS  # late: it loads torch
 
@@ -78,5 +78,5 @@ def one_snapshot(path: str | os.PathLike[str], snapshot: str | None = None) -> I
     if kind_of(path) != "checkpoint":
         yield None
         return
-    with reading(path, snapshot) as reader:
+    with Checkpoint(path).reading(snapshot) as reader:
         yield reader.name

@@ -15,7 +15,7 @@ from engram.data.datasets import FORMATS
 from engram.errors import CheckpointMisfitError, DatasetError
 from engram.interop.torchrl.files import SavedSteps, layout_of
 from engram.interop.torchrl.load import open_torchrl
-from engram.kernel.replay import ObservedMemmapStorage, saved_storage
+from engram.kernel.replay import saved_storage
 from engram.kernel.tools import free_memory, progress_bar
 
 #: Formats of datasets, by what a path that holds one is called.
@@ -50,7 +50,7 @@ def open_rows(
     """
     kind = kind_of(path)
     if kind == "store":
-        storage: Any = ObservedMemmapStorage(store_folder(path))
+        storage: Any = LazyMemmapStorage.open(store_folder(path), read_only=True)
         storage.freeze()
     else:
         with progress_bar(f"reading {path}", None, progress) as advance, one_snapshot(path, snapshot) as snapshot:

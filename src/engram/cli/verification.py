@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from engram.cli.kinds import Kind, kind_of, store_folder
 from engram.errors import CheckpointError, DatasetError, StorageError, StorageInUseError
-from engram.kernel.disk import StoreFile, reading
-from engram.kernel.disk import verify as verify_snapshots
+from engram.kernel.disk import Checkpoint, StoreFile
 from engram.kernel.tools import progress_bar, visible
 
 _ROWS_AT_ONCE = 1 << 16  # rows of a lane, in one native call
@@ -165,7 +164,7 @@ def _damaged_row(file: str, store: Any, lane: int, sequence: int, env: int) -> D
 # ---- a checkpoint ----
 def _verify_checkpoint(path: str | os.PathLike[str], progress: bool) -> Verification:
     with progress_bar(f"verifying {path}", None, progress) as advance:
-        report = verify_snapshots(path, advance=lambda name: advance(1))
+        report = Checkpoint(path).verify(lambda name: advance(1))
     damages = [Damage(report.path, problem) for problem in report.problems]
     for snapshot in report.snapshots:
         folder = os.path.join(report.path, snapshot.name)
@@ -183,7 +182,7 @@ def _verify_checkpoint(path: str | os.PathLike[str], progress: bool) -> Verifica
 def _rows_of_files(path: str, name: str) -> dict[str, str]:
     """Which steps each file of rows of a snapshot holds, in words."""
     try:
-        with reading(path, name) as reader:
+        with Checkpoint(path).reading(name) as reader:
             storage = reader.body.get("storage") or {}
             chunks = {(c[0], c[1]): c for c in storage["state"]["chunks"] if isinstance(c, list)}
             return {file: _in_words(file, chunks) for file in reader.files}

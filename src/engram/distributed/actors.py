@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 from engram.distributed.ray_buffer import import_ray
 from engram.errors import WorkerError
-from engram.kernel.collecting import Clock
 
 BATCH = "a batch"
 
@@ -25,10 +24,9 @@ class ActorLostError(WorkerError):
 class RayWorker:
     """An actor, and the calls of it that have not been answered."""
 
-    def __init__(self, name: str, actor: Any, timed: bool) -> None:
+    def __init__(self, name: str, actor: Any) -> None:
         self.name, self.actor = name, actor
-        self.clock: Clock | None = self if timed else None
-        self._placed = actor.place.remote() if timed else None  # it has an answer once the process runs
+        self._placed = actor.place.remote()  # it has an answer once the process runs
         self._calls: deque[tuple[Any, str]] = deque()
         self._since: float | None = None  # when somebody first saw that it does what it does now
 
@@ -62,7 +60,7 @@ class RayWorker:
             raise ActorLostError(self.name, f"died ({type(error).__name__})", error) from error
 
     def reading(self) -> tuple[float, str] | None:
-        """As a clock's: the time begins when its process runs and somebody looks, and anew with each call."""
+        """As of a `Worker`: the time begins when its process runs and somebody looks, and anew with each call."""
         if not self._calls or has_come(self.next_call()) or not has_come(self._placed):
             return None
         if self._since is None:
@@ -90,7 +88,7 @@ class RayActors:
 
     def start(self, name: str, args: Sequence[Any], *, before: RayWorker | None, life: int, timed: bool) -> RayWorker:
         """Makes an actor. Ray itself does not restart it: first is counted what the one before has written."""
-        return RayWorker(name, import_ray().remote(**{**args[0], "max_restarts": 0})(self._kind).remote(), timed)
+        return RayWorker(name, import_ray().remote(**{**args[0], "max_restarts": 0})(self._kind).remote())
 
     def wait_for_any(self, workers: Sequence[RayWorker], timeout: float | None) -> list[RayWorker]:
         """Waits for answers."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from engram.distributed.client import ShardClient
 from engram.errors import CheckpointError, CheckpointMisfitError, ShardUnavailableError
-from engram.kernel.disk import CheckpointDirectory, reading, saving
+from engram.kernel.disk import Checkpoint, saving
 
 _FORMAT = "engram shards"
 _PAUSE = 0.02  # seconds between two tries with a shard that was away
@@ -58,7 +58,7 @@ def save_shards(shards: Sequence[ShardClient], path: str | os.PathLike[str], kee
 def _oldest_named(path: str | os.PathLike[str], shards: int) -> list[str | None]:
     """Of each shard, the oldest snapshot that any root names, which must stay; None: none is named."""
     oldest: list[str | None] = [None] * shards
-    for root in CheckpointDirectory(os.path.abspath(os.fspath(path))).snapshots():
+    for root in Checkpoint(path).snapshots():
         try:
             with _reading_names(path, root) as found:
                 names = found
@@ -73,9 +73,9 @@ def _oldest_named(path: str | os.PathLike[str], shards: int) -> list[str | None]
 @contextmanager
 def _reading_names(path: str | os.PathLike[str], snapshot: str | None) -> Iterator[list[str]]:
     """The name of each shard's snapshot in the save in force, or in the one named, which no save removes meanwhile."""
-    with reading(path, snapshot) as reader:
+    with Checkpoint(path).reading(snapshot) as reader:
         names = reader.body.get("shards")
-        is_list = isinstance(names, list) and all(map(CheckpointDirectory.is_name, names))
+        is_list = isinstance(names, list) and all(map(Checkpoint.is_name, names))
         if reader.body.get("format") != _FORMAT or not is_list:
             raise reader.malformed(
                 "it is no save of shards together; one of a single buffer is loaded by ReplayBuffer.loads"

@@ -7,10 +7,8 @@ from engram.collectors.stats import EpisodeStats
 from engram.collectors.sync import one_of_weights
 from engram.processes.pool import WorkerPool
 from engram.processes.shared_weights import tensors_of
-from engram.processes.timeouts import Clock
 
 __all__ = [
-    "Clock",
     "CollectorSettings",
     "EpisodeStats",
     "PooledCollector",

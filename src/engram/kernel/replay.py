@@ -5,16 +5,12 @@ from engram.data.replay_buffers.samplers.base import as_sampler
 from engram.data.replay_buffers.samplers.slices import mark_rows
 from engram.data.replay_buffers.state.rebuild import saved_storage
 from engram.data.replay_buffers.stats import stored_trajectories
-from engram.data.replay_buffers.storages import Rows
-from engram.data.replay_buffers.storages.memmap import ObservedMemmapStorage
 from engram.data.replay_buffers.writers.round_robin import as_writer
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import WriteRequest
 
 __all__ = [
     "BatchReader",
-    "ObservedMemmapStorage",
-    "Rows",
     "WriteRequest",
     "as_sampler",
     "as_transform",

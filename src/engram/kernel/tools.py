@@ -3,10 +3,8 @@
 from engram._progress import progress_bar
 from engram._system import (
     check_memory,
-    fork_registry,
     free_memory,
     human_bytes,
-    open_file,
     open_regular,
     parse_bytes,
     sync_directory,
@@ -15,10 +13,8 @@ from engram._text import visible, warn_user
 
 __all__ = [
     "check_memory",
-    "fork_registry",
     "free_memory",
     "human_bytes",
-    "open_file",
     "open_regular",
     "parse_bytes",
     "progress_bar",

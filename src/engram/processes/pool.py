@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from engram.processes.restarts import seed_after
-from engram.processes.timeouts import CallTimer, Clock
+from engram.processes.timeouts import CallTimer
 from engram.processes.worker import CLOSE_TIMEOUT, Worker, close_all, wait_for_any
 
 
 class PoolWorker(Protocol):
     """The owner's end of a worker of a pool."""
 
-    clock: Clock | None  #: None: its calls may last for any time
+    def reading(self) -> tuple[float, str] | None:
+        """For how many seconds the call has lasted that it is in the middle of, and which one; None: in none."""
+        ...
 
     def close(self, timeout: float) -> None:
         """Ends it: asks it first, and kills it after `timeout` seconds."""
@@ -63,7 +65,7 @@ class WorkerPool(Generic[W]):
     Args:
         transport: what starts them.
         names: of the workers, in errors.
-        timeout: seconds that a call may last, as the worker's clock says. None: no limit.
+        timeout: seconds that a call may last, as the worker says. None: no limit.
         argument: of the owner, which sets that limit.
         close_timeout: seconds that a worker has to end by itself when it is closed.
 
@@ -104,7 +106,6 @@ class WorkerPool(Generic[W]):
     def end(self, i: int) -> int:
         """Ends worker i, which has failed, before it is started anew; returns how often it was replaced then."""
         self.workers[i].close(self._close_timeout)  # what it held is free once it has ended
-        self.workers[i].clock = None  # it may stand in the middle of a call
         self.replaced[i] += 1
         return self.replaced[i]
 
@@ -127,8 +128,7 @@ class WorkerPool(Generic[W]):
         """The workers that are in the middle of a call, for how long, and of which."""
         if self._timeout == math.inf:
             return []
-        clocks = [(i, worker.clock) for i, worker in enumerate(self.workers)]
-        readings = [(i, None if clock is None else clock.reading()) for i, clock in clocks]
+        readings = ((i, worker.reading()) for i, worker in enumerate(self.workers))
         return [(i, *reading) for i, reading in readings if reading is not None]
 
     def remaining(self) -> float:

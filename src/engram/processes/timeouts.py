@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +15,6 @@ from engram.processes.shared_memory import SharedMemory
 _SINCE, _KIND, _ENV, _COUNT = range(4)
 _BYTES = 64
 _KINDS = ("step", "reset")
-
-
-class Clock(Protocol):
-    """Says what a worker does now."""
-
-    def reading(self) -> tuple[float, str] | None:
-        """For how many seconds its present call has lasted, and which one it is; None: it does nothing that counts."""
 
 
 class CallTimer:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from engram.kernel.tools import open_file, open_regular, sync_directory, visible
+from engram.kernel.tools import open_regular, sync_directory, visible
 
 _AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2
 _SUFFIX = ".engram-tmp"
@@ -37,7 +37,7 @@ def replaceable_file(name: str, is_one: Callable[[BinaryIO], bool]) -> Replaceab
         if path.is_symlink():
             return "it is a symbolic link"
         try:
-            with open_file(path, follow_links=False) as file:
+            with open(open_regular(path), "rb") as file:
                 return None if is_one(file) else "engram did not write it"
         except OSError as error:
             return error.strerror or "it cannot be opened"

@@ -19,7 +19,7 @@ from torch import Tensor
 from engram import pytree
 from engram.errors import DatasetError
 from engram.kernel.rows import IDS, EpisodeIndex, LeafSpec, RowLayout
-from engram.kernel.tools import open_file, progress_bar, visible, warn_user
+from engram.kernel.tools import open_regular, progress_bar, visible, warn_user
 from engram.pytree import Key, KeyPath, as_path, stack
 
 Array = npt.NDArray[Any]
@@ -483,7 +483,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
         DatasetError: it is too long, or holds something else.
     """
     try:
-        with open_file(file) as opened:
+        with open(open_regular(file, follow_links=True), "rb") as opened:
             text = opened.read(_MAX_JSON_BYTES + 1)
     except FileNotFoundError:
         return {}

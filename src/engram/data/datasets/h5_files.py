@@ -17,7 +17,7 @@ from engram.data.datasets.atomic_files import path_of
 from engram.errors import DatasetError
 from engram.kernel.hdf5 import H5Dataset, H5File, import_h5py
 from engram.kernel.spaces import bytes_of_text
-from engram.kernel.tools import check_memory, human_bytes, open_file, parse_bytes
+from engram.kernel.tools import check_memory, human_bytes, open_regular, parse_bytes
 
 Array = npt.NDArray[Any]
 
@@ -143,7 +143,7 @@ def open_foreign(path: Path, max_row_bytes: int | str) -> Iterator[H5Source]:
         ImportError: h5py is missing.
     """
     h5py, allowed = import_h5py(NEEDED_BY), parse_bytes(max_row_bytes, "max_row_bytes")
-    with open_file(path) as opened:
+    with open(open_regular(path, follow_links=True), "rb") as opened:
         try:
             file = h5py.File(path_of(opened), "r", rdcc_nbytes=allowed, rdcc_nslots=101)
         except H5File.FAILURES as error:

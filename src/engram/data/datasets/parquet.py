@@ -43,7 +43,7 @@ from engram.data.datasets.format import DatasetFormat
 from engram.errors import DatasetError
 from engram.kernel.rows import IDS, LeafSpec, RowLayout
 from engram.kernel.spaces import bytes_of_text
-from engram.kernel.tools import free_memory, human_bytes, open_file, open_regular, parse_bytes, progress_bar
+from engram.kernel.tools import free_memory, human_bytes, open_regular, parse_bytes, progress_bar
 from engram.pytree import Key, KeyPath, TreeSpec
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
@@ -886,7 +886,7 @@ def open_parquet(path: Path, columns: Sequence[str] | None, max_row_bytes: int |
 def _arrow_file(path: Path, **options: Any) -> Iterator[tuple[BinaryIO, Any]]:
     """The bytes of a file, and the file as pyarrow opens it once its footer is checked."""
     parquet = import_pyarrow().parquet
-    with open_file(path) as pages:
+    with open(open_regular(path, follow_links=True), "rb") as pages:
         try:
             check_footer(pages)
             file = parquet.ParquetFile(
@@ -903,7 +903,7 @@ def open_arrow(path: Path) -> Iterator[Any]:
     """Opens an Arrow IPC file, which is mapped: pyarrow's reader of its batches; DatasetError where it is damaged."""
     pa = import_pyarrow()
     with (
-        open_file(path) as file,
+        open(open_regular(path, follow_links=True), "rb") as file,
         _failures(path),
         pa.memory_map(path_of(file)) as mapped,
         pa.ipc.open_file(mapped) as reader,

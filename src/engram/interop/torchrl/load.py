@@ -33,7 +33,7 @@ from engram.interop.torchrl.files import (
     tensordict_steps,
 )
 from engram.interop.torchrl.trajectories import SHAPE, flat_steps, h5_steps
-from engram.kernel.disk import CheckpointDirectory
+from engram.kernel.disk import Checkpoint
 from engram.kernel.rows import Part, Receiver, RowSink
 from engram.kernel.tools import visible
 from engram.pytree import KeyPath
@@ -51,7 +51,7 @@ _GENERATOR, _LARGEST_STATE = "rng_state", 1 << 16
 def is_torchrl(path: str | os.PathLike[str]) -> bool:
     """Whether TorchRL's `dumps` of a buffer or a storage wrote this directory; False where engram's did."""
     here = os.fspath(path)
-    if not os.path.isdir(here) or CheckpointDirectory(here).has_pointer():
+    if not os.path.isdir(here) or Checkpoint(here).has_pointer():
         return False
     storage = os.path.join(here, _STORAGE)
     return (

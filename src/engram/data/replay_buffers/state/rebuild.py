@@ -15,7 +15,7 @@ from engram import transforms
 from engram._arguments import MissingPartError, restored
 from engram._text import visible
 from engram.checkpoint.directory import HOOKED
-from engram.checkpoint.reader import reading
+from engram.checkpoint.reader import Checkpoint
 from engram.checkpoint.snapshot import open_snapshot
 from engram.data.replay_buffers import checkpointers, samplers, storages, writers
 from engram.data.replay_buffers.buffer import ReplayBuffer
@@ -292,7 +292,7 @@ def saved_storage(
     Raises:
         CheckpointError: there is no checkpoint, it holds no rows, or those of several storages.
     """
-    with reading(path, snapshot) as reader:
+    with Checkpoint(path).reading(snapshot) as reader:
         saved = reader.body.get("storage")
         if not isinstance(saved, dict):
             raise CheckpointError(f"{path} holds no rows: a part of a buffer was saved there alone")
