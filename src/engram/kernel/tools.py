@@ -7,7 +7,6 @@ from engram._system import (
     human_bytes,
     open_regular,
     parse_bytes,
-    sync_directory,
 )
 from engram._text import visible, warn_user
 
@@ -18,7 +17,6 @@ __all__ = [
     "open_regular",
     "parse_bytes",
     "progress_bar",
-    "sync_directory",
     "visible",
     "warn_user",
 ]

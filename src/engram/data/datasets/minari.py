@@ -59,7 +59,7 @@ from engram.data.datasets.parquet import (
 from engram.errors import DatasetError
 from engram.kernel.hdf5 import H5Dataset, import_h5py
 from engram.kernel.rows import LeafSpec, RowLayout
-from engram.kernel.spaces import EncodedSpaces, HasSpaces, leaf_spaces, text_width
+from engram.kernel.spaces import HasSpaces, leaf_spaces, text_width
 from engram.kernel.tools import parse_bytes, progress_bar
 from engram.pytree import Key, KeyPath, as_path
 from engram.specs import MultiOneHot, OneHot, Spec, Text, Unbounded, space_from_spec, spec_from_space
@@ -609,7 +609,9 @@ def _text_width(space: Any) -> int:
 class KnownSpaces(NamedTuple):
     """What is known of the spaces of the steps that are written."""
 
-    encoded: EncodedSpaces
+    specs: Mapping[KeyPath, Spec]  #: as of `HasSpaces.encoded_spaces`
+    batch_dims: int
+    spaces: Mapping[KeyPath, Any]
     is_given: bool  #: whether the caller said that the steps have these specs; else those that fit count
     given: Mapping[str, Any]  #: by role, the space that the caller gave
 
@@ -632,10 +634,10 @@ class KnownSpaces(NamedTuple):
         return [encoded_column(leaf, spaces[name], None) for name, leaf in zip(names, leaves, strict=True)]
 
     def _column(self, leaf: LeafSpec) -> RawColumn:
-        spec = self.encoded.specs.get(leaf.path)
+        spec = self.specs.get(leaf.path)
         if spec is None:
             return _widest(leaf)
-        shape = tuple(spec.shape[self.encoded.batch_dims :])
+        shape = tuple(spec.shape[self.batch_dims :])
         if (spec.dtype, shape) != (leaf.dtype, tuple(leaf.shape)):
             if self.is_given:
                 raise ValueError(
@@ -643,10 +645,10 @@ class KnownSpaces(NamedTuple):
                     f"{str(spec.dtype)[6:]} {list(shape)}; give the one that the steps are from. Nothing was written"
                 )
             return _widest(leaf)  # a collector's postproc may change its batches
-        space = self.encoded.spaces.get(leaf.path)
+        space = self.spaces.get(leaf.path)
         if space is None:
             try:
-                one = spec[(0,) * self.encoded.batch_dims] if self.encoded.batch_dims else spec  # type: ignore[index]
+                one = spec[(0,) * self.batch_dims] if self.batch_dims else spec  # type: ignore[index]
                 space = space_from_spec(one)
             except (TypeError, ValueError, ImportError):  # it has no space, or gymnasium is missing
                 return _widest(leaf)
@@ -1039,8 +1041,9 @@ def _known_spaces(source: Any, env: Any, observation_space: Any, action_space: A
             "gymnasium's, TransformedEnv(env) one of TorchRL's; observation_space= and action_space= take spaces"
         )
     origin = source if env is None and isinstance(source, HasSpaces) else env
-    encoded = EncodedSpaces({}, 0, {}) if origin is None else origin.encoded_spaces()
-    return KnownSpaces(encoded, env is not None, given)
+    if origin is None:
+        return KnownSpaces({}, 0, {}, False, given)
+    return KnownSpaces(*origin.encoded_spaces(), env is not None, given)
 
 
 def _not_ours(path: Path) -> str | None:
