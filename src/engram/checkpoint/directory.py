@@ -93,32 +93,6 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*
 _POINTER_FORMAT = "engram checkpoint"
 
 
-class JsonFile:
-    """A file of JSON with a checksum, which is replaced in one step: killed, or without power, it is the old one."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = os.fspath(path)
-
-    def read(self) -> dict[str, Any]:
-        """Its content; a ValueError says why it is not what was written."""
-        with open(open_regular(self._path), "rb") as file:
-            return from_checksummed_json(file.read())
-
-    def write(self, document: dict[str, Any]) -> None:
-        aside = f"{self._path}.new"
-        # A file of this name may be a link or a pipe: opening it could write to a file elsewhere, or block.
-        if _exists(aside):
-            os.unlink(aside)
-        try:
-            _write_synced(aside, to_checksummed_json(document))
-            os.replace(aside, self._path)
-        except BaseException:
-            if os.path.lexists(aside):
-                os.unlink(aside)
-            raise
-        sync_directory(os.path.dirname(self._path))
-
-
 @dataclass(frozen=True)
 class Pointer:
     """The content of CURRENT: the name of the current snapshot and the XXH3-128 of its manifest file."""
@@ -213,8 +187,19 @@ class CheckpointDirectory:
 
     def point_to(self, pointer: Pointer) -> None:
         """Replaces CURRENT. Everything that `pointer` names must be on disk before this is called."""
+        aside = self.path(CURRENT + ".new")
         document = {"format": _POINTER_FORMAT, "version": 1, "snapshot": pointer.snapshot, "manifest": pointer.manifest}
-        JsonFile(self.path(CURRENT)).write(document)
+        # A file of this name may be a link or a pipe: opening it could write to a file elsewhere, or block.
+        if _exists(aside):
+            os.unlink(aside)
+        try:
+            _write_synced(aside, to_checksummed_json(document))
+            os.replace(aside, self.path(CURRENT))
+        except BaseException:
+            if os.path.lexists(aside):
+                os.unlink(aside)
+            raise
+        sync_directory(self.root)
 
     def refuse_foreign(self, listing: Listing) -> None:
         """CheckpointError where CURRENT was not written by engram, and would be replaced."""

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from engram._progress import progress_bar
 from engram.cli.kinds import Kind, kind_of, one_snapshot, store_folder
 from engram.errors import StorageError, StorageInUseError
 from engram.kernel.disk import Checkpoint, Counters, StoreFile
-from engram.kernel.tools import progress_bar, visible
+from engram.kernel.tools import visible
 
 if TYPE_CHECKING:
     from engram.cli.trajectories import CountedTrajectories

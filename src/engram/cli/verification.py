@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engram._progress import progress_bar
 from engram.cli.kinds import Kind, kind_of, store_folder
 from engram.errors import CheckpointError, DatasetError, StorageError, StorageInUseError
 from engram.kernel.disk import Checkpoint, StoreFile
-from engram.kernel.tools import progress_bar, visible
+from engram.kernel.tools import visible
 
 _ROWS_AT_ONCE = 1 << 16  # rows of a lane, in one native call
 _TRIES = 500  # while rows are being changed in place

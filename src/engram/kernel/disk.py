@@ -1,6 +1,6 @@
 """Checkpoint directories and mapped stores as they lie on disk. Needs no torch, whose import takes a second."""
 
-from engram.checkpoint.directory import JsonFile
+from engram.checkpoint.directory import from_checksummed_json, to_checksummed_json
 from engram.checkpoint.reader import Checkpoint
 from engram.checkpoint.writer import saving
 from engram.store.counters import Counters
@@ -11,7 +11,8 @@ __all__ = [
     "Checkpoint",
     "Counters",
     "FirstByte",
-    "JsonFile",
     "StoreFile",
+    "from_checksummed_json",
     "saving",
+    "to_checksummed_json",
 ]

@@ -6,14 +6,12 @@ from engram.data.replay_buffers.samplers.slices import mark_rows
 from engram.data.replay_buffers.state.rebuild import saved_storage
 from engram.data.replay_buffers.stats import stored_trajectories
 from engram.data.replay_buffers.writers.round_robin import as_writer
-from engram.transforms.adapters import as_transform
 from engram.transforms.base import WriteRequest
 
 __all__ = [
     "BatchReader",
     "WriteRequest",
     "as_sampler",
-    "as_transform",
     "as_writer",
     "mark_rows",
     "saved_storage",

@@ -1,7 +1,6 @@
 """Rows: where each key lies in one, the lanes that they are written to, the episodes that they form, saved rows."""
 
 from engram.checkpoint.foreign import Part, Receiver, register_form
-from engram.checkpoint.protocols import RowSink
 from engram.store.episodes import IDS, EpisodeIndex, StoredTrajectories
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
@@ -14,7 +13,6 @@ __all__ = [
     "Part",
     "Receiver",
     "RowLayout",
-    "RowSink",
     "StoredTrajectories",
     "register_form",
 ]

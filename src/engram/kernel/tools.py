@@ -1,12 +1,12 @@
 """Files, memory, texts and warnings, as everything here reads, measures and says them. Needs no torch."""
 
-from engram._progress import progress_bar
 from engram._system import (
     check_memory,
     free_memory,
     human_bytes,
     open_regular,
     parse_bytes,
+    sync_directory,
 )
 from engram._text import visible, warn_user
 
@@ -16,7 +16,7 @@ __all__ = [
     "human_bytes",
     "open_regular",
     "parse_bytes",
-    "progress_bar",
+    "sync_directory",
     "visible",
     "warn_user",
 ]

@@ -19,6 +19,7 @@ import torch
 from tensordict import TensorDict
 
 from engram import pytree
+from engram._progress import progress_bar
 from engram.data.datasets.atomic_files import Replaceable, new_folder, replaceable_file
 from engram.data.datasets.episodes import (
     DONE,
@@ -60,7 +61,7 @@ from engram.errors import DatasetError
 from engram.kernel.hdf5 import H5Dataset, import_h5py
 from engram.kernel.rows import LeafSpec, RowLayout
 from engram.kernel.spaces import HasSpaces, leaf_spaces, text_width
-from engram.kernel.tools import parse_bytes, progress_bar
+from engram.kernel.tools import parse_bytes
 from engram.pytree import Key, KeyPath, as_path
 from engram.specs import MultiOneHot, OneHot, Spec, Text, Unbounded, space_from_spec, spec_from_space
 

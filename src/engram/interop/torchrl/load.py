@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +34,21 @@ from engram.interop.torchrl.files import (
 )
 from engram.interop.torchrl.trajectories import SHAPE, flat_steps, h5_steps
 from engram.kernel.disk import Checkpoint
-from engram.kernel.rows import Part, Receiver, RowSink
+from engram.kernel.rows import Part, Receiver
 from engram.kernel.tools import visible
 from engram.pytree import KeyPath
+
+if TYPE_CHECKING:
+    from engram.data.replay_buffers.checkpointers import RowSink
+
+    class TableSink(RowSink, Protocol):
+        """A storage of packed rows that is filled, and its layout and counters."""
+
+        ndim: int
+
+        def layout_state(self) -> dict[str, Any] | None: ...
+        def counters(self) -> dict[str, Any]: ...
+
 
 Rows = npt.NDArray[Any]
 
@@ -448,15 +460,6 @@ _TRANSLATIONS: dict[str, tuple[dict[str, _Translate], _Translate]] = {
 
 
 # ---- rows ----
-class TableSink(RowSink, Protocol):
-    """A storage of packed rows that is filled, and its layout and counters."""
-
-    ndim: int
-
-    def layout_state(self) -> dict[str, Any] | None: ...
-    def counters(self) -> dict[str, Any]: ...
-
-
 class RowTransfer:
     """Copies saved steps into a storage; each row gets its new index where the writer stores one."""
 
