@@ -28,7 +28,7 @@ from engram.data.datasets import FORMATS
 from engram.data.datasets.atomic_files import new_folder
 from engram.data.datasets.episodes import DONE, TERMINATED, TRUNCATED, Marks, StepBlock, episode_source
 from engram.data.replay_buffers.checkpointers import open_snapshot
-from engram.kernel.rows import IDS, StoredTrajectories
+from engram.kernel.rows import IDS
 from engram.kernel.tools import visible
 from engram.pytree import KeyPath
 
@@ -251,9 +251,8 @@ class _Ends:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         counted = trajectories_of(storage)
-        none = StoredTrajectories(*(torch.empty(0, dtype=torch.int64) for _ in range(4)))
-        trajectories = none if isinstance(counted, str) else counted[0]
-        self._lane, self._env, self._start, self._length = (values.numpy() for values in trajectories)
+        columns = [torch.empty(0, dtype=torch.int64)] * 4 if isinstance(counted, str) else counted[:4]
+        self._lane, self._env, self._start, self._length = (values.numpy() for values in columns)
 
     def hidden(self) -> int:
         """How many trajectories, of those that others follow, end where neither a flag nor an id says so."""

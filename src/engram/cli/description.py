@@ -22,7 +22,7 @@ from engram.kernel.disk import Checkpoint, Counters, StoreFile
 from engram.kernel.tools import visible
 
 if TYPE_CHECKING:
-    from engram.cli.trajectories import CountedTrajectories
+    from engram.cli.trajectories import Trajectories
     from engram.data import Storage
 
 #: Stores of no more rows have their episodes counted without being asked: their flags are read.
@@ -217,12 +217,12 @@ def _of_store(path: str | os.PathLike[str], episodes: bool | None, returns: bool
 
 
 def _of_observed(
-    path: str | os.PathLike[str], opened: StoreFile, storage: Storage, trajectories: CountedTrajectories
+    path: str | os.PathLike[str], opened: StoreFile, storage: Storage, trajectories: Trajectories | str
 ) -> Info:
     """What the header says of the rows that trajectories were counted in, or of those that are there now."""
     lanes = storage.lanes
     assert lanes is not None
-    rows = None if isinstance(trajectories, str) or not trajectories[1] else trajectories[1]
+    rows = None if isinstance(trajectories, str) else trajectories.rows or None
     return storage._validated(lambda: _of_header(path, lanes.store, opened, rows))
 
 
@@ -366,27 +366,27 @@ def _opened_rows(path: str | os.PathLike[str], snapshot: str | None, progress: b
     return open_rows(path, snapshot, progress=progress)
 
 
-def _trajectories_of(storage: Storage) -> CountedTrajectories:
+def _trajectories_of(storage: Storage) -> Trajectories | str:
     from engram.cli.trajectories import trajectories_of
 
     return trajectories_of(storage)
 
 
 def _with_episodes(
-    described: Info, storage: Storage, trajectories: CountedTrajectories, returns: bool, progress: bool
+    described: Info, storage: Storage, trajectories: Trajectories | str, returns: bool, progress: bool
 ) -> Info:
     from engram.cli.trajectories import episode_returns, has_rewards
 
     if isinstance(trajectories, str):
         return _noting(described, trajectories)
-    counted, _ = trajectories
-    described = replace(described, episodes=len(counted.length), lengths=_summary(counted.length.numpy()))
+    length = trajectories.length.numpy()
+    described = replace(described, episodes=len(length), lengths=_summary(length))
     if not returns:
         return described
     if not has_rewards(storage):
         return _noting(described, "the rows have no ('next', 'reward'): there are no returns")
     with progress_bar(f"reading rewards of {described.path}", storage.shape[0], progress) as advance:
-        return replace(described, returns=_summary(episode_returns(storage, counted, advance)))
+        return replace(described, returns=_summary(episode_returns(storage, trajectories, advance)))
 
 
 def _summary(values: npt.NDArray[Any]) -> Summary | None:

@@ -118,10 +118,10 @@ def _of_episodes(storage: Storage, name: str, progress: bool) -> Series:
     if isinstance(trajectories, str):
         raise ValueError(f"there are no {name} to draw: {trajectories}")
     if name == LENGTHS:
-        values = trajectories[0].length.numpy().astype(np.float64)
+        values = trajectories.length.numpy().astype(np.float64)
     elif has_rewards(storage):
         with progress_bar("reading rewards", storage.shape[0], progress) as advance:
-            values = episode_returns(storage, trajectories[0], advance)
+            values = episode_returns(storage, trajectories, advance)
     else:
         raise ValueError("there are no returns to draw: the rows have no ('next', 'reward')")
     values = values[np.isfinite(values)]

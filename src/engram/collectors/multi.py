@@ -406,19 +406,24 @@ class MultiCollector(PooledCollector, HasSpaces):
                 if (trajectories := self._take_trajectories()) is not None:
                     return trajectories
         while self._arrived:
-            result = self._arrived.popleft()
-            self._seam_before([result])
-            if isinstance(result.batch, WroteFrames):
-                self.frames += result.batch.frames
-                continue
-            self.frames += result.batch.numel()
-            self._global_ids.number([(result.worker, result.batch)])
-            if self._writer is None:
-                return self._as_handed_out(result.batch)
-            self._store(result.batch)
+            if (batch := self._take_first()) is not None:
+                return self._as_handed_out(batch)
         assert failure is not None
         self._failure = None
         raise failure
+
+    def _take_first(self) -> TensorDictBase | None:
+        """The batch that came first; None where it is in the replay buffer."""
+        result = self._arrived.popleft()
+        self._seam_before([result])
+        self.frames += result.frames
+        if isinstance(result.batch, WroteFrames):
+            return None
+        self._global_ids.number([(result.worker, result.batch)])
+        if self._writer is None:
+            return result.batch
+        self._store(result.batch)
+        return None
 
     def _as_handed_out(self, batch: TensorDictBase) -> TensorDictBase:
         """The batch of one worker, in the form in which batches are handed out."""
@@ -672,16 +677,14 @@ class MultiCollector(PooledCollector, HasSpaces):
         not part of it.
         """
         with self._asking():
-            return self._state_dict()
-
-    def _state_dict(self) -> dict[str, Any]:
-        with self._shut_down_on_error():
-            states = [self._request(k, GetState()) for k in range(self.num_workers)]
-        if self._trajs_per_batch:
-            self._assemble_arrived()
-        counts = {"frames": self.frames, "batches": self.batches, "trajectories": self._ids.value}
-        waiting = {"waiting": self._assembler.state_dict()} if self._trajs_per_batch else {}
-        return {**counts, "episodes": self._episodes.state_dict(), "workers": states, **waiting}
+            with self._shut_down_on_error():
+                states = [self._request(k, GetState()) for k in range(self.num_workers)]
+            waiting = {}
+            if self._trajs_per_batch:
+                self._assemble_arrived()
+                waiting = {"waiting": self._assembler.state_dict()}
+            counts = {"frames": self.frames, "batches": self.batches, "trajectories": self._ids.value}
+            return {**counts, "episodes": self._episodes.state_dict(), "workers": states, **waiting}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on after `state_dict`: every environment starts a new trajectory; batches not handed out are dropped.
@@ -1015,18 +1018,7 @@ class MultiaSyncDataCollector(MultiCollector):
             self._request_batches()
         while not self._arrived:
             self._wait()
-        result = self._arrived.popleft()
-        self._seam_before([result])
-        k, batch, _ = result
-        if isinstance(batch, WroteFrames):
-            self.frames += batch.frames
-            return None
-        self.frames += batch.numel()
-        self._global_ids.number([(k, batch)])
-        if self.replay_buffer is None:
-            return batch
-        self._store(batch)
-        return None
+        return self._take_first()
 
     def _next_results(self) -> list[Arrived]:
         if not self._is_finishing:

@@ -1,4 +1,4 @@
-"""What stands behind a buffer: tables of storages, the reading of batches, adapters of users' parts."""
+"""What stands behind a buffer: the reading of batches, adapters of users' parts, what is stored."""
 
 from engram.data.replay_buffers.reader import BatchReader
 from engram.data.replay_buffers.samplers.base import as_sampler

@@ -1,7 +1,7 @@
 """Rows: where each key lies in one, the lanes that they are written to, the episodes that they form, saved rows."""
 
 from engram.checkpoint.foreign import Part, Receiver, register_form
-from engram.store.episodes import IDS, EpisodeIndex, StoredTrajectories
+from engram.store.episodes import IDS, EpisodeIndex
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 
@@ -13,6 +13,5 @@ __all__ = [
     "Part",
     "Receiver",
     "RowLayout",
-    "StoredTrajectories",
     "register_form",
 ]

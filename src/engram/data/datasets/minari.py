@@ -9,7 +9,7 @@ import os
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -907,23 +907,20 @@ def _open_episodes(
 ) -> Iterator[tuple[EpisodeReader | ArrowEpisodeReader, int | None]]:
     """Opens a dataset: its episodes and, if its metadata have it, the number of their steps."""
     excluded = tuple(as_path(key, "exclude") for key in exclude)
-    arrow = _arrow_folder(Path(path))
-    if arrow is not None:
-        metadata, allowed = read_json_object(arrow / METADATA), parse_bytes(max_row_bytes, "max_row_bytes")
-        reader = ArrowEpisodeReader(arrow, metadata, infos, excluded, allowed)
-        if metadata.get("total_episodes", len(reader)) != len(reader):
-            said = metadata["total_episodes"]
-            raise DatasetError(str(arrow), f"has {len(reader)} episodes, {METADATA} says {said}")
-        total = metadata.get("total_steps")
-        yield reader, total if type(total) is int else None
-        return
-    file = _find(Path(path))
-    metadata = read_json_object(file.with_name(METADATA))
-    with open_foreign(file, max_row_bytes) as source:
-        episodes = EpisodeReader(source, metadata, infos, excluded)
+    with ExitStack() as stack:
+        episodes: EpisodeReader | ArrowEpisodeReader
+        place = _arrow_folder(Path(path))
+        if place is not None:
+            metadata, allowed = read_json_object(place / METADATA), parse_bytes(max_row_bytes, "max_row_bytes")
+            episodes = ArrowEpisodeReader(place, metadata, infos, excluded, allowed)
+        else:
+            place = _find(Path(path))
+            metadata = read_json_object(place.with_name(METADATA))
+            source = stack.enter_context(open_foreign(place, max_row_bytes))
+            episodes = EpisodeReader(source, metadata, infos, excluded)
         expected = metadata.get("total_episodes")
         if expected is not None and expected != len(episodes):
-            raise DatasetError(str(file), f"has {len(episodes)} episodes, {METADATA} says {expected}")
+            raise DatasetError(str(place), f"has {len(episodes)} episodes, {METADATA} says {expected}")
         total = metadata.get("total_steps")
         yield episodes, total if type(total) is int else None
 
