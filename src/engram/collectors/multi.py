@@ -46,20 +46,14 @@ from engram.collectors.trajectories import (
 )
 from engram.collectors.utils import split_trajectories
 from engram.collectors.worker import (
-    AttachBuffer,
-    AttachWeights,
     BatchReady,
+    Call,
     Collect,
-    GetSpaces,
-    GetState,
+    CollectorProcess,
     Hello,
-    LoadState,
     Predecessor,
-    Reset,
-    SetSeed,
     SharedBatchReader,
     Stop,
-    ValidateState,
     WorkerCalls,
     WorkerConfig,
     WroteFrames,
@@ -101,7 +95,7 @@ class Member:
         frames, envs: of each of its batches; known after its Hello.
         pending: batches that it was asked for and has not sent.
         collected: the frames that it has handed over.
-        seed: of its environments.
+        seed: arguments of the last `set_seed`.
         id_offset: added to the ids that it counts, which begin anew in its successor.
         begins: whether its next batch is the first of a successor.
         first_steps: of an unfinished batch.
@@ -113,7 +107,7 @@ class Member:
     envs: int = 0
     pending: int = 0
     collected: int = 0
-    seed: SetSeed | None = None
+    seed: tuple[int, bool] | None = None
     id_offset: int = 0
     begins: bool = False
     first_steps: TensorDictBase | WroteFrames | None = None
@@ -313,7 +307,7 @@ class MultiCollector(PooledCollector, HasSpaces):
         self._weights = SharedWeights(tensors_of(self._factory_state))
         for k, worker in enumerate(list(self._workers)):
             try:
-                worker.send(AttachWeights(self._weights))
+                worker.send(Call(CollectorProcess.attach_weights, (self._weights,), is_question=False))
             except WorkerError as error:
                 self._replace(k, error)
 
@@ -512,7 +506,7 @@ class MultiCollector(PooledCollector, HasSpaces):
             seed = member.seed
             predecessor = Predecessor(
                 member.collected,
-                None if seed is None else seed._replace(seed=self._pool.seed_of(k, seed.seed)),
+                None if seed is None else (self._pool.seed_of(k, seed[0]), seed[1]),
                 has_own_weights=member.config.policy_factory is not None and not self._is_updated,
             )
             self._start_worker(k, predecessor)
@@ -573,7 +567,8 @@ class MultiCollector(PooledCollector, HasSpaces):
 
     def _attach_worker(self, k: int) -> None:
         self.replay_buffer.storage.release()  # workers need all lanes
-        self._workers[k].send(AttachBuffer(sent_to_writers(self.replay_buffer), self._ids))
+        buffer = sent_to_writers(self.replay_buffer)
+        self._workers[k].send(Call(CollectorProcess.attach_buffer, (buffer, self._ids), is_question=False))
 
     # ---- weights, seeds, states ----
     @property
@@ -629,7 +624,9 @@ class MultiCollector(PooledCollector, HasSpaces):
     def encoded_spaces(self) -> EncodedSpaces:
         """The specs of observations and actions of a worker, and the gymnasium spaces that all workers have."""
         with self._asking(), self._shut_down_on_error():
-            members: list[EncodedSpaces] = [self._request(k, GetSpaces()) for k in range(self.num_workers)]
+            members: list[EncodedSpaces] = [
+                self._request(k, CollectorProcess.encoded_spaces) for k in range(self.num_workers)
+            ]
         return members[0]._replace(spaces=common_spaces(members))
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -639,8 +636,8 @@ class MultiCollector(PooledCollector, HasSpaces):
         """
         with self._asking(), self._shut_down_on_error():
             for k in range(self.num_workers):
-                self._members[k].seed = SetSeed(seed, static_seed)
-                seed = self._request(k, SetSeed(seed, static_seed))
+                self._members[k].seed = seed, static_seed
+                seed = self._request(k, CollectorProcess.set_seed, seed, static_seed)
         return seed
 
     def reset(self, reset_idx: Sequence[bool] | None = None) -> None:
@@ -660,7 +657,7 @@ class MultiCollector(PooledCollector, HasSpaces):
         with self._asking(), self._shut_down_on_error():
             for k in range(self.num_workers):
                 if chosen[k]:
-                    self._request(k, Reset())
+                    self._request(k, CollectorProcess.reset)
                     self._drop_unfinished(k)
 
     def _drop_unfinished(self, k: int) -> None:
@@ -678,7 +675,7 @@ class MultiCollector(PooledCollector, HasSpaces):
         """
         with self._asking():
             with self._shut_down_on_error():
-                states = [self._request(k, GetState()) for k in range(self.num_workers)]
+                states = [self._request(k, CollectorProcess.state) for k in range(self.num_workers)]
             waiting = {}
             if self._trajs_per_batch:
                 self._assemble_arrived()
@@ -706,7 +703,7 @@ class MultiCollector(PooledCollector, HasSpaces):
         parts = self._with_newest_weights(state["workers"])
         with self._shut_down_on_error():
             for k, part in enumerate(parts):
-                self._request(k, LoadState(part))
+                self._request(k, CollectorProcess.load_state, part)
         self._arrived.clear()
         self._assembler.load_state_dict(state.get("waiting", NOTHING_WAITS))
         for member, part in zip(self._members, parts, strict=True):
@@ -722,12 +719,12 @@ class MultiCollector(PooledCollector, HasSpaces):
 
     def _validate_random_states(self, parts: Sequence[dict[str, Any]]) -> None:
         with self._shut_down_on_error():
-            questions = [
-                (k, ValidateState(part["env_random_state"]))
+            refusals = [
+                f"worker {k}: {why}"
                 for k, part in enumerate(parts)
                 if "env_random_state" in part
+                and (why := self._request(k, CollectorProcess.refusal, part["env_random_state"])) is not None
             ]
-            refusals = [f"worker {k}: {why}" for k, one in questions if (why := self._request(k, one)) is not None]
         if refusals:
             raise ValueError("the state is not of these environments.\n  " + "\n  ".join(refusals))
 
@@ -746,12 +743,12 @@ class MultiCollector(PooledCollector, HasSpaces):
         self._is_updated = True
         return [{**part, "policy_version": version, "policy_state_dict": weights} for part in parts]
 
-    def _request(self, k: int, message: Any) -> Any:
-        """Sends worker k a message and returns its answer; batches that come before it are received."""
+    def _request(self, k: int, method: Callable[..., Any], *args: Any) -> Any:
+        """What a method of worker k's process returns; batches that come before it are received."""
         while self._members[k].pending:  # a large message would wait for a worker that waits to send a large batch
             if self._wait_for_any([k]):
                 self._receive_message(k)
-        return self._ask(k, message)
+        return self._ask(k, Call(method, args))
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, *, raise_on_error: bool = True) -> None:
         """Ends the workers in a bounded time. A second call does nothing.

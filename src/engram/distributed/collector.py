@@ -141,13 +141,11 @@ class _CollectorActor:
             self._collector.update_policy_weights_(weights, version=self._fetcher.version)
         batch = self._collector.rollout()
         parts = [batch] if self._config.workers == 1 else list(batch.unbind(0))
-        before = [episodes.count for episodes in self._episodes]
         for k, part in enumerate(parts):
             self._add_producer(part, k)
-        self._note_episodes(parts)
+        returns, lengths = self._ended_in(parts)
         if self._config.postproc is not None:
             parts = [self._config.postproc(part) for part in parts]
-        returns, lengths = self._ended_since(before)
         if not self._buffers:
             batch = parts[0] if self._config.workers == 1 else torch.stack(parts)
             self._frames += batch.numel()
@@ -166,18 +164,15 @@ class _CollectorActor:
             producer = (self._config.first_producer + worker) % _PRODUCERS
             part.set(_TRAJECTORY_IDS, ids + (producer << _ID_BITS))
 
-    def _note_episodes(self, parts: Sequence[TensorDictBase]) -> None:
+    def _ended_in(self, parts: Sequence[TensorDictBase]) -> tuple[list[float], list[int]]:
+        """Returns and lengths of the episodes that ended in the batch of each worker."""
+        returns: list[float] = []
+        lengths: list[int] = []
         for k, part in enumerate(parts):
             if len(self._episodes) <= k:
                 self._episodes.append(EpisodeStats(part.shape[:-1].numel()))
-            self._episodes[k].add_batch(part)
-
-    def _ended_since(self, before: list[int]) -> tuple[list[float], list[int]]:
-        returns: list[float] = []
-        lengths: list[int] = []
-        for k, episodes in enumerate(self._episodes):
-            new_returns, new_lengths = episodes.latest(before[k] if k < len(before) else 0)
-            returns, lengths = returns + new_returns, lengths + new_lengths
+            ended = self._episodes[k].ended_in(part)
+            returns, lengths = returns + ended[0], lengths + ended[1]
         return returns, lengths
 
     def close(self) -> None:
