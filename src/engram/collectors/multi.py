@@ -691,31 +691,28 @@ class MultiCollector(PooledCollector, HasSpaces):
         other environments, with nothing changed.
         """
         with self._asking():
-            self._load_state_dict(state_dict)
-
-    def _load_state_dict(self, state: dict[str, Any]) -> None:
-        own = self._factory_state
-        if self._weights is not None and own is None:
-            own = self._policy.state_dict()
-        validate_states(state, self.num_workers, own)
-        validate_waiting(state, self._trajs_per_batch)
-        self._validate_random_states(state["workers"])
-        parts = self._with_newest_weights(state["workers"])
-        with self._shut_down_on_error():
-            for k, part in enumerate(parts):
-                self._request(k, CollectorProcess.load_state, part)
-        self._arrived.clear()
-        self._assembler.load_state_dict(state.get("waiting", NOTHING_WAITS))
-        for member, part in zip(self._members, parts, strict=True):
-            member.collected = int(part["stepped"])
-        self._global_ids.forget()
-        if self._writer is not None:
-            self._writer.restart()
-        self.frames, self.batches = int(state["frames"]), int(state["batches"])
-        self._episodes.load_state_dict(state["episodes"])
-        missing = int(state["trajectories"]) - self._ids.value
-        if missing > 0:
-            self._ids.take(missing)
+            own = self._factory_state
+            if self._weights is not None and own is None:
+                own = self._policy.state_dict()
+            validate_states(state_dict, self.num_workers, own)
+            validate_waiting(state_dict, self._trajs_per_batch)
+            self._validate_random_states(state_dict["workers"])
+            parts = self._with_newest_weights(state_dict["workers"])
+            with self._shut_down_on_error():
+                for k, part in enumerate(parts):
+                    self._request(k, CollectorProcess.load_state, part)
+            self._arrived.clear()
+            self._assembler.load_state_dict(state_dict.get("waiting", NOTHING_WAITS))
+            for member, part in zip(self._members, parts, strict=True):
+                member.collected = int(part["stepped"])
+            self._global_ids.forget()
+            if self._writer is not None:
+                self._writer.restart()
+            self.frames, self.batches = int(state_dict["frames"]), int(state_dict["batches"])
+            self._episodes.load_state_dict(state_dict["episodes"])
+            missing = int(state_dict["trajectories"]) - self._ids.value
+            if missing > 0:
+                self._ids.take(missing)
 
     def _validate_random_states(self, parts: Sequence[dict[str, Any]]) -> None:
         with self._shut_down_on_error():
@@ -757,11 +754,7 @@ class MultiCollector(PooledCollector, HasSpaces):
         comes later is lost. The workers' environments are closed, whatever `close_env` says. With `raise_on_error` an
         error that has ended collecting in the background, and was not raised yet, is raised when all is done.
         """
-        if self._background is not None:
-            try:
-                self._background.stop(CLOSE_TIMEOUT if timeout is None else timeout)
-            except TimeoutError:
-                self._background.abandon()
+        self._stop_background(CLOSE_TIMEOUT if timeout is None else timeout)
         self._pool.close()
         self._restore_threads()
         if raise_on_error:

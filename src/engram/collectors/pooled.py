@@ -105,6 +105,14 @@ class PooledCollector(BackgroundCollector):
             self._background.abandon()
         self._pool.close(self._error_close_timeout)
 
+    def _stop_background(self, timeout: float) -> None:
+        """Ends collecting in the background after the batch that was begun, but waits no longer than that."""
+        if self._background is not None:
+            try:
+                self._background.stop(timeout)
+            except TimeoutError:
+                self._background.abandon()
+
     @contextmanager
     def _between_batches(self) -> Iterator[None]:
         with super()._between_batches():

@@ -670,11 +670,7 @@ class RayCollector(PooledCollector):
         Environments are closed, whatever `close_env` says.
         """
         deadline = time.monotonic() + (_CLOSE_TIMEOUT if timeout is None else timeout)
-        if self._background is not None:
-            try:
-                self._background.stop(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                self._background.abandon()
+        self._stop_background(max(0.0, deadline - time.monotonic()))
         if not self.is_shut_down:
             self._take_begun(deadline)
             self._pool.close(max(0.1, deadline - time.monotonic()))
