@@ -41,7 +41,7 @@ LAYERS = [
     [f"{BUFFERS}.samplers", f"{BUFFERS}.writers"],
     [f"{BUFFERS}.storages"],
     [f"{BUFFERS}.checkpointers", f"{BUFFERS}.state"],
-    ["engram.interop"],
+    ["engram._progress", "engram.interop"],
     ["engram.kernel"],  # of rows and files
     ["engram.checkpoint"],
     ["engram.processes"],
@@ -53,16 +53,17 @@ LAYERS = [
     ["engram._hdf5"],
     ["engram.specs"],
     ["engram._arguments", "engram.pytree"],
-    ["engram._generator", "engram._progress", "engram._system"],
+    ["engram._generator", "engram._system"],
     ["engram._native"],
     ["engram.errors"],
     ["engram._advice", "engram._aliases", "engram._checks", "engram._overrides", "engram._text"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 #: Parts around the kernel. They use what users import, the kernel's edge and each other.
-SATELLITES = ("cli", "compat", "data.datasets", "distributed", "interop", "testing")
+SATELLITES = ("_progress", "cli", "compat", "data.datasets", "distributed", "interop", "testing")
 #: What users import, of which satellites use the names in `__all__`; so they do of the modules below `engram.kernel`.
 FACES = {f"engram.{name}" for name in ("collectors", "data", "envs", "envs.transforms", "envs.utils", "specs")}
+FACES |= {f"{BUFFERS}.checkpointers", f"{BUFFERS}.storages"}
 OPEN = ("engram.errors", "engram.pytree")  # of which they use every name
 #: The only imports of the kernel's that look up: `engram.data` lets the forms of other libraries register themselves,
 #: and a transform makes the sampler that belongs to it when a user asks for it.

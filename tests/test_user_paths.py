@@ -10,11 +10,11 @@ import pytest
 
 import engram
 from contracts.each import each
-from engram._system import open_file, open_regular
+from engram._system import open_regular
 
 ROOT = Path(engram.__file__).parent
 #: What returns a descriptor that was checked, or has no name that a user could give.
-CHECKED = ("open_regular", "open_below", "_open_file", "fd")
+CHECKED = ("open_regular", "_open_file", "fd")
 #: Flags with which `os.open` never waits and never opens what was there before, or opens a folder.
 SAFE_FLAGS = ("O_DIRECTORY", "O_EXCL", "O_TMPFILE")
 METHODS = (
@@ -31,12 +31,12 @@ ALLOWED = {
     ("_system", "_group_free", "open"): "a file of the kernel's",
     ("_system", "_read", "open"): "a file of the kernel's",
     ("_system", "open_regular", "os.open"): "this is the check",
-    ("_hdf5", "open_checked", "h5py.File"): "a file that is open",
-    ("_hdf5", "open_foreign", "h5py.File"): "the descriptor of a file that was checked",
-    ("_hdf5", "is_ours", "import_h5py(NEEDED_BY).File"): "the descriptor of a file that was checked",
+    ("_hdf5", "opened", "h5py.File"): "a file that is open",
+    ("data.datasets.h5_files", "open_foreign", "h5py.File"): "the descriptor of a file that was checked",
+    ("data.datasets.h5_files", "is_ours", "import_h5py(NEEDED_BY).File"): "the descriptor of a file that was checked",
     ("_hdf5", "__init__", "io.FileIO"): "a new file in the folder of a new snapshot",
     ("_hdf5", "create_checked", "h5py.File"): "a file that is open",
-    ("_hdf5", "create_plain", "h5py.File"): "a new file in a new folder",
+    ("data.datasets.h5_files", "create_plain", "h5py.File"): "a new file in a new folder",
     ("checkpoint.hooks", "room", "np.memmap"): "a file that is open",
     ("checkpoint.reader", "_copied", "open"): "mode x: a new file",
     ("checkpoint.writer", "_create", "os.open"): "flags with O_EXCL: a new file",
@@ -97,7 +97,7 @@ def test_no_file_of_a_user_is_opened_unchecked():
         if not module.startswith("testing."):  # a user's tests, in folders of their own
             found |= set(opens(module, ast.parse(file.read_text())))
     new = sorted(found - ALLOWED.keys())
-    assert not new, f"open these with engram._system.open_regular or open_file, or say here why not: {new}"
+    assert not new, f"open these with engram._system.open_regular, or say here why not: {new}"
     assert not ALLOWED.keys() - found, "these are no longer there: take them out of ALLOWED"
 
 
@@ -135,15 +135,15 @@ PLANTS = [pipe, bound_socket, device, loop, Path.mkdir]
 @pytest.mark.parametrize("plant", PLANTS)
 def test_what_is_no_regular_file_is_an_error_at_once(plant, tmp_path):
     plant(tmp_path / "it")
-    for opened in (open_file, open_regular):
+    for follow_links in (False, True):
         with pytest.raises(OSError):
-            opened(tmp_path / "it")
+            open_regular(tmp_path / "it", follow_links=follow_links)
 
 
 def test_a_link_to_a_file_is_followed_where_a_user_names_it_and_nowhere_else(tmp_path):
     (tmp_path / "file").write_text("content")
     (tmp_path / "link").symlink_to("file")
-    with open_file(tmp_path / "link") as file:
+    with open(open_regular(tmp_path / "link", follow_links=True), "rb") as file:
         assert file.read() == b"content"
     with pytest.raises(OSError):
         open_regular(tmp_path / "link")

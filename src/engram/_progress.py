@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from engram._text import visible
+from engram.kernel.tools import visible
 
 _SECONDS_APART = 0.1
 

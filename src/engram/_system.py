@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from fractions import Fraction
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -101,16 +101,6 @@ def map_privately(fd: int, nbytes: int) -> npt.NDArray[np.uint8]:
     # Without a reservation: a file may be larger than all memory, and seldom is much of it written to.
     flags, protection = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
     return np.frombuffer(mmap.mmap(fd, nbytes, flags, protection), np.uint8)
-
-
-def open_file(path: str | os.PathLike[str], *, follow_links: bool = True) -> BinaryIO:
-    """Opens a file that a user names, for reading; an OSError, at once, for anything but a regular file."""
-    return open(open_regular(path, follow_links=follow_links), "rb")
-
-
-def path_of(file: BinaryIO) -> str:
-    """A path that opens the file of a descriptor again, whatever has its name now: for libraries that take paths."""
-    return f"/proc/self/fd/{file.fileno()}"
 
 
 def boot_id() -> bytes:

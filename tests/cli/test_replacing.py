@@ -151,11 +151,11 @@ def test_a_store_that_is_in_use_is_not_replaced(source, tmp_path):
 
 
 def test_a_checkpoint_that_is_being_saved_or_read_is_not_replaced(source, tmp_path):
-    from engram.checkpoint.reader import reading
+    from engram.checkpoint.reader import Checkpoint
     from engram.checkpoint.writer import saving
 
     convert(source, tmp_path / "target", "checkpoint")
-    for use in (saving, reading):
+    for use in (saving, lambda path: Checkpoint(path).reading()):
         with use(tmp_path / "target"), pytest.raises(FileExistsError, match="it is being saved or read"):
             convert(source, tmp_path / "target", "checkpoint")
     convert(source, tmp_path / "target", "checkpoint")

@@ -10,7 +10,7 @@ import torch
 
 from contracts.corruption import Forger, flip
 from damage.formats import load_numbered, save_numbered
-from engram.checkpoint.directory import MARKER, open_below
+from engram.checkpoint.directory import MARKER, open_folder_below
 from engram.data.replay_buffers.checkpointers import rows, verify
 from engram.errors import CorruptCheckpointError
 
@@ -171,15 +171,14 @@ def test_the_manifest_is_json_that_anybody_can_read(checkpoint):
     assert np.array(chunks).shape[1] == 4 and document["body"]["components"]["sampler"]["number"] == 2
 
 
-def test_a_file_below_a_linked_folder_is_not_opened(tmp_path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "file").write_bytes(b"x")
+def test_a_folder_below_a_linked_folder_is_not_opened(tmp_path):
+    (tmp_path / "real" / "below").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
-        os.close(open_below(folder, "real/file"))
+        os.close(open_folder_below(folder, "real/below"))
         with pytest.raises(OSError):
-            open_below(folder, "link/file")
+            open_folder_below(folder, "link/below")
     finally:
         os.close(folder)
 

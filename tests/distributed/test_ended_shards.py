@@ -18,7 +18,7 @@ from distributed.shards import Link, client, read, rows, shard, whole
 from engram.data import PrioritizedSampler, RandomSampler
 from engram.distributed import RayCollector, RayReplayBuffer, folder_lock, local, sharded
 from engram.distributed.client import PendingCall, ShardClient
-from engram.distributed.collector import _CollectorActor, _Life
+from engram.distributed.collector import _CollectorActor, _Member
 from engram.distributed.folder_lock import FolderLock, watch_folder
 from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings
 from engram.distributed.weights import WeightsFetcher
@@ -289,7 +289,7 @@ def test_the_rows_of_a_dead_collector_are_not_waited_for_where_their_shard_is_go
     collecting = object.__new__(RayCollector)
     collecting.replay_buffer = Gone()
     with pytest.raises(ShardGoneError):
-        collecting._rows_of(_Life(None, None, None, ("collector 0",)))
+        collecting._rows_of(_Member(list, None, {}, {}, names=("collector 0",)))
 
 
 def test_a_collector_waits_for_a_shard_that_ends_between_its_rows_and_their_count(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_a_large_state_and_a_large_batch_that_meet_do_not_wait_for_each_other(mo
         for part in state["workers"]:
             part.pop("env_random_state", None)  # which some environments do not have
         collector.rollout()
-        assert any(collector._pending)
+        assert any(member.pending for member in collector._members)
         loading = threading.Thread(target=collector.load_state_dict, args=(state,), daemon=True)
         loading.start()
         loading.join(60)

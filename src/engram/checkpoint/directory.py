@@ -118,25 +118,9 @@ class Listing:
     damage: CorruptCheckpointError | None
 
 
-def is_snapshot_name(name: object) -> bool:
-    return isinstance(name, str) and _SNAPSHOT_NAME.fullmatch(name) is not None
-
-
 def is_file_name(name: object) -> bool:
     """Whether this is a relative name of a file below a snapshot: without `..`, not hidden."""
     return isinstance(name, str) and len(name) < 256 and _FILE_NAME.fullmatch(name) is not None
-
-
-def open_below(directory: int, name: str, flags: int = os.O_RDONLY) -> int:
-    """Opens the regular file `name` below the open directory, following no symbolic link on the way."""
-    above, _, last = name.rpartition("/")
-    if above:
-        folder = open_folder_below(directory, above)
-        try:
-            return open_below(folder, last, flags)
-        finally:
-            os.close(folder)
-    return open_regular(name, flags, directory)
 
 
 def open_folder_below(directory: int, name: str) -> int:
@@ -160,8 +144,17 @@ class CheckpointDirectory:
     def __init__(self, root: str) -> None:
         self.root = root
 
+    @staticmethod
+    def is_name(name: object) -> bool:
+        """Whether a snapshot may have this name."""
+        return isinstance(name, str) and _SNAPSHOT_NAME.fullmatch(name) is not None
+
     def path(self, *names: str) -> str:
         return os.path.join(self.root, *names)
+
+    def has_pointer(self) -> bool:
+        """Whether there is a CURRENT, whoever wrote it."""
+        return os.path.lexists(self.path(CURRENT))
 
     def snapshots(self) -> list[str]:
         """Names of the directories that carry our name and our marker, newest first; unfinished ones included."""
@@ -283,7 +276,7 @@ class CheckpointDirectory:
         except ValueError as error:
             raise CorruptCheckpointError(self.path(CURRENT), str(error)) from None
         snapshot, manifest = document.get("snapshot"), document.get("manifest")
-        if document.get("format") != _POINTER_FORMAT or not is_snapshot_name(snapshot) or not isinstance(manifest, str):
+        if document.get("format") != _POINTER_FORMAT or not self.is_name(snapshot) or not isinstance(manifest, str):
             raise CorruptCheckpointError(self.path(CURRENT), "it does not name a snapshot and the hash of its manifest")
         return Pointer(str(snapshot), manifest)
 

@@ -57,24 +57,20 @@ class Receiver(NamedTuple):
     part: Callable[[str], Part]
 
 
-class ForeignForm(NamedTuple):
-    """Directories that another library writes.
+_forms: list[tuple[Callable[..., bool], Callable[..., AbstractContextManager[SavedState]]]] = []
 
-    Attributes:
+
+def register_form(
+    recognises: Callable[[str | os.PathLike[str]], bool],
+    opener: Callable[[str | os.PathLike[str], Receiver | None], AbstractContextManager[SavedState]],
+) -> None:
+    """Adds a form of another library's directories that `loads` reads.
+
+    Args:
         recognises: whether a path is one of them.
-        open: opens one, for the buffer that loads it; None: a storage loads its rows alone.
+        opener: opens one, for the buffer that loads it; None: a storage loads its rows alone.
     """
-
-    recognises: Callable[[str | os.PathLike[str]], bool]
-    open: Callable[[str | os.PathLike[str], Receiver | None], AbstractContextManager[SavedState]]
-
-
-_forms: list[ForeignForm] = []
-
-
-def register_form(form: ForeignForm) -> None:
-    """Adds a form that `loads` reads."""
-    _forms.append(form)
+    _forms.append((recognises, opener))
 
 
 @contextmanager
@@ -82,9 +78,9 @@ def open_saved(
     path: str | os.PathLike[str], snapshot: str | None = None, receiver: Receiver | None = None
 ) -> Iterator[SavedState]:
     """The saved state at `path`; errors as `open_snapshot` and those of the form that it has."""
-    for form in _forms if snapshot is None else ():
-        if form.recognises(path):
-            with form.open(path, receiver) as foreign:
+    for recognises, opener in _forms if snapshot is None else ():
+        if recognises(path):
+            with opener(path, receiver) as foreign:
                 yield foreign
             return
     with open_snapshot(path, snapshot) as saved:

@@ -34,7 +34,6 @@ from engram.checkpoint.directory import (
     digest,
     from_checksummed_json,
     is_file_name,
-    is_snapshot_name,
     open_folder_below,
 )
 from engram.errors import CheckpointError, CorruptCheckpointError
@@ -147,22 +146,6 @@ _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENO
 
 class SnapshotGoneError(CheckpointError):
     """The snapshot does not exist, or a save is removing it."""
-
-
-@contextmanager
-def reading(path: str | os.PathLike[str], snapshot: str | None = None) -> Iterator[SnapshotReader]:
-    """A reader of the current snapshot at `path`, or of the one named; no save removes it inside the block.
-
-    Raises:
-        CheckpointError: there is none.
-        CorruptCheckpointError: from here or from inside the block; it names the damaged file, and the newest snapshot
-            that is whole.
-    """
-    directory = CheckpointDirectory(os.path.abspath(os.fspath(path)))
-    with _with_advice(directory):
-        reader = _open_current(directory) if snapshot is None else _open_named(directory, snapshot)
-        with reader:
-            yield reader
 
 
 class SnapshotReader:
@@ -466,7 +449,7 @@ def _open_current(directory: CheckpointDirectory) -> SnapshotReader:
 
 
 def _open_named(directory: CheckpointDirectory, name: str) -> SnapshotReader:
-    if not is_snapshot_name(name):
+    if not CheckpointDirectory.is_name(name):
         raise ValueError(f"{name!r} is not the name of a snapshot; names look like 'g-000042'")
     try:
         return SnapshotReader(directory, name)
@@ -548,28 +531,75 @@ class VerificationReport:
         )
 
 
+class Checkpoint(CheckpointDirectory):
+    """What was saved at a path, for somebody who reads it."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(os.path.abspath(os.fspath(path)))
+
+    @contextmanager
+    def reading(self, snapshot: str | None = None) -> Iterator[SnapshotReader]:
+        """A reader of the current snapshot, or of the one named; no save removes it inside the block.
+
+        Raises:
+            CheckpointError: there is none.
+            CorruptCheckpointError: from here or from inside the block; it names the damaged file, and the newest
+                snapshot that is whole.
+        """
+        with _with_advice(self):
+            reader = _open_current(self) if snapshot is None else _open_named(self, snapshot)
+            with reader:
+                yield reader
+
+    def verify(self, advance: Callable[[str], object] = lambda file: None) -> VerificationReport:
+        """Compares every file of every snapshot with its checksum; damage is reported, not raised.
+
+        Changes nothing; saves may run at the same time. `advance` is called with the name of each file that was
+        compared.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if not os.path.isdir(self.root):
+            raise CheckpointError(f"no checkpoint at {self.root}: there is no such directory")
+        pointer, problems = _pointer(self)
+        if pointer is None and not problems and not self.snapshots():
+            raise CheckpointError(f"no checkpoint at {self.root}: there is no {self.path(CURRENT)}")
+        names = self.snapshots()
+        if pointer is not None and pointer.snapshot not in names and os.path.isdir(self.path(pointer.snapshot)):
+            names = [pointer.snapshot, *names]  # its marker is damaged, which the report says
+        every = [_report(self, name, pointer, advance) for name in names]
+        reports = tuple(report for report in every if report is not None)
+        if pointer is not None and not any(report.in_force for report in reports) and self.current() == pointer:
+            problems = (*problems, f"{self.path(CURRENT)} names {pointer.snapshot}, which is not there")
+        return VerificationReport(self.root, reports, problems)
+
+    def files(self) -> set[str]:
+        """The names of the files and folders that a save wrote.
+
+        Raises:
+            CheckpointError: it is being saved or read, or something in it was not written by a save.
+        """
+        own = {CURRENT, LOCK}
+        self.current()  # raises where engram did not write it
+        lock = self.path(LOCK)
+        if os.path.lexists(lock) and os.lstat(lock).st_size:
+            raise CheckpointError(f"{LOCK} is not empty, as engram's is")
+        with ExitStack() as locked:
+            try:
+                if os.path.lexists(lock):
+                    locked.callback(_alone(lock).release)
+                for name in self.snapshots():
+                    own |= {name, *(os.path.join(name, file) for file in _files_of_snapshot(self, name))}
+                    locked.callback(_alone(self.path(name, MARKER)).release)  # after the reader has let go of it
+            except BlockingIOError as error:
+                raise CheckpointError("it is being saved or read") from error
+        return own
+
+
 def verify(path: str | os.PathLike[str], *, advance: Callable[[str], object] = lambda file: None) -> VerificationReport:
-    """Compares every file of every snapshot at `path` with its checksum; damage is reported, not raised.
-
-    Changes nothing; saves may run at the same time. `advance` is called with the name of each file that was compared.
-
-    Raises:
-        CheckpointError: there is no checkpoint at `path`.
-    """
-    directory = CheckpointDirectory(os.path.abspath(os.fspath(path)))
-    if not os.path.isdir(directory.root):
-        raise CheckpointError(f"no checkpoint at {directory.root}: there is no such directory")
-    pointer, problems = _pointer(directory)
-    if pointer is None and not problems and not directory.snapshots():
-        raise CheckpointError(f"no checkpoint at {directory.root}: there is no {directory.path(CURRENT)}")
-    names = directory.snapshots()
-    if pointer is not None and pointer.snapshot not in names and os.path.isdir(directory.path(pointer.snapshot)):
-        names = [pointer.snapshot, *names]  # its marker is damaged, which the report says
-    every = [_report(directory, name, pointer, advance) for name in names]
-    reports = tuple(report for report in every if report is not None)
-    if pointer is not None and not any(report.in_force for report in reports) and directory.current() == pointer:
-        problems = (*problems, f"{directory.path(CURRENT)} names {pointer.snapshot}, which is not there")
-    return VerificationReport(directory.root, reports, problems)
+    """As `Checkpoint.verify`."""
+    return Checkpoint(path).verify(advance)
 
 
 def _pointer(directory: CheckpointDirectory) -> tuple[Pointer | None, tuple[str, ...]]:
@@ -609,31 +639,6 @@ def _problem(reader: SnapshotReader, file: str) -> str | None:
     except CorruptCheckpointError as error:
         return str(error)
     return None
-
-
-def files_of_checkpoint(path: str | os.PathLike[str]) -> set[str]:
-    """The files and folders of a checkpoint directory that a save wrote, from the directory on.
-
-    Raises:
-        CheckpointError: it is being saved or read, or something in it was not written by a save.
-    """
-    root = os.path.abspath(path)
-    directory = CheckpointDirectory(root)
-    own = {CURRENT, LOCK}
-    directory.current()  # raises where engram did not write it
-    lock = os.path.join(root, LOCK)
-    if os.path.lexists(lock) and os.lstat(lock).st_size:
-        raise CheckpointError(f"{LOCK} is not empty, as engram's is")
-    with ExitStack() as locked:
-        try:
-            if os.path.lexists(lock):
-                locked.callback(_alone(lock).release)
-            for name in directory.snapshots():
-                own |= {name, *(os.path.join(name, file) for file in _files_of_snapshot(directory, name))}
-                locked.callback(_alone(os.path.join(root, name, MARKER)).release)  # after the reader has let go of it
-        except BlockingIOError as error:
-            raise CheckpointError("it is being saved or read") from error
-    return own
 
 
 def _alone(path: str) -> FileLock:

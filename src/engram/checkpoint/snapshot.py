@@ -12,7 +12,7 @@ from engram.checkpoint.directory import to_json
 from engram.checkpoint.encoding import CODECS, EncodedArrays, Encoder, decode
 from engram.checkpoint.hooks import load_through_hooks, save_through_hooks
 from engram.checkpoint.protocols import RestorePlan, StorageCheckpointerBase
-from engram.checkpoint.reader import SnapshotReader, reading
+from engram.checkpoint.reader import Checkpoint, SnapshotReader
 from engram.checkpoint.writer import SnapshotWriter, saving
 from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError
 from engram.store.layout import MalformedLayoutError
@@ -109,7 +109,7 @@ def open_snapshot(path: str | os.PathLike[str], snapshot: str | None = None) -> 
     Errors as those of `reader.reading`. The order that leaves a buffer untouched when anything is wrong: read the
     components that are needed (each is verified), check that they fit, `check_storage`, `load_storage`, then set them.
     """
-    with reading(path, snapshot) as reader:
+    with Checkpoint(path).reading(snapshot) as reader:
         yield Snapshot(reader)
 
 

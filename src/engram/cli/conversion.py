@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from engram import __version__, pytree
+from engram._progress import progress_bar
 from engram.cli.description import shown_key
 from engram.cli.kinds import Kind, kind_of, one_snapshot
 from engram.cli.own_files import BUFFER, replaceable_folder
@@ -25,9 +26,10 @@ from engram.cli.trajectories import read_column, trajectories_of
 from engram.data import LazyMemmapStorage, ReplayBuffer, Storage, TensorDictReplayBuffer
 from engram.data.datasets import FORMATS
 from engram.data.datasets.atomic_files import new_folder
-from engram.data.datasets.episodes import TERMINATED, TRUNCATED, StepBlock, episode_source
-from engram.kernel.rows import DONE, IDS, StoredTrajectories, open_snapshot
-from engram.kernel.tools import progress_bar, visible
+from engram.data.datasets.episodes import DONE, TERMINATED, TRUNCATED, Marks, StepBlock, episode_source
+from engram.data.replay_buffers.checkpointers import open_snapshot
+from engram.kernel.rows import IDS
+from engram.kernel.tools import visible
 from engram.pytree import KeyPath
 
 #: What can be written, by the words of `--to`.
@@ -249,9 +251,8 @@ class _Ends:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         counted = trajectories_of(storage)
-        none = StoredTrajectories(*(torch.empty(0, dtype=torch.int64) for _ in range(4)))
-        trajectories = none if isinstance(counted, str) else counted[0]
-        self._lane, self._env, self._start, self._length = (values.numpy() for values in trajectories)
+        columns = [torch.empty(0, dtype=torch.int64)] * 4 if isinstance(counted, str) else counted[:4]
+        self._lane, self._env, self._start, self._length = (values.numpy() for values in columns)
 
     def hidden(self) -> int:
         """How many trajectories, of those that others follow, end where neither a flag nor an id says so."""
@@ -370,10 +371,11 @@ def _extend(buffer: ReplayBuffer[Any], blocks: Iterator[StepBlock], advance: Cal
     """Writes every step to a buffer, whose trajectories end where those of the blocks do."""
     rows, last = 0, None
     for block in blocks:
-        marks, n = _Marks.of(block), _length(block.rows)
+        n = _length(block.rows)
+        marks = Marks.of(block.rows, n)
         begin = 0
         for at in _beginnings(block):
-            if not (marks.ends_before(at) if at else last is None or marks.follows(last)):
+            if not (marks.end_before(at) if at else last is None or marks.follow(last)):
                 if at:
                     buffer.extend(_slice(block.rows, begin, at))
                 buffer.storage.mark_seam()
@@ -383,33 +385,6 @@ def _extend(buffer: ReplayBuffer[Any], blocks: Iterator[StepBlock], advance: Cal
         rows += n
         advance(n)
     return rows
-
-
-class _Marks(NamedTuple):
-    """What the steps of a block say of the ends of trajectories: ids, or None, and flags; one a step."""
-
-    ids: Any
-    done: Any
-
-    @classmethod
-    def of(cls, block: StepBlock) -> _Marks:
-        n = _length(block.rows)
-        done = pytree.get_entry(block.rows, DONE)
-        ids = next((x for x in (pytree.get_entry(block.rows, path) for path in IDS) if x is not None), None)
-        return cls(
-            None if ids is None or ids.numel() != n else ids.reshape(n).numpy(),
-            np.zeros(n, bool) if done is None or done.numel() != n else done.reshape(n).numpy() != 0,
-        )
-
-    def ends_before(self, at: int) -> bool:
-        """Whether ids or flags say that a trajectory ends before a step."""
-        return bool(self.done[at - 1] if self.ids is None else self.ids[at] != self.ids[at - 1])
-
-    def follows(self, before: _Marks) -> bool:
-        """Whether they say that one ends between two blocks."""
-        if self.ids is None or before.ids is None:
-            return bool(before.done[-1])
-        return bool(self.ids[0] != before.ids[-1])
 
 
 def _beginnings(block: StepBlock) -> list[int]:

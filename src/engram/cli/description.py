@@ -15,22 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from engram._progress import progress_bar
 from engram.cli.kinds import Kind, kind_of, one_snapshot, store_folder
 from engram.errors import StorageError, StorageInUseError
-from engram.kernel.disk import (
-    FILE_NAME,
-    HOOKED,
-    Counters,
-    has_writer,
-    is_open_elsewhere,
-    observe_store,
-    open_store,
-    reading,
-)
-from engram.kernel.tools import progress_bar, visible
+from engram.kernel.disk import Checkpoint, Counters, StoreFile
+from engram.kernel.tools import visible
 
 if TYPE_CHECKING:
-    from engram.cli.trajectories import CountedTrajectories
+    from engram.cli.trajectories import Trajectories
     from engram.data import Storage
 
 #: Stores of no more rows have their episodes counted without being asked: their flags are read.
@@ -175,11 +167,8 @@ def info_of_rows(
     """What `info` says, with episodes and returns, of a path whose rows are open: those and all else of one moment."""
     kind, trajectories = kind_of(path), _trajectories_of(storage)
     if kind == "store":
-        fd, _ = open_store(store_folder(path), os.O_RDONLY)
-        try:
-            described = _of_observed(path, fd, storage, trajectories)
-        finally:
-            os.close(fd)
+        with StoreFile(store_folder(path)) as opened:
+            described = _of_observed(path, opened, storage, trajectories)
     else:
         described = _of_files(path, kind, snapshot)
     return _with_episodes(described, storage, trajectories, True, progress)
@@ -213,29 +202,28 @@ def _key(leaf: dict[str, Any]) -> KeyInfo:
 
 # ---- a store ----
 def _of_store(path: str | os.PathLike[str], episodes: bool | None, returns: bool, progress: bool) -> Info:
-    folder = store_folder(path)
-    store, fd = observe_store(folder)
-    try:
-        described = _settled(store, lambda: _of_header(path, store, fd))
-        rows = described.rows or 0
-        if not (returns or (rows <= _FEW_ROWS if episodes is None else episodes)):
-            return described if episodes is False else _noting(described, NOT_COUNTED)
-        with _opened_rows(path, None, progress) as storage:
-            trajectories = _trajectories_of(storage)
-            described = _of_observed(path, fd, storage, trajectories)
-            return _with_episodes(described, storage, trajectories, returns, progress)
-    except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"{folder / FILE_NAME} has no readable layout: {error}") from error
-    finally:
-        os.close(fd)
+    with StoreFile.observed(store_folder(path)) as opened:
+        try:
+            described = _settled(opened.store, lambda: _of_header(path, opened.store, opened))
+            rows = described.rows or 0
+            if not (returns or (rows <= _FEW_ROWS if episodes is None else episodes)):
+                return described if episodes is False else _noting(described, NOT_COUNTED)
+            with _opened_rows(path, None, progress) as storage:
+                trajectories = _trajectories_of(storage)
+                described = _of_observed(path, opened, storage, trajectories)
+                return _with_episodes(described, storage, trajectories, returns, progress)
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageError(f"{opened.path} has no readable layout: {error}") from error
 
 
-def _of_observed(path: str | os.PathLike[str], fd: int, storage: Storage, trajectories: CountedTrajectories) -> Info:
+def _of_observed(
+    path: str | os.PathLike[str], opened: StoreFile, storage: Storage, trajectories: Trajectories | str
+) -> Info:
     """What the header says of the rows that trajectories were counted in, or of those that are there now."""
     lanes = storage.lanes
     assert lanes is not None
-    rows = None if isinstance(trajectories, str) or not trajectories[1] else trajectories[1]
-    return storage._validated(lambda: _of_header(path, lanes.store, fd, rows))
+    rows = None if isinstance(trajectories, str) else trajectories.rows or None
+    return storage._validated(lambda: _of_header(path, lanes.store, opened, rows))
 
 
 def _settled(store: Any, read: Callable[[], Info]) -> Info:
@@ -249,7 +237,7 @@ def _settled(store: Any, read: Callable[[], Info]) -> Info:
     raise StorageInUseError("all rows of the store are being replaced; try again when that is done")
 
 
-def _of_header(path: str | os.PathLike[str], store: Any, fd: int, rows: list[range] | None = None) -> Info:
+def _of_header(path: str | os.PathLike[str], store: Any, opened: StoreFile, rows: list[range] | None = None) -> Info:
     """What the header says; of each lane about the rows with these sequences (None: about those of now)."""
     layout = json.loads(store.layout)
     lanes = [{**store.lane(i), "seams": store.seams(i)} for i in range(store.lanes)]
@@ -261,11 +249,11 @@ def _of_header(path: str | os.PathLike[str], store: Any, fd: int, rows: list[ran
         rows=store.envs * sum(map(len, rows)),
         capacity=store.lanes * store.lane_capacity * store.envs,
         row_bytes=layout["row_bytes"],
-        file_bytes=os.fstat(fd).st_size,
+        file_bytes=opened.nbytes,
         envs=store.envs,
         keys=_keys(layout),
-        lanes=tuple(_lane(lane, rows[i], store.envs, has_writer(fd, i)) for i, lane in enumerate(lanes)),
-        in_use=is_open_elsewhere(fd),
+        lanes=tuple(_lane(lane, rows[i], store.envs, opened.has_writer(i)) for i, lane in enumerate(lanes)),
+        in_use=opened.is_in_use,
     )
 
 
@@ -276,7 +264,7 @@ def _lane(state: dict[str, Any], rows: range, envs: int, held: bool | None) -> L
 
 # ---- a checkpoint ----
 def _of_checkpoint(path: str | os.PathLike[str], snapshot: str | None) -> Info:
-    with reading(path, snapshot) as reader:
+    with Checkpoint(path).reading(snapshot) as reader:
         components, saved = reader.body.get("components", {}), reader.body.get("storage")
         described = Info(
             path=str(path),
@@ -297,9 +285,9 @@ def _of_checkpoint(path: str | os.PathLike[str], snapshot: str | None) -> Info:
 
 def _form_of(saved: dict[str, Any]) -> str:
     """The form of saved rows; of what save hooks made of them also how many there were."""
-    if saved["format"] != HOOKED:
+    state, n = saved["state"], saved["state"].get("save_hooks")
+    if n is None:
         return str(saved["format"])
-    state, n = saved["state"], saved["state"]["save_hooks"]
     return f"{state['saved_by']}, changed by {n} save hook{'' if n == 1 else 's'}"
 
 
@@ -378,27 +366,27 @@ def _opened_rows(path: str | os.PathLike[str], snapshot: str | None, progress: b
     return open_rows(path, snapshot, progress=progress)
 
 
-def _trajectories_of(storage: Storage) -> CountedTrajectories:
+def _trajectories_of(storage: Storage) -> Trajectories | str:
     from engram.cli.trajectories import trajectories_of
 
     return trajectories_of(storage)
 
 
 def _with_episodes(
-    described: Info, storage: Storage, trajectories: CountedTrajectories, returns: bool, progress: bool
+    described: Info, storage: Storage, trajectories: Trajectories | str, returns: bool, progress: bool
 ) -> Info:
     from engram.cli.trajectories import episode_returns, has_rewards
 
     if isinstance(trajectories, str):
         return _noting(described, trajectories)
-    counted, _ = trajectories
-    described = replace(described, episodes=len(counted.length), lengths=_summary(counted.length.numpy()))
+    length = trajectories.length.numpy()
+    described = replace(described, episodes=len(length), lengths=_summary(length))
     if not returns:
         return described
     if not has_rewards(storage):
         return _noting(described, "the rows have no ('next', 'reward'): there are no returns")
     with progress_bar(f"reading rewards of {described.path}", storage.shape[0], progress) as advance:
-        return replace(described, returns=_summary(episode_returns(storage, counted, advance)))
+        return replace(described, returns=_summary(episode_returns(storage, trajectories, advance)))
 
 
 def _summary(values: npt.NDArray[Any]) -> Summary | None:

@@ -13,12 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engram._progress import progress_bar
 from engram.cli.description import shown_key
 from engram.cli.kinds import kind_of, one_snapshot, store_folder
 from engram.cli.sources import open_rows
 from engram.data import Storage
-from engram.kernel.rows import open_snapshot
-from engram.kernel.tools import progress_bar
+from engram.data.replay_buffers.checkpointers import open_snapshot
 from engram.pytree import describe
 
 Slots = npt.NDArray[np.int64]

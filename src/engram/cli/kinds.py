@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
-from engram.kernel.disk import FILE_NAME, CheckpointDirectory, has_store, reading
-from engram.kernel.tools import open_file, visible
+from engram.kernel.disk import Checkpoint, StoreFile
+from engram.kernel.tools import open_regular, visible
 
 #: What a path can hold: "store", "checkpoint", "TorchRL directory", or the `kind` of a format of datasets.
 Kind: TypeAlias = str
@@ -29,17 +29,18 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     kind = _kind_of_folder(place) if place.is_dir() else _kind_of_file(place)
     if kind is None:
         raise ValueError(
-            f"{visible(path)} is none of: a store (a folder with {FILE_NAME}), a checkpoint (a folder with CURRENT), a "
-            "directory that TorchRL's dumps wrote, a Minari or LeRobot dataset, a flat HDF5 file, a Parquet file"
+            f"{visible(path)} is none of: a store (a folder with {StoreFile.NAME}), a checkpoint (a folder with "
+            "CURRENT), a directory that TorchRL's dumps wrote, a Minari or LeRobot dataset, a flat HDF5 file, a "
+            "Parquet file"
         )
     return kind
 
 
 def _kind_of_folder(place: Path) -> Kind | None:
-    if has_store(place):
+    if StoreFile.is_in(place):
         return "store"
-    directory = CheckpointDirectory(str(place.absolute()))
-    if os.path.lexists(directory.path("CURRENT")) or directory.snapshots():
+    directory = Checkpoint(place)
+    if directory.has_pointer() or directory.snapshots():
         return "checkpoint"
     # Late: they load torch.
     from engram.data.datasets import FORMATS
@@ -50,9 +51,9 @@ def _kind_of_folder(place: Path) -> Kind | None:
 
 
 def _kind_of_file(place: Path) -> Kind | None:
-    if place.name == FILE_NAME:
+    if place.name == StoreFile.NAME:
         return "store"
-    with open_file(place) as file:
+    with open(open_regular(place, follow_links=True), "rb") as file:
         start = file.read(8)
     from engram.data.datasets import FORMATS  # late: it loads torch
 
@@ -77,5 +78,5 @@ def one_snapshot(path: str | os.PathLike[str], snapshot: str | None = None) -> I
     if kind_of(path) != "checkpoint":
         yield None
         return
-    with reading(path, snapshot) as reader:
+    with Checkpoint(path).reading(snapshot) as reader:
         yield reader.name

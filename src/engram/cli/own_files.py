@@ -15,8 +15,8 @@ from engram.cli.kinds import Kind, kind_of
 from engram.cli.sources import torchrl_steps
 from engram.data.datasets.atomic_files import Replaceable, new_file, refuse_existing, replaceable_file
 from engram.errors import EngramError
-from engram.kernel.disk import FILE_NAME, files_of_checkpoint, refuse_used
-from engram.kernel.tools import open_file
+from engram.kernel.disk import Checkpoint, StoreFile
+from engram.kernel.tools import open_regular
 
 _BEGINNING = 4096  # bytes, in which the mark of a file lies
 
@@ -64,12 +64,12 @@ def replaceable_folder(kind: Kind) -> Replaceable:
 
 
 def _store_refusal(path: Path) -> str | None:
-    refuse_used(path)
-    return _other_than(path, {FILE_NAME})
+    StoreFile.refuse_used(path)
+    return _other_than(path, {StoreFile.NAME})
 
 
 def _checkpoint_refusal(path: Path) -> str | None:
-    return _other_than(path, files_of_checkpoint(path))
+    return _other_than(path, Checkpoint(path).files())
 
 
 def _torchrl_refusal(path: Path) -> str | None:
@@ -84,7 +84,7 @@ def _torchrl_refusal(path: Path) -> str | None:
 
 
 def _is_converted(file: Path) -> bool:
-    with open_file(file, follow_links=False) as opened:
+    with open(open_regular(file), "rb") as opened:
         return opened.read(_BEGINNING).startswith(CONVERTED)
 
 

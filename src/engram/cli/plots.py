@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from engram import __version__
+from engram._progress import progress_bar
 from engram.cli.description import shown_key
 from engram.cli.own_files import PICTURE, check_target, write_target
 from engram.cli.sources import open_rows
 from engram.cli.trajectories import column_blocks, episode_returns, has_rewards, trajectories_of
 from engram.data import Storage
-from engram.kernel.tools import progress_bar
 from engram.pytree import KeyPath
 
 if TYPE_CHECKING:
@@ -118,10 +118,10 @@ def _of_episodes(storage: Storage, name: str, progress: bool) -> Series:
     if isinstance(trajectories, str):
         raise ValueError(f"there are no {name} to draw: {trajectories}")
     if name == LENGTHS:
-        values = trajectories[0].length.numpy().astype(np.float64)
+        values = trajectories.length.numpy().astype(np.float64)
     elif has_rewards(storage):
         with progress_bar("reading rewards", storage.shape[0], progress) as advance:
-            values = episode_returns(storage, trajectories[0], advance)
+            values = episode_returns(storage, trajectories, advance)
     else:
         raise ValueError("there are no returns to draw: the rows have no ('next', 'reward')")
     values = values[np.isfinite(values)]

@@ -9,14 +9,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from engram import pytree
+from engram._progress import progress_bar
 from engram.cli.kinds import Kind, kind_of, one_snapshot, store_folder
 from engram.data import LazyMemmapStorage, LazyTensorStorage, Storage
 from engram.data.datasets import FORMATS
 from engram.errors import CheckpointMisfitError, DatasetError
 from engram.interop.torchrl.files import SavedSteps, layout_of
 from engram.interop.torchrl.load import open_torchrl
-from engram.kernel.replay import ObservedMemmapStorage, saved_storage
-from engram.kernel.tools import free_memory, progress_bar
+from engram.kernel.replay import saved_storage
+from engram.kernel.tools import free_memory
 
 #: Formats of datasets, by what a path that holds one is called.
 DATASETS = {one.kind: one for one in FORMATS}
@@ -50,7 +51,7 @@ def open_rows(
     """
     kind = kind_of(path)
     if kind == "store":
-        storage: Any = ObservedMemmapStorage(store_folder(path))
+        storage: Any = LazyMemmapStorage.open(store_folder(path), read_only=True)
         storage.freeze()
     else:
         with progress_bar(f"reading {path}", None, progress) as advance, one_snapshot(path, snapshot) as snapshot:

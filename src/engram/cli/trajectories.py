@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,24 +13,30 @@ from torch import Tensor
 from engram.data import Storage
 from engram.data.datasets.episodes import REWARD
 from engram.kernel.replay import stored_trajectories
-from engram.kernel.rows import EpisodeIndex, StoredTrajectories
+from engram.kernel.rows import EpisodeIndex
 from engram.pytree import KeyPath
 
 _AT_ONCE = 1 << 16  # time steps of which rewards are read at once
 
 
-#: Every stored trajectory, and of each lane the sequences of the steps that they are made of; or why there are none.
-CountedTrajectories = tuple[StoredTrajectories, list[range]] | str
+class Trajectories(NamedTuple):
+    """Every stored trajectory: where it lies, int64 [n] each, and of each lane the sequences of its steps."""
+
+    lane: Tensor
+    env: Tensor
+    start: Tensor
+    length: Tensor
+    rows: list[range]
 
 
-def trajectories_of(storage: Storage) -> CountedTrajectories:
+def trajectories_of(storage: Storage) -> Trajectories | str:
     """Every stored trajectory, with the steps of the same moment; where there are none to count, why, in words."""
     if storage.layout is None and len(storage):
         return "steps are stored as items of any form: episodes are not looked for"
-    trajectories = stored_trajectories(storage, EpisodeIndex())
-    if trajectories is None:
+    counted = stored_trajectories(storage, EpisodeIndex())
+    if counted is None:
         return "no key says where episodes end: ('next', 'done') or ('collector', 'traj_ids')"
-    return trajectories
+    return Trajectories(*counted[0], counted[1])
 
 
 def has_rewards(storage: Storage) -> bool:
@@ -38,13 +45,13 @@ def has_rewards(storage: Storage) -> bool:
 
 
 def episode_returns(
-    storage: Storage, trajectories: StoredTrajectories, advance: Callable[[int], None] = lambda steps: None
+    storage: Storage, trajectories: Trajectories, advance: Callable[[int], None] = lambda steps: None
 ) -> npt.NDArray[np.float64]:
     """The sum of `("next", "reward")` over each trajectory: float64 [n]; NaN where rows were overwritten meanwhile."""
     lanes = storage.lanes
     assert lanes is not None
     capacity, sums = lanes.store.lane_capacity, np.zeros(len(trajectories.length))
-    lane_of, env_of, start_of, length_of = (values.numpy() for values in trajectories)
+    lane_of, env_of, start_of, length_of = (values.numpy() for values in trajectories[:4])
     for lane in np.unique(lane_of):
         here = np.flatnonzero(lane_of == lane)
         begin, end = int(start_of[here].min()), int((start_of[here] + length_of[here]).max())

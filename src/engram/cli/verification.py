@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engram._progress import progress_bar
 from engram.cli.kinds import Kind, kind_of, store_folder
 from engram.errors import CheckpointError, DatasetError, StorageError, StorageInUseError
-from engram.kernel.disk import (
-    FILE_NAME,
-    CheckpointDirectory,
-    SnapshotReader,
-    SnapshotReport,
-    in_parallel,
-    observe_store,
-)
-from engram.kernel.disk import verify as verify_snapshots
-from engram.kernel.tools import progress_bar, visible
+from engram.kernel.disk import Checkpoint, StoreFile
+from engram.kernel.tools import visible
 
 _ROWS_AT_ONCE = 1 << 16  # rows of a lane, in one native call
 _TRIES = 500  # while rows are being changed in place
@@ -99,27 +93,28 @@ def verify(path: str | os.PathLike[str], *, progress: bool = False) -> Verificat
 # ---- a store ----
 def _verify_store(path: str | os.PathLike[str], progress: bool) -> Verification:
     folder = store_folder(path)
-    file = str(folder / FILE_NAME)
+    file = str(folder / StoreFile.NAME)
     try:
-        store, fd = observe_store(folder)
+        opened = StoreFile.observed(folder)
     except StorageInUseError:
         raise
     except StorageError as error:
         return Verification(str(path), "store", False, 0, "the header", (Damage(file, str(error)),))
     results: list[_Checked] = []
-    try:
+    with opened:
+        store = opened.store
         pieces = _pieces(store)
         total = store.envs * sum(stop - start for _, start, stop in pieces)
         with progress_bar(f"verifying {path}", total, progress) as advance:
 
-            def check(lane: int, start: int, stop: int) -> None:
+            def check(piece: tuple[int, int, int]) -> None:
+                lane, start, stop = piece
                 results.append(_check_rows(store, lane, start, stop))
                 advance((stop - start) * store.envs)
 
             # While one thread waits for the disk, the other one computes; neither holds the GIL.
-            in_parallel(functools.partial(check, *piece) for piece in pieces)
-    finally:
-        os.close(fd)
+            with ThreadPoolExecutor(2, thread_name_prefix="engram-read") as pool:
+                deque(pool.map(check, pieces), maxlen=0)
     results.sort()
     damages = [_damaged_row(file, store, part.lane, *at) for part in results for at in part.damaged]
     rows = sum(part.rows for part in results)
@@ -170,30 +165,25 @@ def _damaged_row(file: str, store: Any, lane: int, sequence: int, env: int) -> D
 # ---- a checkpoint ----
 def _verify_checkpoint(path: str | os.PathLike[str], progress: bool) -> Verification:
     with progress_bar(f"verifying {path}", None, progress) as advance:
-        report = verify_snapshots(path, advance=lambda name: advance(1))
-    directory = CheckpointDirectory(report.path)
+        report = Checkpoint(path).verify(lambda name: advance(1))
     damages = [Damage(report.path, problem) for problem in report.problems]
     for snapshot in report.snapshots:
-        damages += _damages_of(directory, snapshot)
+        folder = os.path.join(report.path, snapshot.name)
+        if len(snapshot.damaged) != len(snapshot.problems):  # its manifest is damaged: no file could be looked at
+            damages += [Damage(folder, problem) for problem in snapshot.problems]
+            continue
+        rows = _rows_of_files(report.path, snapshot.name) if snapshot.damaged else {}
+        for file, problem in zip(snapshot.damaged, snapshot.problems, strict=True):
+            damages.append(Damage(os.path.join(folder, file), problem, rows.get(file, "")))
     files, nbytes = (sum(getattr(s, name) for s in report.snapshots) for name in ("files", "nbytes"))
     checked = f"{files} files in {len(report.snapshots)} snapshot{'' if len(report.snapshots) == 1 else 's'}"
     return Verification(str(path), "checkpoint", report.ok, nbytes, checked, tuple(damages), report.newest_whole)
 
 
-def _damages_of(directory: CheckpointDirectory, report: SnapshotReport) -> list[Damage]:
-    if len(report.damaged) != len(report.problems):  # its manifest is damaged: no file could be looked at
-        return [Damage(directory.path(report.name), problem) for problem in report.problems]
-    rows = _rows_of_files(directory, report.name) if report.damaged else {}
-    return [
-        Damage(directory.path(report.name, file), problem, rows.get(file, ""))
-        for file, problem in zip(report.damaged, report.problems, strict=True)
-    ]
-
-
-def _rows_of_files(directory: CheckpointDirectory, name: str) -> dict[str, str]:
-    """Which steps each file of rows holds, in words."""
+def _rows_of_files(path: str, name: str) -> dict[str, str]:
+    """Which steps each file of rows of a snapshot holds, in words."""
     try:
-        with SnapshotReader(directory, name) as reader:
+        with Checkpoint(path).reading(name) as reader:
             storage = reader.body.get("storage") or {}
             chunks = {(c[0], c[1]): c for c in storage["state"]["chunks"] if isinstance(c, list)}
             return {file: _in_words(file, chunks) for file in reader.files}

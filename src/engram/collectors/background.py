@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 from engram._advice import advised
 from engram._system import fork_registry, notice_fork
 from engram._text import log
+from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
 from engram.envs.policies import own_exploration_type
 from engram.processes.worker import CLOSE_TIMEOUT
 
@@ -196,10 +197,13 @@ class BackgroundCollector:
 
     total_frames: int
     frames: int
+    batches: int
     frames_per_batch: int
     replay_buffer: Any
     _background: BackgroundThread | None = None
     _failure: BaseException | None = None  # to be raised by the next call
+    _episodes: EpisodeStats
+    _throughput: Throughput
     _trajs_per_batch = 0
 
     @abstractmethod
@@ -214,6 +218,14 @@ class BackgroundCollector:
     def iterator(self) -> Iterator[Any]:
         """As `iter(collector)`."""
         return iter(self)
+
+    @property
+    def stats(self) -> CollectorStats:
+        """Frames, speed, and returns and lengths of the last episodes, of all workers, for a progress bar.
+
+        Speeds count the time in which the caller waits for a batch.
+        """
+        return collector_stats(self.frames, self.batches, self._episodes, self._throughput)
 
     @property
     def trajs_per_batch(self) -> int | None:

@@ -23,7 +23,7 @@ from engram.collectors.settings import Device
 from engram.collectors.sync import SyncDataCollector, one_of_weights
 from engram.envs.policies import ExplorationType, own_exploration_type
 from engram.errors import WorkerError
-from engram.processes.pool import WorkerPool
+from engram.processes.pool import Processes, WorkerPool
 from engram.processes.worker import Channel, CloudpickleWrapper, Worker, packed_exception
 from engram.pytree import Key
 
@@ -216,7 +216,7 @@ class Evaluator:
         else:
             functions = (env, policy, policy_factory, init_fn)
             sent = [None if one is None else CloudpickleWrapper(one) for one in functions]
-            pool = WorkerPool(run_evaluations, ["the worker of an Evaluator"])
+            pool = WorkerPool(Processes(run_evaluations), ["the worker of an Evaluator"])
             pool.start(0, *sent, settings)
             self._run, close = _Request(pool.workers[0]), pool.close
         self._close = weakref.finalize(self, close)

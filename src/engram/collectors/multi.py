@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
 import math
-import pickle
 import threading
-import time
 import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +18,21 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from engram._advice import advised
-from engram.collectors.background import BackgroundCollector
+from engram.collectors.joining import ONE_BATCH, WorkerLayout, joined, layout_of, padded, refuse_other_layout
+from engram.collectors.makers import (
+    devices_of_workers,
+    makers_of_workers,
+    on_cpu,
+    one_for_each,
+    only_device,
+    with_own_seed,
+)
 from engram.collectors.policy_weights import version_argument
+from engram.collectors.pooled import PooledCollector
 from engram.collectors.settings import CollectorSettings, Device
-from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
 from engram.collectors.sync import (
     NOTHING_WAITS,
     buffer_writer,
-    device_argument,
     one_of_weights,
     to_storing_device,
     validate_state,
@@ -42,42 +46,32 @@ from engram.collectors.trajectories import (
 )
 from engram.collectors.utils import split_trajectories
 from engram.collectors.worker import (
-    AttachBuffer,
-    AttachWeights,
     BatchReady,
+    Call,
     Collect,
-    GetSpaces,
-    GetState,
+    CollectorProcess,
     Hello,
-    LoadState,
     Predecessor,
-    Reset,
-    SetSeed,
     SharedBatchReader,
     Stop,
-    ValidateState,
     WorkerCalls,
     WorkerConfig,
     WroteFrames,
     run_worker,
 )
 from engram.data.replay_buffers.buffer import sent_to_writers
-from engram.envs.base import mark_truncated, with_time_named
+from engram.envs.base import with_time_named
 from engram.envs.policies import ExplorationType, acts_at_random
 from engram.errors import WorkerError
-from engram.processes.pool import WorkerPool
-from engram.processes.restarts import seed_after, validate_restarts
+from engram.processes.pool import Processes, WorkerPool
+from engram.processes.restarts import Restarts, validate_restarts
 from engram.processes.shared_weights import SharedWeights, tensors_of
 from engram.processes.timeouts import validate_timeout
 from engram.processes.worker import (
     CLOSE_TIMEOUT,
-    ERROR_CLOSE_TIMEOUT,
     CloudpickleWrapper,
 )
-from engram.pytree import is_ragged, map_leaves
 from engram.specs.spaces import EncodedSpaces, HasSpaces, common_spaces
-
-ABANDON_INTERVAL = 0.1  # seconds after which a thread in the background sees that nobody waits for it any more
 
 
 class Arrived(NamedTuple):
@@ -93,8 +87,34 @@ class Arrived(NamedTuple):
         return self.batch.frames if isinstance(self.batch, WroteFrames) else self.batch.numel()
 
 
+@dataclass
+class Member:
+    """What is known of a worker, over all its lives.
+
+    Attributes:
+        frames, envs: of each of its batches; known after its Hello.
+        pending: batches that it was asked for and has not sent.
+        collected: the frames that it has handed over.
+        seed: arguments of the last `set_seed`.
+        id_offset: added to the ids that it counts, which begin anew in its successor.
+        begins: whether its next batch is the first of a successor.
+        first_steps: of an unfinished batch.
+    """
+
+    config: WorkerConfig
+    reader: SharedBatchReader = field(default_factory=SharedBatchReader)
+    frames: int = 0
+    envs: int = 0
+    pending: int = 0
+    collected: int = 0
+    seed: tuple[int, bool] | None = None
+    id_offset: int = 0
+    begins: bool = False
+    first_steps: TensorDictBase | WroteFrames | None = None
+
+
 @advised
-class MultiCollector(BackgroundCollector, HasSpaces):
+class MultiCollector(PooledCollector, HasSpaces):
     """Base of the collectors with worker processes; see `MultiSyncDataCollector`.
 
     `MultiCollector(..., sync=True)` (the default) makes a `MultiSyncDataCollector`, with `sync=False` a
@@ -172,7 +192,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         settings = CollectorSettings.of(locals(), frames_per_batch=least)
         self.set_truncated = set_truncated
         self._trajs_per_batch, self._assembler = trajs_per_batch or 0, TrajectoryAssembler()
-        self._first_layout: _WorkerLayout | None = None  # of the first batch of steps for whole trajectories
+        self._first_layout: WorkerLayout | None = None  # of the first batch of steps for whole trajectories
         self.traj_format = traj_format or "padded"
         self.pre_collect_hook, self.post_collect_hook = pre_collect_hook, post_collect_hook
         self._pads_trajectories = settings.pads_trajectories
@@ -196,20 +216,19 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         self.total_frames = settings.total_frames
         self.init_random_frames = settings.init_random_frames or 0
         self.requested_frames_per_batch = None if isinstance(frames_per_batch, Sequence) else frames_per_batch
-        self.frames = self.batches = 0
+        self._count_from_zero()
         self._set_policy(policy)
         self._limit_threads(num_threads)
         self._pool = WorkerPool(
-            run_worker,
+            Processes(run_worker, "spawn" if num_sub_threads > 1 and start_method is None else start_method),
             [f"worker {k} of {name}" for k in range(self.num_workers)],
-            start_method="spawn" if num_sub_threads > 1 and start_method is None else start_method,
             timeout=timeout,
-            restarts=restarts,
         )
+        self._restarts = Restarts(restarts)
         self._workers = self._pool.workers
         calls = WorkerCalls(*map(_sendable, (init_fn, pre_collect_hook, post_collect_hook)))
         of_workers = zip(makers, policy_makers, frames_of_workers, policy_devices, env_devices, strict=True)
-        self._configs = [
+        configs = [
             WorkerConfig(
                 make_env=CloudpickleWrapper(make_env),
                 policy_factory=_sendable(make_policy),
@@ -221,7 +240,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
             )
             for make_env, make_policy, frames, policy_on, env_on in of_workers
         ]
-        self._start()
+        self._start(configs)
         settings.warn_of_remainder(self.frames_per_batch)
 
     def _limit_threads(self, num_threads: int | None) -> None:
@@ -247,24 +266,15 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         """The frames of each worker's batch; None: as many as a worker wants."""
         return one_for_each("frames_per_batch", frames_per_batch, n)
 
-    def _start(self) -> None:
-        n = self.num_workers
-        self._readers = [SharedBatchReader() for _ in range(n)]
-        self._episodes, self._throughput = EpisodeStats(0), Throughput()
+    def _start(self, configs: Sequence[WorkerConfig]) -> None:
+        self._members = [Member(config) for config in configs]
         self._ids = SharedCounter()
         self._global_ids = GlobalTrajectoryIds(self._ids.take)
         self._arrived: deque[Arrived] = deque()
-        self._pending = [0] * n  # by worker: batches that it was asked for and has not sent
-        self._frames, self._envs = [0] * n, [0] * n  # of each worker's batch; known after its Hello
-        self._collected = [0] * n  # by worker: the frames that it has handed over
-        self._seeds: list[SetSeed | None] = [None] * n  # of the environments
-        self._id_offset = [0] * n  # added to the ids that a worker counts, which begin anew in its successor
-        self._begins = [False] * n  # whether a worker's next batch is the first of a successor
-        self._first_steps: list[TensorDictBase | WroteFrames | None] = [None] * n  # of unfinished batches
         with self._shut_down_on_error():
-            for k in range(n):
+            for k in range(self.num_workers):
                 self._start_worker(k)
-            while missing := [k for k, frames in enumerate(self._frames) if not frames]:
+            while missing := [k for k, member in enumerate(self._members) if not member.frames]:
                 for k in self._pool.wait(missing):
                     self._receive_message(k)
             self._share_weights_of_factory()
@@ -275,18 +285,18 @@ class MultiCollector(BackgroundCollector, HasSpaces):
     def _start_worker(self, k: int, predecessor: Predecessor | None = None) -> None:
         """Starts the process of worker k."""
         policy = None if self._policy is None else CloudpickleWrapper(on_cpu(self._policy))
-        config = self._configs[k]._replace(policy=policy, weights=self._weights, predecessor=predecessor)
+        config = self._members[k].config._replace(policy=policy, weights=self._weights, predecessor=predecessor)
         self._pool.start(k, config)
 
     def _greet(self, k: int, hello: Hello) -> None:
         """Notes the sizes of a worker that is ready. Raises RuntimeError where a successor has other ones."""
-        frames, envs = self._frames[k], self._envs[k]
-        if frames and (frames, envs) != (hello.frames, hello.envs):
+        member = self._members[k]
+        if member.frames and (member.frames, member.envs) != (hello.frames, hello.envs):
             raise RuntimeError(
                 f"worker {k} was replaced, and the environment that it made has batches of {hello.frames} frames over "
-                f"{hello.envs} environments; the one before had {frames} over {envs}"
+                f"{hello.envs} environments; the one before had {member.frames} over {member.envs}"
             )
-        self._frames[k], self._envs[k] = hello.frames, hello.envs
+        member.frames, member.envs = hello.frames, hello.envs
         if k == 0 and self._factory_state is None:
             self._factory_state = hello.policy_state
 
@@ -297,7 +307,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         self._weights = SharedWeights(tensors_of(self._factory_state))
         for k, worker in enumerate(list(self._workers)):
             try:
-                worker.send(AttachWeights(self._weights))
+                worker.send(Call(CollectorProcess.attach_weights, (self._weights,), is_question=False))
             except WorkerError as error:
                 self._replace(k, error)
 
@@ -314,21 +324,18 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         failed come first, a batch of one worker at a time; with a replay buffer they are written, and the error is
         raised at once.
         """
-        self._refuse_beside_background()
-        before, began = self.frames, time.perf_counter()
-        if self._failure is None:
-            self._refuse_if_shut_down()
-            with self._shut_down_on_error():
-                if self._update_at_each_batch:
-                    self.update_policy_weights_()
-                try:
-                    batch = self._next_trajectories() if self._trajs_per_batch else self._next()
-                except WorkerError as error:
-                    self._end_with(error)
-        if self._failure is not None:
-            batch = self._next_after_failure()
-        self.batches += 1
-        self._throughput.add(self.frames - before, time.perf_counter() - began)
+        with self._counted_batch():
+            if self._failure is None:
+                self._refuse_if_shut_down()
+                with self._shut_down_on_error():
+                    if self._update_at_each_batch:
+                        self.update_policy_weights_()
+                    try:
+                        batch = self._next_trajectories() if self._trajs_per_batch else self._next()
+                    except WorkerError as error:
+                        self._end_with(error)
+            if self._failure is not None:
+                batch = self._next_after_failure()
         if batch is None or self.replay_buffer is not None:
             return None
         if self.storing_device is not None:
@@ -357,14 +364,18 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         self._global_ids.number(batches)
         in_order = [batch.reshape(-1, batch.shape[-1]) for _, batch in batches]
         for k, batch in batches:  # steps of all workers, and of all batches, wait in one TensorDict
-            layout = k, _layout_of(batch)
+            layout = k, layout_of(batch)
             self._first_layout = self._first_layout or layout
-            _refuse_other_layout(self._first_layout, layout)
+            refuse_other_layout(self._first_layout, layout)
         if len({batch.shape[-1] for batch in in_order}) == 1:  # in the order of time over all
             self._assembler.add(torch.cat(in_order))
         else:
             for batch in in_order:
                 self._assembler.add(batch)
+
+    def _assemble_arrived(self) -> None:
+        self._assemble(self._arrived)
+        self._arrived.clear()
 
     def _take_trajectories(self) -> TensorDictBase | None:
         steps = self._assembler.take(min(self._trajs_per_batch, self._assembler.count))
@@ -384,25 +395,29 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         """The next batch that came before a worker failed; after the last one, raises the failure."""
         failure, self._arrived = self._failure, deque(sorted(self._arrived, key=lambda result: result.worker))
         if self._trajs_per_batch:
-            self._assemble(self._arrived)
-            self._arrived.clear()
+            self._assemble_arrived()
             while self._assembler.count:
                 if (trajectories := self._take_trajectories()) is not None:
                     return trajectories
         while self._arrived:
-            result = self._arrived.popleft()
-            self._seam_before([result])
-            if isinstance(result.batch, WroteFrames):
-                self.frames += result.batch.frames
-                continue
-            self.frames += result.batch.numel()
-            self._global_ids.number([(result.worker, result.batch)])
-            if self._writer is None:
-                return self._as_handed_out(result.batch)
-            self._store(result.batch)
+            if (batch := self._take_first()) is not None:
+                return self._as_handed_out(batch)
         assert failure is not None
         self._failure = None
         raise failure
+
+    def _take_first(self) -> TensorDictBase | None:
+        """The batch that came first; None where it is in the replay buffer."""
+        result = self._arrived.popleft()
+        self._seam_before([result])
+        self.frames += result.frames
+        if isinstance(result.batch, WroteFrames):
+            return None
+        self._global_ids.number([(result.worker, result.batch)])
+        if self._writer is None:
+            return result.batch
+        self._store(result.batch)
+        return None
 
     def _as_handed_out(self, batch: TensorDictBase) -> TensorDictBase:
         """The batch of one worker, in the form in which batches are handed out."""
@@ -410,51 +425,30 @@ class MultiCollector(BackgroundCollector, HasSpaces):
 
     def _receive_arrived(self) -> None:
         """Receives the batches that workers have sent already, where one has failed."""
-        for k, worker in enumerate(self._workers):
+        for k, member in enumerate(self._members):
             with contextlib.suppress(WorkerError):  # the first failure is raised, not the others
-                while self._pending[k] and self._pool.wait([k], 0):
-                    if isinstance(message := worker.receive(), BatchReady):
+                while member.pending and self._pool.wait([k], 0):
+                    if isinstance(message := self._workers[k].receive(), BatchReady):
                         self._receive_batch(k, message)
-        for k, first_steps in enumerate(self._first_steps):
-            if first_steps is not None:
-                self._arrived.append(Arrived(k, first_steps, self._begins[k]))
-                self._first_steps[k] = None
+        for k, member in enumerate(self._members):
+            if member.first_steps is not None:
+                self._arrived.append(Arrived(k, member.first_steps, member.begins))
+                member.first_steps = None
+
+    @property
+    def _is_anything_pending(self) -> bool:
+        return any(member.pending for member in self._members)
 
     def _post_collect(self, k: int) -> None:
-        self._pending[k] += 1
+        self._members[k].pending += 1
         self._workers[k].post(Collect())
 
     def _wait(self) -> None:
         """Waits until workers have sent batches, and receives them."""
-        for k in self._wait_for_any([k for k, pending in enumerate(self._pending) if pending]):
+        for k in self._wait_for_any([k for k, member in enumerate(self._members) if member.pending]):
             self._receive_message(k)
-
-    def _wait_for_any(self, workers: list[int]) -> list[int]:
-        """Waits until some of the workers have sent a message, or one that hangs in its step was replaced."""
-        background = self._background
-        if background is not None:
-            background.raise_if_abandoned()  # also where messages come all the time
-        while not (ready := self._pool.wait(workers, math.inf if background is None else ABANDON_INTERVAL)):
-            if background is not None:
-                background.raise_if_abandoned()
-            if (late := self._pool.overdue()) is not None:
-                self._end_overdue(*late)
-                return []
-        return ready
-
-    def _end_overdue(self, k: int, reason: str) -> None:
-        """Kills a worker that hangs, after what it has sent was received, and replaces it."""
-        worker = self._workers[k]
-        while self._workers[k] is worker and self._pool.wait([k], 0):
-            self._receive_message(k)
-        if self._workers[k] is worker:
-            try:
-                worker.kill(reason)
-            except WorkerError as error:
-                self._replace(k, error)
 
     def _receive_message(self, k: int) -> list[Any]:
-        """Receives one message of worker k, and returns it if it is an answer; replaces the worker if it has failed."""
         try:
             message = self._workers[k].receive()
             if isinstance(message, BatchReady):
@@ -469,52 +463,51 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         return [message]
 
     def _receive_batch(self, k: int, message: BatchReady) -> None:
-        self._pending[k] -= 1
+        member, batch = self._members[k], message.batch
+        member.pending -= 1
         self._episodes.take(message.returns, message.lengths)
-        batch = message.batch
-        self._begins[k] = self._begins[k] or message.begins
+        member.begins = member.begins or message.begins
         if isinstance(batch, WroteFrames):
-            self._collected[k] += batch.frames
+            member.collected += batch.frames
         else:
-            batch = self._readers[k].take(batch)
-            self._collected[k] += batch.numel()
-            if self._id_offset[k]:
-                batch.set(IDS, batch.get(IDS) + self._id_offset[k])
-        if (first_steps := self._first_steps[k]) is not None:
-            batch, self._first_steps[k] = joined(first_steps, batch), None
-        if message.is_last and self._pool.restarts.left and self._missing_steps(k, batch):
-            self._first_steps[k] = batch
-            self._pending[k] += 1  # its successor makes the rest
+            batch = member.reader.take(batch)
+            member.collected += batch.numel()
+            if member.id_offset:
+                batch.set(IDS, batch.get(IDS) + member.id_offset)
+        if member.first_steps is not None:
+            batch, member.first_steps = joined(member.first_steps, batch), None
+        if message.is_last and self._restarts.left and self._missing_steps(member, batch):
+            member.first_steps = batch
+            member.pending += 1  # its successor makes the rest
         else:
-            self._arrived.append(Arrived(k, batch, self._begins[k]))
-            self._begins[k] = False
+            self._arrived.append(Arrived(k, batch, member.begins))
+            member.begins = False
         if message.is_last:
             self._workers[k].receive()  # raises the worker's error
 
-    def _missing_steps(self, k: int, batch: TensorDictBase | WroteFrames) -> int:
+    def _missing_steps(self, member: Member, batch: TensorDictBase | WroteFrames) -> int:
         """How many steps of each environment a batch that was cut short lacks; 0 where batches may be short."""
         if self._can_be_stopped or self._trajs_per_batch:
             return 0
         frames = batch.frames if isinstance(batch, WroteFrames) else batch.numel()
-        return (self._frames[k] - frames) // self._envs[k]
+        return (member.frames - frames) // member.envs
 
     # ---- replacing workers ----
     def _replace(self, k: int, error: WorkerError) -> None:
-        """Starts worker k anew after it has failed or died. Raises `error` where no restart is left.
-
-        All that it had sent was received before. It is asked again for the batches that it owes.
-        """
+        """Starts worker k anew. All that it had sent was received; it is asked again for the batches that it owes."""
+        member = self._members[k]
         while True:
-            restart = self._pool.retire(k, error)  # another process can have its lane now
+            self._restarts.use(error, self._workers[k].pid)
+            self._pool.end(k)  # another process can have its lane now
             self._cut(k)
-            seed, self._readers[k] = self._seeds[k], SharedBatchReader()
-            config = self._configs[k]
-            make_env = with_own_seed(config.make_env.function)  # else the predecessor's episodes would come again
-            self._configs[k] = config._replace(make_env=CloudpickleWrapper(make_env))
+            member.reader = SharedBatchReader()
+            make_env = with_own_seed(member.config.make_env.function)  # else the same episodes would come again
+            member.config = member.config._replace(make_env=CloudpickleWrapper(make_env))
+            seed = member.seed
             predecessor = Predecessor(
-                self._collected[k],
-                None if seed is None else seed._replace(seed=seed_after(seed.seed, restart)),
-                has_own_weights=config.policy_factory is not None and not self._is_updated,
+                member.collected,
+                None if seed is None else (self._pool.seed_of(k, seed[0]), seed[1]),
+                has_own_weights=member.config.policy_factory is not None and not self._is_updated,
             )
             self._start_worker(k, predecessor)
             try:
@@ -523,22 +516,22 @@ class MultiCollector(BackgroundCollector, HasSpaces):
                 break
             except WorkerError as next_error:
                 error = next_error
-        for i in range(self._pending[k]):
-            first_steps = self._first_steps[k] if i == 0 else None
-            self._workers[k].post(Collect(None if first_steps is None else self._missing_steps(k, first_steps)))
+        for i in range(member.pending):
+            first_steps = member.first_steps if i == 0 else None
+            self._workers[k].post(Collect(None if first_steps is None else self._missing_steps(member, first_steps)))
 
     def _cut(self, k: int) -> None:
         """Makes sure that nothing which comes from worker k is joined with what came from it before."""
         if self._trajs_per_batch:
-            self._assemble(self._arrived)
-            self._arrived.clear()
+            self._assemble_arrived()
             self._assembler.cut(self._global_ids.current(k))
-        batches = [self._first_steps[k], *(result.batch for result in self._arrived if result.worker == k)]
+        member = self._members[k]
+        batches = [member.first_steps, *(result.batch for result in self._arrived if result.worker == k)]
         ids = [
             int(batch.get(IDS).max()) for batch in batches if batch is not None and not isinstance(batch, WroteFrames)
         ]
-        self._id_offset[k] = max([-1, *ids, *self._global_ids.own(k)]) + 1
-        self._begins[k] = self._begins[k] or self._first_steps[k] is None
+        member.id_offset = max([-1, *ids, *self._global_ids.own(k)]) + 1
+        member.begins = member.begins or member.first_steps is None
 
     # ---- the replay buffer ----
     def _store(self, batch: TensorDictBase) -> None:
@@ -574,7 +567,8 @@ class MultiCollector(BackgroundCollector, HasSpaces):
 
     def _attach_worker(self, k: int) -> None:
         self.replay_buffer.storage.release()  # workers need all lanes
-        self._workers[k].send(AttachBuffer(sent_to_writers(self.replay_buffer), self._ids))
+        buffer = sent_to_writers(self.replay_buffer)
+        self._workers[k].send(Call(CollectorProcess.attach_buffer, (buffer, self._ids), is_question=False))
 
     # ---- weights, seeds, states ----
     @property
@@ -584,15 +578,7 @@ class MultiCollector(BackgroundCollector, HasSpaces):
 
     def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
         """The frames of the batch of a worker (None: the first)."""
-        return self._frames[worker_idx or 0]
-
-    @property
-    def stats(self) -> CollectorStats:
-        """Frames, speed, and returns and lengths of the last episodes of all workers, for a progress bar.
-
-        Speeds count the time in which the caller waits for a batch.
-        """
-        return collector_stats(self.frames, self.batches, self._episodes, self._throughput)
+        return self._members[worker_idx or 0].frames
 
     def update_policy_weights_(
         self,
@@ -638,7 +624,9 @@ class MultiCollector(BackgroundCollector, HasSpaces):
     def encoded_spaces(self) -> EncodedSpaces:
         """The specs of observations and actions of a worker, and the gymnasium spaces that all workers have."""
         with self._asking(), self._shut_down_on_error():
-            members: list[EncodedSpaces] = [self._request(k, GetSpaces()) for k in range(self.num_workers)]
+            members: list[EncodedSpaces] = [
+                self._request(k, CollectorProcess.encoded_spaces) for k in range(self.num_workers)
+            ]
         return members[0]._replace(spaces=common_spaces(members))
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -648,8 +636,8 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         """
         with self._asking(), self._shut_down_on_error():
             for k in range(self.num_workers):
-                self._seeds[k] = SetSeed(seed, static_seed)
-                seed = self._request(k, SetSeed(seed, static_seed))
+                self._members[k].seed = seed, static_seed
+                seed = self._request(k, CollectorProcess.set_seed, seed, static_seed)
         return seed
 
     def reset(self, reset_idx: Sequence[bool] | None = None) -> None:
@@ -669,14 +657,13 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         with self._asking(), self._shut_down_on_error():
             for k in range(self.num_workers):
                 if chosen[k]:
-                    self._request(k, Reset())
+                    self._request(k, CollectorProcess.reset)
                     self._drop_unfinished(k)
 
     def _drop_unfinished(self, k: int) -> None:
         """Drops the steps of worker k's trajectories that have not ended, which go on nowhere."""
         if self._trajs_per_batch:
-            self._assemble(self._arrived)
-            self._arrived.clear()
+            self._assemble_arrived()
             self._assembler.drop(self._global_ids.current(k))
 
     def state_dict(self) -> dict[str, Any]:
@@ -687,17 +674,14 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         not part of it.
         """
         with self._asking():
-            return self._state_dict()
-
-    def _state_dict(self) -> dict[str, Any]:
-        with self._shut_down_on_error():
-            states = [self._request(k, GetState()) for k in range(self.num_workers)]
-        if self._trajs_per_batch:
-            self._assemble(self._arrived)
-            self._arrived.clear()
-        counts = {"frames": self.frames, "batches": self.batches, "trajectories": self._ids.value}
-        waiting = {"waiting": self._assembler.state_dict()} if self._trajs_per_batch else {}
-        return {**counts, "episodes": self._episodes.state_dict(), "workers": states, **waiting}
+            with self._shut_down_on_error():
+                states = [self._request(k, CollectorProcess.state) for k in range(self.num_workers)]
+            waiting = {}
+            if self._trajs_per_batch:
+                self._assemble_arrived()
+                waiting = {"waiting": self._assembler.state_dict()}
+            counts = {"frames": self.frames, "batches": self.batches, "trajectories": self._ids.value}
+            return {**counts, "episodes": self._episodes.state_dict(), "workers": states, **waiting}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on after `state_dict`: every environment starts a new trajectory; batches not handed out are dropped.
@@ -707,39 +691,37 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         other environments, with nothing changed.
         """
         with self._asking():
-            self._load_state_dict(state_dict)
-
-    def _load_state_dict(self, state: dict[str, Any]) -> None:
-        own = self._factory_state
-        if self._weights is not None and own is None:
-            own = self._policy.state_dict()
-        validate_states(state, self.num_workers, own)
-        validate_waiting(state, self._trajs_per_batch)
-        self._validate_random_states(state["workers"])
-        parts = self._with_newest_weights(state["workers"])
-        with self._shut_down_on_error():
-            for k, part in enumerate(parts):
-                self._request(k, LoadState(part))
-        self._arrived.clear()
-        self._assembler.load_state_dict(state.get("waiting", NOTHING_WAITS))
-        self._collected = [int(part["stepped"]) for part in parts]
-        self._global_ids.forget()
-        if self._writer is not None:
-            self._writer.restart()
-        self.frames, self.batches = int(state["frames"]), int(state["batches"])
-        self._episodes.load_state_dict(state["episodes"])
-        missing = int(state["trajectories"]) - self._ids.value
-        if missing > 0:
-            self._ids.take(missing)
+            own = self._factory_state
+            if self._weights is not None and own is None:
+                own = self._policy.state_dict()
+            validate_states(state_dict, self.num_workers, own)
+            validate_waiting(state_dict, self._trajs_per_batch)
+            self._validate_random_states(state_dict["workers"])
+            parts = self._with_newest_weights(state_dict["workers"])
+            with self._shut_down_on_error():
+                for k, part in enumerate(parts):
+                    self._request(k, CollectorProcess.load_state, part)
+            self._arrived.clear()
+            self._assembler.load_state_dict(state_dict.get("waiting", NOTHING_WAITS))
+            for member, part in zip(self._members, parts, strict=True):
+                member.collected = int(part["stepped"])
+            self._global_ids.forget()
+            if self._writer is not None:
+                self._writer.restart()
+            self.frames, self.batches = int(state_dict["frames"]), int(state_dict["batches"])
+            self._episodes.load_state_dict(state_dict["episodes"])
+            missing = int(state_dict["trajectories"]) - self._ids.value
+            if missing > 0:
+                self._ids.take(missing)
 
     def _validate_random_states(self, parts: Sequence[dict[str, Any]]) -> None:
         with self._shut_down_on_error():
-            questions = [
-                (k, ValidateState(part["env_random_state"]))
+            refusals = [
+                f"worker {k}: {why}"
                 for k, part in enumerate(parts)
                 if "env_random_state" in part
+                and (why := self._request(k, CollectorProcess.refusal, part["env_random_state"])) is not None
             ]
-            refusals = [f"worker {k}: {why}" for k, one in questions if (why := self._request(k, one)) is not None]
         if refusals:
             raise ValueError("the state is not of these environments.\n  " + "\n  ".join(refusals))
 
@@ -758,22 +740,12 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         self._is_updated = True
         return [{**part, "policy_version": version, "policy_state_dict": weights} for part in parts]
 
-    def _request(self, k: int, message: Any) -> Any:
-        """Sends worker k a message and returns its answer; batches that come before it are received."""
-        while self._pending[k]:  # a large message would wait for a worker that waits to send a large batch
+    def _request(self, k: int, method: Callable[..., Any], *args: Any) -> Any:
+        """What a method of worker k's process returns; batches that come before it are received."""
+        while self._members[k].pending:  # a large message would wait for a worker that waits to send a large batch
             if self._wait_for_any([k]):
                 self._receive_message(k)
-        while True:
-            worker = self._workers[k]
-            worker.post(message)
-            while self._workers[k] is worker:  # else it was replaced, and its successor is asked
-                if self._wait_for_any([k]) and (answers := self._receive_message(k)):
-                    return answers[0]
-
-    @property
-    def is_shut_down(self) -> bool:
-        """True after `shutdown`, and after a worker has failed."""
-        return self._pool.is_closed
+        return self._ask(k, Call(method, args))
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, *, raise_on_error: bool = True) -> None:
         """Ends the workers in a bounded time. A second call does nothing.
@@ -782,36 +754,15 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         comes later is lost. The workers' environments are closed, whatever `close_env` says. With `raise_on_error` an
         error that has ended collecting in the background, and was not raised yet, is raised when all is done.
         """
-        if self._background is not None:
-            try:
-                self._background.stop(CLOSE_TIMEOUT if timeout is None else timeout)
-            except TimeoutError:
-                self._background.abandon()
+        self._stop_background(CLOSE_TIMEOUT if timeout is None else timeout)
         self._pool.close()
         self._restore_threads()
         if raise_on_error:
             self._raise_background_failure()
 
-    @contextmanager
-    def _shut_down_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._shut_down_quickly()  # a busy worker would answer an earlier request to a later one
-            raise
-
     def _shut_down_quickly(self) -> None:
-        """Ends the workers before an error is raised, which does not wait for busy ones."""
-        if self._background is not None and not self._background.is_current:
-            self._background.abandon()
         self._restore_threads()
-        self._pool.close(ERROR_CLOSE_TIMEOUT)
-
-    @contextmanager
-    def _between_batches(self) -> Iterator[None]:
-        with super()._between_batches():
-            self._refuse_if_shut_down()
-            yield
+        super()._shut_down_quickly()
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -819,13 +770,6 @@ class MultiCollector(BackgroundCollector, HasSpaces):
         with self._between_batches(), self._questions:
             self._refuse_if_shut_down()  # by an error of the caller before
             yield
-
-    def _refuse_if_shut_down(self) -> None:
-        if self.is_shut_down:
-            raise RuntimeError("this collector was shut down; make a new one")
-
-    def __enter__(self) -> Any:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
@@ -941,7 +885,7 @@ class MultiSyncDataCollector(MultiCollector):
         return super()._frames_of_workers(frames_per_batch, n)
 
     def _frames_of_batch(self) -> int:
-        return sum(self._frames)
+        return sum(member.frames for member in self._members)
 
     def _next(self) -> TensorDictBase | None:
         if self._should_attach():
@@ -954,9 +898,9 @@ class MultiSyncDataCollector(MultiCollector):
             self._post_collect(k)
         share = 1 if self._threshold is None else self._threshold
         enough = max(1, math.ceil(share * self.num_workers))
-        while any(self._pending):
+        while self._is_anything_pending:
             self._wait()
-            if sum(not pending for pending in self._pending) >= enough and not self._is_stopped:
+            if sum(not member.pending for member in self._members) >= enough and not self._is_stopped:
                 self._is_stopped = True
                 self._stop_the_others()
         results = sorted(self._arrived, key=lambda result: result.worker)
@@ -964,13 +908,13 @@ class MultiSyncDataCollector(MultiCollector):
         return results
 
     def _stop_the_others(self) -> None:
-        for worker, pending in zip(self._workers, self._pending, strict=True):
-            if pending:
+        for worker, member in zip(self._workers, self._members, strict=True):
+            if member.pending:
                 worker.post(Stop())
 
     def _replace(self, k: int, error: WorkerError) -> None:
         super()._replace(k, error)
-        if self._is_stopped and self._pending[k]:
+        if self._is_stopped and self._members[k].pending:
             self._workers[k].post(Stop())
 
     def _combine(self, results: list[Arrived]) -> TensorDictBase | None:
@@ -980,7 +924,7 @@ class MultiSyncDataCollector(MultiCollector):
         self._global_ids.number(batches)
         in_order = [batch for _, batch in batches]
         for k, batch in batches[1:]:
-            _refuse_other_layout((batches[0][0], _layout_of(in_order[0])), (k, _layout_of(batch)))
+            refuse_other_layout((batches[0][0], layout_of(in_order[0])), (k, layout_of(batch)))
         if self.replay_buffer is not None:
             have_one_shape = len({batch.shape for batch in in_order}) == 1
             if have_one_shape:
@@ -1002,70 +946,17 @@ class MultiSyncDataCollector(MultiCollector):
             if batch.ndim != first.ndim or any(a != b for dim, (a, b) in pairs if dim not in varying):
                 raise ValueError(
                     f"the batches of workers {j} and {k} do not go into one: they have the shapes {list(first.shape)} "
-                    f"and {list(batch.shape)}. {_ONE_BATCH}"
+                    f"and {list(batch.shape)}. {ONE_BATCH}"
                 )
 
     def _join(self, batches: list[TensorDictBase]) -> TensorDictBase:
         if self._threshold is not None:
             longest = max(batch.shape[-1] for batch in batches)
-            batches = [_padded(batch, longest) for batch in batches]
+            batches = [padded(batch, longest) for batch in batches]
         return torch.stack(batches) if self._cat_results == "stack" else torch.cat(batches, int(self._cat_results))
 
     def _as_handed_out(self, batch: TensorDictBase) -> TensorDictBase:
         return self._join([batch])
-
-
-_ONE_BATCH = (
-    "Make environments with the same spaces, and as many in each worker; or collect with a MultiaSyncDataCollector, "
-    "each batch of which is of one worker"
-)
-_Layout = dict[Any, str]
-_WorkerLayout = tuple[int, _Layout]
-
-
-def _layout_of(batch: TensorDictBase) -> _Layout:
-    """What each step of a batch has, by key; nothing of agents that differ."""
-    if is_ragged(batch):
-        return {}
-    return {key: f"{leaf.dtype} {list(leaf.shape[batch.ndim :])}" for key, leaf in batch.items(True, True)}
-
-
-def _refuse_other_layout(first: _WorkerLayout, other: _WorkerLayout) -> None:
-    """Raises ValueError for batches of two workers that do not go into one, with the first entry that differs."""
-    (j, expected), (k, found) = first, other
-    if expected == found:
-        return
-    key = next(key for key in {**expected, **found} if expected.get(key) != found.get(key))
-    raise ValueError(
-        f"the batches of workers {j} and {k} do not go into one: {key!r} is {expected.get(key, 'missing')} from worker "
-        f"{j}, and {found.get(key, 'missing')} from worker {k}. {_ONE_BATCH}"
-    )
-
-
-def _padded(batch: TensorDictBase, length: int) -> TensorDictBase:
-    """`[*, time]` padded with zeros to `[*, length]`, with a mask of the steps."""
-    time, ndim = batch.shape[-1], batch.ndim
-    mask = torch.zeros((*batch.shape[:-1], length), dtype=torch.bool)
-    mask[..., :time] = True
-    if time < length:
-
-        def pad(leaf: torch.Tensor) -> torch.Tensor:
-            rest = leaf.new_zeros((*batch.shape[:-1], length - time, *leaf.shape[ndim:]))
-            return torch.cat([leaf, rest], ndim - 1)
-
-        batch = map_leaves(batch, pad, (*batch.shape[:-1], length))
-    return batch.set(("collector", "mask"), mask)
-
-
-def joined(first: TensorDictBase | WroteFrames, rest: TensorDictBase | WroteFrames) -> TensorDictBase | WroteFrames:
-    """A batch whose first steps are of a worker that failed, and whose rest is of the one that replaced it.
-
-    The last of the first steps is marked as truncated: the trajectory goes on nowhere.
-    """
-    if isinstance(first, WroteFrames) or isinstance(rest, WroteFrames):
-        return WroteFrames(sum(part.frames for part in (first, rest) if isinstance(part, WroteFrames)))
-    mark_truncated(first, (*[slice(None)] * (first.ndim - 1), -1))
-    return torch.cat([first, rest], -1)
 
 
 class MultiaSyncDataCollector(MultiCollector):
@@ -1106,29 +997,18 @@ class MultiaSyncDataCollector(MultiCollector):
     _ahead = 2
 
     def _frames_of_batch(self) -> int:
-        return max(self._frames)
+        return max(member.frames for member in self._members)
 
     def _next(self) -> TensorDictBase | None:
         attaches = self._should_attach()  # asked once: another thread may write the first rows now
-        if attaches and not self._arrived and not any(self._pending):
+        if attaches and not self._arrived and not self._is_anything_pending:
             self._attach()
             attaches = False
         if not self._is_finishing and not attaches:  # else all are written before new ones are begun
             self._request_batches()
         while not self._arrived:
             self._wait()
-        result = self._arrived.popleft()
-        self._seam_before([result])
-        k, batch, _ = result
-        if isinstance(batch, WroteFrames):
-            self.frames += batch.frames
-            return None
-        self.frames += batch.numel()
-        self._global_ids.number([(k, batch)])
-        if self.replay_buffer is None:
-            return batch
-        self._store(batch)
-        return None
+        return self._take_first()
 
     def _next_results(self) -> list[Arrived]:
         if not self._is_finishing:
@@ -1141,9 +1021,9 @@ class MultiaSyncDataCollector(MultiCollector):
         return results
 
     def _request_batches(self) -> None:
-        for k, pending in enumerate(self._pending):
+        for k, member in enumerate(self._members):
             waiting = sum(1 for result in self._arrived if result.worker == k)
-            for _ in range(self._ahead - pending - waiting):
+            for _ in range(self._ahead - member.pending - waiting):
                 if self._has_enough_under_way():
                     return
                 self._post_collect(k)
@@ -1156,13 +1036,13 @@ class MultiaSyncDataCollector(MultiCollector):
         if not self.is_running() or self.total_frames < 0 or self._trajs_per_batch:
             return False
         waiting = sum(result.frames for result in self._arrived)
-        pending = sum(n * frames for n, frames in zip(self._pending, self._frames, strict=True))
+        pending = sum(member.pending * member.frames for member in self._members)
         return self.total_frames <= self.frames + waiting + pending
 
     def _finish_batches(self) -> None:
         self._is_finishing = True
         try:
-            while self._arrived or any(self._pending):
+            while self._arrived or self._is_anything_pending:
                 self._finish_steps() if self._trajs_per_batch else self.rollout()
         finally:
             self._is_finishing = False
@@ -1178,145 +1058,14 @@ class MultiaSyncDataCollector(MultiCollector):
             self._next_after_failure()
 
 
-def makers_of_workers(
-    create_env_fn: Any, create_env_kwargs: Any, policy: Any, policy_factory: Any, num_workers: int | None
-) -> tuple[list[Callable[[], Any]], list[Callable[[], Any] | None]]:
-    """For each worker a callable that makes its environment, and one that makes its policy, or None.
-
-    Raises ValueError for another number of them than `num_workers`, TypeError for what is no callable.
-    """
-    makers = _with_arguments(_env_makers(create_env_fn, num_workers), create_env_kwargs)
-    return makers, _policy_makers(policy, policy_factory, len(makers))
-
-
-def _env_makers(create_env_fn: Any, num_workers: int | None) -> list[Callable[[], Any]]:
-    is_one = callable(create_env_fn) or is_environment(create_env_fn)
-    makers = [create_env_fn] * (num_workers or 1) if is_one else list(create_env_fn)
-    if not makers or (num_workers is not None and len(makers) != num_workers):
-        raise ValueError(
-            f"{len(makers)} environments to make and num_workers={num_workers}; give a callable for each worker, or "
-            "a single one and num_workers of 1 or more"
-        )
-    return [_maker_of(one, any(one is other for other in makers[:k])) for k, one in enumerate(makers)]
-
-
-def is_environment(value: Any) -> bool:
-    """Whether this is an environment, of any library, and not something that makes one."""
-    return hasattr(value, "step") and not isinstance(value, type)
-
-
-def _maker_of(value: Any, is_repeated: bool) -> Callable[..., Any]:
-    """A function that makes an environment. Raises TypeError for what is neither that nor an environment."""
-    if is_environment(value):
-        value = CopyOfEnvironment(value)
-    if not callable(value):
-        raise TypeError(f"each worker makes its own environment: give callables that do, got a {type(value).__name__}")
-    return with_own_seed(value) if is_repeated else value
-
-
-class CopyOfEnvironment:
-    """Makes a copy of an environment, from the bytes of its pickle. The original stays its owner's to close.
-
-    With `has_own_seed` it has a seed that is drawn from torch's generator where it is made: random numbers that are
-    pickled with an environment would give each copy the same episodes.
-
-    Raises:
-        TypeError: it cannot be pickled.
-    """
-
-    has_own_seed = False
-
-    def __init__(self, env: Any) -> None:
-        try:
-            self._pickled = pickle.dumps(CloudpickleWrapper(env))
-        except Exception as error:  # a user's class may raise anything here
-            raise TypeError(
-                f"each worker gets a copy of the environment, and this {type(env).__name__} cannot be pickled "
-                f"({type(error).__name__}: {error}); give a callable that makes one"
-            ) from error
-
-    def __call__(self) -> Any:
-        env = pickle.loads(self._pickled).function
-        if self.has_own_seed:
-            env.set_seed(int(torch.randint(2**31, ())))
-        return env
-
-
-def with_own_seed(make_env: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function; one that copies an environment gives the copy a seed of its own."""
-    if isinstance(make_env, CopyOfEnvironment):
-        make_env = copy.copy(make_env)
-        make_env.has_own_seed = True
-    return make_env
-
-
-def one_for_each(name: str, value: Any, n: int) -> Sequence[Any]:
-    """One value for each of `n` workers: those of a sequence, or the same one. ValueError: another number of them."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        return [value] * n
-    if len(value) != n:
-        raise ValueError(f"{name} has {len(value)} values for {n} workers; give one for each")
-    return value
-
-
-def devices_of_workers(
-    name: str, given: Device | Sequence[Device], default: Device | Sequence[Device], n: int
-) -> list[torch.device | None]:
-    """The device of each worker; where it is None, that of the argument `device`, which is `default`."""
-    pairs = zip(one_for_each(name, given, n), one_for_each("device", default, n), strict=True)
-    return [device_argument(name, one, usual) for one, usual in pairs]
-
-
-def only_device(devices: Sequence[torch.device | None]) -> torch.device | None:
-    """The device on which batches of all workers are handed out. ValueError: there are several."""
-    if len(set(devices)) > 1:
-        raise ValueError(f"batches of all workers are handed out on one device; storing_device is {list(devices)}")
-    return devices[0]
-
-
 def validate_threshold(preemptive_threshold: float | None) -> None:
     """Raises ValueError for what is no fraction."""
     if preemptive_threshold is not None and not 0 <= preemptive_threshold <= 1:
         raise ValueError(f"preemptive_threshold must be in [0, 1], or None, got {preemptive_threshold}")
 
 
-def _with_arguments(
-    makers: list[Callable[..., Any]], arguments: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-) -> list[Callable[[], Any]]:
-    if not arguments:
-        return makers
-    if any(isinstance(make, CopyOfEnvironment) for make in makers):
-        raise TypeError("create_env_kwargs are arguments of callables that make environments; got one made")
-    each = [arguments] * len(makers) if isinstance(arguments, Mapping) else list(arguments)
-    if len(each) != len(makers):
-        raise ValueError(
-            f"create_env_kwargs are for {len(each)} workers, and there are {len(makers)}; give one for each"
-        )
-    return [functools.partial(make, **own) for make, own in zip(makers, each, strict=True)]
-
-
-def _policy_makers(policy: Any, factory: Any, num_workers: int) -> list[Callable[[], Any] | None]:
-    if factory is None:
-        return [None] * num_workers
-    if policy is not None:
-        raise TypeError("policy_factory makes the policy: it cannot be used with policy; give one of them")
-    makers = [factory] * num_workers if callable(factory) else list(factory)
-    if len(makers) != num_workers:
-        raise ValueError(f"{len(makers)} factories in policy_factory for {num_workers} workers; give one for each")
-    for maker in makers:
-        if not callable(maker):
-            raise TypeError(f"policy_factory must be callables without arguments, got a {type(maker).__name__}")
-    return makers
-
-
 def _sendable(function: Callable[..., Any] | None) -> CloudpickleWrapper | None:
     return None if function is None else CloudpickleWrapper(function)
-
-
-def on_cpu(policy: Any) -> Any:
-    """The policy with its tensors in main memory, for processes that do not use a GPU yet."""
-    is_elsewhere = isinstance(policy, nn.Module) and any(p.device.type != "cpu" for p in tensors_of(policy).values())
-    return copy.deepcopy(policy).to("cpu") if is_elsewhere else policy
 
 
 def can_be_shared(storage: Any, num_workers: int) -> bool:

@@ -102,8 +102,10 @@ class EpisodeStats:
         if reward is not None and done is not None:
             self.add(_as_rows(reward, batch.shape, np.add), _as_rows(done, batch.shape, np.logical_or))
 
-    def latest(self, since: int) -> tuple[list[float], list[int]]:
-        """Returns and lengths of the episodes after the first `since`, as far as they are still stored."""
+    def ended_in(self, batch: TensorDictBase) -> tuple[list[float], list[int]]:
+        """Adds the steps of a batch; returns and lengths of the episodes that ended in it (of the last `window`)."""
+        since = self.count
+        self.add_batch(batch)
         new = min(self.count - since, len(self.returns))
         return list(self.returns)[len(self.returns) - new :], list(self.lengths)[len(self.lengths) - new :]
 

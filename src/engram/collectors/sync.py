@@ -21,7 +21,7 @@ from engram.collectors.gym_rollout import GymRollout
 from engram.collectors.policy_weights import PolicyWeights, shapes_of
 from engram.collectors.rollout import Rollout, RolloutResult, TensorDictRollout, call_if_present, is_cpu
 from engram.collectors.settings import CollectorSettings, Device
-from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
+from engram.collectors.stats import EpisodeStats, Throughput
 from engram.collectors.trajectories import EpisodeSteps, StepTags, TrajectoryAssembler, waiting_steps
 from engram.collectors.utils import split_trajectories
 from engram.collectors.vector_rollout import VectorRollout
@@ -409,11 +409,6 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
     def set_post_collect_hook(self, hook: Callable[[TensorDictBase], Any] | None) -> None:
         """Sets `post_collect_hook`, from the next batch on."""
         self.post_collect_hook = hook
-
-    @property
-    def stats(self) -> CollectorStats:
-        """Frames, speed, and returns and lengths of the last episodes, for a progress bar."""
-        return collector_stats(self.frames, self.batches, self._episodes, self._throughput)
 
     def rollout(self) -> TensorDictBase | None:
         """The next batch, whatever `total_frames` says; None where it went into the replay buffer.

@@ -19,6 +19,7 @@ from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.processes.shared_weights import SharedWeights
 from engram.processes.timeouts import CallTimer
 from engram.processes.worker import Channel, CloudpickleWrapper
+from engram.specs.spaces import EncodedSpaces
 
 MAX_PIECES = 32  # a batch that can be stopped is collected in so many pieces at most
 
@@ -47,51 +48,12 @@ class Stop(NamedTuple):
     """Ends the batch that is being collected with the steps that it has."""
 
 
-class SetSeed(NamedTuple):
-    """Seeds the next reset of the environments; the answer is the first seed that is free.
+class Call(NamedTuple):
+    """Calls a method of the worker's `CollectorProcess`; what it returns is the answer, unless nobody waits for it."""
 
-    `static`: all of them get this seed, which is the answer.
-    """
-
-    seed: int
-    static: bool = False
-
-
-class Reset(NamedTuple):
-    """Resets every environment before the next batch; the answer is None."""
-
-
-class GetState(NamedTuple):
-    """Asks for the state of the collector."""
-
-
-class GetSpaces(NamedTuple):
-    """Asks for the `encoded_spaces` of the collector; the answer is a function that returns them."""
-
-
-class ValidateState(NamedTuple):
-    """Asks whether the environments could load this random state; the answer says why not, or is None."""
-
-    random_state: Any
-
-
-class LoadState(NamedTuple):
-    """Loads a state of the collector; the answer is None."""
-
-    state: dict[str, Any]
-
-
-class AttachBuffer(NamedTuple):
-    """Writes batches into this buffer from now on, with trajectory ids from this counter; there is no answer."""
-
-    replay_buffer: Any
-    ids: SharedCounter
-
-
-class AttachWeights(NamedTuple):
-    """Takes the weights from here from their next version on; there is no answer."""
-
-    weights: SharedWeights
+    method: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    is_question: bool = True
 
 
 class WroteFrames(NamedTuple):
@@ -117,12 +79,12 @@ class BatchReady(NamedTuple):
 class Predecessor(NamedTuple):
     """What a worker takes over from the one that it replaces.
 
-    The number of its frames, which were random first, and seeds for the environments (None: they have none).
+    The number of its frames, which were random first, and arguments of `set_seed` (None: there was no call of it).
     `has_own_weights`: its policy was made by the policy's factory and was never updated.
     """
 
     frames: int
-    seed: SetSeed | None
+    seed: tuple[int, bool] | None
     has_own_weights: bool
 
 
@@ -174,10 +136,10 @@ class SteppingCollector(SyncDataCollector):
 
 def run_worker(channel: Channel, config: WorkerConfig) -> None:
     """Runs a worker process until its owner closes the channel."""
-    _CollectorProcess(channel, config).run()
+    CollectorProcess(channel, config).run()
 
 
-class _CollectorProcess:
+class CollectorProcess:
     """A collector that carries out the messages of its owner."""
 
     def __init__(self, channel: Channel, config: WorkerConfig) -> None:
@@ -217,29 +179,19 @@ class _CollectorProcess:
         if not predecessor.has_own_weights:
             self._updates = -1  # the policy may have changed since the last update: only the shared weights count
         if predecessor.seed is not None:
-            self._set_seed(predecessor.seed)
+            self.set_seed(*predecessor.seed)
 
     def run(self) -> None:
-        answers: dict[type, Callable[[Any], Any]] = {
-            Collect: lambda message: self._collect(message.steps),
-            SetSeed: self._set_seed,
-            Reset: lambda message: self._reset(),
-            GetState: lambda message: self._get_state(),
-            GetSpaces: lambda message: self._collector.encoded_spaces(),
-            ValidateState: lambda message: self._validate(message.random_state),
-            LoadState: lambda message: self._load_state(message.state),
-        }
         try:
             self._channel.send(Hello(self._collector.frames_per_batch * self._pieces, self._envs, self._policy_state))
             while True:
                 message = self._channel.receive()
-                if isinstance(message, AttachBuffer):
-                    self._writer = BufferWriter(message.replay_buffer)
-                    self._global_ids = GlobalTrajectoryIds(message.ids.take)
-                elif isinstance(message, AttachWeights):
-                    self._weights = message.weights
-                elif not isinstance(message, Stop):  # a Stop that comes after the batch has ended is ignored
-                    self._channel.send(answers[type(message)](message))
+                if isinstance(message, Call):
+                    answer = message.method(self, *message.args)
+                    if message.is_question:
+                        self._channel.send(answer)
+                elif isinstance(message, Collect):  # a Stop that comes after the batch has ended is ignored
+                    self._channel.send(self._collect(message.steps))
                     if self._failure is not None:
                         raise self._failure
         finally:
@@ -247,10 +199,25 @@ class _CollectorProcess:
                 self._writer.replay_buffer.flush_transforms()  # steps that transforms hold back
             self._env.close()
 
-    def _set_seed(self, message: SetSeed) -> int:
-        return self._collector.set_seed(message.seed, message.static)
+    def attach_buffer(self, replay_buffer: Any, ids: SharedCounter) -> None:
+        """Writes batches into this buffer from now on, with trajectory ids from this counter."""
+        self._writer = BufferWriter(replay_buffer)
+        self._global_ids = GlobalTrajectoryIds(ids.take)
 
-    def _reset(self) -> None:
+    def attach_weights(self, weights: SharedWeights) -> None:
+        """Takes the weights from here from their next version on."""
+        self._weights = weights
+
+    def encoded_spaces(self) -> EncodedSpaces:
+        """Those of the collector."""
+        return self._collector.encoded_spaces()
+
+    def set_seed(self, seed: int, static: bool) -> int:
+        """Seeds the next reset of the environments, all of them alike if `static`; returns the first free seed."""
+        return self._collector.set_seed(seed, static)
+
+    def reset(self) -> None:
+        """Resets every environment before the next batch."""
         self._collector.reset()
         self._episodes.restart()
         self._begins = True
@@ -262,11 +229,13 @@ class _CollectorProcess:
             self._updates = self._weights.read_updates
             self._collector.update_policy_weights_(weights, version=self._weights.read_version)
 
-    def _get_state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
+        """That of the collector."""
         self._load_weights()  # an update counts as soon as it is made, also before the next batch
         return self._collector.state_dict()
 
-    def _validate(self, random_state: Any) -> str | None:
+    def refusal(self, random_state: Any) -> str | None:
+        """Why the environments could not load this random state; None: they could."""
         before = call_if_present(self._env, "random_state")
         try:
             self._env.set_random_state(random_state)
@@ -277,7 +246,8 @@ class _CollectorProcess:
                 self._env.set_random_state(before)
         return None
 
-    def _load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Loads a state of the collector."""
         self._collector.load_state_dict(state)  # its weights are the shared ones by now
         self._episodes.restart()
         if self._global_ids is not None:
@@ -290,9 +260,7 @@ class _CollectorProcess:
         if self._calls.before_batch is not None:
             self._calls.before_batch()
         batch = self._collect_steps(steps)
-        since = self._episodes.count
-        self._episodes.add_batch(batch)
-        returns, lengths = self._episodes.latest(since)
+        returns, lengths = self._episodes.ended_in(batch)
         if self._settings.set_truncated:
             truncate_last_step(batch)
         begins, self._begins = self._begins, False

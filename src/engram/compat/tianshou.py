@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -92,27 +92,34 @@ class _ReadsRows(data.ReplayBuffer):  # type: ignore[misc]
         return everything
 
 
-class _WritesRows:
+if TYPE_CHECKING:
+    from tianshou.data import ReplayBuffer as _Behind
+else:
+    _Behind = object
+
+
+class _WritesRows(_Behind):  # type: ignore[misc]
     """Writes whole transitions to rows, and what tianshou keeps itself to tianshou; stands before its class."""
 
     #: tianshou's class of the same name.
     _own: Any
+    _meta: Any
+    _ep_start_idx: Any
 
     def add(self, batch: Any, buffer_ids: Any = None) -> Any:
-        me: Any = self
         stacked = buffer_ids is not None or isinstance(self, data.ReplayBufferManager)
-        ids = range(len(me.rows)) if buffer_ids is None else self._ids_of(buffer_ids)
+        ids = range(len(self.rows)) if buffer_ids is None else self._ids_of(buffer_ids)
         lead, rest = ((len(ids),) if stacked else ()), Batch()
         for key in batch.get_keys():
             rest.__dict__[key] = np.empty((*lead, 1, 0)) if key in _ENTRIES else batch[key]
-        row = self._row(batch, lead, me._save_only_last_obs)
+        row = self._row(batch, lead, self._save_only_last_obs)
         # First: what does not fit is refused here, before anything has changed.
         if len(ids) > 1:  # before the first of them is written; the rows of all rings are of one form
-            rows = next((rows for rows in me.rows if len(rows)), me.rows[0])
+            rows = next((rows for rows in self.rows if len(rows)), self.rows[0])
             rows.storage.check(row, False)
-        slots = [me.rows[i].add(_map(operator.itemgetter(k), row) if stacked else row) for k, i in enumerate(ids)]
-        result = super().add(rest, buffer_ids)  # type: ignore[misc]
-        self._check_slots(result[0], [int(me.subbuffer_edges[i]) + slot for i, slot in zip(ids, slots, strict=True)])
+        slots = [self.rows[i].add(_map(operator.itemgetter(k), row) if stacked else row) for k, i in enumerate(ids)]
+        result = super().add(rest, buffer_ids)
+        self._check_slots(result[0], [int(self.subbuffer_edges[i]) + slot for i, slot in zip(ids, slots, strict=True)])
         return result
 
     def _ids_of(self, buffer_ids: Any) -> npt.NDArray[Any]:
@@ -121,7 +128,6 @@ class _WritesRows:
 
     def _row(self, batch: Any, lead: tuple[int, ...], last_obs: bool) -> dict[str, Any]:
         """A batch in the form of rows: arrays `[*lead, ...]`; the last of each stack of observations, or all of it."""
-        me: Any = self
         last = (slice(None),) * len(lead) + (-1,) if last_obs else ()
         terminated, truncated = (np.asarray(batch[k], np.bool_).reshape(*lead, 1) for k in ("terminated", "truncated"))
         following = {
@@ -130,7 +136,7 @@ class _WritesRows:
             "terminated": terminated,
             "truncated": truncated,
         }
-        if me._save_obs_next and "obs_next" in batch.get_keys():
+        if self._save_obs_next and "obs_next" in batch.get_keys():
             following["observation"] = _map(lambda obs: np.asarray(obs)[last], batch.obs_next)
         obs = _map(lambda obs: np.asarray(obs)[last], batch.obs)
         return {"observation": obs, "action": _map(np.asarray, batch.act), "next": following}
@@ -141,26 +147,24 @@ class _WritesRows:
 
     def _without_entries(self, batch: Any) -> Any:
         """Of a batch of steps what tianshou keeps itself; of the rest, which is in rows, arrays without a value."""
-        me: Any = self
         lead, rest = len(batch), Batch()
         for key in batch.get_keys():
-            stacks = () if key != "act" and me._save_only_last_obs else (1,)
+            stacks = () if key != "act" and self._save_only_last_obs else (1,)
             rest.__dict__[key] = np.empty((lead, *stacks, 0)) if key in _ENTRIES else batch[key]
         return rest
 
     def reset(self, keep_statistics: bool = False) -> None:
-        super().reset(keep_statistics)  # type: ignore[misc]
-        me: Any = self
-        for rows in me.rows:
+        super().reset(keep_statistics)
+        for rows in self.rows:
             rows.empty()
         if "weight" in vars(self):  # priorities: tianshou itself goes on drawing what it has forgotten
-            me.weight[np.arange(me.maxsize)] = 0.0
-            me._max_prio = me._min_prio = 1.0
+            self.weight[np.arange(self.maxsize)] = 0.0
+            self._max_prio = self._min_prio = 1.0
 
     def set_array_at_key(self, seq: Any, key: str, index: Any = None, default_value: float | None = None) -> None:
         if key in _ENTRIES:
             raise ValueError(f"{key!r} of stored steps cannot be replaced; a hook may add other keys")
-        super().set_array_at_key(seq, key, index, default_value)  # type: ignore[misc]
+        super().set_array_at_key(seq, key, index, default_value)
 
     # ---- tianshou's files ----
     def save_hdf5(self, path: str, compression: str | None = None) -> None:
@@ -173,14 +177,14 @@ class _WritesRows:
 
     def _as_own(self) -> Any:
         """tianshou's own buffer with the same steps."""
-        own, me = self._own.__new__(self._own), self
+        own = self._own.__new__(self._own)
         meta: Any = vars(self)["_meta"]
         stored = Batch()
         for key in meta.get_keys():
             if key not in _ENTRIES:
                 stored.__dict__[key] = meta[key]
-            elif hasattr(me, key):  # whose rows are not all empty
-                stored.__dict__[key] = getattr(me, key)
+            elif hasattr(self, key):  # whose rows are not all empty
+                stored.__dict__[key] = getattr(self, key)
         own.__dict__.update({k: v for k, v in vars(self).items() if k != "rows"} | {"_meta": stored})
         return own
 
@@ -195,9 +199,8 @@ class _OneRing(_WritesRows):
 
     def __init__(self, *args: Any, storage: MakeStorage = LazyTensorStorage, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        me: Any = self
-        me.rows = [engram_data.ReplayBuffer(storage=storage(max(1, int(me.maxsize))))]
-        if len(me.rows[0]):
+        self.rows = [engram_data.ReplayBuffer(storage=storage(max(1, int(self.maxsize))))]
+        if len(self.rows[0]):
             raise ValueError(
                 "a storage holds rows already, and tianshou's own record of their episodes is not in it: pass one that "
                 "makes new storages, and pickle the buffer to go on with it later"
@@ -218,10 +221,11 @@ class _OneRing(_WritesRows):
 
     def _fill(self, steps: Any, n: int) -> None:
         """Makes the first n of these steps the rows; the next one goes where tianshou's does."""
-        me: Any = self
-        cursor, rows = int(me._insertion_idx), me.rows[0]
-        if n < me.maxsize and cursor != n:
-            raise ValueError(f"{n} of {me.maxsize} steps are stored, and the next goes to {cursor}: these are no ring")
+        cursor, rows = int(self._insertion_idx), self.rows[0]
+        if n < self.maxsize and cursor != n:
+            raise ValueError(
+                f"{n} of {self.maxsize} steps are stored, and the next goes to {cursor}: these are no ring"
+            )
         missing = {"obs", "act", "rew", "terminated", "truncated"} - set(steps.get_keys())
         if missing:
             raise ValueError(f"the batch lacks {sorted(missing)}: rows are whole transitions")
@@ -230,25 +234,23 @@ class _OneRing(_WritesRows):
             rows.storage.check(row, False)  # what does not fit is refused while the old rows are there
         rows.empty()
         rows.extend(row)
-        if n == me.maxsize and cursor:
+        if n == self.maxsize and cursor:
             rows.extend(_map(operator.itemgetter(slice(cursor)), row))
 
     def set_batch(self, batch: Any) -> None:
         """Makes a batch of `maxsize` steps the rows; how many of them count is not changed, as in tianshou's class."""
-        me: Any = self
-        before = me._meta
-        super().set_batch(batch)  # type: ignore[misc]
+        before = self._meta
+        super().set_batch(batch)
         try:
-            self._fill(batch, me.maxsize)
+            self._fill(batch, self.maxsize)
         except BaseException:
-            me._meta = before
+            self._meta = before
             raise
-        me._meta = self._without_entries(batch)
+        self._meta = self._without_entries(batch)
 
     def update(self, buffer: Any) -> Any:
         """Adds all steps of another buffer, of this package or of tianshou; returns where they are."""
-        me: Any = self
-        if not len(buffer) or not me.maxsize:
+        if not len(buffer) or not self.maxsize:
             return np.array([], np.int64)
         source: Any = object.__new__(type(buffer))
         source.__dict__.update(vars(buffer))
@@ -258,43 +260,42 @@ class _OneRing(_WritesRows):
             row = source._read(index)
         else:
             row = self._row(source._meta[index], (len(index),), last_obs=False)
-        if not me._save_obs_next:
+        if not self._save_obs_next:
             row["next"].pop("observation", None)
         source._meta = self._without_entries(source._meta)
-        slots = me.rows[0].extend(row)  # first: what does not fit is refused here, before anything has changed
-        steps = super().update(source)  # type: ignore[misc]
+        slots = self.rows[0].extend(row)  # first: what does not fit is refused here, before anything has changed
+        steps = super().update(source)
         self._check_slots(steps, slots.tolist())
         return steps
 
     def dropnull(self) -> None:
         """Takes out the steps in which some value is None or NaN; those that stay move up, the oldest to the front."""
-        me: Any = self
-        if not len(me):
+        if not len(self):
             return
         source: Any = object.__new__(type(self))
         source.__dict__.update(vars(self))
         source.stack_num = 1
         index = source.sample_indices(0)
-        batch = me._meta[index]
+        batch = self._meta[index]
         for key in set(_ENTRIES) & set(batch.get_keys()):
-            batch.__dict__[key] = me.get(index, key, stack_num=1)
+            batch.__dict__[key] = self.get(index, key, stack_num=1)
         nulls = np.zeros(len(index), np.bool_)
         _each(lambda flags: np.logical_or(nulls, flags.reshape(len(index), -1).any(1), out=nulls), batch.isnull())
         kept = index[~nulls]
-        row, rest = me._read(kept), me._meta[kept]
-        weights = me.weight[kept] if "weight" in vars(self) and len(kept) else None
-        before_episode = nulls[: int(np.argmax(index == me._ep_start_idx))]
-        me.rows[0].empty()
+        row, rest = self._read(kept), self._meta[kept]
+        weights = self.weight[kept] if "weight" in vars(self) and len(kept) else None
+        before_episode = nulls[: int(np.argmax(index == self._ep_start_idx))]
+        self.rows[0].empty()
         if len(kept):
-            me.rows[0].extend(row)
-            me._meta[np.arange(len(kept))] = rest
+            self.rows[0].extend(row)
+            self._meta[np.arange(len(kept))] = rest
         if "weight" in vars(self):
-            me.weight[np.arange(me.maxsize)] = 0.0
+            self.weight[np.arange(self.maxsize)] = 0.0
             if weights is not None:
-                me.weight[np.arange(len(kept))] = weights
-        me._size, me._insertion_idx = len(kept), len(kept) % me.maxsize
-        me.last_index = np.array([max(0, len(kept) - 1)])
-        me._ep_start_idx = int((~before_episode).sum()) if me._ep_len else me._insertion_idx
+                self.weight[np.arange(len(kept))] = weights
+        self._size, self._insertion_idx = len(kept), len(kept) % self.maxsize
+        self.last_index = np.array([max(0, len(kept) - 1)])
+        self._ep_start_idx = int((~before_episode).sum()) if self._ep_len else self._insertion_idx
 
 
 class _Rings(_WritesRows):
@@ -309,36 +310,32 @@ class _Rings(_WritesRows):
         if others:
             raise TypeError(f"the buffers of a manager are of engram.compat.tianshou, got one of {others[0]}")
         super(above, self).__init__(buffers)  # type: ignore[arg-type]
-        me: Any = self
-        me.rows = [buffer.rows[0] for buffer in buffers]
+        self.rows = [buffer.rows[0] for buffer in buffers]
 
     def _ids_of(self, buffer_ids: Any) -> npt.NDArray[Any]:
-        me: Any = self
-        numbers: npt.NDArray[Any] = np.arange(len(me.rows))[np.asarray(buffer_ids)]
+        numbers: npt.NDArray[Any] = np.arange(len(self.rows))[np.asarray(buffer_ids)]
         return numbers
 
     def _set_batch_for_children(self) -> None:
-        me: Any = self
-        for buffer, start, stop in zip(me.buffers, me.subbuffer_edges, me.subbuffer_edges[1:], strict=False):
-            buffer._meta = me._meta[start:stop]
+        for buffer, start, stop in zip(self.buffers, self.subbuffer_edges, self.subbuffer_edges[1:], strict=False):
+            buffer._meta = self._meta[start:stop]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[misc]
+        super().__setstate__(state)
         if len(vars(self)["_meta"].get_keys()):
             self._set_batch_for_children()  # the same memory again, which pickle does not tell
 
     def set_batch(self, batch: Any) -> None:
-        me: Any = self
-        before = me._meta
-        super().set_batch(batch)  # type: ignore[misc]
+        before = self._meta
+        super().set_batch(batch)
         try:
-            for buffer, start, stop in zip(me.buffers, me.subbuffer_edges, me.subbuffer_edges[1:], strict=False):
+            for buffer, start, stop in zip(self.buffers, self.subbuffer_edges, self.subbuffer_edges[1:], strict=False):
                 buffer._fill(batch[start:stop], buffer.maxsize)
         except BaseException:
-            me._meta = before
+            self._meta = before
             self._set_batch_for_children()
             raise
-        me._meta = self._without_entries(batch)
+        self._meta = self._without_entries(batch)
         self._set_batch_for_children()
 
     def dropnull(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -10,7 +9,7 @@ import secrets
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,28 +17,26 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from engram.collectors import MultiSyncDataCollector, SyncDataCollector
+from engram.distributed.actors import ActorLostError, RayActors
 from engram.distributed.ray_buffer import RayReplayBuffer, import_ray
 from engram.distributed.weights import WeightsFetcher, WeightsOffer, WeightsPublisher
 from engram.envs.utils import ExplorationType
 from engram.errors import NoFreeLaneError, ShardGoneError, ShardUnavailableError, WorkerError
 from engram.kernel.advice import advised
 from engram.kernel.collecting import (
-    ABANDON_INTERVAL,
-    TRAJECTORY_IDS,
-    BackgroundCollector,
     CollectorSettings,
-    CollectorStats,
-    Device,
     EpisodeStats,
-    Throughput,
-    collector_stats,
+    PooledCollector,
+    WorkerPool,
     makers_of_workers,
     on_cpu,
     one_of_weights,
-    seed_after,
     tensors_of,
 )
 
+Device = torch.device | str | int | None
+
+_TRAJECTORY_IDS = ("collector", "traj_ids")
 _ID_BITS = 32  # of a trajectory's id that its producer counts; the others are the producer's number
 _PRODUCERS = 1 << 31
 _MOST_EMPTY_LIVES = 3  # of one collector that died without a batch, in a row: the next one would, too
@@ -87,11 +84,17 @@ class _Report(NamedTuple):
     lengths: list[int]
 
 
+class _Begun(NamedTuple):
+    """A collector has made its environments; the frames of its batches."""
+
+    frames: int
+
+
 class _CollectorActor:
     """A collector in a process of its own, perhaps with workers, and their producers."""
 
-    def begin(self, config: _Config, policy: Any) -> int:
-        """Makes environments and policies; returns the frames of a batch."""
+    def begin(self, config: _Config, policy: Any) -> _Begun:
+        """Makes environments and policies."""
         torch.set_num_threads(1)
         self._config, self._fetcher = config, WeightsFetcher()
         arguments = {"policy_factory": config.policy_factory, "track_policy_version": True, **config.settings}
@@ -107,7 +110,7 @@ class _CollectorActor:
         self._frames = 0
         buffer = config.replay_buffer
         self._buffers = [] if buffer is None else [buffer.producing_as(name) for name in config.names]
-        return int(self._collector.frames_per_batch)
+        return _Begun(int(self._collector.frames_per_batch))
 
     def place(self) -> tuple[str, int]:
         """Its node, and its process."""
@@ -138,13 +141,11 @@ class _CollectorActor:
             self._collector.update_policy_weights_(weights, version=self._fetcher.version)
         batch = self._collector.rollout()
         parts = [batch] if self._config.workers == 1 else list(batch.unbind(0))
-        before = [episodes.count for episodes in self._episodes]
         for k, part in enumerate(parts):
             self._add_producer(part, k)
-        self._note_episodes(parts)
+        returns, lengths = self._ended_in(parts)
         if self._config.postproc is not None:
             parts = [self._config.postproc(part) for part in parts]
-        returns, lengths = self._ended_since(before)
         if not self._buffers:
             batch = parts[0] if self._config.workers == 1 else torch.stack(parts)
             self._frames += batch.numel()
@@ -158,23 +159,20 @@ class _CollectorActor:
 
     def _add_producer(self, part: TensorDictBase, worker: int) -> None:
         """Makes trajectory ids those of this producer."""
-        ids = part.get(TRAJECTORY_IDS, None)
+        ids = part.get(_TRAJECTORY_IDS, None)
         if ids is not None:
             producer = (self._config.first_producer + worker) % _PRODUCERS
-            part.set(TRAJECTORY_IDS, ids + (producer << _ID_BITS))
+            part.set(_TRAJECTORY_IDS, ids + (producer << _ID_BITS))
 
-    def _note_episodes(self, parts: Sequence[TensorDictBase]) -> None:
+    def _ended_in(self, parts: Sequence[TensorDictBase]) -> tuple[list[float], list[int]]:
+        """Returns and lengths of the episodes that ended in the batch of each worker."""
+        returns: list[float] = []
+        lengths: list[int] = []
         for k, part in enumerate(parts):
             if len(self._episodes) <= k:
                 self._episodes.append(EpisodeStats(part.shape[:-1].numel()))
-            self._episodes[k].add_batch(part)
-
-    def _ended_since(self, before: list[int]) -> tuple[list[float], list[int]]:
-        returns: list[float] = []
-        lengths: list[int] = []
-        for k, episodes in enumerate(self._episodes):
-            new_returns, new_lengths = episodes.latest(before[k] if k < len(before) else 0)
-            returns, lengths = returns + new_returns, lengths + new_lengths
+            ended = self._episodes[k].ended_in(part)
+            returns, lengths = returns + ended[0], lengths + ended[1]
         return returns, lengths
 
     def close(self) -> None:
@@ -204,25 +202,40 @@ def _until_shard_answers(call: Callable[[], T]) -> T:
 
 
 @dataclasses.dataclass
-class _Life:
-    """One collector from its beginning to its death: an actor, and what is known of it."""
+class _Member:
+    """One of the collectors, over all its lives, which are those of an actor each.
 
-    actor: Any
-    placed: Any  # the reference of what `place` returns: its process runs
-    begun: Any  # the reference of what `begin` returns
-    names: tuple[str, ...]
-    frames: int = 0  # of it that are counted
+    Attributes:
+        settings: arguments of the collector inside.
+        options: of its actors.
+        seed: of its environments.
+        collected: frames, over all lives.
+        lives: how many have begun.
+        empty_lives: of the last ones, how many have ended before their first batch.
+        batch_frames: of its batches; 0: it has never begun.
+        names: of the producers of this life.
+        frames: of this life, as far as they are counted.
+        batches: of this life.
+        is_asked: whether it owes a batch.
+    """
+
+    make_env: Callable[[], Any]
+    policy_factory: Callable[[], Any] | None
+    settings: Mapping[str, Any]
+    options: Mapping[str, Any]
+    seed: tuple[int, bool] | None = None
+    collected: int = 0
+    lives: int = 0
+    empty_lives: int = 0
+    batch_frames: int = 0
+    names: tuple[str, ...] = ()
+    frames: int = 0
     batches: int = 0
-    busy_since: float | None = None  # when it was asked for what it does now; None: nobody has looked yet
-    has_begun: bool = False  # as far as anybody has looked
-
-
-class _Overdue(Exception):
-    """A collector did not end a batch in time."""
+    is_asked: bool = False
 
 
 @advised
-class RayCollector(BackgroundCollector):
+class RayCollector(PooledCollector):
     """Collectors on the nodes of a Ray cluster, used as one that collects here.
 
     Each collector is an actor, and may have workers inside. With a `RayReplayBuffer` it writes into the store of its
@@ -282,6 +295,8 @@ class RayCollector(BackgroundCollector):
         ...     collector.update_policy_weights_()
     """
 
+    _error_close_timeout = 0.0  # their processes are ended at once
+
     def __init__(
         self,
         create_env_fn: Callable[..., Any] | Sequence[Callable[..., Any]],
@@ -327,147 +342,101 @@ class RayCollector(BackgroundCollector):
             )
         if update_after_each_batch and not isinstance(policy, nn.Module):
             raise ValueError("update_after_each_batch=True takes weights from the policy; give an nn.Module")
-        self._batch_timeout = _checked_timeout(batch_timeout)
+        if (batch_timeout := _checked_timeout(batch_timeout)) is not None:
+            self._look_interval = min(_LOOK_INTERVAL, batch_timeout / 4)
         self._settings = dataclasses.replace(
             settings, frames_per_batch=-(-frames_per_batch // n) if sync else frames_per_batch, total_frames=-1
         )
         self._hooks = {"pre_collect_hook": pre_collect_hook, "post_collect_hook": post_collect_hook}
-        self._kwargs = _one_for_each("collector_kwargs", collector_kwargs, n)
+        kwargs = _one_for_each("collector_kwargs", collector_kwargs, n)
         options = _one_for_each("remote_configs", remote_configs, n)
-        self._makers, self._policy_makers, self._policy = makers, policy_makers, policy
+        self._policy = policy
         self._workers, self.postproc, self._sync = num_workers_per_collector, postproc, sync
         self.replay_buffer, self._update_after_each_batch = replay_buffer, update_after_each_batch
         self._random_frames = -(-(settings.init_random_frames or 0) // n)
         self.num_collectors, self.total_frames = n, settings.total_frames
         self.requested_frames_per_batch = frames_per_batch
-        self.frames = self.batches = 0
+        self._count_from_zero()
         self._weights = WeightsPublisher(tensors_of(policy) if isinstance(policy, nn.Module) else None)
-        self._episodes, self._throughput = EpisodeStats(0), Throughput()
         self._name, self._next_producer = f"collector-{secrets.token_hex(6)}", secrets.randbelow(_PRODUCERS)
-        self._collected = [0] * n  # by collector, over all lives
-        self._lives_begun, self._empty_lives = [0] * n, [0] * n
-        self._seeds: list[tuple[int, bool] | None] = [None] * n
-        self._pending: dict[Any, int] = {}  # calls of `collect`, and whose they are
         self._arrived: deque[tuple[int, _Report]] = deque()
-        self._is_shut_down = False
         if not import_ray().is_initialized():
             import_ray().init(**(ray_init_config or {}))
-        self._options = _placed([{"num_cpus": 1, **one} for one in options], replay_buffer)
+        placed = _placed([{"num_cpus": 1, **one} for one in options], replay_buffer)
+        each = zip(makers, policy_makers, kwargs, placed, strict=True)
+        self._members = [_Member(make, make_policy, own, where) for make, make_policy, own, where in each]
         self._sent_policy = None if policy is None else import_ray().put(on_cpu(policy))
-        self._lives = [self._begin_life(k) for k in range(n)]
+        self._pool = WorkerPool(
+            RayActors(_CollectorActor), [f"collector {k} of {type(self).__name__}" for k in range(n)],
+            timeout=batch_timeout, argument="batch_timeout={:g} seconds", close_timeout=0.0,
+        )  # fmt: skip
         with self._shut_down_on_error():
-            frames = [self._answer_of_begin(k) for k in range(n)]
+            for k in range(n):
+                self._begin_life(k)
+            while missing := [k for k, member in enumerate(self._members) if not member.batch_frames]:
+                for k in self._wait_for_any(missing):
+                    self._receive_message(k)
+        frames = [member.batch_frames for member in self._members]
         self.frames_per_batch = sum(frames) if sync else max(frames)
         settings.warn_of_remainder(self.frames_per_batch)
 
     # ---- lives ----
-    def _begin_life(self, k: int) -> _Life:
-        life = self._lives_begun[k]
-        self._lives_begun[k] += 1
-        names = self._names(k)
-        seed = self._seeds[k]
+    def _begin_life(self, k: int) -> None:
+        """Begins the first life of a collector, or the next one."""
+        member = self._members[k]
+        names, first = self._new_names(k)
+        member.names, member.frames, member.batches = names, 0, 0
+        seed = member.seed
         config = _Config(
-            make_env=self._makers[k], policy_factory=self._policy_makers[k],
+            make_env=member.make_env, policy_factory=member.policy_factory,
             settings={
-                **self._settings.arguments(), **self._hooks, **self._kwargs[k],
-                "init_random_frames": max(0, self._random_frames - self._collected[k]),
+                **self._settings.arguments(), **self._hooks, **member.settings,
+                "init_random_frames": max(0, self._random_frames - member.collected),
             },
             workers=self._workers, postproc=self.postproc, replay_buffer=self.replay_buffer, names=names,
-            first_producer=self._next_producer,
-            seed=None if seed is None or not life else (seed_after(seed[0], life), seed[1]),
+            first_producer=first,
+            seed=None if seed is None else (self._pool.seed_of(k, seed[0]), seed[1]),
         )  # fmt: skip
-        self._next_producer = (self._next_producer + self._workers) % _PRODUCERS
-        # Ray itself does not restart it: first is counted what the life before has written.
-        actor = import_ray().remote(**{**self._options[k], "max_restarts": 0})(_CollectorActor).remote()
-        return _Life(actor, actor.place.remote(), actor.begin.remote(config, self._sent_policy), names)
+        self._pool.start(k, member.options)
+        begin = functools.partial(_begin, config, self._sent_policy)
+        self._pool.workers[k].post(begin, "making its environments")
 
-    def _names(self, k: int) -> tuple[str, ...]:
-        """Of the producers of a collector's newest life, which no other has."""
-        life = self._lives_begun[k] - 1
-        return tuple(f"{self._name}-{k}-{life}-{worker}" for worker in range(self._workers))
+    def _new_names(self, k: int) -> tuple[tuple[str, ...], int]:
+        """Of the producers of a collector's next life, which no other has; and the number of the first of them."""
+        member, first = self._members[k], self._next_producer
+        names = tuple(f"{self._name}-{k}-{member.lives}-{worker}" for worker in range(self._workers))
+        member.lives += 1
+        self._next_producer = (first + self._workers) % _PRODUCERS
+        return names, first
 
-    def _answer_of_begin(self, k: int) -> int:
-        while True:
-            try:
-                return int(self._answer(k, self._lives[k].begun))
-            except _Overdue as error:
-                self._end(k)
-                self._replace(k, error)
-            except import_ray().exceptions.RayTaskError as error:
-                raise self._failed(k, error) from error.cause
-            except import_ray().exceptions.RayActorError as error:
-                self._replace(k, error)
-
-    def _answer(self, k: int, reference: Any) -> Any:
-        """What a collector answers to a call that was just made.
-
-        Raises:
-            _Overdue: it takes longer than `batch_timeout`.
-        """
-        self._lives[k].busy_since = None
-        while not import_ray().wait([reference], timeout=self._interval())[0]:
-            if self._background is not None:
-                self._background.raise_if_abandoned()
-            self._refuse_overdue(k, reference)
-        return import_ray().get(reference)
-
-    def _interval(self) -> float | None:
-        """Seconds between two looks at whether a collector hangs, or the caller has given up."""
-        intervals = [] if self._background is None else [ABANDON_INTERVAL]
-        if self._batch_timeout is not None:
-            intervals.append(min(_LOOK_INTERVAL, self._batch_timeout / 4))
-        return min(intervals, default=None)
-
-    def _refuse_overdue(self, k: int, reference: Any) -> None:
-        """_Overdue for a collector that has been busy with a call for too long.
-
-        The time begins when its process runs, and anew when it has made its environments.
-        """
-        life, now = self._lives[k], time.monotonic()
-        if self._batch_timeout is None:
-            return
-        if not life.has_begun and _has_come(life.begun):
-            life.has_begun, life.busy_since = True, None
-        if life.busy_since is None:
-            life.busy_since = now if life.has_begun or _has_come(life.placed) else None
-        elif now - life.busy_since > self._batch_timeout and not _has_come(reference):
-            what = "a batch" if life.has_begun else "making its environments"
-            raise _Overdue(f"{what} did not end within batch_timeout={self._batch_timeout:g} seconds")
-
-    def _end(self, k: int) -> None:
-        """Ends the process of a collector, whatever it does."""
-        import_ray().kill(self._lives[k].actor)
-
-    def _failed(self, k: int, error: Any) -> WorkerError:
-        return WorkerError(f"collector {k} of {type(self).__name__}", str(error))
-
-    def _replace(self, k: int, error: BaseException) -> None:
-        """Counts what a collector that died has written, and begins its next life."""
-        life = self._lives[k]
-        written = 0 if self.replay_buffer is None else self._rows_of(life)
-        self._count(k, max(0, written - life.frames))
-        self._empty_lives[k] = 0 if life.batches or written else self._empty_lives[k] + 1
-        if self._empty_lives[k] >= _MOST_EMPTY_LIVES:
+    def _replace(self, k: int, error: WorkerError) -> None:
+        """Counts what a collector that died, or hung, has written, begins its next life, and asks it again."""
+        assert isinstance(error, ActorLostError)
+        member = self._members[k]
+        self._pool.end(k)
+        written = 0 if self.replay_buffer is None else self._rows_of(member)
+        self._count(member, max(0, written - member.frames))
+        member.empty_lives = 0 if member.batches or written else member.empty_lives + 1
+        if member.empty_lives >= _MOST_EMPTY_LIVES:
             raise WorkerError(
-                f"collector {k} of {type(self).__name__}",
-                f"it died {self._empty_lives[k]} times before its first batch, at last so:\n{error}",
+                error.worker, f"it died {member.empty_lives} times before its first batch, at last so:\n{error.why}"
             ) from error
-        why = f"was ended, as {error}," if isinstance(error, _Overdue) else f"died ({type(error).__name__})"
         warnings.warn(
-            f"collector {k} of {type(self).__name__} {why} after {self._collected[k]} frames, and is made anew; its "
-            "open episodes are lost",
+            f"{error.worker} {error.how} after {member.collected} frames, and is made anew; its open episodes are lost",
             RuntimeWarning,
             stacklevel=2,
         )
-        self._lives[k] = self._begin_life(k)
+        self._begin_life(k)
+        if member.is_asked:
+            self._post(k)
 
-    def _rows_of(self, life: _Life) -> int:
+    def _rows_of(self, member: _Member) -> int:
         """Ends the tenancies of a dead collector; returns how many of its rows are in."""
         assert self.replay_buffer is not None
         deadline = time.monotonic() + _PATIENCE
         while True:
             try:
-                return sum(self.replay_buffer.end_producer(name) for name in life.names)
+                return sum(self.replay_buffer.end_producer(name) for name in member.names)
             except ShardGoneError:
                 raise
             except (NoFreeLaneError, ShardUnavailableError):  # its process is just ending; the shard comes back
@@ -475,9 +444,9 @@ class RayCollector(BackgroundCollector):
                     raise
                 time.sleep(_PAUSE)
 
-    def _count(self, k: int, frames: int) -> None:
+    def _count(self, member: _Member, frames: int) -> None:
         self.frames += frames
-        self._collected[k] += frames
+        member.collected += frames
 
     # ---- collecting ----
     def rollout(self) -> TensorDictBase | None:
@@ -489,15 +458,12 @@ class RayCollector(BackgroundCollector):
             WorkerError: an environment or a policy failed; the collector is shut down.
             RuntimeError: after `shutdown`, and while it collects in the background.
         """
-        self._refuse_beside_background()
-        self._refuse_if_shut_down()
-        before, began = self.frames, time.perf_counter()
-        with self._shut_down_on_error():
-            if self._update_after_each_batch:
-                self.update_policy_weights_()
-            reports = self._next_of_all() if self._sync else [self._next_of_any()]
-        self.batches += 1
-        self._throughput.add(self.frames - before, time.perf_counter() - began)
+        with self._counted_batch():
+            self._refuse_if_shut_down()
+            with self._shut_down_on_error():
+                if self._update_after_each_batch:
+                    self.update_policy_weights_()
+                reports = self._next_of_all() if self._sync else [self._next_of_any()]
         if self.replay_buffer is not None:
             return None
         batches = [report.batch for _, report in sorted(reports, key=lambda one: one[0]) if report.batch is not None]
@@ -508,86 +474,86 @@ class RayCollector(BackgroundCollector):
         return torch.stack(batches)
 
     def _next_of_all(self) -> list[tuple[int, _Report]]:
-        for k in range(self.num_collectors):
-            if k not in self._pending.values():
-                self._post(k)
-        while self._pending:
-            self._take_one()
+        for k, member in enumerate(self._members):
+            if not member.is_asked:
+                self._ask_for_batch(k)
+        while asked := self._asked():
+            self._take_from(asked)
         reports = list(self._arrived)
         self._arrived.clear()
         return reports
 
     def _next_of_any(self) -> tuple[int, _Report]:
-        for k in range(self.num_collectors):
-            if k not in self._pending.values() and (not self._pending or self._is_more_needed()):
-                self._post(k)
+        for k, member in enumerate(self._members):
+            if not member.is_asked and (not self._asked() or self._is_more_needed()):
+                self._ask_for_batch(k)
         while not self._arrived:
-            self._take_one()
+            self._take_from(self._asked())
         k, report = self._arrived.popleft()
-        if self._is_more_needed():  # before the caller has the batch
-            self._post(k)
+        if not self._members[k].is_asked and self._is_more_needed():  # before the caller has the batch
+            self._ask_for_batch(k)
         return k, report
 
     def _is_more_needed(self) -> bool:
-        on_their_way = len(self._pending) * self.frames_per_batch
+        on_their_way = len(self._asked()) * self.frames_per_batch
         return self.total_frames < 0 or self.frames + on_their_way < self.total_frames
 
+    def _asked(self) -> list[int]:
+        """The collectors that owe a batch."""
+        return [k for k, member in enumerate(self._members) if member.is_asked]
+
+    def _ask_for_batch(self, k: int) -> None:
+        self._members[k].is_asked = True
+        self._post(k)
+
     def _post(self, k: int) -> None:
-        self._lives[k].busy_since = None
-        self._pending[self._lives[k].actor.collect.remote(self._weights.offer)] = k
+        offer = self._weights.offer
+        self._pool.workers[k].post(lambda actor: actor.collect.remote(offer))
 
-    def _take_one(self) -> None:
-        """Waits for the next report; a collector that has died, or hangs, is replaced, and asked again."""
-        done: list[Any] = []
-        while not done:
-            if self._background is not None:
-                self._background.raise_if_abandoned()
-            self._replace_overdue()  # also while others come all the time
-            done, _ = import_ray().wait(list(self._pending), num_returns=1, timeout=self._interval())
-        k = self._pending.pop(done[0])
+    def _take_from(self, asked: list[int]) -> None:
+        """Waits for the next reports."""
+        for k in self._wait_for_any(asked):
+            self._receive_message(k)
+
+    def _wait_for_any(self, workers: list[int]) -> list[int]:
+        if (late := self._pool.overdue()) is not None:  # also while others come all the time
+            self._end_overdue(*late)
+            return []
+        return super()._wait_for_any(workers)
+
+    def _receive_message(self, k: int) -> list[Any]:
         try:
-            report: _Report = import_ray().get([self._lives[k].begun, done[0]])[1]
-        except import_ray().exceptions.RayTaskError as error:
-            raise self._failed(k, error) from error.cause
-        except import_ray().exceptions.RayError as error:  # the actor, its node, or the batch on its way
-            import_ray().kill(self._lives[k].actor)
+            answer = self._pool.workers[k].receive()
+        except ActorLostError as error:
             self._replace(k, error)
-            self._post(k)
-            return
-        life = self._lives[k]
-        life.batches += 1
-        self._count(k, report.frames - life.frames)
-        life.frames = report.frames
-        self._episodes.take(report.returns, report.lengths)
-        self._arrived.append((k, report))
+            return []
+        member = self._members[k]
+        if isinstance(answer, _Begun):
+            member.batch_frames = answer.frames
+        elif isinstance(answer, _Report):
+            self._note(member, answer)
+            self._arrived.append((k, answer))
+        else:
+            return [answer]
+        return []
 
-    def _replace_overdue(self) -> None:
-        """Ends collectors that hang; those that follow are asked again."""
-        for reference, k in list(self._pending.items()) if self._batch_timeout is not None else []:
-            try:
-                self._refuse_overdue(k, reference)
-            except _Overdue as error:
-                del self._pending[reference]
-                self._end(k)
-                self._replace(k, error)
-                self._post(k)
+    def _note(self, member: _Member, report: _Report) -> None:
+        member.is_asked, member.batches = False, member.batches + 1
+        self._count(member, report.frames - member.frames)
+        member.frames = report.frames
+        self._episodes.take(report.returns, report.lengths)
 
     def _finish_batches(self) -> None:
         """Waits for what collectors were asked for; batches that are handed out stay for the next `rollout`."""
-        while self._pending:
-            self._take_one()
+        while asked := self._asked():
+            self._take_from(asked)
         if self.replay_buffer is not None:
             self._arrived.clear()
 
     @property
-    def stats(self) -> CollectorStats:
-        """Frames, speed, and returns and lengths of the last episodes of all collectors, for a progress bar."""
-        return collector_stats(self.frames, self.batches, self._episodes, self._throughput)
-
-    @property
     def remote_collectors(self) -> list[Any]:
         """The actors, as they are now."""
-        return [life.actor for life in self._lives]
+        return [worker.actor for worker in self._pool.workers]
 
     # ---- weights and seeds ----
     @property
@@ -621,25 +587,12 @@ class RayCollector(BackgroundCollector):
         with self._between_batches(), self._shut_down_on_error():
             self._finish_batches()
             for k in range(self.num_collectors):
-                self._seeds[k] = (seed, static_seed)
+                self._members[k].seed = (seed, static_seed)
                 seed = self._seed_one(k, seed, static_seed)
         return seed
 
     def _seed_one(self, k: int, seed: int, static_seed: bool) -> int:
-        return int(self._ask(k, lambda life: life.actor.set_seed.remote(seed, static_seed)))
-
-    def _ask(self, k: int, make_call: Callable[[_Life], Any]) -> Any:
-        """The answer of a collector that does nothing else now; of its next life where it dies."""
-        while True:
-            try:
-                return self._answer(k, make_call(self._lives[k]))
-            except _Overdue as error:
-                self._end(k)
-                self._replace(k, error)
-            except import_ray().exceptions.RayTaskError as error:
-                raise self._failed(k, error) from error.cause
-            except import_ray().exceptions.RayError as error:
-                self._replace(k, error)
+        return int(self._ask(k, lambda actor: actor.set_seed.remote(seed, static_seed)))
 
     # ---- state ----
     def state_dict(self) -> dict[str, Any]:
@@ -649,7 +602,7 @@ class RayCollector(BackgroundCollector):
         """
         with self._between_batches(), self._shut_down_on_error():
             self._finish_batches()
-            states = [self._ask(k, lambda life: life.actor.state_dict.remote()) for k in range(self.num_collectors)]
+            states = [self._ask(k, lambda actor: actor.state_dict.remote()) for k in range(self.num_collectors)]
             weights = self._weights.newest()
             if weights is None and isinstance(self._policy, nn.Module):  # those that all lives begin with
                 weights = {name: t.clone() for name, t in tensors_of(import_ray().get(self._sent_policy)).items()}
@@ -657,7 +610,7 @@ class RayCollector(BackgroundCollector):
             return {
                 "frames": self.frames - waiting, "batches": self.batches, "episodes": self._episodes.state_dict(),
                 "policy_version": self.policy_version, "weights": weights, "collectors": states,
-                "collected": list(self._collected),
+                "collected": [member.collected for member in self._members],
             }  # fmt: skip
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -683,16 +636,15 @@ class RayCollector(BackgroundCollector):
                 self._weights.offer = None  # the states of the collectors have theirs
             for k, part in enumerate(state["collectors"]):
                 self._load_one(k, part)
-            self._collected = [int(n) for n in state["collected"]]
+            for member, collected in zip(self._members, state["collected"], strict=True):
+                member.collected = int(collected)
             self.frames, self.batches = int(state["frames"]), int(state["batches"])
             self._episodes.load_state_dict(state["episodes"])
 
     def _load_one(self, k: int, part: dict[str, Any]) -> None:
-        self._lives_begun[k] += 1  # so that no other producer has these names
-        names = self._names(k)
-        first, self._next_producer = self._next_producer, (self._next_producer + self._workers) % _PRODUCERS
-        self._ask(k, lambda life: life.actor.load_state_dict.remote(part, names, first))
-        self._lives[k] = dataclasses.replace(self._lives[k], names=names, frames=0)
+        names, first = self._new_names(k)
+        self._ask(k, lambda actor: actor.load_state_dict.remote(part, names, first))
+        self._members[k].names, self._members[k].frames = names, 0
 
     def _validated_weights(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
         names = {"frames", "batches", "episodes", "policy_version", "weights", "collectors", "collected"}
@@ -711,15 +663,6 @@ class RayCollector(BackgroundCollector):
         return dict(state["weights"])
 
     # ---- life ----
-    @property
-    def is_shut_down(self) -> bool:
-        """True after `shutdown`, and after a collector has failed."""
-        return self._is_shut_down
-
-    def _refuse_if_shut_down(self) -> None:
-        if self._is_shut_down:
-            raise RuntimeError("this collector was shut down; make a new one")
-
     def shutdown(self, timeout: float | None = None, close_env: bool = True, *, raise_on_error: bool = True) -> None:
         """Ends the collectors; the replay buffer stays. A second call does nothing.
 
@@ -727,63 +670,30 @@ class RayCollector(BackgroundCollector):
         Environments are closed, whatever `close_env` says.
         """
         deadline = time.monotonic() + (_CLOSE_TIMEOUT if timeout is None else timeout)
-        if self._background is not None:
-            try:
-                self._background.stop(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                self._background.abandon()
-        if not self._is_shut_down:
-            self._is_shut_down = True
+        self._stop_background(max(0.0, deadline - time.monotonic()))
+        if not self.is_shut_down:
             self._take_begun(deadline)
-            self._end_actors(deadline)
+            self._pool.close(max(0.1, deadline - time.monotonic()))
+            if self.replay_buffer is not None:
+                for member in self._members:  # rows that collectors had not reported
+                    self._count(member, max(0, self._rows_of(member) - member.frames))
         if raise_on_error:
             self._raise_background_failure()
 
     def _take_begun(self, deadline: float) -> None:
         """Counts batches that come until then."""
-        if self.replay_buffer is None or not self._pending:
-            return
-        done, _ = import_ray().wait(
-            list(self._pending), num_returns=len(self._pending), timeout=max(0.0, deadline - time.monotonic())
-        )
-        for reference in done:
-            k = self._pending.pop(reference)
-            with contextlib.suppress(import_ray().exceptions.RayError):  # it is counted below
-                report: _Report = import_ray().get(reference)
-                self._count(k, report.frames - self._lives[k].frames)
-                self._lives[k].frames = report.frames
-
-    def _end_actors(self, deadline: float) -> None:
-        """Closes the collectors, and counts rows of those who had not reported them."""
-        closing = [life.actor.close.remote() for life in self._lives]
-        import_ray().wait(closing, num_returns=len(closing), timeout=max(0.1, deadline - time.monotonic()))
-        for k, life in enumerate(self._lives):
-            import_ray().kill(life.actor)
-            if self.replay_buffer is not None:
-                self._count(k, max(0, self._rows_of(life) - life.frames))
-        self._pending.clear()
-
-    @contextlib.contextmanager
-    def _shut_down_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if self._background is not None and not self._background.is_current:
-                self._background.abandon()
-            self._is_shut_down = True
-            for life in self._lives:
-                import_ray().kill(life.actor)
-            self._pending.clear()
-            raise
-
-    @contextlib.contextmanager
-    def _between_batches(self) -> Iterator[None]:
-        with super()._between_batches():
-            self._refuse_if_shut_down()
-            yield
-
-    def __enter__(self) -> RayCollector:
-        return self
+        while self.replay_buffer is not None and (asked := self._asked()):
+            ready = self._pool.wait(asked, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return
+            for k in ready:
+                try:
+                    answer = self._pool.workers[k].receive()
+                except WorkerError:  # what it has written is counted by its rows
+                    self._members[k].is_asked = False
+                    continue
+                if isinstance(answer, _Report):
+                    self._note(self._members[k], answer)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.shutdown(raise_on_error=kind is None)
@@ -795,17 +705,16 @@ class RayCollector(BackgroundCollector):
         )
 
 
-def _has_come(reference: Any) -> bool:
-    """Whether a call has been answered, or failed; nothing is fetched."""
-    return bool(import_ray().wait([reference], timeout=0, fetch_local=False)[0])
-
-
 def _checked_timeout(timeout: float | None) -> float | None:
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float)):
         raise TypeError(f"batch_timeout is a number of seconds, or None, got a {type(timeout).__name__}")
     if timeout is not None and not 0 < timeout < float("inf"):
         raise ValueError(f"batch_timeout must be more than 0 seconds, or None for no limit, got {timeout}")
     return timeout
+
+
+def _begin(config: _Config, policy: Any, actor: Any) -> Any:
+    return actor.begin.remote(config, policy)
 
 
 def _one_for_each(name: str, given: Any, n: int) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from engram.distributed.client import ShardClient
 from engram.errors import CheckpointError, CheckpointMisfitError, ShardUnavailableError
-from engram.kernel.disk import CheckpointDirectory, SnapshotReader, is_snapshot_name, reading, saving
+from engram.kernel.disk import Checkpoint, saving
 
 _FORMAT = "engram shards"
 _PAUSE = 0.02  # seconds between two tries with a shard that was away
@@ -58,10 +58,10 @@ def save_shards(shards: Sequence[ShardClient], path: str | os.PathLike[str], kee
 def _oldest_named(path: str | os.PathLike[str], shards: int) -> list[str | None]:
     """Of each shard, the oldest snapshot that any root names, which must stay; None: none is named."""
     oldest: list[str | None] = [None] * shards
-    for root in CheckpointDirectory(os.path.abspath(os.fspath(path))).snapshots():
+    for root in Checkpoint(path).snapshots():
         try:
-            with reading(path, root) as reader:
-                names = _names(reader)
+            with _reading_names(path, root) as found:
+                names = found
         except CheckpointError:  # unfinished, or damaged: nobody can load it
             continue
         for k, name in enumerate(names[:shards]):
@@ -70,15 +70,18 @@ def _oldest_named(path: str | os.PathLike[str], shards: int) -> list[str | None]
     return oldest
 
 
-def _names(reader: SnapshotReader) -> list[str]:
-    names = reader.body.get("shards")
-    is_list = isinstance(names, list) and all(map(is_snapshot_name, names))
-    if reader.body.get("format") != _FORMAT or not is_list:
-        raise reader.malformed(
-            "it is no save of shards together; one of a single buffer is loaded by ReplayBuffer.loads"
-        )
-    assert isinstance(names, list)
-    return names
+@contextmanager
+def _reading_names(path: str | os.PathLike[str], snapshot: str | None) -> Iterator[list[str]]:
+    """The name of each shard's snapshot in the save in force, or in the one named, which no save removes meanwhile."""
+    with Checkpoint(path).reading(snapshot) as reader:
+        names = reader.body.get("shards")
+        is_list = isinstance(names, list) and all(map(Checkpoint.is_name, names))
+        if reader.body.get("format") != _FORMAT or not is_list:
+            raise reader.malformed(
+                "it is no save of shards together; one of a single buffer is loaded by ReplayBuffer.loads"
+            )
+        assert isinstance(names, list)
+        yield names
 
 
 @contextmanager
@@ -91,8 +94,7 @@ def saved_shards(
         CorruptCheckpointError: it is damaged, or no save of shards.
         CheckpointMisfitError: it is that of another number of shards.
     """
-    with reading(path, snapshot) as reader:
-        names = _names(reader)
+    with _reading_names(path, snapshot) as names:
         if len(names) != shards:
             raise CheckpointMisfitError(f"{path} does not fit", [f"it has {len(names)} shards, this buffer {shards}"])
         yield [ShardSnapshot(shard_folder(path, k), name) for k, name in enumerate(names)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engram.errors import NoFreeLaneError
 from engram.kernel.disk import FirstByte
-from engram.kernel.tools import fork_registry, open_regular
+from engram.kernel.tools import open_regular
 
 _NAME = "shard.lock"
 _PAUSE = 0.02  # seconds between two tries
@@ -28,9 +28,9 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, timeout: float) -> None:
-        self._fd = open_regular(folder / _NAME, os.O_RDWR | os.O_CREAT, mode=0o600)
+        self._byte = _first_byte(folder)
         deadline = time.monotonic() + timeout
-        while not FirstByte(self._fd).take():
+        while not self._byte.take():
             if time.monotonic() > deadline:
                 self.close()
                 raise NoFreeLaneError(
@@ -38,21 +38,19 @@ class FolderLock:
                     "choose another scratch_dir"
                 )
             time.sleep(_PAUSE)
-        _held.add(self)
 
     @property
     def is_removed(self) -> bool:
         """Whether somebody has deleted the folder."""
-        return os.fstat(self._fd).st_nlink == 0
+        return not self._byte.has_name()
 
     def close(self) -> None:
-        """Lets it go; in a forked child only this process's part of it."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Lets it go."""
+        self._byte.close()
 
 
-_held: weakref.WeakSet[FolderLock] = fork_registry(FolderLock.close)
+def _first_byte(folder: Path) -> FirstByte:
+    return FirstByte(open_regular(folder / _NAME, os.O_RDWR | os.O_CREAT, mode=0o600))
 
 
 def watch_folder(folder: str | os.PathLike[str]) -> FolderWatch | None:
@@ -68,7 +66,7 @@ def watch_folder(folder: str | os.PathLike[str]) -> FolderWatch | None:
         (False, None)
     """
     try:
-        watch = FolderWatch(open_regular(Path(folder) / _NAME))
+        watch = FolderWatch(FirstByte(open_regular(Path(folder) / _NAME)))
     except OSError:
         return None
     if watch.look():
@@ -78,12 +76,11 @@ def watch_folder(folder: str | os.PathLike[str]) -> FolderWatch | None:
 
 
 class FolderWatch:
-    """Looks whether a shard lives in a folder of this machine; `fd`: of its lock, closed here."""
+    """Looks whether a shard lives in a folder of this machine; `byte`: its lock, closed here."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._closer = weakref.finalize(self, os.close, fd)
-        self._byte = FirstByte(fd)
+    def __init__(self, byte: FirstByte) -> None:
+        self._byte = byte
+        self._closer = weakref.finalize(self, byte.close)
         self._next = 0.0  # when it looks again
 
     def is_held(self) -> bool:
@@ -92,7 +89,7 @@ class FolderWatch:
 
     def look(self) -> bool:
         """Whether it does now, and the folder has not been deleted."""
-        held = self._byte.is_taken() and os.fstat(self._fd).st_nlink > 0
+        held = self._byte.is_taken() and self._byte.has_name()
         self._next = time.monotonic() + _INTERVAL if held else 0.0
         return held
 
@@ -104,13 +101,13 @@ class FolderWatch:
 def remove_folder(folder: Path) -> bool:
     """Removes a folder that no shard holds; returns whether it is gone."""
     try:
-        fd = open_regular(folder / _NAME, os.O_RDWR | os.O_CREAT, mode=0o600)
+        byte = _first_byte(folder)
     except OSError:  # another user's
         return False
     try:
-        if not FirstByte(fd).take():
+        if not byte.take():
             return False
         shutil.rmtree(folder, ignore_errors=True)
         return not folder.exists()
     finally:
-        os.close(fd)
+        byte.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from engram.distributed.folder_lock import FolderWatch, watch_folder
 from engram.distributed.shard import DrawnRows, Tenancy
 from engram.distributed.shard_sampling import draw_rows, lane_ranges
 from engram.errors import ShardUnavailableError, StorageError
-from engram.kernel.replay import ObservedMemmapStorage
 
 
 class ShardMovedError(ShardUnavailableError):
@@ -168,7 +168,7 @@ class LocalReader:
     def __init__(self, shard: ShardClient, folder: str, watch: FolderWatch) -> None:
         self._shard = shard
         self._watch = watch
-        self._storage = ObservedMemmapStorage(folder)
+        self._storage: Any = LazyMemmapStorage.open(folder, read_only=True)
 
     @property
     def is_live(self) -> bool:

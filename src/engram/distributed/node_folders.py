@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engram.distributed.folder_lock import remove_folder
-from engram.kernel.tools import open_file, open_regular
+from engram.kernel.tools import open_regular
 
 PREFIX = "engram-"
 _OWNER = "owner.json"
@@ -95,7 +95,7 @@ def _is_abandoned(folder: Path, owner: FolderOwner, grace: float) -> bool:
 
 def _owner_of(folder: Path) -> FolderOwner | None:
     try:
-        with open_file(folder / _OWNER, follow_links=False) as file:
+        with open(open_regular(folder / _OWNER), "rb") as file:
             state = json.loads(file.read(_MOST_JSON))
         return FolderOwner(**{**state, "parent": tuple(state["parent"])})
     except (OSError, ValueError, KeyError, TypeError):  # another's, older, or just being made

@@ -32,10 +32,10 @@ from engram.distributed.priority_file import PriorityFile
 from engram.distributed.shard_sampling import draw_rows, lane_ranges, read_by_sequence
 from engram.envs.transforms import Compose
 from engram.errors import IncarnationError, NoFreeLaneError, StorageError
-from engram.kernel.disk import CheckpointDirectory, from_checksummed_json, reading, to_checksummed_json
+from engram.kernel.disk import Checkpoint, from_checksummed_json, to_checksummed_json
 from engram.kernel.replay import BatchReader
 from engram.kernel.rows import Lanes, RowLayout
-from engram.kernel.tools import open_file, open_regular, sync_directory
+from engram.kernel.tools import open_regular, sync_directory
 
 _RECORD = "shard.json"
 _PAUSE = 0.02  # seconds between two tries to take a lane
@@ -342,7 +342,7 @@ class ReplayShard:
             return None
         path = self._folder / _RECORD
         try:
-            with open_file(path, follow_links=False) as file:
+            with open(open_regular(path), "rb") as file:
                 record = _Record.from_bytes(file.read())
         except FileNotFoundError:
             return None
@@ -833,7 +833,7 @@ class ReplayShard:
         Args:
             oldest: the name of a snapshot: it stays, and those after it. None: older ones go.
         """
-        older = [] if oldest is None else CheckpointDirectory(os.path.abspath(os.fspath(path))).snapshots()
+        older = [] if oldest is None else Checkpoint(path).snapshots()
         kept = sum(oldest is not None and _number(name) >= _number(oldest) for name in older)
         name = self._buffer.dumps(path, keep_last=1 + kept)
         assert isinstance(name, str)
@@ -842,7 +842,7 @@ class ReplayShard:
     @_call
     def verify(self, incarnation: int, path: str | os.PathLike[str], snapshot: str) -> None:
         """CorruptCheckpointError where a file of a snapshot is not what was saved."""
-        with reading(path, snapshot) as reader:
+        with Checkpoint(path).reading(snapshot) as reader:
             reader.check()
 
     @_call

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engram.data import DrawTotals
+from engram.data import DrawTotals, LazyTensorStorage
 from engram.distributed.blocks import Block, goes_by_leaf
-from engram.kernel.replay import TableStorage
 from engram.kernel.rows import Lanes
 
 EMPTY = "Cannot sample from empty shards. Add or extend them first."
@@ -64,7 +63,7 @@ class RowsBySequence(NamedTuple):
     present: Tensor
 
 
-def read_by_sequence(storage: TableStorage, lane: Tensor, sequence: Tensor) -> RowsBySequence:
+def read_by_sequence(storage: LazyTensorStorage, lane: Tensor, sequence: Tensor) -> RowsBySequence:
     """Rows of a storage by lane and sequence, int64 [n] each.
 
     Raises:
@@ -91,7 +90,7 @@ class UniformRows(NamedTuple):
     sequence: Tensor
 
 
-def draw_rows(storage: TableStorage, ranges: Tensor, n: int, seed: int) -> UniformRows:
+def draw_rows(storage: LazyTensorStorage, ranges: Tensor, n: int, seed: int) -> UniformRows:
     """n rows drawn uniformly from the ranges of a shard's lanes, int64 [lanes, 2], less those that are gone by now.
 
     Errors as `draw_sequences`, and `read_by_sequence`.

@@ -36,7 +36,7 @@ from engram.distributed.folder_lock import FolderWatch, watch_folder
 from engram.distributed.local import LocalProducer, LocalReader, ShardMovedError, await_shard
 from engram.envs.transforms import Compose
 from engram.errors import ShardUnavailableError, StorageError
-from engram.kernel.replay import WriteRequest, as_transform, mark_rows
+from engram.kernel.replay import WriteRequest, mark_rows
 from engram.kernel.rows import RowLayout
 from engram.kernel.tools import warn_user
 
@@ -155,7 +155,7 @@ class ShardedReplayBuffer:
         self._links = list(links)
         self._local = [False] * len(links) if local is None else list(local)
         transform = settings.transform
-        self._transform = Compose(*([] if transform is None else [as_transform(transform)]))
+        self._transform = Compose(*([] if transform is None else [transform]))
         self._prioritized = settings.sampler if isinstance(settings.sampler, PrioritizedSampler) else None
         self._writing = threading.RLock()  # of what is written; taken before the other one
         self._lock = threading.RLock()  # of draws: they do not wait for a shard to which another thread writes

@@ -8,9 +8,9 @@ name that is added here is an interface from then on.
     tools       files, memory, texts, warnings, without torch
     disk        checkpoint directories, mapped stores and their locks, without torch
     rows        rows: their layout, lanes, episodes; snapshots of them
-    hdf5        reading HDF5 files that nobody vouches for, and writing them
+    hdf5        reading HDF5 files that nobody vouches for
     spaces      spaces of environments; texts as bytes of a row
-    replay      what stands behind a buffer: storages' tables, readers, adapters of users' parts
-    collecting  arguments and counts of collectors
+    replay      what stands behind a buffer: readers of batches, adapters of users' parts
+    collecting  collectors whose workers run elsewhere, and the pool of these
     advice      names of TorchRL's that are missing here
 """

@@ -1,25 +1,17 @@
-"""What stands behind a buffer: tables of storages, the reading of batches, adapters of users' parts."""
+"""What stands behind a buffer: the reading of batches, adapters of users' parts, what is stored."""
 
 from engram.data.replay_buffers.reader import BatchReader
 from engram.data.replay_buffers.samplers.base import as_sampler
 from engram.data.replay_buffers.samplers.slices import mark_rows
 from engram.data.replay_buffers.state.rebuild import saved_storage
 from engram.data.replay_buffers.stats import stored_trajectories
-from engram.data.replay_buffers.storages import Rows
-from engram.data.replay_buffers.storages.memmap import ObservedMemmapStorage
-from engram.data.replay_buffers.storages.tensor import TableStorage
 from engram.data.replay_buffers.writers.round_robin import as_writer
-from engram.transforms.adapters import as_transform
 from engram.transforms.base import WriteRequest
 
 __all__ = [
     "BatchReader",
-    "ObservedMemmapStorage",
-    "Rows",
-    "TableStorage",
     "WriteRequest",
     "as_sampler",
-    "as_transform",
     "as_writer",
     "mark_rows",
     "saved_storage",

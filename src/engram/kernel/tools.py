@@ -1,32 +1,21 @@
 """Files, memory, texts and warnings, as everything here reads, measures and says them. Needs no torch."""
 
-from engram._progress import progress_bar
 from engram._system import (
     check_memory,
-    fork_registry,
     free_memory,
     human_bytes,
-    open_file,
     open_regular,
     parse_bytes,
-    path_of,
     sync_directory,
 )
 from engram._text import visible, warn_user
-from engram.checkpoint.directory import open_below, open_folder_below
 
 __all__ = [
     "check_memory",
-    "fork_registry",
     "free_memory",
     "human_bytes",
-    "open_below",
-    "open_file",
-    "open_folder_below",
     "open_regular",
     "parse_bytes",
-    "path_of",
-    "progress_bar",
     "sync_directory",
     "visible",
     "warn_user",

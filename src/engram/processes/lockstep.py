@@ -12,7 +12,8 @@ import numpy as np
 
 from engram._native import AtomicInts
 from engram.errors import WorkerError
-from engram.processes.pool import WorkerPool
+from engram.processes.pool import Processes, WorkerPool
+from engram.processes.restarts import Restarts
 from engram.processes.shared_memory import SharedMemory
 from engram.processes.timeouts import CallTimer
 from engram.processes.worker import CLOSE_TIMEOUT, ERROR_CLOSE_TIMEOUT, Channel, Worker
@@ -141,13 +142,12 @@ class LockstepPool:
         self._cells = _cells(self._memory.allocate([_bytes(size)]))
         self._spins = size <= len(usable_cores())
         self._pool = WorkerPool(
-            run,
+            Processes(run, start_method),
             [f"{name} {i}" for i in range(size)],
-            start_method=start_method,
             timeout=timeout,
-            restarts=restarts,
             close_timeout=close_timeout,
         )
+        self._restarts = Restarts(restarts)
         self._workers, self._has_timeout = self._pool.workers, timeout is not None
         try:
             for i in range(size):
@@ -171,11 +171,11 @@ class LockstepPool:
 
     def _note_failure(self, i: int, error: WorkerError) -> None:
         """Notes that worker i has to be replaced; raises its error where no worker may be."""
-        if not self._pool.restarts.left:
+        if not self._restarts.left:
             self._error = error
             raise error
         self.failed[i] = error
-        self._pool.forget_call(i)
+        self._workers[i].clock = None
         self._polls = [self._poll_of(worker) for worker in self._workers]
 
     def lost(self) -> list[int]:
@@ -185,7 +185,7 @@ class LockstepPool:
     @property
     def may_replace(self) -> bool:
         """Whether workers that fail are replaced, as long as restarts are left."""
-        return self._pool.restarts.allowed > 0
+        return self._restarts.allowed > 0
 
     def replace(self, i: int) -> int:
         """Starts worker i, which has failed, anew: it calls `run` as before. Returns how often it was replaced.
@@ -193,7 +193,8 @@ class LockstepPool:
         Raises its WorkerError where no restart is left.
         """
         try:
-            restart, base = self._pool.retire(i, self.failed[i]), _STRIDE * i
+            self._restarts.use(self.failed[i], self._workers[i].pid)
+            restart, base = self._pool.end(i), _STRIDE * i
             for field, value in ((_REQUESTED, self._round), (_COMPLETED, self._round), (_CORE, -1)):
                 self._cells[base + field] = value
             for field in (_REPLIES, _WORKER_SLEEPS, _OWNER_SLEEPS):
@@ -291,7 +292,7 @@ class LockstepPool:
             self._send(chosen, command, messages)
         self._wait(chosen)
         self._is_idle = True
-        if self._pool.restarts.allowed:
+        if self._restarts.allowed:
             return self._replies_beside_failures(chosen)
         return {i: self._wait_for_reply(i) for i in chosen if self._cells[_STRIDE * i + _REPLIES]}
 

@@ -219,6 +219,7 @@ class Worker:
         self._connection, theirs = context.Pipe()
         self.seed = int(torch.randint(2**31, ())) if seed is None else seed
         self._worker_wakeup, self.wakeup = EventFd(), EventFd()
+        self.clock = clock
         main_args = (
             (theirs, self._worker_wakeup, self.wakeup, clock),
             self._owner,
@@ -251,6 +252,10 @@ class Worker:
     def pid(self) -> int:
         """The process id."""
         return int(self._process.pid)
+
+    def reading(self) -> tuple[float, str] | None:
+        """For how many seconds the call has lasted that it is in the middle of, and which one; None: in none."""
+        return None if self.clock is None else self.clock.reading()
 
     def wake(self) -> None:
         """Wakes the worker from `Channel.wait_for_wakeup`. Its calls of `wake_owner` arrive at `wakeup`."""

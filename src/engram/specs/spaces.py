@@ -93,11 +93,13 @@ def _box(space: Any, categorical: bool) -> Spec:
 
 def _text(space: Any, categorical: bool) -> Spec:
     length = getattr(space, "max_length", None)
-    return Text(TEXT_BYTES if length is None else text_width(length, space.character_set))
+    return Text(text_width(length, () if length is None else space.character_set))
 
 
-def text_width(max_length: int, characters: Iterable[str]) -> int:
-    """The bytes that a text of so many of these characters has at most."""
+def text_width(max_length: int | None, characters: Iterable[str]) -> int:
+    """The bytes that a text of so many of these characters has at most; None: that a text of any length gets."""
+    if max_length is None:
+        return TEXT_BYTES
     widest = max((len(character.encode(errors="surrogatepass")) for character in characters), default=1)
     return max(1, max_length * widest)
 

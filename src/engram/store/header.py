@@ -12,21 +12,10 @@ from pathlib import Path
 from engram import _native
 from engram._system import boot_id, open_regular
 from engram.errors import StorageError, StorageInUseError
-from engram.store.locks import is_open_elsewhere
+from engram.store.locks import has_writer, is_open_elsewhere
 from engram.store.nodes import refuse_other_node
 
 FILE_NAME = "rows.engram"
-
-
-def has_store(folder: Path) -> bool:
-    """Whether a folder has an entry with the name of a store's file; StorageError where it cannot be read."""
-    try:
-        os.lstat(folder / FILE_NAME)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be looked into: {error.strerror}") from error
-    return True
 
 
 def open_store(folder: Path, flags: int = os.O_RDWR) -> tuple[int, os.stat_result]:
@@ -50,44 +39,91 @@ def open_store(folder: Path, flags: int = os.O_RDWR) -> tuple[int, os.stat_resul
         raise StorageError(f"{path} cannot be opened: {reason}") from error
 
 
-def observe_store(folder: Path) -> tuple[_native.Store, int]:
-    """The store in a folder, mapped read-only, and its descriptor; without a lock, beside whoever writes it.
+class StoreFile:
+    """A store's file, open for somebody who only looks: without a lock, beside whoever writes it.
+
+    `store` maps it, where that was asked for.
 
     Raises:
-        StorageError: there is none, it is damaged, or it needs a repair, which only a writing process makes.
-        StorageInUseError: it is on a network file system, and another node may be using it.
+        StorageError: there is none in the folder, or it cannot be opened as a regular file.
     """
-    path = folder / FILE_NAME
-    fd, _ = open_store(folder, os.O_RDONLY)
-    try:
-        store = _native.Store.open(fd, read_only=True)
-        _check_repaired(store, fd, path)
-    except StorageInUseError:
-        os.close(fd)
-        raise
-    except (RuntimeError, ValueError) as error:
-        os.close(fd)
-        raise StorageError(f"{path} cannot be opened: {error}") from error
-    except BaseException:
-        os.close(fd)
-        raise
-    return store, fd
 
+    NAME = FILE_NAME
+    store: _native.Store
 
-def refuse_used(folder: Path) -> None:
-    """A StorageError where a process has the store in a folder open, or where its file is no store."""
-    path = folder / FILE_NAME
-    fd = open_regular(path)
-    try:
-        if is_open_elsewhere(fd):
-            raise StorageInUseError("it is in use")
-        refuse_other_node(_native.Store.open(fd, read_only=True), boot_id(), fd, path)
-    except StorageInUseError:
-        raise
-    except RuntimeError as error:
-        raise StorageError(f"{FILE_NAME}: {error}") from error
-    finally:
-        os.close(fd)
+    @staticmethod
+    def is_in(folder: Path) -> bool:
+        """Whether a folder has an entry with the name of a store's file; StorageError where it cannot be read."""
+        try:
+            os.lstat(folder / FILE_NAME)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise StorageError(f"{folder} cannot be looked into: {error.strerror}") from error
+        return True
+
+    @staticmethod
+    def refuse_used(folder: Path) -> None:
+        """A StorageError where a process has the store in a folder open, or where its file is no store."""
+        path = folder / FILE_NAME
+        fd = open_regular(path)
+        try:
+            if is_open_elsewhere(fd):
+                raise StorageInUseError("it is in use")
+            refuse_other_node(_native.Store.open(fd, read_only=True), boot_id(), fd, path)
+        except StorageInUseError:
+            raise
+        except RuntimeError as error:
+            raise StorageError(f"{FILE_NAME}: {error}") from error
+        finally:
+            os.close(fd)
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / FILE_NAME
+        self.fd, _ = open_store(folder, os.O_RDONLY)
+
+    @classmethod
+    def observed(cls, folder: Path) -> StoreFile:
+        """With `store`, mapped read-only.
+
+        Raises:
+            StorageError: there is none, it is damaged, or it needs a repair, which only a writing process makes.
+            StorageInUseError: it is on a network file system, and another node may be using it.
+        """
+        opened = cls(folder)
+        try:
+            opened.store = _native.Store.open(opened.fd, read_only=True)
+            _check_repaired(opened.store, opened.fd, opened.path)
+        except BaseException as error:
+            opened.close()
+            if isinstance(error, RuntimeError | ValueError) and not isinstance(error, StorageInUseError):
+                raise StorageError(f"{opened.path} cannot be opened: {error}") from error
+            raise
+        return opened
+
+    @property
+    def nbytes(self) -> int:
+        """Its size on disk."""
+        return os.fstat(self.fd).st_size
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether another process or object has it open."""
+        return is_open_elsewhere(self.fd)
+
+    def has_writer(self, lane: int) -> bool:
+        """Whether another process holds a lane."""
+        return has_writer(self.fd, lane)
+
+    def close(self) -> None:
+        """Closes the descriptor; what is mapped stays."""
+        os.close(self.fd)
+
+    def __enter__(self) -> StoreFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def _check_repaired(store: _native.Store, fd: int, path: Path) -> None:

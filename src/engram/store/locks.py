@@ -189,7 +189,10 @@ def has_writer(fd: int, lane: int) -> bool:
 
 
 class FirstByte:
-    """The first byte of the open file `fd`, which one description at a time holds, until its process ends."""
+    """The first byte of the open file `fd`, closed here, which one description at a time holds until its process ends.
+
+    A forked child does not hold it, and has closed the file.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -197,11 +200,24 @@ class FirstByte:
 
     def take(self) -> bool:
         """Takes it; False where another description holds it."""
-        return _lock(self._fd, fcntl.F_WRLCK, 0)
+        if not _lock(self._fd, fcntl.F_WRLCK, 0):
+            return False
+        _first_bytes.add(self)
+        return True
 
     def is_taken(self) -> bool:
         """Whether another description holds it; disturbs nobody."""
         return fcntl.fcntl(self._fd, _GET, self._query)[:2] != _UNLOCKED
+
+    def has_name(self) -> bool:
+        """Whether nobody has deleted the file."""
+        return os.fstat(self._fd).st_nlink > 0
+
+    def close(self) -> None:
+        """Lets it go; a second call does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _is_locked(fd: int, byte: int) -> bool:
@@ -234,6 +250,7 @@ _SET = getattr(fcntl, "F_OFD_SETLK", 37)
 _GET = getattr(fcntl, "F_OFD_GETLK", 36)
 
 
+_first_bytes: weakref.WeakSet[FirstByte] = fork_registry(FirstByte.close)
 _live: weakref.WeakSet[LaneLocks] = fork_registry(LaneLocks.after_fork)
 
 

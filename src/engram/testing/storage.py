@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from engram.data import ReplayBuffer, SamplerWithoutReplacement, Storage, TensorDictReplayBuffer
-from engram.kernel.replay import Rows
+from engram.data.replay_buffers.storages import Rows
 from engram.testing.helpers import env_steps, numbers, of_numbers, state_of, steps
 
 INDICES: list[Any] = [

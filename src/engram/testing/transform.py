@@ -17,7 +17,6 @@ from torch import Tensor
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, ReplayBufferEnsemble
 from engram.envs import EnvBase, TransformedEnv, check_env_specs
 from engram.envs.transforms import Compose, Transform
-from engram.kernel.replay import as_transform
 from engram.specs import Categorical, Composite, Unbounded
 from engram.testing.helpers import assert_equal, of_numbers
 
@@ -219,7 +218,7 @@ class TransformContract(TransformInEnvContract):
         return data
 
     def _made(self) -> Transform:
-        return as_transform(self.make())
+        return Compose(self.make()).transforms[0]
 
     def prepared(self) -> Transform:
         """A transform through which data were written."""

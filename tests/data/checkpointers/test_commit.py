@@ -14,7 +14,7 @@ import xxhash
 
 from contracts.waiting import NEVER
 from engram.checkpoint.directory import MARKER, MARKER_CONTENT, from_checksummed_json, to_checksummed_json
-from engram.checkpoint.reader import reading
+from engram.checkpoint.reader import Checkpoint
 from engram.checkpoint.writer import saving
 from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot, verify
 from engram.errors import CheckpointError, CorruptCheckpointError
@@ -305,5 +305,5 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(tmp_path):
     with saving(tmp_path):
         pass
     (tmp_path / "g-000001" / "extra").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="does not list"), reading(tmp_path) as reader:
+    with pytest.raises(CheckpointError, match="does not list"), Checkpoint(tmp_path).reading() as reader:
         reader.open("extra")

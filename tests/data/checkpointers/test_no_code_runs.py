@@ -43,17 +43,17 @@ H5_OBJECTS = {"string_dtype", "vlen_dtype", "ref_dtype", "special_dtype", "regio
 # environment for the worker processes of this program, and the errors that come back from them; texts of an HDF5 file
 # that is written; `eval` of a module.
 NEEDED = {
-    "_hdf5.py": [".string_dtype", ".string_dtype"],
     "_aliases.py": [
         *("import importlib", "import importlib.util", "import importlib.abc", "import importlib.machinery"),
         "importlib.import_module",
     ],
     "collectors/evaluator.py": ["import pickle", ".eval"],
-    "collectors/multi.py": ["import pickle"],
+    "collectors/makers.py": ["import pickle"],
     "envs/libs/gym.py": ["import importlib", "importlib.import_module"],
     "cli/__init__.py": ["import importlib", ".import_module"],
     "data/__init__.py": ["import importlib", "importlib.import_module"],
     "data/datasets/atomic_files.py": ["import ctypes"],
+    "data/datasets/h5_files.py": [".string_dtype", ".string_dtype"],
     "distributed/ray_buffer.py": ["import pickle"],
     "envs/gym.py": [".attrgetter"],
     "envs/policies.py": ["torch.compile"],

@@ -153,7 +153,7 @@ def test_a_node_that_stopped_is_followed_by_an_argument_and_its_torn_rows_are_dr
     on: Run, left: Path, how: Callable[[Path], ReplayBuffer[Any]]
 ) -> None:
     on(FIRST)
-    store, _ = header.observe_store(left)
+    store = header.StoreFile.observed(left).store
     with open(left / "rows.engram", "r+b") as file:
         file.seek(store.rows_offset + 19 * store.row_stride)
         file.write(b"\xff" * 8)
@@ -177,7 +177,7 @@ def test_a_node_whose_store_was_taken_over_writes_no_more_to_it(on: Run, tmp_pat
     with pytest.raises(StorageInUseError, match="another node has it open"):
         rb.storage.close()
     on(SECOND)
-    store, _ = header.observe_store(tmp_path)
+    store = header.StoreFile.observed(tmp_path).store
     assert not store.clean and store.rows() == 20
 
 

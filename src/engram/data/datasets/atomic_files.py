@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from engram.kernel.tools import open_file, open_regular, sync_directory, visible
+from engram.kernel.tools import open_regular, visible
 
 _AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2
 _SUFFIX = ".engram-tmp"
@@ -37,7 +37,7 @@ def replaceable_file(name: str, is_one: Callable[[BinaryIO], bool]) -> Replaceab
         if path.is_symlink():
             return "it is a symbolic link"
         try:
-            with open_file(path, follow_links=False) as file:
+            with open(open_regular(path), "rb") as file:
                 return None if is_one(file) else "engram did not write it"
         except OSError as error:
             return error.strerror or "it cannot be opened"
@@ -56,7 +56,7 @@ def new_file(path: Path, overwrite: bool, replaceable: Replaceable) -> Iterator[
     with _temporary_folder(path) as folder:
         new = folder / path.name
         yield new
-        _sync_file(new)
+        _sync(open_regular(new))
         _rename(new, path, overwrite, replaceable)
 
 
@@ -72,8 +72,8 @@ def new_folder(path: Path, overwrite: bool, replaceable: Replaceable) -> Iterato
         yield new
         for folder, _, files in os.walk(new, topdown=False):
             for name in files:
-                _sync_file(Path(folder, name))
-            sync_directory(folder)
+                _sync(open_regular(Path(folder, name)))
+            _sync(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         _rename(new, path, overwrite, replaceable)
 
 
@@ -135,7 +135,7 @@ def _rename(new: Path, path: Path, overwrite: bool, replaceable: Replaceable) ->
         if path.is_dir():
             raise OSError(errno.ENOTSUP, "this file system replaces no folder in one step; delete it first", str(path))
         os.replace(new, path)
-    sync_directory(path.parent)
+    _sync(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 def _exchanged(new: Path, path: Path, replaceable: Replaceable) -> bool:
@@ -186,9 +186,14 @@ def _rename_with(source: Path, target: Path, flag: int) -> bool:
     raise OSError(number, os.strerror(number), str(target))
 
 
-def _sync_file(path: Path) -> None:
-    fd = open_regular(path)
+def _sync(fd: int) -> None:
+    """Waits until a file, or the names in a folder, are on the disk, and closes it."""
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def path_of(file: BinaryIO) -> str:
+    """A path that opens the file of a descriptor again, whatever has its name now: for libraries that take paths."""
+    return f"/proc/self/fd/{file.fileno()}"

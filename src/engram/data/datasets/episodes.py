@@ -17,9 +17,10 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram import pytree
+from engram._progress import progress_bar
 from engram.errors import DatasetError
-from engram.kernel.rows import DONE, IDS, EpisodeIndex, LeafSpec, RowLayout
-from engram.kernel.tools import open_file, progress_bar, visible, warn_user
+from engram.kernel.rows import IDS, EpisodeIndex, LeafSpec, RowLayout
+from engram.kernel.tools import open_regular, visible, warn_user
 from engram.pytree import Key, KeyPath, as_path, stack
 
 Array = npt.NDArray[Any]
@@ -28,7 +29,7 @@ OBSERVATION: KeyPath = ("observation",)
 ACTION: KeyPath = ("action",)
 INFO: KeyPath = ("info",)
 REWARD: KeyPath = ("next", "reward")
-TERMINATED, TRUNCATED = ("next", "terminated"), ("next", "truncated")
+DONE, TERMINATED, TRUNCATED = ("next", "done"), ("next", "terminated"), ("next", "truncated")
 TRAJECTORY: KeyPath = ("collector", "traj_ids")
 #: Keys that are not written: the formats mark the ends of trajectories in their own way, or only a buffer uses them.
 IMPLIED: tuple[KeyPath, ...] = (TRAJECTORY, ("episode",), ("index",), ("done",), ("terminated",), ("truncated",), DONE)
@@ -41,6 +42,35 @@ class DatasetSize(NamedTuple):
 
     steps: int | None
     episodes: int | None
+
+
+class Marks(NamedTuple):
+    """What steps say of the ends of trajectories: ids, or None, and flags; one a step."""
+
+    ids: npt.NDArray[Any] | None
+    done: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, rows: Any, n: int) -> Marks:
+        """Those of n rows; what is not one a row says nothing."""
+
+        def column(path: KeyPath) -> npt.NDArray[Any] | None:
+            values = pytree.get_entry(rows, path)
+            return None if values is None or values.numel() != n else values.detach().cpu().reshape(n).numpy()
+
+        key = next((path for path in IDS if pytree.get_entry(rows, path) is not None), None)
+        done = column(DONE)
+        return cls(None if key is None else column(key), np.zeros(n, np.bool_) if done is None else done != 0)
+
+    def end_before(self, at: Any) -> Any:
+        """Whether ids or flags say that a trajectory ends before a step, or before each of some."""
+        return self.done[at - 1] if self.ids is None else self.ids[at] != self.ids[at - 1]
+
+    def follow(self, before: Marks) -> bool:
+        """Whether they say that one ends between two blocks."""
+        if self.ids is None or before.ids is None:
+            return bool(before.done[-1])
+        return bool(self.ids[0] != before.ids[-1])
 
 
 class KeyPair(NamedTuple):
@@ -483,7 +513,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
         DatasetError: it is too long, or holds something else.
     """
     try:
-        with open_file(file) as opened:
+        with open(open_regular(file, follow_links=True), "rb") as opened:
             text = opened.read(_MAX_JSON_BYTES + 1)
     except FileNotFoundError:
         return {}

@@ -13,10 +13,10 @@ from tensordict import TensorDict, TensorDictBase, pad_sequence
 
 from engram.data import ImmutableDatasetWriter, LazyMemmapStorage, TensorDictReplayBuffer
 from engram.data.datasets.episodes import MAX_ROW_BYTES
+from engram.data.datasets.h5_files import open_foreign
 from engram.data.datasets.hdf5 import FlatReader, iter_hdf5
 from engram.data.datasets.minari import _open_episodes, iter_minari
 from engram.errors import DatasetError
-from engram.kernel.hdf5 import open_foreign
 
 PathLike = str | os.PathLike[str]
 _TRAJECTORY = ("collector", "traj_ids")

@@ -12,8 +12,10 @@ import numpy.typing as npt
 from tensordict import TensorDict
 
 from engram import pytree
+from engram._progress import progress_bar
 from engram.data.datasets.atomic_files import new_file, replaceable_file
 from engram.data.datasets.episodes import (
+    DONE,
     MAX_ROW_BYTES,
     REWARD,
     TRAJECTORY,
@@ -32,9 +34,9 @@ from engram.data.datasets.episodes import (
     observation_key,
 )
 from engram.data.datasets.format import HDF5_MAGIC, DatasetFormat
-from engram.kernel.hdf5 import H5Dataset, H5Source, check_options, create_plain, is_ours, open_foreign
-from engram.kernel.rows import DONE, RowLayout
-from engram.kernel.tools import progress_bar
+from engram.data.datasets.h5_files import H5Source, create_plain, is_ours, open_foreign
+from engram.kernel.hdf5 import H5Dataset, check_options
+from engram.kernel.rows import RowLayout
 from engram.pytree import Key, KeyPath, as_path
 
 Array = npt.NDArray[Any]

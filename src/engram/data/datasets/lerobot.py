@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engram import pytree
 from engram.data.datasets.episodes import (
+    DONE,
     MAX_ROW_BYTES,
     OBSERVATION,
     REWARD,
@@ -36,7 +37,6 @@ from engram.data.datasets.episodes import (
 from engram.data.datasets.format import DatasetFormat
 from engram.data.datasets.parquet import column_names, open_parquet, read_texts
 from engram.errors import DatasetError
-from engram.kernel.rows import DONE
 from engram.kernel.spaces import bytes_of_text
 from engram.kernel.tools import human_bytes, parse_bytes
 from engram.pytree import Key, KeyPath, as_path

@@ -9,7 +9,7 @@ import os
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,8 +19,10 @@ import torch
 from tensordict import TensorDict
 
 from engram import pytree
+from engram._progress import progress_bar
 from engram.data.datasets.atomic_files import Replaceable, new_folder, replaceable_file
 from engram.data.datasets.episodes import (
+    DONE,
     INDEX,
     MAX_ROW_BYTES,
     REWARD,
@@ -43,6 +45,7 @@ from engram.data.datasets.episodes import (
     read_json_object,
 )
 from engram.data.datasets.format import HDF5_MAGIC, DatasetFormat
+from engram.data.datasets.h5_files import H5RowWriter, H5Source, create_plain, is_ours, open_foreign, text_dtype
 from engram.data.datasets.parquet import (
     arrow_bytes,
     arrow_children,
@@ -55,19 +58,10 @@ from engram.data.datasets.parquet import (
     open_arrow,
 )
 from engram.errors import DatasetError
-from engram.kernel.hdf5 import (
-    H5Dataset,
-    H5RowWriter,
-    H5Source,
-    create_plain,
-    import_h5py,
-    is_ours,
-    open_foreign,
-    text_dtype,
-)
-from engram.kernel.rows import DONE, LeafSpec, RowLayout
-from engram.kernel.spaces import TEXT_BYTES, EncodedSpaces, HasSpaces, leaf_spaces, text_of_bytes, text_width
-from engram.kernel.tools import parse_bytes, progress_bar
+from engram.kernel.hdf5 import H5Dataset, import_h5py
+from engram.kernel.rows import LeafSpec, RowLayout
+from engram.kernel.spaces import HasSpaces, leaf_spaces, text_width
+from engram.kernel.tools import parse_bytes
 from engram.pytree import Key, KeyPath, as_path
 from engram.specs import MultiOneHot, OneHot, Spec, Text, Unbounded, space_from_spec, spec_from_space
 
@@ -141,7 +135,7 @@ def _box(s: Any) -> dict[str, Any]:
 
 def _text(s: Any) -> dict[str, Any]:
     if type(s).__name__ != "Text":  # another space of `str`, such as a mission of MiniGrid
-        return {"max_length": TEXT_BYTES, "min_length": 0, "charset": string.printable}
+        return {"max_length": text_width(None, ()), "min_length": 0, "charset": string.printable}
     return {"max_length": int(s.max_length), "min_length": int(s.min_length), "charset": s.characters}
 
 
@@ -226,9 +220,11 @@ def _hot_places(values: Array, sizes: Ints, name: str) -> Ints:
 
 def _texts(rows: Array, name: str) -> Array:
     """Texts, of uint8 [n, width]."""
-    texts = [text_of_bytes(row) for row in rows]
-    for text, row in zip(texts, rows, strict=True):
-        if text.encode() != row.tobytes().rstrip(b"\0") or "\0" in text:
+    texts = []
+    for row in rows:
+        content = row.tobytes().rstrip(b"\0")
+        texts.append(content.decode(errors="replace"))
+        if texts[-1].encode() != content or b"\0" in content:
             raise ValueError(
                 f"{name} has the bytes {row.tobytes()!r:.80}, which are no text in UTF-8. Nothing was written"
             )
@@ -607,14 +603,16 @@ def _text_width(space: Any) -> int:
     """The bytes of the texts of a space, of which this is the JSON: as many as observations of it have."""
     length, characters = (space.get(key) if isinstance(space, dict) else None for key in ("max_length", "charset"))
     if type(length) is not int or length < 0 or not isinstance(characters, str):
-        return TEXT_BYTES
+        return text_width(None, ())
     return text_width(length, characters)
 
 
 class KnownSpaces(NamedTuple):
     """What is known of the spaces of the steps that are written."""
 
-    encoded: EncodedSpaces
+    specs: Mapping[KeyPath, Spec]  #: as of `HasSpaces.encoded_spaces`
+    batch_dims: int
+    spaces: Mapping[KeyPath, Any]
     is_given: bool  #: whether the caller said that the steps have these specs; else those that fit count
     given: Mapping[str, Any]  #: by role, the space that the caller gave
 
@@ -637,10 +635,10 @@ class KnownSpaces(NamedTuple):
         return [encoded_column(leaf, spaces[name], None) for name, leaf in zip(names, leaves, strict=True)]
 
     def _column(self, leaf: LeafSpec) -> RawColumn:
-        spec = self.encoded.specs.get(leaf.path)
+        spec = self.specs.get(leaf.path)
         if spec is None:
             return _widest(leaf)
-        shape = tuple(spec.shape[self.encoded.batch_dims :])
+        shape = tuple(spec.shape[self.batch_dims :])
         if (spec.dtype, shape) != (leaf.dtype, tuple(leaf.shape)):
             if self.is_given:
                 raise ValueError(
@@ -648,10 +646,10 @@ class KnownSpaces(NamedTuple):
                     f"{str(spec.dtype)[6:]} {list(shape)}; give the one that the steps are from. Nothing was written"
                 )
             return _widest(leaf)  # a collector's postproc may change its batches
-        space = self.encoded.spaces.get(leaf.path)
+        space = self.spaces.get(leaf.path)
         if space is None:
             try:
-                one = spec[(0,) * self.encoded.batch_dims] if self.encoded.batch_dims else spec  # type: ignore[index]
+                one = spec[(0,) * self.batch_dims] if self.batch_dims else spec  # type: ignore[index]
                 space = space_from_spec(one)
             except (TypeError, ValueError, ImportError):  # it has no space, or gymnasium is missing
                 return _widest(leaf)
@@ -909,23 +907,20 @@ def _open_episodes(
 ) -> Iterator[tuple[EpisodeReader | ArrowEpisodeReader, int | None]]:
     """Opens a dataset: its episodes and, if its metadata have it, the number of their steps."""
     excluded = tuple(as_path(key, "exclude") for key in exclude)
-    arrow = _arrow_folder(Path(path))
-    if arrow is not None:
-        metadata, allowed = read_json_object(arrow / METADATA), parse_bytes(max_row_bytes, "max_row_bytes")
-        reader = ArrowEpisodeReader(arrow, metadata, infos, excluded, allowed)
-        if metadata.get("total_episodes", len(reader)) != len(reader):
-            said = metadata["total_episodes"]
-            raise DatasetError(str(arrow), f"has {len(reader)} episodes, {METADATA} says {said}")
-        total = metadata.get("total_steps")
-        yield reader, total if type(total) is int else None
-        return
-    file = _find(Path(path))
-    metadata = read_json_object(file.with_name(METADATA))
-    with open_foreign(file, max_row_bytes) as source:
-        episodes = EpisodeReader(source, metadata, infos, excluded)
+    with ExitStack() as stack:
+        episodes: EpisodeReader | ArrowEpisodeReader
+        place = _arrow_folder(Path(path))
+        if place is not None:
+            metadata, allowed = read_json_object(place / METADATA), parse_bytes(max_row_bytes, "max_row_bytes")
+            episodes = ArrowEpisodeReader(place, metadata, infos, excluded, allowed)
+        else:
+            place = _find(Path(path))
+            metadata = read_json_object(place.with_name(METADATA))
+            source = stack.enter_context(open_foreign(place, max_row_bytes))
+            episodes = EpisodeReader(source, metadata, infos, excluded)
         expected = metadata.get("total_episodes")
         if expected is not None and expected != len(episodes):
-            raise DatasetError(str(file), f"has {len(episodes)} episodes, {METADATA} says {expected}")
+            raise DatasetError(str(place), f"has {len(episodes)} episodes, {METADATA} says {expected}")
         total = metadata.get("total_steps")
         yield episodes, total if type(total) is int else None
 
@@ -1044,8 +1039,9 @@ def _known_spaces(source: Any, env: Any, observation_space: Any, action_space: A
             "gymnasium's, TransformedEnv(env) one of TorchRL's; observation_space= and action_space= take spaces"
         )
     origin = source if env is None and isinstance(source, HasSpaces) else env
-    encoded = EncodedSpaces({}, 0, {}) if origin is None else origin.encoded_spaces()
-    return KnownSpaces(encoded, env is not None, given)
+    if origin is None:
+        return KnownSpaces({}, 0, {}, False, given)
+    return KnownSpaces(*origin.encoded_spaces(), env is not None, given)
 
 
 def _not_ours(path: Path) -> str | None:

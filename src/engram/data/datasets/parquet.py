@@ -24,12 +24,15 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from engram import pytree
-from engram.data.datasets.atomic_files import new_file, replaceable_file
+from engram._progress import progress_bar
+from engram.data.datasets.atomic_files import new_file, path_of, replaceable_file
 from engram.data.datasets.episodes import (
     BLOCK_BYTES,
+    DONE,
     MAX_ROW_BYTES,
     TRAJECTORY,
     DatasetSize,
+    Marks,
     StepBlock,
     batch_of,
     block_rows,
@@ -40,9 +43,9 @@ from engram.data.datasets.episodes import (
 )
 from engram.data.datasets.format import DatasetFormat
 from engram.errors import DatasetError
-from engram.kernel.rows import DONE, IDS, LeafSpec, RowLayout
+from engram.kernel.rows import IDS, LeafSpec, RowLayout
 from engram.kernel.spaces import bytes_of_text
-from engram.kernel.tools import free_memory, human_bytes, open_file, open_regular, parse_bytes, path_of, progress_bar
+from engram.kernel.tools import free_memory, human_bytes, open_regular, parse_bytes
 from engram.pytree import Key, KeyPath, TreeSpec
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
@@ -706,7 +709,7 @@ class _ParquetWriter:
         self._numbered = False
         self._trajectories = 0
         self._hidden = False
-        self._last: tuple[Any, bool] | None = None  # the last step's id, and whether it has a flag
+        self._last: Marks | None = None  # of the last block
 
     def write(self, block: StepBlock) -> int:
         """Takes steps; how many."""
@@ -755,17 +758,11 @@ class _ParquetWriter:
         """Sets `_hidden` where a trajectory ends with neither a flag nor a new id."""
         assert block.parts is not None
         n = int(block.parts[:, 0].sum())
-        ids = next((x for x in (pytree.get_entry(block.rows, p) for p in IDS) if x is not None), None)
-        done = pytree.get_entry(block.rows, DONE)
-        ids = None if ids is None or ids.numel() != n else ids.detach().cpu().reshape(n).numpy()
-        done = np.zeros(n, bool) if done is None or done.numel() != n else done.detach().cpu().reshape(n).numpy() != 0
+        marks = Marks.of(block.rows, n)
         if self._last is not None and block.parts[0, 1] == 0:
-            before, flagged = self._last
-            self._hidden |= not (flagged if ids is None else before != ids[0])
-        begins = np.cumsum(block.parts[:-1, 0])
-        marked = done[begins - 1] if ids is None else ids[begins] != ids[begins - 1]
-        self._hidden |= not bool(marked.all())
-        self._last = (None if ids is None else ids[-1], bool(done[-1]))
+            self._hidden |= not marks.follow(self._last)
+        self._hidden |= not bool(marks.end_before(np.cumsum(block.parts[:-1, 0])).all())
+        self._last = marks
 
     def _flush(self) -> None:
         table = import_pyarrow().concat_tables(self._held)
@@ -885,7 +882,7 @@ def open_parquet(path: Path, columns: Sequence[str] | None, max_row_bytes: int |
 def _arrow_file(path: Path, **options: Any) -> Iterator[tuple[BinaryIO, Any]]:
     """The bytes of a file, and the file as pyarrow opens it once its footer is checked."""
     parquet = import_pyarrow().parquet
-    with open_file(path) as pages:
+    with open(open_regular(path, follow_links=True), "rb") as pages:
         try:
             check_footer(pages)
             file = parquet.ParquetFile(
@@ -902,7 +899,7 @@ def open_arrow(path: Path) -> Iterator[Any]:
     """Opens an Arrow IPC file, which is mapped: pyarrow's reader of its batches; DatasetError where it is damaged."""
     pa = import_pyarrow()
     with (
-        open_file(path) as file,
+        open(open_regular(path, follow_links=True), "rb") as file,
         _failures(path),
         pa.memory_map(path_of(file)) as mapped,
         pa.ipc.open_file(mapped) as reader,

@@ -25,7 +25,7 @@ import torch
 
 from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError
 from engram.kernel.rows import LeafSpec, RowLayout
-from engram.kernel.tools import check_memory, open_below, open_folder_below
+from engram.kernel.tools import check_memory, open_regular
 from engram.pytree import KeyPath, TreeSpec, format_key
 
 META, METADATA = "meta.json", "storage_metadata.json"
@@ -94,7 +94,7 @@ class Folder:
 
     def folder(self, name: str) -> Folder:
         try:
-            fd = open_folder_below(self._fd, _plain(name))
+            fd = os.open(_plain(name), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
         except (OSError, ValueError) as error:
             raise self.corrupt(name, f"it is not a directory, or a link to one ({error})") from None
         return Folder(os.path.join(self.path, name), self._stack, fd)
@@ -129,7 +129,7 @@ class Folder:
 
     def file(self, name: str) -> BinaryIO:
         try:
-            return open(open_below(self._fd, _plain(name)), "rb", buffering=0)
+            return open(open_regular(_plain(name), dir_fd=self._fd), "rb", buffering=0)
         except (OSError, ValueError) as error:
             raise self.corrupt(name, f"it cannot be opened ({error})") from None
 

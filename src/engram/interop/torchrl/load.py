@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,10 +33,22 @@ from engram.interop.torchrl.files import (
     tensordict_steps,
 )
 from engram.interop.torchrl.trajectories import SHAPE, flat_steps, h5_steps
-from engram.kernel.disk import CURRENT
-from engram.kernel.rows import LayoutState, Part, Receiver, RowSink
+from engram.kernel.disk import Checkpoint
+from engram.kernel.rows import Part, Receiver
 from engram.kernel.tools import visible
 from engram.pytree import KeyPath
+
+if TYPE_CHECKING:
+    from engram.data.replay_buffers.checkpointers import RowSink
+
+    class TableSink(RowSink, Protocol):
+        """A storage of packed rows that is filled, and its layout and counters."""
+
+        ndim: int
+
+        def layout_state(self) -> dict[str, Any] | None: ...
+        def counters(self) -> dict[str, Any]: ...
+
 
 Rows = npt.NDArray[Any]
 
@@ -51,7 +63,7 @@ _GENERATOR, _LARGEST_STATE = "rng_state", 1 << 16
 def is_torchrl(path: str | os.PathLike[str]) -> bool:
     """Whether TorchRL's `dumps` of a buffer or a storage wrote this directory; False where engram's did."""
     here = os.fspath(path)
-    if not os.path.isdir(here) or os.path.lexists(os.path.join(here, CURRENT)):
+    if not os.path.isdir(here) or Checkpoint(here).has_pointer():
         return False
     storage = os.path.join(here, _STORAGE)
     return (
@@ -448,15 +460,6 @@ _TRANSLATIONS: dict[str, tuple[dict[str, _Translate], _Translate]] = {
 
 
 # ---- rows ----
-class TableSink(RowSink, Protocol):
-    """A storage of packed rows that is filled, and its layout and counters."""
-
-    ndim: int
-
-    def layout_state(self) -> dict[str, Any] | None: ...
-    def counters(self) -> dict[str, Any]: ...
-
-
 class RowTransfer:
     """Copies saved steps into a storage; each row gets its new index where the writer stores one."""
 
@@ -465,7 +468,7 @@ class RowTransfer:
         self._steps = steps if self._index is None else _StepsWithIndex(steps, self._index)
         self._position, self._sink = position, sink
         self._layout = layout_of(self._steps)
-        self._state = LayoutState({**self._layout.to_json(), "envs": list(steps.inner), "ndim": sink.ndim})
+        self._state = {**self._layout.to_json(), "envs": list(steps.inner), "ndim": sink.ndim}
         nothing = {"seams": [], "border": {"looked": 0, "agreed": None}, "replaced": 0}
         lane = {"base": position.base, "published": position.published, "origin": position.origin, **nothing}
         envs = math.prod(steps.inner)

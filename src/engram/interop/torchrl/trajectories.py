@@ -28,7 +28,7 @@ from engram.interop.torchrl.files import (
     TensorFile,
     capacity_and_length,
 )
-from engram.kernel.hdf5 import H5Reader, open_checked
+from engram.kernel.hdf5 import H5Reader
 from engram.pytree import KeyPath, format_key
 
 Numbers = npt.NDArray[np.int64]
@@ -250,7 +250,7 @@ def h5_steps(folder: Folder, name: str, ndim: int, buffer_keys: Collection[KeyPa
     """
     with ExitStack() as stack:
         try:
-            reader = stack.enter_context(open_checked(stack.enter_context(folder.file(name))))
+            reader = stack.enter_context(H5Reader.opened(stack.enter_context(folder.file(name))))
             steps = _h5_file(folder, name, reader, ndim, buffer_keys)
         except CheckpointMisfitError:
             raise

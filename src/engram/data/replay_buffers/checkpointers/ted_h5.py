@@ -24,7 +24,6 @@ from engram._hdf5 import (
     import_h5py,
     join_path,
     key_json,
-    open_checked,
 )
 from engram.checkpoint.directory import is_file_name
 from engram.checkpoint.hooks import json_copy
@@ -637,7 +636,7 @@ class _RestorePlan:
             return
         with self._reader.verified(self._file) as file, ExitStack() as stack:
             with self._as_damage():
-                opened = stack.enter_context(open_checked(file))
+                opened = stack.enter_context(H5Reader.opened(file))
             yield lambda: self._as_damaged_blocks(self._blocks(opened))
 
     def _as_damaged_blocks(self, blocks: Iterator[tuple[int, int, Rows]]) -> Iterator[tuple[int, int, Rows]]:

@@ -15,7 +15,7 @@ from engram import transforms
 from engram._arguments import MissingPartError, restored
 from engram._text import visible
 from engram.checkpoint.directory import HOOKED
-from engram.checkpoint.reader import reading
+from engram.checkpoint.reader import Checkpoint
 from engram.checkpoint.snapshot import open_snapshot
 from engram.data.replay_buffers import checkpointers, samplers, storages, writers
 from engram.data.replay_buffers.buffer import ReplayBuffer
@@ -42,7 +42,7 @@ from engram.data.replay_buffers.tensordict import (
 from engram.data.replay_buffers.writers import Writer, WriterEnsemble
 from engram.errors import CheckpointError
 from engram.store.counters import Counters
-from engram.store.header import has_store
+from engram.store.header import StoreFile
 from engram.transforms.base import InvertedTransform, Transform
 
 
@@ -112,7 +112,7 @@ def load(
         >>> again.sampler, again.batch_size, len(again)
         (SliceSampler(slice_len=2, strict_length=True, span=(False, False)), 8, 6)
     """
-    if has_store(Path(path)):
+    if StoreFile.is_in(Path(path)):
         if storage is not None or snapshot is not None:
             raise ValueError(
                 f"{visible(path)} is a mapped store, which is opened in its place: give no storage and no snapshot"
@@ -292,7 +292,7 @@ def saved_storage(
     Raises:
         CheckpointError: there is no checkpoint, it holds no rows, or those of several storages.
     """
-    with reading(path, snapshot) as reader:
+    with Checkpoint(path).reading(snapshot) as reader:
         saved = reader.body.get("storage")
         if not isinstance(saved, dict):
             raise CheckpointError(f"{path} holds no rows: a part of a buffer was saved there alone")

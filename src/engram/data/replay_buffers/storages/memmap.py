@@ -26,7 +26,7 @@ from engram.store.files import (
     is_passing_fds,
     open_temporary,
 )
-from engram.store.header import FILE_NAME, has_store, observe_store
+from engram.store.header import FILE_NAME, StoreFile
 from engram.store.indexing import Selection
 from engram.store.lanes import Lanes
 from engram.store.layout import RowLayout
@@ -60,14 +60,14 @@ class ObservedMemmapStorage(TableStorage):
 
     def __init__(self, scratch_dir: str | os.PathLike[str], *, checkpointer: Any = None) -> None:
         self.scratch_dir = Path(scratch_dir)
-        store, fd = observe_store(self.scratch_dir)
+        opened = StoreFile.observed(self.scratch_dir)
+        store, self._fd = opened.store, opened.fd
         store.advise_random()
-        self._fd = fd
         try:
             layout, env_shape, ndim = saved_layout(store)
         except (ValueError, KeyError, TypeError) as error:
-            os.close(fd)
-            raise StorageError(f"{self.scratch_dir / FILE_NAME} has no readable layout: {error}") from error
+            opened.close()
+            raise StorageError(f"{opened.path} has no readable layout: {error}") from error
         super().__init__(None, ndim, checkpointer)
         self._env_shape, self._n_lanes = env_shape, store.lanes
         lanes = _ObservedLanes(store)
@@ -318,7 +318,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._session: StoreSession | None = None
         self.dropped = 0
         self._shared_init = shared_init
-        if self.scratch_dir is not None and has_store(self.scratch_dir):
+        if self.scratch_dir is not None and StoreFile.is_in(self.scratch_dir):
             if not existsok:
                 raise StorageError(
                     f"{self.scratch_dir} holds a store already, which is never overwritten by accident: open it with "
@@ -455,7 +455,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             super()._join_made()
             return
         with self._make_lock:
-            if self._table is None and has_store(self.scratch_dir):
+            if self._table is None and StoreFile.is_in(self.scratch_dir):
                 self._open()
 
     def _after_fork(self) -> None:
