@@ -18,6 +18,7 @@ from engram.data.datasets import iter_parquet, write_parquet
 from engram.data.replay_buffers.storages.memmap import ObservedMemmapStorage
 from engram.errors import StorageInUseError
 from engram.store.episodes import EpisodeIndex
+from engram.store.places import ObservedLanes
 
 LENGTH, MORE = 20, 40  # steps of an episode, and that the job writes at each look of a command
 
@@ -36,7 +37,7 @@ def job(tmp_path: Path, capacity: int) -> TensorDictReplayBuffer:
 @contextmanager
 def writing(job: ReplayBuffer[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """A block in which a job writes before and after each look at its counters, rows and flags."""
-    written, validated, counted = [0], ObservedMemmapStorage._validated, EpisodeIndex._query
+    written, validated, counted = [0], ObservedLanes.validated, EpisodeIndex._query
 
     def write() -> None:
         job.extend(episodes(MORE, LENGTH))
@@ -55,7 +56,7 @@ def writing(job: ReplayBuffer[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator
         return result
 
     with monkeypatch.context() as patches:
-        patches.setattr(ObservedMemmapStorage, "_validated", look)
+        patches.setattr(ObservedLanes, "validated", look)
         patches.setattr(EpisodeIndex, "_query", count)
         yield written
     assert written[0]

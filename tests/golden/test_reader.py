@@ -49,10 +49,11 @@ def test_the_reader_finds_the_rows_that_engram_loads(name: str) -> None:
 
 def assert_same_lanes(lanes: list[Lane], storage: Any) -> None:
     leaves = storage.layout.stored
-    counters = storage.counters()["lanes"]
+    saved = storage.saved_form.sink()
+    counters = saved.counters()["lanes"]
     for number, (lane, counts) in enumerate(zip(lanes, counters, strict=True)):
         assert lane.first == counts["base"]
-        raw = storage.read_block(number, counts["base"], counts["published"])
+        raw = saved.read_block(number, counts["base"], counts["published"])
         assert [leaf.path for leaf in leaves] == list(lane.columns)
         for leaf in leaves:
             ours = np.ascontiguousarray(raw[:, :, leaf.offset : leaf.offset + leaf.nbytes]).tobytes()

@@ -317,14 +317,15 @@ def test_a_fork_while_another_thread_makes_the_store_leaves_the_child_free(monke
     storage = LazyTensorStorage(100)
     rb = ReplayBuffer(storage=storage)
     inside, go = threading.Event(), threading.Event()
-    make = storage._make
+    place = storage._table.place
+    make = place.make
 
     def slow(*args):
         inside.set()
         go.wait(300)
         return make(*args)
 
-    monkeypatch.setattr(storage, "_make", slow)
+    monkeypatch.setattr(place, "make", slow)
     thread = threading.Thread(target=lambda: rb.extend(steps(0, 3)))
     thread.start()
     inside.wait(300)

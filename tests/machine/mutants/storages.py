@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage, TensorStorage
-from engram.data.replay_buffers.storages.tensor import TableStorage
+from engram.data.replay_buffers.state.rows import StoredRows
 from machine.mutants.base import Mutant, Patch, around
 
 
@@ -34,7 +34,7 @@ def replaces_the_next(overwrite: Any, storage: Storage, slots: Tensor, *rest: An
     return overwrite((slots + 1) % len(storage), *rest)
 
 
-def oldest_is_not_saved(counters: Any, storage: Storage) -> Any:
+def oldest_is_not_saved(counters: Any, rows: StoredRows) -> Any:
     saved = counters()
     for lane in saved["lanes"]:
         lane["base"] += lane["published"] > lane["base"]
@@ -79,7 +79,7 @@ STORAGE_MUTANTS = {
         around(LazyTensorStorage, "overwrite", replaces_the_next), storage="shared"
     ),
     "a temporary file whose oldest row is not saved": Mutant(
-        around(TableStorage, "counters", oldest_is_not_saved), storage="temporary"
+        around(StoredRows, "counters", oldest_is_not_saved), storage="temporary"
     ),
     "a named file that loses the last row before the wrap": Mutant(
         around(LazyMemmapStorage, "append", last_row_before_the_wrap_is_lost), storage="named"

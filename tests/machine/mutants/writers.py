@@ -9,8 +9,8 @@ from torch import Tensor
 
 from engram._native import FIRST_REPLACED
 from engram.data import ImmutableDatasetWriter, ListStorage, RoundRobinWriter, Storage, TensorDictMaxValueWriter
-from engram.data.replay_buffers.storages.tensor import TableStorage
 from engram.store.lanes import Lanes
+from engram.store.lazy_table import LazyTable
 from engram.store.tables import ColumnTable, RowTable
 from machine.mutants.base import Mutant, Patch, around
 
@@ -74,7 +74,7 @@ WRITER_MUTANTS = {
     "a writer that returns the next slot": Mutant(around(RoundRobinWriter, "write", returns_the_next_slot)),
     "a writer that leaves out the last row": Mutant(around(RoundRobinWriter, "write", writes_all_but_the_last)),
     "rows that store the index of the next": Mutant(
-        around(TableStorage, "_own_index", next_index), writers=("with index",)
+        around(LazyTable, "own_index", next_index), writers=("with index",)
     ),
     "an immutable data set that can be emptied": Mutant(
         around(ImmutableDatasetWriter, "check_mutable", lambda check, writer, operation: None),

@@ -80,6 +80,9 @@ class SavedStorage(abc.ABC):
         """What an empty copy must know about the rows before their state is loaded; None: nothing."""
         return None
 
+    def take_row_form(self, form: Any) -> None:
+        """Makes room, in an empty copy, for rows of what `row_form` returned."""
+
     @abc.abstractmethod
     def copy_to(self, other: Any, memo: dict[int, Any]) -> None:
         """Puts a copy of every row into an empty storage with the same arguments."""

@@ -2,71 +2,145 @@
 
 from __future__ import annotations
 
-import functools
+import copy
 import math
 import os
 import tempfile
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
 
 from engram.checkpoint.protocols import Rows, RowSource
 from engram.data.replay_buffers.state.plans import SavedStorage, TooManyRowsError
-from engram.errors import CheckpointError
+from engram.errors import CheckpointError, CheckpointMisfitError, StorageError, StorageInUseError
 from engram.store.counters import Counters
 from engram.store.lanes import Lanes
 from engram.store.layout import LayoutState, MalformedLayoutError, RowLayout
-from engram.store.tables import Table
+from engram.store.lazy_table import LazyTable
+from engram.store.places import READ_ONLY
+from engram.store.tables import ColumnTable, RowTable
+from engram.store.views import ChangeTracker, ColumnSnapshot, EmptySource, PrivateRows, RowSnapshot
 
 _COPY_BLOCK_BYTES = 16 << 20
 _STAGED_BYTES = 1 << 28  # rows that a load keeps aside: those that come, until they are verified, and those that go
 _IN_MEMORY_BYTES = 1 << 25  # more of them are kept in a temporary file
 
 
-class TableForLoad(NamedTuple):
-    """Where a load puts rows, and whether it was made for that; None: nothing was ever written, there or here."""
+class StoredRows:
+    """The rows of a table as they are now: the RowSource of a save that keeps writers out."""
 
-    lanes: Lanes | None
-    table: Table | None
-    is_new: bool
+    def __init__(self, table: LazyTable) -> None:
+        self._rows, self.ndim = table, table.ndim
+
+    def layout_state(self) -> dict[str, Any] | None:
+        """The layout and the dimensions as JSON; None before the first write."""
+        layout = self._rows.layout
+        return None if layout is None else {**layout.to_json(), "envs": list(self._rows.env_shape), "ndim": self.ndim}
+
+    def counters(self) -> dict[str, Any]:
+        """Counters of every lane as JSON."""
+        lanes = self._rows.lanes
+        if lanes is None:
+            return {"lane_capacity": 0, "envs": 1, "lanes": []}
+        return {"lane_capacity": lanes.store.lane_capacity, "envs": lanes.store.envs, "lanes": lanes.saved_states()}
+
+    def read_block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """uint8 [envs, stop - start, row bytes]."""
+        assert self._rows.made is not None
+        return self._rows.made.block(lane, start, stop)
+
+    def row_layout(self) -> RowLayout | None:
+        """The layout; None before the first write."""
+        return None if self._rows.made is None else self._rows.made.layout
+
+    def private_rows(self) -> PrivateRows | None:
+        """None: what a hook writes into rows of this memory would change them."""
+        return None
+
+    def identity(self) -> dict[str, Any]:
+        """As `Lanes.identity`."""
+        lanes = self._rows.lanes
+        return {} if lanes is None else lanes.identity()
+
+    def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
+        """Rows changed in place since `identity()` returned `since`; None where the log does not reach back so far."""
+        lanes = self._rows.lanes
+        return None if lanes is None else ChangeTracker(lanes).edited(since)
 
 
-class FillableStorage(RowSource, Protocol):
-    """A storage of packed rows, as loads see it."""
+class _Sink(StoredRows):
+    """What the RowSinks of a table have in common.
 
-    ndim: int
+    Args:
+        replacing: a block in which all rows may be replaced, by the name of the operation.
+    """
 
-    def __len__(self) -> int: ...
-    def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None: ...
-    def table_for(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> TableForLoad: ...
-    def reset(self, with_table: bool) -> None: ...
-    def rows_to_save(self, background: bool) -> Any: ...
-    def row_form(self) -> Any: ...
-    def take_row_form(self, form: Any) -> None: ...
+    def __init__(self, table: LazyTable, replacing: Callable[[str], AbstractContextManager[None]]) -> None:
+        super().__init__(table)
+        self._replacing = replacing
 
+    def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
+        """A ValueError that lists every difference between what was saved and this table."""
+        differences = [] if layout is None else self._differences(layout, counters)
+        if differences:
+            raise CheckpointMisfitError("the checkpoint does not fit this storage", differences)
 
-class _Sink:
-    """What the RowSinks of a storage have in common: it says itself what is in it, and what would fit."""
+    def _differences(self, layout: dict[str, Any], counters: dict[str, Any]) -> list[str]:
+        differences, lanes, table = [], counters["lanes"], self._rows
+        own = None if table.made is None else table.made.layout
+        saved, env_shape = layout_of(layout, own), env_shape_of(layout)
+        if layout["ndim"] != self.ndim:
+            differences.append(f"ndim is {self.ndim} here, {layout['ndim']} there")
+        if own is not None:
+            differences += own.differences(saved)
+            replaced = any(lane["replaced"] for lane in lanes)
+            if replaced and saved.carries_sequence > own.carries_sequence and not table.can_widen:
+                differences.append(
+                    "rows carry sequences of their own there, as a TensorDictMaxValueWriter has replaced some; "
+                    "those here, in a file or in shared memory, have no place for them: use a storage that is made "
+                    "with such a writer"
+                )
+            if env_shape != table.env_shape:
+                differences.append(f"environments are {list(table.env_shape)} here, {list(env_shape)} there")
+        envs = math.prod(env_shape)
+        if counters["envs"] != envs:
+            differences.append(f"counters of {counters['envs']} environments, but a layout of {envs} there")
+        room = table.lane_room(saved, env_shape)
+        rows = [lane["published"] - lane["base"] for lane in lanes]
+        if len(lanes) > table.size.lanes:
+            differences.append(f"{table.size.lanes} lanes here, {len(lanes)} there")
+        if any(r > room for r in rows):
+            differences.append(f"room for {room * envs} steps in a lane here, {max(rows) * envs} saved there")
+        return differences
 
-    def __init__(self, storage: FillableStorage, spill: bool = False) -> None:
-        self._storage, self.ndim, self._spill = storage, storage.ndim, spill
-        self.layout_state, self.counters = storage.layout_state, storage.counters
-        self.row_layout, self.check_restore = storage.row_layout, storage.check_restore
+    def _reset(self, with_table: bool) -> None:
+        """Leaves the table empty; `with_table` also without a layout, unless other processes may use it."""
+        table = self._rows
+        if with_table and not table.place.awaits_others() and table.remove():
+            return
+        if table.lanes is not None:
+            table.lanes.store.begin_restore()
+            table.lanes.store.repair()
+            table.lanes.store.end_restore()
 
 
 class RowLoad(_Sink):
     """One load of packed rows: the RowSink that a checkpointer fills."""
 
     def __len__(self) -> int:
-        return len(self._storage)
+        return 0 if self._rows.lanes is None else len(self._rows.lanes)
 
     def begin_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         """Makes the table if there is none and empties it."""
         self.check_restore(layout, counters)
-        self._lanes, self._table, self._made_table = self._storage.table_for(layout, counters)
+        self._made_table = self._rows.made is None and layout is not None
+        if layout is not None:
+            self._make_room(layout, counters)
+        self._lanes, self._table = self._rows.lanes, self._rows.made
         # From here on the old rows are being lost: whatever may fail comes first.
         self._byte_order = None  # where a saved row has each byte of ours, as its keys may have been in another order
         if layout is not None and self._table is not None:
@@ -79,6 +153,17 @@ class RowLoad(_Sink):
                 shift = self._shift(i)
                 seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
                 self._lanes.store.set_seams(i, lane["base"] - shift, lane["published"] - shift, seams)
+
+    def _make_room(self, layout: dict[str, Any], counters: dict[str, Any]) -> None:
+        """Makes the table where there is none, and room for what these rows carry."""
+        table = self._rows
+        if table.made is not None:
+            table.make_room(layout_of(layout, table.made.layout), self._replacing)
+            return
+        # A copy: batches of this storage may give it another form, and what was saved may fill several storages.
+        table.make(copy.copy(layout_of(layout, None)), env_shape_of(layout))
+        if table.place.awaits_others():
+            self.check_restore(layout, counters)  # another process may have made it
 
     def write_block(self, lane: int, start: int, rows: Rows) -> None:
         """Takes rows [envs, n, row bytes] with sequences from `start` on."""
@@ -98,9 +183,13 @@ class RowLoad(_Sink):
                 self._lanes.restore_lane(i, lane, self._shift(i))
             self._lanes.store.end_restore()
 
+    def forget(self) -> None:
+        """Leaves the storage empty and without a layout, unless other processes may use its table."""
+        self._reset(with_table=True)
+
     def abort_restore(self) -> None:
         """Leaves the storage empty, and without a layout where it had none before the load."""
-        self._storage.reset(with_table=self._made_table)
+        self._reset(with_table=self._made_table)
 
     def _shift(self, lane: int) -> int:
         """By how much sequences go down: not in a lane of the same capacity; else so that the oldest row has 0."""
@@ -121,6 +210,12 @@ class StagedRows(_Sink):
     _in_memory = 0  # bytes that wait there
     _file: Any = None
     _end = 0  # of the file
+
+    def __init__(
+        self, table: LazyTable, replacing: Callable[[str], AbstractContextManager[None]], spill: bool = False
+    ) -> None:
+        super().__init__(table, replacing)
+        self._spill = spill
 
     def __len__(self) -> int:
         return 0  # filling this destroys nothing
@@ -150,7 +245,7 @@ class StagedRows(_Sink):
 
     def commit(self) -> None:
         """Writes the rows into the storage."""
-        load = RowLoad(self._storage)
+        load = RowLoad(self._rows, self._replacing)
         load.begin_restore(self._saved_layout, self._saved_counters)
         try:
             for lane, start, rows in self._blocks:
@@ -203,27 +298,47 @@ class _SpilledRows:
 
 
 class SavedRows(SavedStorage):
-    """A storage of packed rows."""
+    """A storage of rows of one layout."""
+
+    def __init__(self, storage: Any, table: LazyTable) -> None:
+        super().__init__(storage)
+        self._rows, self._now = table, StoredRows(table)
+
+    def hands_out(self, needs: str) -> bool:
+        return hasattr(self._now, needs)
 
     def source(self, background: bool) -> Any:
-        return self._storage.rows_to_save(background)
+        table = self._rows
+        lanes, made = table.lanes, table.made
+        if not background and (lanes is None or lanes.locks is None or not isinstance(made, RowTable)):
+            return self._now  # no other process sees these rows
+        if lanes is None or made is None:
+            return EmptySource()
+        if isinstance(made, ColumnTable):
+            return ColumnSnapshot(lanes, self._now)
+        if background and lanes.store.saving:
+            raise CheckpointError("this buffer is being saved in the background; wait for that save's result()")
+        layout = self._now.layout_state()
+        assert layout is not None
+        return RowSnapshot(lanes, layout, self._now.counters(), made.layout, copy_on_write=background)
 
     def sink(self) -> RowLoad:
-        return RowLoad(self._storage)
+        return RowLoad(self._rows, self._storage._replacing)
 
     def staging(self) -> StagedRows:
-        return StagedRows(self._storage, spill=bool(getattr(self._storage.checkpointer, "load_hooks", None)))
+        spill = bool(getattr(self._storage.checkpointer, "load_hooks", None))
+        return StagedRows(self._rows, self._storage._replacing, spill)
 
     def restore_point(self) -> Callable[[], None] | None:
-        layout, counters = self._storage.layout_state(), self._storage.counters()
+        layout, counters = self._now.layout_state(), self._now.counters()
         if layout is None:
-            return functools.partial(self._storage.reset, with_table=True)
-        rows = StagedRows(self._storage)
+            return self.sink().forget
+        rows = StagedRows(self._rows, self._storage._replacing)
         try:
             rows.begin_restore(layout, counters)
         except TooManyRowsError:
             return None
-        copy_blocks(self._storage, layout, counters, rows)
+        copy_blocks(self._now, layout, counters, rows)
         return rows.commit
 
     def state(self) -> dict[str, Any]:
@@ -233,14 +348,14 @@ class SavedRows(SavedStorage):
         counters = source.counters()  # other processes may have overwritten the oldest rows meanwhile
         lost = [now["base"] - then["base"] for now, then in zip(counters["lanes"], lanes, strict=True)]
         rows = [torch.from_numpy(block[:, n:]) for block, n in zip(blocks, lost, strict=True)]
-        return {"layout": self._storage.layout_state(), "counters": counters, "rows": rows}
+        return {"layout": self._now.layout_state(), "counters": counters, "rows": rows}
 
     def check(self, state: dict[str, Any]) -> None:
         try:
             check_rows(state)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
-        self._storage.check_restore(state["layout"], state["counters"])
+        self.sink().check_restore(state["layout"], state["counters"])
 
     def fill(self, state: dict[str, Any]) -> None:
         load = self.sink()
@@ -251,16 +366,50 @@ class SavedRows(SavedStorage):
         load.end_restore()
 
     def row_form(self) -> Any:
-        return self._storage.row_form()
+        return self._rows.row_form()
+
+    def take_row_form(self, form: Any) -> None:
+        self._rows.take_row_form(form)
 
     def copy_to(self, other: Any, memo: dict[int, Any]) -> None:
         # Block by block: there may be more rows than memory.
-        other.take_row_form(self.row_form())
-        source, load = self.source(background=False), RowLoad(other)
+        twin = other.saved_form
+        twin.take_row_form(self.row_form())
+        source, load = self.source(background=False), twin.sink()
         layout, before = source.layout_state(), source.counters()
         load.begin_restore(layout, before)
         copy_blocks(source, layout, before, load)
         load.end_restore(source.counters())  # other processes may have overwritten the oldest rows meanwhile
+
+
+class SavedObservedRows(SavedRows):
+    """Rows that other processes may be writing."""
+
+    def source(self, background: bool) -> Any:
+        if background:
+            raise StorageError(f"{READ_ONLY}, and keeps nothing that others change meanwhile; save with blocking=True")
+        table = self._rows
+        made, lanes, layout = table.made, table.lanes, self._now.layout_state()
+        if lanes is None or made is None or layout is None:
+            raise StorageError("this store has been closed")
+        return table.validated(lambda: _ObservedRows(lanes, layout, self._now.counters(), made.layout))
+
+
+class _ObservedRows(RowSnapshot):
+    """The RowSource of a save: rows of the moment in which it was made; an error where they have changed since."""
+
+    def __init__(self, lanes: Lanes, layout: dict[str, Any], counters: dict[str, Any], row_layout: RowLayout) -> None:
+        self._epoch = lanes.store.epoch()
+        super().__init__(lanes, layout, counters, row_layout, copy_on_write=False)
+
+    def private_rows(self) -> None:
+        """None: another process writes them."""
+
+    def read_block(self, lane: int, start: int, stop: int) -> Any:
+        block = super().read_block(lane, start, stop)
+        if self._lanes.store.epoch() != self._epoch:
+            raise StorageInUseError("rows were changed in place while they were saved; nothing was saved. Try again")
+        return block
 
 
 def copy_blocks(

@@ -13,21 +13,19 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _native, pytree
+from engram import pytree
 from engram._system import fork_registry
-from engram._text import warn_user
 from engram.checkpoint.foreign import open_saved
 from engram.checkpoint.snapshot import save_snapshot
 from engram.data.replay_buffers.state.items import SavedSteps
 from engram.data.replay_buffers.state.plans import SavedStorage
 from engram.data.replay_buffers.storages.overrides import (
-    Checked,
     count_steps,
     first_leaf,
     route_to_overrides,
@@ -49,26 +47,12 @@ from engram.store.indexing import (
 )
 from engram.store.lanes import Lanes, warn_of_copy
 from engram.store.layout import LeafSpec, RowLayout
-from engram.store.tables import Rows, RowTable, expand_slots
+from engram.store.places import checked_max_size
+from engram.store.tables import Checked, NativeRows, Rows, expand_slots, warn_of_items
 
-_MAX_SIZE = 1 << 56
 _NO_LIMIT = 1 << 40  # items of a storage without a size
 
 _T = TypeVar("_T")
-
-
-class NativeRows(NamedTuple):
-    """What native calls may do with a storage's rows past its methods."""
-
-    #: What whole batches are read from.
-    source: _native.RowSource | None = None
-    #: Checks and appends plain data in one call, as `RowTable.push`; returns the index as `add` and `extend` do.
-    push: Callable[[Any, int, int, str | None], Any] | None = None
-    #: Rows that may be read together with those of other tables.
-    table: RowTable | None = None
-
-
-NO_NATIVE_ROWS = NativeRows()
 
 
 def _is_ours(kind: type) -> bool:
@@ -117,7 +101,7 @@ class Storage(MadeFromParts, abc.ABC):
     # Whether what is `set` now are new rows (`_setting_new_rows`).
     _sets_new_rows = False
     #: What native calls may do with the rows past the methods of this class, now.
-    native: NativeRows = NO_NATIVE_ROWS
+    native: NativeRows = NativeRows()
     # Whether it has a `replace`, which writes rows out of turn.
     _replaces_rows: ClassVar[bool] = True
     # Methods that a child of the user's, of this class or one of its kind, has of its own.
@@ -143,11 +127,7 @@ class Storage(MadeFromParts, abc.ABC):
             route_to_overrides(cls)
 
     def __init__(self, max_size: int | None, checkpointer: Any = None, compilable: bool = False) -> None:
-        if max_size is not None and (
-            isinstance(max_size, bool) or not hasattr(max_size, "__index__") or not 0 < int(max_size) <= _MAX_SIZE
-        ):
-            raise ValueError(f"max_size must be an integer from 1 to 2**56, got {max_size!r}")
-        self._max_size = None if max_size is None else int(max_size)
+        self._max_size = checked_max_size(max_size)
         self._checkpointer: Any = None
         self.checkpointer = checkpointer
         # Raised before and after all rows are replaced (`empty`, `loads`), so odd meanwhile: rows that were drawn
@@ -828,12 +808,15 @@ class Storage(MadeFromParts, abc.ABC):
     def _after_fork(self) -> None:
         """In a child: mutexes that no thread of the parent holds."""
         self.mutex = threading.RLock()
+        self._begin_in_child()
+        for buffer in list(self._attached):
+            buffer.after_fork()
+
+    def _begin_in_child(self) -> None:
         if self.lanes is not None:
             self.lanes.mutex = self.mutex
         else:
             self._forked_from = os.getppid()
-        for buffer in list(self._attached):
-            buffer.after_fork()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"init": self._sent_arguments()}
@@ -1100,18 +1083,6 @@ class _CountedSets:
         return getattr(self._given, name)
 
 
-def warn_of_items(batch: Any) -> None:
-    """Warns, at the first batch of a storage with ndim=1, that whole trajectories are what it stores as items."""
-    shape = list(batch.shape)
-    n, steps = shape[0], math.prod(shape[1:])
-    warn_user(
-        f"a batch of shape {shape} is stored as {n} items of {steps} steps each, as the storage has ndim=1: a sample "
-        f"of k is [k, {', '.join(map(str, shape[1:]))}]. To store {n * steps} single steps, make the storage with "
-        f"ndim={len(shape)}, or write batch.reshape(-1); where whole trajectories are what you want, ignore this",
-        UserWarning,
-    )
-
-
 def _with_index(items: Any, key: str, index: Tensor, lead: int) -> Any:
     """Data with keys, and under one of them the index of each step; other data as they are."""
     if not pytree.has_keys(items):
@@ -1158,8 +1129,7 @@ def _made_like(cls: Any, arguments: dict[str, Any], checkpointer: Any) -> Any:
 
 def _unpickled(cls: Any, arguments: dict[str, Any], checkpointer: Any, form: Any, state: Any) -> Any:
     storage = _made_like(cls, arguments, checkpointer)
-    if form is not None:
-        storage.take_row_form(form)
+    storage.saved_form.take_row_form(form)
     if state is not None:
         storage.load_state_dict(state)
     return storage
@@ -1204,4 +1174,4 @@ def _check_signatures(cls: type[Storage]) -> None:
             )
 
 
-__all__ = ["Checked", "Rows", "Storage", "as_storage"]
+__all__ = ["Checked", "Rows", "Storage", "as_storage", "warn_of_items"]

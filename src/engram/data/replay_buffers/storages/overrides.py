@@ -20,14 +20,7 @@ from engram import pytree
 from engram.pytree import KeyPath, format_key
 from engram.store.indexing import stored_slots
 from engram.store.layout import LeafSpec
-from engram.store.tables import Rows, expand_slots
-
-
-class Checked(NamedTuple):
-    """A batch that fits the storage and can be written: `steps` time steps."""
-
-    steps: int
-    data: Any
+from engram.store.tables import Checked, Rows, expand_slots
 
 
 class _ToSet(NamedTuple):

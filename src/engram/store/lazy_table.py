@@ -1,0 +1,590 @@
+"""Rows of one layout, in a table that a place makes when the first of them come."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram import pytree
+from engram.errors import StorageError
+from engram.pytree import KeyPath, TreeSpec
+from engram.store.files import StoreSpec, refuse_if_memory_is_short
+from engram.store.indexing import from_slots
+from engram.store.lanes import Lanes, warn_of_copy
+from engram.store.layout import LeafSpec, RowLayout
+from engram.store.places import NewTable, OpenedTable, Place, TableSize
+from engram.store.tables import Checked, ColumnTable, MadeTable, NativeRows, Rows, RowTable, expand_slots, warn_of_items
+
+_NO_STEPS = "nothing to add: the batch has no steps"
+_T = TypeVar("_T")
+
+
+class LazyTable:
+    """Rows of one layout.
+
+    Args:
+        size: how many.
+        place: where.
+    """
+
+    def __init__(self, size: TableSize, place: Place) -> None:
+        self.size, self.place, self.ndim = size, place, size.ndim
+        #: What native calls do with the rows.
+        self.native = NativeRows()
+        #: The table, when it is made or opened.
+        self.made: MadeTable | None = None
+        #: Batch dimensions between time and the entries.
+        self.env_shape: tuple[int, ...] = ()
+        #: Whether rows must have a place for their own index where a writer stores it.
+        self.requires_index = False
+        self._first_env_shape: tuple[int, ...] | None = None  # of a first batch with several environment dimensions
+        self._lanes: Lanes | None = None
+        self._make_lock = threading.Lock()
+        self._expects_sequences = False
+        self._forked_from = 0  # the process that had this table, not made yet, when it forked this one
+
+    def use(self, mutex: Any) -> None:
+        """Takes the mutex that writers hold."""
+        self.mutex = mutex
+        if self._lanes is not None:
+            self._lanes.mutex = mutex
+
+    # ---- facts ----
+    @property
+    def lanes(self) -> Lanes | None:
+        """Counters of the rows; None until the table is made."""
+        if self._lanes is None and self.place.awaits_others():
+            self._join_made()
+        return self._lanes
+
+    @property
+    def layout(self) -> RowLayout | None:
+        """Keys, shapes and dtypes of a row; None until the table is made."""
+        return None if self.lanes is None or self.made is None else self.made.layout
+
+    @property
+    def max_size(self) -> int | None:
+        """Steps that fit; None: it is not known yet."""
+        return self.size.max_size if self._lanes is None else self._lanes.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of header and rows, used or not."""
+        return 0 if self.lanes is None or self.made is None else self.made.nbytes
+
+    @property
+    def item_shape(self) -> tuple[int, ...]:
+        """Batch dimensions of a stored item: `()` of steps, `(T,)` of whole trajectories of T steps."""
+        return () if self.made is None else self.made.layout.within
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a stored row takes in a batch."""
+        return 0 if self.made is None else sum(leaf.nbytes for leaf in self.made.layout.leaves)
+
+    @property
+    def arguments(self) -> dict[str, Any] | None:
+        """Arguments for a storage like this one, to put copied rows in; None: a copy opens the same file."""
+        return self.place.arguments(self.size, self._lanes)
+
+    # ---- making ----
+    def make(self, layout: RowLayout, env_shape: tuple[int, ...]) -> None:
+        """Makes the table for rows of a layout and environments of this shape."""
+        if not self.size.is_given:
+            raise ValueError("this storage needs a max_size, or max_bytes")
+        self.warn_of_copy()
+        if self._expects_sequences:
+            layout = layout.with_sequence()
+        size = self.size
+        capacity = size.lane_capacity(layout, env_shape, self.place)
+        self.take(
+            self.place.make(
+                NewTable(layout, env_shape, self.ndim, size.lanes, capacity, takes_turns=size.given_lanes is None)
+            )
+        )
+
+    def take(self, opened: OpenedTable) -> None:
+        """Uses a table that was made or opened."""
+        opened.lanes.mutex = self.mutex
+        self.ndim, self.env_shape = opened.ndim, opened.env_shape
+        self._set(opened.lanes, opened.table)
+
+    def _set(self, lanes: Lanes | None, made: MadeTable | None) -> None:
+        """Uses a table from now on; None: there is none any more."""
+        self._lanes, self.made = lanes, made
+        self._bind()
+        if lanes is not None:
+            lanes.on_join = functools.partial(_bind_again, weakref.ref(self))
+
+    def _bind(self) -> None:
+        """Lets native calls read and write the rows, and `read` read the table without a look at what this is."""
+        made = self.made
+        self.__dict__.pop("read", None)
+        if made is not None:
+            self.read = made.read  # type: ignore[method-assign]
+        if not isinstance(made, RowTable):
+            self.native.unbind()
+            return
+        push: Any = made.push
+        if self.ndim > 1:
+            push = functools.partial(_push_envs, made, self.env_shape) if self.ndim == 2 else None
+        self.native.bind(made, push)
+
+    def adopt(self, layout: RowLayout) -> None:
+        """Makes the table for rows of this layout; the same again is no error.
+
+        Raises:
+            ValueError: it has another layout already; every difference is listed.
+        """
+        with self.mutex, self.making(), self._make_lock:  # in the order of `extend`
+            if self.made is None:
+                self.make(layout, ())
+                return
+        differences = self.made.layout.differences(layout)
+        if differences:
+            raise ValueError(f"this storage has another layout: {'; '.join(differences)}. Nothing was changed")
+
+    def _made_for(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> MadeTable:
+        """The table; made for rows like those of a first batch."""
+        with self.making(), self._make_lock:
+            if self.made is None:
+                self.place.note_device([leaf for _, leaf in pytree.describe(items, batch_dims)[1]])
+                layout = RowLayout.of(items, batch_dims)
+                # The first batch decides the layout only if it can be written itself.
+                if not layout.plan(items, batch_dims, time_dim).steps:
+                    raise ValueError(_NO_STEPS)
+                if batch_dims == self.ndim == 1 and layout.within:
+                    warn_of_items(items)
+                if index_key is not None:
+                    layout = _with_index(layout, index_key, self.ndim, required=self.requires_index)
+                self.make(layout, self._first_env_shape or _env_shape(items, batch_dims, time_dim))
+        assert self.made is not None
+        if self.place.awaits_others():  # one of them may have made it
+            envs = self._first_env_shape or _env_shape(items, batch_dims, time_dim)
+            if envs != self.env_shape:
+                raise self._other_envs(envs)
+        return self.made
+
+    def _other_envs(self, envs: tuple[int, ...]) -> ValueError:
+        return ValueError(f"the batch has environments of shape {list(envs)}, this storage {list(self.env_shape)}")
+
+    # ---- other processes ----
+    def _join_made(self) -> None:
+        """Opens the table that another process has made, if one has."""
+        with self._make_lock:
+            if self.made is None and (opened := self.place.find_made(self.size)) is not None:
+                self.take(opened)
+
+    @contextlib.contextmanager
+    def making(self) -> Iterator[None]:
+        """A block in which no other process makes a table that this one shares and has not made yet."""
+        if self.place.unmade() is None or self.lanes is not None:
+            yield
+            return
+        with self.place.making():
+            self._join_made()  # while this process waited
+            yield
+
+    @contextlib.contextmanager
+    def _making_exclusively(self, operation: str) -> Iterator[None]:
+        with self.mutex, self.making(), self.mutex if self.lanes is None else self.lanes.exclusive(operation):
+            yield
+
+    def exclusive(self, operation: str) -> AbstractContextManager[Any]:
+        """A block that no other user of the rows runs beside. StorageInUseError: another process has them open."""
+        lanes = self._lanes
+        return self._making_exclusively(operation) if lanes is None else lanes.exclusive(operation)
+
+    def turn(self) -> AbstractContextManager[None]:
+        """A block in which no other process appends where this one does; the caller holds the mutex."""
+        lanes = self._lanes
+        if lanes is None and self.place.unmade() is not None:
+            return self._making_in_turn()
+        return contextlib.nullcontext() if lanes is None or not lanes.takes_turns else lanes.turn()
+
+    @contextlib.contextmanager
+    def _making_in_turn(self) -> Iterator[None]:
+        with self.making(), contextlib.nullcontext() if self.lanes is None else self.lanes.turn():
+            yield
+
+    def share(self) -> None:
+        """Lets other processes see and write the rows; a ValueError where they cannot."""
+        self.place = self.place.shared(self.made is not None)
+
+    def warn_of_copy(self) -> None:
+        """Warns where this process was forked before the first write, so that there was nothing to share."""
+        if self.place.is_copied_by_fork():
+            parent, self._forked_from = self._forked_from, 0
+            warn_of_copy(parent)
+
+    def after_fork(self, mutex: Any) -> None:
+        """In a child: locks that no thread of the parent holds; nothing is opened before it is used here."""
+        self._make_lock = threading.Lock()
+        self.use(mutex)
+        if self._lanes is None:
+            self._forked_from = os.getppid()
+        self.place.after_fork(self._lanes is not None)
+        self.native.pause()  # until this process uses the lanes
+
+    # ---- sequences of rows that are written out of turn ----
+    def expect_sequences(self) -> None:
+        """Rows carry their sequences, for a writer that replaces them out of turn."""
+        self._expects_sequences = True
+        if isinstance(self.made, ColumnTable):  # one column more, nothing is copied
+            self.made.carry_sequences()
+
+    def carry_sequences(self, replacing: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Before the first row is replaced out of turn: makes room for sequences.
+
+        Raises:
+            StorageError: the rows have none, and their layout cannot be changed.
+        """
+        made, lanes = self.made, self._lanes
+        if made is None or lanes is None or made.layout.carries_sequence:
+            return
+        if isinstance(made, ColumnTable):
+            made.carry_sequences()
+            return
+        if not self.can_widen:
+            raise StorageError(
+                "these rows were made for another writer: they have no place for the sequence that a replaced row "
+                "carries, and rows in a file or in shared memory keep their layout. Save them with dumps, and take "
+                "them over with loads into a storage that is made with a TensorDictMaxValueWriter; nothing was written"
+            )
+        with replacing("giving rows their sequences"):
+            assert isinstance(made, RowTable)
+            layout = made.layout.with_sequence()
+            refuse_if_memory_is_short(StoreSpec(layout, self.size.lanes, lanes.store.lane_capacity, lanes.envs, False))
+            made = made.with_sequences()
+            self._set(made.lanes, made)
+
+    @property
+    def can_widen(self) -> bool:
+        """Whether stored rows can get room for sequences: not in a file, nor in shared memory."""
+        made = self.made
+        in_private = isinstance(made, RowTable) and not made.mapped and made.lanes.locks is None
+        return in_private or isinstance(made, ColumnTable)
+
+    # ---- writing ----
+    def fit(
+        self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Tensor | None = None
+    ) -> Checked:
+        """As `check` of a storage."""
+        batch_dims = self.ndim - 1 if single else self.ndim
+        if single:
+            time_dim = -1
+        if batch_dims > 1:
+            items, batch_dims, time_dim = self._merge_envs(items, batch_dims, time_dim)
+        made = self.made
+        if made is None:
+            made = self._made_for(items, batch_dims, time_dim, index_key)
+        extra: tuple[str, Any] | None = None
+        if index is not None and index_key is not None:
+            own = index[0] if single else index
+            extra = (index_key, self._of_each_step(own)) if self._stores(index_key) else None
+        elif index_key is not None and (index_key,) in made.layout.paths:
+            own_index = self.own_index(items, batch_dims, time_dim)
+            extra = (index_key, self._of_each_step(own_index) if made.layout.within else own_index)
+        checked = Checked(*made.fit(items, batch_dims, time_dim, extra))
+        if checked.steps == 0:
+            raise ValueError(_NO_STEPS)
+        return checked
+
+    def _merge_envs(self, items: Any, batch_dims: int, time_dim: int) -> tuple[Any, int, int]:
+        """Makes several environment dimensions one; the first batch decides their shape."""
+        shape = _lead_shape(items, batch_dims)
+        if time_dim not in (-1, 0, batch_dims - 1):
+            raise ValueError(f"time must be the first or the last batch dimension, got {time_dim} of {batch_dims}")
+        envs = shape if time_dim < 0 else shape[1:] if time_dim == 0 else shape[:-1]
+        if self.made is None:
+            self._first_env_shape = envs
+        elif envs != self.env_shape:
+            raise self._other_envs(envs)
+        if len(envs) == 1:
+            return items, batch_dims, time_dim
+        first = 1 if time_dim == 0 else 0
+        merged = pytree.flatten_dims(items, first, first + len(envs) - 1)
+        return merged, batch_dims - len(envs) + 1, time_dim if time_dim <= 0 else 1
+
+    def own_index(self, items: Any, batch_dims: int, time_dim: int) -> Tensor | int:
+        """The index that `append` will give to each step of a batch."""
+        assert self._lanes is not None
+        if batch_dims == 0:
+            return self._lanes.next_slot()
+        steps = 1 if time_dim < 0 else _lead_shape(items, batch_dims)[time_dim]
+        times = self._lanes.next_slots(steps)
+        if self.ndim == 1:
+            return times
+        slots: Any = expand_slots(times, self._lanes.envs)
+        index = torch.stack(tuple(from_slots(slots, self.env_shape)), -1).reshape(steps, self._lanes.envs, self.ndim)
+        return index[0] if time_dim < 0 else index if time_dim == 0 else index.transpose(0, 1)
+
+    def _of_each_step(self, index: Tensor | int) -> Tensor:
+        """The index of each item, repeated for its steps where items have batch dimensions of their own."""
+        assert self.made is not None
+        at, within = torch.as_tensor(index), self.made.layout.within
+        return pytree.repeat_per_step(at, at.ndim - (self.ndim > 1), within) if within else at
+
+    def _stores(self, key: str) -> bool:
+        assert self.made is not None
+        return (key,) in self.made.layout.paths
+
+    def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
+        """As `append` of a storage."""
+        assert self.made is not None and self._lanes is not None
+        slots, envs = self.made.append(checked.data, most), self._lanes.envs
+        return slots if envs == 1 else expand_slots(slots, envs)
+
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        """As `replace` of a storage, in two steps: what may fail for want of memory is done here, what is returned
+        writes.
+        """
+        assert self.made is not None and self._lanes is not None
+        first = self._lanes.reserve_sequences(checked.steps)
+        return self.made.prepare_overwrite(slots, checked.data, rows, first)
+
+    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
+        """As `overwrite` of a storage."""
+        assert self.made is not None
+        self.made.overwrite(slots, self._plan_rows(items, slots, index_key))
+
+    def _plan_rows(self, items: Any, slots: Tensor, index_key: str | None) -> Any:
+        """Rows for in-place writing: [n, ...], whatever environments the storage has; one step is repeated."""
+        assert self.made is not None
+        n = len(slots)
+        if self.is_single(items):
+            items = pytree.expand(items, n)
+        if index_key is not None and self._stores(index_key):
+            _check_count(n, *_lead_shape(items, 1)[:1])
+            own = from_slots(slots, self.env_shape)
+            index = torch.stack(own, -1) if isinstance(own, tuple) else own
+            items = pytree.with_entry(items, index_key, self._of_each_step(index))
+        count, rows = self.made.fit_rows(items)
+        _check_count(n, count)
+        return rows
+
+    def is_single(self, items: Any, env_dims: int = 0) -> bool:
+        """Whether the data are one step, to be written at every index; with `env_dims` one of all environments."""
+        assert self.made is not None
+        leaf = self.made.layout.leaves[0]
+        value = pytree.get_entry(items, leaf.path)
+        if value is None:
+            return False  # an error when the rows are checked
+        return np.ndim(value) == env_dims + len(leaf.shape)
+
+    # ---- reading ----
+    def read(
+        self,
+        slots: Tensor,
+        shape: tuple[int, ...] | None = None,
+        extra: dict[str, Any] | None = None,
+        sequences: bool = False,
+    ) -> Rows:
+        """As `MadeTable.read`, which stands in its place when the table is made."""
+        if self.lanes is None or self.made is None:
+            raise IndexError("nothing has been written to this storage yet")
+        return self.made.read(slots, shape, extra, sequences)
+
+    def leaf(self, path: KeyPath) -> LeafSpec | None:
+        """Dtype and shape of one leaf of a stored step; None: steps have no such leaf."""
+        leaves = () if self.made is None else self.made.layout.leaves
+        return next((leaf for leaf in leaves if leaf.path == path), None)
+
+    def column(self, path: KeyPath, slots: Tensor) -> Tensor:
+        """One leaf of the steps at these time slots: [n, *envs, ...]."""
+        assert self.made is not None
+        return self.made.column(path, slots)
+
+    def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
+        """As `Lanes.validated`."""
+        return read() if self._lanes is None else self._lanes.validated(read, errors_only)
+
+    def view(self) -> Any:
+        """A live view of all rows, written or not; None: there is no table."""
+        if self.lanes is None or self._lanes is None:
+            return None
+        store = self._lanes.store
+        return self._shaped_view(0, store.lanes * store.lane_capacity)
+
+    def slice(self, index: slice) -> Any:
+        """A live view of the rows of a slice, where they lie next to each other; else None."""
+        if self.made is None or self._lanes is None:
+            return None
+        store = self._lanes.store
+        lane = store.lane(0)
+        rows = lane["published"] - lane["first"]
+        # Without gaps and from slot 0 on: not where a recovery left the middle of a ring, not in several lanes.
+        contiguous = store.lanes == 1 and (rows == store.lane_capacity or lane["first"] % store.lane_capacity == 0)
+        start, stop, step = index.indices(max(0, rows))
+        return self._shaped_view(start, max(start, stop)) if contiguous and step == 1 else None
+
+    def _shaped_view(self, start: int, stop: int) -> Any:
+        assert self.made is not None
+        view = self.made.view(start, stop)
+        if (len(self.env_shape) > 1 or self.env_shape == (1,)) and isinstance(self.made, RowTable):
+            lead, merged = (stop - start, *self.env_shape), 1 if self.env_shape == (1,) else 2
+            view = pytree.map_outermost(view, lambda part: part.reshape(*lead, *part.shape[merged:]))
+        return view
+
+    @property
+    def packed(self) -> RowTable:
+        """The table of rows as bytes. StorageError: there is none, or its rows are not bytes."""
+        if not isinstance(self.made, RowTable):
+            raise StorageError("this storage has no rows as bytes: adopt a layout first, with device='cpu'")
+        return self.made
+
+    # ---- copies and loads ----
+    def row_form(self) -> Any:
+        """What an empty copy must know about the rows before their state is loaded; None: there are none."""
+        if self.made is None:
+            return None
+        layout = self.made.layout  # with its classes, which a state does not name
+        return layout.root, layout.leaves, layout.carries_sequence, self.env_shape, self._first_env_shape
+
+    def take_row_form(self, form: Any) -> None:
+        """Makes room for rows of what `row_form` returned."""
+        if form is not None and self.made is None:
+            root, leaves, carries_sequence, env_shape, self._first_env_shape = form
+            self.make(RowLayout(root, leaves, carries_sequence), env_shape)
+
+    def lane_room(self, layout: RowLayout, env_shape: tuple[int, ...]) -> int:
+        """Time steps that fit into a lane: of this table, or of one that is made with this layout."""
+        if self._lanes is None:
+            return self.size.lane_capacity(layout, env_shape, self.place)
+        return self._lanes.store.lane_capacity
+
+    def make_room(self, layout: RowLayout, replacing: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Before rows of this layout are restored: makes room for the sequences that they carry, where it can."""
+        if self.can_widen and (self._expects_sequences or layout.carries_sequence):
+            self.carry_sequences(replacing)
+
+    # ---- life ----
+    def clear(self, reset_count: bool = True) -> None:
+        """Forgets every row; the caller uses them alone."""
+        if self.lanes is not None:
+            self.lanes.store.empty(reset_count)
+
+    def remove(self) -> bool:
+        """Frees a table that no other process has seen; False: it stays."""
+        if not self.place.remove():
+            return False
+        if self._lanes is not None:
+            self._lanes.close()
+        self._forget()
+        return True
+
+    def _forget(self) -> None:
+        self._set(None, None)
+        self.env_shape, self._first_env_shape = (), None
+
+    def close(self) -> None:
+        """Ends the use of a file, or gives this process's lane back."""
+        with self.mutex:
+            lanes, ends = self._lanes, True
+            try:
+                ends = self.place.close()
+            finally:
+                if lanes is not None and ends:
+                    lanes.close()
+                    self._set(None, None)
+            if lanes is not None and not ends:
+                lanes.release()
+
+
+class ObservedTable(LazyTable):
+    """Rows that other processes may be writing, and this one only reads: it reads those of one moment."""
+
+    def _bind(self) -> None:
+        """Native calls validate what they read themselves; all else is validated here."""
+        self.__dict__.pop("read", None)
+        made = self.made
+        if isinstance(made, RowTable):
+            self.native.bind_source(made)
+        else:
+            self.native.unbind()
+
+    def read(
+        self,
+        slots: Tensor,
+        shape: tuple[int, ...] | None = None,
+        extra: dict[str, Any] | None = None,
+        sequences: bool = False,
+    ) -> Rows:
+        read = super().read
+        return self.validated(lambda: read(slots, shape, extra, sequences))
+
+
+def _bind_again(table: weakref.ref[LazyTable]) -> None:
+    """In a forked child that has begun to use a table's lanes."""
+    if (alive := table()) is not None:
+        alive._bind()
+
+
+def _push_envs(
+    table: RowTable, env_shape: tuple[int, ...], items: Any, batch_dims: int, time_dim: int, index_key: str | None
+) -> Any:
+    """As `RowTable.push`, of steps of several environments."""
+    slots: Any = table.push(items, batch_dims, time_dim, index_key)
+    if slots is None:
+        return None
+    slots = expand_slots(slots, table.lanes.envs)
+    return torch.stack(tuple(from_slots(slots, env_shape)), -1)
+
+
+def _with_index(layout: RowLayout, key: str, ndim: int, *, required: bool) -> RowLayout:
+    """The layout with one more key at its root, which holds each row's own index.
+
+    Of a tensorclass without such a field the layout as it is, unless the index is required.
+    """
+    kind, cls = layout.root.kind, layout.root.cls
+    lacks_field = cls is not None and key not in {field.name for field in dataclasses.fields(cls)}
+    if kind not in ("td", "dict", "class") or (lacks_field and required):
+        named = {"leaf": "tensor", "stack": "lazy stack of different members"}
+        form = f"{cls.__name__} without such a field" if cls is not None else named.get(kind, kind)
+        raise TypeError(f"a {form} has no place for {key!r}; use RoundRobinWriter, which stores no index")
+    if lacks_field:
+        return layout
+    root = layout.root.children[0] if layout.root.kind == "class" else layout.root
+    leaves = list(layout.leaves)
+    index = LeafSpec((key,), torch.int64, (*root.batch, *(() if ndim == 1 else (ndim,))))
+    if key in root.keys:
+        node = root.children[root.keys.index(key)]
+        leaves[node.leaf] = index
+        return RowLayout(layout.root, leaves, layout.carries_sequence)
+    leaves.append(index)
+    node = TreeSpec("leaf", leaf=len(leaves) - 1)
+    root.keys, root.children = (*root.keys, key), (*root.children, node)
+    return RowLayout(layout.root, leaves, layout.carries_sequence)
+
+
+def _check_count(indexed: int, given: int) -> None:
+    if given != indexed:
+        raise ValueError(f"{indexed} steps are indexed, the data have {given}; nothing was written")
+
+
+def _lead_shape(items: Any, batch_dims: int) -> tuple[int, ...]:
+    shape = getattr(items, "shape", None)
+    if shape is None:
+        _, leaves = pytree.describe(items, batch_dims)
+        if not leaves:
+            raise ValueError("nothing to store: the data hold no tensor")
+        shape = pytree.shape_of(leaves[0][1])
+    if len(shape) < batch_dims:
+        raise ValueError(f"the data have shape {list(shape)}; this storage takes {batch_dims} batch dimensions")
+    return tuple(shape[:batch_dims])
+
+
+def _env_shape(items: Any, batch_dims: int, time_dim: int) -> tuple[int, ...]:
+    shape = _lead_shape(items, batch_dims)
+    return shape if time_dim < 0 else tuple(d for i, d in enumerate(shape) if i != time_dim)

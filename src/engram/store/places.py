@@ -1,0 +1,719 @@
+"""Places for rows: private memory, memory that processes share, files. Each makes a new table there, or opens one."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import json
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from engram import _native
+from engram._system import boot_id, parse_bytes
+from engram._text import log
+from engram.errors import StorageError, StorageInUseError
+from engram.specs.tensors import usable_device
+from engram.store.files import (
+    StoreSession,
+    StoreSpec,
+    create_named,
+    is_passing_fds,
+    open_shared_memory,
+    open_temporary,
+    refuse_if_memory_is_short,
+)
+from engram.store.header import FILE_NAME, StoreFile
+from engram.store.lanes import Lanes
+from engram.store.layout import RowLayout
+from engram.store.locks import LaneLocks
+from engram.store.nodes import note_node
+from engram.store.tables import ColumnTable, MadeTable, RowTable
+from engram.store.unmade import UnmadeStore
+
+READ_ONLY = "this buffer was opened with read_only=True: it looks at the rows of others and writes nothing"
+NOT_SENT = (
+    "which belongs to its process; LazyTensorStorage(shared=True) and LazyMemmapStorage can be sent to others, and "
+    "dumps and loads copy any"
+)
+_MAX_SIZE = 1 << 56
+_MOST_DIMS = 64  # of a batch: more than tensors have
+_READ_TRIES = 500  # while rows are being changed in place: about two seconds
+_MAX_PAUSE = 0.005  # seconds between two of them
+_T = TypeVar("_T")
+
+
+def checked_max_size(max_size: Any) -> int | None:
+    """A number of steps as an int; None: no limit. ValueError: it is none."""
+    if max_size is None:
+        return None
+    if isinstance(max_size, bool) or not hasattr(max_size, "__index__") or not 0 < int(max_size) <= _MAX_SIZE:
+        raise ValueError(f"max_size must be an integer from 1 to 2**56, got {max_size!r}")
+    return int(max_size)
+
+
+def memory_device(device: torch.device | str) -> torch.device:
+    """The device for rows. ValueError, TypeError: no rows can be kept there."""
+    usable = usable_device(device, "device")
+    if usable is None or usable.type == "meta":
+        raise ValueError(f"device={device!r}: a storage keeps its rows in memory, 'cpu' or that of a GPU")
+    return usable
+
+
+class TableSize:
+    """How many steps a table has room for, and in how many lanes.
+
+    Args:
+        max_size: steps; rounded up to as many for each lane.
+        max_bytes: instead, what header and rows may take.
+        ndim: batch dimensions of the data.
+        lanes: how many processes may append side by side; None: they take turns in one.
+
+    Raises:
+        ValueError: a setting that is not allowed.
+    """
+
+    def __init__(self, max_size: Any, max_bytes: int | str | None, ndim: int, lanes: int | None) -> None:
+        size = checked_max_size(max_size)
+        if max_size is not None and max_bytes is not None:
+            raise ValueError(f"max_size={max_size} and max_bytes={max_bytes!r} were given; give one of them")
+        self.max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
+        if ndim < 1:
+            raise ValueError(f"ndim must be at least 1, got {ndim}")
+        n = 1 if lanes is None else lanes
+        if n < 1 or (n > 1 and ndim > 1):
+            raise ValueError(f"lanes must be at least 1, and 1 with ndim={ndim}: got {n}")
+        self.ndim, self.given_lanes, self.lanes = ndim, lanes, n
+        self.max_size = None if size is None else math.ceil(size / n) * n
+
+    @property
+    def is_given(self) -> bool:
+        """Whether a table can be made of it."""
+        return self.max_size is not None or self.max_bytes is not None
+
+    def take(self, opened: OpenedTable) -> None:
+        """Takes over the size of a table that was opened as it is."""
+        self.ndim, self.lanes = opened.ndim, opened.lanes.store.lanes
+        if self.lanes > 1:
+            self.given_lanes = self.lanes
+        self.max_size = opened.lanes.capacity
+
+    def differences(self, opened: OpenedTable, place: Place) -> list[str]:
+        """What a table that was opened has other than this says."""
+        lanes, store, found = opened.lanes, opened.lanes.store, []
+        if self.max_size is not None and lanes.capacity not in range(
+            self.max_size, self.max_size + store.lanes * lanes.envs
+        ):
+            found.append(f"room for {lanes.capacity} steps, max_size={self.max_size} was asked for")
+        if self.max_size is None:
+            wanted = self.lane_capacity(opened.table.layout, opened.env_shape, place, lanes=store.lanes)
+            if store.lane_capacity != wanted:
+                found.append(f"{store.total_bytes} bytes, max_bytes={self.max_bytes} was asked for")
+        if self.ndim != opened.ndim:
+            found.append(f"ndim={opened.ndim}, ndim={self.ndim} was asked for")
+        if self.lanes != store.lanes:
+            found.append(f"lanes={store.lanes}, lanes={self.lanes} was asked for")
+        return found
+
+    def lane_capacity(
+        self, layout: RowLayout, env_shape: tuple[int, ...], place: Place, lanes: int | None = None
+    ) -> int:
+        """Time steps of a lane of a new table. StorageError: not one fits into `max_bytes`."""
+        n, envs = self.lanes if lanes is None else lanes, math.prod(env_shape)
+        if self.max_bytes is None:
+            return math.ceil((self.max_size or 0) / (n * envs))
+
+        def needed(steps: int) -> int:
+            return place.bytes_of(NewTable(layout, env_shape, self.ndim, n, steps, takes_turns=True))
+
+        fit, too_many = 0, self.max_bytes // max(n * envs * layout.payload_bytes, 1) + 1
+        while too_many - fit > 1:  # the space between header and rows grows with their number
+            steps = (fit + too_many) // 2
+            if needed(steps) > self.max_bytes:
+                too_many = steps
+            else:
+                fit = steps
+        if not fit:
+            raise StorageError(
+                f"max_bytes={self.max_bytes} is less than the {needed(1)} bytes that a storage "
+                f"of one step{' of each environment' * (envs > 1)}{' in each lane' * (n > 1)} needs"
+            )
+        return fit
+
+    def arguments(self, made: Lanes | None) -> dict[str, Any]:
+        """Those of a constructor for as much room, of which the table may be made already."""
+        rest = {"ndim": self.ndim, "lanes": self.given_lanes}
+        if self.max_size is None and made is None:
+            return {"max_size": None, "max_bytes": self.max_bytes, **rest}
+        return {"max_size": made.capacity if self.max_size is None and made is not None else self.max_size, **rest}
+
+
+class NewTable(NamedTuple):
+    """The table that a place is to make."""
+
+    layout: RowLayout
+    env_shape: tuple[int, ...]
+    ndim: int
+    lanes: int
+    lane_capacity: int
+    takes_turns: bool
+
+    def spec(self, *, trailer: bool = False, with_dimensions: bool = False) -> StoreSpec:
+        """The store of such a table; `with_dimensions` for processes that open it knowing nothing else."""
+        dimensions = {"inner": list(self.env_shape), "ndim": self.ndim} if with_dimensions else None
+        envs = math.prod(self.env_shape)
+        return StoreSpec(self.layout, self.lanes, self.lane_capacity, envs, trailer, dimensions)
+
+
+class OpenedTable(NamedTuple):
+    """A table that was made or opened."""
+
+    lanes: Lanes
+    table: MadeTable
+    env_shape: tuple[int, ...]
+    ndim: int
+
+
+def saved_layout(store: _native.Store) -> tuple[RowLayout, tuple[int, ...], int]:
+    """The layout of a store's rows, the shape of its environments, and its ndim; any error: they are damaged."""
+    saved = json.loads(store.layout)
+    layout, inner, ndim = RowLayout.from_json(saved), tuple(saved["inner"]), saved["ndim"]
+    if any(type(n) is not int for n in (*inner, ndim)) or math.prod(inner) != store.envs or not 0 <= ndim <= _MOST_DIMS:
+        raise ValueError(f"its rows are of environments {list(inner)!r:.80} and {ndim!r:.80} dimensions")
+    if layout.payload_bytes != store.payload_bytes:
+        raise ValueError(f"its rows have {layout.payload_bytes} bytes, those of the store {store.payload_bytes}")
+    return layout, inner, ndim
+
+
+class Place(abc.ABC):
+    """Where rows lie."""
+
+    device = torch.device("cpu")
+
+    @abc.abstractmethod
+    def make(self, new: NewTable) -> OpenedTable:
+        """A new table. Raises StorageError, with the numbers, where there is no room for it."""
+
+    def table(self, lanes: Lanes, layout: RowLayout) -> MadeTable:
+        """The table of a store that was made here."""
+        return RowTable(lanes, layout, mapped=False)
+
+    def bytes_of(self, new: NewTable) -> int:
+        """Bytes of a new table, header and rows."""
+        return new.spec().total_bytes
+
+    def note_device(self, leaves: list[Any]) -> None:
+        """Called with the leaves of the first batch, whose device may be the rows', too."""
+
+    # ---- other processes ----
+    def awaits_others(self) -> bool:
+        """Whether another process may make the table that this one uses then."""
+        return False
+
+    def find_made(self, size: TableSize) -> OpenedTable | None:
+        """The table, where another process has made it."""
+        return None
+
+    def making(self) -> AbstractContextManager[object]:
+        """A block in which no other process makes the table."""
+        return contextlib.nullcontext()
+
+    def is_copied_by_fork(self) -> bool:
+        """Whether a child that is forked before the first write gets rows of its own."""
+        return True
+
+    def shared(self, made: bool) -> Place:
+        """This place, or one like it whose rows processes share. ValueError: there is none, or it is too late."""
+        raise ValueError(
+            "the rows are in private memory already: make the storage with shared=True, or call share() before its "
+            "first write"
+        )
+
+    def unmade(self) -> UnmadeStore | None:
+        """What processes share until one of them makes the table; None: nothing, or a folder."""
+        return None
+
+    # ---- arguments of constructors ----
+    @abc.abstractmethod
+    def arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any] | None:
+        """Those for a place like this one, for rows that are copied there; None: a copy opens the same file."""
+
+    def opening_arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any] | None:
+        """Those that open its file in any process; None: it has none with a name."""
+        return None
+
+    def sent_arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
+        """Those for a process that shares the rows. StorageError: it cannot."""
+        raise StorageError(NOT_SENT)
+
+    # ---- life ----
+    def remove(self) -> bool:
+        """Whether a table that no other process has seen can be made anew."""
+        return True
+
+    def after_fork(self, made: bool) -> None:
+        """In a child."""
+
+    def flush(self) -> None:
+        """Makes rows survive a power cut, where they outlive their processes."""
+
+    def close(self) -> bool:
+        """Ends the use of a file; returns whether rows are in one, so that the table is gone."""
+        return False
+
+
+class PrivateMemory(Place):
+    """Memory of this process alone, or that of a GPU.
+
+    Args:
+        device: where rows are; "auto": on the device of the first batch.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._takes_device = str(device) == "auto"
+        self.device = memory_device("cpu" if self._takes_device else device)
+
+    def note_device(self, leaves: list[Any]) -> None:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if self._takes_device and tensors:
+            self.device = tensors[0].device
+
+    def make(self, new: NewTable) -> OpenedTable:
+        spec = new.spec()
+        if self.device.type != "cpu":
+            lanes = Lanes.in_memory(spec.lane_capacity, spec.envs)
+            log.info("storage on %s: %s", self.device, spec)
+            columns = ColumnTable.empty(lanes, spec.layout, new.env_shape, self.device)
+            return OpenedTable(lanes, columns, new.env_shape, new.ndim)
+        log.info("storage in memory: %s", spec)
+        refuse_if_memory_is_short(spec)
+        lanes = Lanes(spec.create(-1))
+        return OpenedTable(lanes, self.table(lanes, new.layout), new.env_shape, new.ndim)
+
+    def bytes_of(self, new: NewTable) -> int:
+        if self.device.type == "cpu":
+            return super().bytes_of(new)
+        return new.lane_capacity * math.prod(new.env_shape) * sum(leaf.nbytes for leaf in new.layout.stored)
+
+    def shared(self, made: bool) -> Place:
+        if made:
+            super().shared(made)
+        if self.device.type != "cpu":
+            raise ValueError(f"a storage on {self.device} belongs to one process: sharing needs device='cpu'")
+        return SharedMemory()
+
+    def arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
+        device = "auto" if self._takes_device and made is None else str(self.device)
+        return {**size.arguments(made), "device": device, "shared": False, "shared_init": False}
+
+    def sent_arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
+        raise StorageError("whose rows are in private memory: make it with shared=True")
+
+
+class GivenTensors(Place):
+    """Tensors that exist, which are the rows."""
+
+    def __init__(self, data: Any, device: torch.device) -> None:
+        self._data, self.device = data, device
+
+    def make(self, new: NewTable) -> NoReturn:
+        raise StorageError("the rows of this storage are tensors that were given")
+
+    def shared(self, made: bool) -> Place:
+        raise ValueError(
+            "shared=True needs LazyTensorStorage or LazyMemmapStorage, whose rows processes can share, not "
+            "a TensorStorage"
+        )
+
+    def arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
+        return {"storage": self._data, "ndim": size.ndim}
+
+
+class GivenRoom(PrivateMemory):
+    """Private memory for as many steps as the batch size of a TensorDict says: `[time, *environments]`."""
+
+    def __init__(self, data: Any, lead: tuple[int, ...], device: torch.device | str) -> None:
+        super().__init__(device)
+        self._data, self._lead = data, lead
+
+    def make(self, new: NewTable) -> OpenedTable:
+        if new.env_shape != self._lead[1:]:
+            raise ValueError(
+                f"the batch has environments of shape {list(new.env_shape)}, this storage {list(self._lead[1:])}"
+            )
+        return super().make(new)
+
+    def shared(self, made: bool) -> Place:
+        return GivenTensors(self._data, self.device).shared(made)
+
+    def arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
+        return {"storage": self._data, "ndim": size.ndim}
+
+    def sent_arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
+        raise StorageError(NOT_SENT)
+
+
+class SharedMemory(Place):
+    """Memory that other processes see and write, too."""
+
+    def make(self, new: NewTable) -> OpenedTable:
+        spec = new.spec()
+        log.info("storage in shared memory: %s", spec)
+        fd = open_shared_memory(spec)
+        lanes = Lanes(spec.create_in(fd), LaneLocks(fd), turns=new.takes_turns)
+        return OpenedTable(lanes, self.table(lanes, new.layout), new.env_shape, new.ndim)
+
+    def shared(self, made: bool) -> Place:
+        return self
+
+    def arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
+        return {**self.sent_arguments(size, made), "shared_init": False}
+
+    def sent_arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
+        return {**size.arguments(made), "device": str(self.device), "shared": True}
+
+
+class _File(Place):
+    """A file that is mapped, so that reading rows may wait for a disk."""
+
+    def table(self, lanes: Lanes, layout: RowLayout) -> RowTable:
+        lanes.store.advise_random()
+        return RowTable(lanes, layout, mapped=True)
+
+
+class TemporaryFile(_File):
+    """A file in TMPDIR that goes with the last process that has it open."""
+
+    def make(self, new: NewTable) -> OpenedTable:
+        spec = new.spec()
+        log.info("mapped storage in a temporary file: %s", spec)
+        fd = open_temporary(spec)
+        lanes = Lanes(spec.create_in(fd), LaneLocks(fd), turns=new.takes_turns)
+        return OpenedTable(lanes, self.table(lanes, new.layout), new.env_shape, new.ndim)
+
+    def shared(self, made: bool) -> Place:
+        return self
+
+    def arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
+        return {**size.arguments(made), "shared_init": False}
+
+    def sent_arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
+        return size.arguments(made)
+
+    def close(self) -> bool:
+        return True
+
+
+class FirstWriters(Place):
+    """A place that processes share before there is a table: the first of them to write makes one, the others open it.
+
+    Args:
+        place: `SharedMemory` or `TemporaryFile`.
+        unmade: what the processes share.
+    """
+
+    def __init__(self, place: Place, unmade: UnmadeStore) -> None:
+        self._place = place
+        self._unmade: UnmadeStore | None = unmade
+
+    def make(self, new: NewTable) -> OpenedTable:
+        if self._unmade is None:
+            return self._place.make(new)
+        spec = new.spec(with_dimensions=True)
+        log.info("storage that processes share from its first row on: %s", spec)
+        return self._opened(*self._unmade.open_or_make(spec), new.layout, new.takes_turns)
+
+    def table(self, lanes: Lanes, layout: RowLayout) -> MadeTable:
+        return self._place.table(lanes, layout)
+
+    def _opened(
+        self, store: _native.Store, locks: LaneLocks, layout: RowLayout | None, takes_turns: bool
+    ) -> OpenedTable:
+        """The table of a store that one of the processes has made, perhaps for rows of this layout."""
+        saved, env_shape, ndim = saved_layout(store)
+        if layout is not None and not layout.differences(saved):
+            saved.take_form(layout)  # which may have a tensorclass, unnamed in the store
+        lanes = Lanes(store, locks, turns=takes_turns)
+        return OpenedTable(lanes, self.table(lanes, saved), env_shape, ndim)
+
+    def bytes_of(self, new: NewTable) -> int:
+        return new.spec(with_dimensions=True).total_bytes
+
+    def awaits_others(self) -> bool:
+        return self._unmade is not None
+
+    def find_made(self, size: TableSize) -> OpenedTable | None:
+        if self._unmade is None or not self._unmade.is_made():
+            return None
+        return self._opened(*self._unmade.open(), None, size.given_lanes is None)
+
+    def making(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._unmade is None else self._unmade.held()
+
+    def is_copied_by_fork(self) -> bool:
+        return self._unmade is None
+
+    def shared(self, made: bool) -> Place:
+        return self
+
+    def unmade(self) -> UnmadeStore | None:
+        return self._unmade
+
+    def arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any] | None:
+        arguments = self._place.arguments(size, made)
+        return None if arguments is None else {**arguments, "shared_init": self._unmade is not None}
+
+    def sent_arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
+        return self._place.sent_arguments(size, made)
+
+    def close(self) -> bool:
+        ends = self._place.close()
+        if ends:
+            self._unmade = None
+        return ends
+
+
+class NamedFile(_File):
+    """A file in a folder, which stays.
+
+    Args:
+        take_over: open a store on a network file system that another node left open.
+        auto_cleanup: delete it when this object is closed or collected, or its process ends.
+        shared_init: whether other processes, which were given the folder, too, may make it first.
+    """
+
+    def __init__(self, folder: Path, *, take_over: bool, auto_cleanup: bool, shared_init: bool) -> None:
+        self.folder = folder
+        self._takes_over, self._auto_cleanup, self._shared_init = take_over, auto_cleanup, shared_init
+        self._makes_folder = not folder.exists()
+        self._removal: weakref.finalize[Any, Any] | None = None
+        self._session: StoreSession | None = None
+        #: Rows that a repair dropped when it was opened.
+        self.dropped = 0
+
+    def make(self, new: NewTable) -> OpenedTable:
+        spec = self._spec(new)
+        if create_named(self.folder, spec, _start_header):
+            log.info("mapped storage in %s: %s", self.folder, spec)
+        return self._opened(new, None, new.takes_turns)
+
+    def _spec(self, new: NewTable) -> StoreSpec:
+        return new.spec(trailer=True, with_dimensions=True)
+
+    def bytes_of(self, new: NewTable) -> int:
+        return self._spec(new).total_bytes
+
+    def is_made(self) -> bool:
+        """Whether there is a store."""
+        return StoreFile.is_in(self.folder)
+
+    def open(self, size: TableSize) -> OpenedTable:
+        """The store that is there. StorageError: it is damaged, or of another size than was asked for."""
+        return self._opened(None, size if size.is_given else None, size.given_lanes is None)
+
+    def _opened(self, new: NewTable | None, size: TableSize | None, takes_turns: bool) -> OpenedTable:
+        """Opens the file, whichever process made it; its layout must be the new one, its size the given one."""
+        session = StoreSession(self.folder, self._takes_over)
+        try:
+            opened = self._table_of(session, new, takes_turns)
+            differences = [] if size is None else size.differences(opened, self)
+            if differences:
+                raise StorageError(
+                    f"the store in {self.folder} has {'; '.join(differences)}; LazyMemmapStorage.open takes it as it is"
+                )
+        except BaseException:
+            session.locks.close()
+            raise
+        self._session, self.dropped = session, session.dropped
+        if self._auto_cleanup:
+            self._removal = weakref.finalize(self, _remove_store, session, self._own_folder(), os.getpid())
+        return opened
+
+    def _own_folder(self) -> Path | None:
+        return self.folder.absolute() if self._makes_folder else None
+
+    def _table_of(self, session: StoreSession, new: NewTable | None, takes_turns: bool) -> OpenedTable:
+        try:
+            saved, env_shape, ndim = saved_layout(session.store)
+            differences = [] if new is None else new.layout.differences(saved)
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageError(f"{self.folder / FILE_NAME} has no readable layout: {error}") from error
+        if new is not None:
+            if differences or env_shape != new.env_shape:
+                raise StorageError(f"another process made a different store in {self.folder}: {'; '.join(differences)}")
+            saved.take_form(new.layout)  # which may have a tensorclass, unnamed in the file
+            ndim = new.ndim
+        lanes = Lanes(session.store, session.locks, session.on_take, session.on_exclusive, takes_turns)
+        return OpenedTable(lanes, self.table(lanes, saved), env_shape, ndim)
+
+    def awaits_others(self) -> bool:
+        return self._shared_init
+
+    def find_made(self, size: TableSize) -> OpenedTable | None:
+        return self.open(size) if self._shared_init and self.is_made() else None
+
+    def is_copied_by_fork(self) -> bool:
+        return False
+
+    def shared(self, made: bool) -> Place:
+        return self
+
+    def arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
+        # A copy's file is temporary: no second store is made in the same folder.
+        return {**size.arguments(made), "shared_init": self._shared_init}
+
+    def opening_arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
+        folder = {"scratch_dir": str(self.folder.absolute()), "existsok": True}
+        if made is None and (self._shared_init or not is_passing_fds()):
+            return {**size.arguments(made), "shared_init": self._shared_init, **folder}
+        locks_of(made)
+        return {**folder, "lanes": size.given_lanes}
+
+    # ---- life ----
+    def remove(self) -> bool:
+        return False  # other processes may have it open by now
+
+    def after_fork(self, made: bool) -> None:
+        if self._shared_init and not made:
+            self._auto_cleanup = False  # the parent deletes what this process may make
+
+    def flush(self) -> None:
+        if self._session is not None:
+            self._session.flush()
+
+    def close(self) -> bool:
+        self._shared_init = False
+        session, self._session = self._session, None
+        removal, self._removal = self._removal, None
+        if removal is not None:
+            removal()
+        if session is not None:
+            session.close()
+        return True
+
+    def cleanup(self) -> bool:
+        """Deletes the store now, unless another process has it open or there is none; returns whether it did."""
+        if self._session is None:
+            return False
+        if self._removal is not None:
+            self._removal.detach()
+            self._removal = None
+        return _remove_store(self._session, self._own_folder(), os.getpid())
+
+
+def locks_of(lanes: Lanes | None) -> LaneLocks:
+    """The locks of a table that processes share. StorageError: there is no table yet."""
+    if lanes is None or lanes.locks is None:
+        raise StorageError(
+            "the storage has not been initialized: write its first batch before sending it to another process, or "
+            "make it with shared_init=True"
+        )
+    return lanes.locks
+
+
+def _remove_store(session: StoreSession, folder: Path | None, process: int) -> bool:
+    """Deletes a store that nobody else has open, and its folder where it was made for it; not in a forked child."""
+    if os.getpid() != process or not session.remove():
+        return False
+    if folder is not None:
+        with contextlib.suppress(OSError):  # other files are in it
+            folder.rmdir()
+    return True
+
+
+def _start_header(store: Any) -> None:
+    note_node(store, boot_id())
+    store.clean = True  # nothing in it yet
+
+
+class ObservedFile(_File):
+    """A store in a folder, which other processes may be writing and this one only reads.
+
+    Raises:
+        StorageError: there is no store, or its file is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        file = StoreFile.observed(folder)
+        self._closer = weakref.finalize(self, os.close, file.fd)
+        try:
+            layout, env_shape, ndim = saved_layout(file.store)
+        except (ValueError, KeyError, TypeError) as error:
+            self._closer()
+            raise StorageError(f"{file.path} has no readable layout: {error}") from error
+        self.lanes = ObservedLanes(file.store, folder)
+        self.opened = OpenedTable(self.lanes, self.table(self.lanes, layout), env_shape, ndim)
+
+    def make(self, new: NewTable) -> NoReturn:
+        raise StorageError(READ_ONLY)
+
+    def arguments(self, size: TableSize, made: Lanes | None) -> None:
+        """None."""
+
+    def opening_arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
+        return {"scratch_dir": str(self.folder.absolute())}
+
+    def close(self) -> bool:
+        self._closer()
+        return True
+
+
+class ObservedLanes(Lanes):
+    """Lanes that this process does not write to."""
+
+    def __init__(self, store: _native.Store, folder: Path) -> None:
+        super().__init__(store)
+        self._folder = folder
+        self._frozen_at: int | None = None  # the incarnation of `freeze`
+
+    def hold(self, preferred: int | None = None) -> NoReturn:
+        raise StorageError(READ_ONLY)
+
+    @contextlib.contextmanager
+    def exclusive(self, operation: str) -> Iterator[None]:
+        raise StorageError(READ_ONLY)
+        yield
+
+    def freeze(self) -> None:
+        """Hides the rows that are written from now on."""
+        self._frozen_at = None
+        self._frozen_at = self.validated(self._freeze)
+
+    def _freeze(self) -> int:
+        self.store.freeze()
+        return self.store.incarnation
+
+    def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
+        for attempt in range(_READ_TRIES):
+            before, error = self.store.epoch(), None
+            if self._frozen_at not in (None, before[0]):
+                raise StorageInUseError(
+                    f"all rows of the store in {self._folder} were replaced while it was read; look at it again"
+                )
+            if errors_only or not any(n % 2 for n in before):
+                # Rows that are being changed can cause any error: it counts only if they were not.
+                try:
+                    result = read()
+                    if errors_only:
+                        return result
+                except (RuntimeError, ValueError, LookupError, ArithmeticError) as raised:
+                    error = raised
+                if self.store.epoch() == before and not any(n % 2 for n in before):
+                    if error is not None:
+                        raise error
+                    return result
+            time.sleep(min(_MAX_PAUSE, 1e-5 * attempt))
+        raise StorageInUseError(
+            f"the rows of the store in {self._folder} are being changed in place, or were left in the middle of a "
+            f"change by a process that died: each of {_READ_TRIES} reads met a change. Try again, or open it once "
+            "for writing"
+        )
