@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -32,10 +32,9 @@ from engram.distributed.priority_file import PriorityFile
 from engram.distributed.shard_sampling import draw_rows, lane_ranges, read_by_sequence
 from engram.envs.transforms import Compose
 from engram.errors import IncarnationError, NoFreeLaneError, StorageError
-from engram.kernel.disk import Checkpoint, from_checksummed_json, to_checksummed_json
+from engram.kernel.disk import Checkpoint, DocumentFile
 from engram.kernel.replay import BatchReader
 from engram.kernel.rows import Lanes, RowLayout
-from engram.kernel.tools import open_regular, sync_directory
 
 _RECORD = "shard.json"
 _PAUSE = 0.02  # seconds between two tries to take a lane
@@ -167,12 +166,9 @@ class _Record:
     lanes: tuple[_LaneUse | None, ...]
     ended: dict[str, tuple[int, int]]  # of the last producers whose tenancy ended, in that order: it, and the count
 
-    def to_bytes(self) -> bytes:
-        return to_checksummed_json(dataclasses.asdict(self))
-
     @classmethod
-    def from_bytes(cls, data: bytes) -> _Record:
-        state = from_checksummed_json(data)
+    def of(cls, state: dict[str, Any]) -> _Record:
+        """The record of which `dataclasses.asdict` made this document."""
         lanes = tuple(None if use is None else _LaneUse(**use) for use in state.pop("lanes"))
         ended = {producer: (number, count) for producer, (number, count) in state.pop("ended").items()}
         store = state.pop("store")
@@ -342,8 +338,7 @@ class ReplayShard:
             return None
         path = self._folder / _RECORD
         try:
-            with open(open_regular(path), "rb") as file:
-                record = _Record.from_bytes(file.read())
+            record = _Record.of(DocumentFile(path).read())
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -362,14 +357,8 @@ class ReplayShard:
         record = dataclasses.replace(record, store=self._store_identity())
         if self._folder is not None and self._storage.lanes is not None:
             path = self._folder / _RECORD
-            aside = path.with_suffix(".new")
             try:
-                with open(open_regular(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-                    file.write(record.to_bytes())
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(aside, path)
-                sync_directory(self._folder)
+                DocumentFile(path).write(dataclasses.asdict(record))
             except OSError as error:
                 raise StorageError(f"{path} cannot be written: {error.strerror}; nothing was changed") from error
         self._record = record
