@@ -9,7 +9,7 @@ name that is added here is an interface from then on.
     disk        checkpoint directories, mapped stores and their locks, without torch
     rows        rows: their layout, lanes, episodes; snapshots of them
     hdf5        reading HDF5 files that nobody vouches for
-    spaces      spaces of environments; texts as bytes of a row
+    spaces      spaces of the steps of environments
     replay      what stands behind a buffer: readers of batches, adapters of users' parts
     collecting  collectors whose workers run elsewhere, and the pool of these
     advice      names of TorchRL's that are missing here

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from engram.data.datasets.atomic_files import path_of
 from engram.errors import DatasetError
 from engram.kernel.hdf5 import H5Dataset, H5File, import_h5py
-from engram.kernel.spaces import bytes_of_text
 from engram.kernel.tools import check_memory, human_bytes, open_regular, parse_bytes
+from engram.specs import Text
 
 Array = npt.NDArray[Any]
 
@@ -42,8 +42,11 @@ class H5Texts(H5Dataset):
         check_memory(rows * width, f"a read of {self._place}")
         values = np.empty((rows, width), np.uint8)
         for at in range(start, stop, self._rows_at_once):
-            for i, text in enumerate(self._strings(at, min(stop, at + self._rows_at_once)), at - start):
-                values[i] = bytes_of_text(text.decode(), width, self._place)
+            texts = [text.decode() for text in self._strings(at, min(stop, at + self._rows_at_once))]
+            try:
+                values[at - start : at - start + len(texts)] = Text(width).encode(texts).numpy()
+            except ValueError as error:
+                raise ValueError(f"{self._place}: {error}") from error
         return values
 
     def _strings(self, start: int, stop: int) -> Array:

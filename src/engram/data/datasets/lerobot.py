@@ -37,9 +37,9 @@ from engram.data.datasets.episodes import (
 from engram.data.datasets.format import DatasetFormat
 from engram.data.datasets.parquet import column_names, open_parquet, read_texts
 from engram.errors import DatasetError
-from engram.kernel.spaces import bytes_of_text
 from engram.kernel.tools import human_bytes, parse_bytes
 from engram.pytree import Key, KeyPath, as_path
+from engram.specs import Text
 
 INFO = Path("meta") / "info.json"
 LastStep = Literal["truncated", "terminated", "drop"]
@@ -336,12 +336,11 @@ class LeRobotReader:
         absent = [int(number) for number in numbers if int(number) not in self._tasks]
         if absent:
             raise self._wrong(_TASKS, f"has no task {absent[0]}, which frames have as their {_TASK!r}")
-        width = max(1, self._text_width)
         try:
-            rows = [bytes_of_text(self._tasks[int(number)], width, "the task") for number in numbers]
+            texts = Text(max(1, self._text_width)).encode([self._tasks[int(number)] for number in numbers])
         except ValueError as error:
             raise self._wrong(_TASKS, f"{error}; exclude=['task'] leaves the texts out") from error
-        return torch.from_numpy(np.array(rows, np.uint8).reshape(-1, width)[where])
+        return texts[torch.from_numpy(where)]
 
 
 def _problem_of(path: KeyPath, said: Mapping[str, Any]) -> str | None:

@@ -60,7 +60,7 @@ from engram.data.datasets.parquet import (
 from engram.errors import DatasetError
 from engram.kernel.hdf5 import H5Dataset, import_h5py
 from engram.kernel.rows import LeafSpec, RowLayout
-from engram.kernel.spaces import HasSpaces, leaf_spaces, text_width
+from engram.kernel.spaces import EncodedSpaces, text_width
 from engram.kernel.tools import parse_bytes
 from engram.pytree import Key, KeyPath, as_path
 from engram.specs import MultiOneHot, OneHot, Spec, Text, Unbounded, space_from_spec, spec_from_space
@@ -135,7 +135,7 @@ def _box(s: Any) -> dict[str, Any]:
 
 def _text(s: Any) -> dict[str, Any]:
     if type(s).__name__ != "Text":  # another space of `str`, such as a mission of MiniGrid
-        return {"max_length": text_width(None, ()), "min_length": 0, "charset": string.printable}
+        return {"max_length": spec_from_space(s).shape[-1], "min_length": 0, "charset": string.printable}
     return {"max_length": int(s.max_length), "min_length": int(s.min_length), "charset": s.characters}
 
 
@@ -610,9 +610,7 @@ def _text_width(space: Any) -> int:
 class KnownSpaces(NamedTuple):
     """What is known of the spaces of the steps that are written."""
 
-    specs: Mapping[KeyPath, Spec]  #: as of `HasSpaces.encoded_spaces`
-    batch_dims: int
-    spaces: Mapping[KeyPath, Any]
+    encoded: EncodedSpaces
     is_given: bool  #: whether the caller said that the steps have these specs; else those that fit count
     given: Mapping[str, Any]  #: by role, the space that the caller gave
 
@@ -625,7 +623,7 @@ class KnownSpaces(NamedTuple):
         leaves = [layout.leaves[pair.root] for pair in pairs]
         if role not in self.given:
             return [self._column(leaf) for leaf in leaves]
-        spaces = leaf_spaces(self.given[role], ())
+        spaces = EncodedSpaces.of_space(self.given[role]).spaces
         names = [key_of(pair.name) for pair in pairs]
         if set(names) != spaces.keys():
             raise ValueError(
@@ -635,10 +633,11 @@ class KnownSpaces(NamedTuple):
         return [encoded_column(leaf, spaces[name], None) for name, leaf in zip(names, leaves, strict=True)]
 
     def _column(self, leaf: LeafSpec) -> RawColumn:
-        spec = self.specs.get(leaf.path)
+        specs, batch_dims, spaces = self.encoded
+        spec = specs.get(leaf.path)
         if spec is None:
             return _widest(leaf)
-        shape = tuple(spec.shape[self.batch_dims :])
+        shape = tuple(spec.shape[batch_dims:])
         if (spec.dtype, shape) != (leaf.dtype, tuple(leaf.shape)):
             if self.is_given:
                 raise ValueError(
@@ -646,10 +645,10 @@ class KnownSpaces(NamedTuple):
                     f"{str(spec.dtype)[6:]} {list(shape)}; give the one that the steps are from. Nothing was written"
                 )
             return _widest(leaf)  # a collector's postproc may change its batches
-        space = self.spaces.get(leaf.path)
+        space = spaces.get(leaf.path)
         if space is None:
             try:
-                one = spec[(0,) * self.batch_dims] if self.batch_dims else spec  # type: ignore[index]
+                one = spec[(0,) * batch_dims] if batch_dims else spec  # type: ignore[index]
                 space = space_from_spec(one)
             except (TypeError, ValueError, ImportError):  # it has no space, or gymnasium is missing
                 return _widest(leaf)
@@ -945,7 +944,7 @@ def write_minari(
     path: str | os.PathLike[str],
     *,
     dataset_id: str | None = None,
-    env: HasSpaces | None = None,
+    env: Any = None,
     observation_space: Any = None,
     action_space: Any = None,
     metadata: Mapping[str, Any] | None = None,
@@ -1033,15 +1032,13 @@ def _known_spaces(source: Any, env: Any, observation_space: Any, action_space: A
     given = {role: space for role, space in spaces.items() if space is not None}
     for space in given.values():
         space_json(space)
-    if env is not None and not isinstance(env, HasSpaces):
+    encoded = EncodedSpaces.of(source if env is None else env)
+    if env is not None and encoded is None:
         raise TypeError(
             f"env is an environment or a collector of engram's, got a {type(env).__name__}: GymEnv(env) makes one of "
             "gymnasium's, TransformedEnv(env) one of TorchRL's; observation_space= and action_space= take spaces"
         )
-    origin = source if env is None and isinstance(source, HasSpaces) else env
-    if origin is None:
-        return KnownSpaces({}, 0, {}, False, given)
-    return KnownSpaces(*origin.encoded_spaces(), env is not None, given)
+    return KnownSpaces(encoded or EncodedSpaces({}, 0, {}), env is not None, given)
 
 
 def _not_ours(path: Path) -> str | None:
