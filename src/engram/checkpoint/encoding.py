@@ -445,7 +445,7 @@ def _nbytes(values: Iterable[Any]) -> int:
 def _nbytes_of(value: Any) -> int:
     if isinstance(value, LazyStackedTensorDict):
         return _nbytes(part for member in value.tensordicts for part in _parts_of(member))
-    return getattr(value, "nbytes", 0)
+    return value.nbytes if isinstance(value, torch.Tensor | np.ndarray) else 0
 
 
 def _parts_of(member: Any) -> Iterable[Any]:

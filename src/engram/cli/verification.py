@@ -175,7 +175,7 @@ def _verify_checkpoint(path: str | os.PathLike[str], progress: bool) -> Verifica
         rows = _rows_of_files(report.path, snapshot.name) if snapshot.damaged else {}
         for file, problem in zip(snapshot.damaged, snapshot.problems, strict=True):
             damages.append(Damage(os.path.join(folder, file), problem, rows.get(file, "")))
-    files, nbytes = (sum(getattr(s, name) for s in report.snapshots) for name in ("files", "nbytes"))
+    files, nbytes = sum(s.files for s in report.snapshots), sum(s.nbytes for s in report.snapshots)
     checked = f"{files} files in {len(report.snapshots)} snapshot{'' if len(report.snapshots) == 1 else 's'}"
     return Verification(str(path), "checkpoint", report.ok, nbytes, checked, tuple(damages), report.newest_whole)
 

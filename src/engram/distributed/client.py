@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engram.distributed.blocks import Block
-from engram.distributed.shard import Acknowledgement, ShardFacts, ShardTotals, Tenancy
+from engram.distributed.shard import Acknowledgement, DrawnRows, ShardFacts, ShardTotals, TakenRows, Tenancy
 from engram.errors import IncarnationError, ShardGoneError, ShardUnavailableError
 
 _MOST_CALLS = 32  # of `extend`, without their acknowledgement
@@ -227,8 +227,8 @@ class ShardClient:
         except ShardUnavailableError as error:
             self._lose()
             raise ShardUnavailableError(f"shard {self.number} does not answer: {error}") from error
-        totals = answer if isinstance(answer, ShardTotals) else getattr(answer, "totals", None)
-        if totals is not None:
+        totals = answer.totals if isinstance(answer, Acknowledgement | TakenRows | DrawnRows | ShardFacts) else answer
+        if isinstance(totals, ShardTotals):
             with self._lock:
                 self._totals = totals
                 self._written = max(self._written, totals.writes)

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +122,7 @@ def _with_arrays(message: Any) -> Any:
     if isinstance(message, Tensor):
         return message.numpy()
     if isinstance(message, tuple):
-        parts = map(_with_arrays, message)
-        return type(message)(*parts) if hasattr(message, "_fields") else tuple(parts)
+        return _rebuilt(message, map(_with_arrays, message))
     return message
 
 
@@ -132,9 +131,13 @@ def _with_tensors(message: Any, shared: bool) -> Any:
     if isinstance(message, np.ndarray):
         return torch.from_numpy(message.copy() if shared or not message.flags.writeable else message)
     if isinstance(message, tuple):
-        parts = (_with_tensors(part, shared) for part in message)
-        return type(message)(*parts) if hasattr(message, "_fields") else tuple(parts)
+        return _rebuilt(message, (_with_tensors(part, shared) for part in message))
     return message
+
+
+def _rebuilt(message: tuple[Any, ...], parts: Iterable[Any]) -> tuple[Any, ...]:
+    """A tuple, or a NamedTuple of the same class, with other parts."""
+    return tuple(parts) if type(message) is tuple else type(message)(*parts)
 
 
 def _array_bytes(message: Any) -> int:

@@ -46,10 +46,10 @@ _BLOCK_BYTES = 1 << 21  # that stay in the cache on their way
 _CODE = (".pkl", ".pickle", ".pt", ".pth")
 
 DTYPES: dict[str, torch.dtype] = {
-    f"torch.{name}": getattr(torch, name)
-    for name in (
-        "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16",
-        "float32", "float64", "complex64", "complex128",
+    str(dtype): dtype
+    for dtype in (
+        torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
+        torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
     )
 }  # fmt: skip
 
