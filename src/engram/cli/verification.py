@@ -22,7 +22,7 @@ _TRIES = 500  # while rows are being changed in place
 
 
 class Damage(NamedTuple):
-    """What is damaged: a file, what is wrong with it, and which rows it held, where that can be said."""
+    """A damaged file, the reason, and the rows that it held, where they are known."""
 
     file: str
     reason: str

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class _Config:
-    """What one life of a collector begins with.
+    """The configuration of one life of a collector.
 
     Attributes:
         workers: 1: the environment is stepped by the actor itself.
@@ -68,7 +68,7 @@ class _Config:
 
 
 class _Report(NamedTuple):
-    """What a collector says after a batch.
+    """A collector's message after a batch.
 
     Attributes:
         frames: how many it has collected in this life; with a replay buffer, how many of its rows are in.
@@ -240,10 +240,10 @@ class RayCollector(PooledCollector):
     node, each worker into a lane of its own, so that nothing is sent; iterating then yields None, as with all
     collectors. Without one, batches come here.
 
-    A collector that dies, alone or with its node, is made anew, with a RuntimeWarning. It goes on where its rows ended,
-    with new trajectories and a seam before them: the lane has counted which rows are in, so `frames` has each row of
-    the replay buffer once, whenever it died. What it had not written is collected anew, and what its transforms held
-    back is lost. With `batch_timeout` one that hangs is ended and made anew in the same way.
+    A collector that dies, alone or with its node, is made anew, with a RuntimeWarning. It continues where its rows
+    ended, with new trajectories and a seam before them: the lane has counted which rows are in, so `frames` has each
+    row of the replay buffer once, whenever it died. What it had not written is collected anew, and what its transforms
+    held back is lost. With `batch_timeout` one that hangs is ended and made anew in the same way.
 
     Args:
         create_env_fn: makes the environment of a collector, or a list with one for each.
@@ -260,7 +260,7 @@ class RayCollector(PooledCollector):
             `MultiSyncDataCollector`; or a list of them with one for each.
         num_workers_per_collector: processes that step environments in each collector.
         sync: True: a batch is one of all collectors with the same weights, who wait while the caller has it. False:
-            collectors go on, and a batch is one of whoever has it first.
+            collectors continue meanwhile, and a batch is that of the collector which finishes first.
         ray_init_config: arguments of `ray.init`, where Ray has not been started.
         remote_configs: options of the actors, as `ray.remote` takes them, or a list with one for each. Unless they
             name a `scheduling_strategy`, collectors go to the nodes of the buffer's shards first, then to others, in

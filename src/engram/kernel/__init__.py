@@ -7,7 +7,7 @@ the kernel imports none of them (`tests/test_layering.py`). A name that is added
     tools       files, memory, texts, warnings, without torch
     disk        checkpoint directories, mapped stores and their locks, without torch
     rows        rows: their layout, lanes, episodes; snapshots of them
-    hdf5        reading HDF5 files that nobody vouches for
+    hdf5        reading HDF5 files of unknown origin
     spaces      spaces of the steps of environments
     replay      what stands behind a buffer: readers of batches, adapters of users' parts
     collecting  collectors whose workers run elsewhere, and the pool of these

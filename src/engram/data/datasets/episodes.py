@@ -1,4 +1,4 @@
-"""What all dataset formats share: the mapping of keys, sources of steps to write, and reading into a buffer.
+"""Shared by all dataset formats: the mapping of keys, sources of steps to write, and reading into a buffer.
 
 Steps are episode data (TED): the next observation, reward and flags of a step are under "next".
 """
@@ -39,14 +39,14 @@ INDEX = "_index_"
 
 
 class DatasetSize(NamedTuple):
-    """What the header of a dataset says of its size; None: it does not say it."""
+    """The size of a dataset according to its header; None: the header does not say it."""
 
     steps: int | None
     episodes: int | None
 
 
 class Marks(NamedTuple):
-    """What steps say of the ends of trajectories: ids, or None, and flags; one a step."""
+    """The entries of steps that mark ends of trajectories: ids, or None, and flags; one a step."""
 
     ids: npt.NDArray[Any] | None
     done: npt.NDArray[np.bool_]
@@ -289,7 +289,7 @@ def episode_source(data: Any, end_key: Key, traj_key: Key | None, exclude: Seque
     """The steps of a buffer, a storage, a batch or an iterable of batches.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: an object of another kind.
         ValueError: it has no steps.
     """
     excluded = tuple(as_path(key, "exclude") for key in exclude)
@@ -368,7 +368,7 @@ class StoredSteps:
 
     def _row_bytes(self, lane: int, env: int, start: int) -> int:
         layout = self._storage.layout
-        if layout is None:  # items of this process, which nobody else overwrites
+        if layout is None:  # items of this process, which no other process overwrites
             layout = RowLayout.of(self._read(lane, env, start, start + 1)[0], 1)
         payload_bytes: int = layout.payload_bytes
         return payload_bytes
@@ -405,7 +405,7 @@ def _parts_within(trajectories: Ints, start: int, stop: int) -> Ints:
 class CollectedSteps:
     """The steps of batches `[time]` or `[envs, time]`, as a collector hands them out.
 
-    A trajectory that goes on in the next batch is kept in memory until it ends.
+    A trajectory that continues in the next batch is kept in memory until it ends.
     """
 
     total = None

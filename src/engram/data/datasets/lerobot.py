@@ -112,7 +112,7 @@ class LeRobotReader:
     """Reads the frames of a dataset as steps, each with the frame after it.
 
     Raises:
-        DatasetError: a table is missing or damaged, or a feature is none that a row has a place for.
+        DatasetError: a table is missing or damaged, or a feature cannot be stored in a row.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ def space_json(space: Any) -> dict[str, Any]:
 
 
 def _kind_of(space: Any) -> str:
-    """The name in `_KINDS` of a space's class; TypeError where there is none."""
+    """The name in `_KINDS` of a space's class; TypeError for any other class."""
     for cls in type(space).__mro__:
         if cls.__name__ in _KINDS:
             return cls.__name__
@@ -605,7 +605,7 @@ def _text_width(space: Any) -> int:
 
 
 class KnownSpaces(NamedTuple):
-    """What is known of the spaces of the steps that are written."""
+    """The spaces of the steps to write, as far as they are known."""
 
     encoded: EncodedSpaces
     is_given: bool  #: whether the caller said that the steps have these specs; else those that fit count
@@ -1024,7 +1024,7 @@ def write_minari(
 
 
 def _known_spaces(source: Any, env: Any, observation_space: Any, action_space: Any) -> KnownSpaces:
-    """What is known of the spaces of steps; TypeError for an `env` that cannot say it, or a space of another kind."""
+    """The known spaces of steps; TypeError for an `env` that does not know them, or a space of an unsupported kind."""
     spaces = {_OBSERVATIONS: observation_space, _ACTIONS: action_space}
     given = {role: space for role, space in spaces.items() if space is not None}
     for space in given.values():

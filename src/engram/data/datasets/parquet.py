@@ -484,7 +484,7 @@ def _list_length(array: Any, name: str) -> int:
 
 
 def values_of(array: Any) -> Tensor:
-    """The numbers of an Arrow array that was decoded for nobody else: a tensor in its memory, without a copy."""
+    """The numbers of an Arrow array that has no other user: a tensor in its memory, without a copy."""
     if import_pyarrow().types.is_boolean(array.type):  # bits
         return torch.from_numpy(array.to_numpy(zero_copy_only=False))
     tensor: Tensor = from_dlpack(array)

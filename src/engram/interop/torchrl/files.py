@@ -55,7 +55,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 class Folder:
-    """An open directory that somebody else wrote: no link is followed, and files are sized before they are read.
+    """An open directory that another program wrote: no link is followed, and files are sized before they are read.
 
     Errors name the file: a CorruptCheckpointError what cannot be true, a CheckpointError what engram does not read.
 
@@ -227,7 +227,7 @@ class TensorDictFiles:
 
 
 def read_tensordict(folder: Folder, beside: tuple[str, ...] = ()) -> TensorDictFiles:
-    """What `meta.json` says of a directory; `beside` are other files that may be in it. Reads no values.
+    """A directory as its `meta.json` describes it; `beside` are other files that may be in it. Reads no values.
 
     Raises:
         CorruptCheckpointError: it cannot be true.
