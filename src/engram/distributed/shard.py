@@ -181,15 +181,15 @@ def _call(
     """A method that names the incarnation which it is meant for: another one changes nothing, and is refused."""
 
     @functools.wraps(method)
-    def checked(shard: ReplayShard, incarnation: int, *args: P.args, **kwargs: P.kwargs) -> T:
-        with shard._lock:
-            if incarnation != shard.incarnation:
+    def checked(self: ReplayShard, incarnation: int, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._lock:
+            if incarnation != self.incarnation:
                 raise IncarnationError(
-                    f"the call is for incarnation {incarnation} of the shard, this is {shard.incarnation}: it was "
+                    f"the call is for incarnation {incarnation} of the shard, this is {self.incarnation}: it was "
                     "restarted, emptied or loaded, or another process has its place; ask who is there now. Nothing "
                     "was changed"
                 )
-            return method(shard, incarnation, *args, **kwargs)
+            return method(self, incarnation, *args, **kwargs)
 
     return cast("Callable[Concatenate[ReplayShard, int, P], T]", checked)
 

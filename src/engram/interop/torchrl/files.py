@@ -390,7 +390,11 @@ class _Branch:
         if not path:
             self._alone = node
             return
-        self.branch(path[:-1])._below[path[-1]] = node
+        first, *rest = path
+        if rest:
+            self.branch((first,)).put(tuple(rest), node)
+        else:
+            self._below[first] = node
 
     def branch(self, path: KeyPath) -> _Branch:
         if not path:
