@@ -94,7 +94,7 @@ def open_regular(
 
 
 def advise_disk(fd: int, advice: str, start: int = 0, nbytes: int = 0) -> None:
-    """Tells the system how bytes of a file will be used: "WILLNEED" or "DONTNEED"; without effect where it has no such call.
+    """Tells the system how a file will be used: "WILLNEED" or "DONTNEED"; without effect where it has no such call.
 
     Args:
         nbytes: 0: all up to the end of the file.
