@@ -78,26 +78,25 @@ class StepsAsItems:
         if any(sequences):
             raise self._needs_checkpointer("rows that carry sequences")
         storage, lane = self._storage, counters["lanes"][0]
-        with storage._replacing("loads"):
-            storage.empty()
-            # Slots follow from sequences, which stay where the capacity is the same; else the oldest row is number 0.
-            shift = 0 if counters["lane_capacity"] == storage.max_size else lane["base"]
-            base, published = lane["base"] - shift, lane["published"] - shift
-            first = storage.check(items[0], True) if items else None  # makes a storage that is made at the first write
-            lanes = storage.lanes
-            if lanes is None:
-                return
-            lanes.hold()  # as the writer of what is loaded: trajectories go on
-            lanes.store.begin_restore()
-            lanes.store.restore_lane(0, base, base, (lane["origin"] - shift) % (1 << 64))
-            lanes.store.end_restore()
-            for i, item in enumerate(items):
-                storage.append(first if i == 0 and first is not None else storage.check(item, True))
-            seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
-            lanes.store.begin_restore()
-            lanes.store.set_seams(0, base, published, seams)
-            lanes.restore_lane(0, lane, shift)
-            lanes.store.end_restore()
+        storage.empty()
+        # Slots follow from sequences, which stay where the capacity is the same; else the oldest row is number 0.
+        shift = 0 if counters["lane_capacity"] == storage.max_size else lane["base"]
+        base, published = lane["base"] - shift, lane["published"] - shift
+        first = storage.check(items[0], True) if items else None  # makes a storage that is made at the first write
+        lanes = storage.lanes
+        if lanes is None:
+            return
+        lanes.hold()  # as the writer of what is loaded: trajectories go on
+        lanes.store.begin_restore()
+        lanes.store.restore_lane(0, base, base, (lane["origin"] - shift) % (1 << 64))
+        lanes.store.end_restore()
+        for i, item in enumerate(items):
+            storage.append(first if i == 0 and first is not None else storage.check(item, True))
+        seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
+        lanes.store.begin_restore()
+        lanes.store.set_seams(0, base, published, seams)
+        lanes.restore_lane(0, lane, shift)
+        lanes.store.end_restore()
 
 
 class ItemLoad:
@@ -114,8 +113,10 @@ class ItemLoad:
 
     def restore_items(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
         self.check_restore(counters)
-        with self._storage._replacing("loads"):
-            self._table.restore(items, counters, sequences)
+        self._table.restore(items, counters, sequences)
+
+    def abort_restore(self) -> None:
+        self._storage.empty()
 
 
 class StagedItems:
@@ -157,13 +158,7 @@ class SavedItems(SavedStorage):
         return StagedItems(self.sink())
 
     def restore_point(self) -> Callable[[], None]:
-        restore = self._table.restore_point()
-
-        def undo() -> None:
-            with self._storage._replacing("loads"):
-                restore()
-
-        return undo
+        return self._table.restore_point()
 
     def state(self) -> dict[str, Any]:
         table = self._table
