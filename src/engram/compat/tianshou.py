@@ -79,13 +79,19 @@ class _ReadsRows(data.ReplayBuffer):  # type: ignore[misc]
         return Batch(values | {key: self._meta[key][index] for key in set(self._meta.get_keys()) - set(values)})
 
     def __getattr__(self, key: str) -> Any:
-        """`buffer.obs`, `buffer.act`, `buffer.obs_next`: a copy of all rows, zeros where none is stored yet."""
+        """`buffer.obs`, `buffer.act`, `buffer.obs_next`: as `_all_rows`."""
         if key not in _ENTRIES:
             return super().__getattr__(key)
+        if (values := self._all_rows(key)) is None:
+            raise AttributeError(key)
+        return values
+
+    def _all_rows(self, key: str) -> Any:
+        """A copy of an entry of all rows, zeros where none is stored yet; None where there are no rows with it."""
         edges = self.subbuffer_edges[:-1]
         index = np.concatenate([edge + np.arange(len(r)) for edge, r in zip(edges, self.rows, strict=True)])
         if not len(index) or (key == "obs_next" and not self._save_obs_next):
-            raise AttributeError(key)
+            return None
         values = self.get(index, key, stack_num=1)
         everything = create_value(values, self.maxsize, stack=False)
         everything[index] = values
@@ -183,8 +189,8 @@ class _WritesRows(_Behind):  # type: ignore[misc]
         for key in meta.get_keys():
             if key not in _ENTRIES:
                 stored.__dict__[key] = meta[key]
-            elif hasattr(self, key):  # whose rows are not all empty
-                stored.__dict__[key] = getattr(self, key)
+            elif (values := self._all_rows(key)) is not None:
+                stored.__dict__[key] = values
         own.__dict__.update({k: v for k, v in vars(self).items() if k != "rows"} | {"_meta": stored})
         return own
 
