@@ -317,7 +317,7 @@ def test_a_fork_while_another_thread_makes_the_store_leaves_the_child_free(monke
     storage = LazyTensorStorage(100)
     rb = ReplayBuffer(storage=storage)
     inside, go = threading.Event(), threading.Event()
-    place = storage._table.place
+    place = storage._held_table.place
     make = place.make
 
     def slow(*args):

@@ -31,10 +31,12 @@ from engram.pytree import (
 )
 from engram.store.border import ItemBorder
 from engram.store.copies import CopiedAsPlain
+from engram.store.indexing import Selection
 from engram.store.item_rows import ROW, ItemRows, NewItemRows
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
-from engram.store.tables import Rows
+from engram.store.table import Table
+from engram.store.tables import Checked, Rows, warn_of_items
 
 #: A key at the root, and what each item also stores there (int64 [n]); None: the slots that `append` will give.
 Extra = tuple[str, Tensor | None]
@@ -72,7 +74,7 @@ COPIES = ItemCodec()
 ITEMS_THEMSELVES = ItemCodec(copy=_itself, packs=False)
 
 
-class ItemTable:
+class ItemTable(Table):
     """Stored items, which may differ in form; those that have the form of the first one are packed rows.
 
     Writers and readers hold `lanes.mutex`.
@@ -83,22 +85,30 @@ class ItemTable:
         device: where the tensors of items are moved to when they are written; None: they stay where they are.
     """
 
-    layout = None  # items may differ
+    def __init__(
+        self,
+        max_size: int | None,
+        codec: ItemCodec = COPIES,
+        device: torch.device | None = None,
+        arguments: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(max_size)
+        self.codec, self._device, self._arguments = codec, device, arguments or {}
+        self._begin()
 
-    def __init__(self, max_size: int | None, codec: ItemCodec = COPIES, device: torch.device | None = None) -> None:
-        self.max_size = max_size
-        self.codec = codec
-        self.lanes = Lanes.in_memory(max_size)
+    def _begin(self) -> None:
+        codec = self.codec
+        self._lanes = self.known_lanes = Lanes.in_memory(self.max_size)
         #: The items by slot: a list, which reads them when it is asked for them.
         self.by_slot = _ItemList(codec)
-        self._capacity = self.lanes.capacity
-        self._device = device
+        self._capacity = self._lanes.capacity
         self._sequences: dict[int, int] = {}  # by slot, of items that were put in the place of others out of turn
-        self.lanes.own_sequences = functools.partial(_own_sequences, self._sequences)
-        self._border = ItemBorder(self.lanes)
+        self._lanes.own_sequences = functools.partial(_own_sequences, self._sequences)
+        self._border = ItemBorder(self._lanes)
 
-    def __len__(self) -> int:
-        return len(self.by_slot)
+    @property
+    def lanes(self) -> Lanes:
+        return self._lanes
 
     @property
     def nbytes(self) -> int:
@@ -106,18 +116,49 @@ class ItemTable:
         return self.by_slot.nbytes
 
     @property
-    def item_shape(self) -> tuple[int, ...]:
-        """Batch dimensions of the oldest item."""
+    def item_shape(self) -> tuple[int, ...]:  # type: ignore[override]
         oldest = self.by_slot[0] if self.by_slot else None
         return tuple(oldest.batch_size) if has_batch_size(oldest) else ()
 
+    @property
+    def row_bytes(self) -> int:
+        """On average."""
+        return self.nbytes // len(self._lanes) if len(self._lanes) else 0
+
+    @property
+    def holds_items(self) -> bool:
+        return True
+
+    @property
+    def collate(self) -> Callable[[list[Any]], Any]:
+        return self.codec.collate
+
+    def view(self) -> list[Any]:
+        return self.by_slot
+
+    def arguments(self) -> dict[str, Any]:
+        return {"max_size": self.max_size, **self._arguments}
+
+    def limit(self, max_size: int) -> None:
+        if self.max_size is not None:
+            super().limit(max_size)
+        if self.by_slot:
+            raise ValueError(f"the storage has {len(self._lanes)} items and max_size=None: too late for a limit")
+        self._max_size = max_size
+        self._begin()
+        self.use(self.mutex)
+
     # ---- writing ----
-    def fit(self, batch: Any, batch_dims: int, time_dim: int, extra: Extra | None = None) -> tuple[int, Any]:
-        """As `Table.fit`, of a list of items, a batch of them, or one (`batch_dims` 0).
+    def fit(
+        self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Tensor | None = None
+    ) -> Checked:
+        """As `check` of a storage, of a list of items, a batch of them, or one.
 
         The data are copies: what the caller does to its own objects later does not change them.
         """
-        single = not batch_dims
+        if not single and not self.by_slot and has_batch_size(items) and len(items.batch_size) > 1:
+            warn_of_items(items)
+        batch, extra = items, None if index_key is None else (index_key, index)
         if self.codec.check is not None:
             for item in batch if isinstance(batch, list) and not single else [batch]:
                 self.codec.check(item)
@@ -131,10 +172,10 @@ class ItemTable:
             data = self._kept([items] if single else unstack(items, time_dim), extra)
         if not len(data):
             raise ValueError("nothing to add: the batch has no items")
-        return len(data), data
+        return Checked(len(data), data)
 
-    def fit_rows(self, rows: Any, extra: Extra | None = None) -> tuple[int, Any]:
-        """As `fit`, of items for `overwrite`."""
+    def _for_overwrite(self, rows: Any, extra: Extra | None) -> tuple[int, Any]:
+        """The data of items for `overwrite`."""
         items = unstack(rows if self._device is None else _moved(rows, self._device), 0)
         if extra is not None and extra[1] is not None and len(extra[1]) != len(items):
             raise ValueError(f"{len(extra[1])} items are indexed, {len(items)} given; nothing was written")
@@ -206,15 +247,16 @@ class ItemTable:
         return [_with_index(item, extra[0], slot) for item, slot in zip(items, slots, strict=True)]
 
     def _index(self, extra: Extra, n: int) -> Tensor:
-        return self.lanes.next_slots(n) if extra[1] is None else extra[1]
+        return self._lanes.next_slots(n) if extra[1] is None else extra[1]
 
-    def append(self, data: Any, most: int | None = None) -> Tensor:
+    def append(self, checked: Checked, most: int | None = None) -> Tensor:
+        data = checked.data
         new, by_slot, capacity = data[:most], self.by_slot, self._capacity
         begins = self._border.begins(by_slot, capacity, by_slot.readable(new), self._form_of_newest())
-        first = self.lanes.next_slot()
+        first = self._lanes.next_slot()
         if type(new) is NewItemRows:
             by_slot.reserve_rows(new, first, capacity)  # before they count: there may be no memory for them
-        slots = self.lanes.advance(len(new), begins)
+        slots = self._lanes.advance(len(new), begins)
         by_slot.put(new, first, capacity)
         if self._sequences:
             for slot in slots.tolist():
@@ -226,18 +268,22 @@ class ItemTable:
         by_slot = self.by_slot
         if by_slot.packed is None or not by_slot:
             return None
-        return by_slot.packed if list.__getitem__(by_slot, self.lanes.next_slot() - 1) is ROW else None
+        return by_slot.packed if list.__getitem__(by_slot, self._lanes.next_slot() - 1) is ROW else None
 
-    def overwrite(self, slots: Tensor, data: Any) -> None:
+    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
+        n, data = self._for_overwrite(items, None if index_key is None else (index_key, slots))
+        if n != len(slots):
+            raise ValueError(f"{len(slots)} items are indexed, {n} given; nothing was written")
         places = slots.tolist()
         absent = [slot for slot in places if not 0 <= slot < len(self.by_slot)]
         if absent:
-            raise IndexError(f"index {absent[0]} has not been written; {len(self.lanes)} items are stored")
+            raise IndexError(f"index {absent[0]} has not been written; {len(self._lanes)} items are stored")
         for i, slot in enumerate(places):
             self.by_slot.put_one(data, i, slot)
-        self.lanes.store.note_edits(slots)
+        self._lanes.store.note_edits(slots)
 
-    def prepare_overwrite(self, slots: Tensor, data: Any, rows: Tensor, first: int) -> Callable[[], None]:
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        data, first = checked.data, self._lanes.reserve_sequences(checked.steps)
         chosen, places = rows.tolist(), slots.tolist()
         new: Any = data
         if type(data) is NewItemRows:
@@ -251,12 +297,29 @@ class ItemTable:
             for row, slot in zip(chosen, places, strict=True):
                 self.by_slot.put_one(new, row, slot)
                 self._sequences[slot] = first + row
-            self.lanes.store.note_edits(slots)
+            self._lanes.store.note_edits(slots)
 
         return write
 
-    def clear(self) -> None:
+    def is_single(self, items: Any, env_dims: int = 0) -> bool:
+        return (isinstance(items, Tensor) or has_batch_size(items)) and not items.shape
+
+    def for_selection(self, items: Any, selection: Selection) -> Any:
+        """One item replaces all that are indexed."""
+        return [items] * len(selection.slots) if selection.shape == () or self.is_single(items) else items
+
+    def for_steps(self, items: Any, steps: int, at_one: bool) -> Any:
+        return [items] if at_one else super().for_steps(items, steps, at_one)
+
+    def as_batch(self, items: Any, time_dim: int) -> Any:
+        return items
+
+    def as_sequence(self, items: Any) -> Any:
+        return list(items) if isinstance(items, tuple) else items
+
+    def clear(self, reset_count: bool = True) -> None:
         """Forgets all items, whose form the next ones need not have."""
+        super().clear(reset_count)
         self.by_slot.clear()
         self._sequences.clear()
 
@@ -273,35 +336,49 @@ class ItemTable:
 
     def _read(self, slots: Tensor, sequences: bool, reuse: bool = False) -> Rows:
         """As `read`; `reuse` as `ItemRows.pick`."""
-        if self.lanes.unused_since_fork:
-            self.lanes.join_after_fork()
-        with self.lanes.mutex:
+        if self._lanes.unused_since_fork:
+            self._lanes.join_after_fork()
+        with self._lanes.mutex:
             positions, n = slots.tolist(), len(self.by_slot)
             if positions and (min(positions) < 0 or max(positions) >= self._capacity):
                 raise IndexError(f"an index lies outside 0 to {self._capacity - 1}")
             absent = [k for k, i in enumerate(positions) if i >= n]
-            generations = self.lanes.generations(slots) if sequences else None
+            generations = self._lanes.generations(slots) if sequences else None
             if absent:
                 items = [self.by_slot[i] if i < n else None for i in positions]
             else:
                 items = self.by_slot.at(positions, reuse)
             return Rows(items, absent=absent or None, sequences=generations)
 
-    def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool) -> Rows:
+    def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool, collated: bool) -> Rows:
+        """As `read`, for a batch: the caller's own items. With `collated` they may come as one batch, if they stack.
+
+        The default collate function copies: for it, objects are the stored ones. `extra` is for what is no list.
+        """
+        return self._stacked(slots, extra, sequences) if collated else self.read_own(slots, sequences, reuse=False)
+
+    def _stacked(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool) -> Rows:
         """As `read`; items that are all rows come as one new batch, which has the entries of `extra`."""
-        if self.lanes.unused_since_fork:
-            self.lanes.join_after_fork()
-        with self.lanes.mutex:
+        if self._lanes.unused_since_fork:
+            self._lanes.join_after_fork()
+        with self._lanes.mutex:
             packed = self.by_slot.packed
             batch = None if packed is None else packed.gather(self.by_slot, slots, extra)
             if batch is None:
                 return self._read(slots, sequences)
-            return Rows(batch, sequences=self.lanes.generations(slots) if sequences else None)
+            return Rows(batch, sequences=self._lanes.generations(slots) if sequences else None)
 
     def read_own(self, slots: Tensor, sequences: bool, reuse: bool) -> Rows:
         """As `read`, for a caller who may change the items. `reuse` as `ItemRows.pick`."""
-        with self.lanes.mutex:
+        with self._lanes.mutex:
             return self.own(self._read(slots, sequences, reuse), slots)
+
+    def copied(self, rows: Rows) -> Rows:
+        return rows._replace(batch=[self.codec.copy(item) for item in rows.batch])
+
+    def of_selection(self, rows: Rows, selection: Selection) -> Rows:
+        rows = self.own(rows, selection.slots)
+        return Rows(rows.batch[0] if selection.shape == () else rows.batch, absent=rows.absent)
 
     def own(self, rows: Rows, slots: Tensor) -> Rows:
         """Items that were just read, for a caller who may change them; those of packed rows are new anyhow."""
@@ -349,12 +426,12 @@ class ItemTable:
 
     def _stored_range(self) -> tuple[int, int]:
         """The sequence of the oldest item, and the end."""
-        lane = self.lanes.store.lane(0)
+        lane = self._lanes.store.lane(0)
         return max(lane["base"], lane["first"]), lane["published"]
 
     def counters(self) -> dict[str, Any]:
         """Counters as JSON."""
-        return {"lane_capacity": self.max_size, "envs": 1, "lanes": self.lanes.saved_states()}
+        return {"lane_capacity": self.max_size, "envs": 1, "lanes": self._lanes.saved_states()}
 
     def restore(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
         """Replaces everything by what `items`, `counters` and `sequences` gave of a table; there is room for them."""
@@ -386,15 +463,15 @@ class ItemTable:
         self, by_slot: list[Any], packed: ItemRows | None, sequences: dict[int, int], lane: dict[str, Any], shift: int
     ) -> None:
         """Puts items in the place of all others; `lane` counts them, each sequence `shift` more than from now on."""
-        store, base, published = self.lanes.store, lane["base"] - shift, lane["published"] - shift
-        self.lanes.hold()  # as the writer of what is loaded: trajectories go on
+        store, base, published = self._lanes.store, lane["base"] - shift, lane["published"] - shift
+        self._lanes.hold()  # as the writer of what is loaded: trajectories go on
         store.begin_restore()
         self.by_slot.packed = packed
         self.by_slot[:] = by_slot
         self._sequences.clear()
         self._sequences.update(sequences)
         store.set_seams(0, base, published, [seam - shift for seam in lane["seams"] if seam > lane["base"]])
-        self.lanes.restore_lane(0, lane, shift)
+        self._lanes.restore_lane(0, lane, shift)
         store.end_restore()
 
     def restore_point(self) -> Callable[[], None]:
@@ -403,7 +480,7 @@ class ItemTable:
         Rows that are packed are kept as they are: where there was no memory for a load, nothing is packed anew.
         """
         by_slot, packed, sequences = list.copy(self.by_slot), self.by_slot.packed, dict(self._sequences)
-        return functools.partial(self._take_over, by_slot, packed, sequences, self.lanes.saved_states()[0], 0)
+        return functools.partial(self._take_over, by_slot, packed, sequences, self._lanes.saved_states()[0], 0)
 
 
 class _Batch:

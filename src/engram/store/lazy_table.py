@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -19,18 +18,18 @@ from torch import Tensor
 from engram import pytree
 from engram.errors import StorageError
 from engram.pytree import KeyPath, TreeSpec
-from engram.store.files import StoreSpec, refuse_if_memory_is_short
+from engram.store.files import StoreSpec, open_passed_store, refuse_if_memory_is_short, share_fd
 from engram.store.indexing import from_slots
-from engram.store.lanes import Lanes, warn_of_copy
+from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
-from engram.store.places import NewTable, OpenedTable, Place, TableSize
-from engram.store.tables import Checked, ColumnTable, MadeTable, NativeRows, Rows, RowTable, expand_slots, warn_of_items
+from engram.store.places import READ_ONLY, FirstWriters, NewTable, OpenedTable, Place, TableSize, locks_of
+from engram.store.table import Replacing, Table
+from engram.store.tables import Checked, ColumnTable, MadeTable, Rows, RowTable, expand_slots, warn_of_items
 
 _NO_STEPS = "nothing to add: the batch has no steps"
-_T = TypeVar("_T")
 
 
-class LazyTable:
+class LazyTable(Table):
     """Rows of one layout.
 
     Args:
@@ -39,64 +38,41 @@ class LazyTable:
     """
 
     def __init__(self, size: TableSize, place: Place) -> None:
+        super().__init__()
         self.size, self.place, self.ndim = size, place, size.ndim
-        #: What native calls do with the rows.
-        self.native = NativeRows()
         #: The table, when it is made or opened.
         self.made: MadeTable | None = None
-        #: Batch dimensions between time and the entries.
-        self.env_shape: tuple[int, ...] = ()
-        #: Whether rows must have a place for their own index where a writer stores it.
-        self.requires_index = False
         self._first_env_shape: tuple[int, ...] | None = None  # of a first batch with several environment dimensions
-        self._lanes: Lanes | None = None
         self._make_lock = threading.Lock()
         self._expects_sequences = False
-        self._forked_from = 0  # the process that had this table, not made yet, when it forked this one
-
-    def use(self, mutex: Any) -> None:
-        """Takes the mutex that writers hold."""
-        self.mutex = mutex
-        if self._lanes is not None:
-            self._lanes.mutex = mutex
 
     # ---- facts ----
     @property
     def lanes(self) -> Lanes | None:
-        """Counters of the rows; None until the table is made."""
-        if self._lanes is None and self.place.awaits_others():
+        if self.known_lanes is None and self.place.awaits_others():
             self._join_made()
-        return self._lanes
+        return self.known_lanes
 
     @property
-    def layout(self) -> RowLayout | None:
-        """Keys, shapes and dtypes of a row; None until the table is made."""
-        return None if self.lanes is None or self.made is None else self.made.layout
+    def extra(self) -> str:
+        lanes, max_size = self.size.lanes, self.max_size
+        each = "" if max_size is None else f", steps_per_lane={max_size // lanes}"
+        return f", lanes={lanes}{each}" if lanes > 1 else ""
 
     @property
     def max_size(self) -> int | None:
-        """Steps that fit; None: it is not known yet."""
-        return self.size.max_size if self._lanes is None else self._lanes.capacity
+        return self.size.max_size if self.known_lanes is None else self.known_lanes.capacity
 
     @property
     def nbytes(self) -> int:
-        """Bytes of header and rows, used or not."""
         return 0 if self.lanes is None or self.made is None else self.made.nbytes
 
     @property
-    def item_shape(self) -> tuple[int, ...]:
-        """Batch dimensions of a stored item: `()` of steps, `(T,)` of whole trajectories of T steps."""
-        return () if self.made is None else self.made.layout.within
-
-    @property
     def row_bytes(self) -> int:
-        """Bytes that a stored row takes in a batch."""
         return 0 if self.made is None else sum(leaf.nbytes for leaf in self.made.layout.leaves)
 
-    @property
     def arguments(self) -> dict[str, Any] | None:
-        """Arguments for a storage like this one, to put copied rows in; None: a copy opens the same file."""
-        return self.place.arguments(self.size, self._lanes)
+        return self.place.arguments(self.size, self.known_lanes)
 
     # ---- making ----
     def make(self, layout: RowLayout, env_shape: tuple[int, ...]) -> None:
@@ -122,7 +98,9 @@ class LazyTable:
 
     def _set(self, lanes: Lanes | None, made: MadeTable | None) -> None:
         """Uses a table from now on; None: there is none any more."""
-        self._lanes, self.made = lanes, made
+        self.known_lanes, self.made = lanes, made
+        self.layout = None if made is None else made.layout
+        self.item_shape = () if self.layout is None else self.layout.within
         self._bind()
         if lanes is not None:
             lanes.on_join = functools.partial(_bind_again, weakref.ref(self))
@@ -188,7 +166,6 @@ class LazyTable:
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """A block in which no other process makes a table that this one shares and has not made yet."""
         if self.place.unmade() is None or self.lanes is not None:
             yield
             return
@@ -202,13 +179,11 @@ class LazyTable:
             yield
 
     def exclusive(self, operation: str) -> AbstractContextManager[Any]:
-        """A block that no other user of the rows runs beside. StorageInUseError: another process has them open."""
-        lanes = self._lanes
+        lanes = self.known_lanes
         return self._making_exclusively(operation) if lanes is None else lanes.exclusive(operation)
 
     def turn(self) -> AbstractContextManager[None]:
-        """A block in which no other process appends where this one does; the caller holds the mutex."""
-        lanes = self._lanes
+        lanes = self.known_lanes
         if lanes is None and self.place.unmade() is not None:
             return self._making_in_turn()
         return contextlib.nullcontext() if lanes is None or not lanes.takes_turns else lanes.turn()
@@ -218,43 +193,33 @@ class LazyTable:
         with self.making(), contextlib.nullcontext() if self.lanes is None else self.lanes.turn():
             yield
 
-    def share(self) -> None:
-        """Lets other processes see and write the rows; a ValueError where they cannot."""
+    def share(self, name: str) -> None:
         self.place = self.place.shared(self.made is not None)
 
     def warn_of_copy(self) -> None:
-        """Warns where this process was forked before the first write, so that there was nothing to share."""
         if self.place.is_copied_by_fork():
-            parent, self._forked_from = self._forked_from, 0
-            warn_of_copy(parent)
+            super().warn_of_copy()
 
     def after_fork(self, mutex: Any) -> None:
-        """In a child: locks that no thread of the parent holds; nothing is opened before it is used here."""
         self._make_lock = threading.Lock()
-        self.use(mutex)
-        if self._lanes is None:
-            self._forked_from = os.getppid()
-        self.place.after_fork(self._lanes is not None)
+        super().after_fork(mutex)
+        self.place.after_fork(self.known_lanes is not None)
         self.native.pause()  # until this process uses the lanes
 
     # ---- sequences of rows that are written out of turn ----
-    def expect_sequences(self) -> None:
-        """Rows carry their sequences, for a writer that replaces them out of turn."""
+    def expect_sequences(self, by_set: bool) -> None:
         self._expects_sequences = True
         if isinstance(self.made, ColumnTable):  # one column more, nothing is copied
             self.made.carry_sequences()
+            self.layout = self.made.layout
 
-    def carry_sequences(self, replacing: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Before the first row is replaced out of turn: makes room for sequences.
-
-        Raises:
-            StorageError: the rows have none, and their layout cannot be changed.
-        """
-        made, lanes = self.made, self._lanes
+    def carry_sequences(self, replacing: Replacing) -> None:
+        made, lanes = self.made, self.known_lanes
         if made is None or lanes is None or made.layout.carries_sequence:
             return
         if isinstance(made, ColumnTable):
             made.carry_sequences()
+            self.layout = made.layout
             return
         if not self.can_widen:
             raise StorageError(
@@ -280,7 +245,6 @@ class LazyTable:
     def fit(
         self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Tensor | None = None
     ) -> Checked:
-        """As `check` of a storage."""
         batch_dims = self.ndim - 1 if single else self.ndim
         if single:
             time_dim = -1
@@ -319,15 +283,17 @@ class LazyTable:
 
     def own_index(self, items: Any, batch_dims: int, time_dim: int) -> Tensor | int:
         """The index that `append` will give to each step of a batch."""
-        assert self._lanes is not None
+        assert self.known_lanes is not None
         if batch_dims == 0:
-            return self._lanes.next_slot()
+            return self.known_lanes.next_slot()
         steps = 1 if time_dim < 0 else _lead_shape(items, batch_dims)[time_dim]
-        times = self._lanes.next_slots(steps)
+        times = self.known_lanes.next_slots(steps)
         if self.ndim == 1:
             return times
-        slots: Any = expand_slots(times, self._lanes.envs)
-        index = torch.stack(tuple(from_slots(slots, self.env_shape)), -1).reshape(steps, self._lanes.envs, self.ndim)
+        slots: Any = expand_slots(times, self.known_lanes.envs)
+        index = torch.stack(tuple(from_slots(slots, self.env_shape)), -1).reshape(
+            steps, self.known_lanes.envs, self.ndim
+        )
         return index[0] if time_dim < 0 else index if time_dim == 0 else index.transpose(0, 1)
 
     def _of_each_step(self, index: Tensor | int) -> Tensor:
@@ -341,21 +307,16 @@ class LazyTable:
         return (key,) in self.made.layout.paths
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
-        """As `append` of a storage."""
-        assert self.made is not None and self._lanes is not None
-        slots, envs = self.made.append(checked.data, most), self._lanes.envs
+        assert self.made is not None and self.known_lanes is not None
+        slots, envs = self.made.append(checked.data, most), self.known_lanes.envs
         return slots if envs == 1 else expand_slots(slots, envs)
 
     def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        """As `replace` of a storage, in two steps: what may fail for want of memory is done here, what is returned
-        writes.
-        """
-        assert self.made is not None and self._lanes is not None
-        first = self._lanes.reserve_sequences(checked.steps)
+        assert self.made is not None and self.known_lanes is not None
+        first = self.known_lanes.reserve_sequences(checked.steps)
         return self.made.prepare_overwrite(slots, checked.data, rows, first)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
-        """As `overwrite` of a storage."""
         assert self.made is not None
         self.made.overwrite(slots, self._plan_rows(items, slots, index_key))
 
@@ -375,7 +336,6 @@ class LazyTable:
         return rows
 
     def is_single(self, items: Any, env_dims: int = 0) -> bool:
-        """Whether the data are one step, to be written at every index; with `env_dims` one of all environments."""
         assert self.made is not None
         leaf = self.made.layout.leaves[0]
         value = pytree.get_entry(items, leaf.path)
@@ -397,31 +357,23 @@ class LazyTable:
         return self.made.read(slots, shape, extra, sequences)
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
-        """Dtype and shape of one leaf of a stored step; None: steps have no such leaf."""
         leaves = () if self.made is None else self.made.layout.leaves
         return next((leaf for leaf in leaves if leaf.path == path), None)
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
-        """One leaf of the steps at these time slots: [n, *envs, ...]."""
         assert self.made is not None
         return self.made.column(path, slots)
 
-    def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
-        """As `Lanes.validated`."""
-        return read() if self._lanes is None else self._lanes.validated(read, errors_only)
-
     def view(self) -> Any:
-        """A live view of all rows, written or not; None: there is no table."""
-        if self.lanes is None or self._lanes is None:
+        if self.lanes is None or self.known_lanes is None:
             return None
-        store = self._lanes.store
+        store = self.known_lanes.store
         return self._shaped_view(0, store.lanes * store.lane_capacity)
 
     def slice(self, index: slice) -> Any:
-        """A live view of the rows of a slice, where they lie next to each other; else None."""
-        if self.made is None or self._lanes is None:
+        if self.made is None or self.known_lanes is None:
             return None
-        store = self._lanes.store
+        store = self.known_lanes.store
         lane = store.lane(0)
         rows = lane["published"] - lane["first"]
         # Without gaps and from slot 0 on: not where a recovery left the middle of a ring, not in several lanes.
@@ -460,27 +412,51 @@ class LazyTable:
 
     def lane_room(self, layout: RowLayout, env_shape: tuple[int, ...]) -> int:
         """Time steps that fit into a lane: of this table, or of one that is made with this layout."""
-        if self._lanes is None:
+        if self.known_lanes is None:
             return self.size.lane_capacity(layout, env_shape, self.place)
-        return self._lanes.store.lane_capacity
+        return self.known_lanes.store.lane_capacity
 
-    def make_room(self, layout: RowLayout, replacing: Callable[[str], AbstractContextManager[None]]) -> None:
+    def make_room(self, layout: RowLayout, replacing: Replacing) -> None:
         """Before rows of this layout are restored: makes room for the sequences that they carry, where it can."""
         if self.can_widen and (self._expects_sequences or layout.carries_sequence):
             self.carry_sequences(replacing)
 
+    @property
+    def has_path(self) -> bool:
+        return self.place.opens_path()
+
+    def sent_state(self, name: str) -> dict[str, Any]:
+        lanes = self.lanes
+        opening = self.place.opening_arguments(self.size, lanes)
+        if opening is not None:
+            return {"init": opening}
+        try:
+            state: dict[str, Any] = {"init": self.place.sent_arguments(self.size, lanes)}
+        except StorageError as error:
+            raise StorageError(f"Cannot share a storage of type {name}{error}") from None
+        unmade = self.place.unmade()
+        if lanes is None and unmade is not None:
+            return {**state, "unmade": unmade}
+        return {**state, "env_shape": self.env_shape, "descriptor": share_fd(locks_of(lanes).fd)}
+
+    def take_sent(self, state: dict[str, Any]) -> None:
+        if "unmade" in state and "init" in state:
+            self.place = FirstWriters(self.place, state["unmade"])
+        elif "descriptor" in state:
+            store, locks, layout = open_passed_store(state["descriptor"])
+            lanes = Lanes(store, locks, turns=self.size.given_lanes is None)
+            self.take(OpenedTable(lanes, self.place.table(lanes, layout), state["env_shape"], self.ndim))
+
     # ---- life ----
-    def clear(self, reset_count: bool = True) -> None:
-        """Forgets every row; the caller uses them alone."""
-        if self.lanes is not None:
-            self.lanes.store.empty(reset_count)
+    def flush(self) -> None:
+        self.place.flush()
 
     def remove(self) -> bool:
         """Frees a table that no other process has seen; False: it stays."""
         if not self.place.remove():
             return False
-        if self._lanes is not None:
-            self._lanes.close()
+        if self.known_lanes is not None:
+            self.known_lanes.close()
         self._forget()
         return True
 
@@ -489,9 +465,8 @@ class LazyTable:
         self.env_shape, self._first_env_shape = (), None
 
     def close(self) -> None:
-        """Ends the use of a file, or gives this process's lane back."""
         with self.mutex:
-            lanes, ends = self._lanes, True
+            lanes, ends = self.known_lanes, True
             try:
                 ends = self.place.close()
             finally:
@@ -523,6 +498,24 @@ class ObservedTable(LazyTable):
     ) -> Rows:
         read = super().read
         return self.validated(lambda: read(slots, shape, extra, sequences))
+
+    @property
+    def is_read_only(self) -> bool:
+        return True
+
+    def view(self) -> Any:
+        """A copy of all rows, written or not: torch has no views of read-only memory."""
+        view = super().view
+        return self.validated(lambda: view().clone())
+
+    def slice(self, index: slice) -> Any:
+        return None
+
+    def fit(self, *args: Any) -> NoReturn:
+        raise StorageError(READ_ONLY)
+
+    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> NoReturn:
+        raise StorageError(READ_ONLY)
 
 
 def _bind_again(table: weakref.ref[LazyTable]) -> None:

@@ -36,14 +36,11 @@ from engram.store.lanes import Lanes
 from engram.store.layout import RowLayout
 from engram.store.locks import LaneLocks
 from engram.store.nodes import note_node
+from engram.store.table import NOT_SENT
 from engram.store.tables import ColumnTable, MadeTable, RowTable
 from engram.store.unmade import UnmadeStore
 
 READ_ONLY = "this buffer was opened with read_only=True: it looks at the rows of others and writes nothing"
-NOT_SENT = (
-    "which belongs to its process; LazyTensorStorage(shared=True) and LazyMemmapStorage can be sent to others, and "
-    "dumps and loads copy any"
-)
 _MAX_SIZE = 1 << 56
 _MOST_DIMS = 64  # of a batch: more than tensors have
 _READ_TRIES = 500  # while rows are being changed in place: about two seconds
@@ -246,13 +243,17 @@ class Place(abc.ABC):
     def arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any] | None:
         """Those for a place like this one, for rows that are copied there; None: a copy opens the same file."""
 
+    def opens_path(self) -> bool:
+        """Whether any process opens the rows by the name of their file."""
+        return False
+
     def opening_arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any] | None:
         """Those that open its file in any process; None: it has none with a name."""
         return None
 
     def sent_arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
-        """Those for a process that shares the rows. StorageError: it cannot."""
-        raise StorageError(NOT_SENT)
+        """Those for a process that shares the rows. StorageError: it cannot; the message goes on from the storage's."""
+        raise StorageError(f", {NOT_SENT}")
 
     # ---- life ----
     def remove(self) -> bool:
@@ -315,7 +316,7 @@ class PrivateMemory(Place):
         return {**size.arguments(made), "device": device, "shared": False, "shared_init": False}
 
     def sent_arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
-        raise StorageError("whose rows are in private memory: make it with shared=True")
+        raise StorageError(" whose rows are in private memory: make it with shared=True")
 
 
 class GivenTensors(Place):
@@ -358,7 +359,7 @@ class GivenRoom(PrivateMemory):
         return {"storage": self._data, "ndim": size.ndim}
 
     def sent_arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
-        raise StorageError(NOT_SENT)
+        raise StorageError(f", {NOT_SENT}")
 
 
 class SharedMemory(Place):
@@ -570,6 +571,9 @@ class NamedFile(_File):
         # A copy's file is temporary: no second store is made in the same folder.
         return {**size.arguments(made), "shared_init": self._shared_init}
 
+    def opens_path(self) -> bool:
+        return True
+
     def opening_arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
         folder = {"scratch_dir": str(self.folder.absolute()), "existsok": True}
         if made is None and (self._shared_init or not is_passing_fds()):
@@ -658,6 +662,9 @@ class ObservedFile(_File):
 
     def arguments(self, size: TableSize, made: Lanes | None) -> None:
         """None."""
+
+    def opens_path(self) -> bool:
+        return True
 
     def opening_arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
         return {"scratch_dir": str(self.folder.absolute())}

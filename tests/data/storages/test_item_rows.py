@@ -279,7 +279,7 @@ def test_changing_what_came_in_or_was_handed_out_changes_nothing_that_is_stored(
     rb = ReplayBuffer(storage=ListStorage(10), batch_size=4, collate_fn=lambda items: items)
     given = [{"a": torch.full((2,), float(i))} for i in range(4)]
     rb.extend(given)
-    for item in [*given, rb[0], rb[-1], *rb[:], *rb.sample(), *rb.storage._storage, *rb.storage._table.items()]:
+    for item in [*given, rb[0], rb[-1], *rb[:], *rb.sample(), *rb.storage._storage, *rb.storage._held_table.items()]:
         item["a"].zero_()
         item["b"] = 1
     stacked = ReplayBuffer(storage=rb.storage, batch_size=4)

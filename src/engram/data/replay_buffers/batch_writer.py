@@ -148,7 +148,7 @@ class BatchWriter:
 
     def as_batch(self, items: list[Any], time_dim: int) -> Any:
         """A list of items as one batch; storages of items take the list."""
-        return items if self._storage._takes_lists else stack(items, time_dim)
+        return self._storage._as_batch(items, time_dim)
 
     def _write_through(self, items: Any, single: bool, update_priority: bool | None) -> Any:
         transform, storage = self.transform, self._storage

@@ -148,6 +148,11 @@ class SavedItems(SavedStorage):
         super().__init__(storage)
         self._table = table
 
+    def default_checkpointer(self) -> Any:
+        from engram.data.replay_buffers.checkpointers.objects import ListStorageCheckpointer
+
+        return ListStorageCheckpointer()
+
     def source(self, background: bool) -> ItemSnapshot:
         return ItemSnapshot(self._table)
 
@@ -198,6 +203,11 @@ def check_state(state: dict[str, Any], max_size: int | None) -> None:
 
 class SavedSteps(SavedStorage):
     """Any other storage: its steps are saved as items, unless its checkpointer saves it in another way."""
+
+    def default_checkpointer(self) -> Any:
+        from engram.data.replay_buffers.checkpointers.objects import ListStorageCheckpointer
+
+        return ListStorageCheckpointer()
 
     def source(self, background: bool) -> Any:
         if background:

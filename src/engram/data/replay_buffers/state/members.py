@@ -16,6 +16,11 @@ _MISFIT = "the state does not fit this ensemble"
 class SavedMembers(SavedStorage):
     """An ensemble: each member is saved and loaded in its own way."""
 
+    def default_checkpointer(self) -> Any:
+        from engram.data.replay_buffers.checkpointers.ensemble import StorageEnsembleCheckpointer
+
+        return StorageEnsembleCheckpointer()
+
     def is_empty(self) -> bool:
         return all(member.saved_form.is_empty() for member in self._storage.storages)
 

@@ -46,6 +46,10 @@ class SavedStorage(abc.ABC):
         return not len(self._storage)
 
     @abc.abstractmethod
+    def default_checkpointer(self) -> Any:
+        """What encodes such a storage for disk, where no other checkpointer is given."""
+
+    @abc.abstractmethod
     def source(self, background: bool) -> Any:
         """What the checkpointer saves: as it is now, though other processes may write.
 

@@ -43,7 +43,7 @@ class StoredRows:
 
     def counters(self) -> dict[str, Any]:
         """Counters of every lane as JSON."""
-        lanes = self._rows.lanes
+        lanes = self._rows.known_lanes
         if lanes is None:
             return {"lane_capacity": 0, "envs": 1, "lanes": []}
         return {"lane_capacity": lanes.store.lane_capacity, "envs": lanes.store.envs, "lanes": lanes.saved_states()}
@@ -63,12 +63,12 @@ class StoredRows:
 
     def identity(self) -> dict[str, Any]:
         """As `Lanes.identity`."""
-        lanes = self._rows.lanes
+        lanes = self._rows.known_lanes
         return {} if lanes is None else lanes.identity()
 
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
         """Rows changed in place since `identity()` returned `since`; None where the log does not reach back so far."""
-        lanes = self._rows.lanes
+        lanes = self._rows.known_lanes
         return None if lanes is None else ChangeTracker(lanes).edited(since)
 
 
@@ -80,8 +80,7 @@ class _Sink(StoredRows):
     """
 
     def __init__(self, table: LazyTable, replacing: Callable[[str], AbstractContextManager[None]]) -> None:
-        super().__init__(table)
-        self._replacing = replacing
+        self._rows, self.ndim, self._replacing = table, table.ndim, replacing
 
     def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         """A ValueError that lists every difference between what was saved and this table."""
@@ -132,7 +131,7 @@ class RowLoad(_Sink):
     """One load of packed rows: the RowSink that a checkpointer fills."""
 
     def __len__(self) -> int:
-        return 0 if self._rows.lanes is None else len(self._rows.lanes)
+        return 0 if self._rows.known_lanes is None else len(self._rows.known_lanes)
 
     def begin_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         """Makes the table if there is none and empties it."""
@@ -140,7 +139,7 @@ class RowLoad(_Sink):
         self._made_table = self._rows.made is None and layout is not None
         if layout is not None:
             self._make_room(layout, counters)
-        self._lanes, self._table = self._rows.lanes, self._rows.made
+        self._lanes, self._table = self._rows.known_lanes, self._rows.made
         # From here on the old rows are being lost: whatever may fail comes first.
         self._byte_order = None  # where a saved row has each byte of ours, as its keys may have been in another order
         if layout is not None and self._table is not None:
@@ -214,8 +213,7 @@ class StagedRows(_Sink):
     def __init__(
         self, table: LazyTable, replacing: Callable[[str], AbstractContextManager[None]], spill: bool = False
     ) -> None:
-        super().__init__(table, replacing)
-        self._spill = spill
+        self._rows, self.ndim, self._replacing, self._spill = table, table.ndim, replacing, spill
 
     def __len__(self) -> int:
         return 0  # filling this destroys nothing
@@ -301,11 +299,19 @@ class SavedRows(SavedStorage):
     """A storage of rows of one layout."""
 
     def __init__(self, storage: Any, table: LazyTable) -> None:
-        super().__init__(storage)
-        self._rows, self._now = table, StoredRows(table)
+        self._storage, self._rows = storage, table
+
+    @property
+    def _now(self) -> StoredRows:
+        return StoredRows(self._rows)
+
+    def default_checkpointer(self) -> Any:
+        from engram.data.replay_buffers.checkpointers.rows import TensorStorageCheckpointer
+
+        return TensorStorageCheckpointer()
 
     def hands_out(self, needs: str) -> bool:
-        return hasattr(self._now, needs)
+        return hasattr(StoredRows, needs)
 
     def source(self, background: bool) -> Any:
         table = self._rows
@@ -330,7 +336,8 @@ class SavedRows(SavedStorage):
         return StagedRows(self._rows, self._storage._replacing, spill)
 
     def restore_point(self) -> Callable[[], None] | None:
-        layout, counters = self._now.layout_state(), self._now.counters()
+        now = StoredRows(self._rows)
+        layout, counters = now.layout_state(), now.counters()
         if layout is None:
             return self.sink().forget
         rows = StagedRows(self._rows, self._storage._replacing)
@@ -338,7 +345,7 @@ class SavedRows(SavedStorage):
             rows.begin_restore(layout, counters)
         except TooManyRowsError:
             return None
-        copy_blocks(self._now, layout, counters, rows)
+        copy_blocks(now, layout, counters, rows)
         return rows.commit
 
     def state(self) -> dict[str, Any]:

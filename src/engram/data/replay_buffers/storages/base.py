@@ -1,8 +1,7 @@
-"""The interface of storages: rows are checked, appended, read and replaced; and what every storage does with that."""
+"""Storages: a table of rows with a lock, and TorchRL's names on top."""
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import copy
 import functools
@@ -25,30 +24,17 @@ from engram.checkpoint.foreign import open_saved
 from engram.checkpoint.snapshot import save_snapshot
 from engram.data.replay_buffers.state.items import SavedSteps
 from engram.data.replay_buffers.state.plans import SavedStorage
-from engram.data.replay_buffers.storages.overrides import (
-    count_steps,
-    first_leaf,
-    route_to_overrides,
-    rows_of,
-)
-from engram.errors import StorageError
-from engram.pytree import KeyPath, format_key, get_entry
+from engram.data.replay_buffers.storages.overrides import GetSetTable, InnerMethods, OuterMethods, OwnTable
+from engram.data.replay_buffers.storages.setting import RowSetter, next_steps
+from engram.pytree import KeyPath
 from engram.store.copies import MadeFromParts
-from engram.store.files import is_passing_fds, pickle_by_state
-from engram.store.indexing import (
-    MissingRowError,
-    Selection,
-    from_slots,
-    look_again,
-    select,
-    stored_slots,
-    to_slots,
-    unwritten,
-)
-from engram.store.lanes import Lanes, warn_of_copy
+from engram.store.files import pickle_by_state
+from engram.store.indexing import MissingRowError, from_slots, look_again, select, to_slots, unwritten
+from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.places import checked_max_size
-from engram.store.tables import Checked, NativeRows, Rows, expand_slots, warn_of_items
+from engram.store.table import Table
+from engram.store.tables import Checked, Rows
 
 _T = TypeVar("_T")
 
@@ -67,7 +53,7 @@ class StorageUser:
         """Called in a forked child, before the storage is used there."""
 
 
-class Storage(MadeFromParts, abc.ABC):
+class Storage(MadeFromParts):
     """Holds rows.
 
     Samplers read `lanes` to learn which rows exist, and `read` them; writers hand a `check`ed batch to `append` or
@@ -84,57 +70,55 @@ class Storage(MadeFromParts, abc.ABC):
 
     #: Batch dimensions of the data; the last one is time.
     ndim: int = 1
-    #: Whether this process only reads the rows, which another one writes.
-    read_only = False
-
-    #: Whether `update_if_present` of a buffer can write over its rows.
-    supports_conditional_update: ClassVar[bool] = True
-
-    # Whether any objects are stored one by one, so that reading several gives a list of them.
-    _holds_items: ClassVar[bool] = False
-    # Whether a list that is written stays one.
-    _takes_lists: ClassVar[bool] = False
-    # What makes a batch of what was read, where the buffer does not say it.
-    _default_collate: ClassVar[Any] = None
+    # What a child of the user's, of this class or one of its kind, has of its own.
+    _overrides: ClassVar[frozenset[str]] = frozenset()
+    # The table of a child of this class itself.
+    _own_table: ClassVar[type[OwnTable] | type[GetSetTable]] = OwnTable
+    # Where each row stores its own index, in a `set` that a child overrides.
+    _index_key: str | None = None
     # Whether what is `set` now are new rows (`_setting_new_rows`).
     _sets_new_rows = False
-    #: What native calls may do with the rows past the methods of this class, now.
-    native: NativeRows = NativeRows()
-    # Whether it has a `replace`, which writes rows out of turn.
-    _replaces_rows: ClassVar[bool] = True
-    # Methods that a child of the user's, of this class or one of its kind, has of its own.
-    _overrides: ClassVar[frozenset[str]] = frozenset()
-    # Where each row stores its own index, in a `set` that a child overrides (`overrides.py`).
-    _index_key: str | None = None
-    # Whether its buffer's batches carry an index, so that rows must have a place for it where a writer stores it.
-    _requires_index = False
-    # Whether its steps can be saved as items, one by one (`StepsAsItems`).
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         pickle_by_state(cls)
         ours = next(kind for kind in cls.__mro__ if _is_ours(kind))
         cls._overrides = own = frozenset(name for kind in cls.__mro__[: cls.__mro__.index(ours)] for name in vars(kind))
-        if ours is Storage:
-            cls._replaces_rows = "replace" in own
-            if own >= {"get", "set"} and "append" not in own:
-                for name in _FROM_GET_AND_SET:
-                    if name not in own:
-                        setattr(cls, name, vars(_GetSetStorage)[name])
-        elif ours is not cls:
-            route_to_overrides(cls)
+        if ours is Storage and own >= {"get", "set"} and "append" not in own:
+            cls._own_table = GetSetTable
 
     def __init__(self, max_size: int | None, checkpointer: Any = None, compilable: bool = False) -> None:
-        self._max_size = checked_max_size(max_size)
-        self._checkpointer: Any = None
-        self.checkpointer = checkpointer
+        missing = _MUST_DEFINE - self._overrides
+        if missing and self._own_table is OwnTable:
+            raise TypeError(
+                f"Can't instantiate abstract class {type(self).__name__}: it has no {', '.join(sorted(missing))}"
+            )
+        self._hold(self._own_table(self, checked_max_size(max_size), self._overrides), checkpointer)
+
+    def _hold(self, table: Table, checkpointer: Any, saved_as: Callable[[Storage], SavedStorage] = SavedSteps) -> None:
+        """Begins with a table, which is saved and loaded in this form."""
+        self._held_table, self._saved_as, self.native = table, saved_as, table.native
+        # By what buffers write and read, and by what `set` and `get` do.
+        self._outer_methods: Table | OuterMethods = table
+        self._inner_methods: Table | InnerMethods = table
+        own = self._overrides
+        if not isinstance(table, OwnTable | GetSetTable):
+            self.ndim = table.ndim
+            if own & {"set", "get", "read", "_empty"}:
+                self._outer_methods = OuterMethods(table, self, own)
+            if own & {"check", "append", "overwrite", "read"}:
+                self._inner_methods = InnerMethods(table, self, own)
+            reads = not own & {"get", "read", "column", "leaf"}
+            self.native.limit(reads=reads, appends=not own & {"set", "check", "append"})
         # Raised before and after all rows are replaced (`empty`, `loads`), so odd meanwhile: rows that were drawn
         # under another value are not read.
         self._incarnation = 0
         self._attached: weakref.WeakSet[StorageUser] = weakref.WeakSet()
         #: Held by writers, and by readers that need the rows not to change.
         self.mutex = threading.RLock()
-        self._forked_from = 0  # the process that had this storage, without rows, when it forked this one
+        table.use(self.mutex)
+        self._checkpointer: Any = None
+        self.checkpointer = checkpointer
         _live.add(self)
 
     # ---- facts ----
@@ -146,22 +130,34 @@ class Storage(MadeFromParts, abc.ABC):
     @property
     def max_size(self) -> int | None:
         """The number of steps that fit; None: no limit."""
-        return self._max_size
+        return self._held_table.max_size
 
     @property
-    @abc.abstractmethod
     def lanes(self) -> Lanes | None:
         """Counters of the stored rows (`Lanes.in_memory` makes some); None before the first write."""
+        lanes = self._held_table.known_lanes
+        return self._held_table.lanes if lanes is None else lanes
 
     @property
     def layout(self) -> RowLayout | None:
         """Keys, shapes and dtypes of a stored step; None before the first write, and where steps may differ."""
-        return None
+        layout = self._held_table.layout
+        return self._held_table.layout if layout is None and self.lanes is not None else layout
 
     @property
     def env_shape(self) -> tuple[int, ...]:
         """The shape of the environments: `()` with ndim=1, `(envs,)` with ndim=2."""
-        return ()
+        return self._held_table.env_shape
+
+    @property
+    def read_only(self) -> bool:
+        """Whether this process only reads the rows, which another one writes."""
+        return self._held_table.is_read_only
+
+    @property
+    def supports_conditional_update(self) -> bool:
+        """Whether `update_if_present` of a buffer can write over its rows."""
+        return self._held_table.replaces_in_place and not self._overrides & {"set", "get"}
 
     @property
     def shape(self) -> torch.Size:
@@ -215,42 +211,35 @@ class Storage(MadeFromParts, abc.ABC):
 
     def flatten(self) -> Storage:
         """This storage, where it has one dimension; else a new one of one dimension with copies of all rows."""
-        return self
+        if self.ndim == 1 or self.layout is None:
+            return self
+        from engram.data.replay_buffers.storages.tensor import TensorStorage
+
+        return TensorStorage(pytree.flatten_dims(self.get(slice(None)), 0, len(self.env_shape)))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the storage, used or not; 0 before the first write."""
-        return len(self) * self._bytes_per_row()
+        return self._held_table.nbytes
 
     @property
     def _storage(self) -> Any:
         """The stored data; a live view where the storage has one."""
-        return self.get(slice(None)) if len(self) else None
+        view = self._held_table.view()
+        return self.get(slice(None)) if view is None and len(self) else view
 
     @property
     def _item_shape(self) -> tuple[int, ...]:
         """Batch dimensions of a stored item: `()` of steps, `(T,)` of whole trajectories of T steps."""
-        return ()
+        return self._held_table.item_shape
 
     @property
     def _is_full(self) -> bool:
-        return self._settled(lambda: self.lanes is not None and self.lanes.is_full)
+        return self._settled(lambda: self._held_table.is_full)
 
     def __len__(self) -> int:
         """Stored steps of all writers; with `lanes=n` at most `max_size / n` of each."""
-        return self._settled(self._count)
-
-    def _count(self) -> int:
-        lanes = self.lanes
-        if lanes is None:
-            self._warn_of_copy()
-            return 0
-        return len(lanes)
-
-    def _warn_of_copy(self) -> None:
-        """Warns where this process was forked before the first write, so that there was nothing to share."""
-        parent, self._forked_from = self._forked_from, 0
-        warn_of_copy(parent)
+        return self._settled(self._held_table.count)
 
     @property
     def write_count(self) -> int:
@@ -259,14 +248,32 @@ class Storage(MadeFromParts, abc.ABC):
 
     def _bytes_per_row(self) -> int:
         """Bytes that a stored row takes in a batch; 0 before the first write."""
-        if self.lanes is None or not len(self):
-            return 0
-        rows = self.read(stored_slots(self.lanes.store)[:1]).batch
-        values = [torch.as_tensor(value) for _, value in pytree.describe(rows, 1)[1]]
-        return sum(value.numel() * value.itemsize for value in values)
+        return self._held_table.row_bytes
+
+    @property
+    def _holds_items(self) -> bool:
+        """Whether reading several rows gives a list of them."""
+        return self._held_table.holds_items
+
+    @property
+    def _requires_index(self) -> bool:
+        """Whether batches carry an index, so that rows must have a place for it where a writer stores it."""
+        return self._held_table.requires_index
+
+    @_requires_index.setter
+    def _requires_index(self, required: bool) -> None:
+        self._held_table.requires_index = required
+
+    def _as_batch(self, items: Any, time_dim: int) -> Any:
+        """A list that is written, as a batch where rows have one layout."""
+        return self._held_table.as_batch(items, time_dim)
+
+    @property
+    def _default_collate(self) -> Any:
+        """What makes a batch of what was read, where the buffer does not say it."""
+        return self._held_table.collate
 
     # ---- writing: check, then append or overwrite ----
-    @abc.abstractmethod
     def check(
         self,
         items: Any,
@@ -284,25 +291,26 @@ class Storage(MadeFromParts, abc.ABC):
             ValueError, TypeError: the batch does not fit; the message names the leaf.
             StorageError: the storage cannot be made.
         """
+        return self._outer_methods.fit(items, single, time_dim, index_key, index)
 
-    @abc.abstractmethod
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         """Writes behind the newest row; returns slots, int64 [steps * envs] in the order of time.
 
         With `most`, only so many of the first steps. Of one step without batch dimensions it may return the slot as a
         number.
         """
+        return self._outer_methods.append(checked, most)
 
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
         """Writes rows (int64 [n]) of a checked batch over stored ones; the caller uses the storage exclusively.
 
         Each gets a sequence of its own (`lanes.reserve_sequences`), which `lanes.own_sequences` returns.
         """
-        raise NotImplementedError(f"a {type(self).__name__} has no `replace`, which writers need that keep the best")
+        self._held_table.prepare_replace(checked, rows, slots)()
 
     def _prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
         """As `replace`, in two steps: what may fail for want of memory is done here, what is returned writes."""
-        return functools.partial(self.replace, checked, rows, slots)
+        return self._held_table.prepare_replace(checked, rows, slots)
 
     def _expect_sequences(self, by_set: bool = False) -> None:
         """Called for a writer that replaces rows out of turn (`by_set`: by `set`): every row then carries its sequence.
@@ -310,6 +318,7 @@ class Storage(MadeFromParts, abc.ABC):
         Raises:
             TypeError: this storage does not let the writer do that.
         """
+        self._outer_methods.expect_sequences(by_set)
 
     def _carry_sequences(self) -> None:
         """Before the first row is written over another one out of turn: makes room for the sequences of rows.
@@ -317,8 +326,8 @@ class Storage(MadeFromParts, abc.ABC):
         Raises:
             StorageError: the rows have none, and their layout cannot be changed.
         """
+        self._held_table.carry_sequences(self._replacing)
 
-    @abc.abstractmethod
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         """Writes items over stored rows, one for each slot (int64 [n]); the caller uses the storage exclusively.
 
@@ -328,9 +337,9 @@ class Storage(MadeFromParts, abc.ABC):
             IndexError: a slot holds no row.
             ValueError, TypeError: the items do not fit; nothing was written.
         """
+        self._outer_methods.overwrite(slots, items, index_key)
 
     # ---- reading ----
-    @abc.abstractmethod
     def read(
         self,
         slots: Tensor,
@@ -345,36 +354,26 @@ class Storage(MadeFromParts, abc.ABC):
             extra: entries to add at the root of the batch.
             sequences: also return each row's sequence.
         """
+        return self._outer_methods.read(slots, shape, extra, sequences)
 
     def _read_items(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool, collated: bool) -> Rows:
         """As `read`, of a storage of items: the caller's own ones; with `collated` a batch, or what is yet to be one.
 
         A batch has the entries of `extra`.
         """
-        return self.read(slots, None, extra, sequences)
+        return self._outer_methods.read_batch(slots, extra, sequences, collated)
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         """Dtype and shape of one leaf of a stored step; None: steps have no such leaf."""
-        if not len(self) or self.lanes is None:
-            return None
-        value = get_entry(self.read(stored_slots(self.lanes.store)[:1]).batch, path)
-        return None if value is None else LeafSpec(path, value.dtype, tuple(value.shape[1:]))
+        return self._outer_methods.leaf(path)
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         """One leaf of the steps at these time slots: [n, *envs, ...]. The caller holds the storage's mutex."""
-        rows = torch.as_tensor(expand_slots(slots, math.prod(self.env_shape)))
-        values = get_entry(self.read(rows).batch, path)
-        if values is None:
-            raise KeyError(f"the stored steps have no {format_key(path)}")
-        column: Tensor = values.reshape(len(slots), *self.env_shape, *values.shape[1:])
-        return column
+        return self._outer_methods.column(path, slots)
 
     def _validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
-        """What `read` returns, of a moment in which no other process changed stored rows in place.
-
-        With `errors_only` just an error must be of one moment.
-        """
-        return read()
+        """As `Lanes.validated`."""
+        return self._held_table.validated(read, errors_only)
 
     def get(self, index: Any) -> Any:
         """The rows at an index, copied.
@@ -382,8 +381,9 @@ class Storage(MadeFromParts, abc.ABC):
         Raises:
             IndexError: a step that has not been written.
         """
+        read = functools.partial(self._read_stored, index)
         for _ in range(100):
-            rows = self._beside_writers(functools.partial(self._read_stored, index))
+            rows = self._held_table.validated(functools.partial(self._beside_writers, read))
             if rows.overwritten is None:
                 return rows.batch
         raise RuntimeError("other processes overwrite these rows faster than they can be copied; read fewer at a time")
@@ -395,7 +395,7 @@ class Storage(MadeFromParts, abc.ABC):
             if lanes is None:
                 raise IndexError(f"index {index!r:.80}: nothing has been written to this storage yet")
             selection = select(lanes.store, index, self.env_shape)
-            rows = self._read_selection(selection)
+            rows = self._held_table.of_selection(self._inner_methods.read(selection.slots, selection.shape), selection)
         if rows.absent is not None:
             raise unwritten(lanes.store, int(selection.slots[rows.absent[0]]))
         return rows
@@ -412,13 +412,6 @@ class Storage(MadeFromParts, abc.ABC):
             if self.lanes is None:
                 raise
             return look_again(self.lanes.store, look)
-
-    def _read_selection(self, selection: Selection) -> Rows:
-        return self._read_rows(selection.slots, selection.shape)
-
-    def _read_rows(self, slots: Tensor, shape: tuple[int, ...] | None = None) -> Rows:
-        """Reads in a `get`, which no `read` made of that `get` may call again."""
-        return self.read(slots, shape)
 
     def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> None:
         """Writes at an index: replaces rows that are stored, and appends at those that follow directly on them.
@@ -442,120 +435,25 @@ class Storage(MadeFromParts, abc.ABC):
             >>> len(storage), storage[:]
             (4, tensor([ 0.,  1., 20., 30.]))
         """
-        with self.mutex:
+        with self.mutex, self._held_table.making():  # in the order of `extend`
             index_key = self._index_key if index_key is None else index_key
-            index = self._as_new_steps(cursor, data) if isinstance(cursor, slice) else cursor
-            steps = _listed_steps(index)
-            if steps is None:
-                self._replace_stored(index, data, index_key)
-                return
-            stored = self._are_stored(steps)
-            if self._sets_new_rows and torch.equal(steps, self._next_steps(len(steps))):
-                stored[:] = False  # round the ring: the newest rows take the place of the oldest
-            lanes = self.lanes
-            # A new row can take the place of any stored one where that gets a sequence of its own.
-            as_new = self._sets_new_rows and self._replaces_rows and self.ndim == 1
-            as_new = as_new and lanes is not None and lanes.store.lanes == 1
-            if bool(stored.all()) and not as_new:
-                self._replace_stored(index, data, index_key)
-                return
-            rows = self._rows_for(index, len(steps), data)
-            new = steps[~stored]
-            following = self._next_steps(len(new))
-            if not torch.equal(new, following):
-                raise IndexError(
-                    f"index {new[new != following][0]} has not been written, and does not follow directly on the "
-                    f"{len(self)} stored steps: the next is {following[0]}. Nothing was written"
-                )
-            self._set_and_append(steps, stored, rows, index_key, as_new=as_new)
+            self._setter.set(cursor, data, index_key, new_rows=self._sets_new_rows)
 
-    def _as_new_steps(self, index: slice, items: Any) -> slice | range:
-        """A slice as a range of time steps where it has as many of these as the data, and not all are stored."""
-        start, stop = index.start or 0, self.max_size if index.stop is None else index.stop
-        if type(start) is not int or type(stop) is not int or index.step not in (None, 1):
-            return index
-        if not 0 <= start < stop or stop - start != _length(items):
-            return index
-        is_single = not isinstance(items, list) and self.lanes is not None and len(self) and self._is_single(items)
-        if is_single or (self.max_size is not None and stop > self.max_size):
-            return index
-        steps = range(start, stop)
-        return index if bool(self._are_stored(torch.tensor(steps)).all()) else steps
-
-    def _set_and_append(self, steps: Tensor, stored: Tensor, rows: Any, index_key: str | None, *, as_new: bool) -> None:
-        """Replaces the rows of those steps that are stored, and appends those of the others."""
-        replaces, appends = bool(stored.any()), not bool(stored.all())
-        if appends:
-            checked = self._check_rows(pytree.select_rows(rows, ~stored) if replaces else rows, index_key)
-            if checked.steps != len(steps) - int(stored.sum()):
-                raise ValueError(f"{len(steps)} steps are indexed, the data have others; nothing was written")
-        if replaces:
-            replaced = pytree.select_rows(rows, stored) if appends else rows
-            put = self._replace_by_new if as_new else self._replace_stored
-            put(steps[stored], replaced, index_key)
-        if appends:
-            self._append_rows(checked)
-
-    def _check_rows(self, items: Any, index_key: str | None, index: Tensor | None = None) -> Checked:
-        """Checks in a `set`, as `_append_rows` appends."""
-        return self.check(items, False, 0, index_key, index)
-
-    def _append_rows(self, checked: Checked) -> None:
-        """Appends in a `set`, which no `append` made of that `set` may call again."""
-        self.append(checked)
-
-    def _rows_for(self, index: Any, n: int, items: Any) -> Any:
-        """Data for n steps as a batch: one row is repeated, a list becomes a batch where rows have one layout."""
-        if np.ndim(index) == 0 and not isinstance(index, range):
-            if self._holds_items:
-                return [items]
-            return pytree.expand(items, 1) if self.lanes is None or self._is_single(items, self.ndim - 1) else items
-        if type(items) is list and not self._takes_lists:
-            return pytree.stack(items, 0)
-        return pytree.expand(items, n) if self.lanes is not None and self._is_single(items) else items
-
-    def _next_steps(self, n: int) -> Tensor:
-        """The time steps that the next n rows of this process go to: int64 [n]."""
-        if self.lanes is not None:
-            return self.lanes.next_slots(n)
-        return torch.arange(n) if self.max_size is None else torch.arange(n) % self.max_size
-
-    def _are_stored(self, steps: Tensor) -> Tensor:
-        """Which of these time steps hold rows: bool [n]. IndexError: one lies outside the storage."""
-        lanes = self.lanes
-        if lanes is None:
-            return torch.zeros(len(steps), dtype=torch.bool)
-        room = lanes.capacity // lanes.envs
-        if bool((steps >= room).any()):
-            raise IndexError(
-                f"index {int(steps.max())} has not been written, and lies outside the {room} steps that the storage "
-                "has room for; nothing was written"
-            )
-        return lanes.store.generations(steps * lanes.envs) >= 0
+    @property
+    def _setter(self) -> RowSetter:
+        return RowSetter(self._held_table, self._inner_methods, self._replacing)
 
     def _assign(self, index: Any, items: Any, index_key: str | None) -> None:
         """Replaces stored rows for `rb[index] = items`."""
-        self._replace_stored(index, items, index_key)
+        with self.mutex:
+            if isinstance(self._outer_methods, OuterMethods) and self._outer_methods.writes_by_set:
+                self._outer_methods.set(index, items, index_key)
+            else:
+                self._setter.replace(index, items, index_key)
 
-    def _replace_stored(self, index: Any, items: Any, index_key: str | None = None) -> None:
-        """Replaces stored rows in place: they are the same steps with other values."""
-        if self.lanes is None:
-            raise IndexError(f"index {index!r} has not been written: the storage is empty; extend it first")
-        with self.lanes.exclusive("changing stored rows"):
-            self._set(select(self.lanes.store, index, self.env_shape), items, index_key)
-
-    def _replace_by_new(self, slots: Tensor, items: Any, index_key: str | None) -> None:
-        """Puts new rows in the place of stored ones: each gets a sequence of its own."""
-        if len(set(slots.tolist())) != len(slots):
-            raise ValueError("an index names a step twice; nothing was written")
-        self._carry_sequences()
-        checked = self._check_rows(items, index_key, slots)
-        if checked.steps != len(slots):
-            raise ValueError(f"{len(slots)} steps are indexed, the data have {checked.steps}; nothing was written")
-        with self._exclusive("replacing rows"):
-            assert self.lanes is not None
-            self._prepare_replace(checked, torch.arange(len(slots)), slots)()
-            self.lanes.store.count_replaced(slots)
+    def _next_steps(self, n: int) -> Tensor:
+        """The time steps that the next n rows of this process go to: int64 [n]."""
+        return next_steps(self._held_table, n)
 
     @contextlib.contextmanager
     def _setting_new_rows(self) -> Iterator[None]:
@@ -569,25 +467,12 @@ class Storage(MadeFromParts, abc.ABC):
 
     def _for_own_writers(self) -> Any:
         """What a writer of a user's own calls `set` of."""
-        return self
-
-    def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
-        if len(set(selection.slots.tolist())) != len(selection.slots):
-            raise ValueError("an index names a step twice; nothing was written")
-        if self._is_single(items):
-            items = pytree.expand(items, len(selection.slots))
-        elif len(selection.shape) > 1:
-            items = pytree.flatten_dims(items, 0, len(selection.shape) - 1)
-        self.overwrite(selection.slots, items, index_key)
-
-    def _is_single(self, items: Any, env_dims: int = 0) -> bool:
-        """Whether the data are one step, to be written at every index; with `env_dims` one of all environments."""
-        path, value = pytree.describe(items, 0)[1][0]
-        leaf = self.leaf(path)
-        return leaf is not None and torch.as_tensor(value).ndim == env_dims + len(leaf.shape)
+        return self._held_table.for_own_writers(self)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.get(index)
+        """Rows at an index; a slice of rows that lie next to each other is a live view, for reading only."""
+        view = self._held_table.slice(index) if isinstance(index, slice) else None
+        return self.get(index) if view is None else view
 
     def __setitem__(self, index: Any, items: Any) -> None:
         self.set(index, items)
@@ -629,8 +514,10 @@ class Storage(MadeFromParts, abc.ABC):
             StorageInUseError: another process has the storage open.
         """
         with self._replacing("empty"):
-            if self.lanes is not None:
-                self.lanes.store.empty(reset_count)
+            self._outer_methods.clear(reset_count)
+
+    def _empty(self) -> None:
+        """Called before all rows are forgotten, of a child that overrides it as TorchRL's users do."""
 
     def attach(self, buffer: Any) -> None:
         """Notes that a buffer uses this storage."""
@@ -638,12 +525,17 @@ class Storage(MadeFromParts, abc.ABC):
             self._attached.add(buffer)
 
     def flush(self) -> None:
-        """Makes the rows appended so far survive a power cut, where the storage outlives its processes."""
+        """Makes the rows appended so far survive a power cut, where the storage outlives its processes.
+
+        Raises:
+            StorageError: the disk failed, and no row counts as flushed that did not before. The next call writes all
+                of them again; it fails, too, where the system has dropped one meanwhile.
+        """
+        self._held_table.flush()
 
     def release(self) -> None:
         """Gives this process's lane back, for another process to take."""
-        if self.lanes is not None:
-            self.lanes.release()
+        self._held_table.release()
 
     def mark_seam(self) -> None:
         """Begins a trajectory at the next row that this process writes, whatever its id and flags are."""
@@ -651,8 +543,8 @@ class Storage(MadeFromParts, abc.ABC):
             self.lanes.mark_seam()
 
     def close(self) -> None:
-        """Ends the use of the storage by this object."""
-        self.release()
+        """Ends the use of the storage by this object; what was written to a folder is synced, and there for `open`."""
+        self._held_table.close()
 
     def _turn(self) -> AbstractContextManager[None]:
         """A block in which no other process appends where this one does; the caller holds the mutex.
@@ -662,15 +554,15 @@ class Storage(MadeFromParts, abc.ABC):
         Raises:
             StorageInUseError: another process has been appending for ten seconds; the message names it.
         """
-        return contextlib.nullcontext()
+        return self._held_table.turn()
 
-    def _exclusive(self, operation: str) -> AbstractContextManager[None]:
+    def _exclusive(self, operation: str) -> AbstractContextManager[Any]:
         """A block that no other user of the storage runs beside.
 
         Raises:
             StorageInUseError: another process has the storage open; `operation` is named in the message.
         """
-        return self.mutex if self.lanes is None else self.lanes.exclusive(operation)  # type: ignore[return-value]
+        return self._held_table.exclusive(operation)
 
     @contextlib.contextmanager
     def _replacing(self, operation: str) -> Iterator[None]:
@@ -688,7 +580,7 @@ class Storage(MadeFromParts, abc.ABC):
     def _settled(self, look: Callable[[], _T]) -> _T:
         """What `look` returns, outside of a replacement of all rows: waits for its end where one is under way."""
         before = self._incarnation
-        result = look()
+        result = self._held_table.validated(look)
         if before == self._incarnation and not before % 2:
             return result
         with self.mutex:
@@ -696,26 +588,23 @@ class Storage(MadeFromParts, abc.ABC):
 
     def _limit(self, max_size: int) -> None:
         """Gives an empty storage without limit a size."""
-        raise ValueError(f"capacity={max_size}, but the storage has max_size={self.max_size}; give one of them")
+        self._held_table.limit(max_size)
 
     def _share(self) -> None:
         """Lets other processes see and write the rows; a ValueError where they cannot."""
-        raise ValueError(
-            f"shared=True needs LazyTensorStorage or LazyMemmapStorage, whose rows processes can share, "
-            f"not {type(self).__name__}"
-        )
+        self._held_table.share(type(self).__name__)
 
     # ---- saving ----
     @property
     def saved_form(self) -> SavedStorage:
         """This storage, as it is saved and loaded."""
-        return SavedSteps(self)
+        return self._saved_as(self)
 
     @property
     def checkpointer(self) -> Any:
         """Encodes this storage for disk; may be assigned. TypeError: it saves another kind of storage."""
         if self._checkpointer is None:
-            self._checkpointer = self._default_checkpointer()
+            self._checkpointer = self.saved_form.default_checkpointer()
         return self._checkpointer
 
     @checkpointer.setter
@@ -724,14 +613,9 @@ class Storage(MadeFromParts, abc.ABC):
         if needs is not None and not self.saved_form.hands_out(needs):
             raise TypeError(
                 f"a {type(checkpointer).__name__} cannot save a {type(self).__name__}, which hands out no {needs}; use "
-                f"a {type(self._default_checkpointer()).__name__}"
+                f"a {type(self.saved_form.default_checkpointer()).__name__}"
             )
         self._checkpointer = checkpointer
-
-    def _default_checkpointer(self) -> Any:
-        from engram.data.replay_buffers.checkpointers.objects import ListStorageCheckpointer
-
-        return ListStorageCheckpointer()
 
     def register_save_hook(self, hook: Callable[..., Any]) -> None:
         """Adds a callable that storages' checkpointers apply to what is saved."""
@@ -806,37 +690,29 @@ class Storage(MadeFromParts, abc.ABC):
     def _after_fork(self) -> None:
         """In a child: mutexes that no thread of the parent holds."""
         self.mutex = threading.RLock()
-        self._begin_in_child()
+        self._held_table.after_fork(self.mutex)
         for buffer in list(self._attached):
             buffer.after_fork()
 
-    def _begin_in_child(self) -> None:
-        if self.lanes is not None:
-            self.lanes.mutex = self.mutex
-        else:
-            self._forked_from = os.getppid()
-
     def __getstate__(self) -> dict[str, Any]:
-        return {"init": self._sent_arguments()}
+        return self._held_table.sent_state(type(self).__name__)
 
-    def _sent_arguments(self) -> dict[str, Any]:
-        """The constructor's arguments in a process that this storage is sent to, which shares its rows.
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if not _is_direct(type(self)):
+            self.__init__(**_opening_arguments(state))  # type: ignore[misc]
+        elif self._own_table is GetSetTable:
+            Storage.__init__(self, None)
+        else:
+            vars(self).update(state)
+            return
+        self._held_table.take_sent(state)
 
-        Raises:
-            StorageError: it cannot be sent.
-        """
-        raise StorageError(
-            f"Cannot share a storage of type {type(self).__name__}, which belongs to its process; "
-            "LazyTensorStorage(shared=True) and LazyMemmapStorage can be sent to others, and dumps and loads copy any"
-        )
-
-    def _copy_arguments(self) -> dict[str, Any] | None:
-        """Arguments for a storage like this one, to put copied rows in; None: it is copied as any object."""
-        return None
+    def _check_sending(self) -> None:
+        self._held_table.check_sending()
 
     def _description(self) -> dict[str, Any] | None:
         """Arguments for a storage like this one, as far as a checkpoint can have them; None: they are not known."""
-        arguments = self._copy_arguments()
+        arguments = self._held_table.arguments()
         plain = {bool, int, str, type(None)}
         return arguments if arguments is not None and plain.issuperset(map(type, arguments.values())) else None
 
@@ -849,21 +725,33 @@ class Storage(MadeFromParts, abc.ABC):
     @property
     def _pickled_by_path(self) -> bool:
         """Whether a pickle names a file instead of holding its rows."""
-        return False
+        return self._held_table.has_path
 
     @property
     def _pickled_from_parts(self) -> bool:
-        return not self._pickled_by_path and self._copy_arguments() is not None
+        return not self._held_table.has_path and self._held_table.arguments() is not None
 
     def _held_still(self) -> AbstractContextManager[Any]:
         return self.mutex
 
     def _copy_parts(self) -> tuple[Any, tuple[Any, ...]]:
         state = self.state_dict() if len(self) or self.lanes is not None else None
-        return _unpickled, (type(self), self._copy_arguments(), self._checkpointer, self.saved_form.row_form(), state)
+        return _unpickled, (
+            type(self),
+            self._held_table.arguments(),
+            self._checkpointer,
+            self.saved_form.row_form(),
+            state,
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        arguments = self._copy_arguments()
+        arguments = self._held_table.arguments()
+        with self.mutex:
+            own = self._held_table.own_state() if "__getstate__" not in self._overrides else None
+            if own is not None:
+                memo[id(self)] = twin = type(self).__new__(type(self))
+                twin.__setstate__(copy.deepcopy(own, memo))
+                return twin
         if arguments is None:
             return copy._reconstruct(self, memo, *super().__reduce_ex__(4))  # type: ignore[attr-defined]
         with self.mutex:
@@ -875,243 +763,27 @@ class Storage(MadeFromParts, abc.ABC):
         return twin
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(max_size={self.max_size}, len={len(self)}, ndim={self.ndim})"
+        extra = self._held_table.extra
+        return f"{type(self).__name__}(max_size={self.max_size}, len={len(self)}, ndim={self.ndim}{extra})"
 
 
-class _GetSetStorage(Storage):
-    """What a storage of a user's own gets that has only `get`, `set` and `__len__`: the rest, made of these."""
-
-    _own_lanes: Lanes | None = None
-    _takes_lists: ClassVar[bool] = True
-
-    @property
-    def lanes(self) -> Lanes:
-        if self._own_lanes is None:
-            self._own_lanes = Lanes.in_memory(self._max_size)
-            self._own_lanes.mutex = self.mutex
-            if len(self):
-                self._own_lanes.advance(len(self))
-        return self._own_lanes
-
-    def _for_own_writers(self) -> Any:
-        return _CountedSets(self)
-
-    # ---- copies: what the user's class keeps is copied as it is, and beside it the counters ----
-    def _check_sending(self) -> None:
-        Storage.__getstate__(self)
-
-    def _own_state(self) -> dict[str, Any]:
-        """The attributes that a copy gets, those of the user's class as they are; the caller holds the mutex."""
-        state = {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
-        lanes = self._own_lanes
-        return {**state, "_own_lanes": None if lanes is None else (lanes.capacity, lanes.saved_states()[0])}
-
-    def __getstate__(self) -> dict[str, Any]:
-        if is_passing_fds():
-            self._check_sending()
-        with self.mutex:  # the rows of one moment, whatever is written while they are pickled
-            return copy.deepcopy(self._own_state(), {id(self): self})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Storage.__init__(self, None)
-        vars(self).update(state)
-        if state["_own_lanes"] is None:
-            return
-        capacity, lane = state["_own_lanes"]
-        self._own_lanes = lanes = Lanes.in_memory(capacity)
-        lanes.mutex = self.mutex
-        lanes.hold()  # as the writer of the copied rows: trajectories go on
-        lanes.store.begin_restore()
-        lanes.store.set_seams(
-            0, lane["base"], lane["published"], [seam for seam in lane["seams"] if seam > lane["base"]]
-        )
-        lanes.restore_lane(0, lane, 0)
-        lanes.store.end_restore()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if type(self).__getstate__ is not _GetSetStorage.__getstate__:  # the class says itself what a copy is made of
-            return Storage.__deepcopy__(self, memo)
-        memo[id(self)] = twin = type(self).__new__(type(self))
-        with self.mutex:
-            twin.__setstate__(copy.deepcopy(self._own_state(), memo))
-        return twin
-
-    def check(
-        self,
-        items: Any,
-        single: bool,
-        time_dim: int = 0,
-        index_key: str | None = None,
-        index: Tensor | None = None,
-    ) -> Checked:
-        items = pytree.clone(items)
-        n = 1 if single else count_steps(items, time_dim)
-        if not n:
-            raise ValueError("nothing to add: the batch has no steps")
-        if not single:
-            items = items if isinstance(items, list) else pytree.move_dim(items, time_dim, 0)
-        if index_key is not None:
-            at = self.lanes.next_slots(n) if index is None else index
-            if isinstance(items, list):
-                items = [_with_index(item, index_key, slot, 0) for item, slot in zip(items, at, strict=True)]
-            else:
-                items = _with_index(items, index_key, at[0] if single else at, 0 if single else 1)
-        return Checked(n, (items, single))
-
-    def append(self, checked: Checked, most: int | None = None) -> Tensor:
-        items, single = checked.data
-        n = checked.steps if most is None else min(most, checked.steps)
-        slots = self.lanes.next_slots(n)
-        if single:
-            self.set(int(slots[0]), items)
-        else:
-            first = max(0, n - self.lanes.capacity)  # of a batch that is longer than the ring the last steps stay
-            chosen = torch.zeros(checked.steps, dtype=torch.bool)
-            chosen[first:n] = True
-            self.set(slots[first:], items if bool(chosen.all()) else pytree.select_rows(items, chosen))
-        self.lanes.advance(n)
-        return slots
-
-    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
-        lanes = self.lanes
-        absent = slots[lanes.store.generations(slots) < 0]
-        if len(absent):
-            raise IndexError(f"index {int(absent[0])} has not been written; {len(self)} steps are stored")
-        n = count_steps(items, 0)
-        if n != len(slots):
-            raise ValueError(f"{len(slots)} steps are indexed, the data have {n}; nothing was written")
-        self.set(slots, self.check(items, False, 0, index_key, slots).data[0])
-        lanes.store.note_edits(slots)
-
-    def read(
-        self,
-        slots: Tensor,
-        shape: tuple[int, ...] | None = None,
-        extra: dict[str, Any] | None = None,
-        sequences: bool = False,
-    ) -> Rows:
-        with self.mutex:
-            counted = self.lanes.generations(slots)
-            absent = torch.nonzero(counted < 0).reshape(-1).tolist()
-            if absent:
-                return Rows(None, absent=absent)
-            batch = self.get(slots)
-        return rows_of(batch, counted if sequences else None, shape, extra)
-
-    def _default_collate(self, batch: Any) -> Any:
-        return pytree.collate_items(batch) if isinstance(batch, list) else batch
-
-    def leaf(self, path: KeyPath) -> LeafSpec | None:
-        if not len(self):
-            return None
-        value = get_entry(self._default_collate(self.get(stored_slots(self.lanes.store)[:1])), path)
-        return None if value is None else LeafSpec(path, value.dtype, tuple(value.shape[1:]))
-
-    def column(self, path: KeyPath, slots: Tensor) -> Tensor:
-        values = get_entry(self._default_collate(self.get(slots)), path)
-        if values is None:
-            raise KeyError(f"the stored steps have no {format_key(path)}")
-        return torch.as_tensor(values)
-
-    def _is_single(self, items: Any, env_dims: int = 0) -> bool:
-        stored = self.get(int(stored_slots(self.lanes.store)[0]))
-        return tuple(pytree.shape_of(first_leaf(items))) == tuple(np.shape(first_leaf(stored)))
-
-    def _replace_stored(self, index: Any, items: Any, index_key: str | None = None) -> None:
-        if np.ndim(index) == 0 and not isinstance(index, slice):
-            with self.lanes.exclusive("changing stored rows"):
-                selection = select(self.lanes.store, index, ())
-                self.set(int(selection.slots[0]), self.check(items, True, -1, index_key, selection.slots).data[0])
-                self.lanes.store.note_edits(selection.slots)
-            return
-        Storage._replace_stored(self, index, items, index_key)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.get(index)
-
-    def __setitem__(self, index: Any, items: Any) -> None:
-        self.set(index, items)
-
-    def empty(self, reset_count: bool = True) -> None:
-        forget = getattr(self, "_empty", None)
-        if forget is None:
-            raise RuntimeError(f"a {type(self).__name__} has no method _empty, which forgets all rows")
-        with self._replacing("empty"):
-            forget()
-            self.lanes.store.empty(reset_count)
+_MUST_DEFINE = frozenset({"lanes", "check", "append", "overwrite", "read"})
 
 
-_FROM_GET_AND_SET = [
-    *("lanes", "check", "append", "overwrite", "read", "leaf", "column", "empty", "__getitem__", "__setitem__"),
-    *("_own_lanes", "_takes_lists", "_default_collate", "_is_single", "_replace_stored", "_for_own_writers"),
-    *("_check_sending", "_own_state", "__getstate__", "__setstate__", "__deepcopy__"),
-]
-_NOT_COPIED = ("mutex", "_attached", "_forked_from", "_own_lanes")  # each object has its own
+def _is_direct(kind: type[Storage]) -> bool:
+    """Whether a class is a child of `Storage` that a user wrote."""
+    return next(parent for parent in kind.__mro__ if _is_ours(parent)) is Storage
 
 
-class _CountedSets:
-    """A storage whose class has a `set` of its own, for a writer: what the writer sets counts as stored."""
-
-    def __init__(self, storage: Storage) -> None:
-        self._given = storage
-
-    def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> None:
-        storage = self._given
-        slots, single = torch.as_tensor(cursor, dtype=torch.int64).reshape(-1), np.ndim(cursor) == 0
-        with storage.mutex:
-            if torch.equal(slots, storage._next_steps(len(slots))):
-                checked = storage.check(data, single, -1 if single else 0, index_key)
-                if checked.steps != len(slots):
-                    raise ValueError(
-                        f"{len(slots)} steps are indexed, the data have {checked.steps}; nothing was written"
-                    )
-                storage.append(checked)
-            else:
-                storage._replace_stored(cursor if single else slots, data, index_key)
-
-    def __len__(self) -> int:
-        return len(self._given)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._given[index]
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_given":  # while a copy is made
-            raise AttributeError(name)
-        return getattr(self._given, name)
-
-
-def _with_index(items: Any, key: str, index: Tensor, lead: int) -> Any:
-    """Data with keys, and under one of them the index of each step; other data as they are."""
-    if not pytree.has_keys(items):
-        return items
-    items = items.copy()
-    pytree.set_per_item(items, key, index, lead)
-    return items
-
-
-def _length(items: Any) -> int | None:
-    """The length of a sequence or of the first dimension of a batch; None of a single step."""
-    if isinstance(items, list | tuple | range):
-        return len(items)
-    shape = items.shape if hasattr(items, "shape") else pytree.shape_of(first_leaf(items))
-    return int(shape[0]) if len(shape) else None
-
-
-def _listed_steps(index: Any) -> Tensor | None:
-    """The time steps of an int, or of a range, list, array or tensor of ints from 0 on; None: it is another index."""
-    if isinstance(index, range):
-        index = list(index)
-    if isinstance(index, bool | np.bool_ | tuple | slice | str) or index is None or index is ...:
-        return None
-    try:
-        steps = torch.as_tensor(index)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return None
-    if steps.dtype == torch.bool or steps.is_floating_point() or steps.is_complex() or steps.ndim > 1:
-        return None
-    steps = steps.reshape(-1).cpu().to(torch.int64)
-    return steps if len(steps) and int(steps.min()) >= 0 else None
+def _opening_arguments(state: dict[str, Any]) -> dict[str, Any]:
+    """The constructor's arguments in a state that another process sent; also in one of engram 0.1."""
+    if "init" in state:
+        arguments: dict[str, Any] = state["init"]
+        return arguments
+    if "scratch_dir" not in state and "unmade" not in state:
+        return state
+    given = state.get("unmade") or {"scratch_dir": state["scratch_dir"], "lanes": state.get("lanes")}
+    return {**given, "existsok": True}
 
 
 _live: weakref.WeakSet[Storage] = fork_registry(lambda storage: storage._after_fork())
@@ -1172,4 +844,4 @@ def _check_signatures(cls: type[Storage]) -> None:
             )
 
 
-__all__ = ["Checked", "Rows", "Storage", "as_storage", "warn_of_items"]
+__all__ = ["Checked", "Rows", "Storage", "as_storage"]

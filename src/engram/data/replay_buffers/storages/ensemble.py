@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from engram.data.replay_buffers.state.members import SavedMembers
 from engram.data.replay_buffers.storages.base import Checked, Storage, as_storage
 from engram.store.copies import MadeFromParts
-from engram.store.indexing import Selection
 from engram.store.lanes import Lanes
+from engram.store.table import Table
 
 
 class StorageEnsemble(Storage):
@@ -32,8 +32,6 @@ class StorageEnsemble(Storage):
         (2, 20)
     """
 
-    supports_conditional_update: ClassVar[bool] = False
-
     def __init__(self, *storages: Storage, transforms: Any = None, checkpointer: Any = None) -> None:
         if not storages:
             raise ValueError("an ensemble needs at least one storage")
@@ -45,14 +43,10 @@ class StorageEnsemble(Storage):
             raise ValueError(
                 f"{len(storages)} storages, {len(self._transforms)} transforms; give one for each, or None"
             )
-        super().__init__(None, checkpointer)
+        self._hold(_MembersTable(self._storages), checkpointer, SavedMembers)
         self.mutex = _Mutexes(self._storages)  # type: ignore[assignment]
 
     # ---- copies ----
-    @property
-    def _pickled_by_path(self) -> bool:
-        return any(storage._pickled_by_path for storage in self._storages)
-
     _pickled_from_parts = True
     __deepcopy__ = MadeFromParts.__deepcopy__
 
@@ -70,31 +64,10 @@ class StorageEnsemble(Storage):
         """The transform of each member's batches; None for nothing."""
         return list(self._transforms)
 
-    @property
-    def lanes(self) -> Lanes | None:
-        """None: each member has counters of its own."""
-        return None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(storage.nbytes for storage in self._storages)
-
-    @property
-    def _storage(self) -> list[Any]:
-        return [storage._storage for storage in self._storages]
-
-    @property
-    def _is_full(self) -> bool:
-        return all(storage._is_full for storage in self._storages)
-
-    def __len__(self) -> int:
-        """The number of members."""
-        return len(self._storages)
-
     # ---- reading ----
     def contains(self, item: Any) -> NoReturn:
         """An error: ask a member."""
-        raise self._one_member("asked for steps")
+        raise _one_member("asked for steps")
 
     def __getitem__(self, index: Any) -> Any:
         """A member; with a tuple `(member, ...)` rows of it."""
@@ -116,60 +89,19 @@ class StorageEnsemble(Storage):
             batches.append(batch if transform is None else transform(batch))
         return batches
 
-    def read(
-        self,
-        slots: Tensor,
-        shape: tuple[int, ...] | None = None,
-        extra: dict[str, Any] | None = None,
-        sequences: bool = False,
-    ) -> NoReturn:
-        raise self._one_member("read")
-
-    def leaf(self, path: Any) -> NoReturn:
-        raise self._one_member("leaf")
-
-    def column(self, path: Any, slots: Tensor) -> NoReturn:
-        raise self._one_member("column")
-
     # ---- writing ----
-    def check(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise self._one_member("written to")
-
-    def append(self, checked: Checked, most: int | None = None) -> NoReturn:
-        raise self._one_member("written to")
-
-    def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> NoReturn:
-        raise self._one_member("written to")
-
-    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> NoReturn:
-        raise self._one_member("written to")
-
     def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> NoReturn:
-        raise self._one_member("written to")
+        raise _one_member("written to")
 
     def add(self, value: Any) -> NoReturn:
         """An error: write to a member."""
-        raise self._one_member("written to")
+        raise _one_member("written to")
 
     def extend(self, value: Any) -> NoReturn:
         """An error: write to a member."""
-        raise self._one_member("written to")
-
-    def _set(self, selection: Selection, items: Any, index_key: str | None) -> NoReturn:
-        raise self._one_member("written to")
-
-    @staticmethod
-    def _one_member(what: str) -> RuntimeError:
-        return RuntimeError(f"an ensemble is not {what} as a whole: use a member, as storage[0]")
+        raise _one_member("written to")
 
     # ---- life ----
-    @contextlib.contextmanager
-    def _exclusive(self, operation: str) -> Iterator[None]:
-        with self.mutex, contextlib.ExitStack() as held:
-            for storage in self._storages:
-                held.enter_context(storage._exclusive(operation))
-            yield
-
     @contextlib.contextmanager
     def _replacing(self, operation: str) -> Iterator[None]:
         with self._exclusive(operation), contextlib.ExitStack() as held:
@@ -177,43 +109,17 @@ class StorageEnsemble(Storage):
                 held.enter_context(storage._replacing(operation))
             yield
 
-    def empty(self, reset_count: bool = True) -> None:
-        with self._replacing("empty"):
-            for storage in self._storages:
-                storage.empty(reset_count)
-
     def attach(self, buffer: Any) -> None:
         for storage in self._storages:
             storage.attach(buffer)
-
-    def flush(self) -> None:
-        for storage in self._storages:
-            storage.flush()
-
-    def release(self) -> None:
-        for storage in self._storages:
-            storage.release()
-
-    def close(self) -> None:
-        for storage in self._storages:
-            storage.close()
 
     def _after_fork(self) -> None:
         self.mutex = _Mutexes(self._storages)  # type: ignore[assignment]
 
     # ---- checkpoints ----
-    def _default_checkpointer(self) -> Any:
-        from engram.data.replay_buffers.checkpointers.ensemble import StorageEnsembleCheckpointer
-
-        return StorageEnsembleCheckpointer()
-
     def parts(self) -> list[tuple[Any, Any]]:
         """The checkpointer of each member, and what it saves and fills."""
         return [(storage.checkpointer, storage.saved_form.sink()) for storage in self._storages]
-
-    @property
-    def saved_form(self) -> SavedMembers:
-        return SavedMembers(self)
 
     def register_save_hook(self, hook: Any) -> None:
         for storage in self._storages:
@@ -230,6 +136,93 @@ class StorageEnsemble(Storage):
     def __repr__(self) -> str:
         members = ", ".join(map(repr, self._storages))
         return f"StorageEnsemble(storages=[{members}], transforms={self._transforms})"
+
+
+def _one_member(what: str) -> RuntimeError:
+    return RuntimeError(f"an ensemble is not {what} as a whole: use a member, as storage[0]")
+
+
+class _MembersTable(Table):
+    """The rows of all members, which are not read or written as a whole."""
+
+    def __init__(self, storages: list[Storage]) -> None:
+        super().__init__()
+        self._storages = storages
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """None: each member has counters of its own."""
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes for storage in self._storages)
+
+    @property
+    def is_full(self) -> bool:
+        return all(storage._is_full for storage in self._storages)
+
+    def count(self) -> int:
+        """The number of members."""
+        return len(self._storages)
+
+    @property
+    def replaces_in_place(self) -> bool:
+        return False
+
+    def view(self) -> list[Any]:
+        return [storage._storage for storage in self._storages]
+
+    @property
+    def has_path(self) -> bool:
+        return any(storage._pickled_by_path for storage in self._storages)
+
+    @contextlib.contextmanager
+    def exclusive(self, operation: str) -> Iterator[None]:
+        with contextlib.ExitStack() as held:
+            for storage in sorted(self._storages, key=id):
+                held.enter_context(storage.mutex)
+            for storage in self._storages:
+                held.enter_context(storage._exclusive(operation))
+            yield
+
+    def clear(self, reset_count: bool = True) -> None:
+        for storage in self._storages:
+            storage.empty(reset_count)
+
+    def flush(self) -> None:
+        for storage in self._storages:
+            storage.flush()
+
+    def release(self) -> None:
+        for storage in self._storages:
+            storage.release()
+
+    def close(self) -> None:
+        for storage in self._storages:
+            storage.close()
+
+    # ---- what asks for a member ----
+    def read(self, *args: Any) -> NoReturn:
+        raise _one_member("read")
+
+    def leaf(self, path: Any) -> NoReturn:
+        raise _one_member("leaf")
+
+    def column(self, path: Any, slots: Tensor) -> NoReturn:
+        raise _one_member("column")
+
+    def fit(self, *args: Any) -> NoReturn:
+        raise _one_member("written to")
+
+    def append(self, checked: Checked, most: int | None = None) -> NoReturn:
+        raise _one_member("written to")
+
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> NoReturn:
+        raise _one_member("written to")
+
+    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> NoReturn:
+        raise _one_member("written to")
 
 
 def _ensemble(cls: Any, members: list[Storage], transforms: list[Any], checkpointer: Any) -> Any:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+import functools
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engram.data.replay_buffers.reuse import may_reuse
 from engram.data.replay_buffers.state.items import SavedItems
-from engram.data.replay_buffers.storages.base import Checked, Storage, warn_of_items
-from engram.pytree import KeyPath, has_batch_size
+from engram.data.replay_buffers.storages.base import Storage
 from engram.specs.tensors import usable_device
-from engram.store.indexing import Selection
 from engram.store.items import COPIES, ITEMS_THEMSELVES, ItemCodec, ItemTable
-from engram.store.lanes import Lanes
-from engram.store.layout import LeafSpec
+from engram.store.places import checked_max_size
 from engram.store.tables import Rows
+
+
+class _ReusedItems(ItemTable):
+    """Items of which those that nobody has any more may lend their memory to the next."""
+
+    def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool, collated: bool) -> Rows:
+        if collated:
+            return super().read_batch(slots, extra, sequences, collated)
+        return self.read_own(slots, sequences, may_reuse())
 
 
 class ListStorage(Storage):
@@ -44,9 +49,6 @@ class ListStorage(Storage):
         ['a', {'b': 1}]
     """
 
-    _holds_items: ClassVar[bool] = True
-    _takes_lists: ClassVar[bool] = True
-
     def __init__(
         self,
         max_size: int | None = None,
@@ -56,152 +58,20 @@ class ListStorage(Storage):
         checkpointer: Any = None,
         compilable: bool = False,
     ) -> None:
-        self._copies = copy
-        self._hold_items(max_size, COPIES if copy else ITEMS_THEMSELVES, checkpointer, usable_device(device, "device"))
+        self.device = usable_device(device, "device")
+        arguments = {**({} if copy else {"copy": False}), **({} if device is None else {"device": str(self.device)})}
+        self._hold_items(max_size, COPIES if copy else ITEMS_THEMSELVES, checkpointer, arguments, self.device)
 
     def _hold_items(
-        self, max_size: int | None, codec: ItemCodec, checkpointer: Any, device: torch.device | None = None
+        self,
+        max_size: int | None,
+        codec: ItemCodec,
+        checkpointer: Any,
+        arguments: dict[str, Any],
+        device: torch.device | None = None,
     ) -> None:
-        super().__init__(max_size)
-        self.device = self._written_to = device
-        self._take_table(ItemTable(self._max_size, codec, device))
-        self.checkpointer = checkpointer
+        table = _ReusedItems(checked_max_size(max_size), codec, device, arguments)
+        self._hold(table, checkpointer, functools.partial(SavedItems, table=table))
 
-    def _take_table(self, table: ItemTable) -> None:
-        self._table = table
-        table.lanes.mutex = self.mutex
 
-    def _copy_arguments(self) -> dict[str, Any]:
-        device = {} if self._written_to is None else {"device": str(self._written_to)}
-        return {"max_size": self._max_size, **({} if self._copies else {"copy": False}), **device}
-
-    def _limit(self, max_size: int) -> None:
-        if self._max_size is not None:
-            super()._limit(max_size)
-        if len(self._table):
-            raise ValueError(f"the storage has {len(self)} items and max_size={self._max_size}: too late for a limit")
-        self._max_size = max_size
-        self._take_table(ItemTable(max_size, self._table.codec, self._written_to))
-
-    @property
-    def lanes(self) -> Lanes:
-        return self._table.lanes
-
-    @property
-    def _storage(self) -> list[Any]:
-        return self._table.by_slot
-
-    @property
-    def nbytes(self) -> int:
-        return self._table.nbytes
-
-    @property
-    def _default_collate(self) -> Callable[[list[Any]], Any]:
-        return self._table.codec.collate
-
-    def check(
-        self,
-        items: Any,
-        single: bool,
-        time_dim: int = 0,
-        index_key: str | None = None,
-        index: Tensor | None = None,
-    ) -> Checked:
-        if not single and not len(self._table) and has_batch_size(items) and len(items.batch_size) > 1:
-            warn_of_items(items)
-        extra = None if index_key is None else (index_key, index)
-        return Checked(*self._table.fit(items, 0 if single else 1, time_dim, extra))
-
-    def append(self, checked: Checked, most: int | None = None) -> Tensor:
-        return self._table.append(checked.data, most)
-
-    def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
-        self._prepare_replace(checked, rows, slots)()
-
-    def _prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        first = self.lanes.reserve_sequences(checked.steps)
-        return self._table.prepare_overwrite(slots, checked.data, rows, first)
-
-    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
-        n, rows = self._table.fit_rows(items, None if index_key is None else (index_key, slots))
-        if n != len(slots):
-            raise ValueError(f"{len(slots)} items are indexed, {n} given; nothing was written")
-        self._table.overwrite(slots, rows)
-
-    def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> None:
-        if isinstance(data, tuple) and isinstance(cursor, range | list | Tensor | np.ndarray):
-            data = list(data)  # a sequence of items, not one pytree
-        super().set(cursor, data, index_key)
-
-    def _is_single(self, items: Any, env_dims: int = 0) -> bool:
-        return (isinstance(items, Tensor) or has_batch_size(items)) and not items.shape
-
-    def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
-        if selection.shape == () or self._is_single(items):
-            items = [items] * len(selection.slots)  # one item replaces all that are indexed
-        self.overwrite(selection.slots, items, index_key)
-
-    def read(
-        self,
-        slots: Tensor,
-        shape: tuple[int, ...] | None = None,
-        extra: dict[str, Any] | None = None,
-        sequences: bool = False,
-    ) -> Rows:
-        """The items themselves, as a list; `extra` is for batches and ignored."""
-        return self._table.read(slots, shape, extra, sequences)
-
-    def _read_items(
-        self,
-        slots: Tensor,
-        extra: dict[str, Any] | None,
-        sequences: bool,
-        collated: bool,
-    ) -> Rows:
-        """As `read`, for a batch: the caller's own items. With `collated` they may come as one batch, if they stack.
-
-        The default collate function copies: for it, objects are the stored ones. `extra` is for what is no list.
-        """
-        if self._overrides & {"get", "read"}:
-            rows = self.read(slots, None, extra, sequences)
-            return rows if collated else rows._replace(batch=[self._table.codec.copy(item) for item in rows.batch])
-        if collated:
-            return self._table.read_batch(slots, extra, sequences)
-        return self._table.read_own(slots, sequences, may_reuse())
-
-    def _read_selection(self, selection: Selection) -> Rows:
-        rows = self._table.own(self._read_rows(selection.slots), selection.slots)
-        return Rows(rows.batch[0] if selection.shape == () else rows.batch, absent=rows.absent)
-
-    @property
-    def _item_shape(self) -> tuple[int, ...]:
-        return self._table.item_shape
-
-    def leaf(self, path: KeyPath) -> LeafSpec | None:
-        return self._table.leaf(path)
-
-    def column(self, path: KeyPath, slots: Tensor) -> Tensor:
-        return self._table.column(path, slots)
-
-    def _bytes_per_row(self) -> int:
-        """On average."""
-        stored = len(self)
-        return self.nbytes // stored if stored else 0
-
-    def _empty(self) -> None:
-        """Called before all rows are forgotten, of a child that overrides it as TorchRL's users do."""
-
-    def empty(self, reset_count: bool = True) -> None:
-        with self._replacing("empty"):
-            super().empty(reset_count)
-            self._table.clear()
-
-    # ---- saving ----
-    def _default_checkpointer(self) -> Any:
-        from engram.data.replay_buffers.checkpointers.objects import ListStorageCheckpointer
-
-        return ListStorageCheckpointer()
-
-    @property
-    def saved_form(self) -> SavedItems:
-        return SavedItems(self, self._table)
+__all__ = ["ListStorage"]

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from engram.data.replay_buffers.state.rows import SavedObservedRows
-from engram.data.replay_buffers.storages.base import Checked
 from engram.data.replay_buffers.storages.tensor import LazyTensorStorage, TableStorage
 from engram.errors import StorageError
 from engram.store.header import FILE_NAME
-from engram.store.indexing import Selection
 from engram.store.lazy_table import LazyTable, ObservedTable
 from engram.store.places import (
-    READ_ONLY,
     FirstWriters,
     NamedFile,
     ObservedFile,
@@ -46,8 +42,6 @@ class ObservedMemmapStorage(TableStorage):
         StorageInUseError: rows were changed all the time while this process tried to read.
     """
 
-    read_only = True
-
     def __init__(self, scratch_dir: str | os.PathLike[str], *, checkpointer: Any = None) -> None:
         self.scratch_dir = Path(scratch_dir)
         self._file = ObservedFile(self.scratch_dir)
@@ -55,7 +49,8 @@ class ObservedMemmapStorage(TableStorage):
         size = TableSize(opened.lanes.capacity, None, opened.ndim, None)
         size.take(opened)
         table = ObservedTable(size, self._file)
-        self._hold(table, checkpointer)
+        self._rows_table = table
+        self._hold(table, checkpointer, functools.partial(SavedObservedRows, table=table))
         table.take(opened)
 
     def freeze(self) -> None:
@@ -75,46 +70,8 @@ class ObservedMemmapStorage(TableStorage):
             >>> len(observed), observed.get(slice(None)).sum()
             (4, tensor(6))
         """
-        if self._table.lanes is not None:
+        if self.lanes is not None:
             self._file.lanes.freeze()
-
-    # ---- reading ----
-    def _validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
-        return self._table.validated(read, errors_only)
-
-    def _settled(self, look: Callable[[], _T]) -> _T:
-        return self._table.validated(look)
-
-    def get(self, index: Any) -> Any:
-        return self._validated(lambda: super(ObservedMemmapStorage, self).get(index))
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.get(index)
-
-    @property
-    def _storage(self) -> Any:
-        """A copy of all rows, written or not: torch has no views of read-only memory."""
-        return self._validated(lambda: super(ObservedMemmapStorage, self)._storage.clone())
-
-    @property
-    def saved_form(self) -> SavedObservedRows:
-        return SavedObservedRows(self, self._table)
-
-    # ---- every write is refused ----
-    def check(
-        self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Tensor | None = None
-    ) -> Checked:
-        raise StorageError(READ_ONLY)
-
-    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
-        raise StorageError(READ_ONLY)
-
-    def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
-        raise StorageError(READ_ONLY)
-
-    @property
-    def _pickled_by_path(self) -> bool:
-        return True
 
 
 class LazyMemmapStorage(LazyTensorStorage):
@@ -198,7 +155,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         if opened is not None:
             size.take(opened)
         table = LazyTable(size, self._file or _temporary(shared_init))
-        self._hold(table, checkpointer)
+        self._hold_rows(table, checkpointer)
         if opened is not None:
             table.take(opened)
 
@@ -237,19 +194,6 @@ class LazyMemmapStorage(LazyTensorStorage):
         return 0 if self._file is None else self._file.dropped
 
     # ---- life ----
-    def flush(self) -> None:
-        """Makes the rows appended so far survive a power cut. Costs a sync of the disk.
-
-        Raises:
-            StorageError: the disk failed, and no row counts as flushed that did not before. The next call writes all
-                of them again; it fails, too, where the system has dropped one meanwhile.
-        """
-        super().flush()
-
-    def close(self) -> None:
-        """Syncs the rows and ends the use of the store; what was written is there for `open`."""
-        super().close()
-
     def cleanup(self) -> bool:
         """Deletes the store in `scratch_dir` now; this object may be read until it is closed.
 
@@ -257,10 +201,6 @@ class LazyMemmapStorage(LazyTensorStorage):
         """
         with self.mutex:
             return self._file is not None and self._file.cleanup()
-
-    @property
-    def _pickled_by_path(self) -> bool:
-        return self.scratch_dir is not None
 
 
 def _temporary(shared_init: bool) -> Place:

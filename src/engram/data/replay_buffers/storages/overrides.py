@@ -1,26 +1,281 @@
-"""Methods in TorchRL's form that a child of one of our storages overrides: buffers call them.
+"""Storages of users' own: tables around their methods.
 
-`set`, `get` and `_empty` are what TorchRL's buffers call of a storage, so its users' children override these. Ours call
-`check` and `append`, `read` and `empty`, by native calls where they can. A child that overrides one of the former gets
-the latter made of it, when its class is made; no other class pays for that.
+A child of `Storage` defines our five methods (`check`, `append`, `overwrite`, `read`, `lanes`), or `get`, `set` and
+`__len__` in TorchRL's form. A child of one of our storages may override any of these. Which ones is looked up when its
+class is made; each storage then has a table that calls them, and no other class pays for that.
 
-What such a `set` hands on, and what such a `get` returns, may have other keys, shapes and dtypes than the buffer's
-batches: rows are checked, and the storage made, when they reach the `set` of ours; `leaf` and `column` give the entries
-of what `get` returns.
+What a `set` hands on, and what a `get` returns, may have other keys, shapes and dtypes than the buffer's batches: rows
+are checked, and the storage made, when they reach the `set` of ours; `leaf` and `column` give the entries of what `get`
+returns.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engram import pytree
-from engram.pytree import KeyPath, format_key
-from engram.store.indexing import stored_slots
+from engram.errors import StorageError
+from engram.pytree import KeyPath, format_key, get_entry
+from engram.store.files import is_passing_fds
+from engram.store.indexing import Selection, stored_slots
+from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
+from engram.store.table import NOT_SENT, Table
 from engram.store.tables import Checked, Rows, expand_slots
+
+if TYPE_CHECKING:
+    from engram.data.replay_buffers.storages.base import Storage
+
+_NOT_COPIED = (
+    "mutex",
+    "native",
+    "_attached",
+    "_held_table",
+    "_outer_methods",
+    "_inner_methods",
+    "_saved_as",
+)  # each object has its own
+
+
+class OwnTable(Table):
+    """The table of a storage that defines our five methods."""
+
+    def __init__(self, storage: Storage, max_size: int | None, own: frozenset[str]) -> None:
+        super().__init__(max_size)
+        self._storage, self._own = storage, own
+
+    @property
+    def lanes(self) -> Lanes | None:
+        return self._storage.lanes
+
+    @property
+    def env_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self._storage.env_shape if "env_shape" in self._own else ()
+
+    @property
+    def replaces_rows(self) -> bool:
+        return "replace" in self._own
+
+    def fit(self, *args: Any) -> Checked:
+        return self._storage.check(*args)
+
+    def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
+        return self._storage.append(checked) if most is None else self._storage.append(checked, most)
+
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        if "replace" not in self._own:
+            kind = type(self._storage).__name__
+            raise NotImplementedError(f"a {kind} has no `replace`, which writers need that keep the best")
+        return lambda: self._storage.replace(checked, rows, slots)
+
+    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
+        self._storage.overwrite(slots, items, index_key)
+
+    def read(self, slots: Tensor, *args: Any) -> Rows:
+        return self._storage.read(slots, *args)
+
+    def take_sent(self, state: dict[str, Any]) -> None:
+        vars(self._storage).update(state)
+
+
+class GetSetTable(Table):
+    """The table of a storage that defines `get`, `set` and `__len__` in TorchRL's form."""
+
+    def __init__(self, storage: Storage, max_size: int | None, own: frozenset[str]) -> None:
+        super().__init__(max_size)
+        self._storage, self._own = storage, own
+
+    @property
+    def lanes(self) -> Lanes:
+        if self.known_lanes is None:
+            self.known_lanes = Lanes.in_memory(self._max_size)
+            self.known_lanes.mutex = self.mutex
+            if len(self._storage):
+                self.known_lanes.advance(len(self._storage))
+        return self.known_lanes
+
+    @property
+    def replaces_rows(self) -> bool:
+        return "replace" in self._own
+
+    # ---- writing ----
+    def fit(
+        self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Tensor | None = None
+    ) -> Checked:
+        items = pytree.clone(items)
+        n = 1 if single else count_steps(items, time_dim)
+        if not n:
+            raise ValueError("nothing to add: the batch has no steps")
+        if not single:
+            items = items if isinstance(items, list) else pytree.move_dim(items, time_dim, 0)
+        if index_key is not None:
+            at = self.lanes.next_slots(n) if index is None else index
+            if isinstance(items, list):
+                items = [_with_index(item, index_key, slot, 0) for item, slot in zip(items, at, strict=True)]
+            else:
+                items = _with_index(items, index_key, at[0] if single else at, 0 if single else 1)
+        return Checked(n, (items, single))
+
+    def append(self, checked: Checked, most: int | None = None) -> Tensor:
+        items, single = checked.data
+        n = checked.steps if most is None else min(most, checked.steps)
+        slots = self.lanes.next_slots(n)
+        if single:
+            self._storage.set(int(slots[0]), items)
+        else:
+            first = max(0, n - self.lanes.capacity)  # of a batch that is longer than the ring the last steps stay
+            chosen = torch.zeros(checked.steps, dtype=torch.bool)
+            chosen[first:n] = True
+            self._storage.set(slots[first:], items if bool(chosen.all()) else pytree.select_rows(items, chosen))
+        self.lanes.advance(n)
+        return slots
+
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        if "replace" not in self._own:
+            kind = type(self._storage).__name__
+            raise NotImplementedError(f"a {kind} has no `replace`, which writers need that keep the best")
+        return lambda: self._storage.replace(checked, rows, slots)
+
+    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
+        lanes = self.lanes
+        absent = slots[lanes.store.generations(slots) < 0]
+        if len(absent):
+            stored = len(self._storage)
+            raise IndexError(f"index {int(absent[0])} has not been written; {stored} steps are stored")
+        n = count_steps(items, 0)
+        if n != len(slots):
+            raise ValueError(f"{len(slots)} steps are indexed, the data have {n}; nothing was written")
+        self._storage.set(slots, self.fit(items, False, 0, index_key, slots).data[0])
+        lanes.store.note_edits(slots)
+
+    def overwrite_selection(
+        self, selection: Selection, items: Any, index_key: str | None, overwrite: Callable[..., None]
+    ) -> None:
+        if selection.shape != ():
+            super().overwrite_selection(selection, items, index_key, overwrite)
+            return
+        self._storage.set(int(selection.slots[0]), self.fit(items, True, -1, index_key, selection.slots).data[0])
+        self.lanes.store.note_edits(selection.slots)
+
+    def is_single(self, items: Any, env_dims: int = 0) -> bool:
+        stored = self._storage.get(int(stored_slots(self.lanes.store)[0]))
+        return tuple(pytree.shape_of(first_leaf(items))) == tuple(np.shape(first_leaf(stored)))
+
+    def as_batch(self, items: Any, time_dim: int) -> Any:
+        return items
+
+    def for_own_writers(self, storage: Storage) -> Any:
+        return CountedSets(storage)
+
+    # ---- reading ----
+    def read(
+        self,
+        slots: Tensor,
+        shape: tuple[int, ...] | None = None,
+        extra: dict[str, Any] | None = None,
+        sequences: bool = False,
+    ) -> Rows:
+        with self.mutex:
+            counted = self.lanes.generations(slots)
+            absent = torch.nonzero(counted < 0).reshape(-1).tolist()
+            if absent:
+                return Rows(None, absent=absent)
+            batch = self._storage.get(slots)
+        return rows_of(batch, counted if sequences else None, shape, extra)
+
+    @property
+    def collate(self) -> Callable[[Any], Any]:
+        return _collate_list
+
+    def leaf(self, path: KeyPath) -> LeafSpec | None:
+        if not len(self._storage):
+            return None
+        value = get_entry(_collate_list(self._storage.get(stored_slots(self.lanes.store)[:1])), path)
+        return None if value is None else LeafSpec(path, value.dtype, tuple(value.shape[1:]))
+
+    def column(self, path: KeyPath, slots: Tensor) -> Tensor:
+        values = get_entry(_collate_list(self._storage.get(slots)), path)
+        if values is None:
+            raise KeyError(f"the stored steps have no {format_key(path)}")
+        return torch.as_tensor(values)
+
+    # ---- copies: what the user's class keeps is copied as it is, and beside it the counters ----
+    def own_state(self) -> dict[str, Any]:
+        state = {name: value for name, value in vars(self._storage).items() if name not in _NOT_COPIED}
+        lanes = self.known_lanes
+        counted = None if lanes is None else (lanes.capacity, lanes.saved_states()[0])
+        return {**state, "_max_size": self._max_size, "_own_lanes": counted}
+
+    def check_sending(self) -> None:
+        raise StorageError(f"Cannot share a storage of type {type(self._storage).__name__}, {NOT_SENT}")
+
+    def sent_state(self, name: str) -> dict[str, Any]:
+        if is_passing_fds():
+            self.check_sending()
+        with self.mutex:  # the rows of one moment, whatever is written while they are pickled
+            return copy.deepcopy(self.own_state(), {id(self._storage): self._storage})
+
+    def take_sent(self, state: dict[str, Any]) -> None:
+        counted, self._max_size = state["_own_lanes"], state["_max_size"]
+        vars(self._storage).update({name: state[name] for name in state.keys() - {"_own_lanes", "_max_size"}})
+        if counted is None:
+            return
+        capacity, lane = counted
+        self.known_lanes = lanes = Lanes.in_memory(capacity)
+        lanes.mutex = self.mutex
+        lanes.hold()  # as the writer of the copied rows: trajectories go on
+        lanes.store.begin_restore()
+        lanes.store.set_seams(
+            0, lane["base"], lane["published"], [seam for seam in lane["seams"] if seam > lane["base"]]
+        )
+        lanes.restore_lane(0, lane, 0)
+        lanes.store.end_restore()
+
+    # ---- life ----
+    def clear(self, reset_count: bool = True) -> None:
+        if "_empty" not in self._own:
+            kind = type(self._storage).__name__
+            raise RuntimeError(f"a {kind} has no method _empty, which forgets all rows")
+        self._storage._empty()
+        self.lanes.store.empty(reset_count)
+
+
+class CountedSets:
+    """A storage whose class has a `set` of its own, for a writer: what the writer sets counts as stored."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._given = storage
+
+    def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> None:
+        storage = self._given
+        slots, single = torch.as_tensor(cursor, dtype=torch.int64).reshape(-1), np.ndim(cursor) == 0
+        with storage.mutex:
+            if torch.equal(slots, storage._next_steps(len(slots))):
+                checked = storage.check(data, single, -1 if single else 0, index_key)
+                if checked.steps != len(slots):
+                    raise ValueError(
+                        f"{len(slots)} steps are indexed, the data have {checked.steps}; nothing was written"
+                    )
+                storage.append(checked)
+            else:
+                storage._assign(cursor if single else slots, data, index_key)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._given[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_given":  # while a copy is made
+            raise AttributeError(name)
+        return getattr(self._given, name)
 
 
 class _ToSet(NamedTuple):
@@ -32,115 +287,146 @@ class _ToSet(NamedTuple):
     index_key: str | None
 
 
-def route_to_overrides(cls: Any) -> None:
-    """Lets buffers call what `cls`, a user's child of one of our storages, overrides in TorchRL's form."""
-    own = cls._overrides
-    if "set" in own and "check" not in own and "append" not in own:
-        _route_writes(cls)
-    if "get" in own and "read" not in own:
-        _route_reads(cls, own)
-    if "_empty" in own and "empty" not in own:
-        _route_empty(cls)
+class OuterMethods:
+    """What our methods do in a child of one of our storages that overrides `set`, `get`, `read` or `_empty`.
 
+    Buffers call these methods, which call the child's; its own call those of ours, which use the table.
+    """
 
-def _route_writes(cls: Any) -> None:
-    def check(
-        self: Any, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Any = None
+    def __init__(self, table: Table, storage: Storage, own: frozenset[str]) -> None:
+        self._table, self._storage, self._own = table, storage, own
+        #: Whether rows are written by `set`, as buffers of TorchRL's do it, and read by `get`.
+        self.writes_by_set = "set" in own and not own & {"check", "append"}
+        self._reads_by_get = "get" in own and "read" not in own
+        self._column_is_ours = not own & {"leaf", "column"}
+
+    @property
+    def _name(self) -> str:
+        return type(self._storage).__name__
+
+    # ---- writing ----
+    def fit(
+        self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Tensor | None = None
     ) -> Checked:
+        if not self.writes_by_set:
+            return self._table.fit(items, single, time_dim, index_key, index)
         n = 1 if single else count_steps(items, time_dim)
         if not n:
             raise ValueError("nothing to add: the batch has no steps")
         return Checked(n, _ToSet(items, single, time_dim, index_key))
 
-    def append(self: Any, checked: Checked, most: int | None = None) -> Tensor:
-        given = checked.data
+    def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
+        if type(checked.data) is not _ToSet:
+            return self._table.append(checked, most)
+        storage, given = self._storage, checked.data
         n = checked.steps if most is None else min(most, checked.steps)
-        with self.mutex, self._turn(), self._setting_new_rows():
-            lanes = self.lanes
-            written, following = (0, None) if lanes is None else (lanes.write_count, self._next_steps(n + 1)[n:])
-            steps = self._next_steps(n)
+        with storage.mutex, storage._turn(), storage._setting_new_rows():
+            lanes = storage.lanes
+            written, following = (0, None) if lanes is None else (lanes.write_count, storage._next_steps(n + 1)[n:])
+            steps = storage._next_steps(n)
             data = given.items
             if not given.single:
                 data = data if isinstance(data, list) else pytree.move_dim(data, given.time_dim, 0)
                 if n < checked.steps:
                     data = data[:n] if isinstance(data, list) else pytree.select_rows(data, torch.arange(n))
-            _set(self, int(steps[0]) if given.single else steps, data, given.index_key)
-            lanes = self.lanes
-            taken = None if lanes is None or lanes.write_count < written + n * lanes.envs else self._next_steps(1)
+            self.set(int(steps[0]) if given.single else steps, data, given.index_key)
+            lanes = storage.lanes
+            taken = None if lanes is None or lanes.write_count < written + n * lanes.envs else storage._next_steps(1)
             if lanes is None or taken is None or (following is not None and not torch.equal(taken, following)):
-                raise RuntimeError(f"{cls.__name__}.set was given {n} steps: it must hand all of them to super().set")
+                raise RuntimeError(f"{self._name}.set was given {n} steps: it must hand all of them to super().set")
             if following is None:  # only now it is known where the ring ends
                 at, room = int(taken), lanes.store.lane_capacity
                 steps = at - at % room + (at + torch.arange(-n, 0)) % room
         return torch.as_tensor(expand_slots(steps, lanes.envs))
 
-    def assign(self: Any, index: Any, items: Any, index_key: str | None) -> None:
-        with self.mutex:
-            _set(self, index, items, index_key)
-
-    def _set(self: Any, index: Any, data: Any, index_key: str | None) -> None:
-        before, self._index_key = self._index_key, index_key  # which a `set` in TorchRL's form does not hand on
+    def set(self, index: Any, data: Any, index_key: str | None) -> None:
+        """Calls `set`, which in TorchRL's form does not hand an index key on."""
+        storage = self._storage
+        before, storage._index_key = storage._index_key, index_key
         try:
-            self.set(index, data)
+            storage.set(index, data)
         finally:
-            self._index_key = before
+            storage._index_key = before
 
-    def expect_sequences(self: Any, by_set: bool = False) -> None:
-        if not by_set:
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        return self._table.prepare_replace(checked, rows, slots)
+
+    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
+        self._table.overwrite(slots, items, index_key)
+
+    def expect_sequences(self, by_set: bool) -> None:
+        if self.writes_by_set and not by_set:
             raise TypeError(
-                f"{cls.__name__}.set is called for rows that follow on others, and this writer puts rows in the place "
+                f"{self._name}.set is called for rows that follow on others, and this writer puts rows in the place "
                 "of any: use another writer, or override check and overwrite of the storage"
             )
-        super(cls, self)._expect_sequences(by_set)
+        self._table.expect_sequences(by_set)
 
-    cls.check, cls.append, cls._assign = check, append, assign
-    cls._check_rows = lambda self, items, *args: super(cls, self).check(items, False, 0, *args)
-    cls._append_rows = lambda self, checked: super(cls, self).append(checked)
-    cls._expect_sequences = expect_sequences
-    cls.supports_conditional_update = False
-
-
-def _route_reads(cls: Any, own: frozenset[str]) -> None:
+    # ---- reading ----
     def read(
-        self: Any,
+        self,
         slots: Tensor,
         shape: tuple[int, ...] | None = None,
         extra: dict[str, Any] | None = None,
         sequences: bool = False,
     ) -> Rows:
-        with self.mutex:
-            counted = self._generations(slots)
+        storage = self._storage
+        if not self._reads_by_get:
+            return self._table.read(slots, shape, extra, sequences)
+        with storage.mutex:
+            counted = storage._generations(slots)
             absent = torch.nonzero(counted < 0).reshape(-1).tolist()
             if absent:
                 return Rows(None, absent=absent)
-            batch = self.get(self.from_slots(slots))
-            replaced = torch.nonzero(self._generations(slots) != counted).reshape(-1).tolist()  # by other processes
+            batch = storage.get(storage.from_slots(slots))
+            replaced = torch.nonzero(storage._generations(slots) != counted).reshape(-1).tolist()  # by other processes
         if replaced:
             return Rows(None, absent=replaced)
         return rows_of(batch, counted if sequences else None, shape, extra)
 
-    def leaf(self: Any, path: KeyPath) -> LeafSpec | None:
-        if not len(self) or self.lanes is None:
+    def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool, collated: bool) -> Rows:
+        if not self._own & {"get", "read"}:
+            return self._table.read_batch(slots, extra, sequences, collated)
+        rows = self._storage.read(slots, None, extra, sequences)
+        return rows if collated else self._table.copied(rows)
+
+    def leaf(self, path: KeyPath) -> LeafSpec | None:
+        storage = self._storage
+        if not (self._reads_by_get and self._column_is_ours):
+            return self._table.leaf(path)
+        if not len(storage) or storage.lanes is None:
             return None
-        value = _entry(self.read(stored_slots(self.lanes.store)[:1]).batch, path)
+        value = _entry(storage.read(stored_slots(storage.lanes.store)[:1]).batch, path)
         return None if value is None else LeafSpec(path, value.dtype, tuple(value.shape[1:]))
 
-    def column(self: Any, path: KeyPath, slots: Tensor) -> Tensor:
-        lanes = self.lanes
-        batch = self.read(torch.as_tensor(expand_slots(slots, lanes.envs))).batch
+    def column(self, path: KeyPath, slots: Tensor) -> Tensor:
+        storage, lanes = self._storage, self._storage.lanes
+        if not (self._reads_by_get and self._column_is_ours) or lanes is None:
+            return self._table.column(path, slots)
+        batch = storage.read(torch.as_tensor(expand_slots(slots, lanes.envs))).batch
         if batch is None:  # other processes replace some of them
-            replaced: Tensor = super(cls, self).column(path, slots)
-            return replaced
+            return self._table.column(path, slots)
         values = _entry(batch, path)
         if values is None:
             raise KeyError(f"the stored steps have no {format_key(path)}")
-        return values.reshape(len(slots), *self.env_shape, *values.shape[1:])
+        return values.reshape(len(slots), *storage.env_shape, *values.shape[1:])
 
-    if "column" not in own and "leaf" not in own:
-        cls.leaf, cls.column = leaf, column
-    cls.read = read
-    cls._read_rows = lambda self, *args: super(cls, self).read(*args)
-    cls.supports_conditional_update = False
+    def clear(self, reset_count: bool = True) -> None:
+        self._storage._empty()
+        self._table.clear(reset_count)
+
+
+class InnerMethods:
+    """What `get` and `set` of ours call in a child that overrides some of our five methods: these, or the table's."""
+
+    def __init__(self, table: Table, storage: Storage, own: frozenset[str]) -> None:
+        self._own = own
+        source: Any = storage
+        self.fit = source.check if "check" in own else table.fit
+        self.append = source.append if "append" in own else table.append
+        self.overwrite = source.overwrite if "overwrite" in own else table.overwrite
+        self.read = source.read if "read" in own else table.read
+        self.prepare_replace = table.prepare_replace
 
 
 def rows_of(batch: Any, sequences: Tensor | None, shape: tuple[int, ...] | None, extra: dict[str, Any] | None) -> Rows:
@@ -165,13 +451,17 @@ def _entry(batch: Any, path: KeyPath) -> Tensor | None:
     return None if any(value is None for value in values) else torch.stack([torch.as_tensor(v) for v in values])
 
 
-def _route_empty(cls: Any) -> None:
-    def empty(self: Any, reset_count: bool = True) -> None:
-        with self._replacing("empty"):
-            self._empty()
-            super(cls, self).empty(reset_count)
+def _collate_list(batch: Any) -> Any:
+    return pytree.collate_items(batch) if isinstance(batch, list) else batch
 
-    cls.empty = empty
+
+def _with_index(items: Any, key: str, index: Tensor, lead: int) -> Any:
+    """Data with keys, and under one of them the index of each step; other data as they are."""
+    if not pytree.has_keys(items):
+        return items
+    items = items.copy()
+    pytree.set_per_item(items, key, index, lead)
+    return items
 
 
 def count_steps(items: Any, time_dim: int) -> int:

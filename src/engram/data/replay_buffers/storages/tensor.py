@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -16,11 +14,9 @@ from torch import Tensor
 from engram import pytree
 from engram._advice import advised, with_argument
 from engram.data.replay_buffers.state.rows import SavedRows
-from engram.data.replay_buffers.storages.base import Checked, Storage
-from engram.errors import StorageError
-from engram.store.files import open_passed_store, share_fd
+from engram.data.replay_buffers.storages.base import Storage
 from engram.store.lanes import Lanes
-from engram.store.layout import LeafSpec, RowLayout
+from engram.store.layout import RowLayout
 from engram.store.lazy_table import LazyTable
 from engram.store.places import (
     FirstWriters,
@@ -31,7 +27,6 @@ from engram.store.places import (
     PrivateMemory,
     SharedMemory,
     TableSize,
-    locks_of,
     memory_device,
 )
 from engram.store.tables import ColumnTable, Rows
@@ -41,98 +36,10 @@ from engram.store.unmade import UnmadeStore
 class TableStorage(Storage):
     """A storage whose rows all have one layout: those of a table that is made when the layout is known."""
 
-    def _hold(self, table: LazyTable, checkpointer: Any) -> None:
+    def _hold_rows(self, table: LazyTable, checkpointer: Any) -> None:
         """Begins with a table."""
-        self._table = table
-        Storage.__init__(self, None, checkpointer)
-        table.use(self.mutex)
-        self.ndim, self.native = table.ndim, table.native
-        reads = not self._overrides & {"get", "read", "column", "leaf"}
-        table.native.limit(reads=reads, appends=not self._overrides & {"set", "check", "append"})
-
-    def _begin_in_child(self) -> None:
-        self._table.after_fork(self.mutex)
-
-    # ---- facts ----
-    def __repr__(self) -> str:
-        shown, lanes, max_size = super().__repr__(), self._table.size.lanes, self.max_size
-        if lanes > 1:
-            each = "" if max_size is None else f", steps_per_lane={max_size // lanes}"
-            shown = f"{shown.removesuffix(')')}, lanes={lanes}{each})"
-        return shown
-
-    @property
-    def max_size(self) -> int | None:
-        return self._table.max_size
-
-    @property
-    def lanes(self) -> Lanes | None:
-        return self._table.lanes
-
-    @property
-    def env_shape(self) -> tuple[int, ...]:
-        return self._table.env_shape
-
-    @property
-    def nbytes(self) -> int:
-        return self._table.nbytes
-
-    @property
-    def layout(self) -> RowLayout | None:
-        return self._table.layout
-
-    def flatten(self) -> Storage:
-        if self.ndim == 1:
-            return self
-        return TensorStorage(pytree.flatten_dims(self.get(slice(None)), 0, len(self.env_shape)))
-
-    @property
-    def _storage(self) -> Any:
-        return self._table.view()
-
-    def __getitem__(self, index: Any) -> Any:
-        """Rows at an index; a slice of a storage that has not wrapped is a live view, for reading only."""
-        view = self._table.slice(index) if isinstance(index, slice) else None
-        return self.get(index) if view is None else view
-
-    # ---- other processes ----
-    def __getstate__(self) -> dict[str, Any]:
-        table, lanes = self._table, self._table.lanes
-        opening = table.place.opening_arguments(table.size, lanes)
-        if opening is not None:
-            return {"init": opening}
-        try:
-            state: dict[str, Any] = {"init": table.place.sent_arguments(table.size, lanes)}
-        except StorageError as error:
-            raise StorageError(f"Cannot share a storage of type {type(self).__name__} {error}") from None
-        unmade = table.place.unmade()
-        if lanes is None and unmade is not None:
-            return {**state, "unmade": unmade}
-        return {**state, "env_shape": table.env_shape, "descriptor": share_fd(locks_of(lanes).fd)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**(state["init"] if "init" in state else _arguments_of_older(state)))  # type: ignore[misc]
-        table = self._table
-        if "unmade" in state and "init" in state:
-            table.place = FirstWriters(table.place, state["unmade"])
-        elif "descriptor" in state:
-            store, locks, layout = open_passed_store(state["descriptor"])
-            lanes = Lanes(store, locks, turns=table.size.given_lanes is None)
-            table.take(OpenedTable(lanes, table.place.table(lanes, layout), state["env_shape"], table.ndim))
-
-    def _copy_arguments(self) -> dict[str, Any] | None:
-        return self._table.arguments
-
-    def _warn_of_copy(self) -> None:
-        self._table.warn_of_copy()
-
-    @property
-    def _requires_index(self) -> bool:
-        return self._table.requires_index
-
-    @_requires_index.setter
-    def _requires_index(self, required: bool) -> None:
-        self._table.requires_index = required
+        self._rows_table = table
+        self._hold(table, checkpointer, functools.partial(SavedRows, table=table))
 
     def adopt(self, layout: RowLayout) -> None:
         """Makes the storage for rows of this layout before the first of them comes; ndim=1. The same again is no error.
@@ -149,78 +56,7 @@ class TableStorage(Storage):
         """
         if self.ndim != 1:
             raise ValueError(f"a layout says nothing of environments: ndim must be 1, it is {self.ndim}")
-        self._table.adopt(layout)
-
-    def _share(self) -> None:
-        self._table.share()
-
-    def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> None:
-        with self.mutex, self._table.making():  # in the order of `extend`
-            super().set(cursor, data, index_key)
-
-    def _exclusive(self, operation: str) -> AbstractContextManager[Any]:
-        return self._table.exclusive(operation)
-
-    def _expect_sequences(self, by_set: bool = False) -> None:
-        self._table.expect_sequences()
-
-    def _carry_sequences(self) -> None:
-        self._table.carry_sequences(self._replacing)
-
-    # ---- writing ----
-    def check(
-        self,
-        items: Any,
-        single: bool,
-        time_dim: int = 0,
-        index_key: str | None = None,
-        index: Tensor | None = None,
-    ) -> Checked:
-        return self._table.fit(items, single, time_dim, index_key, index)
-
-    def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
-        return self._table.append(checked, most)
-
-    def _turn(self) -> AbstractContextManager[None]:
-        return self._table.turn()
-
-    def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
-        self._table.prepare_replace(checked, rows, slots)()
-
-    def _prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        return self._table.prepare_replace(checked, rows, slots)
-
-    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
-        self._table.overwrite(slots, items, index_key)
-
-    def _is_single(self, items: Any, env_dims: int = 0) -> bool:
-        return self._table.is_single(items, env_dims)
-
-    def _empty(self) -> None:
-        """Called before all rows are forgotten, of a child that overrides it as TorchRL's users do."""
-
-    # ---- reading ----
-    def read(
-        self,
-        slots: Tensor,
-        shape: tuple[int, ...] | None = None,
-        extra: dict[str, Any] | None = None,
-        sequences: bool = False,
-    ) -> Rows:
-        return self._table.read(slots, shape, extra, sequences)
-
-    @property
-    def _item_shape(self) -> tuple[int, ...]:
-        return self._table.item_shape
-
-    def _bytes_per_row(self) -> int:
-        return self._table.row_bytes
-
-    def leaf(self, path: pytree.KeyPath) -> LeafSpec | None:
-        return self._table.leaf(path)
-
-    def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
-        return self._table.column(path, slots)
+        self._rows_table.adopt(layout)
 
     # ---- rows as bytes ----
     def append_packed(self, lane: int, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
@@ -241,45 +77,21 @@ class TableStorage(Storage):
             tensor([5, 6, 7])
         """
         with self.mutex:
-            return self._table.packed.append_packed(lane, rows)
+            return self._rows_table.packed.append_packed(lane, rows)
 
     def append_leaves(self, lane: int, leaves: list[Any]) -> Tensor:
         """As `append_packed`, of the bytes of each leaf: uint8 [n, nbytes] for each of `layout.leaves`."""
         with self.mutex:
-            return self._table.packed.append_leaves(lane, leaves)
+            return self._rows_table.packed.append_leaves(lane, leaves)
 
     def read_packed(self, slots: Tensor, by_leaf: bool = False, sequences: bool = False) -> Rows:
         """As `read`, as bytes: `batch` is a list of one tensor, uint8 [n, layout.payload_bytes].
 
         With `by_leaf` a list with the bytes of each leaf, uint8 [n, nbytes].
         """
-        return self._table.validated(functools.partial(self._table.packed.read_packed, slots, by_leaf, sequences))
-
-    # ---- life ----
-    def flush(self) -> None:
-        self._table.place.flush()
-
-    def close(self) -> None:
-        """Ends the use of the storage by this object; what is in a file that stays is there for `open`."""
-        self._table.close()
-
-    # ---- saving ----
-    def _default_checkpointer(self) -> Any:
-        from engram.data.replay_buffers.checkpointers.rows import TensorStorageCheckpointer
-
-        return TensorStorageCheckpointer()
-
-    @property
-    def saved_form(self) -> SavedRows:
-        return SavedRows(self, self._table)
-
-
-def _arguments_of_older(state: dict[str, Any]) -> dict[str, Any]:
-    """The constructor's arguments of what `__getstate__` returned in engram 0.1."""
-    if "scratch_dir" not in state and "unmade" not in state:
-        return state
-    given = state.get("unmade") or {"scratch_dir": state["scratch_dir"], "lanes": state.get("lanes")}
-    return {**given, "existsok": True}
+        return self._rows_table.validated(
+            functools.partial(self._rows_table.packed.read_packed, slots, by_leaf, sequences)
+        )
 
 
 class TensorStorage(TableStorage):
@@ -317,7 +129,7 @@ class TensorStorage(TableStorage):
             raise ValueError("the data of a TensorStorage are to be non-null; LazyTensorStorage(n) begins without any")
         root, entries = pytree.describe(storage, ndim)
         if not entries and isinstance(storage, TensorDictBase):
-            self._hold(_table_with_room(storage, max_size, device, ndim), checkpointer)
+            self._hold_rows(_table_with_room(storage, max_size, device, ndim), checkpointer)
             return
         tensors = [_tensor(value, path) for path, value in entries]
         lead = _common_lead(entries, tensors, ndim)
@@ -333,18 +145,18 @@ class TensorStorage(TableStorage):
         env_shape = tuple(lead[1:])
         lanes = Lanes.in_memory(lead[0], math.prod(env_shape))
         table = LazyTable(TableSize(count, None, ndim, None), GivenTensors(storage, tensors[0].device))
-        self._hold(table, checkpointer)
+        self._hold_rows(table, checkpointer)
         table.take(OpenedTable(lanes, ColumnTable(lanes, layout, tensors, env_shape), env_shape, ndim))
         lanes.advance(lead[0])
 
     @property
     def device(self) -> torch.device:
         """Where the rows are."""
-        return self._table.place.device
+        return self._rows_table.place.device
 
     @device.setter
     def device(self, device: torch.device) -> None:
-        self._table.place.device = device
+        self._rows_table.place.device = device
 
 
 def _table_with_room(room: TensorDictBase, max_size: int | None, device: Any, ndim: int) -> LazyTable:
@@ -421,12 +233,12 @@ class LazyTensorStorage(TensorStorage):
         place: Place = SharedMemory() if is_shared else private
         if shared_init:
             place = FirstWriters(SharedMemory(), UnmadeStore(temporary=False))
-        self._hold(LazyTable(size, place), checkpointer)
+        self._hold_rows(LazyTable(size, place), checkpointer)
 
     @property
     def shared(self) -> bool:
         """Whether other processes can see and write the rows."""
-        return not isinstance(self._table.place, PrivateMemory)
+        return not isinstance(self._rows_table.place, PrivateMemory)
 
     get = with_argument(TableStorage.get, "index", "indices")
 

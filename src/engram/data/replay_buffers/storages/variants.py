@@ -52,16 +52,12 @@ class LazyStackStorage(ListStorage):
         checkpointer: Any = None,
         compilable: bool = False,
     ) -> None:
-        self._copies = True
         read_to = None if device is None else usable_device(device, "device")
         collate = functools.partial(_lazy_stack, stack_dim, read_to)
-        self._hold_items(max_size, ItemCodec(check=_check_batch_size, collate=collate), checkpointer)
+        arguments = {"stack_dim": stack_dim, "device": None if read_to is None else str(read_to)}
+        self._hold_items(max_size, ItemCodec(check=_check_batch_size, collate=collate), checkpointer, arguments)
         self.stack_dim = stack_dim
         self.device = read_to
-
-    def _copy_arguments(self) -> dict[str, Any]:
-        device = None if self.device is None else str(self.device)
-        return {**super()._copy_arguments(), "stack_dim": self.stack_dim, "device": device}
 
 
 def _check_batch_size(item: Any) -> None:
@@ -119,8 +115,6 @@ class CompressedListStorage(ListStorage):
         if compression_level < 0:
             raise ValueError(f"compression_level must be 0 or more, got {compression_level}")
         self.compression_level = compression_level
-        self._functions = compression_fn, decompression_fn
-        self._copies = True
         read_to = usable_device(device, "device")
         form = _Compression(
             compression_fn or functools.partial(_deflated, min(compression_level, 9)),
@@ -128,15 +122,12 @@ class CompressedListStorage(ListStorage):
             read_to,
         )
         codec = ItemCodec(packs=False, keep=form.keep, read=form.read, nbytes=_compressed_bytes)
-        self._hold_items(max_size, codec, checkpointer)
-        self.device = read_to  # of what is read, unlike that of a ListStorage
-
-    def _copy_arguments(self) -> dict[str, Any]:
-        compression_fn, decompression_fn = self._functions
-        return {
-            **super()._copy_arguments(), "compression_fn": compression_fn, "decompression_fn": decompression_fn,
-            "compression_level": self.compression_level, "device": str(self.device),
+        arguments = {
+            "compression_fn": compression_fn, "decompression_fn": decompression_fn,
+            "compression_level": compression_level, "device": str(read_to),
         }  # fmt: skip
+        self._hold_items(max_size, codec, checkpointer, arguments)
+        self.device = read_to  # of what is read, unlike that of a ListStorage
 
     def bytes(self) -> int:
         """The bytes of the compressed items."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engram._overrides import overrides
 from engram.checkpoint.snapshot import load_part, save_part
-from engram.pytree import move_dim, stack
+from engram.pytree import move_dim
 from engram.store.files import pickle_by_state
 from engram.store.indexing import to_slots
 from engram.store.tables import IndexTakenError, expand_slots
@@ -115,8 +115,7 @@ class Writer(abc.ABC):
         """
         storage = self._registered()
         time_dim = storage.ndim - 1
-        if type(data) is list and not storage._takes_lists:
-            data = stack(data, time_dim)
+        data = storage._as_batch(data, time_dim)
         with storage.mutex:
             slots = self._write_rows(storage, data, False, time_dim)
         index: Tensor = storage._index_of(slots, False)

@@ -1,0 +1,181 @@
+"""What `set` of a storage does: it replaces rows that are stored, and appends those that follow directly on them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram import pytree
+from engram.store.indexing import select
+from engram.store.table import Replacing, Table, is_one
+from engram.store.tables import Checked
+
+
+class _Methods(Protocol):
+    """What a `set` writes by: a table, or methods of a user's child."""
+
+    def fit(
+        self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Tensor | None = None
+    ) -> Checked: ...
+    def append(self, checked: Checked, most: int | None = None) -> Tensor | int: ...
+    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None: ...
+
+
+class SetPlan(NamedTuple):
+    """The time steps that a `set` writes.
+
+    Attributes:
+        steps: int64 [n].
+        stored: bool [n], of the steps that hold rows: these are replaced, the others appended.
+        rows: a batch with a row for each.
+        as_new: whether what is replaced makes way for new rows, which get sequences of their own.
+    """
+
+    steps: Tensor
+    stored: Tensor
+    rows: Any
+    as_new: bool
+
+
+class RowSetter:
+    """Writes at any index of a table; the caller holds its mutex."""
+
+    def __init__(self, table: Table, methods: _Methods, replacing: Replacing) -> None:
+        self._table, self._methods, self._replacing = table, methods, replacing
+
+    def set(self, cursor: Any, data: Any, index_key: str | None, *, new_rows: bool) -> None:
+        """Writes rows; with `new_rows` those that take the place of others are new ones, too."""
+        if isinstance(cursor, range | list | Tensor | np.ndarray):
+            data = self._table.as_sequence(data)
+        index = self._as_new_steps(cursor, data) if isinstance(cursor, slice) else cursor
+        plan = self._plan(index, data, new_rows)
+        if plan is None:
+            self.replace(index, data, index_key)
+        else:
+            self._run(plan, index_key)
+
+    def _plan(self, index: Any, data: Any, new_rows: bool) -> SetPlan | None:
+        """Which steps are replaced and which appended; None: the index is one of stored rows."""
+        table, steps = self._table, _listed_steps(index)
+        if steps is None:
+            return None
+        stored, following = self._are_stored(steps), next_steps(table, len(steps))
+        if new_rows and torch.equal(steps, following):
+            stored[:] = False  # round the ring: the newest rows take the place of the oldest
+        # A new row can take the place of any stored one where that gets a sequence of its own.
+        as_new = new_rows and table.replaces_rows and table.ndim == 1
+        as_new = as_new and table.lanes is not None and table.lanes.store.lanes == 1
+        if bool(stored.all()) and not as_new:
+            return None
+        rows = table.for_steps(data, len(steps), is_one(index))
+        new = steps[~stored]
+        differs = new != following[: len(new)]
+        if bool(differs.any()):
+            n = 0 if table.lanes is None else len(table.lanes)
+            raise IndexError(
+                f"index {new[differs][0]} has not been written, and does not follow directly on the "
+                f"{n} stored steps: the next is {following[: len(new)][differs][0]}. Nothing was written"
+            )
+        return SetPlan(steps, stored, rows, as_new)
+
+    def _run(self, plan: SetPlan, index_key: str | None) -> None:
+        steps, stored, rows, as_new = plan
+        replaces, appends = bool(stored.any()), not bool(stored.all())
+        if appends:
+            new = pytree.select_rows(rows, ~stored) if replaces else rows
+            checked = self._methods.fit(new, False, 0, index_key, None)
+            if checked.steps != len(steps) - int(stored.sum()):
+                raise ValueError(f"{len(steps)} steps are indexed, the data have others; nothing was written")
+        if replaces:
+            replaced = pytree.select_rows(rows, stored) if appends else rows
+            (self._replace_by_new if as_new else self.replace)(steps[stored], replaced, index_key)
+        if appends:
+            self._methods.append(checked)
+
+    def replace(self, index: Any, items: Any, index_key: str | None = None) -> None:
+        """Replaces stored rows in place: they are the same steps with other values."""
+        table = self._table
+        if table.lanes is None:
+            raise IndexError(f"index {index!r} has not been written: the storage is empty; extend it first")
+        with table.lanes.exclusive("changing stored rows"):
+            selection = select(table.lanes.store, index, table.env_shape)
+            if len(set(selection.slots.tolist())) != len(selection.slots):
+                raise ValueError("an index names a step twice; nothing was written")
+            table.overwrite_selection(selection, items, index_key, self._methods.overwrite)
+
+    def _replace_by_new(self, slots: Tensor, items: Any, index_key: str | None) -> None:
+        """Puts new rows in the place of stored ones: each gets a sequence of its own."""
+        table = self._table
+        if len(set(slots.tolist())) != len(slots):
+            raise ValueError("an index names a step twice; nothing was written")
+        table.carry_sequences(self._replacing)
+        checked = self._methods.fit(items, False, 0, index_key, slots)
+        if checked.steps != len(slots):
+            raise ValueError(f"{len(slots)} steps are indexed, the data have {checked.steps}; nothing was written")
+        with table.exclusive("replacing rows"):
+            assert table.lanes is not None
+            table.prepare_replace(checked, torch.arange(len(slots)), slots)()
+            table.lanes.store.count_replaced(slots)
+
+    def _are_stored(self, steps: Tensor) -> Tensor:
+        """Which of these time steps hold rows: bool [n]. IndexError: one lies outside the storage."""
+        lanes = self._table.lanes
+        if lanes is None:
+            return torch.zeros(len(steps), dtype=torch.bool)
+        room = lanes.capacity // lanes.envs
+        if bool((steps >= room).any()):
+            raise IndexError(
+                f"index {int(steps.max())} has not been written, and lies outside the {room} steps that the storage "
+                "has room for; nothing was written"
+            )
+        return lanes.store.generations(steps * lanes.envs) >= 0
+
+    def _as_new_steps(self, index: slice, items: Any) -> slice | range:
+        """A slice as a range of time steps where it has as many of these as the data, and not all are stored."""
+        table = self._table
+        start, stop = index.start or 0, table.max_size if index.stop is None else index.stop
+        if type(start) is not int or type(stop) is not int or index.step not in (None, 1):
+            return index
+        if not 0 <= start < stop or stop - start != _length(items):
+            return index
+        written = table.lanes is not None and len(table.lanes)
+        is_single = not isinstance(items, list) and written and table.is_single(items)
+        if is_single or (table.max_size is not None and stop > table.max_size):
+            return index
+        steps = range(start, stop)
+        return index if bool(self._are_stored(torch.tensor(steps)).all()) else steps
+
+
+def next_steps(table: Table, n: int) -> Tensor:
+    """The time steps that the next n rows of this process go to: int64 [n]."""
+    if table.lanes is not None:
+        return table.lanes.next_slots(n)
+    return torch.arange(n) if table.max_size is None else torch.arange(n) % table.max_size
+
+
+def _length(items: Any) -> int | None:
+    """The length of a sequence or of the first dimension of a batch; None of a single step."""
+    if isinstance(items, list | tuple | range):
+        return len(items)
+    leaves = () if hasattr(items, "shape") else pytree.describe(items, 0)[1]
+    shape = items.shape if hasattr(items, "shape") else pytree.shape_of(leaves[0][1] if leaves else None)
+    return int(shape[0]) if len(shape) else None
+
+
+def _listed_steps(index: Any) -> Tensor | None:
+    """The time steps of an int, or of a range, list, array or tensor of ints from 0 on; None: it is another index."""
+    if isinstance(index, range):
+        index = list(index)
+    if isinstance(index, bool | np.bool_ | tuple | slice | str) or index is None or index is ...:
+        return None
+    try:
+        steps = torch.as_tensor(index)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    if steps.dtype == torch.bool or steps.is_floating_point() or steps.is_complex() or steps.ndim > 1:
+        return None
+    steps = steps.reshape(-1).cpu().to(torch.int64)
+    return steps if len(steps) and int(steps.min()) >= 0 else None
