@@ -16,7 +16,7 @@ from torch import Tensor
 from engram._advice import advised
 from engram.envs.base import EnvBase, mark_truncated
 from engram.envs.codecs import SpaceCodec, SpaceLeaf, flag_of, reward_of, space_leaves
-from engram.envs.engines import Array, Autoreset, GymEngine, VectorEngine, VectorStep
+from engram.envs.engines import Array, Autoreset, GymEngine, HasEngines, VectorEngine, VectorStep
 from engram.envs.from_torchrl import as_env
 from engram.envs.serial import SerialEnv, check_same_specs, env_makers, only_one, reject_shared_envs
 from engram.envs.vector_env import VectorStepper
@@ -910,7 +910,7 @@ class _EnvDescription(NamedTuple):
 
     @classmethod
     def of(cls, env: Any) -> _EnvDescription:
-        engines = getattr(env, "engines", lambda: None)()
+        engines = env.engines() if isinstance(env, HasEngines) else None
         engine = engines[0] if engines is not None and len(env.batch_size) == 0 else None
         return cls(
             repr(env),
@@ -930,7 +930,7 @@ class _EnvDescription(NamedTuple):
             None if engine is None else (engine.action, engine.leaves),
             env.encoded_spaces(),
             env.fake_tensordict(),
-            getattr(env, "policy_entries", ()),
+            env.policy_entries,
         )
 
 
