@@ -52,8 +52,9 @@ class VectorStep(NamedTuple):
 
     `observation` holds the present observations, batched as by gymnasium (arrays `[n, ...]`, Dicts or Tuples of them).
     `reward` `[n]`, `terminated` and `truncated` bool `[n]`. `last` (SAME_STEP): for each environment whose episode
-    ended, its index and the raw last observation of that episode. `idle` (NEXT_STEP): bool `[n]`, the environments that
-    this call only reset; None if there are none.
+    ended, its index and the raw last observation of that episode. `idle`: bool `[n]`, the environments that this call
+    only reset; None if there are none. With NEXT_STEP these are those whose episode the call before ended; with
+    SAME_STEP, of an engine that can reset some, those that had to be made anew and have lost their episode.
     """
 
     observation: Any
@@ -77,7 +78,6 @@ class VectorEngine(ABC):
     autoreset: Autoreset
     can_reset_some: bool
     reward_shape: tuple[int, ...] = ()  #: the shape of one environment's reward; () for gymnasium's single number
-    can_lose_episodes = False  #: whether an environment may be `idle` in the middle of an episode, which is then lost
 
     @abstractmethod
     def seed(self, seed: int) -> None:

@@ -9,6 +9,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -349,22 +350,22 @@ def apply_to_composite(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any]
         >>> env.observation_spec["sine"].shape
         torch.Size([3])
     """
-    return _by_keys(change, "in_keys", "out_keys")
+    return _by_keys(change, attrgetter("in_keys", "out_keys"))
 
 
 def apply_to_composite_inv(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """`apply_to_composite` for actions: maps specs of `in_keys_inv` to those of `out_keys_inv`."""
-    return _by_keys(change, "in_keys_inv", "out_keys_inv")
+    return _by_keys(change, attrgetter("in_keys_inv", "out_keys_inv"))
 
 
-def _by_keys(change: Callable[[Any, Any], Any], sources: str, targets: str) -> Callable[[Any, Any], Any]:
+def _by_keys(change: Callable[[Any, Any], Any], keys_of: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     @functools.wraps(change)
     def changed(self: Any, spec: Any) -> Any:
         if not isinstance(spec, Composite):
             raise TypeError(f"{change.__name__} of {type(self).__name__} takes a Composite, got {spec}")
         groups = [group for name in _GROUPS if isinstance(group := spec.get(name, None), Composite)] or [spec]
         for group in groups:
-            for source, target in root_pairs(getattr(self, sources), getattr(self, targets)):
+            for source, target in root_pairs(*keys_of(self)):
                 if source in group.leaves():
                     group[target] = change(self, group[source].clone())
         return spec
@@ -634,7 +635,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
             raise TypeError(f"the name of a buffer is a string, got a {type(name).__name__}")
         if not name.isidentifier():
             raise KeyError(f"{name!r} cannot be the name of an attribute: use letters, digits and underscores")
-        if name not in self._buffers and (hasattr(type(self), name) or hasattr(self, name)):
+        if name not in self._buffers and name in dir(self):
             raise KeyError(f"{type(self).__name__} has an attribute {name!r} already: choose another name")
         if tensor is not None and not isinstance(tensor, Tensor):
             raise TypeError(f"the buffer {name!r} must be a tensor or None, got a {type(tensor).__name__}")
@@ -1136,7 +1137,10 @@ class AttributeMemory:
 def _namespaces(obj: Any) -> list[dict[str, Any]]:
     """The dicts that hold an object's attributes; for an `nn.Module` also its buffers, and those of all its modules."""
     if not isinstance(obj, nn.Module):
-        return [vars(obj)] if hasattr(obj, "__dict__") else []
+        try:
+            return [vars(obj)]
+        except TypeError:  # an object without attributes
+            return []
     if isinstance(obj, Transform):  # a Transform saves its buffers itself
         return [vars(module) for module in obj.modules()]
     return [names for module in obj.modules() for names in (vars(module), module._buffers)]
