@@ -550,7 +550,7 @@ class MultiCollector(PooledCollector, HasSpaces):
         is_ours = isinstance(buffer, ReplayBuffer)
         if self._is_attached or self.postproc is not None or self._trajs_per_batch or not is_ours:
             return False
-        if not buffer.transform.can_flush:
+        if not buffer.transform.stream.flushes_all:
             return False  # the steps that they hold back for a worker would be lost with it
         return sent_to_writers(buffer) is not None and can_be_shared(buffer.storage, self.num_workers)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from engram._advice import absent_member, advised
 from engram._native import take_frames
+from engram._providers import PROVIDERS
 from engram.envs.action_checks import action_keys
 from engram.envs.checks import compare_with_specs
 from engram.envs.engines import VectorEngine
@@ -325,7 +326,6 @@ class EnvBase(nn.Module, HasSpaces):
     torch.Size([2])
     """
 
-    _behind_transform: Any  # TransformedEnv, which imports this file
     batch_locked = True  #: whether all TensorDicts must have the environment's batch size
     run_type_checks = True  #: shapes and dtypes are always compared with the specs
     is_spec_locked = False  #: specs may be changed at any time
@@ -1051,7 +1051,7 @@ class EnvBase(nn.Module, HasSpaces):
 
     def append_transform(self, transform: Any) -> Any:
         """This environment behind `transform`: a `TransformedEnv`."""
-        return self._behind_transform(self, transform)
+        return PROVIDERS["transformed_env"]()(self, transform)
 
     def close(self, *, raise_if_closed: bool = False) -> None:
         """Releases the environment's resources, until the next reset or `start`.

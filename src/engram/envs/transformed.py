@@ -129,10 +129,8 @@ class TransformedEnv(EnvBase):
             return self._base
         if n not in self._parents:
             parent = object.__new__(type(self))  # copy.copy would attach the transforms to the copy
-            vars(parent).update(vars(self))
-            parent._parts, parent._is_single, parent._parents = self._parts[:n], False, {}
-            vars(parent)["_modules"] = {}
-            parent._specs = dict(self._specs)
+            own = {"_parts": self._parts[:n], "_is_single": False, "_parents": {}, "_modules": {}}
+            vars(parent).update(vars(self), **own, _specs=dict(self._specs))
             parent._update_specs()
             self._parents[n] = parent
         return self._parents[n]
@@ -338,7 +336,6 @@ class TransformedEnv(EnvBase):
         return f"TransformedEnv(\n    env={self._base!r},\n    transform={self.transform!r})"
 
 
-EnvBase._behind_transform = TransformedEnv
 _UNCHANGED_METHODS = (TransformedEnv._step, TransformedEnv._reset, TransformedEnv.step, TransformedEnv.reset)
 
 

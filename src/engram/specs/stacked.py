@@ -449,6 +449,3 @@ class StackedComposite(Composite):
     def __repr__(self) -> str:
         inner = "".join(f"\n{one!r},".replace("\n", "\n    ") for one in self.specs)
         return f"StackedComposite(shape={tuple(self.shape)}, device={self.device}, dim={self.dim},{inner})"
-
-
-Spec._stack = staticmethod(stack_specs)

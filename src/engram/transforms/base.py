@@ -18,7 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from engram._advice import absent_member, advised
-from engram._arguments import KeepsArguments
+from engram._arguments import BUILT_IN, KeepsArguments
 from engram._overrides import overrides
 from engram.pytree import (
     Key,
@@ -506,6 +506,17 @@ class WriteRequest(NamedTuple):
         return w._replace(single=other.single, time_dim=other.time_dim)
 
 
+class StreamTraits(NamedTuple):
+    """How a transform treats consecutive writes.
+
+    What depends on earlier batches is written one batch at a time, and a refused write is undone by `load_state_dict`.
+    """
+
+    inverse_is_ordered: bool  #: whether the result of `inverse_stream` depends on earlier batches
+    forward_is_ordered: bool  #: whether that of `forward_stream` does
+    flushes_all: bool  #: whether `flush` returns all steps that are held back
+
+
 def _sizes(batch: Any) -> tuple[int, ...] | None:
     """The batch dimensions of a TensorDict or tensorclass; None for other data."""
     return tuple(batch.batch_size) if has_batch_size(batch) else None
@@ -551,21 +562,14 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     in_keys_inv: Sequence[Key] = ()
     out_keys_inv: Sequence[Key] = ()
 
-    #: Whether the result of `inverse_stream` (`forward_stream`) depends on earlier batches: the buffer then makes
-    #: one write at a time, and undoes a refused one by `load_state_dict`.
+    # What `stream` says; a class may set them.
     inverse_in_order = False
     forward_in_order = False
-
-    #: Whether `flush` returns all steps that are held back.
     can_flush = True
 
     _overrides: ClassVar[frozenset[str]] = frozenset()  # methods that it has in place of those of `Transform`
     _inverts_by_call = False  # whether `inv` calls `_inv_call`
     _has_memory = False  # whether the inverse may keep steps in attributes from one write to the next
-
-    #: Whether it is one of the library's own classes: loading a state assigns attributes, and changes none in place; an
-    #: exception means that the saved state is damaged. Neither is guaranteed for a user's subclass.
-    built_in = True
 
     #: Whether it changes data on writing, or actions: whether it has an inverse.
     invertible = False
@@ -577,8 +581,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     __setattr__ = object.__setattr__  # type: ignore[assignment]
 
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.built_in = cls._keeps_arguments = built_in
+        super().__init_subclass__(built_in=built_in, **kwargs)
         cls._overrides = own = overrides(cls, Transform)
         if not built_in and "__setattr__" not in own:
             cls.__setattr__ = nn.Module.__setattr__  # type: ignore[method-assign,assignment]
@@ -598,7 +601,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     ) -> None:
         kind = type(self)
         is_keyed = kind._overrides.isdisjoint(_OF_VALUES)
-        self.in_keys, self.out_keys = _pair(in_keys, out_keys, "", must_fit=kind.built_in or is_keyed)
+        self.in_keys, self.out_keys = _pair(in_keys, out_keys, "", must_fit=kind in BUILT_IN or is_keyed)
         self.in_keys_inv, self.out_keys_inv = _pair(in_keys_inv, out_keys_inv, "_inv")
 
     def clone(self: Self) -> Self:
@@ -769,6 +772,11 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     def _inv_apply_transform(self, value: Tensor) -> Tensor:
         return value
 
+    @property
+    def stream(self) -> StreamTraits:
+        """What a buffer has to know of it before it writes."""
+        return StreamTraits(self.inverse_in_order, self.forward_in_order, self.can_flush)
+
     def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
         """Called by a buffer on each write: `inv` for consecutive batches."""
         if not self._has_memory:
@@ -791,7 +799,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         """Whether a user's class has an `_inv_apply_transform` that is never called, without `in_keys_inv`."""
         own = self._overrides
         has_caller = not own.isdisjoint(("inv", "_inv_call", "inverse_stream"))
-        return not self.built_in and "_inv_apply_transform" in own and not has_caller and not self.in_keys_inv
+        return type(self) not in BUILT_IN and "_inv_apply_transform" in own and not has_caller and not self.in_keys_inv
 
     def _inv_once(self, batch: Any) -> Any:
         """`inv` for data that do not continue the last write, without changing the transform."""
@@ -950,6 +958,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
 
 
+BUILT_IN.add(Transform)
 _INVERTING = ("inv", "_inv_call", "_inv_apply_transform", "inverse_stream")
 _OF_VALUES = ("forward", "_call", "_reset", "_step")
 _OF_SPECS = tuple(
@@ -991,8 +1000,8 @@ class InvertedTransform(Transform, built_in=True):
 
     def __init__(self, transform: Transform) -> None:
         self.transform = transform
-        self.inverse_in_order = transform.forward_in_order
-        self.forward_in_order = transform.inverse_in_order
+        stream = transform.stream
+        self.inverse_in_order, self.forward_in_order = stream.forward_is_ordered, stream.inverse_is_ordered
 
     def for_env(self, specs: EnvSpecs) -> Any:
         raise TypeError(f"{self!r} is for buffers; in an environment exchange in_keys and in_keys_inv instead")

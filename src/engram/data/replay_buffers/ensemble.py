@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engram import _native
 from engram._advice import advised
+from engram._arguments import BUILT_IN
 from engram._generator import Generator
 from engram.data.replay_buffers.buffer import ReplayBuffer
 from engram.data.replay_buffers.reader import BatchReader, put_generation, refuse_if_too_many
@@ -359,7 +360,7 @@ def _joint_transform(readers: list[BatchReader]) -> Compose | None:
         if len(other) != len(first):
             return None
         for a, b in zip(first, other, strict=True):
-            if a is not b and not (a.built_in and a.does_the_same(b)):
+            if a is not b and not (type(a) in BUILT_IN and a.does_the_same(b)):
                 return None
     storage = readers[0].storage
 
@@ -673,8 +674,6 @@ class ReplayBufferEnsemble(ReplayBuffer):
 class _Transforms:
     """The common transform and the members', for saving."""
 
-    built_in = True
-
     def __init__(self, transforms: list[Compose]) -> None:
         self.transforms = transforms
 
@@ -695,6 +694,9 @@ class _Transforms:
     def empty(self) -> None:
         for transform in self.transforms:
             transform.empty()
+
+
+BUILT_IN.add(_Transforms)
 
 
 def _members(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from engram._arguments import BUILT_IN
 from engram._system import fork_registry, notice_fork
 from engram._text import log
 from engram.checkpoint.foreign import Part, Receiver, open_saved
@@ -206,7 +207,7 @@ def _given(part: Any) -> Any:
 
 def _is_built_in(part: Any) -> bool:
     """Whether a part is of one of the library's own classes."""
-    return bool(part._built_in if isinstance(part, Sampler | Writer) else part.built_in)
+    return bool(part._built_in if isinstance(part, Sampler | Writer) else type(part) in BUILT_IN)
 
 
 def check_sampler(buffer: Any, states: dict[str, Any], malformed: Malformed | None) -> None:
