@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from engram._text import log
+from engram.transforms.compose import Compose
 
 
 class SavedPart:
@@ -21,8 +22,13 @@ class SavedPart:
             and an error at a saved state means that the state is damaged. A child that a user writes keeps to neither.
         kind: the name that its state is saved under; that of its class if None.
         members: the parts that it consists of.
+        settings: that a state must have been saved with; `owner` is what has them.
+        beside_rows: its state without what follows from the rows, if that is not all that `state_dict` returns.
         has_state: whether the user's object has `state_dict` and `load_state_dict`.
     """
+
+    #: The name that its state is saved under; None: it is saved without one, and fits by its content.
+    kind: str | None
 
     def __init__(
         self,
@@ -32,6 +38,9 @@ class SavedPart:
         is_ours: bool,
         kind: str | None = None,
         members: Sequence[SavedPart] = (),
+        settings: Mapping[str, Any] | None = None,
+        owner: str = "part",
+        beside_rows: dict[str, Any] | None = None,
         has_state: bool = True,
     ) -> None:
         self.part = part
@@ -39,6 +48,7 @@ class SavedPart:
         self.is_ours = is_ours
         self.kind = type(self.given).__name__ if kind is None else kind
         self.members = members
+        self._settings, self._owner, self._beside_rows = settings or {}, owner, beside_rows
         self._has_state = has_state
 
     @property
@@ -49,12 +59,17 @@ class SavedPart:
     # ---- saving ----
     def state(self, storage: Any) -> Any:
         """Its state beside the rows of this storage, with what was written so far."""
-        return self.part.state_dict()
+        self.sync(storage)
+        return self.part.state_dict() if self._beside_rows is None else self._beside_rows
 
     # ---- loading ----
     def differences(self, state: Any) -> list[str]:
         """What of a saved state does not fit this part; changes nothing."""
-        return []
+        return [
+            f"the {self._owner} has {name}={mine!r} here, {state.get(name)!r} there"
+            for name, mine in self._settings.items()
+            if name not in state or state[name] != mine
+        ]
 
     def check(self, state: Any, storage: Any) -> None:
         """A ValueError where a state without differences cannot be one of this storage; changes nothing.
@@ -66,11 +81,15 @@ class SavedPart:
         """Goes on from a state that fits."""
         self.part.load_state_dict(state)
 
+    def empty(self) -> None:
+        """Forgets what was stored."""
+        self.part.empty()
+
     def rebase(self, storage: Any) -> None:
         """After a load with the rows: goes on with their sequences in this storage (`storage.lanes.shifts`)."""
 
     def sync(self, storage: Any) -> None:
-        """Takes in what was written since it last looked: after a load."""
+        """Takes in what was written since it last looked: before its state is saved, and after a load."""
 
     def find(self, storage: Any) -> None:
         """Finds the rows of a state that was loaded alone, where they are there: before others are written."""
@@ -98,6 +117,30 @@ class SavedPart:
             self.part.load_state_dict(state)
 
 
+class SavedTransforms(SavedPart):
+    """The transforms of a buffer. Where no state was saved, they begin anew."""
+
+    def __init__(self, transforms: Compose) -> None:
+        super().__init__(transforms, is_ours=transforms.built_in, members=_parts_of(transforms))
+        self.kind = None
+
+    def differences(self, state: Any) -> list[str]:
+        return [] if state is None else self.part.differences(state)
+
+    def load(self, state: Any) -> None:
+        if state is None:
+            self.part.empty()
+        else:
+            self.part.load_state_dict(state)
+
+
+def _parts_of(transforms: Compose) -> list[SavedPart]:
+    return [
+        SavedPart(one, is_ours=one.built_in, members=_parts_of(one) if isinstance(one, Compose) else ())
+        for one in transforms
+    ]
+
+
 class SavedEnsemble(SavedPart):
     """A part that consists of one for each member of an ensemble of buffers.
 
@@ -106,15 +149,15 @@ class SavedEnsemble(SavedPart):
         Others: as SavedPart.
     """
 
-    def __init__(self, name: str, part: Any, *, is_ours: bool, members: Sequence[SavedPart]) -> None:
-        super().__init__(part, is_ours=is_ours, members=members)
+    def __init__(self, name: str, part: Any, *, is_ours: bool, members: Sequence[SavedPart], **others: Any) -> None:
+        super().__init__(part, is_ours=is_ours, members=members, owner="ensemble", **others)
         self._name = name
 
     def differences(self, state: Any) -> list[str]:
         saved = state[self._name]
         if len(saved) != len(self.members):
             return [f"the ensemble has {len(self.members)} {self._name} here, {len(saved)} there"]
-        differences = []
+        differences = super().differences(state)
         for i, (member, one) in enumerate(zip(self.members, saved, strict=True)):
             kind, member_state = one["kind"], one["state"]
             if kind != member.kind:
