@@ -2,8 +2,7 @@
 
 The kernel is what makes, fills, samples and saves a replay buffer. Its satellites are `cli`, `compat`, `data.datasets`,
 `distributed`, `interop` and `testing`. Of the kernel they use what users import and the names that these modules list;
-the kernel imports none of them, but that `engram.data` lets `interop` register its forms (`tests/test_layering.py`). A
-name that is added here is an interface from then on.
+the kernel imports none of them (`tests/test_layering.py`). A name that is added here is an interface from then on.
 
     tools       files, memory, texts, warnings, without torch
     disk        checkpoint directories, mapped stores and their locks, without torch

@@ -1,6 +1,6 @@
 """Rows: where each key lies in one, the lanes that they are written to, the episodes that they form, saved rows."""
 
-from engram.checkpoint.foreign import Part, Receiver, register_form
+from engram.checkpoint.foreign import Part, Receiver
 from engram.store.episodes import IDS, EpisodeIndex
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
@@ -13,5 +13,4 @@ __all__ = [
     "Part",
     "Receiver",
     "RowLayout",
-    "register_form",
 ]
