@@ -49,7 +49,7 @@ from engram.data.replay_buffers.state.buffers import (
     save_in_background,
 )
 from engram.data.replay_buffers.state.generators import SavedGenerator
-from engram.data.replay_buffers.state.parts import SavedPart, SavedTransforms
+from engram.data.replay_buffers.state.parts import saved_transforms
 from engram.data.replay_buffers.stats import BatchCount, BufferStats, count_steps, shown_content
 from engram.data.replay_buffers.storages.base import Storage, StorageUser, as_storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
@@ -1141,18 +1141,12 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         parts = {
             "sampler": self._sampler.saved_form,
             "writer": self._writer.saved_form,
-            "transform": self._saved_transforms(),
-            "generator": self._saved_generators(),
+            "transform": saved_transforms(self._transform),
+            "generator": SavedGenerator(self._generator, None, is_ours=True),
         }
         return SavedBuffer(self._storage, parts, self._writer.index_key, self._batch_size, self._description)
 
-    def _saved_transforms(self) -> SavedPart:
-        return SavedTransforms(self._transform)
-
-    def _saved_generators(self) -> SavedPart:
-        return SavedGenerator(self._generator)
-
-    def _description(self) -> dict[str, Any]:
+    def _description(self, sampler: Any) -> dict[str, Any]:
         """What this buffer and its parts are, for who makes them anew from a checkpoint (`engram.load`)."""
         missing = ["the collate_fn"] if self._collate_fn is not None else []
         missing += ["the hooks of its checkpointer"] if self._storage._has_hooks else []
@@ -1161,7 +1155,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             "batch_size": self._batch_size,
             "settings": self._settings(),
             "storage": {"kind": type(self._storage).__name__, "arguments": self._storage._description()},
-            "sampler": describe(self._sampler._given),
+            "sampler": describe(sampler),
             "transforms": [describe_transform(transform) for transform in self._transform.transforms],
             "missing": missing,
         }

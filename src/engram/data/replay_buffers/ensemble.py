@@ -17,8 +17,9 @@ from engram.data.replay_buffers.buffer import ReplayBuffer
 from engram.data.replay_buffers.reader import BatchReader, put_generation, refuse_if_too_many
 from engram.data.replay_buffers.samplers.draw import Draw
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
+from engram.data.replay_buffers.state.buffers import SavedBuffer
 from engram.data.replay_buffers.state.generators import SavedGenerators
-from engram.data.replay_buffers.state.parts import SavedPart, SavedTransforms
+from engram.data.replay_buffers.state.parts import SavedPart, saved_transforms
 from engram.data.replay_buffers.stats import BufferStats
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
@@ -650,13 +651,14 @@ class ReplayBufferEnsemble(ReplayBuffer):
         own = super()._generators()  # which then goes to the members, too
         return own or [rb.generator for rb in self._members if rb.generator is not None]
 
-    def _saved_generators(self) -> SavedPart:
-        return SavedGenerators(self._generator, [rb.generator for rb in self._members])
+    @property
+    def _saved_form(self) -> SavedBuffer:
+        own = super()._saved_form
+        generators = SavedGenerators(self._generator, [rb.generator for rb in self._members])
+        transforms = _SavedTransforms(self._transform, [rb.transform for rb in self._members])
+        return own._replace(parts={**own.parts, "transform": transforms, "generator": generators})
 
-    def _saved_transforms(self) -> SavedPart:
-        return _SavedTransforms(self._transform, [rb.transform for rb in self._members])
-
-    def _description(self) -> dict[str, Any]:
+    def _description(self, sampler: Any) -> dict[str, Any]:
         return {"kind": type(self).__name__}
 
     def _shown(self) -> dict[str, Any]:
@@ -674,8 +676,7 @@ class _SavedTransforms(SavedPart):
     """The common transform and the members', as they are saved and loaded."""
 
     def __init__(self, common: Compose, members: list[Compose]) -> None:
-        super().__init__(common, is_ours=True, members=[SavedTransforms(one) for one in (common, *members)])
-        self.kind = None
+        super().__init__(common, None, is_ours=True, members=[saved_transforms(one) for one in (common, *members)])
 
     def state(self, storage: Any) -> Any:
         return {"each": [each.state(storage) for each in self.members]}

@@ -274,7 +274,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     @property
     def saved_form(self) -> SavedPart:
         """This sampler, as it is saved and loaded with a buffer."""
-        return _SavedSampler(self, is_ours=self._built_in, kind=self._kind)
+        return _SavedSampler(self, self._kind, is_ours=self._built_in)
 
     # ---- between the parts of a buffer: drawing ----
     def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
@@ -410,6 +410,10 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
 class _SavedSampler(SavedPart):
     """A sampler, as it is saved and loaded."""
 
+    def state(self, storage: Any) -> Any:
+        self.part._sync(storage)
+        return self.part.state_dict()
+
     def differences(self, state: Any) -> list[str]:
         different: list[str] = self.part._differences(state)
         return different
@@ -450,7 +454,7 @@ class _AdaptedSampler(Sampler):
     @property
     def saved_form(self) -> SavedPart:
         has_state = hasattr(self._own, "state_dict") and hasattr(self._own, "load_state_dict")
-        return _SavedSampler(self, self._own, is_ours=False, has_state=has_state)
+        return _SavedSampler(self, self._kind, is_ours=False, given=self._own, has_state=has_state)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         drawn: tuple[Index, dict[str, Any]] = self._own.sample(storage, batch_size)

@@ -270,6 +270,10 @@ class SamplerEnsemble(Sampler, built_in=True):
 class _SavedSamplers(SavedEnsemble):
     """The sampler of an ensemble, as it is saved and loaded."""
 
+    def state(self, storage: Any) -> Any:
+        self.sync(storage)
+        return self.part.state_dict()
+
     def differences(self, state: Any) -> list[str]:
         differences = super().differences(state)
         if not differences:

@@ -7,7 +7,7 @@ import copy
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,14 +31,14 @@ class SavedBuffer(NamedTuple):
     Attributes:
         parts: by the names that their states have: sampler, writer, transform, generator; loaded in this order.
         index_key: the key under which its writer stores each row's index; None: it stores none.
-        description: makes what a checkpoint says of it, for who makes it anew (`engram.load`).
+        description: makes what a checkpoint says of it, for who makes it anew (`engram.load`), of the user's sampler.
     """
 
     storage: Storage
     parts: dict[str, SavedPart]
     index_key: str | None
     batch_size: int | None
-    description: Callable[[], dict[str, Any]]
+    description: Callable[[Any], dict[str, Any]]
 
     def states(self) -> dict[str, Any]:
         """The state of each part beside the rows."""
@@ -46,10 +46,10 @@ class SavedBuffer(NamedTuple):
 
     def components(self) -> dict[str, Any]:
         """What a checkpoint has beside the rows."""
-        saved: dict[str, Any] = {"buffer": self.description()}
-        for name, state in self.states().items():
-            kind = self.parts[name].kind
-            saved[name] = {"state": state} if kind is None else {"kind": kind, "state": state}
+        saved: dict[str, Any] = {"buffer": self.description(self.parts["sampler"].given)}
+        for name, part in self.parts.items():
+            state = part.state(self.storage)
+            saved[name] = {"state": state} if part.kind is None else {"kind": part.kind, "state": state}
         return saved
 
     def kinds(self) -> dict[str, str]:
@@ -84,10 +84,8 @@ class BufferLoad:
 
     def __init__(self, buffer: SavedBuffer, states: dict[str, Any], malformed: Malformed | None = None) -> None:
         self._buffer, self._states, self._malformed = buffer, states, malformed
-        self.differences = [what for name, part in self._each() for what in self._differences(name, part)]
-
-    def _each(self) -> Iterator[tuple[str, SavedPart]]:
-        return ((name, part) for name, part in self._buffer.parts.items() if name in self._states)
+        self._each = [(name, part) for name, part in buffer.parts.items() if name in states]
+        self.differences = [what for name, part in self._each for what in self._differences(name, part)]
 
     def _differences(self, name: str, part: SavedPart) -> list[str]:
         with self._damage_of(part):
@@ -104,7 +102,7 @@ class BufferLoad:
 
     def check(self) -> None:
         """An error where a state cannot be taken over here, before anything is changed for it."""
-        for name, part in self._each():
+        for name, part in self._each:
             with self._damage_of(part):
                 part.check(self._states[name]["state"], self._buffer.storage)
 

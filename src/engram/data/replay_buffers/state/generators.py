@@ -17,11 +17,7 @@ _KINDS = ("a torch.Generator", "an engram.Generator")
 
 
 class SavedGenerator(SavedPart):
-    """A buffer's own generator; None: it has none."""
-
-    def __init__(self, own: torch.Generator | Generator | None) -> None:
-        super().__init__(own, is_ours=True)
-        self.kind = None
+    """A buffer's own generator (`part`); None: it has none."""
 
     def state(self, storage: Any) -> Any:
         """Where it stands; None without one."""
@@ -58,8 +54,8 @@ class SavedGenerators(SavedGenerator):
     def __init__(
         self, own: torch.Generator | Generator | None, members: Sequence[torch.Generator | Generator | None]
     ) -> None:
-        super().__init__(own)
-        self._own, self._each = SavedGenerator(own), [SavedGenerator(one) for one in members]
+        super().__init__(own, None, is_ours=True)
+        self._own, *self._each = [SavedGenerator(one, None, is_ours=True) for one in (own, *members)]
 
     def state(self, storage: Any) -> Any:
         own, members = self._own.state(storage), [each.state(storage) for each in self._each]

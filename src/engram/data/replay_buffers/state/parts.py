@@ -17,49 +17,40 @@ class SavedPart:
 
     Args:
         part: has `state_dict` and `load_state_dict`.
-        given: the user's object, if `part` is an adapter of it.
+        kind: the name that its state is saved under; None: it is saved without one, and fits by its content.
         is_ours: whether its class is the library's own. Such a part never changes the value of an attribute in place,
             and an error at a saved state means that the state is damaged. A child that a user writes keeps to neither.
-        kind: the name that its state is saved under; that of its class if None.
+        given: the user's object, if `part` is an adapter of it.
         members: the parts that it consists of.
         settings: that a state must have been saved with; `owner` is what has them.
         beside_rows: its state without what follows from the rows, if that is not all that `state_dict` returns.
         has_state: whether the user's object has `state_dict` and `load_state_dict`.
     """
 
-    #: The name that its state is saved under; None: it is saved without one, and fits by its content.
-    kind: str | None
-
     def __init__(
         self,
         part: Any,
-        given: Any = None,
+        kind: str | None,
         *,
         is_ours: bool,
-        kind: str | None = None,
+        given: Any = None,
         members: Sequence[SavedPart] = (),
         settings: Mapping[str, Any] | None = None,
         owner: str = "part",
         beside_rows: dict[str, Any] | None = None,
         has_state: bool = True,
     ) -> None:
-        self.part = part
+        self.part, self.kind, self.is_ours = part, kind, is_ours
         self.given = part if given is None else given
-        self.is_ours = is_ours
-        self.kind = type(self.given).__name__ if kind is None else kind
         self.members = members
+        #: Whether it and the parts that it consists of are of the library's own classes.
+        self.all_ours: bool = is_ours and (not members or all(member.all_ours for member in members))
         self._settings, self._owner, self._beside_rows = settings or {}, owner, beside_rows
         self._has_state = has_state
-
-    @property
-    def all_ours(self) -> bool:
-        """Whether it and the parts that it consists of are of the library's own classes."""
-        return self.is_ours and all(member.all_ours for member in self.members)
 
     # ---- saving ----
     def state(self, storage: Any) -> Any:
         """Its state beside the rows of this storage, with what was written so far."""
-        self.sync(storage)
         return self.part.state_dict() if self._beside_rows is None else self._beside_rows
 
     # ---- loading ----
@@ -89,14 +80,14 @@ class SavedPart:
         """After a load with the rows: goes on with their sequences in this storage (`storage.lanes.shifts`)."""
 
     def sync(self, storage: Any) -> None:
-        """Takes in what was written since it last looked: before its state is saved, and after a load."""
+        """Takes in what was written since it last looked: after a load."""
 
     def find(self, storage: Any) -> None:
         """Finds the rows of a state that was loaded alone, where they are there: before others are written."""
 
     def restore_point(self) -> Callable[[], None]:
         """A function that puts the part, with its members, back as it is now."""
-        points = [self._own_restore_point(), *(member.restore_point() for member in self.members)]
+        points = [self._own_restore_point(), *[member.restore_point() for member in self.members]]
 
         def restore() -> None:
             for point in points:
@@ -120,10 +111,6 @@ class SavedPart:
 class SavedTransforms(SavedPart):
     """The transforms of a buffer. Where no state was saved, they begin anew."""
 
-    def __init__(self, transforms: Compose) -> None:
-        super().__init__(transforms, is_ours=transforms.built_in, members=_parts_of(transforms))
-        self.kind = None
-
     def differences(self, state: Any) -> list[str]:
         return [] if state is None else self.part.differences(state)
 
@@ -134,11 +121,13 @@ class SavedTransforms(SavedPart):
             self.part.load_state_dict(state)
 
 
-def _parts_of(transforms: Compose) -> list[SavedPart]:
-    return [
-        SavedPart(one, is_ours=one.built_in, members=_parts_of(one) if isinstance(one, Compose) else ())
-        for one in transforms
-    ]
+def saved_transforms(compose: Compose) -> SavedTransforms:
+    """The transforms of a buffer, as they are saved and loaded."""
+    members: list[SavedPart] = []
+    for one in compose.transforms:
+        alone = SavedPart(one, one.kind, is_ours=one.built_in)
+        members.append(saved_transforms(one) if isinstance(one, Compose) else alone)
+    return SavedTransforms(compose, None, is_ours=compose.built_in, members=members)
 
 
 class SavedEnsemble(SavedPart):
@@ -150,7 +139,7 @@ class SavedEnsemble(SavedPart):
     """
 
     def __init__(self, name: str, part: Any, *, is_ours: bool, members: Sequence[SavedPart], **others: Any) -> None:
-        super().__init__(part, is_ours=is_ours, members=members, owner="ensemble", **others)
+        super().__init__(part, type(part).__name__, is_ours=is_ours, members=members, owner="ensemble", **others)
         self._name = name
 
     def differences(self, state: Any) -> list[str]:

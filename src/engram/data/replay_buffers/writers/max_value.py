@@ -281,7 +281,7 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
     def saved_form(self) -> SavedPart:
         settings = self._settings()
         return _SavedRanks(
-            self, is_ours=self._built_in, owner="writer", settings=settings,
+            self, type(self).__name__, is_ours=self._built_in, owner="writer", settings=settings,
             beside_rows=None if self._says_its_state else settings,
         )  # fmt: skip
 

@@ -257,8 +257,9 @@ class Writer(abc.ABC):
         """This writer, as it is saved and loaded with a buffer."""
         beside_rows = {} if self._own_cursor is None else {"cursor": self._own_cursor}
         return SavedWriter(
-            self, is_ours=self._built_in, owner="writer", beside_rows=None if self._says_its_state else beside_rows
-        )
+            self, type(self).__name__, is_ours=self._built_in, owner="writer",
+            beside_rows=None if self._says_its_state else beside_rows,
+        )  # fmt: skip
 
     def _check_sending(self) -> None:
         """Called before it is sent to another process, alone or in a buffer; a RuntimeError where it must not be."""
@@ -326,7 +327,7 @@ class _AdaptedWriter(Writer):
     @property
     def saved_form(self) -> SavedPart:
         has_state = hasattr(self._own, "state_dict") and hasattr(self._own, "load_state_dict")
-        return SavedPart(self, self._own, is_ours=False, has_state=has_state)
+        return SavedPart(self, type(self._own).__name__, is_ours=False, given=self._own, has_state=has_state)
 
     def register_storage(self, storage: Storage) -> None:
         super().register_storage(storage)
