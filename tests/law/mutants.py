@@ -21,8 +21,8 @@ from engram.data.replay_buffers.state import buffers as saving
 from engram.data.replay_buffers.state.generators import SavedGenerator
 from engram.data.replay_buffers.state.parts import SavedTransforms
 from engram.data.replay_buffers.state.rows import RowLoad
-from engram.data.replay_buffers.storages.list import ListStorage
 from engram.envs.transforms import CatFrames, Compose, MultiStepTransform, RewardSum, StepCounter, VecNorm
+from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
 from engram.store.tables import RowTable
 from engram.store.views import ChangeTracker
@@ -225,7 +225,7 @@ MUTANTS = {
         around(FlatChunkCodec, "unpack", _no_sequences_of_flat), Combo(writer="best", checkpointer="flat")
     ),
     "the sequences of replaced items": Mutant(
-        around(ListStorage, "restore_items", lambda f, self, items, said, own: f(self, items, said, [0] * len(own))),
+        around(ItemTable, "restore", lambda f, self, items, said, own: f(self, items, said, [0] * len(own))),
         Combo("list", writer="best", checkpointer="items"),
     ),
     "how many sequences were given": Mutant(
@@ -236,7 +236,7 @@ MUTANTS = {
     "the seams": Mutant(restored(lambda v: [*v[:3], []]), Combo("shared, lanes", "slices")),
     "the newest row": Mutant(restored(lambda v: [v[0], max(v[0], v[1] - 1), v[2], v[3]]), Combo(way="in memory")),
     "the order of a list": Mutant(
-        around(ListStorage, "restore_items", lambda f, self, items, *more: f(self, items[::-1], *more)),
+        around(ItemTable, "restore", lambda f, self, items, *more: f(self, items[::-1], *more)),
         Combo("list", checkpointer="items"),
     ),
     # ---- transforms ----

@@ -155,8 +155,8 @@ class TorchrlDirectory:
     def _open(self, sink: TableSink) -> SavedSteps:
         if not hasattr(sink, "write_block"):
             raise ValueError(
-                f"{self._storage.path} holds steps that all have one form; a {type(sink).__name__} does not take them: "
-                "use a LazyTensorStorage or a LazyMemmapStorage"
+                f"{self._storage.path} holds steps that all have one form; a storage of your own or a ListStorage does "
+                "not take them: use a LazyTensorStorage or a LazyMemmapStorage"
             )
         if self._steps is None:
             self._steps = self._read(sink.ndim, _paths(sink.layout_state()))

@@ -52,7 +52,6 @@ from engram.store.layout import LeafSpec, RowLayout
 from engram.store.tables import Rows, RowTable, expand_slots
 
 _MAX_SIZE = 1 << 56
-_NO_LIMIT = 1 << 40  # items of a storage without a size
 
 _T = TypeVar("_T")
 
@@ -901,7 +900,7 @@ class _GetSetStorage(Storage):
     @property
     def lanes(self) -> Lanes:
         if self._own_lanes is None:
-            self._own_lanes = Lanes.in_memory(self._max_size or _NO_LIMIT)
+            self._own_lanes = Lanes.in_memory(self._max_size)
             self._own_lanes.mutex = self.mutex
             if len(self):
                 self._own_lanes.advance(len(self))
