@@ -267,10 +267,10 @@ WALLS = {
     "copy and pickle dunders": 31,
     "constructors of 20 arguments": 4,
     "probes by identity of a method": 2,
-    "hasattr and getattr": 208,
+    "hasattr and getattr": 206,
     "classes of 45 methods": 11,
-    "uses of another object's private name": 276,
-    "class flags that others ask": 19,
+    "uses of another object's private name": 222,
+    "class flags that others ask": 17,
 }
 
 
