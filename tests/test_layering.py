@@ -267,9 +267,9 @@ WALLS = {
     "copy and pickle dunders": 31,
     "constructors of 20 arguments": 4,
     "probes by identity of a method": 2,
-    "hasattr and getattr": 206,
+    "hasattr and getattr": 181,
     "classes of 45 methods": 11,
-    "uses of another object's private name": 222,
+    "uses of another object's private name": 208,
     "class flags that others ask": 17,
 }
 
