@@ -7,24 +7,27 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from engram import _native
 from engram._advice import advised
 from engram._generator import Generator
 from engram.data.replay_buffers.buffer import ReplayBuffer
+from engram.data.replay_buffers.joining import (
+    joint_tables,
+    joint_transform,
+    put_index,
+    stack_batches,
+    transform_parts,
+)
 from engram.data.replay_buffers.reader import BatchReader, put_generation, refuse_if_too_many
 from engram.data.replay_buffers.samplers.draw import Draw
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
 from engram.data.replay_buffers.state.generators import SavedGenerator, SavedGenerators
 from engram.data.replay_buffers.stats import BufferStats
-from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.writers.ensemble import WriterEnsemble
-from engram.pytree import Key, as_arrays, collate_items, key_path, repeat_per_step
-from engram.store.layout import tensordict_of
-from engram.store.tables import RowTable
+from engram.pytree import as_arrays
 from engram.transforms.base import Transform
 from engram.transforms.compose import Compose
 
@@ -154,7 +157,7 @@ class EnsembleReader:
                 return None
             batch, index, buffer_ids = read
             batch = transform.forward(batch)
-            _put_index(batch, index, buffer_ids)
+            put_index(batch, index, buffer_ids)
         if batch is not None and self.transform.transforms:
             batch = self.transform.forward(batch)
         if [reader.storage._incarnation for reader in self.readers] != incarnations:
@@ -267,8 +270,8 @@ class EnsembleReader:
         if joint is not None:
             batch = joint.forward(batch)
         elif parts:
-            batch = _transform_parts(batch, parts, [reader.transform for reader in readers])
-        _put_index(batch, index, buffer_ids)
+            batch = transform_parts(batch, parts, [reader.transform for reader in readers])
+        put_index(batch, index, buffer_ids)
         return batch, info
 
     def _read_one_by_one(
@@ -291,7 +294,7 @@ class EnsembleReader:
             return self.collate_fn(batches), info
         batch = stack_batches(batches)
         if self._attaches or not isinstance(batch, dict):
-            _put_index(batch, info["index"], info["buffer_ids"])
+            put_index(batch, info["index"], info["buffer_ids"])
         return batch, info
 
 
@@ -305,126 +308,8 @@ def _check_members(ids: Any, rows: Any, members: int) -> None:
         )
 
 
-def _put_index(batch: Any, index: Tensor | list[Tensor], ids: Tensor) -> None:
-    """Puts each row's index and member at the root of a batch that has keys, under `"index"`."""
-    if isinstance(batch, dict):
-        batch["index"] = {"index": index, "buffer_ids": ids}
-    elif isinstance(batch, TensorDictBase) and batch.batch_size[:2] == ids.shape:
-        inner = tuple(batch.batch_size[2:])  # of items that are trajectories, or that transforms have added
-        if isinstance(index, list):  # of members of different dimensions
-            rows = zip(index, ids, strict=True)
-            batch.set("index", lazy_stack([_index_entry(at, of_one, inner) for at, of_one in rows]))
-            return
-        entry = _index_entry(index, ids, inner)
-        if type(batch) is TensorDict and batch.device == entry.device and not batch.is_locked:
-            batch._tensordict["index"] = entry  # `set` takes longer than the whole draw
-        else:
-            batch.set("index", entry)
-
-
-def _index_entry(index: Tensor, ids: Tensor, inner: tuple[int, ...]) -> TensorDict:
-    if inner:
-        lead = ids.ndim
-        index, ids = repeat_per_step(index, lead, inner), repeat_per_step(ids, lead, inner)
-    return tensordict_of({"index": index, "buffer_ids": ids}, ids.shape)
-
-
-def stack_batches(batches: list[Any]) -> Any:
-    """The batches of several members as one: stacked; lazily where their keys or shapes differ."""
-    if not isinstance(batches[0], TensorDictBase):
-        return collate_items(batches)
-    try:
-        return torch.stack(batches)
-    except (RuntimeError, KeyError, ValueError, AttributeError):  # a tensor here, a TensorDict there
-        if len({batch.device for batch in batches}) > 1:  # one of a list storage has none
-            batches = [batch.copy().clear_device_() for batch in batches]
-        return lazy_stack(batches)
-
-
-def joint_tables(storages: list[Storage]) -> list[RowTable] | None:
-    """The tables of storages whose rows can be read into one batch; None: they cannot."""
-    tables = [table for storage in storages if (table := storage.native.table) is not None]
-    return tables if len(tables) == len(storages) and all(map(tables[0].same_rows, tables)) else None
-
-
 def _joint_transform(readers: list[BatchReader]) -> Compose | None:
-    """What may be applied to the batch of all members at once; None: each member's part is changed by itself.
-
-    It is the same for all members, of which each has the same transforms or ones that do the same, and does the same to
-    a row in any batch. What depends on the other rows of a batch (statistics, random numbers), or is a user's own, is
-    not.
-    """
-    first, *others = (reader.transform.transforms for reader in readers)
-    for other in others:
-        if len(other) != len(first):
-            return None
-        for a, b in zip(first, other, strict=True):
-            if a is not b and not (a.built_in and a.does_the_same(b)):
-                return None
-    storage = readers[0].storage
-
-    def row_ndim(key: Key) -> int | None:
-        leaf = storage.leaf(key_path(key))
-        return None if leaf is None else len(leaf.shape)
-
-    transform = readers[0].transform
-    return transform if transform.acts_by_row(row_ndim) else None
-
-
-def _transform_parts(whole: Any, parts: list[Any], transforms: list[Compose]) -> Any:
-    """The whole batch, each part of which goes through its transform.
-
-    Parts lie in the memory of the whole: what a transform left where it was, or changed in place, is in its place.
-    """
-    if type(whole) is not TensorDict:
-        return stack_batches([t.forward(part) for t, part in zip(transforms, parts, strict=True)])
-    before = [_entries(part) for part in parts]
-    after = [t.forward(part) for t, part in zip(transforms, parts, strict=True)]
-    fits = all(type(part) is TensorDict and part.batch_size == whole.batch_size[1:] for part in after)
-    try:
-        if fits and _rejoin(whole, before, after):
-            return whole
-    except (RuntimeError, KeyError, TypeError):  # shapes that differ
-        pass
-    return stack_batches(after)
-
-
-def _entries(part: TensorDict) -> dict[str, Any]:
-    """The entries of a TensorDict and of those in it, as they are now."""
-    entries = dict(part._tensordict)
-    for key, value in part._tensordict.items():
-        if type(value) is TensorDict:
-            entries[key] = _entries(value)
-    return entries
-
-
-def _rejoin(whole: TensorDict, before: list[dict[str, Any]], after: list[Any]) -> bool:
-    """Brings a batch to what its parts have become; False where they cannot be one batch."""
-    entries = [part._tensordict for part in after]
-    keys, mine = entries[0].keys(), whole._tensordict
-    if any(other.keys() != keys for other in entries[1:]):
-        return False
-    for key in [key for key in mine if key not in keys]:
-        del mine[key]
-    pairs = list(zip(entries, before, strict=True))
-    for key, first in entries[0].items():
-        nested = type(first) is TensorDict
-        if not nested and key in mine:
-            for one, old in pairs:
-                if one[key] is not old.get(key):
-                    break
-            else:
-                continue  # as the rows were read, in the memory of the whole
-        values: list[Any] = [one[key] for one in entries]
-        was: list[Any] = [old.get(key) for old in before]
-        if nested and type(mine.get(key)) is TensorDict and all(type(old) is dict for old in was):
-            if not (all(type(v) is TensorDict for v in values) and _rejoin(mine[key], was, values)):
-                return False
-        elif len({isinstance(v, TensorDictBase) for v in values}) > 1:
-            return False
-        else:
-            mine[key] = torch.stack(values)
-    return True
+    return joint_transform(readers[0].storage, [reader.transform for reader in readers])
 
 
 @advised
