@@ -819,11 +819,22 @@ class TestNativeBatches:
         rb = ensemble()
         rb.sample()
         sources, draws = rb._reader._joint[0], rb._reader._row_draws
-        samplers = [reader.sampler for reader in rb._reader.readers]
-        with pytest.raises(ValueError, match="for each member"):
-            _native.JointBatchMaker(rb._reader.sampler, draws[:1], samplers, sources, True)
-        with pytest.raises(TypeError, match="None"):
-            _native.JointBatchMaker(rb._reader.sampler, [None] * len(draws), samplers, sources, True)
+        members = [(draw, one.sampler) for draw, one in zip(draws, rb._reader.readers, strict=True)]
+        maker = _native.BatchMaker(members, rb._reader.sampler)
+        assert maker.sample(sources, 12).batch_size == (2, 6)
+        narrow = ReplayBuffer(storage=LazyTensorStorage(20))
+        narrow.extend(torch.zeros(20, dtype=torch.uint8))
+        with pytest.raises(ValueError, match="source is needed for each member"):
+            maker.sample(sources[:1], 12)
+        with pytest.raises(TypeError, match="source is needed for each member"):
+            maker.sample([None] * 2, 12)
+        with pytest.raises(ValueError, match="does not fit the rows"):
+            maker.sample([*sources[:1], narrow.storage.native.source], 12)
+        with pytest.raises(IndexError, match="no such form"):
+            maker.sample(sources, 12, False, 1)
+        for wrong, error in (([], ValueError), ([(None, rb.sampler)], TypeError), (members, ValueError)):
+            with pytest.raises(error):
+                _native.BatchMaker(wrong)
 
 
 class TestTransformsOfAllMembers:

@@ -76,7 +76,7 @@ class EnsembleReader:
         self._has_epochs = any(reader.has_epochs for reader in readers)
         self._row_draws = self._native_draws()
         #: The sources of the members' rows, and what makes batches of them in one native call; None: nothing does.
-        self._joint: tuple[list[Any], _native.JointBatchMaker | None] = [], None
+        self._joint: tuple[list[Any], _native.BatchMaker | None] = [], None
 
     def _native_draws(self) -> list[_native.RowDraw] | None:
         """How each member's rows are drawn natively; None where one of them takes more than a uniform or weighted draw.
@@ -89,11 +89,10 @@ class EnsembleReader:
             or any(reader.make is None for reader in self.readers)
         ):
             return None
-        plain = (_native.UniformDraw, _native.PriorityDraw)
-        draws: list[_native.RowDraw] = [r.row_draw for r in self.readers if isinstance(r.row_draw, plain)]
+        draws = [r.row_draw for r in self.readers if r.row_draw is not None and r.row_draw.joins]
         return draws if len(draws) == len(self.readers) else None
 
-    def _joint_maker(self) -> _native.JointBatchMaker | None:
+    def _joint_maker(self) -> _native.BatchMaker | None:
         if self._row_draws is None:
             return None
         sources = [reader.storage.native.source for reader in self.readers]
@@ -102,12 +101,19 @@ class EnsembleReader:
             self._joint = sources, (maker := self._make_joint_maker(sources))
         return maker
 
-    def _make_joint_maker(self, sources: list[Any]) -> _native.JointBatchMaker | None:
+    def _make_joint_maker(self, sources: list[Any]) -> _native.BatchMaker | None:
         if None in sources or joint_tables([reader.storage for reader in self.readers]) is None:
             return None
-        samplers = [reader.sampler for reader in self.readers]
         assert self._row_draws is not None
-        maker = _native.JointBatchMaker(self.sampler, self._row_draws, samplers, sources, self._attaches)
+        members = [(draw, reader.sampler) for draw, reader in zip(self._row_draws, self.readers, strict=True)]
+        index, weight = ("index", "index"), ("priority_weight", "weight")
+        entries = [index, weight] if self._attaches else []
+        # The second form is that of batches which the members' transforms still have to change.
+        forms: list[list[tuple[str | None, Any]]] = [
+            [*entries[1:], ("index", [index, ("buffer_ids", "member")])],
+            [*entries, (None, "index"), (None, "member")],
+        ]
+        maker = _native.BatchMaker(members, self.sampler, forms)
         return maker if maker.is_made_here else None
 
     @property
@@ -139,7 +145,7 @@ class EnsembleReader:
         batch = None if maker is None else self._native_batch(maker, n)
         return self.sample(n, generations=False)[0] if batch is None else batch
 
-    def _native_batch(self, maker: _native.JointBatchMaker, n: int) -> Any:
+    def _native_batch(self, maker: _native.BatchMaker, n: int) -> Any:
         """As `batch`, in one native call and the transforms; None: it takes more than that."""
         transform = None
         if any(reader.transform.transforms for reader in self.readers):
@@ -147,12 +153,12 @@ class EnsembleReader:
             if transform is None:
                 return None
         elif not self.transform.transforms:
-            return maker.sample(n, True)
+            return maker.sample(self._joint[0], n)
         incarnations = [reader.storage._incarnation for reader in self.readers]
         if transform is None:
-            batch = maker.sample(n, True)
+            batch: Any = maker.sample(self._joint[0], n)
         else:
-            read: Any = maker.sample(n, False)
+            read: Any = maker.sample(self._joint[0], n, False, 1)
             if read is None:
                 return None
             batch, index, buffer_ids = read

@@ -103,10 +103,10 @@ class BatchReader:
             return None
         self.row_draw = draw = sampler._native_draw(storage)
         # The counters of a store always say which rows it has; what else is read another process may be replacing.
-        if draw is None or (storage.read_only and not isinstance(draw, _native.UniformDraw)):
+        if draw is None or (storage.read_only and not draw.asks_counters_only):
             return None
-        index_key, weight_key = ("index", "priority_weight") if self.attaches else (None, None)
-        return _native.BatchMaker(draw, sampler, index_key, reuse, weight_key)
+        entries = [("index", "index"), ("priority_weight", "weight")] if self.attaches else []
+        return _native.BatchMaker([(draw, sampler)], None, [entries], reuse)
 
     @property
     def lock(self) -> Any:
