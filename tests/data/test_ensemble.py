@@ -35,7 +35,8 @@ from engram.data import (
     TensorStorage,
     WriterEnsemble,
 )
-from engram.data.replay_buffers import ensemble as module
+from engram.data.replay_buffers import joining
+from engram.data.replay_buffers import reader as module
 from engram.data.replay_buffers.checkpointers import StorageEnsembleCheckpointer
 from engram.envs import (
     ClipTransform,
@@ -636,7 +637,7 @@ class TestSaving:
 
 
 def read_at_once(storages, slots, shape, sequences=False):
-    tables = module.joint_tables(storages)
+    tables = joining.joint_tables(storages)
     return None if tables is None else tables[0].read_many(tables[1:], slots, shape, None, sequences, None)
 
 

@@ -13,9 +13,17 @@ from torch import Tensor
 
 from engram import _native
 from engram._system import free_memory, human_bytes
+from engram.data.replay_buffers.joining import (
+    joint_tables,
+    joint_transform,
+    put_index,
+    stack_batches,
+    transform_parts,
+)
 from engram.data.replay_buffers.reuse import PREVENT_REUSE, why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.samplers.draw import Draw, is_per_row
+from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
 from engram.data.replay_buffers.samplers.runs import mark
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.tensor import TableStorage
@@ -421,6 +429,292 @@ class BatchReader:
             for key, value in (extra or {}).items():
                 set_per_item(batch, key, value)
         return batch
+
+
+class EnsembleDraw(NamedTuple):
+    """What the samplers of several members drew for one batch, which is not read yet."""
+
+    members: list[int]
+    draws: list[Draw]  # one of each
+
+    @property
+    def last(self) -> bool:
+        """Whether an epoch of one of them ended."""
+        return any(draw.last for draw in self.draws)
+
+
+class EnsembleReader:
+    """Turns draws from several members into batches `[members, rows]`, as a BatchReader does for one buffer.
+
+    Args:
+        readers: of the members.
+        sampler: draws members.
+        transform: what batches go through after the members' transforms.
+        collate_fn: makes a batch of the list of the members' batches; they are stacked if None.
+    """
+
+    def __init__(
+        self,
+        readers: list[BatchReader],
+        sampler: SamplerEnsemble,
+        transform: Compose,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        *,
+        pin_memory: bool,
+    ) -> None:
+        self.readers = readers
+        self.sampler = sampler
+        self.transform = transform
+        self.collate_fn = collate_fn
+        self.pin_memory = pin_memory
+        self._attaches = all(reader.attaches for reader in readers)
+        # Whether rows of all members can go straight into one batch.
+        alike = all(reader.attaches == readers[0].attaches for reader in readers)
+        plainly = all(reader.hands_out_rows and not reader.attaches_info for reader in readers)
+        self._reads_at_once = alike and collate_fn is None and plainly
+        self._has_epochs = any(reader.has_epochs for reader in readers)
+        self._row_draws = self._native_draws()
+        #: The sources of the members' rows, and what makes batches of them in one native call; None: nothing does.
+        self._joint: tuple[list[Any], _native.BatchMaker | None] = [], None
+
+    def _native_draws(self) -> list[_native.RowDraw] | None:
+        """How each member's rows are drawn natively; None where one of them takes more than a uniform or weighted draw.
+
+        What a whole batch of a member needs of its reader, its part of an ensemble's batch needs too.
+        """
+        if (
+            not (self._reads_at_once and self.sampler._built_in)
+            or self.pin_memory
+            or any(reader.make is None for reader in self.readers)
+        ):
+            return None
+        draws = [r.row_draw for r in self.readers if r.row_draw is not None and r.row_draw.joins]
+        return draws if len(draws) == len(self.readers) else None
+
+    def _joint_maker(self) -> _native.BatchMaker | None:
+        if self._row_draws is None:
+            return None
+        sources = [reader.storage.native.source for reader in self.readers]
+        before, maker = self._joint
+        if before != sources:
+            self._joint = sources, (maker := self._make_joint_maker(sources))
+        return maker
+
+    def _make_joint_maker(self, sources: list[Any]) -> _native.BatchMaker | None:
+        if None in sources or joint_tables([reader.storage for reader in self.readers]) is None:
+            return None
+        assert self._row_draws is not None
+        members = [(draw, reader.sampler) for draw, reader in zip(self._row_draws, self.readers, strict=True)]
+        index, weight = ("index", "index"), ("priority_weight", "weight")
+        entries = [index, weight] if self._attaches else []
+        # The second form is that of batches which the members' transforms still have to change.
+        forms: list[list[tuple[str | None, Any]]] = [
+            [*entries[1:], ("index", [index, ("buffer_ids", "member")])],
+            [*entries, (None, "index"), (None, "member")],
+        ]
+        maker = _native.BatchMaker(members, self.sampler, forms)
+        return maker if maker.is_made_here else None
+
+    @property
+    def lock(self) -> Any:
+        """Held by whoever draws members."""
+        return self.sampler.lock
+
+    def check_room(self, n: int) -> None:
+        """OutOfMemoryError where a batch of n rows cannot be held, before anything is drawn."""
+        # Members give equal parts, over the ends of epochs if need be.
+        refuse_if_too_many(n, max(reader.row_bytes for reader in self.readers), n)
+
+    def draw(self, n: int) -> EnsembleDraw:
+        """Draws members, and rows of them."""
+        with self.lock:
+            ids, rows_of_each = self.sampler.choose(n)
+            if not self.sampler._built_in:
+                _check_members(ids, rows_of_each, len(self.readers))
+            draws = [self.readers[i].draw_exactly(rows_of_each) for i in ids]
+        return EnsembleDraw(ids, draws)
+
+    def sample(self, n: int, generations: bool) -> tuple[Any, dict[str, Any]]:
+        """A batch of n and its info."""
+        return self._draw_and_read(n, generations)[0]
+
+    def batch(self, n: int) -> Any:
+        """A batch of n, without its info and generations; where it can be, in one native call."""
+        maker = self._joint_maker()
+        batch = None if maker is None else self._native_batch(maker, n)
+        return self.sample(n, generations=False)[0] if batch is None else batch
+
+    def _native_batch(self, maker: _native.BatchMaker, n: int) -> Any:
+        """As `batch`, in one native call and the transforms; None: it takes more than that."""
+        transform = None
+        if any(reader.transform.transforms for reader in self.readers):
+            transform = _joint_transform(self.readers)
+            if transform is None:
+                return None
+        elif not self.transform.transforms:
+            return maker.sample(self._joint[0], n)
+        incarnations = [reader.storage._incarnation for reader in self.readers]
+        if transform is None:
+            batch: Any = maker.sample(self._joint[0], n)
+        else:
+            read: Any = maker.sample(self._joint[0], n, False, 1)
+            if read is None:
+                return None
+            batch, index, buffer_ids = read
+            batch = transform.forward(batch)
+            put_index(batch, index, buffer_ids)
+        if batch is not None and self.transform.transforms:
+            batch = self.transform.forward(batch)
+        if [reader.storage._incarnation for reader in self.readers] != incarnations:
+            return None  # what transforms have learnt may be that of other rows
+        return batch
+
+    def arrays(self, n: int) -> Any:
+        """As `batch`, as BatchReader has it."""
+        return as_arrays(self.batch(n))
+
+    def next(self, n: int, generations: bool) -> tuple[Any, bool]:
+        """A batch of n, and whether it is the last of an epoch."""
+        maker = None if generations else self._joint_maker()
+        if maker is not None and (batch := self._native_batch(maker, n)) is not None:
+            return batch, False
+        (batch, _), last = self._draw_and_read(n, generations)
+        return batch, last
+
+    def _draw_and_read(self, n: int, generations: bool) -> tuple[tuple[Any, dict[str, Any]], bool]:
+        """Batch and info, and whether it is the last; without memory for it epochs go on as `BatchReader` has it."""
+        while True:
+            before, after = None, None
+            try:
+                with self.lock:
+                    before = self.sampler._get_cursor() if self._has_epochs else None
+                    try:
+                        draw = self.draw(n)
+                    finally:
+                        after = self._draws()
+                batch_and_info = self.read(draw, generations)
+            except MemoryError:
+                with self.lock:
+                    if before is not None and self._draws() == after:
+                        self.sampler._set_cursor(before)
+                raise
+            if batch_and_info is not None:
+                return batch_and_info, draw.last
+
+    # ---- whole batches ahead: members are read together, by a thread of Python's ----
+    def prepare(self, n: int, threads: Any) -> None:
+        return None
+
+    def finish(self, batch: Any, prepared: Any) -> None:
+        """Never called: nothing is prepared so."""
+
+    def prepares(self) -> bool:
+        return False
+
+    def transforms(self) -> bool:
+        return bool(self.transform.transforms)
+
+    def _draws(self) -> list[int]:
+        return [reader.draws for reader in self.readers]
+
+    def read(self, draw: EnsembleDraw, generations: bool) -> tuple[Any, dict[str, Any]] | None:
+        """The batch of a draw, and its info; None: all rows of a member have been replaced by others since then."""
+        ids, draws = draw
+        at_once = self._reads_at_once and all(one.runs is None for one in draws)
+        batch_and_info = self._read_at_once(draws, ids, generations) if at_once else None
+        if batch_and_info is None:
+            batch_and_info = self._read_one_by_one(draws, ids, generations)
+            if batch_and_info is None:
+                return None
+        batch, info = batch_and_info
+        if self.transform.transforms:
+            batch = self.transform.forward(batch)
+        if any(self.readers[i].storage._incarnation != one.incarnation for i, one in zip(ids, draws, strict=True)):
+            return None
+        return (batch.pin_memory() if self.pin_memory else batch), info
+
+    def _read_at_once(self, draws: list[Draw], ids: list[int], generations: bool) -> tuple[Any, dict[str, Any]] | None:
+        """Reads all members straight into one batch; None where it takes more than that."""
+        readers = [self.readers[i] for i in ids]
+        index_and_ids = _native.joint_index([draw.index for draw in draws], ids)
+        if index_and_ids is None:
+            return None
+        index, buffer_ids = index_and_ids
+        info = joined([draw.info for draw in draws])
+        extra = readers[0].entries(index, info) if self._attaches else {}
+        tables = joint_tables([reader.storage for reader in readers])
+        if tables is None:
+            return None
+        shape = tuple(index.shape)
+        entries_of_parts: list[Any] | None = None
+        joint = None
+        if any(reader.transform.transforms for reader in readers):
+            joint = _joint_transform(readers)
+            if joint is None:
+                entries_of_parts = [
+                    reader.entries(draw.index, draw.info) or None for reader, draw in zip(readers, draws, strict=True)
+                ]
+        if joint is None:
+            extra.pop("index", None)
+        read = tables[0].read_many(tables[1:], index, shape, extra or None, generations, entries_of_parts)
+        batch, generation = read.batch, read.sequences
+        if read.overwritten is not None or read.absent is not None:
+            return None  # rows that are gone are drawn anew by their own member
+        if any(one.seen is not None and one.seen.stale(one.store, one.slots) for one in draws):
+            return None
+        parts = read.parts or []
+        if generation is not None:
+            info["generation"] = generation.view(shape)
+            if readers[0].with_generation:
+                info["index_generation"] = info["generation"]
+                if self._attaches:
+                    put_generation(batch, info["generation"], 2)
+                    for part, of_part in zip(parts, info["generation"], strict=False):
+                        put_generation(part, of_part)
+        info["index"], info["buffer_ids"] = index, buffer_ids
+        if joint is not None:
+            batch = joint.forward(batch)
+        elif parts:
+            batch = transform_parts(batch, parts, [reader.transform for reader in readers])
+        put_index(batch, index, buffer_ids)
+        return batch, info
+
+    def _read_one_by_one(
+        self, draws: list[Draw], ids: list[int], generations: bool
+    ) -> tuple[Any, dict[str, Any]] | None:
+        batches, infos = [], []
+        for i, draw in zip(ids, draws, strict=True):
+            reader = self.readers[i]
+            batch_and_info = reader.read(draw, generations)
+            if batch_and_info is None:
+                return None
+            batch, info = batch_and_info
+            if isinstance(info["index"], tuple):
+                info["index"] = torch.stack(info["index"], -1)
+            batches.append(batch)
+            infos.append(info)
+        info = joined(infos)
+        info["buffer_ids"] = ids_of(ids, len(infos[0]["index"]))
+        if self.collate_fn is not None:
+            return self.collate_fn(batches), info
+        batch = stack_batches(batches)
+        if self._attaches or not isinstance(batch, dict):
+            put_index(batch, info["index"], info["buffer_ids"])
+        return batch, info
+
+
+def _check_members(ids: Any, rows: Any, members: int) -> None:
+    """ValueError where what `choose` of a user's own sampler of members returned is not what it must be."""
+    whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < members for i in ids)
+    if not whole or not ids or type(rows) is not int or rows < 1:
+        raise ValueError(
+            f"choose must return a list of members, ints from 0 to {members - 1}, and how many rows are of each, an "
+            f"int of 1 or more; it returned {ids!r:.80} and {rows!r:.80}"
+        )
+
+
+def _joint_transform(readers: list[BatchReader]) -> Compose | None:
+    return joint_transform(readers[0].storage, [reader.transform for reader in readers])
 
 
 def index_and_weight(index: Any, info: dict[str, Any]) -> dict[str, Any]:
