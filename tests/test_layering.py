@@ -33,6 +33,7 @@ LAYERS = [
         f"{BUFFERS}.dataset",
         f"{BUFFERS}.delayed",
         f"{BUFFERS}.in_place",
+        f"{BUFFERS}.joining",
         f"{BUFFERS}.prefetch",
         f"{BUFFERS}.reader",
         f"{BUFFERS}.state.buffers",

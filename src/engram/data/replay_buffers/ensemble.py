@@ -12,7 +12,7 @@ from torch import Tensor
 from engram._advice import advised
 from engram._generator import Generator
 from engram.data.replay_buffers.buffer import ReplayBuffer
-from engram.data.replay_buffers.reader import EnsembleReader
+from engram.data.replay_buffers.reader import BatchReader
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble
 from engram.data.replay_buffers.state.generators import SavedGenerator, SavedGenerators
 from engram.data.replay_buffers.stats import BufferStats
@@ -112,10 +112,13 @@ class ReplayBufferEnsemble(ReplayBuffer):
     def _register_writer(self) -> None:
         """Nothing: the members' writers write to the members' storages."""
 
-    def _make_reader(self) -> Any:
+    def _make_reader(self) -> BatchReader:
         parts = zip(self._members, self._storage.storages, self._sampler._members, self._collate_fns, strict=True)  # type: ignore[attr-defined]
-        readers = [rb._reader_for(storage, sampler, collate) for rb, storage, sampler, collate in parts]
-        return EnsembleReader(readers, self._sampler, self._transform, self._collate_fn, pin_memory=self._pin_memory)
+        members = [rb._member(storage, sampler, rb._transform, collate) for rb, storage, sampler, collate in parts]
+        sampler: Any = self._sampler
+        return BatchReader(
+            members, self._transform, chooser=sampler, collate_fn=self._collate_fn, pin_memory=self._pin_memory
+        )
 
     def _check_parts(self) -> None:
         for part, kind in (
@@ -134,7 +137,8 @@ class ReplayBufferEnsemble(ReplayBuffer):
                 held.enter_context(rb._paused())
             held.enter_context(self._reader.lock)
             # Members' own, and those of samplers that the ensemble draws with instead; in one order for all ensembles.
-            locks = {id(r.lock): r.lock for r in (*self._reader.readers, *(rb._reader for rb in self._members))}
+            samplers = [*(member.sampler for member in self._reader.members), *(rb._sampler for rb in self._members)]
+            locks = {id(sampler.lock): sampler.lock for sampler in samplers}
             for which in sorted(locks):
                 held.enter_context(locks[which])
             yield
