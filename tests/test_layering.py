@@ -57,7 +57,7 @@ LAYERS = [
     ["engram._generator", "engram._system"],
     ["engram._native"],
     ["engram.errors"],
-    ["engram._advice", "engram._aliases", "engram._checks", "engram._overrides", "engram._text"],
+    ["engram._advice", "engram._aliases", "engram._checks", "engram._overrides", "engram._providers", "engram._text"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 #: Parts around the kernel. They use what users import, the kernel's edge and each other.
@@ -66,12 +66,6 @@ SATELLITES = ("_progress", "cli", "compat", "data.datasets", "distributed", "int
 FACES = {f"engram.{name}" for name in ("collectors", "data", "envs", "envs.transforms", "envs.utils", "specs")}
 FACES |= {f"{BUFFERS}.checkpointers", f"{BUFFERS}.storages"}
 OPEN = ("engram.errors", "engram.pytree")  # of which they use every name
-#: The only imports of the kernel's that look up: `engram.data` lets the forms of other libraries register themselves,
-#: and a transform makes the sampler that belongs to it when a user asks for it.
-UP = {
-    ("engram.data", "engram.interop"),
-    ("engram.transforms.cat_frames", "engram.data.replay_buffers.samplers.frames"),
-}
 # Optional packages, and the only files that import each.
 OWNERS = {
     "cloudpickle": ("processes/worker.py",),
@@ -152,7 +146,7 @@ def test_imports_point_down(module):
             continue  # anybody may ask for the version
         level = level_of(name)
         assert level is not None, f"{module} imports {name}, which has no place in LAYERS"
-        if level < mine and (module, name) not in UP:
+        if level < mine:
             wrong.append(name)
     assert not wrong, f"{module} imports from above: {wrong}"
 
@@ -188,7 +182,7 @@ def may_be_used(place: str, name: str) -> bool:
 def test_the_kernel_imports_no_satellite():
     for module, file in MODULES.items():
         if module != "engram" and not is_satellite(module):
-            above = {name for name in imports(file) if is_satellite(name) and (module, name) not in UP}
+            above = {name for name in imports(file) if is_satellite(name)}
             assert not above, f"{module} imports {above}"
 
 
@@ -274,10 +268,10 @@ WALLS = {
     "copy and pickle dunders": 31,
     "constructors of 20 arguments": 4,
     "probes by identity of a method": 2,
-    "hasattr and getattr": 208,
-    "classes of 45 methods": 12,
-    "uses of another object's private name": 277,
-    "class flags that others ask": 19,
+    "hasattr and getattr": 181,
+    "classes of 45 methods": 11,
+    "uses of another object's private name": 208,
+    "class flags that others ask": 17,
 }
 
 

@@ -13,6 +13,7 @@ if sys.platform == "win32":
     raise ImportError("engram runs on Linux and macOS; on Windows use the Linux subsystem (WSL 2)")
 
 from engram._aliases import install as _install_aliases
+from engram._providers import PROVIDERS as _PROVIDERS
 
 if TYPE_CHECKING:
     from engram._generator import Generator
@@ -30,6 +31,21 @@ def __getattr__(name: str) -> Any:
 
         return Generator
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _directory_forms() -> Any:
+    from engram.interop import FORMS
+
+    return FORMS
+
+
+def _frame_stack_sampler() -> Any:
+    from engram.data.replay_buffers.samplers.frames import FrameStackSampler
+
+    return FrameStackSampler
+
+
+_PROVIDERS.update(directory_forms=_directory_forms, frame_stack_sampler=_frame_stack_sampler)
 
 
 def verify(path: str | os.PathLike[str]) -> VerificationReport:

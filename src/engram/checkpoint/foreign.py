@@ -1,12 +1,13 @@
-"""Opens the directory that `loads` is given: a checkpoint, or what another library wrote in a form registered here."""
+"""Opens the directory that `loads` is given: a checkpoint, or one of the other forms that `engram.interop` reads."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
+from engram._providers import PROVIDERS
 from engram.checkpoint.snapshot import open_snapshot
 from engram.errors import CorruptCheckpointError
 
@@ -57,28 +58,12 @@ class Receiver(NamedTuple):
     part: Callable[[str], Part]
 
 
-_forms: list[tuple[Callable[..., bool], Callable[..., AbstractContextManager[SavedState]]]] = []
-
-
-def register_form(
-    recognises: Callable[[str | os.PathLike[str]], bool],
-    opener: Callable[[str | os.PathLike[str], Receiver | None], AbstractContextManager[SavedState]],
-) -> None:
-    """Adds a form of another library's directories that `loads` reads.
-
-    Args:
-        recognises: whether a path is one of them.
-        opener: opens one, for the buffer that loads it; None: a storage loads its rows alone.
-    """
-    _forms.append((recognises, opener))
-
-
 @contextmanager
 def open_saved(
     path: str | os.PathLike[str], snapshot: str | None = None, receiver: Receiver | None = None
 ) -> Iterator[SavedState]:
     """The saved state at `path`; errors as `open_snapshot` and those of the form that it has."""
-    for recognises, opener in _forms if snapshot is None else ():
+    for recognises, opener in PROVIDERS["directory_forms"]() if snapshot is None else ():
         if recognises(path):
             with opener(path, receiver) as foreign:
                 yield foreign

@@ -5,7 +5,6 @@ from typing import Any
 
 from tensordict import TensorDict
 
-import engram.interop  # noqa: F401 -- what other libraries saved can be loaded from here on
 from engram._advice import absent_name
 from engram.data.replay_buffers import (
     BufferStats,

@@ -1,4 +1,4 @@
-"""What stands behind a buffer: the reading of batches, adapters of users' parts, what is stored."""
+"""Behind a buffer: reading batches, adapters of users' parts, looks at stored rows."""
 
 from engram.data.replay_buffers.reader import BatchReader, Member
 from engram.data.replay_buffers.samplers.base import as_sampler

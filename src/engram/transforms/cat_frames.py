@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram._advice import advised
+from engram._providers import PROVIDERS
 from engram.pytree import (
     Key,
     Keys,
@@ -104,11 +105,8 @@ class CatFrames(TrajectoryTransform, built_in=True):
             raise TypeError(f"slices have N={self.N} frames, and there is one for each row: leave out {sorted(fixed)}")
         if batch_size < 1:
             raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
-        # Imported late, as environments need no buffer, whose import takes a fifth of a second.
-        from engram.data.replay_buffers.samplers.frames import FrameStackSampler
-
         key = as_key(sampler_kwargs.pop("slice_key", None) or _SLICE)
-        sampler = FrameStackSampler(slice_len=self.N, slice_key=key, **sampler_kwargs)
+        sampler = PROVIDERS["frame_stack_sampler"]()(slice_len=self.N, slice_key=key, **sampler_kwargs)
         return StackedFrames(self, key), sampler
 
     def unfolding(self, tensordict: Any) -> Any:

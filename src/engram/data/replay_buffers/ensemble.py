@@ -14,7 +14,9 @@ from engram._generator import Generator
 from engram.data.replay_buffers.buffer import ReplayBuffer
 from engram.data.replay_buffers.reader import BatchReader
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble
-from engram.data.replay_buffers.state.generators import SavedGenerator, SavedGenerators
+from engram.data.replay_buffers.state.buffers import SavedBuffer
+from engram.data.replay_buffers.state.generators import SavedGenerators
+from engram.data.replay_buffers.state.parts import SavedPart, saved_transforms
 from engram.data.replay_buffers.stats import BufferStats
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.writers.ensemble import WriterEnsemble
@@ -248,14 +250,14 @@ class ReplayBufferEnsemble(ReplayBuffer):
         own = super()._generators()  # which then goes to the members, too
         return own or [rb.generator for rb in self._members if rb.generator is not None]
 
-    def _make_saved_generator(self) -> Any:
-        return SavedGenerators(SavedGenerator(self._generator), self._members)
-
     @property
-    def _saved_transform(self) -> Any:
-        return _Transforms([self._transform, *(rb._transform for rb in self._members)])
+    def _saved_form(self) -> SavedBuffer:
+        own = super()._saved_form
+        generators = SavedGenerators(self._generator, [rb.generator for rb in self._members])
+        transforms = _SavedTransforms(self._transform, [rb.transform for rb in self._members])
+        return own._replace(parts={**own.parts, "transform": transforms, "generator": generators})
 
-    def _description(self) -> dict[str, Any]:
+    def _description(self, sampler: Any) -> dict[str, Any]:
         return {"kind": type(self).__name__}
 
     def _shown(self) -> dict[str, Any]:
@@ -269,31 +271,31 @@ class ReplayBufferEnsemble(ReplayBuffer):
         }
 
 
-class _Transforms:
-    """The common transform and the members', for saving."""
+class _SavedTransforms(SavedPart):
+    """The common transform and the members', as they are saved and loaded."""
 
-    built_in = True
+    def __init__(self, common: Compose, members: list[Compose]) -> None:
+        super().__init__(common, None, is_ours=True, members=[saved_transforms(one) for one in (common, *members)])
 
-    def __init__(self, transforms: list[Compose]) -> None:
-        self.transforms = transforms
+    def state(self, storage: Any) -> Any:
+        return {"each": [each.state(storage) for each in self.members]}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"each": [transform.state_dict() for transform in self.transforms]}
-
-    def differences(self, state: dict[str, Any]) -> list[str]:
+    def differences(self, state: Any) -> list[str]:
+        if state is None:
+            return []
         saved = state.get("each", [])
-        if len(saved) != len(self.transforms):
-            here, there = len(self.transforms) - 1, len(saved) - 1
+        if len(saved) != len(self.members):
+            here, there = len(self.members) - 1, len(saved) - 1
             return [f"the ensemble has transforms of {here} members here, of {there} there"]
-        return [what for mine, one in zip(self.transforms, saved, strict=True) for what in mine.differences(one)]
+        return [what for mine, one in zip(self.members, saved, strict=True) for what in mine.differences(one)]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for transform, saved in zip(self.transforms, state["each"], strict=True):
-            transform.load_state_dict(saved)
+    def load(self, state: Any) -> None:
+        for i, each in enumerate(self.members):
+            each.load(None if state is None else state["each"][i])
 
     def empty(self) -> None:
-        for transform in self.transforms:
-            transform.empty()
+        for each in self.members:
+            each.empty()
 
 
 def _members(
@@ -313,7 +315,7 @@ def _members(
     transforms = storages.transforms if isinstance(storages, StorageEnsemble) else None
     storages = storages.storages if isinstance(storages, StorageEnsemble) else list(storages)
     samplers = samplers._members if isinstance(samplers, SamplerEnsemble) else list(samplers)
-    writers = writers._members if isinstance(writers, WriterEnsemble) else list(writers)
+    writers = writers.writers if isinstance(writers, WriterEnsemble) else list(writers)
     if not len(storages) == len(samplers) == len(writers):
         raise ValueError(
             f"{len(storages)} storages, {len(samplers)} samplers and {len(writers)} writers; give as many of each"
