@@ -28,8 +28,9 @@ from engram.data.replay_buffers.checkpointers import (
     TensorStorageCheckpointer,
     rows,
 )
-from engram.data.replay_buffers.state import buffers as adoption
 from engram.data.replay_buffers.state import rows as row_loads
+from engram.data.replay_buffers.state.buffers import SavedBuffer
+from engram.data.replay_buffers.state.parts import SavedTransforms
 from engram.envs.transforms import Transform
 from engram.errors import CheckpointError, CorruptCheckpointError, StorageError
 from engram.store.items import ItemTable
@@ -479,7 +480,11 @@ def test_a_writer_that_keeps_the_best(tmp_path):
 
 
 # ---- our own errors are not the file's ----
-STEPS = ["_load_parts", "_connect", "_load_transforms"]
+STEPS = {
+    "states": (SavedBuffer, "load_states"),
+    "rows": (SavedBuffer, "connect"),
+    "transforms": (SavedTransforms, "load"),
+}
 
 
 @pytest.mark.pairwise
@@ -495,7 +500,7 @@ def test_an_error_of_our_own_while_a_state_is_adopted(step, sampler, storage, tm
 
     before = observed(rb)
     with monkeypatch.context() as patched:
-        patched.setattr(adoption, step, bug)
+        patched.setattr(*STEPS[step], bug)
         with pytest.raises(TypeError, match="NoneType") as caught:
             rb.loads(path)
     assert not isinstance(caught.value, CheckpointError)

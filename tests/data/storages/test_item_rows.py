@@ -25,7 +25,7 @@ from engram.data import (
 )
 from engram.pytree import is_tensorclass
 from engram.store.item_rows import ROW, ItemRows
-from engram.store.items import COPIES, ItemTable
+from engram.store.items import COPIES
 
 CAPACITY = 40
 
@@ -34,8 +34,8 @@ class Objects(ListStorage):
     """Keeps every item as an object."""
 
     def __init__(self, max_size: int | None) -> None:
-        super().__init__(max_size)
-        self._take_table(ItemTable(max_size, COPIES._replace(packs=False)))
+        self.device = None
+        self._hold_items(max_size, COPIES._replace(packs=False), None, {})
 
 
 @tensorclass

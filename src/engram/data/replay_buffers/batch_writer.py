@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engram.data.replay_buffers.writers.round_robin import Placing
 from engram.pytree import get_entry, stack
 from engram.transforms.base import WriteRequest
 
@@ -102,7 +103,7 @@ class BatchWriter:
         self._limited = sampler._limits(storage)
         self._tells_sampler = sampler._is_told
         #: Whether the storage may check and append in one call, if no priorities come with the data.
-        self.pushes = writer._only_appends and not (self._limited or self._tells_sampler)
+        self.pushes = writer.placing is Placing.BEHIND and not (self._limited or self._tells_sampler)
         self.transform = transform
         self.priorities = priorities
 
@@ -134,7 +135,7 @@ class BatchWriter:
         transform, storage = self.transform, self._storage
         if not transform.transforms:
             return items
-        if not transform.inverse_in_order:
+        if not transform.stream.inverse_is_ordered:
             return transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, in_place=True)).items
         with storage.mutex:
             if type(items) is list:
@@ -152,7 +153,7 @@ class BatchWriter:
 
     def _write_through(self, items: Any, single: bool, update_priority: bool | None) -> Any:
         transform, storage = self.transform, self._storage
-        if not transform.inverse_in_order:
+        if not transform.stream.inverse_is_ordered:
             made = transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, single))
             with self._writing():
                 slots = self._write_made(made, update_priority)

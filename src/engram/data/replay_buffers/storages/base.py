@@ -672,11 +672,6 @@ class Storage(MadeFromParts):
         for buffer in list(self._attached):
             buffer.after_load()
 
-    def _rebase_sampler(self, sampler: Any) -> None:
-        """After a load: tells a sampler by how much the sequences of its rows have changed."""
-        if self.lanes is not None:
-            sampler._rebase(self.lanes.store.incarnation, self.lanes.shifts)
-
     def _shifts_since(self, lane_capacity: int | None) -> list[int]:
         """By how much the sequences of each lane are lower here than where the rows were saved; empty: by nothing.
 
