@@ -223,7 +223,7 @@ def _of_observed(
     lanes = storage.lanes
     assert lanes is not None
     rows = None if isinstance(trajectories, str) else trajectories.rows or None
-    return storage._validated(lambda: _of_header(path, lanes.store, opened, rows))
+    return storage.access.validated(lambda: _of_header(path, lanes.store, opened, rows))
 
 
 def _settled(store: Any, read: Callable[[], Info]) -> Info:

@@ -73,7 +73,7 @@ def episode_returns(
 def read_column(storage: Storage, path: KeyPath, slots: Tensor) -> Tensor:
     """One leaf of the steps at these time slots: [n, *envs, ...]. Of steps overwritten meanwhile it may be anything."""
     with storage.mutex:
-        return storage._validated(lambda: storage.column(path, slots))
+        return storage.access.validated(lambda: storage.column(path, slots))
 
 
 def column_blocks(storage: Storage, path: KeyPath, rows: list[range], steps: int) -> Iterator[tuple[Tensor, int]]:

@@ -93,6 +93,7 @@ class ItemTable(Table):
         arguments: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(max_size)
+        self.holds_items = True
         self.codec, self._device, self._arguments = codec, device, arguments or {}
         self._begin()
 
@@ -124,10 +125,6 @@ class ItemTable(Table):
     def row_bytes(self) -> int:
         """On average."""
         return self.nbytes // len(self._lanes) if len(self._lanes) else 0
-
-    @property
-    def holds_items(self) -> bool:
-        return True
 
     @property
     def collate(self) -> Callable[[list[Any]], Any]:

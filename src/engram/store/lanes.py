@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +32,6 @@ _TURN_PAUSE = 5e-5  # seconds that it sleeps, rising up to
 _LONGEST_TURN_PAUSE = 2e-3
 _END_OF_SEQUENCES = 1 << 62
 NO_LIMIT = 1 << 40  # steps of a store without a size
-
-_T = TypeVar("_T")
 
 
 class Lanes:
@@ -165,6 +163,14 @@ class Lanes:
         if i == 0:
             store.replaced, self.shifts = lane["replaced"], []
         self.shifts.append(shift)
+
+    def shifts_since(self, lane_capacity: int | None) -> list[int]:
+        """By how much the sequences of each lane are lower here than where the rows were saved; empty: by nothing.
+
+        For a sampler that is loaded alone, from a store of this lane capacity (None: not known). Loading keeps
+        sequences where lanes have the same capacity.
+        """
+        return [] if lane_capacity in (None, self.store.lane_capacity) else self.shifts
 
     def widened(self, store: _native.Store) -> Lanes:
         """The same lanes of the same rows, which were copied to another store in private memory."""
@@ -576,13 +582,6 @@ class Lanes:
                     yield
                 finally:
                     self._exclusive_depth -= 1
-
-    def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
-        """What `read` returns, of a moment in which no other process changed stored rows in place.
-
-        With `errors_only` just an error must be of one moment.
-        """
-        return read()
 
     def close(self) -> None:
         """Gives the lane back and releases the locks."""

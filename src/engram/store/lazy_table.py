@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -22,10 +22,11 @@ from engram.store.files import StoreSpec, open_passed_store, refuse_if_memory_is
 from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
-from engram.store.places import READ_ONLY, FirstWriters, NewTable, OpenedTable, Place, TableSize, locks_of
+from engram.store.places import READ_ONLY, FirstWriters, NewTable, ObservedFile, OpenedTable, Place, TableSize, locks_of
 from engram.store.table import Replacing, Table
 from engram.store.tables import Checked, ColumnTable, MadeTable, Rows, RowTable, expand_slots, warn_of_items
 
+_T = TypeVar("_T")
 _NO_STEPS = "nothing to add: the batch has no steps"
 
 
@@ -479,6 +480,13 @@ class LazyTable(Table):
 
 class ObservedTable(LazyTable):
     """Rows that other processes may be writing, and this one only reads: it reads those of one moment."""
+
+    def __init__(self, size: TableSize, place: ObservedFile) -> None:
+        super().__init__(size, place)
+        self._observed = place.lanes
+
+    def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
+        return read() if self.known_lanes is None else self._observed.validated(read, errors_only)
 
     def _bind(self) -> None:
         """Native calls validate what they read themselves; all else is validated here."""

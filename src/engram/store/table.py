@@ -55,6 +55,8 @@ class Table(abc.ABC):
         self.ndim = 1
         #: What native calls do with the rows.
         self.native = NativeRows()
+        #: Whether reading several rows gives a list of them.
+        self.holds_items = False
         #: Whether batches carry an index, so that rows must have a place for it where a writer stores it.
         self.requires_index = False
         self.mutex: Any = contextlib.nullcontext()
@@ -114,7 +116,7 @@ class Table(abc.ABC):
 
     def count(self) -> int:
         """Stored steps."""
-        lanes = self.lanes
+        lanes = self.lanes if self.known_lanes is None else self.known_lanes
         if lanes is None:
             self.warn_of_copy()
             return 0
@@ -157,9 +159,11 @@ class Table(abc.ABC):
         return self.mutex if self.lanes is None else self.lanes.exclusive(operation)
 
     def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
-        """As `Lanes.validated`."""
-        lanes = self.known_lanes
-        return read() if lanes is None else lanes.validated(read, errors_only)
+        """What `read` returns, of a moment in which no other process changed stored rows in place.
+
+        With `errors_only` just an error must be of one moment.
+        """
+        return read()
 
     def share(self, name: str) -> None:
         """Lets other processes see and write the rows of a storage of this name. ValueError: they cannot."""
@@ -264,11 +268,6 @@ class Table(abc.ABC):
     def of_selection(self, rows: Rows, selection: Selection) -> Rows:
         """Rows that `read` gave, as `get` returns those of an index."""
         return rows
-
-    @property
-    def holds_items(self) -> bool:
-        """Whether reading several rows gives a list of them."""
-        return False
 
     @property
     def collate(self) -> Callable[[Any], Any] | None:

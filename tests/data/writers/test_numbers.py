@@ -228,7 +228,7 @@ class TestOfAStoreThatIsReopened:
         native = rb.storage.lanes.store
         # Just before the rows are written: the sequences are taken, whatever happens.
         plan = rb.storage.check(ranked(9), False, 0, "index", torch.tensor([1]))
-        write = rb.storage._prepare_replace(plan, torch.tensor([0]), torch.tensor([1]))
+        write = rb.storage.access.table.prepare_replace(plan, torch.tensor([0]), torch.tensor([1]))
         shutil.copytree(path / "killed", path / "before")
         write()
         shutil.copytree(path / "killed", path / "after")

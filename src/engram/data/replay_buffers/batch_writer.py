@@ -68,13 +68,14 @@ class GivenPriorities:
     def writing(self) -> Iterator[None]:
         """A block in which steps are written and get their priorities, before anybody else writes."""
         # In the order of those who draw, load and save; a turn, so that the rows are there when they get priorities.
-        with self._sampler.lock, self._storage.mutex, self._storage._turn():
+        with self._sampler.lock, self._storage.mutex, self._storage.access.turn():
             yield
 
     def set(self, slots: Tensor | int, priorities: Tensor) -> None:
         """Gives written steps their priorities. Slot -1: the writer refused the step."""
         at = torch.as_tensor(slots).reshape(-1)
-        if self._storage._item_shape:  # of an item's priorities, one would be made of those of items that are gone
+        # Of an item's priorities, one would be made of those of items that are gone.
+        if self._storage.access.table.item_shape:
             last = torch.tensor(list({slot: i for i, slot in enumerate(at.tolist())}.values()))
             at, priorities = at[last], priorities[last]
         given = ~priorities.isnan() & (at >= 0)
@@ -149,7 +150,7 @@ class BatchWriter:
 
     def as_batch(self, items: list[Any], time_dim: int) -> Any:
         """A list of items as one batch; storages of items take the list."""
-        return self._storage._as_batch(items, time_dim)
+        return self._storage.access.table.as_batch(items, time_dim)
 
     def _write_through(self, items: Any, single: bool, update_priority: bool | None) -> Any:
         transform, storage = self.transform, self._storage

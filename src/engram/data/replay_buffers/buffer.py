@@ -258,7 +258,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         if dim_extend is not None and not 0 <= dim_extend < max(self._storage.ndim, 1):
             raise ValueError(f"dim_extend must be 0 to {self._storage.ndim - 1} for this storage, got {dim_extend}")
         if shared:
-            self._storage._share()
+            self._storage.access.table.share(type(self._storage).__name__)
         if checkpointer is not None:
             is_one = isinstance(checkpointer, StorageCheckpointerBase)
             self._storage.checkpointer = checkpointer() if callable(checkpointer) and not is_one else checkpointer
@@ -306,7 +306,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         """Makes the parts work together; again after each change of one."""
         self._check_parts()
         self._storage.attach(self)
-        self._storage._requires_index = self._attaches
+        self._storage.access.table.requires_index = self._attaches
         self._register_writer()
         self._tracks_generations = self._track_generations or self._writer.tracks_generations
         self._sampler.use_generator(self._generator)
@@ -346,8 +346,8 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             collate_fn: instead of this buffer's own; None for that.
         """
         if collate_fn is None:
-            collate_fn = self._collate_fn or storage._default_collate
-        if collate_fn is torch.stack and storage._default_collate is collate_items:
+            collate_fn = self._collate_fn or storage.access.table.collate
+        if collate_fn is torch.stack and storage.access.table.collate is collate_items:
             collate_fn = collate_items  # of tensors and TensorDicts the same, which rows can be gathered for at once
         if sampler._given is self._sampler._given:
             sampler = self._sampler  # whose lock all draws of a user's own sampler take
@@ -743,7 +743,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
 
     def _change_entries(self, values: Mapping[Any, Any], index: Any) -> Self:
         self._writer.check_mutable("changing entries")
-        with self._undisturbed(), self._storage._exclusive("changing entries"):
+        with self._undisturbed(), self._storage.access.exclusive("changing entries"):
             change_entries(self._storage, self._time_dim, values, index, self._writer.index_key)
         return self
 
@@ -813,7 +813,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         patch = self._batch_writer.in_place(patch)
         if type(patch) is list:
             patch = self._batch_writer.as_batch(patch, 0)
-        with self._undisturbed(), storage._exclusive("update_if_present"):
+        with self._undisturbed(), storage.access.exclusive("update_if_present"):
             return write_if_present(storage, slots, expected, patch, versions, self._writer.index_key)
 
     def empty(self, empty_write_count: bool = True) -> None:
@@ -823,7 +823,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             StorageInUseError: another process has the storage open.
         """
         self._writer.check_mutable("empty")
-        with self._undisturbed(), self._storage._replacing("empty"):
+        with self._undisturbed(), self._storage.access.replacing("empty"):
             self._storage.empty(empty_write_count)
             self._transform.empty()
             self._sampler.empty()
@@ -913,7 +913,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             ValueError: the rows are in private memory already, or the storage is of a kind that cannot be shared.
         """
         if shared:
-            self._storage._share()
+            self._storage.access.table.share(type(self._storage).__name__)
         elif getattr(self._storage, "shared", False):
             raise ValueError("the rows are in shared memory and stay there; make a storage with shared=False")
         return self
@@ -1150,7 +1150,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             "kind": type(self).__name__,
             "batch_size": self._batch_size,
             "settings": self._settings(),
-            "storage": {"kind": type(self._storage).__name__, "arguments": self._storage._description()},
+            "storage": {"kind": type(self._storage).__name__, "arguments": self._storage.access.description()},
             "sampler": describe(sampler),
             "transforms": [describe_transform(transform) for transform in self._transform.transforms],
             "missing": missing,
@@ -1176,7 +1176,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
 
     @property
     def _pickled_from_parts(self) -> bool:
-        return not self._storage._pickled_by_path
+        return not self._storage.access.table.has_path
 
     @contextlib.contextmanager
     def _held_still(self) -> Iterator[None]:
@@ -1261,7 +1261,7 @@ def _with_capacity(storage: Storage | None, capacity: int | None) -> Storage:
         return ListStorage(_DEFAULT_CAPACITY if capacity is None else capacity)
     if capacity is None or storage.max_size == capacity:
         return storage
-    storage._limit(capacity)
+    storage.access.table.limit(capacity)
     return storage
 
 

@@ -186,7 +186,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
     def empty(self, empty_write_count: bool = True) -> None:
         """Empties every member."""
         self._writer.check_mutable("empty")
-        with self._undisturbed(), self._storage._replacing("empty"):
+        with self._undisturbed(), self._storage.access.replacing("empty"):
             for rb in self._members:
                 rb.empty(empty_write_count)
             self._transform.empty()

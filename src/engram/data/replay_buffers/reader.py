@@ -87,13 +87,13 @@ class Member:
         self.attaches_info = attach is not None and not sampler._built_in
         self.attach = attach if attach is None or sampler._built_in else partial(_attach_per_row, attach)
         self.draws = 0  # so far: who undoes one must know that it was the last
-        self._keeps_items = storage._holds_items
+        self._keeps_items = storage.access.table.holds_items
         self._stacks_items = collate_fn is collate_items
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row in a batch, with its index and info; of lists on average."""
-        return _DRAWN_BYTES + self.storage._bytes_per_row()
+        return _DRAWN_BYTES + self.storage.access.table.row_bytes
 
     def entries(self, index: Any, info: dict[str, Any]) -> dict[str, Any]:
         """What batches get at their root."""
@@ -119,10 +119,10 @@ class Member:
         storage, sampler = self.storage, self.sampler
         with sampler.lock:  # samplers have state: one draw at a time
             self.draws += 1
-            incarnation = storage._incarnation  # before the draw: a load that comes in between makes us draw anew
+            incarnation = storage.access.incarnation  # before the draw: a load that comes in between makes us draw anew
             draw: Draw
             if storage.read_only:
-                draw = storage._validated(
+                draw = storage.access.validated(
                     lambda: sampler._draw_batch(storage, n), errors_only=not sampler._can_repeat_draws
                 )
             else:
@@ -197,7 +197,7 @@ class Member:
             batch, overwritten, absent, generation = storage._read_items(draw.slots, extra, generations, collated)
         else:
             batch, overwritten, absent, generation = storage.read(draw.slots, None, extra, generations)
-        if storage._incarnation != draw.incarnation:
+        if storage.access.incarnation != draw.incarnation:
             return None
         return batch, draw.lost(overwritten, absent), absent, generation
 
@@ -207,7 +207,7 @@ class Member:
         for attempt in range(1000):
             # After some rounds one row at a time: a whole batch may be too slow for writers of a small ring.
             with sampler.lock:
-                if storage._incarnation != incarnation:
+                if storage.access.incarnation != incarnation:
                     return None
                 self.draws += 1
                 for part in [lost] if attempt < _ROUNDS else [[i] for i in reversed(lost)]:
@@ -374,7 +374,7 @@ class BatchReader:
         return joint_transform(members[0].storage, [member.transform for member in members])
 
     def _incarnations(self) -> list[int]:
-        return [member.storage._incarnation for member in self.members]
+        return [member.storage.access.incarnation for member in self.members]
 
     def _make(self, sources: Any, n: int, as_numpy: bool = False) -> Any:
         """A batch in one native call and the transforms; None: it takes more than that.
@@ -519,7 +519,7 @@ class BatchReader:
         if self.transform.transforms:
             batch = self.transform.forward(batch)
         # What transforms have learnt may be that of other rows, and so may a part be that was read before another one.
-        if any(self.members[draw.member].storage._incarnation != draw.incarnation for draw in draws):
+        if any(self.members[draw.member].storage.access.incarnation != draw.incarnation for draw in draws):
             return None
         return (batch.pin_memory() if self.pin_memory else batch), info
 

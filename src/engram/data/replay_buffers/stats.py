@@ -63,7 +63,7 @@ class StepCount(NamedTuple):
 def count_steps(storage: Storage, sampler: Sampler, index: EpisodeIndex) -> StepCount:
     """Counts what is stored, with the trajectories as the sampler sees them, or as `index` does where it sees none."""
     with sampler.lock, storage.mutex:
-        return storage._validated(lambda: _counted(storage, sampler._episode_index or index))
+        return storage.access.validated(lambda: _counted(storage, sampler._episode_index or index))
 
 
 def _counted(storage: Storage, index: EpisodeIndex) -> StepCount:
@@ -90,7 +90,7 @@ def stored_trajectories(storage: Storage, index: EpisodeIndex) -> tuple[StoredTr
     Reads the flags of new steps.
     """
     with storage.mutex:
-        return storage._validated(lambda: _trajectories_and_rows(storage, index))
+        return storage.access.validated(lambda: _trajectories_and_rows(storage, index))
 
 
 def _trajectories_and_rows(storage: Storage, index: EpisodeIndex) -> tuple[StoredTrajectories, list[range]] | None:

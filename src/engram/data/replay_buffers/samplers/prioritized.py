@@ -175,7 +175,7 @@ class PriorityTable:
     def _resume(self, storage: Storage, lanes: Lanes) -> None:
         saved = self._waiting
         assert saved is not None
-        shifts = storage._shifts_since(saved.get("lane_capacity"))
+        shifts = lanes.shifts_since(saved.get("lane_capacity"))
         saved = {**saved, **_shifted(saved, shifts)} if shifts else saved
         self._priorities.resume(
             lanes.store, [(a, b) for a, b in saved["seen"]], saved["max_priority"], saved["latest_priority"],
@@ -224,7 +224,7 @@ class PriorityTable:
         where, lanes = self._stored_in(storage)
         if (
             type(index) is Tensor and type(priority) is Tensor and where.ndim == 1
-            and (generation is None or lanes.own_sequences is None) and not where._item_shape
+            and (generation is None or lanes.own_sequences is None) and not where.access.table.item_shape
             and self.following(where, lanes).set(lanes.store, index, priority, generation)
         ):  # fmt: skip
             return
@@ -241,7 +241,7 @@ class PriorityTable:
                 raise ValueError(
                     f"{len(slots)} steps are indexed, {len(generation)} generations given; nothing was changed"
                 )
-        if where._item_shape:
+        if where.access.table.item_shape:
             slots, p, generation = _one_for_each_item(slots, p, generation, self.reduction)
         if generation is not None:
             generation = lanes.counted(slots, generation).contiguous()

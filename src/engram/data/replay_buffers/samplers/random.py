@@ -294,7 +294,7 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
     def _place(self, storage: Storage, lanes: Lanes) -> None:
         """Finds the rows of an epoch that was loaded alone in the store of its storage."""
         if self._is_loaded and self._epoch is not None:
-            self._rebase(lanes.store.incarnation, storage._shifts_since(self._epoch.get("lane_capacity")))
+            self._rebase(lanes.store.incarnation, lanes.shifts_since(self._epoch.get("lane_capacity")))
 
     def _goes_on(self, lanes: Lanes) -> bool:
         """Whether the epoch is one of this store."""

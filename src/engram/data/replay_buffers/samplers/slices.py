@@ -582,8 +582,8 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
 
     def _place(self, storage: Storage, store: _native.Store) -> None:
         """Finds the rows of an epoch that was loaded alone in the store of its storage."""
-        if self._is_loaded and self._epoch is not None:
-            self._rebase(store.incarnation, storage._shifts_since(self._epoch.get("lane_capacity")))
+        if self._is_loaded and self._epoch is not None and storage.lanes is not None:
+            self._rebase(store.incarnation, storage.lanes.shifts_since(self._epoch.get("lane_capacity")))
 
     def _goes_on(self, store: _native.Store) -> bool:
         """Whether the epoch is one of this store."""

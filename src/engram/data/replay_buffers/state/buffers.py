@@ -120,7 +120,7 @@ class BufferLoad:
         What a user's own part can refuse comes before the rows that it would destroy.
         """
         storage = self._buffer.storage
-        with storage.mutex if rows is None else storage._replacing("loads"):
+        with storage.mutex if rows is None else storage.access.replacing("loads"):
             undo = _Undo(self._buffer, rows)
             try:
                 if rows is not None and not rows.replaces_rows:
@@ -337,7 +337,7 @@ def load_buffer(
             differences += _differences_in(lambda: saved.check_storage(storage.checkpointer, sink))
         if differences:
             raise CheckpointMisfitError(f"{path} does not fit this buffer", differences, _advice(states))
-        with storage._exclusive("loads") if with_rows else storage.mutex:
+        with storage.access.exclusive("loads") if with_rows else storage.mutex:
             load.run(form.plan_load(saved) if with_rows else None)
 
 
@@ -382,6 +382,6 @@ def load_buffer_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     if differences:
         raise CheckpointMisfitError("the state does not fit this buffer", differences)
     load.check()
-    with buffer.storage._exclusive("load_state_dict"):
+    with buffer.storage.access.exclusive("load_state_dict"):
         fill = functools.partial(buffer.storage.load_state_dict, state["storage"])
         load.run(RowsPlan(fill, rows.restore_point(), not rows.is_empty()))

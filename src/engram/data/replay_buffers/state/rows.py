@@ -315,9 +315,9 @@ class SavedRows(SavedStorage):
 
     def source(self, background: bool) -> Any:
         table = self._rows
-        lanes, made = table.lanes, table.made
+        lanes, made = table.lanes if table.known_lanes is None else table.known_lanes, table.made
         if not background and (lanes is None or lanes.locks is None or not isinstance(made, RowTable)):
-            return self._now  # no other process sees these rows
+            return StoredRows(table)  # no other process sees these rows
         if lanes is None or made is None:
             return EmptySource()
         if isinstance(made, ColumnTable):
@@ -329,18 +329,18 @@ class SavedRows(SavedStorage):
         return RowSnapshot(lanes, layout, self._now.counters(), made.layout, copy_on_write=background)
 
     def sink(self) -> RowLoad:
-        return RowLoad(self._rows, self._storage._replacing)
+        return RowLoad(self._rows, self._storage.access.replacing)
 
     def staging(self) -> StagedRows:
         spill = bool(getattr(self._storage.checkpointer, "load_hooks", None))
-        return StagedRows(self._rows, self._storage._replacing, spill)
+        return StagedRows(self._rows, self._storage.access.replacing, spill)
 
     def restore_point(self) -> Callable[[], None] | None:
         now = StoredRows(self._rows)
         layout, counters = now.layout_state(), now.counters()
         if layout is None:
             return self.sink().forget
-        rows = StagedRows(self._rows, self._storage._replacing)
+        rows = StagedRows(self._rows, self._storage.access.replacing)
         try:
             rows.begin_restore(layout, counters)
         except TooManyRowsError:

@@ -24,6 +24,7 @@ from engram.checkpoint.foreign import open_saved
 from engram.checkpoint.snapshot import save_snapshot
 from engram.data.replay_buffers.state.items import SavedSteps
 from engram.data.replay_buffers.state.plans import SavedStorage
+from engram.data.replay_buffers.storages.access import Access
 from engram.data.replay_buffers.storages.overrides import GetSetTable, InnerMethods, OuterMethods, OwnTable
 from engram.data.replay_buffers.storages.setting import RowSetter, next_steps
 from engram.pytree import KeyPath
@@ -98,6 +99,8 @@ class Storage(MadeFromParts):
     def _hold(self, table: Table, checkpointer: Any, saved_as: Callable[[Storage], SavedStorage] = SavedSteps) -> None:
         """Begins with a table, which is saved and loaded in this form."""
         self._held_table, self._saved_as, self.native = table, saved_as, table.native
+        #: Whether this process only reads the rows, which another one writes.
+        self.read_only = table.is_read_only
         # By what buffers write and read, and by what `set` and `get` do.
         self._outer_methods: Table | OuterMethods = table
         self._inner_methods: Table | InnerMethods = table
@@ -110,9 +113,8 @@ class Storage(MadeFromParts):
                 self._inner_methods = InnerMethods(table, self, own)
             reads = not own & {"get", "read", "column", "leaf"}
             self.native.limit(reads=reads, appends=not own & {"set", "check", "append"})
-        # Raised before and after all rows are replaced (`empty`, `loads`), so odd meanwhile: rows that were drawn
-        # under another value are not read.
-        self._incarnation = 0
+        #: The lock of its rows.
+        self.access = Access(table, self._outer_methods)
         self._attached: weakref.WeakSet[StorageUser] = weakref.WeakSet()
         #: Held by writers, and by readers that need the rows not to change.
         self.mutex = threading.RLock()
@@ -148,11 +150,6 @@ class Storage(MadeFromParts):
     def env_shape(self) -> tuple[int, ...]:
         """The shape of the environments: `()` with ndim=1, `(envs,)` with ndim=2."""
         return self._held_table.env_shape
-
-    @property
-    def read_only(self) -> bool:
-        """Whether this process only reads the rows, which another one writes."""
-        return self._held_table.is_read_only
 
     @property
     def supports_conditional_update(self) -> bool:
@@ -229,49 +226,17 @@ class Storage(MadeFromParts):
         return self.get(slice(None)) if view is None and len(self) else view
 
     @property
-    def _item_shape(self) -> tuple[int, ...]:
-        """Batch dimensions of a stored item: `()` of steps, `(T,)` of whole trajectories of T steps."""
-        return self._held_table.item_shape
-
-    @property
     def _is_full(self) -> bool:
-        return self._settled(lambda: self._held_table.is_full)
+        return self.access.settled(lambda: self._held_table.is_full)
 
     def __len__(self) -> int:
         """Stored steps of all writers; with `lanes=n` at most `max_size / n` of each."""
-        return self._settled(self._held_table.count)
+        return self.access.settled(self._held_table.count)
 
     @property
     def write_count(self) -> int:
         """Steps ever written."""
-        return self._settled(lambda: 0 if self.lanes is None else self.lanes.write_count)
-
-    def _bytes_per_row(self) -> int:
-        """Bytes that a stored row takes in a batch; 0 before the first write."""
-        return self._held_table.row_bytes
-
-    @property
-    def _holds_items(self) -> bool:
-        """Whether reading several rows gives a list of them."""
-        return self._held_table.holds_items
-
-    @property
-    def _requires_index(self) -> bool:
-        """Whether batches carry an index, so that rows must have a place for it where a writer stores it."""
-        return self._held_table.requires_index
-
-    @_requires_index.setter
-    def _requires_index(self, required: bool) -> None:
-        self._held_table.requires_index = required
-
-    def _as_batch(self, items: Any, time_dim: int) -> Any:
-        """A list that is written, as a batch where rows have one layout."""
-        return self._held_table.as_batch(items, time_dim)
-
-    @property
-    def _default_collate(self) -> Any:
-        """What makes a batch of what was read, where the buffer does not say it."""
-        return self._held_table.collate
+        return self.access.settled(lambda: 0 if self.lanes is None else self.lanes.write_count)
 
     # ---- writing: check, then append or overwrite ----
     def check(
@@ -308,26 +273,6 @@ class Storage(MadeFromParts):
         """
         self._held_table.prepare_replace(checked, rows, slots)()
 
-    def _prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        """As `replace`, in two steps: what may fail for want of memory is done here, what is returned writes."""
-        return self._held_table.prepare_replace(checked, rows, slots)
-
-    def _expect_sequences(self, by_set: bool = False) -> None:
-        """Called for a writer that replaces rows out of turn (`by_set`: by `set`): every row then carries its sequence.
-
-        Raises:
-            TypeError: this storage does not let the writer do that.
-        """
-        self._outer_methods.expect_sequences(by_set)
-
-    def _carry_sequences(self) -> None:
-        """Before the first row is written over another one out of turn: makes room for the sequences of rows.
-
-        Raises:
-            StorageError: the rows have none, and their layout cannot be changed.
-        """
-        self._held_table.carry_sequences(self._replacing)
-
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         """Writes items over stored rows, one for each slot (int64 [n]); the caller uses the storage exclusively.
 
@@ -361,7 +306,9 @@ class Storage(MadeFromParts):
 
         A batch has the entries of `extra`.
         """
-        return self._outer_methods.read_batch(slots, extra, sequences, collated)
+        if self._held_table.holds_items:
+            return self._outer_methods.read_batch(slots, extra, sequences, collated)
+        return self.read(slots, None, extra, sequences)
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         """Dtype and shape of one leaf of a stored step; None: steps have no such leaf."""
@@ -370,10 +317,6 @@ class Storage(MadeFromParts):
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         """One leaf of the steps at these time slots: [n, *envs, ...]. The caller holds the storage's mutex."""
         return self._outer_methods.column(path, slots)
-
-    def _validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
-        """As `Lanes.validated`."""
-        return self._held_table.validated(read, errors_only)
 
     def get(self, index: Any) -> Any:
         """The rows at an index, copied.
@@ -441,7 +384,7 @@ class Storage(MadeFromParts):
 
     @property
     def _setter(self) -> RowSetter:
-        return RowSetter(self._held_table, self._inner_methods, self._replacing)
+        return RowSetter(self._held_table, self._inner_methods, self.access.replacing)
 
     def _assign(self, index: Any, items: Any, index_key: str | None) -> None:
         """Replaces stored rows for `rb[index] = items`."""
@@ -513,7 +456,7 @@ class Storage(MadeFromParts):
         Raises:
             StorageInUseError: another process has the storage open.
         """
-        with self._replacing("empty"):
+        with self.access.replacing("empty"):
             self._outer_methods.clear(reset_count)
 
     def _empty(self) -> None:
@@ -545,54 +488,6 @@ class Storage(MadeFromParts):
     def close(self) -> None:
         """Ends the use of the storage by this object; what was written to a folder is synced, and there for `open`."""
         self._held_table.close()
-
-    def _turn(self) -> AbstractContextManager[None]:
-        """A block in which no other process appends where this one does; the caller holds the mutex.
-
-        Before the first write there is nothing to take turns in.
-
-        Raises:
-            StorageInUseError: another process has been appending for ten seconds; the message names it.
-        """
-        return self._held_table.turn()
-
-    def _exclusive(self, operation: str) -> AbstractContextManager[Any]:
-        """A block that no other user of the storage runs beside.
-
-        Raises:
-            StorageInUseError: another process has the storage open; `operation` is named in the message.
-        """
-        return self._held_table.exclusive(operation)
-
-    @contextlib.contextmanager
-    def _replacing(self, operation: str) -> Iterator[None]:
-        """As `_exclusive`, around a replacement of all rows: readers see the rows of before or those of the end."""
-        with self._exclusive(operation):
-            if self._incarnation % 2:  # inside of another such block, whose end is the end
-                yield
-                return
-            self._incarnation += 1
-            try:
-                yield
-            finally:
-                self._incarnation += 1
-
-    def _settled(self, look: Callable[[], _T]) -> _T:
-        """What `look` returns, outside of a replacement of all rows: waits for its end where one is under way."""
-        before = self._incarnation
-        result = self._held_table.validated(look)
-        if before == self._incarnation and not before % 2:
-            return result
-        with self.mutex:
-            return look()
-
-    def _limit(self, max_size: int) -> None:
-        """Gives an empty storage without limit a size."""
-        self._held_table.limit(max_size)
-
-    def _share(self) -> None:
-        """Lets other processes see and write the rows; a ValueError where they cannot."""
-        self._held_table.share(type(self).__name__)
 
     # ---- saving ----
     @property
@@ -633,9 +528,9 @@ class Storage(MadeFromParts):
 
     def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None, checkpointer: Any = None) -> None:
         """Replaces everything by what was saved, as `dumps` did it; errors as `ReplayBuffer.loads`."""
-        with open_saved(path, snapshot) as saved, self._exclusive("loads"), self._saved_by(checkpointer):
+        with open_saved(path, snapshot) as saved, self.access.exclusive("loads"), self._saved_by(checkpointer):
             plan = self.saved_form.plan_load(saved)
-            with self._replacing("loads"):
+            with self.access.replacing("loads"):
                 plan.run()
         self._tell_of_load()
 
@@ -663,7 +558,7 @@ class Storage(MadeFromParts):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replaces everything by what `state_dict` gave; a ValueError where it does not fit."""
         self.saved_form.check(state)
-        with self._replacing("load_state_dict"):
+        with self.access.replacing("load_state_dict"):
             self.saved_form.fill(state)
         self._tell_of_load()
 
@@ -671,15 +566,6 @@ class Storage(MadeFromParts):
         """After a load: buffers look for what their samplers know of these rows, before others are written."""
         for buffer in list(self._attached):
             buffer.after_load()
-
-    def _shifts_since(self, lane_capacity: int | None) -> list[int]:
-        """By how much the sequences of each lane are lower here than where the rows were saved; empty: by nothing.
-
-        For a sampler that is loaded alone, from a store of this lane capacity (None: not known). Loading keeps
-        sequences where lanes have the same capacity.
-        """
-        lanes = self.lanes
-        return [] if lanes is None or lane_capacity in (None, lanes.store.lane_capacity) else lanes.shifts
 
     # ---- forks and copies ----
     def _after_fork(self) -> None:
@@ -705,22 +591,11 @@ class Storage(MadeFromParts):
     def _check_sending(self) -> None:
         self._held_table.check_sending()
 
-    def _description(self) -> dict[str, Any] | None:
-        """Arguments for a storage like this one, as far as a checkpoint can have them; None: they are not known."""
-        arguments = self._held_table.arguments()
-        plain = {bool, int, str, type(None)}
-        return arguments if arguments is not None and plain.issuperset(map(type, arguments.values())) else None
-
     @property
     def _has_hooks(self) -> bool:
         """Whether hooks change what is saved or loaded."""
         own = self._checkpointer
         return own is not None and bool(getattr(own, "save_hooks", ()) or getattr(own, "load_hooks", ()))
-
-    @property
-    def _pickled_by_path(self) -> bool:
-        """Whether a pickle names a file instead of holding its rows."""
-        return self._held_table.has_path
 
     @property
     def _pickled_from_parts(self) -> bool:
@@ -753,7 +628,7 @@ class Storage(MadeFromParts):
             twin = _made_like(type(self), copy.deepcopy(arguments, memo), copy.deepcopy(self._checkpointer, memo))
             memo[id(self)] = twin
             if self.lanes is not None:
-                with twin._exclusive("copying"):
+                with twin.access.exclusive("copying"):
                     self.saved_form.copy_to(twin, memo)
         return twin
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from engram.data.replay_buffers.state.members import SavedMembers
+from engram.data.replay_buffers.storages.access import Access
 from engram.data.replay_buffers.storages.base import Checked, Storage, as_storage
 from engram.store.copies import MadeFromParts
 from engram.store.lanes import Lanes
@@ -43,8 +44,10 @@ class StorageEnsemble(Storage):
             raise ValueError(
                 f"{len(storages)} storages, {len(self._transforms)} transforms; give one for each, or None"
             )
-        self._hold(_MembersTable(self._storages), checkpointer, SavedMembers)
+        table = _MembersTable(self._storages)
+        self._hold(table, checkpointer, SavedMembers)
         self.mutex = _Mutexes(self._storages)  # type: ignore[assignment]
+        self.access = _MembersAccess(table)
 
     # ---- copies ----
     _pickled_from_parts = True
@@ -102,13 +105,6 @@ class StorageEnsemble(Storage):
         raise _one_member("written to")
 
     # ---- life ----
-    @contextlib.contextmanager
-    def _replacing(self, operation: str) -> Iterator[None]:
-        with self._exclusive(operation), contextlib.ExitStack() as held:
-            for storage in self._storages:  # after the last one that may be refused
-                held.enter_context(storage._replacing(operation))
-            yield
-
     def attach(self, buffer: Any) -> None:
         for storage in self._storages:
             storage.attach(buffer)
@@ -138,12 +134,27 @@ def _one_member(what: str) -> RuntimeError:
     return RuntimeError(f"an ensemble is not {what} as a whole: use a member, as storage[0]")
 
 
+class _MembersAccess(Access):
+    """The locks of all members."""
+
+    def __init__(self, table: _MembersTable) -> None:
+        super().__init__(table, table)
+        self._storages = table.storages
+
+    @contextlib.contextmanager
+    def replacing(self, operation: str) -> Iterator[None]:
+        with self.exclusive(operation), contextlib.ExitStack() as held:
+            for storage in self._storages:  # after the last one that may be refused
+                held.enter_context(storage.access.replacing(operation))
+            yield
+
+
 class _MembersTable(Table):
     """The rows of all members, which are not read or written as a whole."""
 
     def __init__(self, storages: list[Storage]) -> None:
         super().__init__()
-        self._storages = storages
+        self.storages = self._storages = storages
 
     @property
     def lanes(self) -> Lanes | None:
@@ -171,7 +182,7 @@ class _MembersTable(Table):
 
     @property
     def has_path(self) -> bool:
-        return any(storage._pickled_by_path for storage in self._storages)
+        return any(storage.access.table.has_path for storage in self._storages)
 
     @contextlib.contextmanager
     def exclusive(self, operation: str) -> Iterator[None]:
@@ -179,7 +190,7 @@ class _MembersTable(Table):
             for storage in sorted(self._storages, key=id):
                 held.enter_context(storage.mutex)
             for storage in self._storages:
-                held.enter_context(storage._exclusive(operation))
+                held.enter_context(storage.access.exclusive(operation))
             yield
 
     def clear(self, reset_count: bool = True) -> None:

@@ -320,7 +320,7 @@ class OuterMethods:
             return self._table.append(checked, most)
         storage, given = self._storage, checked.data
         n = checked.steps if most is None else min(most, checked.steps)
-        with storage.mutex, storage._turn(), storage._setting_new_rows():
+        with storage.mutex, storage.access.turn(), storage._setting_new_rows():
             lanes = storage.lanes
             written, following = (0, None) if lanes is None else (lanes.write_count, storage._next_steps(n + 1)[n:])
             steps = storage._next_steps(n)

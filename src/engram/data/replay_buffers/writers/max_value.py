@@ -91,7 +91,7 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
                 "flatten the data"
             )
         super().register_storage(storage)
-        storage._expect_sequences()
+        storage.access.expect_sequences()
 
     # ---- writing ----
     def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
@@ -99,7 +99,7 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
         self._loaded = None  # from now on there are rows
         if storage.max_size is None:  # without limit everything stays
             return storage.append(storage.check(items, single, time_dim, self._index_key_of(items)))
-        with storage._turn():  # what is stored is ranked, and no other process may add to it
+        with storage.access.turn():  # what is stored is ranked, and no other process may add to it
             return self._write(storage, items, values, single, time_dim)
 
     def _write(self, storage: Storage, items: Any, values: Tensor, single: bool, time_dim: int) -> Tensor | int:
@@ -110,18 +110,18 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
         with contextlib.ExitStack() as alone:
             try:
                 if rows is not None:
-                    storage._carry_sequences()  # before the check, which is against the layout
+                    storage.access.carry_sequences()  # before the check, which is against the layout
                 checked = storage.check(items, single, time_dim, self._index_key_of(items), slots)
                 self._check_shape(storage, checked, slots)
                 if is_new:
-                    alone.enter_context(storage._turn())
+                    alone.enter_context(storage.access.turn())
                     if len(storage):
                         raise StorageInUseError(
                             "another process made this store and wrote to it meanwhile; nothing was written here. "
                             "Write these items again"
                         )
                 if rows is not None:
-                    alone.enter_context(storage._exclusive("replacing rows (TensorDictMaxValueWriter)"))
+                    alone.enter_context(storage.access.exclusive("replacing rows (TensorDictMaxValueWriter)"))
             except BaseException:
                 heap.undo()
                 raise
@@ -137,7 +137,7 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
         assert lanes is not None and self._heap is not None
         replace = None
         if rows is not None:  # all memory first: a batch is written whole or not at all
-            replace = storage._prepare_replace(checked, rows, targets)
+            replace = storage.access.table.prepare_replace(checked, rows, targets)
         if appended:
             storage.append(checked, appended)
         if replace is not None:

@@ -104,7 +104,7 @@ class Writer(abc.ABC):
             if self._own_cursor is None:
                 self._own_cursor = 0 if storage.lanes is None else storage.lanes.cursor
             if storage.ndim == 1:
-                storage._expect_sequences(by_set=True)
+                storage.access.expect_sequences(by_set=True)
             self._storage = storage._for_own_writers()
 
     # ---- without a buffer ----
@@ -129,7 +129,7 @@ class Writer(abc.ABC):
         """
         storage = self._registered()
         time_dim = storage.ndim - 1
-        data = storage._as_batch(data, time_dim)
+        data = storage.access.table.as_batch(data, time_dim)
         with storage.mutex:
             slots = self._write_rows(storage, data, False, time_dim)
         index: Tensor = storage._index_of(slots, False)
@@ -192,7 +192,7 @@ class Writer(abc.ABC):
         lanes = None if storage is None else storage.lanes
         if storage is None or lanes is None or (self._loaded_cursor and not len(storage)):
             return self._loaded_cursor
-        return storage._settled(lambda: lanes.cursor)
+        return storage.access.settled(lambda: lanes.cursor)
 
     @_cursor.setter
     def _cursor(self, cursor: int) -> None:
@@ -435,7 +435,7 @@ class TensorDictRoundRobinWriter(RoundRobinWriter, built_in=True):
         try:
             return storage.append(storage.check(items, single, time_dim, self.index_key))
         except IndexTakenError:  # another process was faster: this time it is kept out meanwhile
-            with storage._turn():
+            with storage.access.turn():
                 return storage.append(storage.check(items, single, time_dim, self.index_key))
 
 

@@ -1,0 +1,98 @@
+"""The lock of a storage: who reads and writes its rows when, and which rows are those of before a load."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+from engram.data.replay_buffers.storages.overrides import OuterMethods
+from engram.store.table import Table
+
+_T = TypeVar("_T")
+
+
+class Access:
+    """Keeps users of a table out of each other's way, in this process and in others.
+
+    Args:
+        table: of the storage.
+        methods: by what buffers write: the table, or methods of a user's child.
+    """
+
+    def __init__(self, table: Table, methods: Table | OuterMethods) -> None:
+        self.table, self._methods = table, methods
+        # Raised before and after all rows are replaced (`empty`, `loads`), so odd meanwhile: rows that were drawn
+        # under another value are not read.
+        self.incarnation = 0
+
+    def turn(self) -> AbstractContextManager[None]:
+        """A block in which no other process appends where this one does; the caller holds the mutex.
+
+        Before the first write there is nothing to take turns in.
+
+        Raises:
+            StorageInUseError: another process has been appending for ten seconds; the message names it.
+        """
+        return self.table.turn()
+
+    def exclusive(self, operation: str) -> AbstractContextManager[Any]:
+        """A block that no other user of the storage runs beside.
+
+        Raises:
+            StorageInUseError: another process has the storage open; `operation` is named in the message.
+        """
+        return self.table.exclusive(operation)
+
+    @contextlib.contextmanager
+    def replacing(self, operation: str) -> Iterator[None]:
+        """As `exclusive`, around a replacement of all rows: readers see the rows of before or those of the end."""
+        with self.table.exclusive(operation):
+            if self.incarnation % 2:  # inside of another such block, whose end is the end
+                yield
+                return
+            self.incarnation += 1
+            try:
+                yield
+            finally:
+                self.incarnation += 1
+
+    def settled(self, look: Callable[[], _T]) -> _T:
+        """What `look` returns, outside of a replacement of all rows: waits for its end where one is under way."""
+        before = self.incarnation
+        result = self.table.validated(look)
+        if before == self.incarnation and not before % 2:
+            return result
+        with self.table.mutex:
+            return look()
+
+    def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
+        """What `read` returns, of a moment in which no other process changed stored rows in place.
+
+        With `errors_only` just an error must be of one moment.
+        """
+        return self.table.validated(read, errors_only)
+
+    # ---- for the parts of a buffer ----
+    def expect_sequences(self, by_set: bool = False) -> None:
+        """Called for a writer that replaces rows out of turn (`by_set`: by `set`): every row then carries its sequence.
+
+        Raises:
+            TypeError: this storage does not let the writer do that.
+        """
+        self._methods.expect_sequences(by_set)
+
+    def carry_sequences(self) -> None:
+        """Before the first row is written over another one out of turn: makes room for the sequences of rows.
+
+        Raises:
+            StorageError: the rows have none, and their layout cannot be changed.
+        """
+        self.table.carry_sequences(self.replacing)
+
+    def description(self) -> dict[str, Any] | None:
+        """Arguments for a storage like this one, as far as a checkpoint can have them; None: they are not known."""
+        arguments = self.table.arguments()
+        plain = {bool, int, str, type(None)}
+        return arguments if arguments is not None and plain.issuperset(map(type, arguments.values())) else None
