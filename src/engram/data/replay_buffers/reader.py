@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engram import _native
 from engram._system import free_memory, human_bytes
-from engram.data.replay_buffers.reuse import PREVENT_REUSE, why_not_reusable
+from engram.data.replay_buffers.reuse import PREVENT_REUSE, may_reuse, why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.samplers.draw import Draw, is_per_row
 from engram.data.replay_buffers.samplers.runs import mark
@@ -77,7 +77,7 @@ class BatchReader:
         self._attach = attach if attach is None or sampler._built_in else partial(_attach_per_row, attach)
         #: Whether batches get the entries that a sampler of a user's own has for each row in its info.
         self.attaches_info = attach is not None and not sampler._built_in
-        self._keeps_items = storage._holds_items
+        self._items = storage.item_reader
         self._stacks_items = collate_fn is collate_items
         self.has_epochs = sampler._has_epochs
         self.draws = 0  # of epochs, so far: who undoes one must know that it was the last
@@ -338,12 +338,13 @@ class BatchReader:
         incarnation = draw.incarnation
         extra = None if attach is None else attach(index, info)
         # Positional: the hot path.
-        if self._keeps_items:
-            batch, overwritten, absent, generation = storage._read_items(
-                draw.slots, extra, generations, self._stacks_items
-            )
-        else:
+        items = self._items
+        if items is None:
             batch, overwritten, absent, generation = storage.read(draw.slots, None, extra, generations)
+        elif self._stacks_items:  # which copies: the stored ones will do
+            batch, overwritten, absent, generation = items.read_batch(draw.slots, extra, generations)
+        else:
+            batch, overwritten, absent, generation = items.read_own(draw.slots, generations, may_reuse())
         if storage._incarnation != incarnation:
             return None
         if draw.seen is not None:
@@ -356,7 +357,7 @@ class BatchReader:
             draw, batch, generation = again
             index, info = draw.index, draw.info
             extra = None if attach is None else attach(index, info)
-            if not self._keeps_items:  # items get them when they are one batch
+            if items is None:  # items get them when they are one batch
                 for key, value in (extra or {}).items():
                     set_per_item(batch, key, value)
         collate = self.collate_fn
@@ -364,7 +365,7 @@ class BatchReader:
             batch, collate = self._collate_items(collate, batch, extra), None
         if draw.runs is not None:
             info.update(mark(batch, draw.marks, draw.runs, draw.flags))
-        if collate is not None and not self._keeps_items:  # items are a batch by now, with these entries
+        if collate is not None and items is None:  # items are a batch by now, with these entries
             batch = collate(batch)
         if generation is not None and self.with_generation:
             info["index_generation"] = generation
@@ -394,10 +395,10 @@ class BatchReader:
                 self.draws += 1
                 for part in [lost] if attempt < _ROUNDS else [[i] for i in reversed(lost)]:
                     draw = draw.redraw(part)
-            if self._keeps_items:
-                batch, overwritten, absent, generation = storage._read_items(draw.slots, None, generations, False)
-            else:
+            if self._items is None:
                 batch, overwritten, absent, generation = storage.read(draw.slots, None, None, generations)
+            else:
+                batch, overwritten, absent, generation = self._items.read_own(draw.slots, generations, may_reuse())
             if storage._incarnation != incarnation:
                 return None
             if draw.seen is not None:
@@ -414,7 +415,7 @@ class BatchReader:
         raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
 
     def _collate_items(self, collate: Callable[[Any], Any], items: list[Any], extra: dict[str, Any] | None) -> Any:
-        if not self._keeps_items and not self._stacks_items:
+        if self._items is None and not self._stacks_items:
             items = [clone(item) for item in items]  # which a collate function of the user's own may change
         batch = collate(items)
         if isinstance(batch, TensorDictBase | dict):
