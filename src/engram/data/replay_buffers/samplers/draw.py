@@ -30,12 +30,14 @@ class Draw:
         rest: up to n slots more of the same epoch; None: lost rows are replaced by any others.
         runs: the slices that rows belong to; None: to none. `marks`: what is marked in their batch, `flags`: keys in
             info and paths in the batch of flags that info gives, too.
-        last: whether it is the last of its epoch; `incarnation`: of the storage before the draw. Readers set both.
+        last: whether it is the last of its epoch; `incarnation`: of the storage before the draw; `member`: which of
+            the tables of a batch the rows are of. Readers set them.
         kind: of the sampler, for errors.
     """
 
     last: bool
     incarnation: int
+    member: int = 0
     store: _native.Store
     seen: Any = None
     rest: Callable[[int], Any] | None = None
@@ -47,6 +49,12 @@ class Draw:
         self, index: Index, slots: Tensor, info: dict[Any, Any], kind: str, again: Callable[[int], Any]
     ) -> None:
         self.index, self.slots, self.info, self.kind, self.again = index, slots, info, kind, again
+
+    def lost(self, overwritten: list[int] | None, absent: list[int] | None) -> list[int]:
+        """The positions of rows that are not the drawn ones any more, after a read that found these gone."""
+        if self.seen is not None:
+            overwritten = self.seen.stale(self.store, self.slots) or overwritten
+        return [] if overwritten is None and absent is None else sorted({*(overwritten or ()), *(absent or ())})
 
     def append(self, more: Draw) -> None:
         """Adds the rows of another draw, whose info takes the place of this one's."""
