@@ -270,8 +270,8 @@ WALLS = {
     "probes by identity of a method": 2,
     "hasattr and getattr": 116,
     "classes of 45 methods": 11,
-    "uses of another object's private name": 163,
-    "class flags that others ask": 9,
+    "uses of another object's private name": 160,
+    "class flags that others ask": 8,
 }
 
 
