@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from engram.checkpoint.directory import HOOKED
 from engram.checkpoint.hooks import load_through_hooks, save_through_hooks
-from engram.checkpoint.protocols import RestorePlan, SavePlan, StorageCheckpointerBase
+from engram.checkpoint.protocols import RestorePlan, RowSink, SavePlan, StorageCheckpointerBase
 from engram.checkpoint.reader import SnapshotReader
 from engram.checkpoint.writer import SnapshotWriter
 from engram.errors import CheckpointMisfitError, differences_of
@@ -101,7 +101,10 @@ class _EnsembleRestorePlan:
         except BaseException:
             for storage in loaded:
                 # To a storage without rows, and without a layout where it had none.
-                (getattr(storage, "abort_restore", None) or storage.empty)()
+                if isinstance(storage, RowSink):
+                    storage.abort_restore()
+                else:
+                    storage.empty()
             raise
 
     def _plan(self, i: int, checkpointer: StorageCheckpointerBase[Any, Any]) -> RestorePlan[Any]:
