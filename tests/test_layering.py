@@ -33,6 +33,7 @@ LAYERS = [
         f"{BUFFERS}.dataset",
         f"{BUFFERS}.delayed",
         f"{BUFFERS}.in_place",
+        f"{BUFFERS}.joining",
         f"{BUFFERS}.prefetch",
         f"{BUFFERS}.reader",
         f"{BUFFERS}.state.buffers",
@@ -269,7 +270,7 @@ WALLS = {
     "probes by identity of a method": 2,
     "hasattr and getattr": 181,
     "classes of 45 methods": 11,
-    "uses of another object's private name": 208,
+    "uses of another object's private name": 192,
     "class flags that others ask": 17,
 }
 

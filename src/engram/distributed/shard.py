@@ -33,7 +33,7 @@ from engram.distributed.shard_sampling import draw_rows, lane_ranges, read_by_se
 from engram.envs.transforms import Compose
 from engram.errors import IncarnationError, NoFreeLaneError, StorageError
 from engram.kernel.disk import Checkpoint, DocumentFile
-from engram.kernel.replay import BatchReader
+from engram.kernel.replay import BatchReader, Member
 from engram.kernel.rows import Lanes, RowLayout
 
 _RECORD = "shard.json"
@@ -267,9 +267,7 @@ class ReplayShard:
                 )
             sampler.beta, sampler.dtype = 1.0, torch.float64  # so that weights are ratios of leaves
         self._buffer = ReplayBuffer(storage=self._storage, sampler=sampler, generator=generator)
-        self._reader = BatchReader(
-            self._storage, sampler, Compose(), None, None, pin_memory=False, with_generation=False
-        )
+        self._reader = BatchReader([Member(self._storage, sampler)], Compose())
         self._sampler = sampler
         self._folder_lock: FolderLock | None = None
         self._priorities: PriorityFile | None = None
@@ -737,7 +735,7 @@ class ReplayShard:
         for _ in range(_MOST_DRAWS):
             with self._reader.lock:
                 try:
-                    draw = self._reader.draw(n)
+                    [draw] = self._reader.draw(n)
                 except RuntimeError:
                     if self._totals().draws.share:
                         raise

@@ -33,7 +33,7 @@ from engram.data.replay_buffers.dataset import BatchDataset
 from engram.data.replay_buffers.delayed import delay
 from engram.data.replay_buffers.in_place import change_entries, grid_index, in_index_order, is_int
 from engram.data.replay_buffers.prefetch import Prefetcher
-from engram.data.replay_buffers.reader import MANY_ROWS, BatchReader
+from engram.data.replay_buffers.reader import MANY_ROWS, BatchReader, Member
 from engram.data.replay_buffers.reuse import why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler
 from engram.data.replay_buffers.samplers.random import RandomSampler
@@ -329,19 +329,18 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         if self._track_generations:
             self._writer.tracks_generations = True
 
-    def _make_reader(self) -> Any:
-        """What reads batches: a BatchReader; an ensemble has its own kind."""
-        return self._reader_for(self._storage, self._sampler, None, pin_memory=self._pin_memory)
+    def _make_reader(self) -> BatchReader:
+        member = self._member(self._storage, self._sampler)
+        return BatchReader([member], self._transform, pin_memory=self._pin_memory, reuse=self._reuse_batches)
 
-    def _reader_for(
+    def _member(
         self,
         storage: Storage,
         sampler: Sampler,
-        collate_fn: Callable[[Any], Any] | None,
-        *,
-        pin_memory: bool = False,
-    ) -> BatchReader:
-        """What reads batches as this buffer does; an ensemble reads its members' rows so, with samplers of its own.
+        transform: Compose | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+    ) -> Member:
+        """How this buffer's rows are drawn and read; an ensemble reads its members' rows so, with samplers of its own.
 
         Args:
             collate_fn: instead of this buffer's own; None for that.
@@ -353,10 +352,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         if sampler._given is self._sampler._given:
             sampler = self._sampler  # whose lock all draws of a user's own sampler take
         attach = self._attach if self._attaches else None
-        return BatchReader(
-            storage, sampler, self._transform, collate_fn, attach, pin_memory=pin_memory,
-            with_generation=self._tracks_generations, reuse=self._reuse_batches,
-        )  # fmt: skip
+        return Member(storage, sampler, transform, collate_fn, attach, with_generation=self._tracks_generations)
 
     @property
     def _attaches(self) -> bool:

@@ -267,6 +267,21 @@ class SamplerEnsemble(Sampler, built_in=True):
         )
 
 
+def choose_checked(sampler: SamplerEnsemble, batch_size: int) -> tuple[list[int], int]:
+    """What `choose` gives; ValueError where that of a user's own class is not what it must be."""
+    ids, rows = sampler.choose(batch_size)
+    if sampler._built_in:
+        return ids, rows
+    members = len(sampler)
+    whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < members for i in ids)
+    if not whole or not ids or type(rows) is not int or rows < 1:
+        raise ValueError(
+            f"choose must return a list of members, ints from 0 to {members - 1}, and how many rows are of each, an "
+            f"int of 1 or more; it returned {ids!r:.80} and {rows!r:.80}"
+        )
+    return ids, rows
+
+
 class _SavedSamplers(SavedEnsemble):
     """The sampler of an ensemble, as it is saved and loaded."""
 
