@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import tempfile
 import threading
@@ -37,7 +38,11 @@ class UnmadeStore(MadeAnew):
         StorageError: a temporary file cannot be made.
     """
 
-    def __init__(self, *, temporary: bool) -> None:
+    def __init__(self, *, temporary: bool, received: tuple[Any, Any] | None = None) -> None:
+        """`received` are the handles of a flag and a file that another process has sent."""
+        if received is not None:
+            self._own(temporary, *(handle.detach() for handle in received))
+            return
         flag = os.memfd_create("engram-made", os.MFD_CLOEXEC)
         try:
             file = open_unnamed() if temporary else os.memfd_create("engram", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -147,14 +152,9 @@ class UnmadeStore(MadeAnew):
             os.close(self._lock_fd)
             self._lock_fd = None
 
-    @classmethod
-    def _received(cls, temporary: bool, flag: Any, file: Any) -> UnmadeStore:
-        self = cls.__new__(cls)
-        self._own(temporary, flag.detach(), file.detach())
-        return self
-
     def _made_from(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return type(self)._received, (self._temporary, share_fd(self._flag), share_fd(self._file))
+        handles = share_fd(self._flag), share_fd(self._file)
+        return functools.partial(UnmadeStore, temporary=self._temporary, received=handles), ()
 
 
 def _opened_anew(fd: int) -> int:
