@@ -33,7 +33,7 @@ def to_checksummed_json(document: dict[str, Any]) -> bytes:
 
 
 def from_checksummed_json(data: bytes) -> dict[str, Any]:
-    """The document that `to_checksummed_json` wrote; a ValueError says why it is none."""
+    """The document that `to_checksummed_json` wrote; a ValueError says why it is not one."""
     if len(data) <= _TAIL_LENGTH:
         raise ValueError(f"it has {len(data)} bytes, too few for a document with a checksum")
     head = data[:-_TAIL_LENGTH]
@@ -78,7 +78,7 @@ def to_json(value: Any) -> bytes:
 
 
 def from_json(data: bytes) -> Any:
-    """What `to_json` wrote; anything that is not JSON is a ValueError."""
+    """The value that `to_json` wrote; anything that is not JSON is a ValueError."""
     try:
         value = json.loads(data, parse_constant=_no_constant)
         if to_json(value) == data:  # so it has no key twice
@@ -130,10 +130,10 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Listing:
-    """The content of a checkpoint's directory, read by a save that holds the lock: nobody else changes it.
+    """The content of a checkpoint's directory, read by a save that holds the lock: no other process changes it.
 
     Attributes:
-        numbered: directories that have the name of a snapshot, whoever made them.
+        numbered: directories that have the name of a snapshot, of any origin.
         snapshots: those of them that carry our marker, newest first; unfinished ones included.
         pointer: the content of CURRENT; None where that is missing or damaged.
         damage: why CURRENT is damaged; None where it is not.
@@ -180,7 +180,7 @@ class CheckpointDirectory:
         return os.path.join(self.root, *names)
 
     def has_pointer(self) -> bool:
-        """Whether there is a CURRENT, whoever wrote it."""
+        """Whether there is a CURRENT, of any origin."""
         return os.path.lexists(self.path(CURRENT))
 
     def snapshots(self) -> list[str]:
@@ -188,7 +188,7 @@ class CheckpointDirectory:
         return self._marked(self._numbered())
 
     def listing(self) -> Listing:
-        """What a save must know of the directory before it changes something."""
+        """The facts about the directory that a save needs before it changes something."""
         numbered = self._numbered()
         snapshots = self._marked(numbered)
         try:
@@ -264,7 +264,7 @@ class CheckpointDirectory:
         return [name for name in names if name != rescue]
 
     def remove(self, name: str) -> bool:
-        """Removes a marked snapshot; False where somebody reads it. Killed half-way, it is marked and unfinished."""
+        """Removes a marked snapshot; False where it is being read. Killed half-way, it is marked and unfinished."""
         folder = self.path(name)
         marker, manifest = os.path.join(folder, MARKER), os.path.join(folder, MANIFEST)
         try:

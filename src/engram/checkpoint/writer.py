@@ -64,7 +64,7 @@ class _SpaceNeeded:
 def saving(path: str | os.PathLike[str], *, keep_last: int = 1) -> Iterator[SnapshotWriter]:
     """A writer of the next snapshot at `path`, which becomes current when the block ends without an exception.
 
-    Then the newest `keep_last` snapshots stay and older ones are removed, except those that somebody is reading.
+    Then the newest `keep_last` snapshots stay and older ones are removed, except those that are being read.
 
     Raises:
         CheckpointError: another save runs here, the disk is full or fails, or the directory cannot be written; the
@@ -316,7 +316,7 @@ def _as_checkpoint_errors(root: str) -> Iterator[_SpaceNeeded]:
     needs = _SpaceNeeded()
     try:
         yield needs
-    except EngramError:  # of who saves, which may be an OSError as well: a shard that is away is a TimeoutError
+    except EngramError:  # of the saving part, and possibly an OSError as well: an absent shard is a TimeoutError
         raise
     except OSError as error:
         what = f"cannot save to {root}: {error.strerror or error}"
