@@ -217,7 +217,7 @@ def replaced(file, name, values, **options):
 DAMAGES = {
     "is missing": lambda f: f.__delitem__("episode_1/actions"),
     "does not belong to an episode": lambda f: f.create_dataset("episode_1/extra", data=[1]),
-    "which is no episode": lambda f: f.create_group("stray"),
+    "which is not an episode": lambda f: f.create_group("stray"),
     "it must have 2": lambda f: replaced(f, "episode_1/observations", np.zeros((1, 3), np.float32)),
     r"float64 \[3\] a step, but float32 \[3\] before": lambda f: replaced(
         f, "episode_1/observations", np.zeros((2, 3))
