@@ -247,8 +247,8 @@ def test_a_wrong_episode_is_named_with_file_and_key_and_earlier_ones_stay(datase
     with pytest.raises(DatasetError, match=said) as caught:
         read_minari(dataset, rb)
     assert "main_data.hdf5" in str(caught.value)
-    assert caught.value.rows_read == len(rb) == (0 if "no episode" in said else 2)
-    if "no episode" not in said:
+    assert caught.value.rows_read == len(rb) == (0 if "not an episode" in said else 2)
+    if "not an episode" not in said:
         assert "episode_1" in str(caught.value) and "2 steps were taken" in str(caught.value)
 
 
