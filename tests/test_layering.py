@@ -268,10 +268,10 @@ WALLS = {
     "copy and pickle dunders": 31,
     "constructors of 20 arguments": 4,
     "probes by identity of a method": 2,
-    "hasattr and getattr": 181,
+    "hasattr and getattr": 116,
     "classes of 45 methods": 11,
-    "uses of another object's private name": 192,
-    "class flags that others ask": 17,
+    "uses of another object's private name": 163,
+    "class flags that others ask": 9,
 }
 
 

@@ -752,6 +752,44 @@ class TestNativeBatches:
             ]  # fmt: skip
             assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
+    @pytest.mark.parametrize("seed", range(6))
+    @pytest.mark.parametrize("cls", [TensorDictReplayBuffer, by_priority, tensordicts_by_priority])
+    def test_all_three_ways_give_the_same_while_members_are_written(self, cls, seed, monkeypatch):
+        """One native call; drawing, then reading all members at once; drawing, then reading one after the other."""
+        random = torch.Generator().manual_seed(seed)
+
+        def number(most):
+            return int(torch.randint(1, most + 1, (), generator=random))
+
+        rb = ReplayBufferEnsemble(
+            *(member(1000 * k, number(20), cls=cls) for k in range(3)),
+            batch_size=4 * number(5),
+            num_buffer_sampled=4,
+            p=torch.rand(3, generator=random) + 0.1,
+        )
+        for round_ in range(8):
+            for k in range(3):
+                rb[k].extend(steps(1000 * k + 100 * round_, 1000 * k + 100 * round_ + number(15)))
+            batches = []
+            for way in ("native", "at once", "one by one"):
+                torch.manual_seed(round_)
+                with monkeypatch.context() as patch:
+                    if way == "one by one":
+                        patch.setattr(rb._reader, "_reads_at_once", False)
+                    batch = rb._reader.batch(rb.batch_size, only_native=True) if way == "native" else None
+                    info = {}
+                    if batch is None:
+                        batch, info = rb._reader.sample(rb.batch_size, generations=True)
+                assert (way == "native") == (not info)
+                batches.append((batch, torch.get_rng_state()))
+            (first, state), *others = batches
+            for other, its_state in others:
+                assert list(first.keys(True)) == list(other.keys(True)) and torch.equal(state, its_state)
+                assert all(torch.equal(first[key], other[key]) for key in first.keys(True, True))
+                assert all(first[key].dtype == other[key].dtype for key in first.keys(True, True))
+            if cls is not TensorDictReplayBuffer:
+                rb.update_priority(info, torch.rand(info["index"].shape, generator=random))
+
     def test_an_own_generator_draws_the_same(self):
         def batches(info):
             rb = ensemble(generator=Generator(4))

@@ -182,7 +182,7 @@ class _CollectorActor:
 
 def _close_producer(buffer: RayReplayBuffer) -> None:
     """Writes what its transforms hold back, and gives its lane back, as soon as its shard answers."""
-    if buffer.transform.can_flush:
+    if buffer.transform.stream.flushes_all:
         _until_shard_answers(buffer.flush_transforms)
     _until_shard_answers(buffer.flush)
     buffer.close()

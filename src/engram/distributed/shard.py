@@ -30,10 +30,9 @@ from engram.distributed.folder_lock import FolderLock
 from engram.distributed.priority_file import FILE_NAME as _PRIORITIES
 from engram.distributed.priority_file import PriorityFile
 from engram.distributed.shard_sampling import draw_rows, lane_ranges, read_by_sequence
-from engram.envs.transforms import Compose
 from engram.errors import IncarnationError, NoFreeLaneError, StorageError
 from engram.kernel.disk import Checkpoint, DocumentFile
-from engram.kernel.replay import BatchReader, Member
+from engram.kernel.replay import Member
 from engram.kernel.rows import Lanes, RowLayout
 
 _RECORD = "shard.json"
@@ -267,7 +266,7 @@ class ReplayShard:
                 )
             sampler.beta, sampler.dtype = 1.0, torch.float64  # so that weights are ratios of leaves
         self._buffer = ReplayBuffer(storage=self._storage, sampler=sampler, generator=generator)
-        self._reader = BatchReader([Member(self._storage, sampler)], Compose())
+        self._rows = Member(self._storage, sampler)
         self._sampler = sampler
         self._folder_lock: FolderLock | None = None
         self._priorities: PriorityFile | None = None
@@ -733,9 +732,9 @@ class ReplayShard:
         """
         by_leaf = goes_by_leaf(self._layout)
         for _ in range(_MOST_DRAWS):
-            with self._reader.lock:
+            with self._sampler.lock:
                 try:
-                    [draw] = self._reader.draw(n)
+                    draw = self._rows.draw(n)
                 except RuntimeError:
                     if self._totals().draws.share:
                         raise
@@ -744,8 +743,7 @@ class ReplayShard:
             if len(draw.slots) > n:
                 raise ValueError(f"{self._sampler!r} drew {len(draw.slots)} rows where {n} were asked for")
             rows = self._storage.read_packed(draw.slots, by_leaf, sequences=True)
-            stale = draw.seen is not None and draw.seen.stale(draw.store, draw.slots)
-            if rows.overwritten is None and rows.absent is None and not stale:
+            if not draw.lost(rows.overwritten, rows.absent):
                 assert rows.sequences is not None
                 ratio = draw.info["priority_weight"] if self._prioritized else None
                 runs, is_padded = draw.runs, "mask" in dict(draw.marks)

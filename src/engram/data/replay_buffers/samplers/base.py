@@ -101,8 +101,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     _copied_as: ClassVar[Mapping[str, Any]] = dict.fromkeys(("lock", "_generator", "_seed", "_seed_view"))
 
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._built_in = cls._keeps_arguments = built_in
+        super().__init_subclass__(built_in=built_in, **kwargs)
+        cls._built_in = built_in
         own = overrides(cls, Sampler)
         if "_empty" in vars(cls) and "empty" not in own:
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]

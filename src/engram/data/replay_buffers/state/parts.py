@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from engram._arguments import BUILT_IN
 from engram._text import log
 from engram.transforms.compose import Compose
 
@@ -125,9 +126,9 @@ def saved_transforms(compose: Compose) -> SavedTransforms:
     """The transforms of a buffer, as they are saved and loaded."""
     members: list[SavedPart] = []
     for one in compose.transforms:
-        alone = SavedPart(one, one.kind, is_ours=one.built_in)
+        alone = SavedPart(one, one.kind, is_ours=type(one) in BUILT_IN)
         members.append(saved_transforms(one) if isinstance(one, Compose) else alone)
-    return SavedTransforms(compose, None, is_ours=compose.built_in, members=members)
+    return SavedTransforms(compose, None, is_ours=type(compose) in BUILT_IN, members=members)
 
 
 class SavedEnsemble(SavedPart):

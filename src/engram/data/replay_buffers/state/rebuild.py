@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from engram import transforms
-from engram._arguments import MissingPartError, restored
+from engram._arguments import BUILT_IN, MissingPartError, restored
 from engram._text import visible
 from engram.checkpoint.directory import HOOKED
 from engram.checkpoint.reader import Checkpoint
@@ -66,7 +66,7 @@ _WRITERS = _by_name(writers, Writer, WriterEnsemble)
 _TRANSFORMS: dict[str, Any] = {
     name: kind
     for name, kind in {**transforms.__dict__, "InvertedTransform": InvertedTransform}.items()
-    if isinstance(kind, type) and issubclass(kind, Transform) and kind._keeps_arguments
+    if isinstance(kind, type) and issubclass(kind, Transform) and kind in BUILT_IN
 }
 # Each with the base whose constructor takes any sampler.
 _BUFFERS: dict[str, tuple[Any, Any]] = {
