@@ -63,7 +63,14 @@ class DocumentFile:
         if _exists(aside):
             os.unlink(aside)
         try:
-            _write_synced(aside, to_checksummed_json(document))
+            fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            try:
+                data = to_checksummed_json(document)
+                while data:
+                    data = data[os.write(fd, data) :]
+                os.fsync(fd)
+            finally:
+                os.close(fd)
             os.replace(aside, self._path)
         except BaseException:
             if os.path.lexists(aside):
@@ -338,16 +345,6 @@ def _exists(path: str) -> bool:
 
 def _number(name: str) -> int:
     return int(name[2:])
-
-
-def _write_synced(path: str, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    try:
-        while data:
-            data = data[os.write(fd, data) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _remove_content(path: str, except_for: str) -> None:

@@ -22,7 +22,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
 from engram import pytree
-from engram._system import check_memory, map_privately
+from engram._system import advise_disk, check_memory, map_privately
 from engram._text import log, visible
 from engram.checkpoint.directory import HOOKED, HOOKS, from_json, to_json
 from engram.checkpoint.encoding import CONTENT_CODECS, EncodedArrays, Encoder, decode, plain_content, tensor_bytes
@@ -38,7 +38,7 @@ from engram.checkpoint.protocols import (
     StorageCheckpointerBase,
 )
 from engram.checkpoint.reader import JSON_AS_OBJECTS, BytesInMemory, SnapshotReader
-from engram.checkpoint.writer import SnapshotWriter, let_go_of_pages
+from engram.checkpoint.writer import SnapshotWriter
 from engram.errors import CheckpointError, CheckpointMisfitError
 from engram.store.counters import Counters, check_sequences
 from engram.store.layout import LayoutState, RowLayout
@@ -200,7 +200,7 @@ class _RowFile:
             rows = np.pad(rows, ((0, 0), (0, 0), (0, self.stride - self._row_bytes)))
         for env in range(self._shape[0]):
             _write_at(self._file.fileno(), (env * self._shape[1] + at) * self.stride, rows[env])
-        let_go_of_pages(self._file.fileno())
+        advise_disk(self._file.fileno(), "DONTNEED")
 
     def put_from(self, begin: int, first: int, n: int, oldest: int, rows: Rows) -> None:
         """As `put`, of a ring at `begin`: the `first`-th oldest of its `n` rows and those after it; the oldest is at
