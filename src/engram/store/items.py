@@ -93,7 +93,6 @@ class ItemTable(Table):
         arguments: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(max_size)
-        self.holds_items = True
         self.codec, self._device, self._arguments = codec, device, arguments or {}
         self._begin()
 
@@ -347,14 +346,11 @@ class ItemTable(Table):
                 items = self.by_slot.at(positions, reuse)
             return Rows(items, absent=absent or None, sequences=generations)
 
-    def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool, collated: bool) -> Rows:
-        """As `read`, for a batch: the caller's own items. With `collated` they may come as one batch, if they stack.
+    @property
+    def item_reader(self) -> ItemTable:
+        return self
 
-        The default collate function copies: for it, objects are the stored ones. `extra` is for what is no list.
-        """
-        return self._stacked(slots, extra, sequences) if collated else self.read_own(slots, sequences, reuse=False)
-
-    def _stacked(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool) -> Rows:
+    def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool) -> Rows:
         """As `read`; items that are all rows come as one new batch, which has the entries of `extra`."""
         if self._lanes.unused_since_fork:
             self._lanes.join_after_fork()
@@ -369,9 +365,6 @@ class ItemTable(Table):
         """As `read`, for a caller who may change the items. `reuse` as `ItemRows.pick`."""
         with self._lanes.mutex:
             return self.own(self._read(slots, sequences, reuse), slots)
-
-    def copied(self, rows: Rows) -> Rows:
-        return rows._replace(batch=[self.codec.copy(item) for item in rows.batch])
 
     def of_selection(self, rows: Rows, selection: Selection) -> Rows:
         rows = self.own(rows, selection.slots)

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,19 @@ NOT_SENT = (
 #: Makes a block in which all rows are replaced, by the name of the operation.
 Replacing = Callable[[str], AbstractContextManager[Any]]
 _T = TypeVar("_T")
+
+
+class ItemReader(Protocol):
+    """Reads items, which are stored one by one, for batches."""
+
+    def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool) -> Rows:
+        """As `Storage.read`: a list of items, perhaps the stored ones, or a new batch with the entries of `extra`."""
+
+    def read_own(self, slots: Tensor, sequences: bool, reuse: bool) -> Rows:
+        """As `Storage.read`, a list of items that the caller may change.
+
+        With `reuse` small ones may have tensors of earlier ones that nobody has any more (`why_not_reusable`).
+        """
 
 
 class Table(abc.ABC):
@@ -55,8 +68,6 @@ class Table(abc.ABC):
         self.ndim = 1
         #: What native calls do with the rows.
         self.native = NativeRows()
-        #: Whether reading several rows gives a list of them.
-        self.holds_items = False
         #: Whether batches carry an index, so that rows must have a place for it where a writer stores it.
         self.requires_index = False
         self.mutex: Any = contextlib.nullcontext()
@@ -257,13 +268,10 @@ class Table(abc.ABC):
     ) -> Rows:
         """As `read` of a storage."""
 
-    def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool, collated: bool) -> Rows:
-        """As `read`; of a table of items the caller's own ones, with `collated` a batch or what is yet to be one."""
-        return self.read(slots, None, extra, sequences)
-
-    def copied(self, rows: Rows) -> Rows:
-        """Rows that `read` gave, for a caller who may change them."""
-        return rows
+    @property
+    def item_reader(self) -> ItemReader | None:
+        """What reads items for batches; None: `read` does, which gives a batch."""
+        return None
 
     def of_selection(self, rows: Rows, selection: Selection) -> Rows:
         """Rows that `read` gave, as `get` returns those of an index."""

@@ -300,7 +300,7 @@ def test_without_copies_the_very_objects_that_came_in_are_kept_and_handed_out() 
     rb[1] = given[2]
     assert rb[1] is given[2]
     twin = copy.deepcopy(rb)
-    assert twin[0] is not given[0] and not twin.storage._copies
+    assert twin[0] is not given[0] and twin.storage._held_table.arguments()["copy"] is False
     batch = TensorDict({"a": torch.arange(3.0)}, [3])
     rb.extend(batch)
     batch["a"].zero_()

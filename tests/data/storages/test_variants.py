@@ -1,6 +1,7 @@
 """Lists whose batches are lazy stacks, lists whose tensors are compressed, and batches that stay whole in a list."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -20,6 +21,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from engram.data.replay_buffers.state.items import SavedItems
 from engram.store.items import ItemTable
 from engram.testing import StorageContract, numbers, steps
 
@@ -161,8 +163,8 @@ class Unpacked(ListStorage):
     """As where an item of another form came first: batches are kept as they are."""
 
     def __init__(self, max_size):
-        super().__init__(max_size)
-        self._take_table(UnpackedTable(max_size))
+        table = UnpackedTable(max_size)
+        self._hold(table, None, functools.partial(SavedItems, table=table))
 
 
 @pytest.mark.parametrize("storage", [ListStorage, Unpacked])

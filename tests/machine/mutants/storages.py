@@ -7,19 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage, TensorStorage
+from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage
 from engram.data.replay_buffers.state.rows import StoredRows
 from engram.store.items import ItemTable
+from engram.store.lazy_table import LazyTable
+from engram.store.tables import ColumnTable, RowTable
 from machine.mutants.base import Mutant, Patch, around
 
 
-def next_row(read: Any, storage: Storage, slots: Tensor, *rest: Any) -> Any:
+def next_row(read: Any, table: RowTable | ItemTable, slots: Tensor, *rest: Any) -> Any:
     """Reads the row behind the one that was asked for."""
-    return read((slots + storage_strands(storage)) % max(len(storage), 1), *rest)
+    return read((slots + table.lanes.envs) % max(len(table.lanes), 1), *rest)
 
 
-def storage_strands(storage: Storage) -> int:
-    return storage.lanes.envs if storage.lanes is not None else 1
+def next_row_of_columns(read: Any, table: ColumnTable, slots: Tensor, *rest: Any) -> Any:
+    return read((slots + table._lanes.envs) % max(len(table._lanes), 1), *rest)
 
 
 def last_row_before_the_wrap_is_lost(append: Any, storage: Storage, checked: Any) -> Any:
@@ -31,8 +33,8 @@ def last_row_before_the_wrap_is_lost(append: Any, storage: Storage, checked: Any
     return slots
 
 
-def replaces_the_next(overwrite: Any, storage: Storage, slots: Tensor, *rest: Any) -> Any:
-    return overwrite((slots + 1) % len(storage), *rest)
+def replaces_the_next(overwrite: Any, table: LazyTable, slots: Tensor, *rest: Any) -> Any:
+    return overwrite((slots + 1) % table.count(), *rest)
 
 
 def oldest_is_not_saved(counters: Any, rows: StoredRows) -> Any:
@@ -64,20 +66,20 @@ def opened_one_row_short(patch: Patch) -> None:
 
 
 STORAGE_MUTANTS = {
-    "a list that reads the next row": Mutant(around(ListStorage, "read", next_row), storage="list"),
+    "a list that reads the next row": Mutant(around(ItemTable, "_read", next_row), storage="list"),
     "a list that loses the last row before the wrap": Mutant(
         around(ListStorage, "append", last_row_before_the_wrap_is_lost), storage="list"
     ),
     "a list that is saved from its second row on": Mutant(
         around(ItemTable, "items", rolled_when_saved), storage="list"
     ),
-    "memory that reads the next row": Mutant(around(LazyTensorStorage, "read", next_row)),
-    "memory that reads the next row of environments": Mutant(around(LazyTensorStorage, "read", next_row), envs=2),
+    "memory that reads the next row": Mutant(around(RowTable, "read", next_row)),
+    "memory that reads the next row of environments": Mutant(around(RowTable, "read", next_row), envs=2),
     "memory that loses the last row before the wrap": Mutant(
         around(LazyTensorStorage, "append", last_row_before_the_wrap_is_lost)
     ),
     "shared memory that replaces the next row": Mutant(
-        around(LazyTensorStorage, "overwrite", replaces_the_next), storage="shared"
+        around(LazyTable, "overwrite", replaces_the_next), storage="shared"
     ),
     "a temporary file whose oldest row is not saved": Mutant(
         around(StoredRows, "counters", oldest_is_not_saved), storage="temporary"
@@ -86,8 +88,6 @@ STORAGE_MUTANTS = {
         around(LazyMemmapStorage, "append", last_row_before_the_wrap_is_lost), storage="named"
     ),
     "a named file that is opened one row short": Mutant(opened_one_row_short, storage="named"),
-    "tensors that are read one further": Mutant(around(TensorStorage, "read", next_row), storage="tensors"),
-    "tensors that replace the next row": Mutant(
-        around(TensorStorage, "overwrite", replaces_the_next), storage="tensors"
-    ),
+    "tensors that are read one further": Mutant(around(ColumnTable, "read", next_row_of_columns), storage="tensors"),
+    "tensors that replace the next row": Mutant(around(LazyTable, "overwrite", replaces_the_next), storage="tensors"),
 }

@@ -134,7 +134,7 @@ def load(
     if storage is None:
         storage = _storage_like(description, path, name, missing)
     buffer = made.buffer(storage, torch.Generator() if has_generator else None)
-    with buffer._undisturbed():
+    with buffer._parts.undisturbed():
         loaded = tuple(part for part in PARTS if part not in made.left_out)
         load_buffer(buffer._saved_form, Path(path), name, loaded, made.loadable_states)
     if missing:

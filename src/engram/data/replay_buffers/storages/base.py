@@ -34,7 +34,7 @@ from engram.store.indexing import MissingRowError, from_slots, look_again, selec
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.places import checked_max_size
-from engram.store.table import Table
+from engram.store.table import ItemReader, Table
 from engram.store.tables import Checked, Rows
 
 _T = TypeVar("_T")
@@ -301,14 +301,10 @@ class Storage(MadeFromParts):
         """
         return self._outer_methods.read(slots, shape, extra, sequences)
 
-    def _read_items(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool, collated: bool) -> Rows:
-        """As `read`, of a storage of items: the caller's own ones; with `collated` a batch, or what is yet to be one.
-
-        A batch has the entries of `extra`.
-        """
-        if self._held_table.holds_items:
-            return self._outer_methods.read_batch(slots, extra, sequences, collated)
-        return self.read(slots, None, extra, sequences)
+    @property
+    def item_reader(self) -> ItemReader | None:
+        """What reads items for batches; None: `read` does, which gives a batch."""
+        return self._outer_methods.item_reader
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         """Dtype and shape of one leaf of a stored step; None: steps have no such leaf."""

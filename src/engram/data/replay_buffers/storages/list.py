@@ -6,24 +6,12 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from engram.data.replay_buffers.reuse import may_reuse
 from engram.data.replay_buffers.state.items import SavedItems
 from engram.data.replay_buffers.storages.base import Storage
 from engram.specs.tensors import usable_device
 from engram.store.items import COPIES, ITEMS_THEMSELVES, ItemCodec, ItemTable
 from engram.store.places import checked_max_size
-from engram.store.tables import Rows
-
-
-class _ReusedItems(ItemTable):
-    """Items of which those that nobody has any more may lend their memory to the next."""
-
-    def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool, collated: bool) -> Rows:
-        if collated:
-            return super().read_batch(slots, extra, sequences, collated)
-        return self.read_own(slots, sequences, may_reuse())
 
 
 class ListStorage(Storage):
@@ -70,7 +58,7 @@ class ListStorage(Storage):
         arguments: dict[str, Any],
         device: torch.device | None = None,
     ) -> None:
-        table = _ReusedItems(checked_max_size(max_size), codec, device, arguments)
+        table = ItemTable(checked_max_size(max_size), codec, device, arguments)
         self._hold(table, checkpointer, functools.partial(SavedItems, table=table))
 
 

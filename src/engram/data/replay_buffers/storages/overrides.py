@@ -24,23 +24,17 @@ from engram.errors import StorageError
 from engram.pytree import KeyPath, format_key, get_entry
 from engram.store.files import is_passing_fds
 from engram.store.indexing import Selection, stored_slots
+from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
-from engram.store.table import NOT_SENT, Table
+from engram.store.table import NOT_SENT, ItemReader, Table
 from engram.store.tables import Checked, Rows, expand_slots
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
 
-_NOT_COPIED = (
-    "mutex",
-    "native",
-    "_attached",
-    "_held_table",
-    "_outer_methods",
-    "_inner_methods",
-    "_saved_as",
-)  # each object has its own
+# Each object has its own.
+_NOT_COPIED = {"mutex", "native", "access", "_attached", "_held_table", "_outer_methods", "_inner_methods", "_saved_as"}
 
 
 class OwnTable(Table):
@@ -384,11 +378,12 @@ class OuterMethods:
             return Rows(None, absent=replaced)
         return rows_of(batch, counted if sequences else None, shape, extra)
 
-    def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool, collated: bool) -> Rows:
-        if not self._own & {"get", "read"}:
-            return self._table.read_batch(slots, extra, sequences, collated)
-        rows = self._storage.read(slots, None, extra, sequences)
-        return rows if collated else self._table.copied(rows)
+    @property
+    def item_reader(self) -> ItemReader | None:
+        table = self._table
+        if not isinstance(table, ItemTable) or not self._own & {"get", "read"}:
+            return table.item_reader
+        return _ReaderByOverride(self._storage, table.codec.copy)
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         storage = self._storage
@@ -414,6 +409,20 @@ class OuterMethods:
     def clear(self, reset_count: bool = True) -> None:
         self._storage._empty()
         self._table.clear(reset_count)
+
+
+class _ReaderByOverride:
+    """Reads items by the `read` or `get` of a user's child."""
+
+    def __init__(self, storage: Storage, copied: Callable[[Any], Any]) -> None:
+        self._storage, self._copied = storage, copied
+
+    def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool) -> Rows:
+        return self._storage.read(slots, None, extra, sequences)
+
+    def read_own(self, slots: Tensor, sequences: bool, reuse: bool) -> Rows:
+        rows = self._storage.read(slots, None, None, sequences)
+        return rows._replace(batch=[self._copied(item) for item in rows.batch])
 
 
 class InnerMethods:
