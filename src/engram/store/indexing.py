@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engram import _native
 from engram.errors import is_masked
+from engram.store.lanes import Lanes
 
 _T = TypeVar("_T")
 _LOOKS = 500  # for rows that a writer is overwriting: about two seconds
@@ -229,3 +230,43 @@ def to_slots(index: Any, env_shape: tuple[int, ...], capacity: int) -> Tensor:
         index = index[0]
     slots = tensor_of(index).cpu().to(torch.int64).reshape(-1)
     return slots.contiguous()
+
+
+def check_stored(lanes: Lanes, env_shape: tuple[int, ...], index: Any) -> None:
+    """An IndexError where an index means a step that is not stored."""
+    slots = select(lanes.store, index, env_shape).slots
+    if outside := slots[slots >= lanes.capacity].tolist():
+        raise unwritten(lanes.store, outside[0], IndexError)
+    if missing := slots[lanes.store.generations(slots) < 0].tolist():
+        raise unwritten(lanes.store, missing[0])
+
+
+def stored_generations(lanes: Lanes | None, slots: Tensor) -> Tensor:
+    """The sequence of the row in each slot (int64 [n]); -1 where there is none, as for slot -1, which writers give to
+    what they refuse.
+    """
+    if lanes is None:
+        return torch.full_like(slots, -1)
+    return torch.where(slots < 0, -1, lanes.generations(slots.clamp(min=0)))
+
+
+def generations_at(lanes: Lanes | None, env_shape: tuple[int, ...], max_size: int | None, index: Any) -> Tensor:
+    """The sequence of the row in each place, int64 in the shape of the index; -1: there is none."""
+    slots = to_slots(index, env_shape, max_size or 0)
+    if isinstance(index, tuple):
+        shape = tuple(np.shape(index[0]))
+    else:
+        shape = tuple(np.shape(index))[:-1] if env_shape else tuple(np.shape(index))
+    return stored_generations(lanes, slots).reshape(shape)
+
+
+def returned_index(slots: Any, ndim: int, env_shape: tuple[int, ...], *, single: bool) -> Any:
+    """Slots as `add` (`single`) and `extend` return them."""
+    if ndim > 1:
+        # Before the first write a storage does not know its environments; there is nothing to point at, either.
+        if not len(slots):
+            return slots.new_empty(0, ndim)
+        return torch.stack(tuple(from_slots(slots, env_shape)), -1)
+    if not single:
+        return slots
+    return slots if type(slots) is int else int(slots[0])

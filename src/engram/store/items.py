@@ -94,6 +94,7 @@ class ItemTable(Table):
     ) -> None:
         super().__init__(max_size)
         self.codec, self._device, self._arguments = codec, device, arguments or {}
+        self.collate = codec.collate
         self._begin()
 
     def _begin(self) -> None:
@@ -124,10 +125,6 @@ class ItemTable(Table):
     def row_bytes(self) -> int:
         """On average."""
         return self.nbytes // len(self._lanes) if len(self._lanes) else 0
-
-    @property
-    def collate(self) -> Callable[[list[Any]], Any]:
-        return self.codec.collate
 
     def view(self) -> list[Any]:
         return self.by_slot
@@ -301,17 +298,18 @@ class ItemTable(Table):
         return (isinstance(items, Tensor) or has_batch_size(items)) and not items.shape
 
     def for_selection(self, items: Any, selection: Selection) -> Any:
-        """One item replaces all that are indexed."""
+        """One item replaces all that are indexed; a tuple is a list of items."""
+        if selection.shape != () and isinstance(items, tuple):
+            return list(items)
         return [items] * len(selection.slots) if selection.shape == () or self.is_single(items) else items
 
     def for_steps(self, items: Any, steps: int, at_one: bool) -> Any:
-        return [items] if at_one else super().for_steps(items, steps, at_one)
+        if at_one:
+            return [items]
+        return super().for_steps(list(items) if isinstance(items, tuple) else items, steps, at_one)
 
     def as_batch(self, items: Any, time_dim: int) -> Any:
         return items
-
-    def as_sequence(self, items: Any) -> Any:
-        return list(items) if isinstance(items, tuple) else items
 
     def clear(self, reset_count: bool = True) -> None:
         """Forgets all items, whose form the next ones need not have."""

@@ -41,6 +41,7 @@ class LazyTable(Table):
     def __init__(self, size: TableSize, place: Place) -> None:
         super().__init__()
         self.size, self.place, self.ndim = size, place, size.ndim
+        self.has_path = place.opens_path()
         #: The table, when it is made or opened.
         self.made: MadeTable | None = None
         self._first_env_shape: tuple[int, ...] | None = None  # of a first batch with several environment dimensions
@@ -422,10 +423,6 @@ class LazyTable(Table):
         if self.can_widen and (self._expects_sequences or layout.carries_sequence):
             self.carry_sequences(replacing)
 
-    @property
-    def has_path(self) -> bool:
-        return self.place.opens_path()
-
     def sent_state(self, name: str) -> dict[str, Any]:
         lanes = self.lanes
         opening = self.place.opening_arguments(self.size, lanes)
@@ -483,7 +480,7 @@ class ObservedTable(LazyTable):
 
     def __init__(self, size: TableSize, place: ObservedFile) -> None:
         super().__init__(size, place)
-        self._observed = place.lanes
+        self._observed, self.is_read_only = place.lanes, True
 
     def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
         return read() if self.known_lanes is None else self._observed.validated(read, errors_only)
@@ -506,10 +503,6 @@ class ObservedTable(LazyTable):
     ) -> Rows:
         read = super().read
         return self.validated(lambda: read(slots, shape, extra, sequences))
-
-    @property
-    def is_read_only(self) -> bool:
-        return True
 
     def view(self) -> Any:
         """A copy of all rows, written or not: torch has no views of read-only memory."""

@@ -68,6 +68,16 @@ class Table(abc.ABC):
         self.ndim = 1
         #: What native calls do with the rows.
         self.native = NativeRows()
+        #: What makes a batch of what was read; None: it is one.
+        self.collate: Callable[[Any], Any] | None = None
+        #: Whether another process writes the rows.
+        self.is_read_only = False
+        #: Whether rows can be written over others out of turn (`prepare_replace`).
+        self.replaces_rows = True
+        #: Whether `update_if_present` of a buffer can write over rows.
+        self.replaces_in_place = True
+        #: Whether a pickle names a file instead of holding the rows.
+        self.has_path = False
         #: Whether batches carry an index, so that rows must have a place for it where a writer stores it.
         self.requires_index = False
         self.mutex: Any = contextlib.nullcontext()
@@ -132,21 +142,6 @@ class Table(abc.ABC):
             self.warn_of_copy()
             return 0
         return len(lanes)
-
-    @property
-    def is_read_only(self) -> bool:
-        """Whether another process writes the rows."""
-        return False
-
-    @property
-    def replaces_rows(self) -> bool:
-        """Whether rows can be written over others out of turn (`prepare_replace`)."""
-        return True
-
-    @property
-    def replaces_in_place(self) -> bool:
-        """Whether `update_if_present` of a buffer can write over rows."""
-        return True
 
     # ---- other processes ----
     def making(self) -> AbstractContextManager[Any]:
@@ -243,19 +238,11 @@ class Table(abc.ABC):
         """A list that is written, as a batch where rows have one layout."""
         return pytree.stack(items, time_dim) if type(items) is list else items
 
-    def as_sequence(self, items: Any) -> Any:
-        """Data for several steps; of a storage of items a tuple is a list of them."""
-        return items
-
     def overwrite_selection(
         self, selection: Selection, items: Any, index_key: str | None, overwrite: Callable[..., None]
     ) -> None:
         """Writes data over the stored rows of an index by `overwrite`."""
         overwrite(selection.slots, self.for_selection(items, selection), index_key)
-
-    def for_own_writers(self, storage: Any) -> Any:
-        """What a writer of a user's own calls `set` of, given the storage."""
-        return storage
 
     # ---- reading ----
     @abc.abstractmethod
@@ -276,11 +263,6 @@ class Table(abc.ABC):
     def of_selection(self, rows: Rows, selection: Selection) -> Rows:
         """Rows that `read` gave, as `get` returns those of an index."""
         return rows
-
-    @property
-    def collate(self) -> Callable[[Any], Any] | None:
-        """What makes a batch of what was read; None: it is one."""
-        return None
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         """As `leaf` of a storage."""
@@ -310,11 +292,6 @@ class Table(abc.ABC):
     def arguments(self) -> dict[str, Any] | None:
         """Arguments for a storage like this one, to put copied rows in; None: it is copied as any object."""
         return None
-
-    @property
-    def has_path(self) -> bool:
-        """Whether a pickle names a file instead of holding its rows."""
-        return False
 
     def own_state(self) -> dict[str, Any] | None:
         """What a deep copy has of a storage of a user's own; None: it is copied otherwise."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engram.data.replay_buffers.writers.round_robin import Placing
 from engram.pytree import get_entry, stack
+from engram.store.indexing import returned_index
 from engram.transforms.base import WriteRequest
 
 if TYPE_CHECKING:
@@ -207,7 +208,8 @@ class BatchWriter:
 
     def _index_of(self, slots: Any, single: bool) -> Any:
         """What `add` or `extend` returns; a sampler of the user's own is told it."""
-        index = self._storage._index_of(slots, single)
+        storage = self._storage
+        index = returned_index(slots, storage.ndim, storage.env_shape, single=single)
         if self._tells_sampler:
             with self._sampler.lock:
                 if type(index) is int:

@@ -632,7 +632,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         elif type(items) is list:
             items = self._parts.batch_writer.as_batch(items, 0)
         with self._parts.undisturbed():
-            self._storage._assign(index, items, self._writer.index_key)
+            self._storage.access.assign(index, items, self._writer.index_key)
 
     def set_(self, key: Any, value: Any) -> Self:
         """Sets one entry of every stored step, in place; returns itself.

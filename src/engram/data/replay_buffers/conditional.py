@@ -29,6 +29,7 @@ from engram.pytree import (
     unflatten,
     unstack,
 )
+from engram.store.indexing import stored_generations
 
 
 class UpdateResult(NamedTuple):
@@ -135,7 +136,7 @@ def write_if_present(
     """
     n = len(slots)
     change = _ItemPatch(patch, n) if storage.item_reader is not None else _RowPatch(storage, patch, n, index_key)
-    present = (storage._generations(slots) == generation) & (generation >= 0)
+    present = (stored_generations(storage.lanes, slots) == generation) & (generation >= 0)
     updated = present if version is None else present & _new_enough(storage, slots, present, version)
     chosen = _last_of_each_slot(slots, updated)
     if len(chosen):

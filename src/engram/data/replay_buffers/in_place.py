@@ -55,7 +55,7 @@ def change_entries(
         set_existing(rows, key, value)
     if along_time:
         rows = move_dim(rows, time_dim, 0)
-    storage._assign(index, rows, index_key)
+    storage.access.assign(index, rows, index_key)
 
 
 def in_index_order(storage: Storage, time_dim: int, index: Any, priority: Any) -> Any:

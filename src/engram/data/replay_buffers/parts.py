@@ -19,6 +19,7 @@ from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.state.buffers import SavedBuffer
 from engram.data.replay_buffers.state.generators import SavedGenerator, SavedGenerators
 from engram.data.replay_buffers.state.parts import SavedPart, SavedTransformsOfEach, saved_transforms
+from engram.data.replay_buffers.state.plans import has_hooks
 from engram.data.replay_buffers.storages.base import Storage, StorageUser
 from engram.data.replay_buffers.writers.round_robin import Writer
 from engram.pytree import collate_items
@@ -179,7 +180,7 @@ class BufferParts(StorageUser):
             return {"kind": kind}
         settings, transforms = self.settings, self.transform.transforms
         missing = ["the collate_fn"] if settings.collate_fn is not None else []
-        missing += ["the hooks of its checkpointer"] if self.storage._has_hooks else []
+        missing += ["the hooks of its checkpointer"] if has_hooks(self.storage.checkpointer) else []
         others = {
             "prefetch": settings.prefetch or None,
             "dim_extend": settings.dim_extend,

@@ -111,3 +111,8 @@ class SavedStorage(abc.ABC):
             except TooManyRowsError:  # they are verified, and then read a second time
                 pass
         return RowsPlan(functools.partial(load, self.sink()), self.restore_point(), replaces_rows=True)
+
+
+def has_hooks(checkpointer: Any) -> bool:
+    """Whether hooks change what a checkpointer saves or loads."""
+    return bool(getattr(checkpointer, "save_hooks", ()) or getattr(checkpointer, "load_hooks", ()))

@@ -5,10 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from engram.data.replay_buffers.storages.overrides import OuterMethods
+from engram.data.replay_buffers.storages.overrides import (
+    CountedSets,
+    GetSetTable,
+    InnerMethods,
+    OuterMethods,
+)
+from engram.data.replay_buffers.storages.setting import RowSetter
 from engram.store.table import Table
+
+if TYPE_CHECKING:
+    from engram.data.replay_buffers.storages.base import Storage
 
 _T = TypeVar("_T")
 
@@ -19,10 +28,14 @@ class Access:
     Args:
         table: of the storage.
         methods: by what buffers write: the table, or methods of a user's child.
+        inner: by what `set` writes: the table, or methods of a user's child.
     """
 
-    def __init__(self, table: Table, methods: Table | OuterMethods) -> None:
-        self.table, self._methods = table, methods
+    def __init__(self, table: Table, methods: Table | OuterMethods, inner: Table | InnerMethods) -> None:
+        self.table, self._methods, self._inner = table, methods, inner
+        #: Where each row stores its own index, in a `set` that a child overrides.
+        self.index_key: str | None = None
+        self._sets_new_rows = False
         # Raised before and after all rows are replaced (`empty`, `loads`), so odd meanwhile: rows that were drawn
         # under another value are not read.
         self.incarnation = 0
@@ -74,7 +87,39 @@ class Access:
         """
         return self.table.validated(read, errors_only)
 
+    # ---- writing at an index ----
+    def set(self, cursor: Any, data: Any, index_key: str | None) -> None:
+        """As `set` of a storage."""
+        with self.table.mutex, self.table.making():  # in the order of `extend`
+            index_key = self.index_key if index_key is None else index_key
+            self._setter().set(cursor, data, index_key, new_rows=self._sets_new_rows)
+
+    def assign(self, index: Any, items: Any, index_key: str | None) -> None:
+        """Replaces stored rows for `rb[index] = items`."""
+        with self.table.mutex:
+            if isinstance(self._methods, OuterMethods) and self._methods.writes_by_set:
+                self._methods.set(index, items, index_key)
+            else:
+                self._setter().replace(index, items, index_key)
+
+    def _setter(self) -> RowSetter:
+        return RowSetter(self.table, self._inner, self.replacing)
+
+    @contextlib.contextmanager
+    def setting_new_rows(self) -> Iterator[None]:
+        """Inside, in this thread, `set` writes new rows: also those that take the place of others."""
+        with self.table.mutex:
+            before, self._sets_new_rows = self._sets_new_rows, True
+            try:
+                yield
+            finally:
+                self._sets_new_rows = before
+
     # ---- for the parts of a buffer ----
+    def for_own_writers(self, storage: Storage) -> Any:
+        """What a writer of a user's own calls `set` of, given the storage."""
+        return CountedSets(storage) if isinstance(self.table, GetSetTable) else storage
+
     def expect_sequences(self, by_set: bool = False) -> None:
         """Called for a writer that replaces rows out of turn (`by_set`: by `set`): every row then carries its sequence.
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,11 +25,10 @@ from engram.data.replay_buffers.state.items import SavedSteps
 from engram.data.replay_buffers.state.plans import SavedStorage
 from engram.data.replay_buffers.storages.access import Access
 from engram.data.replay_buffers.storages.overrides import GetSetTable, InnerMethods, OuterMethods, OwnTable
-from engram.data.replay_buffers.storages.setting import RowSetter, next_steps
 from engram.pytree import KeyPath
 from engram.store.copies import MadeFromParts
 from engram.store.files import pickle_by_state
-from engram.store.indexing import MissingRowError, from_slots, look_again, select, to_slots, unwritten
+from engram.store.indexing import MissingRowError, check_stored, from_slots, look_again, select, unwritten
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.places import checked_max_size
@@ -75,10 +73,6 @@ class Storage(MadeFromParts):
     _overrides: ClassVar[frozenset[str]] = frozenset()
     # The table of a child of this class itself.
     _own_table: ClassVar[type[OwnTable] | type[GetSetTable]] = OwnTable
-    # Where each row stores its own index, in a `set` that a child overrides.
-    _index_key: str | None = None
-    # Whether what is `set` now are new rows (`_setting_new_rows`).
-    _sets_new_rows = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -96,8 +90,15 @@ class Storage(MadeFromParts):
             )
         self._hold(self._own_table(self, checked_max_size(max_size), self._overrides), checkpointer)
 
-    def _hold(self, table: Table, checkpointer: Any, saved_as: Callable[[Storage], SavedStorage] = SavedSteps) -> None:
-        """Begins with a table, which is saved and loaded in this form."""
+    def _hold(
+        self,
+        table: Table,
+        checkpointer: Any,
+        saved_as: Callable[[Storage], SavedStorage] = SavedSteps,
+        of_data: Callable[[Any], Storage] | None = None,
+    ) -> None:
+        """Begins with a table, which is saved and loaded in this form; `of_data` makes a storage around tensors."""
+        self._of_data = of_data
         self._held_table, self._saved_as, self.native = table, saved_as, table.native
         #: Whether this process only reads the rows, which another one writes.
         self.read_only = table.is_read_only
@@ -114,7 +115,7 @@ class Storage(MadeFromParts):
             reads = not own & {"get", "read", "column", "leaf"}
             self.native.limit(reads=reads, appends=not own & {"set", "check", "append"})
         #: The lock of its rows.
-        self.access = Access(table, self._outer_methods)
+        self.access = Access(table, self._outer_methods, self._inner_methods)
         self._attached: weakref.WeakSet[StorageUser] = weakref.WeakSet()
         #: Held by writers, and by readers that need the rows not to change.
         self.mutex = threading.RLock()
@@ -167,7 +168,7 @@ class Storage(MadeFromParts):
         if lanes is None:
             return False
         try:
-            self._beside_writers(functools.partial(self._check_stored, index))
+            self._beside_writers(functools.partial(check_stored, lanes, self.env_shape, index))
         except IndexError:
             return False
         return True
@@ -196,23 +197,11 @@ class Storage(MadeFromParts):
         stored = (lanes.store.generations(slots.reshape(-1)) >= 0).reshape(item.shape).to(item.device)
         return torch.where(item < 0, item >= -len(self), in_room & stored)
 
-    def _check_stored(self, index: Any) -> None:
-        """An IndexError where an index means a step that is not stored."""
-        lanes = self.lanes
-        assert lanes is not None
-        slots = select(lanes.store, index, self.env_shape).slots
-        if outside := slots[slots >= lanes.capacity].tolist():
-            raise unwritten(lanes.store, outside[0], IndexError)
-        if missing := slots[lanes.store.generations(slots) < 0].tolist():
-            raise unwritten(lanes.store, missing[0])
-
     def flatten(self) -> Storage:
         """This storage, where it has one dimension; else a new one of one dimension with copies of all rows."""
-        if self.ndim == 1 or self.layout is None:
+        if self.ndim == 1 or self._of_data is None:
             return self
-        from engram.data.replay_buffers.storages.tensor import TensorStorage
-
-        return TensorStorage(pytree.flatten_dims(self.get(slice(None)), 0, len(self.env_shape)))
+        return self._of_data(pytree.flatten_dims(self.get(slice(None)), 0, len(self.env_shape)))
 
     @property
     def nbytes(self) -> int:
@@ -374,39 +363,7 @@ class Storage(MadeFromParts):
             >>> len(storage), storage[:]
             (4, tensor([ 0.,  1., 20., 30.]))
         """
-        with self.mutex, self._held_table.making():  # in the order of `extend`
-            index_key = self._index_key if index_key is None else index_key
-            self._setter.set(cursor, data, index_key, new_rows=self._sets_new_rows)
-
-    @property
-    def _setter(self) -> RowSetter:
-        return RowSetter(self._held_table, self._inner_methods, self.access.replacing)
-
-    def _assign(self, index: Any, items: Any, index_key: str | None) -> None:
-        """Replaces stored rows for `rb[index] = items`."""
-        with self.mutex:
-            if isinstance(self._outer_methods, OuterMethods) and self._outer_methods.writes_by_set:
-                self._outer_methods.set(index, items, index_key)
-            else:
-                self._setter.replace(index, items, index_key)
-
-    def _next_steps(self, n: int) -> Tensor:
-        """The time steps that the next n rows of this process go to: int64 [n]."""
-        return next_steps(self._held_table, n)
-
-    @contextlib.contextmanager
-    def _setting_new_rows(self) -> Iterator[None]:
-        """Inside, in this thread, `set` writes new rows: also those that take the place of others."""
-        with self.mutex:
-            before, self._sets_new_rows = self._sets_new_rows, True
-            try:
-                yield
-            finally:
-                self._sets_new_rows = before
-
-    def _for_own_writers(self) -> Any:
-        """What a writer of a user's own calls `set` of."""
-        return self._held_table.for_own_writers(self)
+        self.access.set(cursor, data, index_key)
 
     def __getitem__(self, index: Any) -> Any:
         """Rows at an index; a slice of rows that lie next to each other is a live view, for reading only."""
@@ -416,34 +373,9 @@ class Storage(MadeFromParts):
     def __setitem__(self, index: Any, items: Any) -> None:
         self.set(index, items)
 
-    def _generations_of(self, index: Any) -> Tensor:
-        """The sequence of the row in each place, int64 in the shape of the index; -1: there is none."""
-        slots = to_slots(index, self.env_shape, self.max_size or 0)
-        return self._generations(slots).reshape(_shape_of(index, len(self.env_shape)))
-
-    def _generations(self, slots: Tensor) -> Tensor:
-        """The sequence of the row in each slot (int64 [n]); -1 where there is none, as for slot -1, which writers give
-        to what they refuse.
-        """
-        lanes = self.lanes
-        if lanes is None:
-            return torch.full_like(slots, -1)
-        return torch.where(slots < 0, -1, lanes.generations(slots.clamp(min=0)))
-
     def from_slots(self, slots: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Slots as users see them: int64 [n], with ndim=2 a tuple (time, env) of such."""
         return from_slots(slots, self.env_shape)
-
-    def _index_of(self, slots: Any, single: bool) -> Any:
-        """Slots as `add` (`single`) and `extend` return them."""
-        if self.ndim > 1:
-            # Before the first write a storage does not know its environments; there is nothing to point at, either.
-            if not len(slots):
-                return slots.new_empty(0, self.ndim)
-            return torch.stack(tuple(self.from_slots(slots)), -1)
-        if not single:
-            return slots
-        return slots if type(slots) is int else int(slots[0])
 
     # ---- life ----
     def empty(self, reset_count: bool = True) -> None:
@@ -528,7 +460,8 @@ class Storage(MadeFromParts):
             plan = self.saved_form.plan_load(saved)
             with self.access.replacing("loads"):
                 plan.run()
-        self._tell_of_load()
+        for buffer in list(self._attached):
+            buffer.after_load()
 
     dump = save = dumps
     load = loads
@@ -556,10 +489,6 @@ class Storage(MadeFromParts):
         self.saved_form.check(state)
         with self.access.replacing("load_state_dict"):
             self.saved_form.fill(state)
-        self._tell_of_load()
-
-    def _tell_of_load(self) -> None:
-        """After a load: buffers look for what their samplers know of these rows, before others are written."""
         for buffer in list(self._attached):
             buffer.after_load()
 
@@ -586,12 +515,6 @@ class Storage(MadeFromParts):
 
     def _check_sending(self) -> None:
         self._held_table.check_sending()
-
-    @property
-    def _has_hooks(self) -> bool:
-        """Whether hooks change what is saved or loaded."""
-        own = self._checkpointer
-        return own is not None and bool(getattr(own, "save_hooks", ()) or getattr(own, "load_hooks", ()))
 
     @property
     def _pickled_from_parts(self) -> bool:
@@ -669,14 +592,6 @@ def _unpickled(cls: Any, arguments: dict[str, Any], checkpointer: Any, form: Any
     if state is not None:
         storage.load_state_dict(state)
     return storage
-
-
-def _shape_of(index: Any, env_dims: int) -> tuple[int, ...]:
-    """The shape of the places that an index of a storage with so many dimensions of environments names."""
-    if isinstance(index, tuple):
-        return tuple(np.shape(index[0]))
-    shape = tuple(np.shape(index))
-    return shape[:-1] if env_dims else shape
 
 
 def as_storage(storage: Any) -> Storage:

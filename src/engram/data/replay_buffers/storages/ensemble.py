@@ -138,7 +138,7 @@ class _MembersAccess(Access):
     """The locks of all members."""
 
     def __init__(self, table: _MembersTable) -> None:
-        super().__init__(table, table)
+        super().__init__(table, table, table)
         self._storages = table.storages
 
     @contextlib.contextmanager
@@ -155,6 +155,8 @@ class _MembersTable(Table):
     def __init__(self, storages: list[Storage]) -> None:
         super().__init__()
         self.storages = self._storages = storages
+        self.replaces_in_place = False
+        self.has_path = any(storage.access.table.has_path for storage in storages)
 
     @property
     def lanes(self) -> Lanes | None:
@@ -173,16 +175,8 @@ class _MembersTable(Table):
         """The number of members."""
         return len(self._storages)
 
-    @property
-    def replaces_in_place(self) -> bool:
-        return False
-
     def view(self) -> list[Any]:
         return [storage._storage for storage in self._storages]
-
-    @property
-    def has_path(self) -> bool:
-        return any(storage.access.table.has_path for storage in self._storages)
 
     @contextlib.contextmanager
     def exclusive(self, operation: str) -> Iterator[None]:

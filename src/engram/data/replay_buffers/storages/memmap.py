@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from engram.data.replay_buffers.state.rows import SavedObservedRows
-from engram.data.replay_buffers.storages.tensor import LazyTensorStorage, TableStorage
+from engram.data.replay_buffers.storages.tensor import LazyTensorStorage, TableStorage, TensorStorage
 from engram.errors import StorageError
 from engram.store.header import FILE_NAME
 from engram.store.lazy_table import LazyTable, ObservedTable
@@ -50,7 +50,7 @@ class ObservedMemmapStorage(TableStorage):
         size.take(opened)
         table = ObservedTable(size, self._file)
         self._rows_table = table
-        self._hold(table, checkpointer, functools.partial(SavedObservedRows, table=table))
+        self._hold(table, checkpointer, functools.partial(SavedObservedRows, table=table), TensorStorage)
         table.take(opened)
 
     def freeze(self) -> None:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from engram import pytree
+from engram.data.replay_buffers.storages.setting import next_steps
 from engram.errors import StorageError
 from engram.pytree import KeyPath, format_key, get_entry
 from engram.store.files import is_passing_fds
-from engram.store.indexing import Selection, stored_slots
+from engram.store.indexing import Selection, stored_generations, stored_slots
 from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
 
 # Each object has its own.
-_NOT_COPIED = {"mutex", "native", "access", "_attached", "_held_table", "_outer_methods", "_inner_methods", "_saved_as"}
+_NOT_COPIED = {"mutex", "native", "access", "_attached", "_held_table", "_outer_methods", "_inner_methods"}
+_NOT_COPIED |= {"_saved_as", "_of_data"}
 
 
 class OwnTable(Table):
@@ -43,6 +45,7 @@ class OwnTable(Table):
     def __init__(self, storage: Storage, max_size: int | None, own: frozenset[str]) -> None:
         super().__init__(max_size)
         self._storage, self._own = storage, own
+        self.replaces_rows = "replace" in own
 
     @property
     def lanes(self) -> Lanes | None:
@@ -51,10 +54,6 @@ class OwnTable(Table):
     @property
     def env_shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return self._storage.env_shape if "env_shape" in self._own else ()
-
-    @property
-    def replaces_rows(self) -> bool:
-        return "replace" in self._own
 
     def fit(self, *args: Any) -> Checked:
         return self._storage.check(*args)
@@ -84,6 +83,8 @@ class GetSetTable(Table):
     def __init__(self, storage: Storage, max_size: int | None, own: frozenset[str]) -> None:
         super().__init__(max_size)
         self._storage, self._own = storage, own
+        self.replaces_rows = "replace" in own
+        self.collate = _collate_list
 
     @property
     def lanes(self) -> Lanes:
@@ -93,10 +94,6 @@ class GetSetTable(Table):
             if len(self._storage):
                 self.known_lanes.advance(len(self._storage))
         return self.known_lanes
-
-    @property
-    def replaces_rows(self) -> bool:
-        return "replace" in self._own
 
     # ---- writing ----
     def fit(
@@ -164,9 +161,6 @@ class GetSetTable(Table):
     def as_batch(self, items: Any, time_dim: int) -> Any:
         return items
 
-    def for_own_writers(self, storage: Storage) -> Any:
-        return CountedSets(storage)
-
     # ---- reading ----
     def read(
         self,
@@ -182,10 +176,6 @@ class GetSetTable(Table):
                 return Rows(None, absent=absent)
             batch = self._storage.get(slots)
         return rows_of(batch, counted if sequences else None, shape, extra)
-
-    @property
-    def collate(self) -> Callable[[Any], Any]:
-        return _collate_list
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         if not len(self._storage):
@@ -250,7 +240,7 @@ class CountedSets:
         storage = self._given
         slots, single = torch.as_tensor(cursor, dtype=torch.int64).reshape(-1), np.ndim(cursor) == 0
         with storage.mutex:
-            if torch.equal(slots, storage._next_steps(len(slots))):
+            if torch.equal(slots, next_steps(storage.access.table, len(slots))):
                 checked = storage.check(data, single, -1 if single else 0, index_key)
                 if checked.steps != len(slots):
                     raise ValueError(
@@ -258,7 +248,7 @@ class CountedSets:
                     )
                 storage.append(checked)
             else:
-                storage._assign(cursor if single else slots, data, index_key)
+                storage.access.assign(cursor if single else slots, data, index_key)
 
     def __len__(self) -> int:
         return len(self._given)
@@ -314,10 +304,10 @@ class OuterMethods:
             return self._table.append(checked, most)
         storage, given = self._storage, checked.data
         n = checked.steps if most is None else min(most, checked.steps)
-        with storage.mutex, storage.access.turn(), storage._setting_new_rows():
-            lanes = storage.lanes
-            written, following = (0, None) if lanes is None else (lanes.write_count, storage._next_steps(n + 1)[n:])
-            steps = storage._next_steps(n)
+        with storage.mutex, storage.access.turn(), storage.access.setting_new_rows():
+            lanes, table = storage.lanes, self._table
+            written, following = (0, None) if lanes is None else (lanes.write_count, next_steps(table, n + 1)[n:])
+            steps = next_steps(table, n)
             data = given.items
             if not given.single:
                 data = data if isinstance(data, list) else pytree.move_dim(data, given.time_dim, 0)
@@ -325,7 +315,7 @@ class OuterMethods:
                     data = data[:n] if isinstance(data, list) else pytree.select_rows(data, torch.arange(n))
             self.set(int(steps[0]) if given.single else steps, data, given.index_key)
             lanes = storage.lanes
-            taken = None if lanes is None or lanes.write_count < written + n * lanes.envs else storage._next_steps(1)
+            taken = None if lanes is None or lanes.write_count < written + n * lanes.envs else next_steps(table, 1)
             if lanes is None or taken is None or (following is not None and not torch.equal(taken, following)):
                 raise RuntimeError(f"{self._name}.set was given {n} steps: it must hand all of them to super().set")
             if following is None:  # only now it is known where the ring ends
@@ -336,11 +326,12 @@ class OuterMethods:
     def set(self, index: Any, data: Any, index_key: str | None) -> None:
         """Calls `set`, which in TorchRL's form does not hand an index key on."""
         storage = self._storage
-        before, storage._index_key = storage._index_key, index_key
+        access = storage.access
+        before, access.index_key = access.index_key, index_key
         try:
             storage.set(index, data)
         finally:
-            storage._index_key = before
+            access.index_key = before
 
     def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
         return self._table.prepare_replace(checked, rows, slots)
@@ -368,12 +359,13 @@ class OuterMethods:
         if not self._reads_by_get:
             return self._table.read(slots, shape, extra, sequences)
         with storage.mutex:
-            counted = storage._generations(slots)
+            counted = stored_generations(storage.lanes, slots)
             absent = torch.nonzero(counted < 0).reshape(-1).tolist()
             if absent:
                 return Rows(None, absent=absent)
             batch = storage.get(storage.from_slots(slots))
-            replaced = torch.nonzero(storage._generations(slots) != counted).reshape(-1).tolist()  # by other processes
+            now = stored_generations(storage.lanes, slots)
+            replaced = torch.nonzero(now != counted).reshape(-1).tolist()  # by other processes
         if replaced:
             return Rows(None, absent=replaced)
         return rows_of(batch, counted if sequences else None, shape, extra)

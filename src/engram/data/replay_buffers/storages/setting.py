@@ -48,8 +48,6 @@ class RowSetter:
 
     def set(self, cursor: Any, data: Any, index_key: str | None, *, new_rows: bool) -> None:
         """Writes rows; with `new_rows` those that take the place of others are new ones, too."""
-        if isinstance(cursor, range | list | Tensor | np.ndarray):
-            data = self._table.as_sequence(data)
         index = self._as_new_steps(cursor, data) if isinstance(cursor, slice) else cursor
         plan = self._plan(index, data, new_rows)
         if plan is None:
@@ -160,8 +158,10 @@ def _length(items: Any) -> int | None:
     """The length of a sequence or of the first dimension of a batch; None of a single step."""
     if isinstance(items, list | tuple | range):
         return len(items)
-    leaves = () if hasattr(items, "shape") else pytree.describe(items, 0)[1]
-    shape = items.shape if hasattr(items, "shape") else pytree.shape_of(leaves[0][1] if leaves else None)
+    shape = getattr(items, "shape", None)
+    if shape is None:
+        leaves = pytree.describe(items, 0)[1]
+        shape = pytree.shape_of(leaves[0][1] if leaves else None)
     return int(shape[0]) if len(shape) else None
 
 

@@ -39,7 +39,7 @@ class TableStorage(Storage):
     def _hold_rows(self, table: LazyTable, checkpointer: Any) -> None:
         """Begins with a table."""
         self._rows_table = table
-        self._hold(table, checkpointer, functools.partial(SavedRows, table=table))
+        self._hold(table, checkpointer, functools.partial(SavedRows, table=table), TensorStorage)
 
     def adopt(self, layout: RowLayout) -> None:
         """Makes the storage for rows of this layout before the first of them comes; ndim=1. The same again is no error.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engram import _native, pytree
+from engram.data.replay_buffers.storages.setting import next_steps
 from engram.data.replay_buffers.writers.round_robin import Placing, SavedWriter, Writer
 from engram.errors import StorageInUseError
 from engram.store.copies import PartlyCopied
@@ -167,7 +168,7 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
         storage, values = self._registered(), self._values(data, True)
         with storage.mutex:
             if storage.max_size is None:
-                return int(storage._next_steps(1)[0])
+                return int(next_steps(storage.access.table, 1)[0])
             heap = self._following(storage)
             slots, *_ = heap.place(None if storage.lanes is None else storage.lanes.store, values, self.reduction)
             heap.undo()

@@ -15,7 +15,7 @@ from engram.checkpoint.snapshot import load_part, save_part
 from engram.data.replay_buffers.state.parts import SavedPart
 from engram.pytree import move_dim
 from engram.store.files import pickle_by_state
-from engram.store.indexing import to_slots
+from engram.store.indexing import generations_at, returned_index, to_slots
 from engram.store.tables import IndexTakenError, expand_slots
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Writer(abc.ABC):
                 self._own_cursor = 0 if storage.lanes is None else storage.lanes.cursor
             if storage.ndim == 1:
                 storage.access.expect_sequences(by_set=True)
-            self._storage = storage._for_own_writers()
+            self._storage = storage.access.for_own_writers(storage)
 
     # ---- without a buffer ----
     def add(self, data: Any) -> int | Tensor:
@@ -118,7 +118,7 @@ class Writer(abc.ABC):
         storage = self._registered()
         with storage.mutex:
             slots = self._write_rows(storage, data, True, -1)
-        index: int | Tensor = storage._index_of(slots, True)
+        index: int | Tensor = returned_index(slots, storage.ndim, storage.env_shape, single=True)
         return index
 
     def extend(self, data: Any) -> Tensor:
@@ -132,7 +132,7 @@ class Writer(abc.ABC):
         data = storage.access.table.as_batch(data, time_dim)
         with storage.mutex:
             slots = self._write_rows(storage, data, False, time_dim)
-        index: Tensor = storage._index_of(slots, False)
+        index: Tensor = returned_index(slots, storage.ndim, storage.env_shape, single=False)
         return index
 
     def _write_rows(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
@@ -181,7 +181,7 @@ class Writer(abc.ABC):
         storage = self._storage
         if storage is None:
             raise RuntimeError("this writer belongs to no storage: give it to a buffer, or register_storage(storage)")
-        return storage._generations_of(index)
+        return generations_at(storage.lanes, storage.env_shape, storage.max_size, index)
 
     @property
     def _cursor(self) -> int:
@@ -292,7 +292,7 @@ def _write_by_set(self: Any, storage: Storage, items: Any, single: bool, time_di
     """`write` of a writer that has `add` and `extend`, and calls `set` of its storage in them."""
     if not single and storage.ndim > 1:
         items = move_dim(items, time_dim, 0)
-    with storage._setting_new_rows():
+    with storage.access.setting_new_rows():
         index = self.add(items) if single else self.extend(items)
     if single and storage.ndim == 1:
         return int(index)
