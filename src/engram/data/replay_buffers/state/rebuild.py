@@ -24,7 +24,7 @@ from engram.data.replay_buffers.checkpointers import (
     StorageCheckpointerBase,
     StorageEnsembleCheckpointer,
 )
-from engram.data.replay_buffers.samplers import Sampler, SamplerEnsemble
+from engram.data.replay_buffers.samplers import PrioritizedSampler, Sampler, SamplerEnsemble
 from engram.data.replay_buffers.state.buffers import PARTS, load_buffer
 from engram.data.replay_buffers.storages import (
     LazyMemmapStorage,
@@ -190,8 +190,8 @@ class _Parts:
             missing.append(f"the sampler, {error}; batches are drawn uniformly")
             self.left_out.append("sampler")
             return None
-        for name in _MUTABLE:
-            if name in state and hasattr(sampler, name):
+        for name in _MUTABLE if isinstance(sampler, PrioritizedSampler) else ():
+            if name in state:
                 setattr(sampler, name, state[name])
         return sampler
 
