@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
             KeyError: the batch has no such key, or no `"index"`.
             TypeError: the batch has no keys.
         """
-        if not has_keys(data):
+        if not (has_keys(data) or isinstance(data, Mapping)):
             raise TypeError(
                 f"priorities come in a batch with keys, 'index' and {self._priority_key!r}, found a "
                 f"{type(data).__name__}; nothing was changed"
