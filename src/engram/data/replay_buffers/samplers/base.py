@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import copy
-import itertools
 import os
 import threading
 import weakref
@@ -24,6 +23,7 @@ from engram._overrides import overrides
 from engram._system import drawing, fork_registry
 from engram.checkpoint.snapshot import load_part, save_part
 from engram.data.replay_buffers.samplers.draw import Draw, Index
+from engram.data.replay_buffers.samplers.draw import EpochInfo as EpochInfo  # pickled infos name it here
 from engram.store.copies import PartlyCopied
 from engram.store.episodes import EpisodeIndex
 from engram.store.files import pickle_by_state
@@ -34,17 +34,6 @@ if TYPE_CHECKING:
     from engram.store.lanes import Lanes
 
 EMPTY = "Cannot sample from an empty storage."
-
-
-class EpochInfo(dict[str, Any]):
-    """The info of a batch that belongs to an epoch: a dict that also names the epoch, by a number in this process.
-
-    Rows of such a batch that are overwritten before they are read are drawn again from the same epoch or not at all: a
-    row of another epoch could be one that this epoch has already given.
-    """
-
-    ids = itertools.count()
-    epoch: int | None = None
 
 
 class DrawTotals(NamedTuple):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,10 +13,20 @@ from torch import Tensor
 from engram import _native
 from engram.pytree import KeyPath
 
-if TYPE_CHECKING:
-    from engram.data.replay_buffers.samplers.runs import Mark
-
 Index = Tensor | tuple[Tensor, ...]
+#: The content of an entry ("last", "first", "first if any", "mask" or "slice_id"), and its path.
+Mark = tuple[str, KeyPath]
+
+
+class EpochInfo(dict[str, Any]):
+    """The info of a batch that belongs to an epoch: a dict that also names the epoch, by a number in this process.
+
+    Rows of such a batch that are overwritten before they are read are drawn again from the same epoch or not at all: a
+    row of another epoch could be one that this epoch has already given.
+    """
+
+    ids = itertools.count()
+    epoch: int | None = None
 
 
 class Draw:

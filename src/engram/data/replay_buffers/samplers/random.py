@@ -17,7 +17,6 @@ from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
     DrawTotals,
-    EpochInfo,
     Sampler,
     WorkerShare,
     check_counts,
@@ -25,7 +24,7 @@ from engram.data.replay_buffers.samplers.base import (
     check_full_batches,
     stored_rows,
 )
-from engram.data.replay_buffers.samplers.draw import Draw, Index
+from engram.data.replay_buffers.samplers.draw import Draw, EpochInfo, Index
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage

@@ -17,16 +17,15 @@ from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
     DrawTotals,
-    EpochInfo,
     Sampler,
     check_counts,
     check_epoch,
     check_full_batches,
     stored_rows,
 )
-from engram.data.replay_buffers.samplers.draw import Draw, Index
+from engram.data.replay_buffers.samplers.draw import Draw, EpochInfo, Index, Mark
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler, PriorityTable
-from engram.data.replay_buffers.samplers.runs import Mark, RunDraw, RunsOfRows, SliceInfo, mark, stored_flags
+from engram.data.replay_buffers.samplers.runs import RunDraw, RunsOfRows, SliceInfo, mark, stored_flags
 from engram.pytree import Key, KeyPath, as_path, map_outermost
 from engram.store.episodes import EpisodeIndex
 from engram.store.indexing import to_slots
