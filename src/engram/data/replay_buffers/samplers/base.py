@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
 import os
 import threading
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from engram import _native
 from engram._advice import advised
@@ -59,6 +61,76 @@ class WorkerShare(NamedTuple):
     seed: int
 
 
+class StorageState(PartlyCopied):
+    """What a sampler knows of one storage beside its settings: nothing, where an epoch is, or priorities.
+
+    A load never changes one: it gives the sampler another. The caller holds the sampler's lock.
+    """
+
+    def settings(self) -> dict[str, Any]:
+        """Settings that decide which rows are drawn, of those that it has."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """What is saved of it."""
+        return {}
+
+    def check_saved(self, state: dict[str, Any]) -> None:
+        """ValueError where no such state can have been saved."""
+
+    def check(self, state: dict[str, Any], storage: Storage) -> None:
+        """ValueError where a saved state cannot be one of this storage, which holds rows."""
+
+    def restored(self, state: dict[str, Any]) -> Self:
+        """One that goes on from a saved state; this one stays as it is, for a load that fails later."""
+        return self
+
+    def rebased(self, incarnation: int, shifts: list[int]) -> Self:
+        """This one in a store with this incarnation, whose sequences are lower by `shifts`, one a lane."""
+        return self
+
+    def find(self, storage: Storage) -> None:
+        """Finds the rows of a state that was loaded alone, where they are there: before others are written."""
+
+    def sync(self, storage: Storage) -> None:
+        """Takes in what was written since the last look; ValueError where what was loaded is not of this storage."""
+
+    def cursor(self) -> Any:
+        """What a draw changes, for `put_back`; small."""
+        return None
+
+    def put_back(self, cursor: Any) -> None:
+        """Goes back to where it stood at a cursor, to draw the same again."""
+
+    def empty(self) -> None:
+        """Forgets what was stored."""
+
+
+_NO_LOCK = contextlib.nullcontext()  # of a child whose constructor does not call that of its base, until it is used
+_NOTHING = StorageState()  # for all samplers that say what they know, if anything, with `state_dict` alone
+
+T = TypeVar("T")
+
+
+class StateSetting(Generic[T]):
+    """An attribute of a sampler that is one of what it knows of its storage."""
+
+    def __init__(self, doc: str, name: str | None = None) -> None:
+        self.__doc__ = doc
+        self._name = name or ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = self._name or name
+
+    def __get__(self, sampler: Any, owner: type | None = None) -> T:
+        value: Any = self if sampler is None else getattr(sampler._storage_state, self._name)
+        return value  # type: ignore[no-any-return]
+
+    def __set__(self, sampler: Any, value: T) -> None:
+        with sampler.lock:
+            setattr(sampler._storage_state, self._name, value)
+
+
 @advised
 class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     """Chooses which stored steps a batch is made of.
@@ -87,6 +159,11 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     _is_told = False
     # The generator comes with its buffer. Tensors that are sent to another process stay shared with it.
     _copied_as: ClassVar[Mapping[str, Any]] = dict.fromkeys(("lock", "_generator", "_seed", "_seed_view"))
+    _storage_state: StorageState = _NOTHING
+    # From the attributes of a sampler that an earlier version pickled, what it knows of its storage; takes them out.
+    _of_earlier_pickle: ClassVar[Any] = None
+    #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
+    lock: Any = _NO_LOCK
 
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -100,7 +177,6 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         cls._has_epochs = built_in and "ran_out" in own
 
     def __init__(self, compilable: bool = False) -> None:
-        #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
         self.lock = threading.RLock()
         _live.add(self)
         self._generator: torch.Generator | Generator | None = None
@@ -148,6 +224,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
 
     def empty(self) -> None:
         """Forgets what was stored."""
+        with self.lock:
+            self._storage_state.empty()
 
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         """What it draws from in this storage: several storages are drawn from as one where each gets its share.
@@ -217,7 +295,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
 
         Saved and loaded alone, it goes on when its storage has these rows again, which may be loaded before or after.
         """
-        return self._config()
+        with self.lock:
+            return {**self._config(), **self._storage_state.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state.
@@ -225,9 +304,11 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         Raises:
             ValueError: it is that of a sampler with other settings; every difference is listed.
         """
-        different = self._differences(state)
-        if different:
-            raise ValueError("; ".join(different))
+        with self.lock:
+            different = self._differences(state)
+            if different:
+                raise ValueError("; ".join(different))
+            self._storage_state = self._storage_state.restored(state)
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Saves this sampler alone, without rows, as a snapshot (JSON, and a file of tensors) that replaces the last.
@@ -344,10 +425,11 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         """Settings that decide which rows are drawn. They are saved, and a state is only loaded where they are the
         same; those that say in which form rows are handed out are the constructor's alone.
         """
-        return {}
+        return self._storage_state.settings()
 
     def _differences(self, state: dict[str, Any]) -> list[str]:
         """What of a saved state does not fit this sampler."""
+        self._storage_state.check_saved(state)
         return [
             f"the sampler has {name}={mine!r} here, {state.get(name)!r} there"
             for name, mine in self._config().items()
@@ -358,33 +440,54 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         """A ValueError where a state without differences cannot be one of this storage, which holds rows; changes
         nothing. Called before the rows are replaced by those that were saved with it.
         """
+        self._storage_state.check(state, storage)
 
     def _rebase(self, incarnation: int, shifts: list[int]) -> None:
         """After a load: goes on in a store with this incarnation, whose sequences are lower by `shifts`, one a lane."""
+        with self.lock:
+            self._storage_state = self._storage_state.rebased(incarnation, shifts)
 
     def _find(self, storage: Storage) -> None:
         """Finds the rows of a state that was loaded alone, where they are there: before others are written."""
+        with self.lock:
+            self._storage_state.find(storage)
 
     def _sync(self, storage: Storage) -> None:
         """Takes in what was written since it last looked: before a state is saved, and after one was loaded."""
+        with self.lock:
+            self._storage_state.sync(storage)
 
     def _get_cursor(self) -> Any:
         """What a draw changes, for `_set_cursor`: taken before every batch that is prepared ahead, so small.
 
         The caller holds the lock.
         """
-        return copy.deepcopy(self.state_dict())  # which may hold tensors that draws change in place
+        state = self._storage_state
+        # Which may hold tensors that draws change in place.
+        return copy.deepcopy(self.state_dict()) if state is _NOTHING else state.cursor()
 
     def _set_cursor(self, cursor: Any) -> None:
         """Goes back to where it stood at a cursor, to draw the same again."""
-        self.load_state_dict(cursor)
+        if self._storage_state is _NOTHING:
+            return self.load_state_dict(cursor)
+        with self.lock:
+            self._storage_state.put_back(cursor)
 
     def _check_sending(self) -> None:
         """Called before it is sent to another process, alone or in a buffer; a RuntimeError where it must not be."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        with self.lock:
+            state = super().__getstate__()
+            if "_storage_state" in state:
+                state["_storage_state"] = copy.copy(self._storage_state)
+            return state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         Sampler.__init__(self)
+        if self._of_earlier_pickle is not None and "_storage_state" not in state:
+            self._storage_state = self._of_earlier_pickle(self.__dict__)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -476,8 +579,7 @@ def as_sampler(sampler: Any) -> Sampler:
         TypeError: it has no method `sample`.
     """
     if isinstance(sampler, Sampler):
-        # A child whose constructor does not call that of its base. (`vars` would make its attributes slower to read.)
-        if not hasattr(sampler, "lock"):
+        if sampler.lock is _NO_LOCK:
             Sampler.__init__(sampler)
         return sampler
     if isinstance(sampler, type) or not callable(getattr(sampler, "sample", None)):
@@ -590,36 +692,10 @@ def stored_rows(storage: Storage) -> int:
     return 0 if lanes is None else sum(s["published"] - s["first"] for s in lanes.counters()) * lanes.envs
 
 
-def check_full_batches(batch_size: int | None, storage: Storage) -> None:
-    """ValueError where batches that are all full (`drop_last`) cannot be had from a storage, or of a size not known."""
-    if batch_size is None:
-        raise ValueError(
-            "a sampler with drop_last=True needs a predictable batch-size, the buffer has none: pass batch_size to the "
-            "buffer's constructor"
-        )
-    if storage.max_size is not None and batch_size > storage.max_size:
-        raise ValueError(
-            f"batch_size={batch_size} is greater than the storage capacity of {storage.max_size} steps: no batch would "
-            "ever be full; make the batch smaller, or leave out drop_last"
-        )
-
-
 def check_counts(values: Any, least: int = 0) -> None:
     """ValueError where a saved list is not one of integers that sequences and counts can be."""
     if type(values) is not list or not all(type(n) is int and least <= n < 1 << 62 for n in values):
         raise ValueError(f"a saved state has {values!r:.80} where there are counts")
-
-
-def check_epoch(state: dict[str, Any], *names: str) -> None:
-    """ValueError where a saved state holds an epoch that no sampler has made."""
-    epoch, _ = state["epoch"], state["ran_out"]
-    if epoch is None:
-        return
-    check_counts([epoch[name] for name in names])
-    if type(epoch["key"]) is not int or not 0 <= epoch["key"] < 1 << 64:
-        raise ValueError(f"a saved epoch has the key {epoch['key']!r:.80}")
-    if epoch.get("lane_capacity") is not None:
-        check_counts([epoch["lane_capacity"]], least=1)
 
 
 def _renew_lock(sampler: Sampler) -> None:
