@@ -104,7 +104,7 @@ def try_wheel(version: str, python: Path, wheel: Path) -> None:
         compilers = [c for c in COMPILERS if shutil.which(c, path=bare["PATH"])]
         if compilers:
             raise SystemExit(f"the fresh environment has {', '.join(compilers)}: it must have no compiler")
-        pip = [own, "-m", "pip", "install", "-q", "--only-binary", ":all:"]
+        pip = [own, "-m", "pip", "install", "-q", "--no-compile", "--only-binary", ":all:"]  # most is never imported
         start = time.monotonic()
         if version == OWN:
             subprocess.run([*pip, "-c", CONSTRAINTS, f"engram[gym] @ {wheel.as_uri()}"], check=True, env=bare)

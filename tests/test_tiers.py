@@ -16,18 +16,29 @@ from contracts.tiers import in_tiers
 TESTS = Path(__file__).parent
 
 
+#: In the place of fixtures of our conftest that import torch, two seconds for each process.
+WITHOUT_TORCH = """
+import pytest
+@pytest.fixture(scope="session")
+def seed_torch(): return lambda seed: None
+@pytest.fixture(autouse=True, scope="session")
+def prefetching(): pass
+"""
+
+
 @pytest.fixture
 def pytest_on(tmp_path: Path) -> Callable[..., str]:
     """`pytest_on(files, *options)` is what pytest prints of files with these texts, with our conftest."""
 
     def run(files: dict[str, str], *options: str) -> str:
         (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  deep\n  pairwise\n  quick\n  long\n")
+        (tmp_path / "without_torch.py").write_text(WITHOUT_TORCH)
         for name, text in files.items():
             (tmp_path / name).write_text("import pytest\n" + text)
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", *options, *files],
+            [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "without_torch", *options, *files],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(TESTS), "PYTEST_ADDOPTS": ""},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(tmp_path)]), "PYTEST_ADDOPTS": ""},
             capture_output=True,
             text=True,
         )

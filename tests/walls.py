@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 COPIES = {"__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__"}
-# Private names that TorchRL, torch, tensordict, gymnasium or the standard library gave: their users rely on them.
+# Private names of TorchRL, torch, tensordict, gymnasium, tianshou or the standard library: their users rely on them.
 THEIRS = frozenset(
     re.findall(
         r"\w+",
@@ -20,7 +20,7 @@ THEIRS = frozenset(
         _transforms _collate_fn _is_full _get_cursor _set_cursor _empty _C _sum_tree _min_tree
         _max_priority _current_top_values _sample_list _env _specs _new_unsafe _batch_size
         _td_dim_names _device _is_locked _parent _base _modules _buffers _parameters _getframe _exit
-        _tensor _rng _len _init
+        _tensor _rng _len _init _ragged_idx _meta _save_only_last_obs _set_batch_for_children
         """,
     )
 )

@@ -93,6 +93,17 @@ def open_regular(
     return fd
 
 
+def advise_disk(fd: int, advice: str, start: int = 0, nbytes: int = 0) -> None:
+    """Tells the system how a file will be used: "WILLNEED" or "DONTNEED"; without effect where it has no such call.
+
+    Args:
+        nbytes: 0: all up to the end of the file.
+    """
+    number = getattr(os, f"POSIX_FADV_{advice}", None)
+    if number is not None:
+        os.posix_fadvise(fd, start, nbytes, number)
+
+
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 

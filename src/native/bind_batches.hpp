@@ -1,11 +1,15 @@
 // Whole batches in one native call: draw, look, copy, tensors, and the form of the stored data.
 //
-// A `RowDraw` is a sampler's part of it, a `RowSource` the table's, a `BatchMaker` one buffer's reader, which puts them
-// together. Whatever is not plain is left to the caller: the call returns None, and the batch is made in Python.
+// A `RowDraw` is a sampler's part of it, a `RowSource` the table's, a `BatchMaker` that of a reader of one table or several, which
+// puts them together. Whatever is not plain is left to the caller: the call returns None, and the batch is made in Python.
 #pragma once
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -145,10 +149,11 @@ class BatchForm {
   const std::vector<Entry>& entries() const { return entries_; }
   const std::vector<Mark>& marks() const { return marks_; }
 
-  // Adds an entry at the root, whatever the dimensions of the batch there.
+  const std::vector<size_t>& outside() const { return outside_; }  // the leaves that have no place in the batch
+
+  // Adds an entry at the root, if batches have keys, whatever the dimensions of the batch there.
   void add_to_root(const nb::object& key, Entry entry) {
     if (has_keys_) put(root_, key, entry);
-    else entries_.push_back(entry);
   }
   // Adds entries together under one key of the root, in the place of what is stored there. False: there is no place for them.
   bool add_group_to_root(const nb::object& key, const std::vector<std::pair<nb::object, Entry>>& group) {
@@ -161,7 +166,10 @@ class BatchForm {
     return true;
   }
   // Adds an entry that has no place in the batch.
-  void add_outside(Entry entry) { entries_.push_back(entry); }
+  void add_outside(Entry entry) {
+    outside_.push_back(leaves_ + entries_.size());
+    entries_.push_back(entry);
+  }
   // Adds an entry under a path, with the dictionaries on the way to it. False: there is no place for it.
   bool add(nb::tuple path, Entry entry) {
     Node* const node = parent(path, true);
@@ -231,6 +239,7 @@ class BatchForm {
   bool is_made_here_ = false, has_keys_ = false;
   Node root_;
   std::vector<Entry> entries_;
+  std::vector<size_t> outside_;
   std::vector<Mark> marks_;
 };
 
@@ -253,6 +262,10 @@ class RowDraw {
   virtual bool draw(Store& store, size_t n, DrawnBatch& drawn) = 0;
   // Whether rows that come in the places of drawn ones before these are read are as good, as what was drawn are slots.
   virtual bool takes_newer_rows() const { return false; }
+  // Whether a batch of several tables may have such rows: nothing is added to their form, and no draw depends on the last one.
+  virtual bool joins() const { return false; }
+  // Whether it only looks at the store's counters, which say at any time which rows there are, whoever writes them.
+  virtual bool asks_counters_only() const { return false; }
 };
 
 // As `Lanes.uniform` of a seed from the sampler.
@@ -269,6 +282,8 @@ class UniformDraw final : public RowDraw {
     return draw_uniform(store.lanes, seed_, drawn.slots.data(), n);
   }
   bool takes_newer_rows() const override { return true; }
+  bool joins() const override { return true; }
+  bool asks_counters_only() const override { return true; }
 
  private:
   SeedSource seeds_;
@@ -310,60 +325,242 @@ class EpochDraw final : public RowDraw {
   uint64_t position_ = 0;
 };
 
-// Makes the batches of one buffer.
+// Makes the batches of one table, [n], or of several, [members, rows of each].
 class BatchMaker {
  public:
-  // `index_key`: of an entry at the batch's root with each row's slot, int64 [n]; None: there is none. `weight_key`: of one
-  // with each row's weight, [n], where the sampler has weights.
+  // `members`: for each table how its rows are drawn, and the sampler whose lock that takes. `chooser`: its method `choose` gives
+  // the members of a batch of n, and how many rows are of each, under its lock; None: there is one table, and no dimension of
+  // members. The tables of several have one layout, and all that their draws `join`.
+  // `forms`: the forms that batches can have, each a list of what is at their roots besides the rows: a key, and what is under
+  // it, or a list of keys with it: each row's "index" or "weight", or the number of its "member"; where the key is None, it is
+  // handed out beside the batch. Where samplers have no weights, weights are left out.
   // `reuse`: callables without arguments; while all of them say no, batches are read into tensors of earlier ones that
   // nobody has any more. None: each batch gets new tensors.
-  BatchMaker(nb::object draw, nb::object sampler, nb::object index_key, nb::object reuse, nb::object weight_key)
-      : draw_object_(std::move(draw)), draw_(nb::cast<RowDraw*>(draw_object_)), sampler_(std::move(sampler)) {
-    if (!draw_) throw nb::type_error("a draw is needed, not None");
-    if (!index_key.is_none()) entries_.push_back({std::move(index_key), {BatchForm::kIndex, {kDLInt, 64}}});
-    const auto weight_type = draw_->weight_type();
-    if (!weight_key.is_none() && weight_type)
-      entries_.push_back({std::move(weight_key), {BatchForm::kWeight, *weight_type}}), with_weights_ = true;
+  BatchMaker(nb::list members, nb::object chooser, nb::list forms, nb::object reuse) : chooser_(std::move(chooser)) {
+    for (nb::handle one : members) {
+      const auto [draw, sampler] = nb::cast<std::pair<nb::object, nb::object>>(one);
+      members_.push_back({draw, sampler, nb::cast<RowDraw*>(draw)});
+      if (!members_.back().draw) throw nb::type_error("a draw is needed, not None");
+    }
+    if (members_.empty()) throw nb::value_error("a draw and a sampler are needed for each member");
+    if (chooser_.is_none() && members_.size() > 1) throw nb::value_error("who chooses among several members?");
+    const auto weights = members_[0].draw->weight_type();
+    for (const Member& member : members_)
+      is_made_here_ &= chooser_.is_none() || (member.draw->joins() && member.draw->weight_type() == weights);
+    for (nb::handle form : forms) {
+      forms_.emplace_back();
+      for (nb::handle entry : nb::cast<nb::list>(form)) add_entry(forms_.back().entries, entry, weights);
+    }
+    if (forms_.empty()) forms_.emplace_back();
     if (reuse.is_none()) return;
     reuses_ = true;
     for (nb::handle prevented : nb::cast<nb::tuple>(reuse)) prevents_reuse_.push_back(nb::borrow(prevented));
   }
+  BatchMaker(const BatchMaker&) = delete;
+  BatchMaker& operator=(const BatchMaker&) = delete;
+  // Whether there may be batches that are made here.
+  bool is_made_here() const { return is_made_here_; }
 
-  // A batch of n rows; None: it takes more than this call does, and the caller makes it. `as_numpy`: dicts of arrays.
-  nb::object sample(const RowSource& source, size_t n, bool as_numpy) {
-    Store& store = source.store();
-    if (joined_after_fork()) return nb::none();
-    store.check_file();
-    if (n > kMostBytes / 8) throw std::bad_alloc();
-    if (as_numpy && !has_arrays(source.codec())) return nb::none();
-    if (!as_numpy && store.geometry().row_stride > kThreadedBytes / std::max<size_t>(1, n) && torch_has_threads())
-      return sample_with_a_thread(source, n);
+  // A batch of n rows of a RowSource, or of a sequence with one for each member, in one of the forms, in a tuple with what is handed
+  // out beside it; None: it takes more than this call does, and the caller makes it. `as_numpy`: dicts of arrays.
+  nb::object sample(nb::object sources, size_t n, bool as_numpy, size_t form) {
+    if (!is_made_here_ || joined_after_fork()) return nb::none();
     // Taken out, as the making of tensors may run a finaliser that samples, too.
-    std::unique_ptr<Scratch> scratch = std::exchange(scratch_, nullptr);
-    if (!scratch) scratch = std::make_unique<Scratch>();
-    SharedForm form;
-    RowReader reader(store, scratch->read);
-    nb::object batch = draw(source, n, reader, scratch->drawn, form)
-                           ? read(source, reader, scratch->drawn, std::move(form), as_numpy)
-                           : nb::none();
-    scratch_ = std::move(scratch);
-    return batch;
+    const TakenScratch taken(*this);
+    Scratch& scratch = *taken.scratch;
+    size_t row_bytes = 0;
+    sources = held(std::move(sources));
+    list_sources(sources, form, scratch.sources);
+    for (const RowSource* source : scratch.sources) {
+      source->store().check_file();
+      row_bytes = std::max<size_t>(row_bytes, source->store().geometry().row_stride);
+    }
+    if (n > kMostBytes / 8) throw std::bad_alloc();
+    if (as_numpy && !(chooser_.is_none() && has_arrays(scratch.sources[0]->codec(), form))) return nb::none();
+    if (!as_numpy && row_bytes > kThreadedBytes / std::max<size_t>(1, n) && torch_has_threads())
+      return sample_with_a_thread(std::move(sources), n, form);
+    Drawn drawn;
+    const auto part = [&](size_t p, const RowSource& source) -> Part& {
+      if (p == scratch.parts.size()) scratch.parts.push_back(std::make_unique<ReadPart>());
+      ReadPart& part = *scratch.parts[p];
+      part.reader = &part.own_reader.emplace(source.store(), part.scratch);
+      return part;
+    };
+    if (!draw(scratch.sources, n, form, drawn, part)) return nb::none();
+    return read(drawn, scratch.parts, as_numpy);
   }
 
-  // Draws n rows, looks which exist, and locates them. `is_made_here` is called once the draw is ready. False: it takes more
-  // than this.
-  template <typename Ready>
-  static bool draw_rows(RowDraw& draw, const nb::object& sampler, Store& store, size_t n, RowReader& reader,
-                        DrawnBatch& drawn, Ready&& is_made_here) {
+  // As `sample`, but threads copy the rows from now on, and the batch is made when it is taken. `maker` is this object.
+  static nb::object prepare(nb::object maker, nb::object sources, size_t n, CopyThreads& threads, size_t form);
+
+ private:
+  friend class PreparedBatch;
+  // Rows of so many bytes are copied by two threads, where torch may use several: to wake one takes the time of 100 KB.
+  static constexpr size_t kThreadedBytes = 1 << 20;
+  static bool torch_has_threads() {
+    static PyObject* number = nb::object(nb::module_::import_("torch").attr("get_num_threads")).release().ptr();
+    const nb::object threads = nb::steal(PyObject_CallNoArgs(number));
+    if (!threads.is_valid()) throw nb::python_error();
+    return nb::cast<int64_t>(threads) > 1;
+  }
+  nb::object sample_with_a_thread(nb::object sources, size_t n, size_t form);
+
+  struct Member {
+    nb::object draw_object, sampler;
+    RowDraw* draw;
+  };
+  using Entries = std::vector<std::pair<nb::object, BatchForm::Entry>>;
+  using SharedForm = std::shared_ptr<const BatchForm>;
+  // The entries of one kind of batches: keys of the root with one, or with several entries below it.
+  struct Form {
+    std::vector<std::tuple<nb::object, BatchForm::Entry, Entries>> entries;
+    std::vector<uint64_t> made_of;  // what `made`, the form of the last batch, depends on
+    SharedForm made;
+  };
+  using Sources = std::vector<const RowSource*>;
+  // What one table gives to a batch.
+  struct Part {
+    DrawnBatch drawn;
+    const RowSource* source = nullptr;
+    const RowDraw* draw = nullptr;
+    RowReader* reader = nullptr;
+  };
+  struct ReadPart : Part {
+    ReadScratch scratch;
+    std::optional<RowReader> own_reader;
+  };
+  struct Scratch {
+    Sources sources;
+    std::vector<std::unique_ptr<ReadPart>> parts;
+  };
+  struct TakenScratch {
+    explicit TakenScratch(BatchMaker& maker) : maker(maker), scratch(std::exchange(maker.scratch_, nullptr)) {
+      if (!scratch) scratch = std::make_unique<Scratch>();
+    }
+    ~TakenScratch() { maker.scratch_ = std::move(scratch); }
+    TakenScratch(const TakenScratch&) = delete;
+    TakenScratch& operator=(const TakenScratch&) = delete;
+    BatchMaker& maker;
+    mutable std::unique_ptr<Scratch> scratch;
+  };
+  // A batch of so many parts with the same number of rows.
+  struct Drawn {
+    size_t parts = 0, each = 0;
+    SharedForm form;
+  };
+
+  static std::optional<BatchForm::Entry> entry_of(std::string_view content, std::optional<DType> weights) {
+    if (content == "index") return BatchForm::Entry{BatchForm::kIndex, {kDLInt, 64}};
+    if (content == "member") return BatchForm::Entry{BatchForm::kMember, {kDLInt, 64}};
+    if (content != "weight") throw nb::value_error("entries are each row's index, weight or member");
+    if (weights) return BatchForm::Entry{BatchForm::kWeight, *weights};
+    return std::nullopt;
+  }
+  void add_entry(std::vector<std::tuple<nb::object, BatchForm::Entry, Entries>>& entries, nb::handle given,
+                 std::optional<DType> weights) {
+    const auto [key, content] = nb::cast<std::pair<nb::object, nb::object>>(given);
+    std::string name;
+    if (nb::try_cast(content, name)) {
+      const auto entry = entry_of(name, weights);
+      if (entry) entries.emplace_back(key, *entry, Entries());
+      with_weights_ |= entry && entry->content == BatchForm::kWeight;
+      return;
+    }
+    Entries group;
+    for (nb::handle one : nb::cast<nb::list>(content)) {
+      const auto [inner, what] = nb::cast<std::pair<nb::object, std::string>>(one);
+      const auto entry = entry_of(what, weights);
+      if (entry) group.emplace_back(inner, *entry);
+      with_weights_ |= entry && entry->content == BatchForm::kWeight;
+    }
+    if (group.empty()) throw nb::value_error("a group without entries");
+    entries.emplace_back(key, group[0].second, std::move(group));
+  }
+
+  // One source, or a tuple, which no other code changes while they are used.
+  static nb::object held(nb::object sources) {
+    return nb::isinstance<RowSource>(sources) ? std::move(sources) : nb::object(nb::tuple(sources));
+  }
+  // The sources that are given, of which the caller holds the objects.
+  void list_sources(nb::handle given, size_t form, Sources& sources) const {
+    if (form >= forms_.size()) throw nb::index_error("no such form");
+    sources.clear();
+    RowSource* one = nullptr;
+    if (nb::isinstance<RowSource>(given)) {
+      sources.push_back(nb::cast<RowSource*>(given));
+    } else {
+      for (nb::handle source : nb::borrow<nb::tuple>(given)) {
+        if (!nb::try_cast(source, one) || !one) throw nb::type_error("a source is needed for each member, not None");
+        sources.push_back(one);
+      }
+    }
+    if (sources.size() != members_.size()) throw nb::value_error("a source is needed for each member");
+  }
+
+  // Draws the rows of a batch, looks which exist, and locates them. `part(p, source)`: where part p is kept, with a reader of its
+  // source. False: it takes more than this.
+  template <typename PartOf>
+  bool draw(const Sources& sources, size_t n, size_t form, Drawn& batch, PartOf&& part) {
+    if (chooser_.is_none()) {
+      Part& only = part(0, *sources[0]);
+      if (!draw_part(0, sources, n, form, batch, only)) return false;
+      batch.parts = 1, batch.each = only.drawn.slots.size();
+      return true;
+    }
     static PyObject* lock = PyUnicode_InternFromString("lock");
-    const HeldLock held(attribute(sampler, lock));  // a forked child has another one
-    if (!draw.plan(store, n) || !is_made_here() || !draw.prepare(store)) return false;
+    const HeldLock held(attribute(chooser_, lock));
+    const auto [ids, each] = nb::cast<std::pair<nb::list, size_t>>(chooser_.attr("choose")(n));
+    batch.parts = nb::len(ids), batch.each = each;
+    for (size_t p = 0; p < batch.parts; ++p) {
+      const auto id = nb::cast<int64_t>(ids[p]);
+      if (id < 0 || static_cast<size_t>(id) >= members_.size()) throw nb::index_error("no such member");
+      Part& one = part(p, *sources[static_cast<size_t>(id)]);
+      one.drawn.member = id;
+      if (!draw_part(static_cast<size_t>(id), sources, each, form, batch, one) || one.drawn.slots.size() != each) return false;
+    }
+    return batch.parts > 0;
+  }
+  bool draw_part(size_t id, const Sources& sources, size_t n, size_t form, Drawn& batch, Part& part) {
+    static PyObject* lock = PyUnicode_InternFromString("lock");
+    const Member& member = members_[id];
+    RowDraw& draw = *member.draw;
+    Store& store = sources[id]->store();
+    RowReader& reader = *part.reader;
+    DrawnBatch& drawn = part.drawn;
+    part.source = sources[id], part.draw = &draw, drawn.with_weights = with_weights_;
+    const HeldLock held(attribute(member.sampler, lock));  // a forked child has another one
+    if (!draw.plan(store, n)) return false;
+    batch.form = form_of(sources, forms_[form]);
+    if (!batch.form->is_made_here() || !draw.prepare(store)) return false;
     if (store.geometry().lanes > std::max<size_t>(n, 1) && draw.takes_newer_rows() && !store.read_only())
       return draw.draw(store, n, drawn) && reader.find(drawn.slots.data(), drawn.slots.size());
     reader.look();
     // Only in a store that this process may not write can another one be replacing all rows.
     if (store.read_only() && reader.rows_are_being_replaced()) return false;
     return draw.draw(store, n, drawn) && reader.locate(drawn.slots.data(), drawn.slots.size());
+  }
+  SharedForm form_of(const Sources& sources, Form& form) {
+    bool is_made = form.made != nullptr;
+    for (size_t i = 0; i < sources.size() && is_made; ++i) is_made = form.made_of[i] == number(sources, i);
+    if (is_made) return form.made;
+    form.made_of.clear(), form.made = nullptr;
+    for (size_t i = 0; i < sources.size(); ++i) {
+      check_codec(sources[i]->store(), sources[0]->codec());
+      form.made_of.push_back(number(sources, i));
+    }
+    const auto made = std::make_shared<BatchForm>(sources[0]->codec(), form.made_of[0]);
+    bool is_made_here = true;
+    for (const auto& [key, entry, group] : form.entries) {
+      if (key.is_none()) made->add_outside(entry);
+      else if (group.empty()) made->add_to_root(key, entry);
+      else if (made->has_keys()) is_made_here &= made->add_group_to_root(key, group);
+    }
+    for (const Member& member : members_) is_made_here = is_made_here && member.draw->complete(*made);
+    made->set_made_here(is_made_here);
+    return form.made = made;
+  }
+  uint64_t number(const Sources& sources, size_t i) const {
+    return sources[i]->id() << 20 | (members_[i].draw->form_version() & 0xFFFFF);
   }
 
   // Writes an entry's values of the drawn rows.
@@ -382,47 +579,17 @@ class BatchMaker {
     }
   }
 
-  // As `sample`, but threads copy the rows from now on, and the batch is made when it is taken. `maker` is this object.
-  static nb::object prepare(nb::object maker, nb::object source, size_t n, CopyThreads& threads);
-
- private:
-  friend class PreparedBatch;
-  // Rows of so many bytes are copied by two threads, where torch may use several: to wake one takes the time of 100 KB.
-  static constexpr size_t kThreadedBytes = 1 << 20;
-  static bool torch_has_threads() {
-    static PyObject* number = nb::object(nb::module_::import_("torch").attr("get_num_threads")).release().ptr();
-    const nb::object threads = nb::steal(PyObject_CallNoArgs(number));
-    if (!threads.is_valid()) throw nb::python_error();
-    return nb::cast<int64_t>(threads) > 1;
-  }
-  nb::object sample_with_a_thread(const RowSource& source, size_t n);
-
-  struct Scratch {
-    ReadScratch read;
-    DrawnBatch drawn;
-  };
-  using SharedForm = std::shared_ptr<const BatchForm>;
-
-  bool draw(const RowSource& source, size_t n, RowReader& reader, DrawnBatch& drawn, SharedForm& form) {
-    drawn.with_weights = with_weights_;
-    return draw_rows(*draw_, sampler_, source.store(), n, reader, drawn, [&] {
-      form = form_of(source);
-      return form->is_made_here();
-    });
-  }
-  SharedForm form_of(const RowSource& source) {
-    const uint64_t number = source.id() << 20 | (draw_->form_version() & 0xFFFFF);
-    if (form_ && form_->number() == number) return form_;
-    const auto form = std::make_shared<BatchForm>(source.codec(), number);
-    for (const auto& [key, entry] : entries_) form->add_to_root(key, entry);
-    form->set_made_here(draw_->complete(*form));
-    return form_ = form;
-  }
-
   // A batch whose tensors are not all made, or whose rows are not all copied.
   struct Unread {
-    Unread(size_t n, size_t count, SharedForm form)
-        : lead(1, static_cast<int64_t>(n)), form(std::move(form)), tensors(count), data(count), memory(count) {}
+    Unread(const Drawn& drawn, bool joins, size_t leaves)
+        : each(drawn.each), rows(drawn.parts * drawn.each), lead(lead_of(drawn, joins)), form(drawn.form),
+          tensors(leaves + form->entries().size()), data(tensors.size()), memory(tensors.size()) {}
+    static std::vector<int64_t> lead_of(const Drawn& drawn, bool joins) {
+      std::vector<int64_t> lead(1, static_cast<int64_t>(drawn.each));
+      if (joins) lead.insert(lead.begin(), static_cast<int64_t>(drawn.parts));
+      return lead;
+    }
+    const size_t each, rows;  // of a part, and of all
     const std::vector<int64_t> lead;
     const SharedForm form;
     std::vector<nb::object> tensors;  // that there are already
@@ -432,10 +599,11 @@ class BatchMaker {
     bool as_numpy = false, reuses = false, found = false;
   };
 
-  nb::object read(const RowSource& source, RowReader& reader, const DrawnBatch& drawn, SharedForm form, bool as_numpy) {
-    const auto& leaves = source.codec().leaves();
-    const size_t n = drawn.slots.size(), count = leaves.size() + form->entries().size();  // these come last
-    Unread batch(n, count, std::move(form));
+  nb::object read(const Drawn& drawn, const std::vector<std::unique_ptr<ReadPart>>& parts, bool as_numpy) {
+    const Codec& codec = parts[0]->source->codec();
+    const auto& leaves = codec.leaves();
+    Unread batch(drawn, !chooser_.is_none(), leaves.size());
+    const size_t count = batch.tensors.size();
     batch.as_numpy = as_numpy, batch.reuses = reuses_ && !as_numpy && may_reuse();
     if (as_numpy) make_arrays(batch, leaves);
     batch.found = batch.reuses && take_kept(batch);
@@ -443,29 +611,34 @@ class BatchMaker {
     // Make the tensors while the rows are being prefetched; then copy the rows into the tensors' memory.
     size_t bytes = 0;
     for (size_t k = 0; k < count; ++k) {
-      reader.warm(k, count);
-      bytes += k < leaves.size() ? leaves[k].bytes * n : 0;
+      for (size_t p = 0; p < drawn.parts; ++p) parts[p]->reader->warm(k, count);
+      bytes += k < leaves.size() ? leaves[k].bytes * batch.rows : 0;
       make_tensor(batch, k);
     }
-    fill_entries(batch, leaves.size(), drawn);
+    bool asking = false;
+    for (size_t p = 0; p < drawn.parts; ++p) {
+      fill_entries(batch, leaves.size(), p, parts[p]->drawn);
+      asking |= parts[p]->source->mapped() && parts[p]->source->store().readahead().on();
+    }
     // No Python code runs to the end of the copy: a finaliser that samples would use the same memory for these.
     static thread_local std::vector<LeafCopy> copies;
-    list_copies(batch, source.codec(), copies);
-    bool whole = false;
-    maybe_without_gil(bytes > kGilBytes || (source.mapped() && source.store().readahead().on()), [&] {
-      reader.copy(copies.data(), copies.size(), source.mapped());
-      whole = reader.are_whole();
+    bool whole = true;
+    maybe_without_gil(bytes > kGilBytes || asking, [&] {
+      for (size_t p = 0; p < drawn.parts; ++p) {
+        list_copies(batch, codec, p, copies);
+        parts[p]->reader->copy(copies.data(), copies.size(), parts[p]->source->mapped());
+      }
+      for (size_t p = 0; p < drawn.parts && whole; ++p) whole = parts[p]->reader->are_whole();
     });
     // Rows that were overwritten meanwhile are drawn anew where each sampler's way of doing so is. As the look was before the
     // draw, whole rows are those that were drawn, and have their weights.
-    return whole ? finish(source, batch, drawn) : nb::none();
+    return whole ? finish(parts[0]->source->codec(), batch, parts) : nb::none();
   }
 
   // ---- the steps of `read` ----
   void take_memory(Unread& batch, const std::vector<Leaf>& leaves) const {
-    const auto n = static_cast<size_t>(batch.lead[0]);
     for (size_t k = 0; k < batch.data.size(); ++k)
-      if (!batch.data[k]) plan(batch.memory, leaves, *batch.form, k, batch.lead, n);
+      if (!batch.data[k]) plan(batch, leaves, k);
     batch.memory.take();
     size_t place = 0;
     for (size_t k = 0; k < batch.data.size(); ++k)
@@ -474,66 +647,75 @@ class BatchMaker {
   static void make_tensor(Unread& batch, size_t k) {
     if (!batch.tensors[k].is_valid()) batch.tensors[k] = batch.memory.make(batch.made++);
   }
-  static void fill_entries(const Unread& batch, size_t leaves, const DrawnBatch& drawn) {
+  static void fill_entries(const Unread& batch, size_t leaves, size_t part, const DrawnBatch& drawn) {
     const auto& entries = batch.form->entries();
-    for (size_t e = 0; e < entries.size(); ++e) fill(entries[e], drawn, batch.data[leaves + e]);
+    for (size_t e = 0; e < entries.size(); ++e)
+      fill(entries[e], drawn, batch.data[leaves + e] + part * batch.each * entries[e].item_bytes());
   }
-  static void list_copies(const Unread& batch, const Codec& codec, std::vector<LeafCopy>& copies) {
+  static void list_copies(const Unread& batch, const Codec& codec, size_t part, std::vector<LeafCopy>& copies) {
     const auto& leaves = codec.leaves();
     copies.clear();
-    for (size_t k : codec.in_row())
-      copies.push_back({leaves[k].offset, leaves[k].bytes, batch.data[k], static_cast<ptrdiff_t>(leaves[k].bytes)});
+    for (size_t k : codec.in_row()) {
+      const size_t bytes = leaves[k].bytes;
+      copies.push_back({leaves[k].offset, bytes, batch.data[k] + part * batch.each * bytes, static_cast<ptrdiff_t>(bytes)});
+    }
   }
-  nb::object finish(const RowSource& source, Unread& batch, const DrawnBatch& drawn) {
-    const Codec& codec = source.codec();
+  // `parts`: at least those of the batch.
+  template <typename Parts>
+  nb::object finish(const Codec& codec, Unread& batch, const Parts& parts) {
     const auto& leaves = codec.leaves();
     for (const BatchForm::Mark& mark : batch.form->marks()) {
       const size_t bytes = leaves[mark.leaf].bytes;
-      drawn.slices.ends([&](uint64_t first, uint64_t last) {
-        std::memset(batch.data[mark.leaf] + (mark.last ? last : first) * bytes, 1, bytes);
-      });
+      for (size_t p = 0; p * batch.each < batch.rows; ++p) {
+        uint8_t* const flags = batch.data[mark.leaf] + p * batch.each * bytes;
+        parts[p]->drawn.slices.ends(
+            [&](uint64_t first, uint64_t last) { std::memset(flags + (mark.last ? last : first) * bytes, 1, bytes); });
+      }
     }
     if (batch.reuses && !batch.found && kept_.wants_more()) keep(batch, leaves);
     if (batch.as_numpy)
       return codec.build_dicts(batch.form->has_keys() ? batch.form->root() : *codec.root(), batch.tensors);
-    return batch.form->has_keys() ? codec.build(batch.form->root(), batch.tensors, batch.lead)
-                                  : codec.build(batch.tensors, batch.lead, nb::none());
+    nb::object made = batch.form->has_keys() ? codec.build(batch.form->root(), batch.tensors, batch.lead)
+                                             : codec.build(batch.tensors, batch.lead, nb::none());
+    if (batch.form->outside().empty()) return made;
+    nb::list all;
+    all.append(made);
+    for (size_t k : batch.form->outside()) all.append(batch.tensors[k]);
+    return nb::tuple(all);
   }
 
   // Whether all that a batch consists of can be an array.
-  bool has_arrays(const Codec& codec) const {
+  bool has_arrays(const Codec& codec, size_t form) const {
     for (const Leaf& leaf : codec.leaves())
       if (!ArrayMaker::dtype(leaf.dtype).is_valid()) return false;
-    for (const auto& [key, entry] : entries_)
-      if (!ArrayMaker::dtype(entry.dtype).is_valid()) return false;
+    for (const auto& [key, entry, group] : forms_[form].entries)
+      if (!group.empty() || key.is_none() || !ArrayMaker::dtype(entry.dtype).is_valid()) return false;
     return codec.root() != nullptr;
   }
   static void make_arrays(Unread& batch, const std::vector<Leaf>& leaves) {
     static const std::vector<int64_t> scalar, one = {1};
-    const auto n = static_cast<size_t>(batch.lead[0]);
     for (size_t k = 0; k < batch.tensors.size(); ++k) {
       const bool is_leaf = k < leaves.size();
-      if (is_leaf && leaves[k].bytes > kMostBytes / std::max<size_t>(1, n)) throw std::bad_alloc();
-      const size_t bytes = bytes_of_leaf(leaves, *batch.form, k, n);
+      if (is_leaf && leaves[k].bytes > kMostBytes / std::max<size_t>(1, batch.rows)) throw std::bad_alloc();
+      const size_t bytes = bytes_of_leaf(batch, leaves, k);
       const BatchForm::Entry* entry = is_leaf ? nullptr : &batch.form->entries()[k - leaves.size()];
       std::tie(batch.tensors[k], batch.data[k]) =
-          is_leaf ? ArrayMaker::make(leaves[k].dtype, n, leaves[k].shape, bytes)
-                  : ArrayMaker::make(entry->dtype, n, entry->is_column() ? one : scalar, bytes);
+          is_leaf ? ArrayMaker::make(leaves[k].dtype, batch.rows, leaves[k].shape, bytes)
+                  : ArrayMaker::make(entry->dtype, batch.rows, entry->is_column() ? one : scalar, bytes);
     }
   }
 
-  static size_t bytes_of_leaf(const std::vector<Leaf>& leaves, const BatchForm& form, size_t k, size_t n) {
-    return n * (k < leaves.size() ? leaves[k].bytes : form.entries()[k - leaves.size()].item_bytes());
+  static size_t bytes_of_leaf(const Unread& batch, const std::vector<Leaf>& leaves, size_t k) {
+    return batch.rows * (k < leaves.size() ? leaves[k].bytes : batch.form->entries()[k - leaves.size()].item_bytes());
   }
-  static void plan(LeafMemory& memory, const std::vector<Leaf>& leaves, const BatchForm& form, size_t k,
-                   const std::vector<int64_t>& lead, size_t n) {
+  static void plan(Unread& batch, const std::vector<Leaf>& leaves, size_t k) {
     static const std::vector<int64_t> scalar, one = {1};
     if (k < leaves.size()) {
-      memory.plan(leaves[k], lead, n);
+      batch.memory.plan(leaves[k], batch.lead, batch.rows);
       return;
     }
-    const BatchForm::Entry& entry = form.entries()[k - leaves.size()];
-    memory.plan(entry.dtype, lead, entry.is_column() ? one : scalar, bytes_of_leaf(leaves, form, k, n));
+    const BatchForm::Entry& entry = batch.form->entries()[k - leaves.size()];
+    batch.memory.plan(entry.dtype, batch.lead, entry.is_column() ? one : scalar, bytes_of_leaf(batch, leaves, k));
   }
 
   // ---- tensors that are used again ----
@@ -544,117 +726,137 @@ class BatchMaker {
   }
   // Holds the tensors from here on: what Python runs later finds them in use.
   bool take_kept(Unread& batch) {
-    const auto* places = kept_.find(batch.form->number(), static_cast<size_t>(batch.lead[0]));
+    const auto* places = kept_.find(batch.form->number(), batch.rows);
     if (!places) return false;
     for (const KeptBatches::Place& place : *places)
       batch.tensors[place.leaf] = nb::borrow(place.kept.tensor()), batch.data[place.leaf] = place.data;
     return true;
   }
   void keep(const Unread& batch, const std::vector<Leaf>& leaves) {
-    const auto n = static_cast<size_t>(batch.lead[0]);
     std::vector<KeptBatches::Place> places;
     size_t bytes = 0;
     for (size_t k = 0; k < batch.tensors.size(); ++k) {
-      const size_t size = bytes_of_leaf(leaves, *batch.form, k, n);
+      const size_t size = bytes_of_leaf(batch, leaves, k);
       if (size <= KeptBatches::kMostLeaf)
         places.push_back({k, batch.data[k], KeptTensor(batch.tensors[k])}), bytes += size;
     }
-    kept_.keep(n, bytes, std::move(places));
+    kept_.keep(batch.rows, bytes, std::move(places));
   }
 
-  nb::object draw_object_;
-  RowDraw* draw_;
-  nb::object sampler_;
-  std::vector<std::pair<nb::object, BatchForm::Entry>> entries_;  // at a batch's root: the index, the weights
-  bool with_weights_ = false;
-  std::shared_ptr<const BatchForm> form_;  // of the last batch
+  std::vector<Member> members_;
+  nb::object chooser_;
+  bool is_made_here_ = true, with_weights_ = false;
+  std::vector<Form> forms_;
   bool reuses_ = false;
   std::vector<nb::object> prevents_reuse_;
   KeptBatches kept_;
   std::unique_ptr<Scratch> scratch_;  // for the next batch
 };
 
-// A batch that was drawn, and whose rows are being copied. Keeps the store mapped until no thread reads from it.
+// A batch that was drawn, and whose rows are being copied. Keeps the stores mapped until no thread reads from them.
 class PreparedBatch {
  public:
-  PreparedBatch(nb::object maker, nb::object source)
-      : maker_object_(std::move(maker)), source_object_(std::move(source)), maker_(nb::cast<BatchMaker&>(maker_object_)),
-        source_(nb::cast<const RowSource&>(source_object_)), rows_(std::make_shared<RowCopy>(source_.store())) {}
+  PreparedBatch(nb::object maker, nb::object sources, size_t form)
+      : maker_object_(std::move(maker)), sources_object_(BatchMaker::held(std::move(sources))),
+        maker_(nb::cast<BatchMaker&>(maker_object_)), form_(form) {
+    maker_.list_sources(sources_object_, form, sources_);
+  }
   PreparedBatch(const PreparedBatch&) = delete;
   PreparedBatch& operator=(const PreparedBatch&) = delete;
   ~PreparedBatch() {
-    rows_->cancel();
-    // In a forked child a thread of the parent may wait for it for ever: it cannot be destroyed.
-    if (forks() != forks_) new std::shared_ptr<RowCopy>(std::move(rows_));
+    for (auto& part : parts_) {
+      part->rows->cancel();
+      // In a forked child a thread of the parent may wait for it for ever: it cannot be destroyed.
+      if (forks() != forks_) new std::shared_ptr<RowCopy>(std::move(part->rows));
+    }
   }
 
   // `at_once`: it is taken next, before anything else runs, and may be read into tensors of earlier batches.
   bool start(size_t n, CopyThreads& threads, bool at_once = false) {
     const auto begin = std::chrono::steady_clock::now();
-    const auto& leaves = source_.codec().leaves();
-    BatchMaker::SharedForm form;
-    if (!maker_.draw(source_, n, rows_->reader(), drawn_, form)) return false;
-    const size_t count = leaves.size() + form->entries().size();
-    batch_ = std::make_unique<BatchMaker::Unread>(drawn_.slots.size(), count, std::move(form));
+    BatchMaker::Drawn drawn;
+    const auto part = [&](size_t, const RowSource& source) -> BatchMaker::Part& {
+      parts_.push_back(std::make_unique<Part>(source.store()));
+      return *parts_.back();
+    };
+    if (!maker_.draw(sources_, n, form_, drawn, part)) return false;
+    const Codec& codec = parts_[0]->source->codec();
+    const auto& leaves = codec.leaves();
+    batch_ = std::make_unique<BatchMaker::Unread>(drawn, !maker_.chooser_.is_none(), leaves.size());
     batch_->reuses = at_once && maker_.reuses_ && maker_.may_reuse();
     batch_->found = batch_->reuses && maker_.take_kept(*batch_);
     maker_.take_memory(*batch_, leaves);
-    maker_.fill_entries(*batch_, leaves.size(), drawn_);
-    std::vector<LeafCopy> copies;
-    maker_.list_copies(*batch_, source_.codec(), copies);
-    rows_->set(drawn_.slots.size(), std::move(copies), source_.mapped(), maker_.draw_->takes_newer_rows());
-    threads.add(rows_);
+    for (size_t p = 0; p < parts_.size(); ++p) {
+      Part& one = *parts_[p];
+      maker_.fill_entries(*batch_, leaves.size(), p, one.drawn);
+      std::vector<LeafCopy> copies;
+      maker_.list_copies(*batch_, codec, p, copies);
+      one.rows->set(drawn.each, std::move(copies), one.source->mapped(), one.draw->takes_newer_rows());
+    }
+    for (const auto& one : parts_) threads.add(one->rows);
     took_ = std::chrono::steady_clock::now() - begin;
     return true;
   }
   // The batch; None: some of its rows were overwritten before they were copied. Only once.
   nb::object take() {
     if (!batch_) throw nb::value_error("this batch was taken already");
-    if (!rows_->done()) {
+    if (!std::all_of(parts_.begin(), parts_.end(), [](const auto& part) { return part->rows->done(); })) {
       nb::gil_scoped_release unlocked;
-      rows_->finish();
+      for (const auto& part : parts_) part->rows->finish();
     }
     const auto begin = std::chrono::steady_clock::now();
     const std::unique_ptr<BatchMaker::Unread> batch = std::move(batch_);  // Python code may run below
-    if (!rows_->whole()) return nb::none();
+    if (!std::all_of(parts_.begin(), parts_.end(), [](const auto& part) { return part->rows->whole(); })) return nb::none();
     for (size_t k = 0; k < batch->tensors.size(); ++k) maker_.make_tensor(*batch, k);
-    nb::object made = maker_.finish(source_, *batch, drawn_);
+    nb::object made = maker_.finish(parts_[0]->source->codec(), *batch, parts_);
     took_ += std::chrono::steady_clock::now() - begin;
     return made;
+  }
+  // Refuses stores whose files have become shorter.
+  void check_files() const {
+    for (const RowSource* source : sources_) source->store().check_file();
   }
   // Nothing is copied any more when this returns.
   void cancel() {
     nb::gil_scoped_release unlocked;
-    rows_->cancel();
+    for (const auto& part : parts_) part->rows->cancel();
   }
   // What it took to make it, in all threads.
-  double seconds() const { return std::chrono::duration<double>(took_).count() + rows_->seconds(); }
+  double seconds() const {
+    double seconds = std::chrono::duration<double>(took_).count();
+    for (const auto& part : parts_) seconds += part->rows->seconds();
+    return seconds;
+  }
 
  private:
-  nb::object maker_object_, source_object_;
+  struct Part : BatchMaker::Part {
+    explicit Part(Store& store) : rows(std::make_shared<RowCopy>(store)) { reader = &rows->reader(); }
+    std::shared_ptr<RowCopy> rows;
+  };
+  nb::object maker_object_, sources_object_;
   BatchMaker& maker_;
-  const RowSource& source_;
-  DrawnBatch drawn_;
+  const size_t form_;
+  std::vector<const RowSource*> sources_;
   std::unique_ptr<BatchMaker::Unread> batch_;
-  std::shared_ptr<RowCopy> rows_;
+  std::vector<std::unique_ptr<Part>> parts_;
   const uint64_t forks_ = forks();
   std::chrono::steady_clock::duration took_{};
 };
 
 // As `prepare` and `take` at once: this thread copies rows, too.
-inline nb::object BatchMaker::sample_with_a_thread(const RowSource& source, size_t n) {
+inline nb::object BatchMaker::sample_with_a_thread(nb::object sources, size_t n, size_t form) {
   static CopyThreads* threads = nullptr;  // never destroyed: its thread waits when the process ends; a fork has none
   static uint64_t forks_before = 0;
   if (!threads || forks_before != forks()) threads = new CopyThreads(1), forks_before = forks();
-  PreparedBatch batch(nb::find(*this), nb::find(source));
+  PreparedBatch batch(nb::find(*this), std::move(sources), form);
   return batch.start(n, *threads, true) ? batch.take() : nb::none();
 }
 
-inline nb::object BatchMaker::prepare(nb::object maker, nb::object source, size_t n, CopyThreads& threads) {
-  if (joined_after_fork()) return nb::none();
-  nb::cast<const RowSource&>(source).store().check_file();
+inline nb::object BatchMaker::prepare(nb::object maker, nb::object sources, size_t n, CopyThreads& threads, size_t form) {
+  if (!nb::cast<BatchMaker&>(maker).is_made_here_ || joined_after_fork()) return nb::none();
   if (n > kMostBytes / 8) throw std::bad_alloc();
-  auto prepared = std::make_unique<PreparedBatch>(std::move(maker), std::move(source));
+  auto prepared = std::make_unique<PreparedBatch>(std::move(maker), std::move(sources), form);
+  prepared->check_files();
   return prepared->start(n, threads) ? nb::cast(std::move(prepared)) : nb::none();
 }
 
@@ -683,16 +885,22 @@ inline void bind_batches(nb::module_& m) {
       .def("is_free", &KeptTensor::is_free)
       .def_prop_ro("tensor", [](const KeptTensor& kept) { return nb::borrow<Tensor>(kept.tensor()); });
   bind_generator(m);
-  nb::class_<RowDraw>(m, "RowDraw");
+  nb::class_<RowDraw>(m, "RowDraw")
+      .def_prop_ro("joins", &RowDraw::joins)
+      .def_prop_ro("asks_counters_only", &RowDraw::asks_counters_only);
   nb::class_<UniformDraw, RowDraw>(m, "UniformDraw")
       .def(nb::init<nb::object, nb::object>(), "sampler"_a, "lock"_a);
   nb::class_<EpochDraw, RowDraw>(m, "EpochDraw").def(nb::init<nb::object>(), "running"_a);
   nb::class_<BatchMaker>(m, "BatchMaker")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object>(), "draw"_a, "sampler"_a,
-           "index_key"_a.none() = nb::none(), "reuse"_a.none() = nb::none(), "weight_key"_a.none() = nb::none())
-      .def("sample", &BatchMaker::sample, "source"_a, "n"_a, "as_numpy"_a = false)
-      .def("prepare", &BatchMaker::prepare, "source"_a, "n"_a, "threads"_a,
-           nb::sig("def prepare(self, source: RowSource, n: int, threads: CopyThreads) -> PreparedBatch | None"));
+      .def(nb::init<nb::list, nb::object, nb::list, nb::object>(), "members"_a, "chooser"_a.none() = nb::none(),
+           "forms"_a = nb::list(), "reuse"_a.none() = nb::none(),
+           nb::sig("def __init__(self, members: list, chooser: object | None = None, "
+                   "forms: list = [], reuse: object | None = None) -> None"))
+      .def_prop_ro("is_made_here", &BatchMaker::is_made_here)
+      .def("sample", &BatchMaker::sample, "sources"_a, "n"_a, "as_numpy"_a = false, "form"_a = 0)
+      .def("prepare", &BatchMaker::prepare, "sources"_a, "n"_a, "threads"_a, "form"_a = 0,
+           nb::sig("def prepare(self, sources: object, n: int, threads: CopyThreads, form: int = 0) -> "
+                   "PreparedBatch | None"));
   nb::class_<CopyThreads>(m, "CopyThreads")
       .def(nb::init<size_t>(), "most"_a)
       .def("close", &CopyThreads::close);

@@ -174,6 +174,7 @@ class PriorityDraw final : public RowDraw {
   PriorityDraw(nb::object sampler, nb::object lock, nb::object follow, bool wide)
       : seeds_(std::move(sampler), std::move(lock)), follow_(std::move(follow)), wide_(wide) {}
   std::optional<DType> weight_type() const override { return DType{kDLFloat, static_cast<uint8_t>(wide_ ? 64 : 32)}; }
+  bool joins() const override { return true; }
   bool prepare(Store& store) override {
     if (store.lanes.rows() == 0) return false;  // before a random number is drawn
     const nb::object following = follow_();

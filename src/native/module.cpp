@@ -9,7 +9,6 @@
 
 #include "bind_batches.hpp"
 #include "bind_episodes.hpp"
-#include "bind_joint_batches.hpp"
 #include "bind_priorities.hpp"
 #include "bind_ranks.hpp"
 #include "bind_store.hpp"
@@ -43,7 +42,6 @@ NB_MODULE(_native, m) {
 
   bind_store(m);
   bind_batches(m);
-  bind_joint_batches(m);
   bind_push(m);
   bind_item_rows(m);
   bind_episodes(m);

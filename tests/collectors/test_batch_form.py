@@ -58,7 +58,7 @@ def test_the_name_changes_nothing_of_what_a_buffer_stores(storage):
     one, other = (torch.stack([rb[i] for i in range(9)]) for rb in (named, plain))
     assert bool((one == other).all()) and named.sample().names == [None]
     if storage is ListStorage:
-        assert named.storage._items.packed is not None  # rows: copied and sampled in one call
+        assert named.storage._storage.packed is not None  # rows: copied and sampled in one call
 
 
 @pytest.mark.parametrize("limit", NO_LIMIT)

@@ -35,7 +35,7 @@ from engram.data import (
     TensorStorage,
     WriterEnsemble,
 )
-from engram.data.replay_buffers import ensemble as module
+from engram.data.replay_buffers import joining, reader
 from engram.data.replay_buffers.checkpointers import StorageEnsembleCheckpointer
 from engram.envs import (
     ClipTransform,
@@ -636,7 +636,7 @@ class TestSaving:
 
 
 def read_at_once(storages, slots, shape, sequences=False):
-    tables = module.joint_tables(storages)
+    tables = joining.joint_tables(storages)
     return None if tables is None else tables[0].read_many(tables[1:], slots, shape, None, sequences, None)
 
 
@@ -720,7 +720,7 @@ class TestNativeBatches:
         """Batches of the native call, and step by step."""
         torch.manual_seed(seed)
         natively = [rb.sample() for _ in range(rounds)]
-        assert rb._reader._joint[1] is not None
+        assert rb._reader.batch(rb.batch_size, only_native=True) is not None
         torch.manual_seed(seed)
         return zip(natively, [rb.sample(return_info=True) for _ in range(rounds)], strict=True)
 
@@ -769,7 +769,7 @@ class TestNativeBatches:
         a, b = member(0, 12), TensorDictReplayBuffer(storage=LazyTensorStorage(20))
         rb = ReplayBufferEnsemble(a, b, batch_size=8, sample_from_all=True)
         b.extend(steps(100, 112))
-        assert rb.sample()[1]["n"].min() >= 100 and rb._reader._joint[1] is not None
+        assert rb.sample()[1]["n"].min() >= 100 and rb._reader.batch(8, only_native=True) is not None
         b.empty()
         b.extend(steps(200, 212))
         assert rb.sample()[1]["n"].min() >= 200
@@ -791,7 +791,7 @@ class TestNativeBatches:
                 rb.sample()
         elif other != "slices":
             assert rb.sample().shape == (2, 4)
-        assert rb._reader._joint_maker() is None
+        assert rb._reader.batch(8, only_native=True) is None
 
     def test_rows_that_are_overwritten_meanwhile_are_never_in_a_batch(self):
         rbs = [ReplayBuffer(storage=LazyTensorStorage(6)) for _ in range(2)]
@@ -818,12 +818,23 @@ class TestNativeBatches:
     def test_what_does_not_fit_together_is_refused(self):
         rb = ensemble()
         rb.sample()
-        sources, draws = rb._reader._joint[0], rb._reader._row_draws
-        samplers = [reader.sampler for reader in rb._reader.readers]
-        with pytest.raises(ValueError, match="for each member"):
-            _native.JointBatchMaker(rb._reader.sampler, draws[:1], samplers, sources, True)
-        with pytest.raises(TypeError, match="None"):
-            _native.JointBatchMaker(rb._reader.sampler, [None] * len(draws), samplers, sources, True)
+        members = [(one.sampler._native_draw(one.storage), one.sampler) for one in rb._reader.members]
+        sources = [one.storage.native.source for one in rb._reader.members]
+        maker = _native.BatchMaker(members, rb._reader.sampler)
+        assert maker.sample(sources, 12).batch_size == (2, 6)
+        narrow = ReplayBuffer(storage=LazyTensorStorage(20))
+        narrow.extend(torch.zeros(20, dtype=torch.uint8))
+        with pytest.raises(ValueError, match="source is needed for each member"):
+            maker.sample(sources[:1], 12)
+        with pytest.raises(TypeError, match="source is needed for each member"):
+            maker.sample([None] * 2, 12)
+        with pytest.raises(ValueError, match="does not fit the rows"):
+            maker.sample([*sources[:1], narrow.storage.native.source], 12)
+        with pytest.raises(IndexError, match="no such form"):
+            maker.sample(sources, 12, False, 1)
+        for wrong, error in (([], ValueError), ([(None, rb.sampler)], TypeError), (members, ValueError)):
+            with pytest.raises(error):
+                _native.BatchMaker(wrong)
 
 
 class TestTransformsOfAllMembers:
@@ -846,7 +857,7 @@ class TestTransformsOfAllMembers:
         rb = ReplayBufferEnsemble(*(member(100 * k, 12, cls=cls, transform=transform) for k in range(3)), batch_size=12)
         torch.manual_seed(2)
         together, info = rb.sample(return_info=True)
-        monkeypatch.setattr(module, "_joint_transform", lambda readers: None)
+        monkeypatch.setattr(reader, "joint_transform", lambda storage, transforms: None)
         torch.manual_seed(2)
         one_by_one, expected_info = rb.sample(return_info=True)
         assert torch.equal(info["index"], expected_info["index"])
@@ -912,19 +923,19 @@ class TestTransformsOfAllMembers:
     )
     def test_equal_transforms_of_each_member_run_once(self, make, is_same):
         rb = ReplayBufferEnsemble(*(member(100 * k, 12, transform=make(k)) for k in range(2)), batch_size=8)
-        joint = module._joint_transform(rb._reader.readers)
+        joint = rb._reader._joint_transform(rb._reader.members)
         assert (joint is not None) is is_same
 
     def test_equal_transforms_are_looked_at_for_each_batch(self):
         first, second = RewardScaling(1.0, 2.0), RewardScaling(1.0, 2.0)
         rb = ReplayBufferEnsemble(member(0, 12, transform=first), member(0, 12, transform=second), batch_size=8)
-        assert second.does_the_same(first) and module._joint_transform(rb._reader.readers) is not None
+        assert second.does_the_same(first) and rb._reader._joint_transform(rb._reader.members) is not None
         second.scale.mul_(3)
-        assert module._joint_transform(rb._reader.readers) is None
+        assert rb._reader._joint_transform(rb._reader.members) is None
         first.scale.mul_(3)
-        assert module._joint_transform(rb._reader.readers) is not None
+        assert rb._reader._joint_transform(rb._reader.members) is not None
         second.forward = lambda batch: batch
-        assert module._joint_transform(rb._reader.readers) is None
+        assert rb._reader._joint_transform(rb._reader.members) is None
 
     def test_priorities_generations_and_draws_of_one_member_twice_stay(self):
         scaling = RewardScaling(1.0, 2.0)

@@ -201,7 +201,7 @@ def test_rows_go_to_the_storage_that_is_given(tmp_path):
 def test_a_checkpoint_without_a_description_is_loaded_as_far_as_it_says(tmp_path):
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(30), sampler=PrioritizedSampler(None, 0.7, 0.5), batch_size=4)
     rb.update_priority(rb.extend(steps()), torch.arange(20.0))
-    states = rb._part_states()
+    states = rb._saved_form.states()
     components = {
         "sampler": {"kind": "PrioritizedSampler", "state": states["sampler"]},
         "writer": {"kind": "TensorDictRoundRobinWriter", "state": states["writer"]},

@@ -28,10 +28,12 @@ from engram.data.replay_buffers.checkpointers import (
     TensorStorageCheckpointer,
     rows,
 )
-from engram.data.replay_buffers.state import buffers as adoption
 from engram.data.replay_buffers.state import rows as row_loads
+from engram.data.replay_buffers.state.buffers import SavedBuffer
+from engram.data.replay_buffers.state.parts import SavedTransforms
 from engram.envs.transforms import Transform
 from engram.errors import CheckpointError, CorruptCheckpointError, StorageError
+from engram.store.items import ItemTable
 
 
 class RefusedError(Exception):
@@ -437,8 +439,8 @@ def test_members_of_an_ensemble(tmp_path, monkeypatch):
     rb = used(ensemble(tmp_path), (0, 55))
     rb[2].register_load_hook(failing_at(0))
     fails(rb, lambda: rb.loads(path))
-    monkeypatch.setattr(ListStorage, "restore_items", raise_refused)
-    monkeypatch.setattr(ListStorage, "restore_point", lambda self: lambda: None)
+    monkeypatch.setattr(ItemTable, "restore", raise_refused)
+    monkeypatch.setattr(ItemTable, "restore_point", lambda self: lambda: None)
     state = rb.state_dict()
     for load in (lambda: rb.loads(path), lambda: rb.load_state_dict(state)):
         with pytest.raises(RefusedError):
@@ -478,7 +480,11 @@ def test_a_writer_that_keeps_the_best(tmp_path):
 
 
 # ---- our own errors are not the file's ----
-STEPS = ["_load_parts", "_connect", "_load_transforms"]
+STEPS = {
+    "states": (SavedBuffer, "load_states"),
+    "rows": (SavedBuffer, "connect"),
+    "transforms": (SavedTransforms, "load"),
+}
 
 
 @pytest.mark.pairwise
@@ -494,7 +500,7 @@ def test_an_error_of_our_own_while_a_state_is_adopted(step, sampler, storage, tm
 
     before = observed(rb)
     with monkeypatch.context() as patched:
-        patched.setattr(adoption, step, bug)
+        patched.setattr(*STEPS[step], bug)
         with pytest.raises(TypeError, match="NoneType") as caught:
             rb.loads(path)
     assert not isinstance(caught.value, CheckpointError)

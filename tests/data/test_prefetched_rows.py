@@ -308,7 +308,7 @@ def test_an_ensemble_prepares_batches_of_its_members():
 def test_a_prepared_batch_is_taken_once():
     rb = filled(0)
     draw = _native.UniformDraw(rb.sampler, threading.RLock())
-    maker = _native.BatchMaker(draw, rb.sampler)
+    maker = _native.BatchMaker([(draw, rb.sampler)])
     source = rb.storage.native.source
     prepared = maker.prepare(source, 5, _native.CopyThreads(1))
     assert len(prepared.take()) == 5 and prepared.seconds > 0
@@ -318,7 +318,7 @@ def test_a_prepared_batch_is_taken_once():
 
 def test_a_prepared_batch_that_is_cancelled_is_none():
     rb = filled(0)
-    maker = _native.BatchMaker(_native.UniformDraw(rb.sampler, threading.RLock()), rb.sampler)
+    maker = _native.BatchMaker([(_native.UniformDraw(rb.sampler, threading.RLock()), rb.sampler)])
     threads = _native.CopyThreads(1)
     prepared = maker.prepare(rb.storage.native.source, 5, threads)
     prepared.cancel()
@@ -330,7 +330,7 @@ def test_a_prepared_batch_that_is_cancelled_is_none():
 
 def test_batches_that_wait_keep_the_time_that_they_took():
     rb = filled(0, wide=200_000)
-    maker = _native.BatchMaker(_native.UniformDraw(rb.sampler, threading.RLock()), rb.sampler)
+    maker = _native.BatchMaker([(_native.UniformDraw(rb.sampler, threading.RLock()), rb.sampler)])
     prepared = maker.prepare(rb.storage.native.source, 32, _native.CopyThreads(2))
     time.sleep(0.05)
     took = prepared.seconds

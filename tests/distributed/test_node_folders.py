@@ -124,9 +124,20 @@ def test_pipes_in_a_nodes_memory_hold_nobody_up(tmp_path):
         claim_folder(tmp_path / "engram-owner.json.new", FolderOwner.of_this_process(HERE, "a namespace", "a name"))
 
 
-@pytest.mark.parametrize("name", ["shard.json", "shard.lock", "shard.new", "priorities"])
+@pytest.mark.parametrize("name", ["shard.json", "shard.lock", "priorities"])
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_shard_whose_file_is_something_else_says_so_at_once(name, plant, tmp_path):
     plant(tmp_path / name)
-    with pytest.raises(OSError if name == "shard.lock" else StorageError, match=name.removesuffix(".new")):
+    with pytest.raises(OSError if name == "shard.lock" else StorageError, match=name):
         shard(scratch_dir=tmp_path, sampler=PrioritizedSampler(400, 0.6, 0.4))
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_the_next_record_of_a_shard_replaces_whatever_has_its_name_but_a_folder(plant, tmp_path):
+    plant(tmp_path / "shard.json.new")
+    if (tmp_path / "shard.json.new").is_dir():
+        with pytest.raises(StorageError, match=r"shard\.json cannot be written"):
+            shard(scratch_dir=tmp_path)
+    else:
+        shard(scratch_dir=tmp_path)
+        assert (tmp_path / "shard.json").is_file() and not os.path.lexists(tmp_path / "shard.json.new")

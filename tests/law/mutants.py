@@ -17,11 +17,12 @@ from engram.data import (
 )
 from engram.data.replay_buffers.checkpointers.ted import FlatChunkCodec, NestedChunkCodec
 from engram.data.replay_buffers.prefetch import Prefetcher
-from engram.data.replay_buffers.state import buffers as adoption
 from engram.data.replay_buffers.state import buffers as saving
+from engram.data.replay_buffers.state.generators import SavedGenerator
+from engram.data.replay_buffers.state.parts import SavedTransforms
 from engram.data.replay_buffers.state.rows import RowLoad
-from engram.data.replay_buffers.storages.list import ListStorage
 from engram.envs.transforms import CatFrames, Compose, MultiStepTransform, RewardSum, StepCounter, VecNorm
+from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
 from engram.store.tables import RowTable
 from engram.store.views import ChangeTracker
@@ -145,17 +146,13 @@ def _no_sequences_of_flat(original: Any, self: Any, *content: Any) -> Any:
     return rows
 
 
-def _skip_transforms(original: Any, transform: Any, state: Any) -> None:
-    original(transform, None)
+def _skip_transforms(original: Any, self: Any, state: Any) -> None:
+    original(self, None)
 
 
 def _first_for_all(original: Any, self: Any, state: dict[str, Any]) -> None:
     entries = state.get("transforms", [])
     original(self, {"transforms": [{**entry, "state": entries[0]["state"]} for entry in entries]} if entries else state)
-
-
-def _without_generator(original: Any, buffer: Any, states: Any) -> None:
-    original(buffer, {name: state for name, state in states.items() if name != "generator"})
 
 
 def _only_sampler(original: Any, self: Any, cursor: Any, generators: Any) -> None:
@@ -228,7 +225,7 @@ MUTANTS = {
         around(FlatChunkCodec, "unpack", _no_sequences_of_flat), Combo(writer="best", checkpointer="flat")
     ),
     "the sequences of replaced items": Mutant(
-        around(ListStorage, "restore_items", lambda f, self, items, said, own: f(self, items, said, [0] * len(own))),
+        around(ItemTable, "restore", lambda f, self, items, said, own: f(self, items, said, [0] * len(own))),
         Combo("list", writer="best", checkpointer="items"),
     ),
     "how many sequences were given": Mutant(
@@ -239,7 +236,7 @@ MUTANTS = {
     "the seams": Mutant(restored(lambda v: [*v[:3], []]), Combo("shared, lanes", "slices")),
     "the newest row": Mutant(restored(lambda v: [v[0], max(v[0], v[1] - 1), v[2], v[3]]), Combo(way="in memory")),
     "the order of a list": Mutant(
-        around(ListStorage, "restore_items", lambda f, self, items, *more: f(self, items[::-1], *more)),
+        around(ItemTable, "restore", lambda f, self, items, *more: f(self, items[::-1], *more)),
         Combo("list", checkpointer="items"),
     ),
     # ---- transforms ----
@@ -264,9 +261,9 @@ MUTANTS = {
     "the state of a user's own transform": Mutant(
         loading(OwnTransform, without("writes", value=0)), Combo(transform="own")
     ),
-    "all transforms": Mutant(around(adoption, "_load_transforms", _skip_transforms), Combo(transform="init")),
+    "all transforms": Mutant(around(SavedTransforms, "load", _skip_transforms), Combo(transform="init")),
     # ---- the buffer ----
-    "the generator": Mutant(around(saving, "_load_parts", _without_generator), Combo()),
+    "the generator": Mutant(instead(SavedGenerator, "load", nothing), Combo()),
     "the rewind of the sampler": Mutant(around(Prefetcher, "_rewind", _only_generator), EPOCHS._replace(prefetch=3)),
     "the rewind of the generator": Mutant(around(Prefetcher, "_rewind", _only_sampler), Combo(prefetch=3)),
     "what was prepared before a load": Mutant(instead(Prefetcher, "drop", nothing), Combo(prefetch=3)),

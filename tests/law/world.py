@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import pickle
 from collections.abc import Iterator
@@ -43,6 +44,11 @@ _KNOWN = [_episodes(env) for env in range(3)]
 
 def steps(start: int, count: int, envs: int) -> TensorDict:
     """Steps of TED, `[count]`, or `[envs, count]` with environments."""
+    return _steps(start, count, envs).clone()
+
+
+@functools.lru_cache(maxsize=1000)  # a buffer, its twins and the next buffers are given the same ones
+def _steps(start: int, count: int, envs: int) -> TensorDict:
     rows = [_rows(env, start, count) for env in range(max(envs, 1))]
     return torch.stack(rows) if envs else rows[0]
 
@@ -94,7 +100,7 @@ _OWN = ("incarnation", "store")
 def frozen(value: Any) -> Any:
     """Types, dtypes, shapes, batch sizes and bits; dicts in any order."""
     if isinstance(value, torch.Tensor):
-        return ("tensor", str(value.dtype), tuple(value.shape), value.contiguous().reshape(-1).numpy().tobytes())
+        return ("tensor", str(value.dtype), tuple(value.shape), value.numpy().tobytes())
     if isinstance(value, np.ndarray):
         return ("array", str(value.dtype), value.shape, value.tobytes())
     if isinstance(value, TensorDictBase):

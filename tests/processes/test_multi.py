@@ -47,17 +47,19 @@ def two_cartpoles():
 class Constant(nn.Module):
     """An action that its weight says, and the weight beside it."""
 
-    def __init__(self, value=0.0):
+    def __init__(self, value=0.0, actions=2):
         super().__init__()
-        self.weight = nn.Parameter(torch.tensor(value))
+        self.weight, self.actions = nn.Parameter(torch.tensor(value)), actions
 
     def forward(self, observation):
         choice = (torch.zeros(observation.shape[:-1]) + self.weight > 0.5).long()
-        return nn.functional.one_hot(choice, 2), (torch.zeros(observation.shape[:-1]) + self.weight).unsqueeze(-1)
+        return nn.functional.one_hot(choice, self.actions), (
+            torch.zeros(observation.shape[:-1]) + self.weight
+        ).unsqueeze(-1)
 
 
-def constant(value=0.0):
-    return TensorDictModule(Constant(value), in_keys=["observation"], out_keys=["action", "weight"])
+def constant(value=0.0, actions=2):
+    return TensorDictModule(Constant(value, actions), in_keys=["observation"], out_keys=["action", "weight"])
 
 
 def workers_of(pid=None):
@@ -81,13 +83,28 @@ def test_the_other_names_are_the_same_classes():
 
 
 # ---- batches ----
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
 @pytest.mark.parametrize("cls", BOTH)
-def test_batches_come_until_all_frames_are_there(cls, start_method):
-    with cls([cartpole] * 2, frames_per_batch=60, total_frames=180, start_method=start_method) as collector:
+def test_batches_until_total_frames(cls):
+    with cls([cartpole] * 2, frames_per_batch=60, total_frames=180) as collector:
         batches = list(collector)
     assert [batch.numel() for batch in batches] == [60] * 3 and collector.frames == 180 and collector.batches == 3
     assert batches[0].device is None and batches[0]["action"].dtype is torch.int64
+
+
+@pytest.mark.parametrize(("cls", "workers"), [(MultiSyncDataCollector, 2), (MultiaSyncDataCollector, 1)])
+def test_spawned_workers(cls, workers):
+    """All that is sent to them, as each takes seconds to start: an environment, a policy and its new weights."""
+    env, n = GymEnv(Countdown((3, 1))), 8 * workers
+    settings = {"frames_per_batch": n, "total_frames": 6 * n, "num_workers": workers, "start_method": "spawn"}
+    batches = []
+    with cls(env, constant(actions=3), **settings) as collector:
+        for batch in collector:
+            batches.append(batch)
+            collector.update_policy_weights_({"module.weight": torch.tensor(0.25)})
+    assert [batch.numel() for batch in batches] == [n] * 6 and (collector.frames, collector.batches) == (6 * n, 6)
+    assert batches[0]["next", "done"].reshape(-1).tolist() == [False, False, True, True] * 2 * workers
+    assert not batches[0]["weight"].any() and (batches[-1]["weight"] == 0.25).all()
+    assert env.rollout(2).shape == (2,)
 
 
 class OwnCartPole(GymEnv):
@@ -257,10 +274,9 @@ def test_settings_that_cannot_work_are_refused_and_leave_no_process(kwargs, erro
     assert workers_of() <= before
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_each_worker_gets_a_copy_of_an_environment(start_method):
+def test_each_worker_gets_a_copy_of_an_environment():
     env = GymEnv(Countdown((3, 1)))
-    with MultiSyncDataCollector(env, frames_per_batch=8, num_workers=2, start_method=start_method) as collector:
+    with MultiSyncDataCollector(env, frames_per_batch=8, num_workers=2) as collector:
         batch = collector.rollout()
     assert batch["next", "done"].squeeze(-1).tolist() == [[False, False, True, True]] * 2
     assert env.rollout(2).shape == (2,)
@@ -312,10 +328,9 @@ def test_a_threshold_of_0_waits_for_the_first_worker():
 
 
 # ---- weights ----
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_new_weights_reach_the_workers(start_method):
+def test_new_weights_reach_the_workers():
     policy = constant()
-    with MultiSyncDataCollector([cartpole] * 2, policy, frames_per_batch=20, start_method=start_method) as collector:
+    with MultiSyncDataCollector([cartpole] * 2, policy, frames_per_batch=20) as collector:
         assert not collector.rollout()["weight"].any()
         policy.module.weight.data += 0.25
         assert not collector.rollout()["weight"].any()

@@ -45,6 +45,33 @@ def from_checksummed_json(data: bytes) -> dict[str, Any]:
     return document
 
 
+class DocumentFile:
+    """A file with one JSON document and its checksum. A write replaces it whole or not at all, also in a power cut."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.fspath(path)
+
+    def read(self) -> dict[str, Any]:
+        """The document. OSError where the file cannot be opened, ValueError where it is damaged."""
+        with open(open_regular(self._path), "rb") as file:
+            return from_checksummed_json(file.read())
+
+    def write(self, document: dict[str, Any]) -> None:
+        """Replaces the document; OSError where the disk refuses it."""
+        aside = self._path + ".new"
+        # A file of this name may be a link or a pipe: opening it could write to a file elsewhere, or block.
+        if _exists(aside):
+            os.unlink(aside)
+        try:
+            _write_synced(aside, to_checksummed_json(document))
+            os.replace(aside, self._path)
+        except BaseException:
+            if os.path.lexists(aside):
+                os.unlink(aside)
+            raise
+        sync_directory(os.path.dirname(self._path) or os.curdir)
+
+
 def to_json(value: Any) -> bytes:
     """Compact ASCII JSON; NaN and infinities, which JSON does not have, are a ValueError."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
@@ -187,19 +214,8 @@ class CheckpointDirectory:
 
     def point_to(self, pointer: Pointer) -> None:
         """Replaces CURRENT. Everything that `pointer` names must be on disk before this is called."""
-        aside = self.path(CURRENT + ".new")
         document = {"format": _POINTER_FORMAT, "version": 1, "snapshot": pointer.snapshot, "manifest": pointer.manifest}
-        # A file of this name may be a link or a pipe: opening it could write to a file elsewhere, or block.
-        if _exists(aside):
-            os.unlink(aside)
-        try:
-            _write_synced(aside, to_checksummed_json(document))
-            os.replace(aside, self.path(CURRENT))
-        except BaseException:
-            if os.path.lexists(aside):
-                os.unlink(aside)
-            raise
-        sync_directory(self.root)
+        DocumentFile(self.path(CURRENT)).write(document)
 
     def refuse_foreign(self, listing: Listing) -> None:
         """CheckpointError where CURRENT was not written by engram, and would be replaced."""

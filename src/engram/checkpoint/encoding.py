@@ -31,14 +31,15 @@ _DEEPEST = 100
 _DEEPEST_TREE = 4 * _DEEPEST  # of what is read: what `encode` makes of a value has a few levels for each of its own
 _WORD = 1 << 63
 
+_OF_THIS_TORCH = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _TORCH_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
+    name: _OF_THIS_TORCH[name]
     for name in [
         *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
         *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
         *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
     ]
-    if hasattr(torch, name)
+    if name in _OF_THIS_TORCH
 }
 _TORCH_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 # not `g` (long double): its bytes differ between machines; nor objects and structures
@@ -445,7 +446,7 @@ def _nbytes(values: Iterable[Any]) -> int:
 def _nbytes_of(value: Any) -> int:
     if isinstance(value, LazyStackedTensorDict):
         return _nbytes(part for member in value.tensordicts for part in _parts_of(member))
-    return getattr(value, "nbytes", 0)
+    return value.nbytes if isinstance(value, torch.Tensor | np.ndarray) else 0
 
 
 def _parts_of(member: Any) -> Iterable[Any]:

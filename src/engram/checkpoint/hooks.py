@@ -130,10 +130,9 @@ def order_of(counters: dict[str, Any], single_steps: bool) -> Order:
 def _apply(hooks: list[Hook], value: Any, order: Order, what: str, **offered: Callable[[], Any]) -> Any:
     """`value` after the hooks. Of `offered` a hook gets the results that it has arguments for."""
     for hook in hooks:
-        if hasattr(hook, "shift"):
-            hook.shift = order.shift
-        if hasattr(hook, "is_full"):
-            hook.is_full = order.is_full
+        for name, told in (("shift", order.shift), ("is_full", order.is_full)):
+            if hasattr(hook, name):  # as hooks of TorchRL's, and of users who know these
+                setattr(hook, name, told)
         value = hook(value, **{name: make() for name, make in offered.items() if _takes(hook, name)})
         if value is None:
             name = visible(f"{hook!r:.80}")
@@ -316,6 +315,12 @@ def items_as_batch(items: list[Any]) -> Any:
     return copies
 
 
+def _has_steps(item: Any) -> bool:
+    """Whether an item is a TensorDict, or of a tensorclass, with batch dimensions: it may hold several steps."""
+    is_batch = isinstance(item, TensorDictBase) or pytree.is_tensorclass(item)
+    return is_batch and len(item.batch_size) > 0
+
+
 def _leaves(item: Any) -> list[Any]:
     try:
         return [value for _, value in pytree.describe(item, 0)[1]]
@@ -410,7 +415,7 @@ class _ItemSave(_Save):
         counters = json_copy(self._source.counters())
         if Counters(counters).rows != len(items) or Counters(counters).lanes != 1:
             raise ValueError(f"the storage gave {len(items)} items, its counters say {Counters(counters).rows}")
-        order = order_of(counters, single_steps=not any(getattr(item, "batch_size", ()) for item in items))
+        order = order_of(counters, single_steps=not any(map(_has_steps, items)))
         with writer.scratch_folder() as folder:
             by_slot = [*items[len(items) - order.oldest :], *items[: len(items) - order.oldest]]
             content = self._applied(items_as_batch(by_slot), order, folder)
@@ -605,7 +610,7 @@ class _PlainLoad(_Load):
         if not items.items:
             self._plan.load(sink)
             return
-        order = order_of(items.counters, not any(getattr(item, "batch_size", ()) for item in items.items))
+        order = order_of(items.counters, single_steps=not any(map(_has_steps, items.items)))
         n = len(items.items)
         by_slot = [*items.items[n - order.oldest :], *items.items[: n - order.oldest]]
         fitting = self._fit_items(items_as_batch(by_slot), items.counters, order, sink)

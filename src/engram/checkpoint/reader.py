@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from engram._system import check_memory, map_privately, open_regular
+from engram._system import advise_disk, check_memory, map_privately, open_regular
 from engram.checkpoint.directory import (
     CURRENT,
     FEATURES,
@@ -219,12 +219,10 @@ class SnapshotReader:
 
     def read_ahead(self, name: str) -> None:
         """Lets the disk start to read a file that will be needed soon."""
-        if not hasattr(os, "posix_fadvise"):
-            return
         fd = self._open_file(name)
         try:
             for begin in range(0, self.files[name].nbytes, PIECE):  # the kernel reads no more than about this at once
-                os.posix_fadvise(fd, begin, PIECE, os.POSIX_FADV_WILLNEED)
+                advise_disk(fd, "WILLNEED", begin, PIECE)
         finally:
             os.close(fd)
 

@@ -60,17 +60,16 @@ def save_snapshot(
 class SavedPart(Protocol):
     """A part of a buffer that is saved alone."""
 
-    @property
-    def _kind(self) -> str: ...
-    @property
-    def _built_in(self) -> bool: ...
-    def _differences(self, state: dict[str, Any]) -> list[str]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    part: Any  # has `state_dict` and `load_state_dict`
+    is_ours: bool  # of a class of the library's own, for which a state that causes an error is damaged
+    kind: str | None  # that its state is saved under
+
+    def differences(self, state: Any) -> list[str]: ...
 
 
-def save_part(path: str | os.PathLike[str], name: str, kind: str, state: dict[str, Any]) -> None:
+def save_part(path: str | os.PathLike[str], name: str, part: SavedPart) -> None:
     """Saves the state of one part as a snapshot of its own, as `save_snapshot` does."""
-    save_snapshot(path, {name: {"kind": kind, "state": state}})
+    save_snapshot(path, {name: {"kind": part.kind, "state": part.part.state_dict()}})
 
 
 def load_part(path: str | os.PathLike[str], name: str, part: SavedPart) -> None:
@@ -82,11 +81,11 @@ def load_part(path: str | os.PathLike[str], name: str, part: SavedPart) -> None:
     """
     with open_snapshot(path) as saved:
         body = saved.component(name)
-        with as_damage(saved.malformed, "such a part") if part._built_in else nullcontext():
+        with as_damage(saved.malformed, "such a part") if part.is_ours else nullcontext():
             kind, state = body["kind"], body["state"]
-            different = [f"a {part._kind} here, a {kind} there"] if kind != part._kind else part._differences(state)
+            different = [f"a {part.kind} here, a {kind} there"] if kind != part.kind else part.differences(state)
             if not different:
-                part.load_state_dict(state)
+                part.part.load_state_dict(state)
         if different:
             raise CheckpointMisfitError(f"{path} does not fit this {name}", different)
 

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from engram._system import open_regular, sync_directory
+from engram._system import advise_disk, open_regular, sync_directory
 from engram._text import visible
 from engram.checkpoint.directory import (
     FORMAT,
@@ -391,5 +391,4 @@ def _write_all(fd: int, view: memoryview) -> None:
 def let_go_of_pages(fd: int) -> None:
     """Starts writing a file to the disk, and frees the page cache of what has been written."""
     # Otherwise a save would push the buffer's own pages out of the cache.
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    advise_disk(fd, "DONTNEED")

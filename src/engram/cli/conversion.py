@@ -159,7 +159,7 @@ def _kind_to_write(target: str | os.PathLike[str], to: str | None) -> Kind:
 
 # ---- the stream of episodes ----
 class _Data(NamedTuple):
-    """What is converted: a storage, or a dataset, whose batches are read while they are written."""
+    """The steps to convert: those of a storage, or of a dataset, whose batches are read while they are written."""
 
     steps: Callable[[], Any]
     storage: Storage | None
@@ -220,7 +220,7 @@ def _dropped(data: _Data, drop: Sequence[str]) -> tuple[tuple[KeyPath, ...], boo
 
 # ---- what a form cannot hold ----
 def _unheld(data: _Data, kind: Kind, dropped: tuple[KeyPath, ...], ends_dropped: bool) -> list[str]:
-    """What would be lost, in words."""
+    """Descriptions of everything that the target form cannot hold."""
     rest = pytree.without_entries(data.first, dropped) if dropped else data.first
     paths = [path for path, _ in pytree.describe(rest, 1)[1]]
     if kind == "TorchRL directory":
@@ -246,7 +246,7 @@ def _unheld_by_torchrl(rows: Any) -> list[str]:
 
 
 class _Ends:
-    """What the steps of a storage say of the ends of its trajectories, in the order in which these are written."""
+    """The ends of a storage's trajectories, as its steps mark them, in the order in which trajectories are written."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -325,7 +325,7 @@ def _notes(source: str | os.PathLike[str], data: _Data, kind: Kind, snapshot: st
 
 # ---- writing ----
 class _Request(NamedTuple):
-    """What is written where."""
+    """The arguments of a writer of one kind."""
 
     data: _Data
     target: Path

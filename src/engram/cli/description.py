@@ -1,4 +1,4 @@
-"""What is at a path: keys, rows, bytes, episodes, writers; from headers and manifests, without reading rows."""
+"""Describes stored steps: keys, rows, bytes, episodes, writers; from headers and manifests, without reading rows."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True)
 class Info:
-    """What is at a path; None stands for what its header does not say, or what was not asked for.
+    """The result of `info`; None stands for what the header does not say, or what was not asked for.
 
     Attributes:
         path: the file or folder.
@@ -120,7 +120,7 @@ def info(
     snapshot: str | None = None,
     progress: bool = False,
 ) -> Info:
-    """What a store, a checkpoint, a directory of TorchRL's or a dataset file holds.
+    """Describes a store, a checkpoint, a directory of TorchRL's or a dataset file.
 
     A store may be in use: it is looked at without a lock and without a write. Of all but episodes and returns only
     headers, manifests and file sizes are read.
@@ -135,7 +135,7 @@ def info(
 
     Raises:
         FileNotFoundError: there is nothing at the path.
-        ValueError: what is there is none of these.
+        ValueError: the path holds none of these.
         EngramError: it is damaged.
 
     Example:
@@ -164,7 +164,7 @@ def info(
 def info_of_rows(
     path: str | os.PathLike[str], storage: Storage, snapshot: str | None = None, *, progress: bool = False
 ) -> Info:
-    """What `info` says, with episodes and returns, of a path whose rows are open: those and all else of one moment."""
+    """The result of `info` with episodes and returns, for a path whose rows are open: all of it from one moment."""
     kind, trajectories = kind_of(path), _trajectories_of(storage)
     if kind == "store":
         with StoreFile(store_folder(path)) as opened:
@@ -186,7 +186,7 @@ def shown_key(path: Sequence[Any]) -> str:
 
 
 def _keys(layout: dict[str, Any]) -> tuple[KeyInfo, ...]:
-    """The keys of a row layout's JSON; a ValueError, KeyError or TypeError where it is none."""
+    """The keys of a row layout, of which this is the JSON. ValueError, KeyError or TypeError where it is malformed."""
     keys = tuple(_key(leaf) for leaf in layout["leaves"])
     hidden = 8 * len(layout.get("hidden", []))
     if max(1, sum(key.nbytes for key in keys) + hidden) != layout["row_bytes"]:
@@ -219,7 +219,7 @@ def _of_store(path: str | os.PathLike[str], episodes: bool | None, returns: bool
 def _of_observed(
     path: str | os.PathLike[str], opened: StoreFile, storage: Storage, trajectories: Trajectories | str
 ) -> Info:
-    """What the header says of the rows that trajectories were counted in, or of those that are there now."""
+    """The header's description of the rows in which trajectories were counted, or of the rows that are there now."""
     lanes = storage.lanes
     assert lanes is not None
     rows = None if isinstance(trajectories, str) else trajectories.rows or None
@@ -227,7 +227,7 @@ def _of_observed(
 
 
 def _settled(store: Any, read: Callable[[], Info]) -> Info:
-    """What the header says before or after all rows are replaced (`empty`, `loads`), never in the middle of that."""
+    """The header's description from before or after all rows are replaced (`empty`, `loads`), never from between."""
     for _ in range(_TRIES):
         incarnation = store.epoch()[0]
         described = read()
@@ -238,7 +238,7 @@ def _settled(store: Any, read: Callable[[], Info]) -> Info:
 
 
 def _of_header(path: str | os.PathLike[str], store: Any, opened: StoreFile, rows: list[range] | None = None) -> Info:
-    """What the header says; of each lane about the rows with these sequences (None: about those of now)."""
+    """The header's description; `rows` are the sequences of each lane's rows (None: those that are there now)."""
     layout = json.loads(store.layout)
     lanes = [{**store.lane(i), "seams": store.seams(i)} for i in range(store.lanes)]
     if rows is None:

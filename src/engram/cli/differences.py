@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram._progress import progress_bar
@@ -297,7 +298,7 @@ def _same(a: Any, b: Any) -> bool:
         return a.dtype == b.dtype and a.shape == b.shape and (not a.numel() or torch.equal(_bytes(a, 1), _bytes(b, 1)))
     if isinstance(a, np.ndarray):
         return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
-    if hasattr(a, "keys"):
+    if isinstance(a, Mapping | TensorDictBase):
         keys = list(a.keys())
         return set(map(str, keys)) == set(map(str, b.keys())) and all(_same(a[key], b[key]) for key in keys)
     if isinstance(a, list | tuple):

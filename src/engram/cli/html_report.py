@@ -164,7 +164,7 @@ def _sections(storage: Storage, progress: bool) -> Iterator[str]:
 
 
 def _drawable(storage: Storage, name: str, progress: bool) -> Iterator[Series]:
-    """What is drawn of a name, if anything can be."""
+    """The picture of a key; None where it cannot be drawn."""
     try:
         yield series(storage, name, progress)
     except ValueError:  # no episodes, no rewards, complex numbers

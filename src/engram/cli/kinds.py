@@ -1,4 +1,4 @@
-"""What can be at a path, and what is; loads no torch for stores and checkpoints, which is most of what is looked at."""
+"""The kinds of stored steps, and recognising them; does not load torch for stores and checkpoints, the usual ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind: TypeAlias = str
 
 
 def kind_of(path: str | os.PathLike[str]) -> Kind:
-    """What is at a path: a store or a checkpoint of engram's, another library's directory, or a dataset file.
+    """The kind of a path: a store or a checkpoint of engram's, another library's directory, or a dataset file.
 
     Raises:
         FileNotFoundError: there is nothing.

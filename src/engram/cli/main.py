@@ -76,7 +76,7 @@ def command() -> typer.Typer:
         snapshot: str = of_snapshot,
         json: bool = as_json,
     ) -> None:
-        """What it is: keys, shapes, dtypes, rows, bytes, lanes, writers; from headers, unless asked for more."""
+        """Shows keys, shapes, dtypes, rows, bytes, lanes, writers; from headers, unless more is asked for."""
         with _errors_shown():
             result = cli.info(path, episodes=episodes or None, returns=returns, snapshot=snapshot, progress=not json)
         _show(result.to_json() if json else None, lambda: tables.show_info(result))

@@ -50,7 +50,7 @@ def write_target(path: Path, content: bytes, replaceable: Replaceable) -> None:
 
 
 def replaceable_folder(kind: Kind) -> Replaceable:
-    """A folder of a kind that holds nothing else, and that nobody uses."""
+    """A folder of one kind that holds nothing else and is not in use."""
 
     def refusal(path: Path) -> str | None:
         try:

@@ -25,7 +25,7 @@ DATASETS = {one.kind: one for one in FORMATS}
 
 @contextmanager
 def torchrl_steps(path: str | os.PathLike[str]) -> Iterator[tuple[SavedSteps, int]]:
-    """What a directory of TorchRL's holds, and with which `ndim`, which it does not say: the first that fits."""
+    """The steps in a directory of TorchRL's, and their `ndim`, which it does not record: the first that fits."""
     with open_torchrl(path) as directory:
         try:
             steps, ndim = directory.saved_steps(1), 1

@@ -30,7 +30,7 @@ class Trajectories(NamedTuple):
 
 
 def trajectories_of(storage: Storage) -> Trajectories | str:
-    """Every stored trajectory, with the steps of the same moment; where there are none to count, why, in words."""
+    """Every stored trajectory, with the steps of the same moment; or a text that says why none can be counted."""
     if storage.layout is None and len(storage):
         return "steps are stored as items of any form: episodes are not looked for"
     counted = stored_trajectories(storage, EpisodeIndex())

@@ -22,7 +22,7 @@ _TRIES = 500  # while rows are being changed in place
 
 
 class Damage(NamedTuple):
-    """What is damaged: a file, what is wrong with it, and which rows it held, where that can be said."""
+    """A damaged file, the reason, and the rows that it held, where they are known."""
 
     file: str
     reason: str
@@ -175,7 +175,7 @@ def _verify_checkpoint(path: str | os.PathLike[str], progress: bool) -> Verifica
         rows = _rows_of_files(report.path, snapshot.name) if snapshot.damaged else {}
         for file, problem in zip(snapshot.damaged, snapshot.problems, strict=True):
             damages.append(Damage(os.path.join(folder, file), problem, rows.get(file, "")))
-    files, nbytes = (sum(getattr(s, name) for s in report.snapshots) for name in ("files", "nbytes"))
+    files, nbytes = sum(s.files for s in report.snapshots), sum(s.nbytes for s in report.snapshots)
     checked = f"{files} files in {len(report.snapshots)} snapshot{'' if len(report.snapshots) == 1 else 's'}"
     return Verification(str(path), "checkpoint", report.ok, nbytes, checked, tuple(damages), report.newest_whole)
 

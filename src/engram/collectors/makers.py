@@ -9,11 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from engram.collectors.settings import Device
 from engram.collectors.sync import device_argument
-from engram.processes.shared_weights import tensors_of
 from engram.processes.worker import CloudpickleWrapper
 
 
@@ -140,9 +138,3 @@ def _policy_makers(policy: Any, factory: Any, num_workers: int) -> list[Callable
         if not callable(maker):
             raise TypeError(f"policy_factory must be callables without arguments, got a {type(maker).__name__}")
     return makers
-
-
-def on_cpu(policy: Any) -> Any:
-    """The policy with its tensors in main memory, for processes that do not use a GPU yet."""
-    is_elsewhere = isinstance(policy, nn.Module) and any(p.device.type != "cpu" for p in tensors_of(policy).values())
-    return copy.deepcopy(policy).to("cpu") if is_elsewhere else policy

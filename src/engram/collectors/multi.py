@@ -22,7 +22,6 @@ from engram.collectors.joining import ONE_BATCH, WorkerLayout, joined, layout_of
 from engram.collectors.makers import (
     devices_of_workers,
     makers_of_workers,
-    on_cpu,
     one_for_each,
     only_device,
     with_own_seed,
@@ -33,7 +32,6 @@ from engram.collectors.settings import CollectorSettings, Device
 from engram.collectors.sync import (
     NOTHING_WAITS,
     buffer_writer,
-    one_of_weights,
     to_storing_device,
     validate_state,
     validate_waiting,
@@ -65,7 +63,7 @@ from engram.envs.policies import ExplorationType, acts_at_random
 from engram.errors import WorkerError
 from engram.processes.pool import Processes, WorkerPool
 from engram.processes.restarts import Restarts, validate_restarts
-from engram.processes.shared_weights import SharedWeights, tensors_of
+from engram.processes.shared_weights import SharedWeights, WeightsLayout
 from engram.processes.timeouts import validate_timeout
 from engram.processes.worker import (
     CLOSE_TIMEOUT,
@@ -260,7 +258,7 @@ class MultiCollector(PooledCollector, HasSpaces):
         self._weights_lock = threading.Lock()  # one writer at a time: `update_at_each_batch` may run in the background
         self._factory_state: dict[str, Any] | None = None  # of the policy that a factory made for the first worker
         self._is_updated = False  # whether workers have other weights than those that they began with
-        self._weights = SharedWeights(tensors_of(policy)) if isinstance(policy, nn.Module) else None
+        self._weights = SharedWeights(WeightsLayout.tensors_of(policy)) if isinstance(policy, nn.Module) else None
 
     def _frames_of_workers(self, frames_per_batch: int | Sequence[int] | None, n: int) -> Sequence[int | None]:
         """The frames of each worker's batch; None: as many as a worker wants."""
@@ -284,7 +282,7 @@ class MultiCollector(PooledCollector, HasSpaces):
 
     def _start_worker(self, k: int, predecessor: Predecessor | None = None) -> None:
         """Starts the process of worker k."""
-        policy = None if self._policy is None else CloudpickleWrapper(on_cpu(self._policy))
+        policy = None if self._policy is None else CloudpickleWrapper(self._policy_on_cpu())
         config = self._members[k].config._replace(policy=policy, weights=self._weights, predecessor=predecessor)
         self._pool.start(k, config)
 
@@ -304,7 +302,7 @@ class MultiCollector(PooledCollector, HasSpaces):
         """Makes the shared weights for policies that workers made themselves, which keep their own until an update."""
         if self._factory_state is None:
             return
-        self._weights = SharedWeights(tensors_of(self._factory_state))
+        self._weights = SharedWeights(WeightsLayout.tensors_of(self._factory_state))
         for k, worker in enumerate(list(self._workers)):
             try:
                 worker.send(Call(CollectorProcess.attach_weights, (self._weights,), is_question=False))
@@ -602,7 +600,7 @@ class MultiCollector(PooledCollector, HasSpaces):
         """
         self._raise_background_failure()
         version = version_argument(version)
-        weights = one_of_weights(
+        tensors = self._given_weights(
             policy_weights=policy_weights,
             policy_or_weights=policy_or_weights,
             weights=weights,
@@ -612,13 +610,14 @@ class MultiCollector(PooledCollector, HasSpaces):
             worker_ids=worker_ids,
         )
         if self._weights is not None:
-            if weights is None and self._policy is None:
+            if tensors is None and self._policy is None:
                 raise TypeError("policy_factory made the policies of the workers; give the weights to update them with")
-            tensors = tensors_of(self._policy if weights is None else weights)
+            if tensors is None:
+                tensors = WeightsLayout.tensors_of(self._policy)
             with self._weights_lock:
                 self._weights.write(tensors, version=version)
                 self._is_updated = True
-        elif weights is not None:
+        elif tensors is not None:
             raise TypeError(f"the policy is a {type(self._policy).__name__} and has no weights; give an nn.Module")
 
     def encoded_spaces(self) -> EncodedSpaces:
@@ -733,9 +732,10 @@ class MultiCollector(PooledCollector, HasSpaces):
         version, weights = newest["policy_version"], newest["policy_state_dict"]
         if self._factory_state is None:
             self._policy.load_state_dict(weights)
-            own = tensors_of(self._policy)
+            own = WeightsLayout.tensors_of(self._policy)
         else:
-            own = {key: weights[key].to(value.dtype) for key, value in tensors_of(self._factory_state).items()}
+            made = WeightsLayout.tensors_of(self._factory_state)
+            own = {key: weights[key].to(value.dtype) for key, value in made.items()}
         self._weights.write(own, version=version)
         self._is_updated = True
         return [{**part, "policy_version": version, "policy_state_dict": weights} for part in parts]

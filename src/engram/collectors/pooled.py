@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from abc import abstractmethod
@@ -9,11 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor, nn
+
 from engram._advice import advised
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.stats import EpisodeStats, Throughput
+from engram.collectors.sync import one_of_weights
 from engram.errors import WorkerError
 from engram.processes.pool import WorkerPool
+from engram.processes.shared_weights import WeightsLayout
 from engram.processes.worker import ERROR_CLOSE_TIMEOUT
 
 _ABANDON_INTERVAL = 0.1  # seconds after which a thread in the background sees that nobody waits for it any more
@@ -24,6 +29,7 @@ class PooledCollector(BackgroundCollector):
     """Base of the collectors with workers: each is asked by a message, and its messages are received in their order."""
 
     _pool: WorkerPool[Any]
+    _policy: Any
     _look_interval = math.inf  # seconds after which it is looked whether a worker hangs, beside its clock
     _error_close_timeout = ERROR_CLOSE_TIMEOUT
 
@@ -81,6 +87,21 @@ class PooledCollector(BackgroundCollector):
             while self._pool.workers[k] is worker:  # else it was replaced, and its successor is asked
                 if self._wait_for_any([k]) and (answers := self._receive_message(k)):
                     return answers[0]
+
+    def _policy_on_cpu(self) -> Any:
+        """The policy with its tensors in main memory, for processes that do not use a GPU yet."""
+        is_module = isinstance(self._policy, nn.Module)
+        tensors = WeightsLayout.tensors_of(self._policy).values() if is_module else ()
+        is_elsewhere = any(tensor.device.type != "cpu" for tensor in tensors)
+        return copy.deepcopy(self._policy).to("cpu") if is_elsewhere else self._policy
+
+    @staticmethod
+    def _given_weights(**named: Any) -> dict[str, Tensor] | None:
+        """The tensors of an update, under whichever name it was given; None: those of the policy. Errors as
+        `one_of_weights`.
+        """
+        weights = one_of_weights(**named)
+        return None if weights is None else WeightsLayout.tensors_of(weights)
 
     @property
     def is_shut_down(self) -> bool:

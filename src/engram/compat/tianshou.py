@@ -79,13 +79,19 @@ class _ReadsRows(data.ReplayBuffer):  # type: ignore[misc]
         return Batch(values | {key: self._meta[key][index] for key in set(self._meta.get_keys()) - set(values)})
 
     def __getattr__(self, key: str) -> Any:
-        """`buffer.obs`, `buffer.act`, `buffer.obs_next`: a copy of all rows, zeros where none is stored yet."""
+        """`buffer.obs`, `buffer.act`, `buffer.obs_next`: as `_all_rows`."""
         if key not in _ENTRIES:
             return super().__getattr__(key)
+        if (values := self._all_rows(key)) is None:
+            raise AttributeError(key)
+        return values
+
+    def _all_rows(self, key: str) -> Any:
+        """A copy of an entry of all rows, zeros where none is stored yet; None where there are no rows with it."""
         edges = self.subbuffer_edges[:-1]
         index = np.concatenate([edge + np.arange(len(r)) for edge, r in zip(edges, self.rows, strict=True)])
         if not len(index) or (key == "obs_next" and not self._save_obs_next):
-            raise AttributeError(key)
+            return None
         values = self.get(index, key, stack_num=1)
         everything = create_value(values, self.maxsize, stack=False)
         everything[index] = values
@@ -145,14 +151,6 @@ class _WritesRows(_Behind):  # type: ignore[misc]
         if list(slots) != list(steps):
             raise RuntimeError(f"steps {steps} lie in the slots {slots}: somebody else has written to `rows`")
 
-    def _without_entries(self, batch: Any) -> Any:
-        """Of a batch of steps what tianshou keeps itself; of the rest, which is in rows, arrays without a value."""
-        lead, rest = len(batch), Batch()
-        for key in batch.get_keys():
-            stacks = () if key != "act" and self._save_only_last_obs else (1,)
-            rest.__dict__[key] = np.empty((lead, *stacks, 0)) if key in _ENTRIES else batch[key]
-        return rest
-
     def reset(self, keep_statistics: bool = False) -> None:
         super().reset(keep_statistics)
         for rows in self.rows:
@@ -183,8 +181,8 @@ class _WritesRows(_Behind):  # type: ignore[misc]
         for key in meta.get_keys():
             if key not in _ENTRIES:
                 stored.__dict__[key] = meta[key]
-            elif hasattr(self, key):  # whose rows are not all empty
-                stored.__dict__[key] = getattr(self, key)
+            elif (values := self._all_rows(key)) is not None:
+                stored.__dict__[key] = values
         own.__dict__.update({k: v for k, v in vars(self).items() if k != "rows"} | {"_meta": stored})
         return own
 
@@ -214,7 +212,7 @@ class _OneRing(_WritesRows):
         buffer: Any = cls.__new__(cls)
         buffer.__dict__.update(vars(own))
         buffer.rows = [engram_data.ReplayBuffer(storage=storage(max(1, int(own.maxsize))))]
-        buffer._meta = buffer._without_entries(steps) if len(steps.get_keys()) else Batch()
+        buffer._meta = _without_entries(steps, buffer._save_only_last_obs) if len(steps.get_keys()) else Batch()
         if len(buffer):
             buffer._fill(steps, len(buffer))
         return buffer
@@ -246,7 +244,7 @@ class _OneRing(_WritesRows):
         except BaseException:
             self._meta = before
             raise
-        self._meta = self._without_entries(batch)
+        self._meta = _without_entries(batch, self._save_only_last_obs)
 
     def update(self, buffer: Any) -> Any:
         """Adds all steps of another buffer, of this package or of tianshou; returns where they are."""
@@ -262,7 +260,7 @@ class _OneRing(_WritesRows):
             row = self._row(source._meta[index], (len(index),), last_obs=False)
         if not self._save_obs_next:
             row["next"].pop("observation", None)
-        source._meta = self._without_entries(source._meta)
+        source._meta = _without_entries(source._meta, self._save_only_last_obs)
         slots = self.rows[0].extend(row)  # first: what does not fit is refused here, before anything has changed
         steps = super().update(source)
         self._check_slots(steps, slots.tolist())
@@ -335,7 +333,7 @@ class _Rings(_WritesRows):
             self._meta = before
             self._set_batch_for_children()
             raise
-        self._meta = self._without_entries(batch)
+        self._meta = _without_entries(batch, self._save_only_last_obs)
         self._set_batch_for_children()
 
     def dropnull(self) -> None:
@@ -355,7 +353,7 @@ class _Rings(_WritesRows):
         parts = [cls._part._of_own(part, steps[a:b] if kept else Batch(), storage) for part, a, b in edges]
         buffer.buffers, buffer.rows = _array_of(parts), [part.rows[0] for part in parts]
         if kept:
-            buffer._meta = buffer._without_entries(steps)
+            buffer._meta = _without_entries(steps, buffer._save_only_last_obs)
             buffer._set_batch_for_children()
         return buffer
 
@@ -436,22 +434,37 @@ class CachedReplayBuffer(data.CachedReplayBuffer, ReplayBufferManager):  # type:
         assert type(main_buffer) is ReplayBuffer, f"main_buffer is a ReplayBuffer of this module, got {main_buffer!r}"
         cached = [ReplayBuffer(max_episode_length, **main_buffer.options) for _ in range(cached_buffer_num)]
         ReplayBufferManager.__init__(self, [main_buffer, *cached])
-        self._name_parts()
-
-    def _name_parts(self) -> None:
-        self.main_buffer, self.cached_buffers = self.buffers[0], self.buffers[1:]
-        self.cached_buffer_num = len(self.cached_buffers)
+        _name_parts(self)
 
     def _as_own(self) -> Any:
         own = super()._as_own()
-        own.main_buffer, own.cached_buffers = own.buffers[0], own.buffers[1:]
+        _name_parts(own)
         return own
 
     @classmethod
     def _of_own(cls, own: Any, steps: Any, storage: MakeStorage) -> Any:
         buffer = super()._of_own(own, steps, storage)
-        buffer._name_parts()
+        _name_parts(buffer)
         return buffer
+
+
+def _name_parts(buffer: Any) -> None:
+    """Sets the attributes of a CachedReplayBuffer, of either library, that name its parts."""
+    buffer.main_buffer, buffer.cached_buffers = buffer.buffers[0], buffer.buffers[1:]
+    buffer.cached_buffer_num = len(buffer.cached_buffers)
+
+
+def _without_entries(batch: Any, last_obs: bool) -> Any:
+    """The part of a batch of steps that tianshou keeps itself; of the rest, which is in rows, arrays without a value.
+
+    Args:
+        last_obs: whether the batch has the last of each stack of observations only.
+    """
+    lead, rest = len(batch), Batch()
+    for key in batch.get_keys():
+        stacks = () if key != "act" and last_obs else (1,)
+        rest.__dict__[key] = np.empty((lead, *stacks, 0)) if key in _ENTRIES else batch[key]
+    return rest
 
 
 def _parts(kind: Any, total_size: int, number: int, settings: dict[str, Any]) -> list[Any]:

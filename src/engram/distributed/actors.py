@@ -28,7 +28,7 @@ class RayWorker:
         self.name, self.actor = name, actor
         self._placed = actor.place.remote()  # it has an answer once the process runs
         self._calls: deque[tuple[Any, str]] = deque()
-        self._since: float | None = None  # when somebody first saw that it does what it does now
+        self._since: float | None = None  # when its present activity was first seen
 
     def post(self, call: Callable[[Any], Any], what: str = BATCH) -> None:
         """Makes a call: `call` is given the actor. `what` names it where it takes too long."""
@@ -60,7 +60,7 @@ class RayWorker:
             raise ActorLostError(self.name, f"died ({type(error).__name__})", error) from error
 
     def reading(self) -> tuple[float, str] | None:
-        """As of a `Worker`: the time begins when its process runs and somebody looks, and anew with each call."""
+        """As of a `Worker`: the time begins at the first look at a running process, and anew with each call."""
         if not self._calls or has_come(self.next_call()) or not has_come(self._placed):
             return None
         if self._since is None:

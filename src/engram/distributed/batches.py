@@ -48,7 +48,7 @@ class Rows(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What one shard gives to a round."""
+    """One shard's part of a round."""
 
     shard: int
     where: Tensor  # positions of its rows in the round, int64 [n]
@@ -214,7 +214,7 @@ class BatchStream:
         return _Round(n, parts, others)
 
     def _totals(self, shard: int) -> ShardTotals:
-        """What a shard held at its last answer; of one that is read here, what it holds now."""
+        """The contents of a shard at its last answer; of one that is read here, the present contents."""
         totals, reader = self._shards[shard].totals, self._readers.get(shard)
         return totals if reader is None else totals._replace(ranges=reader.ranges())
 

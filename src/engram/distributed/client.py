@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engram.distributed.blocks import Block
-from engram.distributed.shard import Acknowledgement, ShardFacts, ShardTotals, Tenancy
+from engram.distributed.shard import Acknowledgement, DrawnRows, ShardFacts, ShardTotals, TakenRows, Tenancy
 from engram.errors import IncarnationError, ShardGoneError, ShardUnavailableError
 
 _MOST_CALLS = 32  # of `extend`, without their acknowledgement
@@ -43,7 +43,7 @@ class PendingCall(abc.ABC):
 
 
 class ShardLink(abc.ABC):
-    """What carries calls to one shard. Calls of one process arrive in their order, or not at all.
+    """Carries calls to one shard. Calls of one process arrive in their order, or not at all.
 
     Several threads may call.
     """
@@ -69,9 +69,9 @@ class ShardClient:
     def __init__(self, link: ShardLink, number: int) -> None:
         self.number = number
         self._link = link
-        self._lock = threading.RLock()  # of what is known; nobody waits for the shard while holding it
+        self._lock = threading.RLock()  # guards the known facts; never held while waiting for the shard
         self._facts: ShardFacts | None = None
-        self._greeting: PendingCall | None = link.call("facts")  # while nobody knows in which life it is
+        self._greeting: PendingCall | None = link.call("facts")  # pending while the shard's incarnation is unknown
         self._written = 0  # rows that it has ever had, as far as answers say
         self._gone = ""  # why it will never answer
         self._may_be_gone = False  # by the last greeting
@@ -105,7 +105,7 @@ class ShardClient:
 
     @property
     def facts(self) -> ShardFacts:
-        """What it said of itself when it was last greeted.
+        """The facts that the shard gave when it was last greeted.
 
         Raises:
             ShardUnavailableError: it never answered.
@@ -116,7 +116,7 @@ class ShardClient:
 
     @property
     def totals(self) -> ShardTotals:
-        """What it held at its last answer; errors as `facts`."""
+        """The shard's contents at its last answer; errors as `facts`."""
         return self.facts.totals if self._totals is None else self._totals
 
     def await_presence(self, deadline: float) -> ShardFacts:
@@ -227,8 +227,8 @@ class ShardClient:
         except ShardUnavailableError as error:
             self._lose()
             raise ShardUnavailableError(f"shard {self.number} does not answer: {error}") from error
-        totals = answer if isinstance(answer, ShardTotals) else getattr(answer, "totals", None)
-        if totals is not None:
+        totals = answer.totals if isinstance(answer, Acknowledgement | TakenRows | DrawnRows | ShardFacts) else answer
+        if isinstance(totals, ShardTotals):
             with self._lock:
                 self._totals = totals
                 self._written = max(self._written, totals.writes)
@@ -326,14 +326,14 @@ class _SentBlock(NamedTuple):
 
 
 class Producer:
-    """One producer's rows on their way to one shard: each goes in once and in order, whoever dies.
+    """One producer's rows on their way to one shard: each is stored once and in order, whichever process dies.
 
     Calls are on their way beside each other; what was not acknowledged is kept, and sent again after the shard was
-    away. A shard that lost the tenancy gives a new one, in which the rest goes on. Where rows come faster than calls
+    away. A shard that lost the tenancy gives a new one, in which the rest is sent. Where rows come faster than calls
     are answered, some are held for a few milliseconds and sent together, as a call costs as much as thousands of rows.
 
     Args:
-        name: that no other producer has. Who goes on with the rows of one that died takes its name.
+        name: that no other producer has. A producer that continues the work of one that died takes its name.
         timeout: seconds that a call may wait.
     """
 

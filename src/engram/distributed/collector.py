@@ -27,11 +27,9 @@ from engram.kernel.collecting import (
     CollectorSettings,
     EpisodeStats,
     PooledCollector,
+    WeightsLayout,
     WorkerPool,
     makers_of_workers,
-    on_cpu,
-    one_of_weights,
-    tensors_of,
 )
 
 Device = torch.device | str | int | None
@@ -50,7 +48,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class _Config:
-    """What one life of a collector begins with.
+    """The configuration of one life of a collector.
 
     Attributes:
         workers: 1: the environment is stepped by the actor itself.
@@ -70,7 +68,7 @@ class _Config:
 
 
 class _Report(NamedTuple):
-    """What a collector says after a batch.
+    """A collector's message after a batch.
 
     Attributes:
         frames: how many it has collected in this life; with a replay buffer, how many of its rows are in.
@@ -242,10 +240,10 @@ class RayCollector(PooledCollector):
     node, each worker into a lane of its own, so that nothing is sent; iterating then yields None, as with all
     collectors. Without one, batches come here.
 
-    A collector that dies, alone or with its node, is made anew, with a RuntimeWarning. It goes on where its rows ended,
-    with new trajectories and a seam before them: the lane has counted which rows are in, so `frames` has each row of
-    the replay buffer once, whenever it died. What it had not written is collected anew, and what its transforms held
-    back is lost. With `batch_timeout` one that hangs is ended and made anew in the same way.
+    A collector that dies, alone or with its node, is made anew, with a RuntimeWarning. It continues where its rows
+    ended, with new trajectories and a seam before them: the lane has counted which rows are in, so `frames` has each
+    row of the replay buffer once, whenever it died. What it had not written is collected anew, and what its transforms
+    held back is lost. With `batch_timeout` one that hangs is ended and made anew in the same way.
 
     Args:
         create_env_fn: makes the environment of a collector, or a list with one for each.
@@ -262,7 +260,7 @@ class RayCollector(PooledCollector):
             `MultiSyncDataCollector`; or a list of them with one for each.
         num_workers_per_collector: processes that step environments in each collector.
         sync: True: a batch is one of all collectors with the same weights, who wait while the caller has it. False:
-            collectors go on, and a batch is one of whoever has it first.
+            collectors continue meanwhile, and a batch is that of the collector which finishes first.
         ray_init_config: arguments of `ray.init`, where Ray has not been started.
         remote_configs: options of the actors, as `ray.remote` takes them, or a list with one for each. Unless they
             name a `scheduling_strategy`, collectors go to the nodes of the buffer's shards first, then to others, in
@@ -357,7 +355,7 @@ class RayCollector(PooledCollector):
         self.num_collectors, self.total_frames = n, settings.total_frames
         self.requested_frames_per_batch = frames_per_batch
         self._count_from_zero()
-        self._weights = WeightsPublisher(tensors_of(policy) if isinstance(policy, nn.Module) else None)
+        self._weights = WeightsPublisher(WeightsLayout.tensors_of(policy) if isinstance(policy, nn.Module) else None)
         self._name, self._next_producer = f"collector-{secrets.token_hex(6)}", secrets.randbelow(_PRODUCERS)
         self._arrived: deque[tuple[int, _Report]] = deque()
         if not import_ray().is_initialized():
@@ -365,7 +363,7 @@ class RayCollector(PooledCollector):
         placed = _placed([{"num_cpus": 1, **one} for one in options], replay_buffer)
         each = zip(makers, policy_makers, kwargs, placed, strict=True)
         self._members = [_Member(make, make_policy, own, where) for make, make_policy, own, where in each]
-        self._sent_policy = None if policy is None else import_ray().put(on_cpu(policy))
+        self._sent_policy = None if policy is None else import_ray().put(self._policy_on_cpu())
         self._pool = WorkerPool(
             RayActors(_CollectorActor), [f"collector {k} of {type(self).__name__}" for k in range(n)],
             timeout=batch_timeout, argument="batch_timeout={:g} seconds", close_timeout=0.0,
@@ -573,10 +571,10 @@ class RayCollector(PooledCollector):
             ValueError: those of another policy.
         """
         self._raise_background_failure()
-        weights = one_of_weights(policy_weights=policy_weights, policy_or_weights=policy_or_weights)
-        if weights is None and not isinstance(self._policy, nn.Module):
+        tensors = self._given_weights(policy_weights=policy_weights, policy_or_weights=policy_or_weights)
+        if tensors is None and not isinstance(self._policy, nn.Module):
             raise TypeError(f"the policy is a {type(self._policy).__name__} and has no weights; give an nn.Module")
-        self._weights.publish(tensors_of(self._policy if weights is None else weights))
+        self._weights.publish(WeightsLayout.tensors_of(self._policy) if tensors is None else tensors)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """The next reset of each environment starts from a seed of its own; returns the first that is free.
@@ -605,7 +603,8 @@ class RayCollector(PooledCollector):
             states = [self._ask(k, lambda actor: actor.state_dict.remote()) for k in range(self.num_collectors)]
             weights = self._weights.newest()
             if weights is None and isinstance(self._policy, nn.Module):  # those that all lives begin with
-                weights = {name: t.clone() for name, t in tensors_of(import_ray().get(self._sent_policy)).items()}
+                sent = WeightsLayout.tensors_of(import_ray().get(self._sent_policy))
+                weights = {name: tensor.clone() for name, tensor in sent.items()}
             waiting = sum(report.batch.numel() for _, report in self._arrived if report.batch is not None)
             return {
                 "frames": self.frames - waiting, "batches": self.batches, "episodes": self._episodes.state_dict(),

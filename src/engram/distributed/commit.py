@@ -62,7 +62,7 @@ def _oldest_named(path: str | os.PathLike[str], shards: int) -> list[str | None]
         try:
             with _reading_names(path, root) as found:
                 names = found
-        except CheckpointError:  # unfinished, or damaged: nobody can load it
+        except CheckpointError:  # unfinished or damaged: it cannot be loaded
             continue
         for k, name in enumerate(names[:shards]):
             now = oldest[k]

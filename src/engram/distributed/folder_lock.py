@@ -41,7 +41,7 @@ class FolderLock:
 
     @property
     def is_removed(self) -> bool:
-        """Whether somebody has deleted the folder."""
+        """Whether the folder was deleted."""
         return not self._byte.has_name()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """A shard's store on this machine, opened beside its process: rows that are written and drawn without a call.
 
 The store outlives its shard's process, so each use first looks whether that lives (`FolderWatch`, which may be 5 ms
-late), and `flush` does so again: rows that nobody would ever serve are neither written nor drawn.
+late), and `flush` does so again: rows that no shard would serve are neither written nor drawn.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class LocalProducer:
                 self.abandon()
 
     def release(self) -> None:
-        """Closes the store; the tenancy goes on, and so does the next `extend`."""
+        """Closes the store; the tenancy stays, and the next `extend` opens the store again."""
         if self._storage is not None:
             self._storage.close()
         if self._watch is not None:
@@ -176,7 +176,7 @@ class LocalReader:
         return self._watch.is_held()
 
     def ranges(self) -> Tensor:
-        """What the shard holds now: int64 [lanes, 2], as `ShardTotals` has it."""
+        """The shard's present rows: int64 [lanes, 2], as `ShardTotals` has them."""
         return lane_ranges(self._storage.lanes)
 
     def draw(self, ranges: Tensor, n: int, seed: int) -> PendingCall:

@@ -1,4 +1,4 @@
-"""Folders of shards in a node's memory: to whom each belongs, and removing those to which nobody comes back."""
+"""Folders of shards in a node's memory: the owner of each, and removing those whose owner is gone for good."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from engram.kernel.tools import open_regular
 
 PREFIX = "engram-"
 _OWNER = "owner.json"
-_ABANDONED = "abandoned"  # since this file was made, nobody of its cluster has been here
+_ABANDONED = "abandoned"  # made when no process of its cluster was found here
 _MOST_JSON = 1 << 16  # bytes; any user may put a folder there
-_GRACE = 600.0  # seconds in which a node that went down may join its cluster again, and go on with its rows
+_GRACE = 600.0  # seconds in which a node that went down may join its cluster again, and continue with its rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class FolderOwner:
 
 
 def claim_folder(folder: Path, owner: FolderOwner) -> None:
-    """Makes a folder, and writes into it to whom it belongs."""
+    """Makes a folder, and writes its owner into it."""
     folder.mkdir(parents=True, exist_ok=True)
     aside = folder / f"{_OWNER}.new"
     with open(open_regular(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
@@ -61,9 +61,9 @@ def remove_abandoned_folders(
 ) -> list[Path]:
     """Removes folders of shards that were killed and will not start again; returns them.
 
-    One goes where nobody holds its lock, and its actor is gone for good: one of this cluster, where the cluster no
-    longer knows it; one of another, where the process is gone that would start it again here, and was so at an earlier
-    call, `grace` seconds ago. What is not known to be so stays.
+    A folder is removed if no process holds its lock and its actor is gone for good. An actor of this cluster is gone
+    when the cluster no longer knows it; one of another cluster when the process is gone that would start it again
+    here, and was gone at an earlier call, `grace` seconds ago. In doubt a folder stays.
 
     Args:
         cluster: the address of this process's Ray cluster.
@@ -81,7 +81,7 @@ def remove_abandoned_folders(
 
 
 def _is_abandoned(folder: Path, owner: FolderOwner, grace: float) -> bool:
-    """Whether nobody of another cluster has been here for so long."""
+    """Whether a folder of another cluster has been without its process for so long."""
     if owner.has_parent:
         return False
     mark = folder / _ABANDONED
@@ -107,7 +107,7 @@ def _process_namespace() -> str:
 
 
 def _began(process: int) -> int | None:
-    """When a process began, in ticks since the boot; None: there is none, or only what is left of it."""
+    """The start of a process, in ticks since the boot; None: it does not exist, or is a zombie."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

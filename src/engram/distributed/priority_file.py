@@ -26,8 +26,8 @@ _MAGIC = b"engramp1"
 class PriorityFile:
     """The priority of each row that was given one, by its slot and sequence; and the highest that any row ever had.
 
-    Each record says of which row it is, so one that was written over, or whose process was killed in the middle of a
-    record, is none. For one process at a time.
+    Each record names its row, so a record of an overwritten row, or one that a killed process left half-written, does
+    not count. For one process at a time.
 
     Args:
         slots: how many the store has; a file takes 16 bytes for each.

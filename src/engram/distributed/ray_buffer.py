@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def _cut(parts: list[Any]) -> Iterator[bytes]:
 
 
 def _received(pieces: Sequence[Any]) -> Any:
-    """What `_to_send` was given. Every tensor can be written; arrays of blocks not where they came as one object."""
+    """The message that `_to_send` packed. Tensors are writable; arrays of blocks are not if they came as one object."""
     first, *rest = pieces
     if not isinstance(first, bytes):
         return _with_tensors(first, shared=True)
@@ -122,8 +122,7 @@ def _with_arrays(message: Any) -> Any:
     if isinstance(message, Tensor):
         return message.numpy()
     if isinstance(message, tuple):
-        parts = map(_with_arrays, message)
-        return type(message)(*parts) if hasattr(message, "_fields") else tuple(parts)
+        return _rebuilt(message, map(_with_arrays, message))
     return message
 
 
@@ -132,9 +131,13 @@ def _with_tensors(message: Any, shared: bool) -> Any:
     if isinstance(message, np.ndarray):
         return torch.from_numpy(message.copy() if shared or not message.flags.writeable else message)
     if isinstance(message, tuple):
-        parts = (_with_tensors(part, shared) for part in message)
-        return type(message)(*parts) if hasattr(message, "_fields") else tuple(parts)
+        return _rebuilt(message, (_with_tensors(part, shared) for part in message))
     return message
+
+
+def _rebuilt(message: tuple[Any, ...], parts: Iterable[Any]) -> tuple[Any, ...]:
+    """A tuple, or a NamedTuple of the same class, with other parts."""
+    return tuple(parts) if type(message) is tuple else type(message)(*parts)
 
 
 def _array_bytes(message: Any) -> int:
@@ -182,7 +185,7 @@ def _claim(memory: Path, folder: Path) -> None:
     context = import_ray().get_runtime_context()
     cluster = str(context.gcs_address)
     owner = FolderOwner.of_this_process(cluster, context.namespace, context.get_actor_name() or "")
-    if not _lives(owner):  # it was given another namespace: nobody could ask for it
+    if not _lives(owner):  # it is in another namespace, and cannot be found from here
         owner = dataclasses.replace(owner, name="")
     claim_folder(folder, owner)
     remove_abandoned_folders(memory, cluster, _lives)
@@ -250,7 +253,7 @@ class RayReplayBuffer(ShardedReplayBuffer):
     Each shard is a store of one node, in shared memory or a mapped file, behind an actor. Every process that writes is
     a producer with a lane of its own in one shard, so no trajectory mixes with another, and each row goes in once,
     whoever dies. A lane is a ring of `max_size / (num_shards * lanes)` rows: with fewer producers than lanes the
-    others stay empty. Whoever is on the node of its shard writes into the store, and reads from it, directly.
+    others stay empty. A producer on the node of its shard writes into the store, and reads from it, directly.
 
     Sent to other processes (as an argument of Ray's tasks and actors) it is the same rows, and another producer.
 
@@ -403,7 +406,7 @@ def _start_shards(
 def _stays(strategy: Any) -> bool:
     """Whether an actor that died comes back to its node, if that lives.
 
-    Where Ray may choose another node, nobody opens the store directly: who had it open would not notice the move.
+    Where Ray may choose another node, no process opens the store directly: it would not notice the move.
     """
     return not isinstance(strategy, str)
 

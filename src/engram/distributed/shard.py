@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -32,10 +32,9 @@ from engram.distributed.priority_file import PriorityFile
 from engram.distributed.shard_sampling import draw_rows, lane_ranges, read_by_sequence
 from engram.envs.transforms import Compose
 from engram.errors import IncarnationError, NoFreeLaneError, StorageError
-from engram.kernel.disk import Checkpoint, from_checksummed_json, to_checksummed_json
-from engram.kernel.replay import BatchReader
+from engram.kernel.disk import Checkpoint, DocumentFile
+from engram.kernel.replay import BatchReader, Member
 from engram.kernel.rows import Lanes, RowLayout
-from engram.kernel.tools import open_regular, sync_directory
 
 _RECORD = "shard.json"
 _PAUSE = 0.02  # seconds between two tries to take a lane
@@ -66,7 +65,7 @@ class Tenancy(NamedTuple):
 
 
 class ShardTotals(NamedTuple):
-    """What a shard holds, as every answer says it.
+    """A shard's contents in numbers, which are part of every answer.
 
     Attributes:
         incarnation: of the shard; every call names it.
@@ -82,13 +81,13 @@ class ShardTotals(NamedTuple):
 
 
 class ShardFacts(NamedTuple):
-    """What a client must know of a shard before it calls it.
+    """The facts about a shard that a client needs before it calls.
 
     Attributes:
         layout: of its rows, as JSON; None before `adopt`.
         capacity: steps that fit.
         lanes: how many there are, each with room for `capacity / lanes` of them.
-        folder: of the store, which processes of that machine can open; None: there is none.
+        folder: of the store, which processes of that machine can open; None: the store has no folder.
         producers: names of those that have a lane.
         replaced: how often all rows were emptied, or replaced by a load.
     """
@@ -107,7 +106,7 @@ class Acknowledgement(NamedTuple):
 
     Attributes:
         rows: how many rows of the tenancy are in, however they came in.
-        in_force: False: the tenancy ended at that count; the producer joins again and goes on from there.
+        in_force: False: the tenancy ended at that count; the producer joins again and continues from there.
         credit: how many rows it may have sent without having their acknowledgement, before it waits.
     """
 
@@ -158,7 +157,7 @@ class _LaneUse:
 
 @dataclasses.dataclass(frozen=True)
 class _Record:
-    """Who writes where, in a small file: written once for each tenancy, never for rows."""
+    """The producer of each lane, kept in a small file: written once for each tenancy, never for rows."""
 
     incarnation: int
     store: tuple[str, int] | None  # id and incarnation of the store that it speaks of
@@ -167,12 +166,9 @@ class _Record:
     lanes: tuple[_LaneUse | None, ...]
     ended: dict[str, tuple[int, int]]  # of the last producers whose tenancy ended, in that order: it, and the count
 
-    def to_bytes(self) -> bytes:
-        return to_checksummed_json(dataclasses.asdict(self))
-
     @classmethod
-    def from_bytes(cls, data: bytes) -> _Record:
-        state = from_checksummed_json(data)
+    def of(cls, state: dict[str, Any]) -> _Record:
+        """The record of which `dataclasses.asdict` made this document."""
         lanes = tuple(None if use is None else _LaneUse(**use) for use in state.pop("lanes"))
         ended = {producer: (number, count) for producer, (number, count) in state.pop("ended").items()}
         store = state.pop("store")
@@ -185,15 +181,15 @@ def _call(
     """A method that names the incarnation which it is meant for: another one changes nothing, and is refused."""
 
     @functools.wraps(method)
-    def checked(shard: ReplayShard, incarnation: int, *args: P.args, **kwargs: P.kwargs) -> T:
-        with shard._lock:
-            if incarnation != shard.incarnation:
+    def checked(self: ReplayShard, incarnation: int, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._lock:
+            if incarnation != self.incarnation:
                 raise IncarnationError(
-                    f"the call is for incarnation {incarnation} of the shard, this is {shard.incarnation}: it was "
+                    f"the call is for incarnation {incarnation} of the shard, this is {self.incarnation}: it was "
                     "restarted, emptied or loaded, or another process has its place; ask who is there now. Nothing "
                     "was changed"
                 )
-            return method(shard, incarnation, *args, **kwargs)
+            return method(self, incarnation, *args, **kwargs)
 
     return cast("Callable[Concatenate[ReplayShard, int, P], T]", checked)
 
@@ -271,9 +267,7 @@ class ReplayShard:
                 )
             sampler.beta, sampler.dtype = 1.0, torch.float64  # so that weights are ratios of leaves
         self._buffer = ReplayBuffer(storage=self._storage, sampler=sampler, generator=generator)
-        self._reader = BatchReader(
-            self._storage, sampler, Compose(), None, None, pin_memory=False, with_generation=False
-        )
+        self._reader = BatchReader([Member(self._storage, sampler)], Compose())
         self._sampler = sampler
         self._folder_lock: FolderLock | None = None
         self._priorities: PriorityFile | None = None
@@ -287,7 +281,7 @@ class ReplayShard:
 
     # ---- opening ----
     def _open(self) -> None:
-        """Takes the folder, then goes on with the record: a predecessor may have changed it until it let that go."""
+        """Takes the folder, then reads the record: a predecessor may have changed it until it released the folder."""
         self._take_folder()
         before = self._read_record()
         if before is not None:
@@ -333,7 +327,7 @@ class ReplayShard:
             self._lanes.hold_lane(lane, goes_on=True)
         except NoFreeLaneError:
             return False
-        if not self._count(lane):  # else the next row goes on from the newest one
+        if not self._count(lane):  # else the next row continues the newest one
             self._lanes.mark_seam_in(lane)
         return True
 
@@ -342,16 +336,15 @@ class ReplayShard:
             return None
         path = self._folder / _RECORD
         try:
-            with open(open_regular(path), "rb") as file:
-                record = _Record.from_bytes(file.read())
+            record = _Record.of(DocumentFile(path).read())
         except FileNotFoundError:
             return None
         except OSError as error:
             raise StorageError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StorageError(
-                f"{path} is damaged: {error}. Without it nobody knows whose rows are in; delete it, and producers "
-                "begin anew"
+                f"{path} is damaged: {error}. Without it the shard cannot tell whose rows it has; delete it, and "
+                "producers begin anew"
             ) from error
         if len(record.lanes) != self._n_lanes:
             raise StorageError(f"{path} is of a shard with {len(record.lanes)} lanes, lanes={self._n_lanes} was given")
@@ -362,14 +355,8 @@ class ReplayShard:
         record = dataclasses.replace(record, store=self._store_identity())
         if self._folder is not None and self._storage.lanes is not None:
             path = self._folder / _RECORD
-            aside = path.with_suffix(".new")
             try:
-                with open(open_regular(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-                    file.write(record.to_bytes())
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(aside, path)
-                sync_directory(self._folder)
+                DocumentFile(path).write(dataclasses.asdict(record))
             except OSError as error:
                 raise StorageError(f"{path} cannot be written: {error.strerror}; nothing was changed") from error
         self._record = record
@@ -462,7 +449,7 @@ class ReplayShard:
         return layout
 
     def facts(self) -> ShardFacts:
-        """What a client must know before it calls it; the one call that names no incarnation."""
+        """The facts that a client needs before it calls; the only call that names no incarnation."""
         with self._lock:
             folder = None if self._folder is None else str(self._folder.absolute())
             producers = tuple(use.producer for use in self._record.lanes if use is not None)
@@ -478,7 +465,7 @@ class ReplayShard:
 
     @_call
     def totals(self, incarnation: int) -> ShardTotals:
-        """What it holds now."""
+        """The present contents, in numbers."""
         return self._totals()
 
     # ---- producers ----
@@ -562,7 +549,7 @@ class ReplayShard:
         """
         lane = self._lane_of(producer, tenancy)
         if lane is None or self._folder is None:
-            reason = "has ended" if lane is None else "is in a shard without a scratch_dir, which nobody else can open"
+            reason = "has ended" if lane is None else "is in a shard without a scratch_dir, which others cannot open"
             raise ValueError(f"tenancy {tenancy} of {producer!r} {reason}: its lane cannot be lent")
         use = self._record.lanes[lane]
         assert use is not None
@@ -748,7 +735,7 @@ class ReplayShard:
         for _ in range(_MOST_DRAWS):
             with self._reader.lock:
                 try:
-                    draw = self._reader.draw(n)
+                    [draw] = self._reader.draw(n)
                 except RuntimeError:
                     if self._totals().draws.share:
                         raise
@@ -868,13 +855,13 @@ class ReplayShard:
         return self.incarnation
 
     def _end_incarnation(self) -> None:
-        """Before rows are replaced: killed in the middle of that, nobody's count is read off a lane of other rows."""
+        """Clears the record before rows are replaced: after a kill no count is taken from a lane of other rows."""
         record = self._without_tenancies(self._record)
         incarnation = max(record.incarnation + 1, time.time_ns())
         self._write_record(dataclasses.replace(record, incarnation=incarnation, replaced=record.replaced + 1))
 
     def close(self) -> None:
-        """Ends the use of the store; with a `scratch_dir` a new shard goes on with it."""
+        """Ends the use of the store; with a `scratch_dir` a new shard can continue with it."""
         with self._lock:
             self._storage.close()
             if self._priorities is not None:

@@ -171,7 +171,7 @@ class ShardedReplayBuffer:
         self._given: collections.deque[_Priorities] = collections.deque()  # by any thread, without the lock
         self._updates: list[_Priorities] = []  # older ones, which wait for shards that are away
         self._sent_updates: collections.deque[tuple[ShardClient, PendingCall, _Priorities]] = collections.deque()
-        self._dropped: dict[int, int] = {}  # priorities, by shard, of which nobody was told yet
+        self._dropped: dict[int, int] = {}  # priorities, by shard, that no warning has named yet
         self._warned_of: dict[int, int] = {}  # by shard, the outage in which priorities were dropped
         self._draws = 0
 
@@ -300,7 +300,7 @@ class ShardedReplayBuffer:
     def producing_as(self, name: str) -> Self:
         """A client of the same rows that writes under a name of its own choice.
 
-        A process that goes on with the work of one that died takes its name, and with it its lane: what is in already
+        A process that continues the work of one that died takes its name, and with it its lane: what is in already
         (`rows_in`) is not written again. No two living clients may have one name. Steps that its transforms hold back
         are its own.
         """
@@ -416,7 +416,7 @@ class ShardedReplayBuffer:
         """The layout of the rows that are there.
 
         Raises:
-            RuntimeError: there are none.
+            RuntimeError: no rows are stored.
         """
         if self._layout is None:
             saved = self._saved_layout(deadline) or self._saved_layout(deadline, again=True)
@@ -428,7 +428,7 @@ class ShardedReplayBuffer:
         return self._layout
 
     def _saved_layout(self, deadline: float, again: bool = False) -> bytes | None:
-        """What shards said of the layout, or say now: another client may have decided it since they were greeted."""
+        """The layout that shards know, asked for again if none did: another client may have decided it since."""
         present = self._all_present(deadline)
         for shard in present if again else []:
             shard.forget()
@@ -788,7 +788,7 @@ class ShardedReplayBuffer:
 
     @property
     def transform(self) -> Compose:
-        """What is applied to batches."""
+        """The transforms that are applied to batches."""
         return self._transform
 
     def append_transform(self, transform: Any) -> Self:
@@ -802,7 +802,7 @@ class ShardedReplayBuffer:
     def empty(self) -> None:
         """Forgets every row of every shard, and steps that transforms of this object hold back.
 
-        Producers go on with new lanes.
+        Producers continue with new lanes.
 
         Raises:
             ShardUnavailableError: a shard is away; some may have been emptied.

@@ -2,91 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from engram.distributed.ray_buffer import import_ray
-
-_ALIGNED = 64
-Bytes = np.ndarray[Any, Any]
-
-
-class WeightsEntry(NamedTuple):
-    """One tensor of a block.
-
-    Attributes:
-        start: its first byte.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its values."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class WeightsLayout:
-    """Where each of some named tensors lies in a block of bytes.
-
-    >>> layout = WeightsLayout({"w": torch.ones(2), "steps": torch.tensor(3)})
-    >>> block = layout.pack({"w": torch.zeros(2), "steps": torch.tensor(4)})
-    >>> block.nbytes, layout.unpack(block)["steps"].item()
-    (72, 4)
-    """
-
-    def __init__(self, state: Mapping[str, Tensor]) -> None:
-        self.entries: list[WeightsEntry] = []
-        end = 0
-        for name, tensor in state.items():
-            start = -(-end // _ALIGNED) * _ALIGNED
-            self.entries.append(WeightsEntry(name, tensor.dtype, tuple(tensor.shape), start))
-            end = start + self.entries[-1].nbytes
-        self.nbytes = end
-
-    def pack(self, state: Mapping[str, Tensor]) -> Bytes:
-        """The values as bytes, uint8 [nbytes], wherever the tensors are.
-
-        Raises:
-            ValueError: other names, shapes or dtypes.
-        """
-        self.refuse_others(state)
-        block = np.zeros(self.nbytes, np.uint8)
-        for name, view in self._views(block).items():
-            view.copy_(state[name])
-        return block
-
-    def unpack(self, block: Bytes) -> dict[str, Tensor]:
-        """The tensors, in memory of their own."""
-        return self._views(block.copy())
-
-    def _views(self, block: Bytes) -> dict[str, Tensor]:
-        whole = torch.from_numpy(block)
-        return {
-            entry.name: whole[entry.start : entry.start + entry.nbytes].view(entry.dtype).reshape(entry.shape)
-            for entry in self.entries
-        }
-
-    def refuse_others(self, state: Mapping[str, Tensor]) -> None:
-        """ValueError for weights of other names, shapes or dtypes."""
-        allowed = {entry.name: (entry.dtype, entry.shape) for entry in self.entries}
-        given = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
-        differing = [name for name in {**allowed, **given} if allowed.get(name) != given.get(name)]
-        if differing:
-            raise ValueError(
-                "these weights are not those of the policy.\n"
-                + "\n".join(
-                    f"  {name}: found {given.get(name)}, allowed {allowed.get(name)}" for name in differing[:10]
-                )
-            )
+from engram.kernel.collecting import WeightsLayout
 
 
 class WeightsOffer(NamedTuple):
@@ -133,7 +55,7 @@ class WeightsPublisher:
         if self.offer is None:
             return None
         layout, block = import_ray().get(self.offer.reference[0])
-        state: dict[str, Tensor] = layout.unpack(block)
+        state: dict[str, Tensor] = layout.views(block.copy())
         return state
 
     def refuse_others(self, state: Mapping[str, Tensor]) -> None:
@@ -154,5 +76,5 @@ class WeightsFetcher:
             return None
         layout, block = import_ray().get(offer.reference[0])
         self.version = offer.version
-        state: dict[str, Tensor] = layout.unpack(block)
+        state: dict[str, Tensor] = layout.views(block.copy())
         return state

@@ -7,8 +7,8 @@ the kernel imports none of them (`tests/test_layering.py`). A name that is added
     tools       files, memory, texts, warnings, without torch
     disk        checkpoint directories, mapped stores and their locks, without torch
     rows        rows: their layout, lanes, episodes; snapshots of them
-    hdf5        reading HDF5 files that nobody vouches for
-    spaces      spaces of environments; texts as bytes of a row
+    hdf5        reading HDF5 files of unknown origin
+    spaces      spaces of the steps of environments
     replay      what stands behind a buffer: readers of batches, adapters of users' parts
     collecting  collectors whose workers run elsewhere, and the pool of these
     advice      names of TorchRL's that are missing here

@@ -1,6 +1,6 @@
 """Checkpoint directories and mapped stores as they lie on disk. Needs no torch, whose import takes a second."""
 
-from engram.checkpoint.directory import from_checksummed_json, to_checksummed_json
+from engram.checkpoint.directory import DocumentFile
 from engram.checkpoint.reader import Checkpoint
 from engram.checkpoint.writer import saving
 from engram.store.counters import Counters
@@ -10,9 +10,8 @@ from engram.store.locks import FirstByte
 __all__ = [
     "Checkpoint",
     "Counters",
+    "DocumentFile",
     "FirstByte",
     "StoreFile",
-    "from_checksummed_json",
     "saving",
-    "to_checksummed_json",
 ]

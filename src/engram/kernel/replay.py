@@ -1,6 +1,6 @@
-"""What stands behind a buffer: the reading of batches, adapters of users' parts, what is stored."""
+"""Behind a buffer: reading batches, adapters of users' parts, looks at stored rows."""
 
-from engram.data.replay_buffers.reader import BatchReader
+from engram.data.replay_buffers.reader import BatchReader, Member
 from engram.data.replay_buffers.samplers.base import as_sampler
 from engram.data.replay_buffers.samplers.slices import mark_rows
 from engram.data.replay_buffers.state.rebuild import saved_storage
@@ -10,6 +10,7 @@ from engram.transforms.base import WriteRequest
 
 __all__ = [
     "BatchReader",
+    "Member",
     "WriteRequest",
     "as_sampler",
     "as_writer",

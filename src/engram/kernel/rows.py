@@ -1,6 +1,6 @@
 """Rows: where each key lies in one, the lanes that they are written to, the episodes that they form, saved rows."""
 
-from engram.checkpoint.foreign import Part, Receiver
+from engram.checkpoint.foreign import Receiver
 from engram.store.episodes import IDS, EpisodeIndex
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
@@ -10,7 +10,6 @@ __all__ = [
     "EpisodeIndex",
     "Lanes",
     "LeafSpec",
-    "Part",
     "Receiver",
     "RowLayout",
 ]

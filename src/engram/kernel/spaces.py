@@ -1,11 +1,5 @@
-"""Spaces of environments, and texts as the bytes of a row."""
+"""Spaces of the steps of environments, and of texts among them."""
 
-from engram.specs.spaces import HasSpaces, leaf_spaces, text_width
-from engram.specs.text import bytes_of_text
+from engram.specs.spaces import EncodedSpaces, text_width
 
-__all__ = [
-    "HasSpaces",
-    "bytes_of_text",
-    "leaf_spaces",
-    "text_width",
-]
+__all__ = ["EncodedSpaces", "text_width"]

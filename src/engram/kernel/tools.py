@@ -6,7 +6,6 @@ from engram._system import (
     human_bytes,
     open_regular,
     parse_bytes,
-    sync_directory,
 )
 from engram._text import visible, warn_user
 
@@ -16,7 +15,6 @@ __all__ = [
     "human_bytes",
     "open_regular",
     "parse_bytes",
-    "sync_directory",
     "visible",
     "warn_user",
 ]

@@ -1,10 +1,11 @@
-"""A policy's weights in shared memory: written by one process, read by its workers."""
+"""A policy's weights as a block of bytes, which may lie in shared memory: written by one process, read by others."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,9 +15,95 @@ from torch import Tensor, nn
 
 from engram.processes.shared_memory import SharedMemory
 
+Bytes = np.ndarray[Any, Any]
+
 _HEADER = 64  # bytes: version, checksum, number of updates
 _ALIGNED = 64
 _READ_TIMEOUT = 5.0  # seconds
+
+
+class WeightsEntry(NamedTuple):
+    """One tensor of a block.
+
+    Attributes:
+        start: its first byte.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class WeightsLayout:
+    """Where each of some named tensors lies in a block of bytes.
+
+    >>> layout = WeightsLayout({"w": torch.ones(2), "steps": torch.tensor(3)})
+    >>> block = layout.pack({"w": torch.zeros(2), "steps": torch.tensor(4)})
+    >>> block.nbytes, layout.views(block)["steps"].item()
+    (72, 4)
+    """
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self.entries: list[WeightsEntry] = []
+        end = 0
+        for name, tensor in state.items():
+            start = -(-end // _ALIGNED) * _ALIGNED
+            self.entries.append(WeightsEntry(name, tensor.dtype, tuple(tensor.shape), start))
+            end = start + self.entries[-1].nbytes
+        self.nbytes = end
+
+    @staticmethod
+    def tensors_of(weights: Any) -> dict[str, Tensor]:
+        """The tensors of a module, a state dict or a TensorDict of parameters, by the names of a state dict.
+
+        Raises TypeError for anything else.
+        """
+        if isinstance(weights, nn.Module):
+            weights = weights.state_dict()
+        elif isinstance(weights, TensorDictBase):
+            weights = dict(weights.flatten_keys(".").items())
+        if not isinstance(weights, Mapping):
+            raise TypeError(f"weights are a module, a state dict or a TensorDict, got a {type(weights).__name__}")
+        return {str(name): value.detach() for name, value in weights.items() if isinstance(value, Tensor)}
+
+    def pack(self, state: Mapping[str, Tensor]) -> Bytes:
+        """The values in a new block, uint8 [nbytes], wherever the tensors are; errors as `refuse_others`."""
+        block = np.zeros(self.nbytes, np.uint8)
+        self.pack_into(block, state)
+        return block
+
+    def pack_into(self, block: Bytes, state: Mapping[str, Tensor]) -> None:
+        """Overwrites the values in a block; errors as `refuse_others`, which are raised before that."""
+        self.refuse_others(state)
+        for name, view in self.views(block).items():
+            view.copy_(state[name])
+
+    def views(self, block: Bytes) -> dict[str, Tensor]:
+        """The tensors in a block, which share its memory."""
+        whole = torch.from_numpy(block)
+        return {
+            entry.name: whole[entry.start : entry.start + entry.nbytes].view(entry.dtype).reshape(entry.shape)
+            for entry in self.entries
+        }
+
+    def refuse_others(self, state: Mapping[str, Tensor]) -> None:
+        """ValueError for weights of other names, shapes or dtypes."""
+        allowed = {entry.name: (entry.dtype, entry.shape) for entry in self.entries}
+        given = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+        differing = [name for name in {**allowed, **given} if allowed.get(name) != given.get(name)]
+        if differing:
+            raise ValueError(
+                "these weights are not those of the policy.\n"
+                + "\n".join(
+                    f"  {name}: found {given.get(name)}, allowed {allowed.get(name)}" for name in differing[:10]
+                )
+            )
 
 
 class SharedWeights:
@@ -33,19 +120,15 @@ class SharedWeights:
     """
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
-        self._entries = []
-        end = _HEADER
-        for name, tensor in state.items():
-            self._entries.append((name, tensor.dtype, tuple(tensor.shape), end))
-            end += -(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED
+        self._layout = WeightsLayout(state)
         self._memory = SharedMemory()
-        self._memory.allocate([end])
+        self._memory.allocate([_HEADER + self._layout.nbytes])
         self._version = -1
         self.write(state)
         self._header[2] = 0
 
     @property
-    def _header(self) -> np.ndarray[Any, Any]:
+    def _header(self) -> Bytes:
         return self._memory.bytes[:_HEADER].view(np.uint64)
 
     @property
@@ -63,11 +146,8 @@ class SharedWeights:
 
         Raises ValueError for other names, shapes or dtypes.
         """
-        _refuse_others(self._entries, state)
         payload = self._memory.bytes[_HEADER:]
-        views = _views(self._entries, payload)
-        for name, view in views.items():
-            view.copy_(state[name])
+        self._layout.pack_into(payload, state)
         self._version = self._version + 1 if version is None else version
         self._header[0], self._header[1] = self._version, _checksum(payload, self._version)
         self._header[2] += np.uint64(1)  # last: a reader that sees it reads no earlier values
@@ -84,44 +164,10 @@ class SharedWeights:
             payload = self._memory.bytes[_HEADER:].copy()
             if _checksum(payload, version) == checksum:
                 self.read_version, self.read_updates = version, updates
-                return _views(self._entries, payload)
+                return self._layout.views(payload)
             time.sleep(0.0005)
         raise TimeoutError(f"the shared weights were being written at every attempt to read them for {_READ_TIMEOUT} s")
 
 
-def tensors_of(weights: Any) -> dict[str, Tensor]:
-    """The tensors of a module, a state dict or a TensorDict of parameters, by the names of a state dict.
-
-    Raises TypeError for anything else.
-    """
-    if isinstance(weights, nn.Module):
-        weights = weights.state_dict()
-    elif isinstance(weights, TensorDictBase):
-        weights = dict(weights.flatten_keys(".").items())
-    if not isinstance(weights, Mapping):
-        raise TypeError(f"weights are a module, a state dict or a TensorDict, got a {type(weights).__name__}")
-    return {str(name): value.detach() for name, value in weights.items() if isinstance(value, Tensor)}
-
-
-def _views(entries: list[Any], payload: np.ndarray[Any, Any]) -> dict[str, Tensor]:
-    block = torch.from_numpy(payload)
-    views = {}
-    for name, dtype, shape, start in entries:
-        size = torch.Size(shape).numel() * dtype.itemsize
-        views[name] = block[start - _HEADER : start - _HEADER + size].view(dtype).reshape(shape)
-    return views
-
-
-def _checksum(payload: np.ndarray[Any, Any], version: int) -> int:
+def _checksum(payload: Bytes, version: int) -> int:
     return xxhash.xxh3_64_intdigest(payload.data, seed=version)
-
-
-def _refuse_others(entries: list[Any], state: Mapping[str, Tensor]) -> None:
-    expected = {name: (dtype, shape) for name, dtype, shape, _ in entries}
-    given = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
-    if expected != given:
-        differing = [name for name in {**expected, **given} if expected.get(name) != given.get(name)]
-        raise ValueError(
-            "these weights are not those of the policy.\n"
-            + "\n".join(f"  {name}: found {given.get(name)}, allowed {expected.get(name)}" for name in differing[:10])
-        )

@@ -210,9 +210,20 @@ class EncodedSpaces(NamedTuple):
     #: where a Discrete starts, or the characters of a Text.
     spaces: Mapping[KeyPath, Any]
 
+    @classmethod
+    def of(cls, origin: Any) -> EncodedSpaces | None:
+        """The spaces of an environment's steps, or of a collector's; None for any other object."""
+        return origin.encoded_spaces() if isinstance(origin, HasSpaces) else None
+
+    @classmethod
+    def of_space(cls, space: Any) -> EncodedSpaces:
+        """Those of the values of one gymnasium space, by the keys that a Dict or Tuple has."""
+        spaces = leaf_spaces(space, ())
+        return cls({path: spec_from_space(leaf) for path, leaf in spaces.items()}, 0, spaces)
+
 
 class HasSpaces(ABC):
-    """What can say which spaces its steps come from: environments and collectors."""
+    """An environment or a collector: it knows the spaces of its steps."""
 
     @abstractmethod
     def encoded_spaces(self) -> EncodedSpaces:

@@ -153,6 +153,10 @@ class NewItemRows:
         skipped = max(0, self._n - capacity)
         self.of.rows.reserve((slot + skipped) % capacity, self._n - skipped, capacity)
 
+    def reserve_one(self, slot: int) -> None:
+        """As `reserve`, for `put_one`."""
+        self.of.rows.reserve(slot, 1, slot + 1)
+
     def put(self, slot: int, capacity: int) -> None:
         """Stores them from this slot on, round a ring of this size; of more than fit the last ones."""
         skipped = max(0, self._n - capacity)

@@ -31,6 +31,7 @@ _TURN_LOOKS = 64  # at whose turn it is, before a writer sleeps and asks whether
 _TURN_PAUSE = 5e-5  # seconds that it sleeps, rising up to
 _LONGEST_TURN_PAUSE = 2e-3
 _END_OF_SEQUENCES = 1 << 62
+NO_LIMIT = 1 << 40  # steps of a store without a size
 
 
 class Lanes:
@@ -86,9 +87,10 @@ class Lanes:
         _live.add(self)
 
     @classmethod
-    def in_memory(cls, capacity: int, envs: int = 1) -> Lanes:
-        """Counters without rows, for storages that keep their rows elsewhere."""
-        return cls(_native.Store.create(-1, 1, capacity, envs, 0, 8, False, b"", os.urandom(16)))
+    def in_memory(cls, capacity: int | None, envs: int = 1) -> Lanes:
+        """Counters without rows, for storages that keep their rows elsewhere. None: without limit."""
+        steps = NO_LIMIT if capacity is None else capacity
+        return cls(_native.Store.create(-1, 1, steps, envs, 0, 8, False, b"", os.urandom(16)))
 
     # ---- what exists ----
     def __len__(self) -> int:

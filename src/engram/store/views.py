@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from engram._system import map_privately
 from engram.errors import StorageInUseError
 from engram.store.lanes import Lanes
 from engram.store.layout import RowLayout
+
+if TYPE_CHECKING:
+    from engram.store.items import ItemTable
 
 
 class ChangeTracker:
@@ -157,25 +160,23 @@ class ColumnSnapshot(ChangeTracker):
 
 
 class ItemSnapshot(ChangeTracker):
-    """The items of a list storage, which replaces its items and never changes them."""
+    """The ItemSource of a save: the items of a table, which replaces its items and never changes them."""
 
     left_out = 0
 
-    def __init__(self, lanes: Lanes, source: Any) -> None:
-        super().__init__(lanes)
-        self._counters = copy.deepcopy(source.counters())
-        self._items, self._sequences = list(source.items()), source.sequences()
+    def __init__(self, table: ItemTable) -> None:
+        super().__init__(table.lanes)
+        self._counters = copy.deepcopy(table.counters())
+        self._items, self._sequences = table.items(), table.sequences()
 
     def items(self) -> list[Any]:
         return self._items
 
     def sequences(self) -> list[int]:
-        own: list[int] = self._sequences
-        return own
+        return self._sequences
 
     def counters(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._counters
-        return state
+        return self._counters
 
     def close(self) -> None:
         self._items = []

@@ -227,7 +227,7 @@ def tensordict_of(steps: Any) -> TensorDictBase:
 
 
 def leaves_of(td: TensorDictBase, within: KeyPath = ()) -> list[tuple[KeyPath, Tensor]]:
-    """Every tensor with its path; TypeError where an entry is none."""
+    """Every tensor with its path; TypeError where an entry is not a tensor."""
     leaves: list[tuple[KeyPath, Tensor]] = []
     for key, value in tensordict_items(td):
         if isinstance(value, Tensor):

@@ -66,7 +66,13 @@ def state_of(rb: Any) -> Any:
     if lanes is None:
         return 0, 0, 0, []
     rows = numbers(rb[:]) if len(rb) else []
-    return len(rb), rb.write_count, getattr(rb.writer, "_cursor", None), rows
+    return len(rb), rb.write_count, cursor_of(rb), rows
+
+
+def cursor_of(rb: Any) -> int | None:
+    """The slot that the writer of a buffer writes next; None for a writer that keeps no cursor of TorchRL's name."""
+    cursor: int | None = getattr(rb.writer, "_cursor", None)
+    return cursor
 
 
 _FEWEST = 5.0  # expected counts below which the chi-square distribution is a poor approximation

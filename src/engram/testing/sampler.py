@@ -98,8 +98,11 @@ class SamplerContract:
 
         assert draw() == draw()
 
+    def _takes_generator(self) -> bool:
+        return hasattr(self.make(), "use_generator")
+
     def test_the_buffers_own_generator_leaves_the_global_one_alone(self) -> None:
-        if not hasattr(self.make(), "use_generator"):
+        if not self._takes_generator():
             pytest.skip("it has no use_generator: it draws from torch's global one")
 
         def draw(global_seed: int) -> list[list[int]]:
@@ -139,7 +142,7 @@ class SamplerContract:
             expected = [numbers(again.sample()) for _ in range(8)]
             torch.manual_seed(k)
             assert [numbers(twin.sample()) for _ in range(4)] == expected[:4]
-            if prefetch and not hasattr(self.make(), "use_generator"):
+            if prefetch and not self._takes_generator():
                 continue  # what was prepared ahead has used up numbers of torch's global generator
             middle, seed = twin.state_dict(), torch.get_rng_state()
             assert [numbers(twin.sample()) for _ in range(4)] == expected[4:]

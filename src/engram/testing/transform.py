@@ -1,4 +1,4 @@
-"""What a transform must do in an environment."""
+"""`TransformContract`: the behaviour of a transform in an environment and in a buffer."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_differences_of_a_list_storage_are_listed_together(ram_path):
         ) as e:
             load()
         assert len(e.value.differences) == 2
-    assert rb.storage.items() == [1, 2]
+    assert rb[:] == [1, 2]
 
 
 def ensemble(

@@ -25,6 +25,7 @@ from engram.data import (
 )
 from engram.pytree import is_tensorclass
 from engram.store.item_rows import ROW, ItemRows
+from engram.store.items import COPIES, ItemTable
 
 CAPACITY = 40
 
@@ -32,11 +33,9 @@ CAPACITY = 40
 class Objects(ListStorage):
     """Keeps every item as an object."""
 
-    def _pack(self, *args: Any) -> None:
-        return None
-
-    def _packed_whole(self, items: list[Any]) -> None:
-        return None
+    def __init__(self, max_size: int | None) -> None:
+        super().__init__(max_size)
+        self._take_table(ItemTable(max_size, COPIES._replace(packs=False)))
 
 
 @tensorclass
@@ -54,7 +53,7 @@ class Indexed:
 
 def stored(storage: Any) -> list[Any]:
     """What the list holds, unread."""
-    return list(list.__iter__(storage._items))
+    return list(list.__iter__(storage._storage))
 
 
 def packed(storage: Any) -> int:
@@ -280,7 +279,7 @@ def test_changing_what_came_in_or_was_handed_out_changes_nothing_that_is_stored(
     rb = ReplayBuffer(storage=ListStorage(10), batch_size=4, collate_fn=lambda items: items)
     given = [{"a": torch.full((2,), float(i))} for i in range(4)]
     rb.extend(given)
-    for item in [*given, rb[0], rb[-1], *rb[:], *rb.sample(), *rb.storage._storage, *rb.storage.items()]:
+    for item in [*given, rb[0], rb[-1], *rb[:], *rb.sample(), *rb.storage._storage, *rb.storage._table.items()]:
         item["a"].zero_()
         item["b"] = 1
     stacked = ReplayBuffer(storage=rb.storage, batch_size=4)

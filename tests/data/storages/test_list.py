@@ -61,7 +61,7 @@ def test_items_of_an_emptied_storage_are_saved_in_their_order(tmp_path):
         rb.dumps(tmp_path / "saved")
         twin = ReplayBuffer(storage=ListStorage(storage.max_size))
         twin.loads(tmp_path / "saved")
-        assert twin[:] == [1, 2, 3, 4] and storage.items() == [1, 2, 3, 4]
+        assert twin[:] == [1, 2, 3, 4] and storage[:] == [1, 2, 3, 4]
 
 
 def test_what_is_added_after_a_load_goes_on_where_the_saved_items_ended():

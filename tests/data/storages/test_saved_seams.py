@@ -128,11 +128,11 @@ def test_a_list_of_many_writers_is_saved_with_every_item_and_every_seam(tmp_path
     for b in (rb, twin):
         first = max(0, last - (capacity or last))
         assert sorted(b[:]) == list(range(first, last))
-        assert b.storage.items() == sorted(b[:]), "oldest first"
+        assert b.storage._table.items() == sorted(b[:]), "oldest first"
         seams, there = b.storage.lanes.states()[0]["seams"], b.storage.lanes.states()[0]["published"]
         assert seams == list(range(there - (last - first) + 2, there + 1, 2))
         b.extend([last, last + 1])
-        assert b.storage.items()[-3:] == [last - 1, last, last + 1] and sorted(b[:]) == b.storage.items()
+        assert b.storage._table.items()[-3:] == [last - 1, last, last + 1] and sorted(b[:]) == b.storage._table.items()
 
 
 @pytest.mark.parametrize("save", [lambda rb, path: rb.dumps(path), lambda rb, path: rb.state_dict()])

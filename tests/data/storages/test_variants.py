@@ -20,6 +20,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from engram.store.items import ItemTable
 from engram.testing import StorageContract, numbers, steps
 
 
@@ -151,11 +152,17 @@ def kinds(rb):
     return {id(item) for item in list.__iter__(rb.storage._storage)}
 
 
+class UnpackedTable(ItemTable):
+    def _as_rows(self, *args):
+        return None
+
+
 class Unpacked(ListStorage):
     """As where an item of another form came first: batches are kept as they are."""
 
-    def _pack(self, *args):
-        return None
+    def __init__(self, max_size):
+        super().__init__(max_size)
+        self._take_table(UnpackedTable(max_size))
 
 
 @pytest.mark.parametrize("storage", [ListStorage, Unpacked])

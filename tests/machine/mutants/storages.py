@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage, TensorStorage
 from engram.data.replay_buffers.storages.tensor import TableStorage
+from engram.store.items import ItemTable
 from machine.mutants.base import Mutant, Patch, around
 
 
@@ -41,7 +42,7 @@ def oldest_is_not_saved(counters: Any, storage: Storage) -> Any:
     return saved
 
 
-def rolled_when_saved(items: Any, storage: Storage) -> Any:
+def rolled_when_saved(items: Any, table: ItemTable) -> Any:
     saved = items()
     return saved[1:] + saved[:1]
 
@@ -68,7 +69,7 @@ STORAGE_MUTANTS = {
         around(ListStorage, "append", last_row_before_the_wrap_is_lost), storage="list"
     ),
     "a list that is saved from its second row on": Mutant(
-        around(ListStorage, "items", rolled_when_saved), storage="list"
+        around(ItemTable, "items", rolled_when_saved), storage="list"
     ),
     "memory that reads the next row": Mutant(around(LazyTensorStorage, "read", next_row)),
     "memory that reads the next row of environments": Mutant(around(LazyTensorStorage, "read", next_row), envs=2),

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from engram._native import FIRST_REPLACED
-from engram.data import ImmutableDatasetWriter, ListStorage, RoundRobinWriter, Storage, TensorDictMaxValueWriter
+from engram.data import ImmutableDatasetWriter, RoundRobinWriter, Storage, TensorDictMaxValueWriter
 from engram.data.replay_buffers.storages.tensor import TableStorage
+from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
 from engram.store.tables import ColumnTable, RowTable
 from machine.mutants.base import Mutant, Patch, around
@@ -62,10 +63,10 @@ def no_sequences(prepare: Any, table: Any, slots: Tensor, plan: Any, rows: Tenso
     return prepare(slots, plan, rows, 0)
 
 
-def keeps_sequences(append: Any, storage: ListStorage, checked: Any, *most: Any) -> Any:
-    before = dict(storage._sequences)
+def keeps_sequences(append: Any, table: ItemTable, data: Any, *most: Any) -> Any:
+    before = dict(table._sequences)
     slots = append()
-    storage._sequences.update(before)
+    table._sequences.update(before)
     return slots
 
 
@@ -103,7 +104,7 @@ WRITER_MUTANTS = {
         around(Lanes, "reserve_sequences", lambda reserve, lanes, n: FIRST_REPLACED), writers=("best",)
     ),
     "sequences that stay when a row is appended over theirs": Mutant(
-        around(ListStorage, "append", keeps_sequences), storage="list", writers=("best", "with index")
+        around(ItemTable, "append", keeps_sequences), storage="list", writers=("best", "with index")
     ),
     "a heap that writes beside the lowest": Mutant(
         around(TensorDictMaxValueWriter, "_store", writes_beside_the_lowest), writers=("best",)

@@ -1,7 +1,7 @@
 """New files and folders that are written aside and renamed: they appear whole, or not at all.
 
-Where something has the name already, it is replaced only if engram wrote all of it, in one step: whoever is killed in
-the middle leaves the old one or the new one.
+An existing file or folder is replaced only if engram wrote all of it, and in one step: a process that is killed in the
+middle leaves the old one or the new one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SUFFIX = ".engram-tmp"
 
 
 class Replaceable(NamedTuple):
-    """What may be replaced: its name, and a function that says of a path why it may not be; None where it may."""
+    """A kind of file or folder that may be replaced: its name, and a function that says why a path may not be."""
 
     name: str
     refusal: Callable[[Path], str | None]
@@ -182,7 +182,7 @@ def _rename_with(source: Path, target: Path, flag: int) -> bool:
     if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
     if number == errno.EEXIST:
-        raise FileExistsError(number, "somebody else has created it meanwhile; overwrite=True replaces it", str(target))
+        raise FileExistsError(number, "another process created it meanwhile; overwrite=True replaces it", str(target))
     raise OSError(number, os.strerror(number), str(target))
 
 

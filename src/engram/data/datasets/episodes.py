@@ -1,4 +1,4 @@
-"""What all dataset formats share: the mapping of keys, sources of steps to write, and reading into a buffer.
+"""Shared by all dataset formats: the mapping of keys, sources of steps to write, and reading into a buffer.
 
 Steps are episode data (TED): the next observation, reward and flags of a step are under "next".
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engram import pytree
 from engram._progress import progress_bar
+from engram.data import ReplayBuffer, Storage, StorageEnsemble
 from engram.errors import DatasetError
 from engram.kernel.rows import IDS, EpisodeIndex, LeafSpec, RowLayout
 from engram.kernel.tools import open_regular, visible, warn_user
@@ -38,14 +39,14 @@ INDEX = "_index_"
 
 
 class DatasetSize(NamedTuple):
-    """What the header of a dataset says of its size; None: it does not say it."""
+    """The size of a dataset according to its header; None: the header does not say it."""
 
     steps: int | None
     episodes: int | None
 
 
 class Marks(NamedTuple):
-    """What steps say of the ends of trajectories: ids, or None, and flags; one a step."""
+    """The entries of steps that mark ends of trajectories: ids, or None, and flags; one a step."""
 
     ids: npt.NDArray[Any] | None
     done: npt.NDArray[np.bool_]
@@ -288,14 +289,14 @@ def episode_source(data: Any, end_key: Key, traj_key: Key | None, exclude: Seque
     """The steps of a buffer, a storage, a batch or an iterable of batches.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: an object of another kind.
         ValueError: it has no steps.
     """
     excluded = tuple(as_path(key, "exclude") for key in exclude)
-    storage = getattr(data, "storage", data)
-    if hasattr(storage, "storages"):
+    storage = data.storage if isinstance(data, ReplayBuffer) else data
+    if isinstance(storage, StorageEnsemble):
         raise TypeError(f"a {type(data).__name__} has several members: write each of them by itself")
-    if hasattr(storage, "lanes") and hasattr(storage, "read"):
+    if isinstance(storage, Storage):
         if storage.lanes is None or not len(storage):
             raise ValueError("there is nothing to write: the buffer is empty")
         return StoredSteps(storage, EpisodeIndex(end_key=end_key, traj_key=traj_key), excluded)
@@ -367,7 +368,7 @@ class StoredSteps:
 
     def _row_bytes(self, lane: int, env: int, start: int) -> int:
         layout = self._storage.layout
-        if layout is None:  # items of this process, which nobody else overwrites
+        if layout is None:  # items of this process, which no other process overwrites
             layout = RowLayout.of(self._read(lane, env, start, start + 1)[0], 1)
         payload_bytes: int = layout.payload_bytes
         return payload_bytes
@@ -404,7 +405,7 @@ def _parts_within(trajectories: Ints, start: int, stop: int) -> Ints:
 class CollectedSteps:
     """The steps of batches `[time]` or `[envs, time]`, as a collector hands them out.
 
-    A trajectory that goes on in the next batch is kept in memory until it ends.
+    A trajectory that continues in the next batch is kept in memory until it ends.
     """
 
     total = None
@@ -498,6 +499,20 @@ class _OpenTrajectory:
             yield StepBlock(pytree.without_entries(rows, exclude), np.array([[len(rows), 0, len(rows)]], np.int64))
 
 
+def whole_trajectories(blocks: Iterable[TensorDict]) -> Iterator[TensorDict]:
+    """The trajectories of blocks of consecutive steps, each whole, told apart by their ids."""
+    held: list[TensorDict] = []
+    for block in blocks:
+        lengths = torch.unique_consecutive(block[TRAJECTORY], return_counts=True)[1].tolist()
+        for part in block.split(lengths):
+            if held and int(held[-1][TRAJECTORY][-1]) != int(part[TRAJECTORY][0]):
+                yield torch.cat(held)
+                held = []
+            held.append(part)
+    if held:
+        yield torch.cat(held)
+
+
 def block_rows(row_bytes: int) -> int:
     """The number of steps of this size that make a block."""
     return max(1, BLOCK_BYTES // max(1, row_bytes))
@@ -533,13 +548,12 @@ _IDS_AT_ONCE = 1 << 20
 
 def check_buffer(buffer: Any) -> None:
     """TypeError or ValueError where a buffer does not take batches `[time]`."""
-    storage = getattr(buffer, "storage", None)
-    if storage is None or not hasattr(buffer, "extend"):
+    if not isinstance(buffer, ReplayBuffer):
         raise TypeError(f"a dataset is read into a buffer, got a {type(buffer).__name__}")
-    if storage.ndim != 1:
+    if buffer.storage.ndim != 1:
         raise ValueError(
-            f"the buffer's storage has ndim={storage.ndim}, whose batches are [envs, time]; the steps of a dataset "
-            "come one after the other: read into a storage with ndim=1"
+            f"the buffer's storage has ndim={buffer.storage.ndim}, whose batches are [envs, time]; the steps of a "
+            "dataset come one after the other: read into a storage with ndim=1"
         )
 
 

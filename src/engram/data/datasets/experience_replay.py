@@ -12,14 +12,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase, pad_sequence
 
 from engram.data import ImmutableDatasetWriter, LazyMemmapStorage, TensorDictReplayBuffer
-from engram.data.datasets.episodes import MAX_ROW_BYTES
+from engram.data.datasets.episodes import MAX_ROW_BYTES, TRAJECTORY, whole_trajectories
 from engram.data.datasets.h5_files import open_foreign
 from engram.data.datasets.hdf5 import FlatReader, iter_hdf5
 from engram.data.datasets.minari import _open_episodes, iter_minari
 from engram.errors import DatasetError
 
 PathLike = str | os.PathLike[str]
-_TRAJECTORY = ("collector", "traj_ids")
 
 
 class DatasetReplay(TensorDictReplayBuffer):
@@ -51,7 +50,7 @@ class DatasetReplay(TensorDictReplayBuffer):
         if path is None:
             raise FileNotFoundError(2, f"there is no dataset {dataset_id!r} in this folder; give root=", str(self.root))
         self.data_path = path
-        padded = _padded(list(self._trajectories())) if split_trajs else None
+        padded = _padded(list(whole_trajectories(self._blocks()))) if split_trajs else None
         capacity = self._step_count() if padded is None else len(padded)
         super().__init__(
             storage=LazyMemmapStorage(max(1, capacity)),
@@ -92,20 +91,6 @@ class DatasetReplay(TensorDictReplayBuffer):
     @abstractmethod
     def _blocks(self) -> Iterator[TensorDictBase]:
         """The steps in order, `[time]`, with trajectory numbers."""
-
-    def _trajectories(self) -> Iterator[TensorDictBase]:
-        """The trajectories, each whole."""
-        waiting: list[TensorDictBase] = []
-        for block in self._blocks():
-            ids = block.get(_TRAJECTORY)
-            lengths = torch.unique_consecutive(ids, return_counts=True)[1].tolist()
-            for part in block.split(lengths):
-                if waiting and int(waiting[-1].get(_TRAJECTORY)[-1]) != int(part.get(_TRAJECTORY)[0]):
-                    yield torch.cat(waiting)
-                    waiting = []
-                waiting.append(part)
-        if waiting:
-            yield torch.cat(waiting)
 
 
 def _padded(trajectories: list[TensorDictBase]) -> TensorDictBase:
@@ -213,7 +198,7 @@ class MinariExperienceReplay(DatasetReplay):
 
     def _blocks(self) -> Iterator[TensorDictBase]:
         for block in iter_minari(self.data_path):
-            yield block.set("episode", block.get(_TRAJECTORY).clone())
+            yield block.set("episode", block.get(TRAJECTORY).clone())
 
 
 class D4RLExperienceReplay(DatasetReplay):

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from engram.data.datasets.atomic_files import path_of
 from engram.errors import DatasetError
 from engram.kernel.hdf5 import H5Dataset, H5File, import_h5py
-from engram.kernel.spaces import bytes_of_text
 from engram.kernel.tools import check_memory, human_bytes, open_regular, parse_bytes
+from engram.specs import Text
 
 Array = npt.NDArray[Any]
 
@@ -42,8 +42,11 @@ class H5Texts(H5Dataset):
         check_memory(rows * width, f"a read of {self._place}")
         values = np.empty((rows, width), np.uint8)
         for at in range(start, stop, self._rows_at_once):
-            for i, text in enumerate(self._strings(at, min(stop, at + self._rows_at_once)), at - start):
-                values[i] = bytes_of_text(text.decode(), width, self._place)
+            texts = [text.decode() for text in self._strings(at, min(stop, at + self._rows_at_once))]
+            try:
+                values[at - start : at - start + len(texts)] = Text(width).encode(texts).numpy()
+            except ValueError as error:
+                raise ValueError(f"{self._place}: {error}") from error
         return values
 
     def _strings(self, start: int, stop: int) -> Array:
@@ -84,7 +87,7 @@ class H5Source(H5File):
             )
 
     def open(self, group: Any, name: str, place: str) -> Any:
-        """As of every file; chunks of one step are not kept, which is wanted once."""
+        """As `H5File.open`; chunks of one step are not cached, since each is read once."""
         opened = super().open(group, name, place)
         if self.is_group(opened):
             return opened
@@ -92,7 +95,7 @@ class H5Source(H5File):
             creation = opened.get_create_plist()
             if creation.get_layout() != self._h5.h5d.CHUNKED or creation.get_chunk()[0] > 1:
                 return opened
-            del opened  # the cache is that of who opens it first
+            del opened  # HDF5 takes the cache settings of the first handle
             return self._h5.h5d.open(group, name.encode(), self._uncached)
 
     def rows(self, group: Any, name: str, place: str, like: H5Dataset | None = None) -> H5Dataset:
@@ -101,7 +104,7 @@ class H5Source(H5File):
         return self.checked_rows(self.open(group, name, place), place, like, text_width=width)
 
     def checked_rows(self, opened: Any, place: str, like: H5Dataset | None = None, *, text_width: int = 0) -> H5Dataset:
-        """What `open` returned, as a dataset with a value for each step; texts as uint8 of this width, if it is not 0.
+        """An opened entry as a dataset with a value for each step; texts as uint8 of this width, if it is not 0.
 
         A text's bytes lie elsewhere in the file, where many rows may share them: no more rows are decoded at once than
         fit what a row may take, if each has the whole file.
@@ -138,7 +141,7 @@ def open_foreign(path: Path, max_row_bytes: int | str) -> Iterator[H5Source]:
     """Reads a file that anybody may have written; a step, and a compressed chunk, may take `max_row_bytes`.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
         DatasetError: it is not HDF5.
         ImportError: h5py is missing.
     """

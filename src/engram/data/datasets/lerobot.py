@@ -33,13 +33,14 @@ from engram.data.datasets.episodes import (
     next_key,
     next_trajectory,
     read_json_object,
+    whole_trajectories,
 )
 from engram.data.datasets.format import DatasetFormat
 from engram.data.datasets.parquet import column_names, open_parquet, read_texts
 from engram.errors import DatasetError
-from engram.kernel.spaces import bytes_of_text
 from engram.kernel.tools import human_bytes, parse_bytes
 from engram.pytree import Key, KeyPath, as_path
+from engram.specs import Text
 
 INFO = Path("meta") / "info.json"
 LastStep = Literal["truncated", "terminated", "drop"]
@@ -54,7 +55,8 @@ _RANGE = ("dataset_from_index", "dataset_to_index")  # of the frames of an episo
 _SCALARS = (_EPISODE, _FRAME, _TIME, _TASK)  # one number a frame, without a dimension
 _VIDEO_PLACES = ("chunk_index", "file_index", "from_timestamp")
 _FLAGS = {".".join(path): path for path in (TERMINATED, TRUNCATED, DONE)}
-_DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.bool, *_INTEGERS, torch.float16, torch.float32, torch.float64)}
 _RESERVED: tuple[KeyPath, ...] = (("task",), ("done",), ("terminated",), ("truncated",), ("collector",))
 
 
@@ -110,7 +112,7 @@ class LeRobotReader:
     """Reads the frames of a dataset as steps, each with the frame after it.
 
     Raises:
-        DatasetError: a table is missing or damaged, or a feature is none that a row has a place for.
+        DatasetError: a table is missing or damaged, or a feature cannot be stored in a row.
     """
 
     def __init__(
@@ -159,7 +161,7 @@ class LeRobotReader:
             used += [path, next_key(path)] if _is_observation(path) else [path]
             if said["dtype"] != "video":
                 shape = () if name in _SCALARS else tuple(said["shape"])
-                features.append(Feature(name, path, getattr(torch, said["dtype"]), shape))
+                features.append(Feature(name, path, _DTYPES[said["dtype"]], shape))
         missing = [name for name in (_EPISODE, _FRAME, _TASK, _TIME) if name not in {f.name for f in features}]
         if missing:
             raise self._wrong(INFO, f"has no feature {missing[0]!r}, which every LeRobot dataset has")
@@ -224,16 +226,7 @@ class LeRobotReader:
 
     def episodes(self) -> Iterator[TensorDict]:
         """The episodes, each whole, numbered from 0."""
-        waiting: list[TensorDict] = []
-        for block in self.blocks(0):
-            lengths = torch.unique_consecutive(block[TRAJECTORY], return_counts=True)[1].tolist()
-            for part in block.split(lengths):
-                if waiting and int(waiting[-1][TRAJECTORY][-1]) != int(part[TRAJECTORY][0]):
-                    yield torch.cat(waiting)
-                    waiting = []
-                waiting.append(part)
-        if waiting:
-            yield torch.cat(waiting)
+        return whole_trajectories(self.blocks(0))
 
     def _frames(self) -> Iterator[Columns]:
         """The columns of all frames, in blocks; `episode` is the place of a frame's episode in the table."""
@@ -336,12 +329,11 @@ class LeRobotReader:
         absent = [int(number) for number in numbers if int(number) not in self._tasks]
         if absent:
             raise self._wrong(_TASKS, f"has no task {absent[0]}, which frames have as their {_TASK!r}")
-        width = max(1, self._text_width)
         try:
-            rows = [bytes_of_text(self._tasks[int(number)], width, "the task") for number in numbers]
+            texts = Text(max(1, self._text_width)).encode([self._tasks[int(number)] for number in numbers])
         except ValueError as error:
             raise self._wrong(_TASKS, f"{error}; exclude=['task'] leaves the texts out") from error
-        return torch.from_numpy(np.array(rows, np.uint8).reshape(-1, width)[where])
+        return texts[torch.from_numpy(where)]
 
 
 def _problem_of(path: KeyPath, said: Mapping[str, Any]) -> str | None:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import string
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -60,7 +61,7 @@ from engram.data.datasets.parquet import (
 from engram.errors import DatasetError
 from engram.kernel.hdf5 import H5Dataset, import_h5py
 from engram.kernel.rows import LeafSpec, RowLayout
-from engram.kernel.spaces import HasSpaces, leaf_spaces, text_width
+from engram.kernel.spaces import EncodedSpaces, text_width
 from engram.kernel.tools import parse_bytes
 from engram.pytree import Key, KeyPath, as_path
 from engram.specs import MultiOneHot, OneHot, Spec, Text, Unbounded, space_from_spec, spec_from_space
@@ -120,7 +121,7 @@ def space_json(space: Any) -> dict[str, Any]:
 
 
 def _kind_of(space: Any) -> str:
-    """The name in `_KINDS` of a space's class; TypeError where there is none."""
+    """The name in `_KINDS` of a space's class; TypeError for any other class."""
     for cls in type(space).__mro__:
         if cls.__name__ in _KINDS:
             return cls.__name__
@@ -135,7 +136,7 @@ def _box(s: Any) -> dict[str, Any]:
 
 def _text(s: Any) -> dict[str, Any]:
     if type(s).__name__ != "Text":  # another space of `str`, such as a mission of MiniGrid
-        return {"max_length": text_width(None, ()), "min_length": 0, "charset": string.printable}
+        return {"max_length": spec_from_space(s).shape[-1], "min_length": 0, "charset": string.printable}
     return {"max_length": int(s.max_length), "min_length": int(s.min_length), "charset": s.characters}
 
 
@@ -264,12 +265,81 @@ class EpisodePart(NamedTuple):
     arrays: list[Array]  # one for each dataset, with one entry more where the dataset has
 
 
-class EpisodeReader:
-    """Reads the episodes of a file, which must all have the datasets of the first.
+class EpisodeReader(ABC):
+    """Reads the episodes of a dataset, which must all have the entries of the first.
+
+    Attributes:
+        path: the file or folder, for messages.
+        datasets: the entries that every episode has; the last three are rewards, terminations and truncations.
+    """
+
+    path: Path | str
+    datasets: Sequence[EpisodeEntry]
+    _names: Sequence[Any]  # of the episodes, in their order
+    _row_bytes: int
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def parts(self, most: int | None) -> Iterator[EpisodePart]:
+        """The episodes, one after the other; those of more than `most` steps are cut."""
+        for name in self._names:
+            yield from self._parts_of(name, most)
+
+    def blocks(self, first_id: int) -> Iterator[TensorDict]:
+        """All steps, in batches of bounded size; episodes are numbered from `first_id` on."""
+        most, held, ids, steps = block_rows(self._row_bytes), list[EpisodePart](), list[int](), 0
+        for number, name in enumerate(self._names, first_id):
+            for part in self._parts_of(name, most):
+                if held and steps + part.steps > most:
+                    yield self.batch_of_parts(held, ids)
+                    held, ids, steps = [], [], 0
+                held.append(part)
+                ids.append(number)
+                steps += part.steps
+        if held:
+            yield self.batch_of_parts(held, ids)
+
+    @abstractmethod
+    def _parts_of(self, name: Any, most: int | None) -> Iterator[EpisodePart]:
+        """The steps of one episode."""
+
+    def batch_of_parts(self, parts: list[EpisodePart], ids: list[int]) -> TensorDict:
+        """One TED batch of parts of episodes."""
+        n = sum(part.steps for part in parts)
+        leaves: dict[KeyPath, Any] = {}
+        for i, entry in enumerate(self.datasets[:-3]):
+            arrays = [part.arrays[i] for part in parts]
+            if entry.more:
+                leaves[entry.key] = arrays[0][:-1] if len(arrays) == 1 else np.concatenate([a[:-1] for a in arrays])
+                leaves[next_key(entry.key)] = np.concatenate(
+                    [a[1:] for a in arrays]
+                )  # never in the memory of the first
+            else:
+                is_next = entry.key[0] == "info"  # infos of steps alone are those that a step returned
+                leaves[next_key(entry.key) if is_next else entry.key] = np.concatenate(arrays)
+        reward, terminated, truncated = (np.concatenate([p.arrays[i] for p in parts]) for i in (-3, -2, -1))
+        leaves[REWARD] = reward.reshape(n, 1) if reward.ndim == 1 else reward
+        leaves |= flag_leaves(terminated, truncated)
+        leaves[TRAJECTORY] = np.repeat(np.array(ids, np.int64), [part.steps for part in parts])
+        return batch_of(leaves, n)
+
+
+def _key(names: tuple[str, ...]) -> KeyPath:
+    """The key that an entry of an episode becomes."""
+    if names[0] == _OBSERVATIONS:
+        return observation_key(names[1:])
+    return ("action" if names[0] == _ACTIONS else "info", *key_of(names[1:]))
+
+
+class H5EpisodeReader(EpisodeReader):
+    """Reads the episodes of an HDF5 file.
 
     Raises:
         DatasetError: the file has no episodes, or an entry does not belong in it.
     """
+
+    datasets: list[EpisodeDataset]
 
     def __init__(self, source: H5Source, metadata: Mapping[str, Any], infos: bool, exclude: Sequence[KeyPath]) -> None:
         self._source, self.path = source, source.path
@@ -288,9 +358,6 @@ class EpisodeReader:
             e.like.dtype.itemsize * int(np.prod(e.like.shape[1:])) * (1 + e.more) for e in self.datasets
         )
         source.check_row(self._row_bytes)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
     # ---- structure ----
     def _first_episode(self) -> list[EpisodeDataset]:
@@ -324,7 +391,7 @@ class EpisodeReader:
     ) -> None:
         """Adds a dataset, or all datasets of a group."""
         place = "/".join((episode, *names))
-        key = self._key(names)
+        key = _key(names)
         if key in self._skipped:
             return
         opened = self._source.open(group, names[-1], place)
@@ -337,13 +404,6 @@ class EpisodeReader:
         array = self._source.checked_rows(opened, place, text_width=_text_width(space))
         more = 1 if names[0] == _OBSERVATIONS or (names[0] == _INFOS and len(array) == steps + 1) else 0
         datasets.append(EpisodeDataset(names, key, more, array))
-
-    @staticmethod
-    def _key(names: tuple[str, ...]) -> KeyPath:
-        """The key that a dataset becomes."""
-        if names[0] == _OBSERVATIONS:
-            return observation_key(names[1:])
-        return ("action" if names[0] == _ACTIONS else "info", *key_of(names[1:]))
 
     def _check_keys(self, datasets: list[EpisodeDataset]) -> None:
         """DatasetError where two datasets become one key, or one key lies below another."""
@@ -362,11 +422,6 @@ class EpisodeReader:
             used.append(entry.key)
 
     # ---- steps ----
-    def parts(self, most: int | None) -> Iterator[EpisodePart]:
-        """The episodes, one after the other; those of more than `most` steps are cut."""
-        for name in self._names:
-            yield from self._parts_of(name, most)
-
     def _parts_of(self, name: str, most: int | None) -> Iterator[EpisodePart]:
         arrays = self._open(name)
         steps = len(arrays[-1])
@@ -402,52 +457,9 @@ class EpisodeReader:
                 )
         return arrays
 
-    def blocks(self, first_id: int) -> Iterator[TensorDict]:
-        """All steps, in batches of bounded size; episodes are numbered from `first_id` on."""
-        most = block_rows(self._row_bytes)
-        parts = ((first_id + i, part) for i, name in enumerate(self._names) for part in self._parts_of(name, most))
-        return blocks_of_parts(self.datasets, parts, most)
-
 
 def _is_episode(name: str) -> bool:
     return name.startswith("episode_") and name[len("episode_") :].isdecimal()
-
-
-def blocks_of_parts(
-    datasets: Sequence[EpisodeEntry], parts: Iterator[tuple[int, EpisodePart]], most: int
-) -> Iterator[TensorDict]:
-    """Batches of about `most` steps, of the parts of episodes and their ids."""
-    held: list[EpisodePart] = []
-    ids: list[int] = []
-    steps = 0
-    for number, part in parts:
-        if held and steps + part.steps > most:
-            yield batch_of_parts(datasets, held, ids)
-            held, ids, steps = [], [], 0
-        held.append(part)
-        ids.append(number)
-        steps += part.steps
-    if held:
-        yield batch_of_parts(datasets, held, ids)
-
-
-def batch_of_parts(datasets: Sequence[EpisodeEntry], parts: list[EpisodePart], ids: list[int]) -> TensorDict:
-    """One TED batch of parts of episodes."""
-    n = sum(part.steps for part in parts)
-    leaves: dict[KeyPath, Any] = {}
-    for i, entry in enumerate(datasets[:-3]):
-        arrays = [part.arrays[i] for part in parts]
-        if entry.more:
-            leaves[entry.key] = arrays[0][:-1] if len(arrays) == 1 else np.concatenate([a[:-1] for a in arrays])
-            leaves[next_key(entry.key)] = np.concatenate([a[1:] for a in arrays])  # never in the memory of the first
-        else:
-            is_next = entry.key[0] == "info"  # infos of steps alone are those that a step returned
-            leaves[next_key(entry.key) if is_next else entry.key] = np.concatenate(arrays)
-    reward, terminated, truncated = (np.concatenate([p.arrays[i] for p in parts]) for i in (-3, -2, -1))
-    leaves[REWARD] = reward.reshape(n, 1) if reward.ndim == 1 else reward
-    leaves |= flag_leaves(terminated, truncated)
-    leaves[TRAJECTORY] = np.repeat(np.array(ids, np.int64), [part.steps for part in parts])
-    return batch_of(leaves, n)
 
 
 class ArrowColumn(NamedTuple):
@@ -471,23 +483,25 @@ class ArrowColumn(NamedTuple):
         return arrow_values(array, file).reshape(len(array), *self.shape)
 
 
-class ArrowEpisodeReader:
+class ArrowEpisodeReader(EpisodeReader):
     """Reads the episodes of Minari's Arrow form: `data/<number>/part-0.arrow`, with one row more than steps.
 
     Raises:
         DatasetError: there are no episodes, or a column holds no numbers.
     """
 
+    datasets: list[ArrowColumn]
+
     def __init__(
         self, folder: Path, metadata: Mapping[str, Any], infos: bool, exclude: Sequence[KeyPath], allowed: int
     ) -> None:
         self.path, self._skipped = str(folder), tuple(exclude)
         numbers = sorted(int(one.name) for one in folder.iterdir() if one.name.isdecimal())
-        self._files = [folder / str(number) / ARROW_FILE for number in numbers]
-        if not self._files:
+        self._names = [folder / str(number) / ARROW_FILE for number in numbers]
+        if not self._names:
             raise DatasetError(self.path, "holds no episode")
-        self.datasets: list[ArrowColumn] = []
-        with open_arrow(self._files[0]) as table:
+        self.datasets = []
+        with open_arrow(self._names[0]) as table:
             for role in (_OBSERVATIONS, _ACTIONS, *((_INFOS,) if infos and _INFOS in table.schema.names else ())):
                 self._add_below(self._field(table.schema, role), (role,), _space(metadata, role))
             for role in (_REWARDS, _TERMINATIONS, _TRUNCATIONS):
@@ -498,20 +512,14 @@ class ArrowEpisodeReader:
                 self.path, f"has rows of {self._row_bytes} bytes or more; max_row_bytes= allows {allowed}"
             )
 
-    def __len__(self) -> int:
-        return len(self._files)
-
     def _field(self, schema: Any, name: str) -> Any:
         if name not in schema.names:
-            raise DatasetError(str(self._files[0]), f"has no column {name!r}; it has {schema.names}")
+            raise DatasetError(str(self._names[0]), f"has no column {name!r}; it has {schema.names}")
         return schema.field(name)
 
     def _add_below(self, field: Any, names: tuple[str, ...], space: Any) -> None:
         """Adds a column, or all columns of a struct."""
-        inner = names[1:]
-        key = observation_key(inner) if names[0] == _OBSERVATIONS else (
-            "action" if names[0] == _ACTIONS else "info", *key_of(inner)
-        )  # fmt: skip
+        key = _key(names)
         if key in self._skipped:
             return
         if children := arrow_children(field.type):
@@ -526,7 +534,7 @@ class ArrowEpisodeReader:
             return
         if not has_fixed_numbers(field.type):
             raise DatasetError(
-                str(self._files[0]),
+                str(self._names[0]),
                 f"has {'.'.join(names)!r} as {field.type}; engram reads texts, numbers, bools, and lists of "
                 f"numbers of one length: exclude=[{pytree.format_key(key)}] leaves it out",
             )
@@ -536,11 +544,6 @@ class ArrowEpisodeReader:
         if shape is None or math.prod(shape) != math.prod(listed):
             shape = listed
         self.datasets.append(ArrowColumn(names, key, more, tuple(shape), field.type))
-
-    def parts(self, most: int | None) -> Iterator[EpisodePart]:
-        """The episodes, one after the other; those of more than `most` steps are cut."""
-        for file in self._files:
-            yield from self._parts_of(file, most)
 
     def _parts_of(self, file: Path, most: int | None) -> Iterator[EpisodePart]:
         with open_arrow(file) as table:
@@ -555,12 +558,6 @@ class ArrowEpisodeReader:
                     for c, array in zip(self.datasets, arrays, strict=True)
                 ]
                 yield EpisodePart(n, values)
-
-    def blocks(self, first_id: int) -> Iterator[TensorDict]:
-        """All steps, in batches of bounded size; episodes are numbered from `first_id` on."""
-        most = block_rows(self._row_bytes)
-        parts = ((first_id + i, part) for i, file in enumerate(self._files) for part in self._parts_of(file, most))
-        return blocks_of_parts(self.datasets, parts, most)
 
 
 def _arrow_names(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -608,11 +605,9 @@ def _text_width(space: Any) -> int:
 
 
 class KnownSpaces(NamedTuple):
-    """What is known of the spaces of the steps that are written."""
+    """The spaces of the steps to write, as far as they are known."""
 
-    specs: Mapping[KeyPath, Spec]  #: as of `HasSpaces.encoded_spaces`
-    batch_dims: int
-    spaces: Mapping[KeyPath, Any]
+    encoded: EncodedSpaces
     is_given: bool  #: whether the caller said that the steps have these specs; else those that fit count
     given: Mapping[str, Any]  #: by role, the space that the caller gave
 
@@ -625,7 +620,7 @@ class KnownSpaces(NamedTuple):
         leaves = [layout.leaves[pair.root] for pair in pairs]
         if role not in self.given:
             return [self._column(leaf) for leaf in leaves]
-        spaces = leaf_spaces(self.given[role], ())
+        spaces = EncodedSpaces.of_space(self.given[role]).spaces
         names = [key_of(pair.name) for pair in pairs]
         if set(names) != spaces.keys():
             raise ValueError(
@@ -635,10 +630,11 @@ class KnownSpaces(NamedTuple):
         return [encoded_column(leaf, spaces[name], None) for name, leaf in zip(names, leaves, strict=True)]
 
     def _column(self, leaf: LeafSpec) -> RawColumn:
-        spec = self.specs.get(leaf.path)
+        specs, batch_dims, spaces = self.encoded
+        spec = specs.get(leaf.path)
         if spec is None:
             return _widest(leaf)
-        shape = tuple(spec.shape[self.batch_dims :])
+        shape = tuple(spec.shape[batch_dims:])
         if (spec.dtype, shape) != (leaf.dtype, tuple(leaf.shape)):
             if self.is_given:
                 raise ValueError(
@@ -646,10 +642,10 @@ class KnownSpaces(NamedTuple):
                     f"{str(spec.dtype)[6:]} {list(shape)}; give the one that the steps are from. Nothing was written"
                 )
             return _widest(leaf)  # a collector's postproc may change its batches
-        space = self.spaces.get(leaf.path)
+        space = spaces.get(leaf.path)
         if space is None:
             try:
-                one = spec[(0,) * self.batch_dims] if self.batch_dims else spec  # type: ignore[index]
+                one = spec[(0,) * batch_dims] if batch_dims else spec  # type: ignore[index]
                 space = space_from_spec(one)
             except (TypeError, ValueError, ImportError):  # it has no space, or gymnasium is missing
                 return _widest(leaf)
@@ -889,7 +885,7 @@ def iter_minari(
     """
     with _open_episodes(path, infos, exclude, max_row_bytes) as (episodes, _):
         for number, part in enumerate(episodes.parts(None)):
-            yield batch_of_parts(episodes.datasets, [part], [number])
+            yield episodes.batch_of_parts([part], [number])
 
 
 def minari_size(path: str | os.PathLike[str]) -> DatasetSize:
@@ -904,11 +900,11 @@ def _open_episodes(
     infos: bool,
     exclude: Sequence[Key],
     max_row_bytes: int | str = MAX_ROW_BYTES,
-) -> Iterator[tuple[EpisodeReader | ArrowEpisodeReader, int | None]]:
+) -> Iterator[tuple[EpisodeReader, int | None]]:
     """Opens a dataset: its episodes and, if its metadata have it, the number of their steps."""
     excluded = tuple(as_path(key, "exclude") for key in exclude)
     with ExitStack() as stack:
-        episodes: EpisodeReader | ArrowEpisodeReader
+        episodes: EpisodeReader
         place = _arrow_folder(Path(path))
         if place is not None:
             metadata, allowed = read_json_object(place / METADATA), parse_bytes(max_row_bytes, "max_row_bytes")
@@ -917,7 +913,7 @@ def _open_episodes(
             place = _find(Path(path))
             metadata = read_json_object(place.with_name(METADATA))
             source = stack.enter_context(open_foreign(place, max_row_bytes))
-            episodes = EpisodeReader(source, metadata, infos, excluded)
+            episodes = H5EpisodeReader(source, metadata, infos, excluded)
         expected = metadata.get("total_episodes")
         if expected is not None and expected != len(episodes):
             raise DatasetError(str(place), f"has {len(episodes)} episodes, {METADATA} says {expected}")
@@ -945,7 +941,7 @@ def write_minari(
     path: str | os.PathLike[str],
     *,
     dataset_id: str | None = None,
-    env: HasSpaces | None = None,
+    env: Any = None,
     observation_space: Any = None,
     action_space: Any = None,
     metadata: Mapping[str, Any] | None = None,
@@ -1028,20 +1024,18 @@ def write_minari(
 
 
 def _known_spaces(source: Any, env: Any, observation_space: Any, action_space: Any) -> KnownSpaces:
-    """What is known of the spaces of steps; TypeError for an `env` that cannot say it, or a space of another kind."""
+    """The known spaces of steps; TypeError for an `env` that does not know them, or a space of an unsupported kind."""
     spaces = {_OBSERVATIONS: observation_space, _ACTIONS: action_space}
     given = {role: space for role, space in spaces.items() if space is not None}
     for space in given.values():
         space_json(space)
-    if env is not None and not isinstance(env, HasSpaces):
+    encoded = EncodedSpaces.of(source if env is None else env)
+    if env is not None and encoded is None:
         raise TypeError(
             f"env is an environment or a collector of engram's, got a {type(env).__name__}: GymEnv(env) makes one of "
             "gymnasium's, TransformedEnv(env) one of TorchRL's; observation_space= and action_space= take spaces"
         )
-    origin = source if env is None and isinstance(source, HasSpaces) else env
-    if origin is None:
-        return KnownSpaces({}, 0, {}, False, given)
-    return KnownSpaces(*origin.encoded_spaces(), env is not None, given)
+    return KnownSpaces(encoded or EncodedSpaces({}, 0, {}), env is not None, given)
 
 
 def _not_ours(path: Path) -> str | None:

@@ -44,9 +44,9 @@ from engram.data.datasets.episodes import (
 from engram.data.datasets.format import DatasetFormat
 from engram.errors import DatasetError
 from engram.kernel.rows import IDS, LeafSpec, RowLayout
-from engram.kernel.spaces import bytes_of_text
 from engram.kernel.tools import free_memory, human_bytes, open_regular, parse_bytes
 from engram.pytree import Key, KeyPath, TreeSpec
+from engram.specs import Text
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 _COPIES = 3  # in memory at once: the Arrow array, levels of lists, the tensor
@@ -484,7 +484,7 @@ def _list_length(array: Any, name: str) -> int:
 
 
 def values_of(array: Any) -> Tensor:
-    """The numbers of an Arrow array that was decoded for nobody else: a tensor in its memory, without a copy."""
+    """The numbers of an Arrow array that has no other user: a tensor in its memory, without a copy."""
     if import_pyarrow().types.is_boolean(array.type):  # bits
         return torch.from_numpy(array.to_numpy(zero_copy_only=False))
     tensor: Tensor = from_dlpack(array)
@@ -971,8 +971,11 @@ def arrow_texts(array: Any, width: int, name: str, path: Path) -> Array:
         array.validate(full=True)
         if array.null_count:
             raise ValueError(f"has no value in {array.null_count} places of {name!r}")
-        rows = [bytes_of_text(text, width, f"a value of {name!r}") for text in array.to_pylist()]
-        return np.array(rows, np.uint8).reshape(-1, width)
+        try:
+            texts: Array = Text(width).encode(array.to_pylist()).numpy()
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from error
+        return texts
 
 
 def column_names(path: Path) -> list[str]:

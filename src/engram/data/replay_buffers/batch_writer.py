@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engram.data.replay_buffers.writers.round_robin import Placing
 from engram.pytree import get_entry, stack
 from engram.transforms.base import WriteRequest
 
@@ -102,7 +103,7 @@ class BatchWriter:
         self._limited = sampler._limits(storage)
         self._tells_sampler = sampler._is_told
         #: Whether the storage may check and append in one call, if no priorities come with the data.
-        self.pushes = writer._only_appends and not (self._limited or self._tells_sampler)
+        self.pushes = writer.placing is Placing.BEHIND and not (self._limited or self._tells_sampler)
         self.transform = transform
         self.priorities = priorities
 

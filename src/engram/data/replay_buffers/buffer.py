@@ -33,12 +33,13 @@ from engram.data.replay_buffers.dataset import BatchDataset
 from engram.data.replay_buffers.delayed import delay
 from engram.data.replay_buffers.in_place import change_entries, grid_index, in_index_order, is_int
 from engram.data.replay_buffers.prefetch import Prefetcher
-from engram.data.replay_buffers.reader import MANY_ROWS, BatchReader
+from engram.data.replay_buffers.reader import MANY_ROWS, BatchReader, Member
 from engram.data.replay_buffers.reuse import why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler
 from engram.data.replay_buffers.samplers.random import RandomSampler
 from engram.data.replay_buffers.state.buffers import (
     PARTS,
+    SavedBuffer,
     SaveHandle,
     _copied,
     buffer_state,
@@ -48,12 +49,20 @@ from engram.data.replay_buffers.state.buffers import (
     save_in_background,
 )
 from engram.data.replay_buffers.state.generators import SavedGenerator
+from engram.data.replay_buffers.state.parts import saved_transforms
 from engram.data.replay_buffers.stats import BatchCount, BufferStats, count_steps, shown_content
 from engram.data.replay_buffers.storages.base import Storage, StorageUser, as_storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
-from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter, Writer, as_writer, has_writing_methods
+from engram.data.replay_buffers.writers.round_robin import (
+    Placing,
+    RoundRobinWriter,
+    Writer,
+    as_writer,
+    given_writer,
+    has_writing_methods,
+)
 from engram.errors import OutOfMemoryError
 from engram.pytree import (
     Key,
@@ -310,7 +319,6 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         )
         self._reader = self._make_reader()
         self._prefetcher = Prefetcher(self._reader, self._prefetch, self._generators()) if self._prefetch else None
-        self._saved_generator = self._make_saved_generator()
 
     def _check_parts(self) -> None:
         self._sampler.check_storage(self._storage)
@@ -321,19 +329,18 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         if self._track_generations:
             self._writer.tracks_generations = True
 
-    def _make_reader(self) -> Any:
-        """What reads batches: a BatchReader; an ensemble has its own kind."""
-        return self._reader_for(self._storage, self._sampler, None, pin_memory=self._pin_memory)
+    def _make_reader(self) -> BatchReader:
+        member = self._member(self._storage, self._sampler)
+        return BatchReader([member], self._transform, pin_memory=self._pin_memory, reuse=self._reuse_batches)
 
-    def _reader_for(
+    def _member(
         self,
         storage: Storage,
         sampler: Sampler,
-        collate_fn: Callable[[Any], Any] | None,
-        *,
-        pin_memory: bool = False,
-    ) -> BatchReader:
-        """What reads batches as this buffer does; an ensemble reads its members' rows so, with samplers of its own.
+        transform: Compose | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+    ) -> Member:
+        """How this buffer's rows are drawn and read; an ensemble reads its members' rows so, with samplers of its own.
 
         Args:
             collate_fn: instead of this buffer's own; None for that.
@@ -345,10 +352,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         if sampler._given is self._sampler._given:
             sampler = self._sampler  # whose lock all draws of a user's own sampler take
         attach = self._attach if self._attaches else None
-        return BatchReader(
-            storage, sampler, self._transform, collate_fn, attach, pin_memory=pin_memory,
-            with_generation=self._tracks_generations, reuse=self._reuse_batches,
-        )  # fmt: skip
+        return Member(storage, sampler, transform, collate_fn, attach, with_generation=self._tracks_generations)
 
     @property
     def _attaches(self) -> bool:
@@ -865,7 +869,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
 
     @property
     def writer(self) -> Any:
-        return self._writer._given
+        return given_writer(self._writer)
 
     @property
     def transform(self) -> Compose:
@@ -893,7 +897,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
     def set_writer(self, writer: Any) -> Any:
         """Uses another writer from now on; returns the old one."""
         old: Writer = self._replace("_writer", as_writer(writer))
-        return old._given
+        return given_writer(old)
 
     def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
         """Uses another storage from now on; returns the old one."""
@@ -1082,8 +1086,8 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         # Batches that were prepared before the last writes are prepared again, here and where this is loaded.
         with self._undisturbed(), self._storage.mutex:
             if blocking:
-                return save_buffer(self, Path(path), keep_last)
-            return save_in_background(self, Path(path), keep_last)
+                return save_buffer(self._saved_form, Path(path), keep_last)
+            return save_in_background(self._saved_form, Path(path), keep_last)
 
     def loads(
         self,
@@ -1108,7 +1112,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
                 ValueError, too.
         """
         with self._undisturbed():
-            load_buffer(self, Path(path), snapshot, parts)
+            load_buffer(self._saved_form, Path(path), snapshot, parts)
 
     dump = save = dumps
     load = loads
@@ -1116,28 +1120,29 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
     def state_dict(self) -> dict[str, Any]:
         """The whole state in memory: rows, counters, sampler, writer, transforms, generator, batch size."""
         with self._held_still():
-            return buffer_state(self)
+            return buffer_state(self._saved_form)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave, as `loads` does; a ValueError where it does not fit, every difference."""
         batch_size = _checked_batch_size(state.get("_batch_size"))
         with self._undisturbed():
-            load_buffer_state(self, state)
+            load_buffer_state(self._saved_form, state)
             if batch_size is not None:
                 self._batch_size = batch_size
 
     # ---- the state of its parts ----
-    def _part_states(self) -> dict[str, Any]:
-        """States of sampler, writer, transforms and generator."""
-        self._sampler._sync(self._storage)
-        return {
-            "sampler": self._sampler.state_dict(),
-            "writer": self._writer._state_beside_rows(),
-            "transform": self._saved_transform.state_dict(),
-            "generator": self._saved_generator.state(),
+    @property
+    def _saved_form(self) -> SavedBuffer:
+        """This buffer, as it is saved and loaded."""
+        parts = {
+            "sampler": self._sampler.saved_form,
+            "writer": self._writer.saved_form,
+            "transform": saved_transforms(self._transform),
+            "generator": SavedGenerator(self._generator, None, is_ours=True),
         }
+        return SavedBuffer(self._storage, parts, self._writer.index_key, self._batch_size, self._description)
 
-    def _description(self) -> dict[str, Any]:
+    def _description(self, sampler: Any) -> dict[str, Any]:
         """What this buffer and its parts are, for who makes them anew from a checkpoint (`engram.load`)."""
         missing = ["the collate_fn"] if self._collate_fn is not None else []
         missing += ["the hooks of its checkpointer"] if self._storage._has_hooks else []
@@ -1146,7 +1151,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             "batch_size": self._batch_size,
             "settings": self._settings(),
             "storage": {"kind": type(self._storage).__name__, "arguments": self._storage._description()},
-            "sampler": describe(self._sampler._given),
+            "sampler": describe(sampler),
             "transforms": [describe_transform(transform) for transform in self._transform.transforms],
             "missing": missing,
         }
@@ -1159,14 +1164,6 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             "pin_memory": self._pin_memory,
             "track_generations": self._track_generations,
         }
-
-    @property
-    def _saved_transform(self) -> Any:
-        """What of the transforms is saved."""
-        return self._transform
-
-    def _make_saved_generator(self) -> Any:
-        return SavedGenerator(self._generator)
 
     def _generators(self) -> list[torch.Generator | Generator]:
         """The generators that draws change, but for torch's global one."""
@@ -1187,7 +1184,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             yield
 
     def _copy_parts(self) -> tuple[Any, tuple[Any, ...]]:
-        return _copied, (type(self), self.__getstate__(), copy.deepcopy(self._part_states()))
+        return _copied, (type(self), self.__getstate__(), copy.deepcopy(self._saved_form.states()))
 
     def _check_sending(self) -> None:
         self._sampler._check_sending()
@@ -1195,7 +1192,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_handed_out": BatchCount()}
-        for name in ("_reader", "_batch_writer", "_prefetcher", "_saved_generator", "_iteration", "_is_shut_down"):
+        for name in ("_reader", "_batch_writer", "_prefetcher", "_iteration", "_is_shut_down"):
             state.pop(name, None)
         # As bytes: a tensor made here would be gone, with its memory, before another process had received it.
         state["_generator"] = None if self._generator is None else state_of(self._generator).numpy().tobytes()
@@ -1214,7 +1211,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
 
     def after_load(self) -> None:
         # A sampler that was loaded before its storage finds its rows.
-        self._sampler._find(self._storage)
+        self._sampler.saved_form.find(self._storage)
 
     def after_fork(self) -> None:
         # No steps that the parent will write, too.
@@ -1233,7 +1230,7 @@ def sent_to_writers(buffer: Any) -> Any:
     """
     if not isinstance(buffer, ReplayBuffer):
         return buffer
-    if buffer._writer._needs_storage_alone:
+    if buffer._writer.placing is Placing.REPLACING:
         return None
     twin = object.__new__(type(buffer))
     twin.__dict__.update(buffer.__dict__, _sampler=RandomSampler(), _prefetch=0)

@@ -4,427 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from engram import _native
 from engram._advice import advised
 from engram._generator import Generator
 from engram.data.replay_buffers.buffer import ReplayBuffer
-from engram.data.replay_buffers.reader import BatchReader, put_generation, refuse_if_too_many
-from engram.data.replay_buffers.samplers.draw import Draw
-from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
-from engram.data.replay_buffers.state.generators import SavedGenerator, SavedGenerators
+from engram.data.replay_buffers.reader import BatchReader
+from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble
+from engram.data.replay_buffers.state.buffers import SavedBuffer
+from engram.data.replay_buffers.state.generators import SavedGenerators
+from engram.data.replay_buffers.state.parts import SavedPart, saved_transforms
 from engram.data.replay_buffers.stats import BufferStats
-from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.writers.ensemble import WriterEnsemble
-from engram.pytree import Key, as_arrays, collate_items, key_path, repeat_per_step
-from engram.store.layout import tensordict_of
-from engram.store.tables import RowTable
 from engram.transforms.base import Transform
 from engram.transforms.compose import Compose
-
-
-class EnsembleDraw(NamedTuple):
-    """What the samplers of several members drew for one batch, which is not read yet."""
-
-    members: list[int]
-    draws: list[Draw]  # one of each
-
-    @property
-    def last(self) -> bool:
-        """Whether an epoch of one of them ended."""
-        return any(draw.last for draw in self.draws)
-
-
-class EnsembleReader:
-    """Turns draws from several members into batches `[members, rows]`, as a BatchReader does for one buffer.
-
-    Args:
-        readers: of the members.
-        sampler: draws members.
-        transform: what batches go through after the members' transforms.
-        collate_fn: makes a batch of the list of the members' batches; they are stacked if None.
-    """
-
-    def __init__(
-        self,
-        readers: list[BatchReader],
-        sampler: SamplerEnsemble,
-        transform: Compose,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        *,
-        pin_memory: bool,
-    ) -> None:
-        self.readers = readers
-        self.sampler = sampler
-        self.transform = transform
-        self.collate_fn = collate_fn
-        self.pin_memory = pin_memory
-        self._attaches = all(reader.attaches for reader in readers)
-        # Whether rows of all members can go straight into one batch.
-        alike = all(reader.attaches == readers[0].attaches for reader in readers)
-        plainly = all(reader.hands_out_rows and not reader.attaches_info for reader in readers)
-        self._reads_at_once = alike and collate_fn is None and plainly
-        self._has_epochs = any(reader.has_epochs for reader in readers)
-        self._row_draws = self._native_draws()
-        #: The sources of the members' rows, and what makes batches of them in one native call; None: nothing does.
-        self._joint: tuple[list[Any], _native.JointBatchMaker | None] = [], None
-
-    def _native_draws(self) -> list[_native.RowDraw] | None:
-        """How each member's rows are drawn natively; None where one of them takes more than a uniform or weighted draw.
-
-        What a whole batch of a member needs of its reader, its part of an ensemble's batch needs too.
-        """
-        if (
-            not (self._reads_at_once and self.sampler._built_in)
-            or self.pin_memory
-            or any(reader.make is None for reader in self.readers)
-        ):
-            return None
-        plain = (_native.UniformDraw, _native.PriorityDraw)
-        draws: list[_native.RowDraw] = [r.row_draw for r in self.readers if isinstance(r.row_draw, plain)]
-        return draws if len(draws) == len(self.readers) else None
-
-    def _joint_maker(self) -> _native.JointBatchMaker | None:
-        if self._row_draws is None:
-            return None
-        sources = [reader.storage.native.source for reader in self.readers]
-        before, maker = self._joint
-        if before != sources:
-            self._joint = sources, (maker := self._make_joint_maker(sources))
-        return maker
-
-    def _make_joint_maker(self, sources: list[Any]) -> _native.JointBatchMaker | None:
-        if None in sources or joint_tables([reader.storage for reader in self.readers]) is None:
-            return None
-        samplers = [reader.sampler for reader in self.readers]
-        assert self._row_draws is not None
-        maker = _native.JointBatchMaker(self.sampler, self._row_draws, samplers, sources, self._attaches)
-        return maker if maker.is_made_here else None
-
-    @property
-    def lock(self) -> Any:
-        """Held by whoever draws members."""
-        return self.sampler.lock
-
-    def check_room(self, n: int) -> None:
-        """OutOfMemoryError where a batch of n rows cannot be held, before anything is drawn."""
-        # Members give equal parts, over the ends of epochs if need be.
-        refuse_if_too_many(n, max(reader.row_bytes for reader in self.readers), n)
-
-    def draw(self, n: int) -> EnsembleDraw:
-        """Draws members, and rows of them."""
-        with self.lock:
-            ids, rows_of_each = self.sampler.choose(n)
-            if not self.sampler._built_in:
-                _check_members(ids, rows_of_each, len(self.readers))
-            draws = [self.readers[i].draw_exactly(rows_of_each) for i in ids]
-        return EnsembleDraw(ids, draws)
-
-    def sample(self, n: int, generations: bool) -> tuple[Any, dict[str, Any]]:
-        """A batch of n and its info."""
-        return self._draw_and_read(n, generations)[0]
-
-    def batch(self, n: int) -> Any:
-        """A batch of n, without its info and generations; where it can be, in one native call."""
-        maker = self._joint_maker()
-        batch = None if maker is None else self._native_batch(maker, n)
-        return self.sample(n, generations=False)[0] if batch is None else batch
-
-    def _native_batch(self, maker: _native.JointBatchMaker, n: int) -> Any:
-        """As `batch`, in one native call and the transforms; None: it takes more than that."""
-        transform = None
-        if any(reader.transform.transforms for reader in self.readers):
-            transform = _joint_transform(self.readers)
-            if transform is None:
-                return None
-        elif not self.transform.transforms:
-            return maker.sample(n, True)
-        incarnations = [reader.storage._incarnation for reader in self.readers]
-        if transform is None:
-            batch = maker.sample(n, True)
-        else:
-            read: Any = maker.sample(n, False)
-            if read is None:
-                return None
-            batch, index, buffer_ids = read
-            batch = transform.forward(batch)
-            _put_index(batch, index, buffer_ids)
-        if batch is not None and self.transform.transforms:
-            batch = self.transform.forward(batch)
-        if [reader.storage._incarnation for reader in self.readers] != incarnations:
-            return None  # what transforms have learnt may be that of other rows
-        return batch
-
-    def arrays(self, n: int) -> Any:
-        """As `batch`, as BatchReader has it."""
-        return as_arrays(self.batch(n))
-
-    def next(self, n: int, generations: bool) -> tuple[Any, bool]:
-        """A batch of n, and whether it is the last of an epoch."""
-        maker = None if generations else self._joint_maker()
-        if maker is not None and (batch := self._native_batch(maker, n)) is not None:
-            return batch, False
-        (batch, _), last = self._draw_and_read(n, generations)
-        return batch, last
-
-    def _draw_and_read(self, n: int, generations: bool) -> tuple[tuple[Any, dict[str, Any]], bool]:
-        """Batch and info, and whether it is the last; without memory for it epochs go on as `BatchReader` has it."""
-        while True:
-            before, after = None, None
-            try:
-                with self.lock:
-                    before = self.sampler._get_cursor() if self._has_epochs else None
-                    try:
-                        draw = self.draw(n)
-                    finally:
-                        after = self._draws()
-                batch_and_info = self.read(draw, generations)
-            except MemoryError:
-                with self.lock:
-                    if before is not None and self._draws() == after:
-                        self.sampler._set_cursor(before)
-                raise
-            if batch_and_info is not None:
-                return batch_and_info, draw.last
-
-    # ---- whole batches ahead: members are read together, by a thread of Python's ----
-    def prepare(self, n: int, threads: Any) -> None:
-        return None
-
-    def finish(self, batch: Any, prepared: Any) -> None:
-        """Never called: nothing is prepared so."""
-
-    def prepares(self) -> bool:
-        return False
-
-    def transforms(self) -> bool:
-        return bool(self.transform.transforms)
-
-    def _draws(self) -> list[int]:
-        return [reader.draws for reader in self.readers]
-
-    def read(self, draw: EnsembleDraw, generations: bool) -> tuple[Any, dict[str, Any]] | None:
-        """The batch of a draw, and its info; None: all rows of a member have been replaced by others since then."""
-        ids, draws = draw
-        at_once = self._reads_at_once and all(one.runs is None for one in draws)
-        batch_and_info = self._read_at_once(draws, ids, generations) if at_once else None
-        if batch_and_info is None:
-            batch_and_info = self._read_one_by_one(draws, ids, generations)
-            if batch_and_info is None:
-                return None
-        batch, info = batch_and_info
-        if self.transform.transforms:
-            batch = self.transform.forward(batch)
-        if any(self.readers[i].storage._incarnation != one.incarnation for i, one in zip(ids, draws, strict=True)):
-            return None
-        return (batch.pin_memory() if self.pin_memory else batch), info
-
-    def _read_at_once(self, draws: list[Draw], ids: list[int], generations: bool) -> tuple[Any, dict[str, Any]] | None:
-        """Reads all members straight into one batch; None where it takes more than that."""
-        readers = [self.readers[i] for i in ids]
-        index_and_ids = _native.joint_index([draw.index for draw in draws], ids)
-        if index_and_ids is None:
-            return None
-        index, buffer_ids = index_and_ids
-        info = joined([draw.info for draw in draws])
-        extra = readers[0].entries(index, info) if self._attaches else {}
-        tables = joint_tables([reader.storage for reader in readers])
-        if tables is None:
-            return None
-        shape = tuple(index.shape)
-        entries_of_parts: list[Any] | None = None
-        joint = None
-        if any(reader.transform.transforms for reader in readers):
-            joint = _joint_transform(readers)
-            if joint is None:
-                entries_of_parts = [
-                    reader.entries(draw.index, draw.info) or None for reader, draw in zip(readers, draws, strict=True)
-                ]
-        if joint is None:
-            extra.pop("index", None)
-        read = tables[0].read_many(tables[1:], index, shape, extra or None, generations, entries_of_parts)
-        batch, generation = read.batch, read.sequences
-        if read.overwritten is not None or read.absent is not None:
-            return None  # rows that are gone are drawn anew by their own member
-        if any(one.seen is not None and one.seen.stale(one.store, one.slots) for one in draws):
-            return None
-        parts = read.parts or []
-        if generation is not None:
-            info["generation"] = generation.view(shape)
-            if readers[0].with_generation:
-                info["index_generation"] = info["generation"]
-                if self._attaches:
-                    put_generation(batch, info["generation"], 2)
-                    for part, of_part in zip(parts, info["generation"], strict=False):
-                        put_generation(part, of_part)
-        info["index"], info["buffer_ids"] = index, buffer_ids
-        if joint is not None:
-            batch = joint.forward(batch)
-        elif parts:
-            batch = _transform_parts(batch, parts, [reader.transform for reader in readers])
-        _put_index(batch, index, buffer_ids)
-        return batch, info
-
-    def _read_one_by_one(
-        self, draws: list[Draw], ids: list[int], generations: bool
-    ) -> tuple[Any, dict[str, Any]] | None:
-        batches, infos = [], []
-        for i, draw in zip(ids, draws, strict=True):
-            reader = self.readers[i]
-            batch_and_info = reader.read(draw, generations)
-            if batch_and_info is None:
-                return None
-            batch, info = batch_and_info
-            if isinstance(info["index"], tuple):
-                info["index"] = torch.stack(info["index"], -1)
-            batches.append(batch)
-            infos.append(info)
-        info = joined(infos)
-        info["buffer_ids"] = ids_of(ids, len(infos[0]["index"]))
-        if self.collate_fn is not None:
-            return self.collate_fn(batches), info
-        batch = stack_batches(batches)
-        if self._attaches or not isinstance(batch, dict):
-            _put_index(batch, info["index"], info["buffer_ids"])
-        return batch, info
-
-
-def _check_members(ids: Any, rows: Any, members: int) -> None:
-    """ValueError where what `choose` of a user's own sampler of members returned is not what it must be."""
-    whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < members for i in ids)
-    if not whole or not ids or type(rows) is not int or rows < 1:
-        raise ValueError(
-            f"choose must return a list of members, ints from 0 to {members - 1}, and how many rows are of each, an "
-            f"int of 1 or more; it returned {ids!r:.80} and {rows!r:.80}"
-        )
-
-
-def _put_index(batch: Any, index: Tensor | list[Tensor], ids: Tensor) -> None:
-    """Puts each row's index and member at the root of a batch that has keys, under `"index"`."""
-    if isinstance(batch, dict):
-        batch["index"] = {"index": index, "buffer_ids": ids}
-    elif isinstance(batch, TensorDictBase) and batch.batch_size[:2] == ids.shape:
-        inner = tuple(batch.batch_size[2:])  # of items that are trajectories, or that transforms have added
-        if isinstance(index, list):  # of members of different dimensions
-            rows = zip(index, ids, strict=True)
-            batch.set("index", lazy_stack([_index_entry(at, of_one, inner) for at, of_one in rows]))
-            return
-        entry = _index_entry(index, ids, inner)
-        if type(batch) is TensorDict and batch.device == entry.device and not batch.is_locked:
-            batch._tensordict["index"] = entry  # `set` takes longer than the whole draw
-        else:
-            batch.set("index", entry)
-
-
-def _index_entry(index: Tensor, ids: Tensor, inner: tuple[int, ...]) -> TensorDict:
-    if inner:
-        lead = ids.ndim
-        index, ids = repeat_per_step(index, lead, inner), repeat_per_step(ids, lead, inner)
-    return tensordict_of({"index": index, "buffer_ids": ids}, ids.shape)
-
-
-def stack_batches(batches: list[Any]) -> Any:
-    """The batches of several members as one: stacked; lazily where their keys or shapes differ."""
-    if not isinstance(batches[0], TensorDictBase):
-        return collate_items(batches)
-    try:
-        return torch.stack(batches)
-    except (RuntimeError, KeyError, ValueError, AttributeError):  # a tensor here, a TensorDict there
-        if len({batch.device for batch in batches}) > 1:  # one of a list storage has none
-            batches = [batch.copy().clear_device_() for batch in batches]
-        return lazy_stack(batches)
-
-
-def joint_tables(storages: list[Storage]) -> list[RowTable] | None:
-    """The tables of storages whose rows can be read into one batch; None: they cannot."""
-    tables = [table for storage in storages if (table := storage.native.table) is not None]
-    return tables if len(tables) == len(storages) and all(map(tables[0].same_rows, tables)) else None
-
-
-def _joint_transform(readers: list[BatchReader]) -> Compose | None:
-    """What may be applied to the batch of all members at once; None: each member's part is changed by itself.
-
-    It is the same for all members, of which each has the same transforms or ones that do the same, and does the same to
-    a row in any batch. What depends on the other rows of a batch (statistics, random numbers), or is a user's own, is
-    not.
-    """
-    first, *others = (reader.transform.transforms for reader in readers)
-    for other in others:
-        if len(other) != len(first):
-            return None
-        for a, b in zip(first, other, strict=True):
-            if a is not b and not (a.built_in and a.does_the_same(b)):
-                return None
-    storage = readers[0].storage
-
-    def row_ndim(key: Key) -> int | None:
-        leaf = storage.leaf(key_path(key))
-        return None if leaf is None else len(leaf.shape)
-
-    transform = readers[0].transform
-    return transform if transform.acts_by_row(row_ndim) else None
-
-
-def _transform_parts(whole: Any, parts: list[Any], transforms: list[Compose]) -> Any:
-    """The whole batch, each part of which goes through its transform.
-
-    Parts lie in the memory of the whole: what a transform left where it was, or changed in place, is in its place.
-    """
-    if type(whole) is not TensorDict:
-        return stack_batches([t.forward(part) for t, part in zip(transforms, parts, strict=True)])
-    before = [_entries(part) for part in parts]
-    after = [t.forward(part) for t, part in zip(transforms, parts, strict=True)]
-    fits = all(type(part) is TensorDict and part.batch_size == whole.batch_size[1:] for part in after)
-    try:
-        if fits and _rejoin(whole, before, after):
-            return whole
-    except (RuntimeError, KeyError, TypeError):  # shapes that differ
-        pass
-    return stack_batches(after)
-
-
-def _entries(part: TensorDict) -> dict[str, Any]:
-    """The entries of a TensorDict and of those in it, as they are now."""
-    entries = dict(part._tensordict)
-    for key, value in part._tensordict.items():
-        if type(value) is TensorDict:
-            entries[key] = _entries(value)
-    return entries
-
-
-def _rejoin(whole: TensorDict, before: list[dict[str, Any]], after: list[Any]) -> bool:
-    """Brings a batch to what its parts have become; False where they cannot be one batch."""
-    entries = [part._tensordict for part in after]
-    keys, mine = entries[0].keys(), whole._tensordict
-    if any(other.keys() != keys for other in entries[1:]):
-        return False
-    for key in [key for key in mine if key not in keys]:
-        del mine[key]
-    pairs = list(zip(entries, before, strict=True))
-    for key, first in entries[0].items():
-        nested = type(first) is TensorDict
-        if not nested and key in mine:
-            for one, old in pairs:
-                if one[key] is not old.get(key):
-                    break
-            else:
-                continue  # as the rows were read, in the memory of the whole
-        values: list[Any] = [one[key] for one in entries]
-        was: list[Any] = [old.get(key) for old in before]
-        if nested and type(mine.get(key)) is TensorDict and all(type(old) is dict for old in was):
-            if not (all(type(v) is TensorDict for v in values) and _rejoin(mine[key], was, values)):
-                return False
-        elif len({isinstance(v, TensorDictBase) for v in values}) > 1:
-            return False
-        else:
-            mine[key] = torch.stack(values)
-    return True
 
 
 @advised
@@ -517,10 +114,13 @@ class ReplayBufferEnsemble(ReplayBuffer):
     def _register_writer(self) -> None:
         """Nothing: the members' writers write to the members' storages."""
 
-    def _make_reader(self) -> Any:
+    def _make_reader(self) -> BatchReader:
         parts = zip(self._members, self._storage.storages, self._sampler._members, self._collate_fns, strict=True)  # type: ignore[attr-defined]
-        readers = [rb._reader_for(storage, sampler, collate) for rb, storage, sampler, collate in parts]
-        return EnsembleReader(readers, self._sampler, self._transform, self._collate_fn, pin_memory=self._pin_memory)
+        members = [rb._member(storage, sampler, rb._transform, collate) for rb, storage, sampler, collate in parts]
+        sampler: Any = self._sampler
+        return BatchReader(
+            members, self._transform, chooser=sampler, collate_fn=self._collate_fn, pin_memory=self._pin_memory
+        )
 
     def _check_parts(self) -> None:
         for part, kind in (
@@ -539,7 +139,8 @@ class ReplayBufferEnsemble(ReplayBuffer):
                 held.enter_context(rb._paused())
             held.enter_context(self._reader.lock)
             # Members' own, and those of samplers that the ensemble draws with instead; in one order for all ensembles.
-            locks = {id(r.lock): r.lock for r in (*self._reader.readers, *(rb._reader for rb in self._members))}
+            samplers = [*(member.sampler for member in self._reader.members), *(rb._sampler for rb in self._members)]
+            locks = {id(sampler.lock): sampler.lock for sampler in samplers}
             for which in sorted(locks):
                 held.enter_context(locks[which])
             yield
@@ -649,14 +250,14 @@ class ReplayBufferEnsemble(ReplayBuffer):
         own = super()._generators()  # which then goes to the members, too
         return own or [rb.generator for rb in self._members if rb.generator is not None]
 
-    def _make_saved_generator(self) -> Any:
-        return SavedGenerators(SavedGenerator(self._generator), self._members)
-
     @property
-    def _saved_transform(self) -> Any:
-        return _Transforms([self._transform, *(rb._transform for rb in self._members)])
+    def _saved_form(self) -> SavedBuffer:
+        own = super()._saved_form
+        generators = SavedGenerators(self._generator, [rb.generator for rb in self._members])
+        transforms = _SavedTransforms(self._transform, [rb.transform for rb in self._members])
+        return own._replace(parts={**own.parts, "transform": transforms, "generator": generators})
 
-    def _description(self) -> dict[str, Any]:
+    def _description(self, sampler: Any) -> dict[str, Any]:
         return {"kind": type(self).__name__}
 
     def _shown(self) -> dict[str, Any]:
@@ -670,31 +271,31 @@ class ReplayBufferEnsemble(ReplayBuffer):
         }
 
 
-class _Transforms:
-    """The common transform and the members', for saving."""
+class _SavedTransforms(SavedPart):
+    """The common transform and the members', as they are saved and loaded."""
 
-    built_in = True
+    def __init__(self, common: Compose, members: list[Compose]) -> None:
+        super().__init__(common, None, is_ours=True, members=[saved_transforms(one) for one in (common, *members)])
 
-    def __init__(self, transforms: list[Compose]) -> None:
-        self.transforms = transforms
+    def state(self, storage: Any) -> Any:
+        return {"each": [each.state(storage) for each in self.members]}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"each": [transform.state_dict() for transform in self.transforms]}
-
-    def differences(self, state: dict[str, Any]) -> list[str]:
+    def differences(self, state: Any) -> list[str]:
+        if state is None:
+            return []
         saved = state.get("each", [])
-        if len(saved) != len(self.transforms):
-            here, there = len(self.transforms) - 1, len(saved) - 1
+        if len(saved) != len(self.members):
+            here, there = len(self.members) - 1, len(saved) - 1
             return [f"the ensemble has transforms of {here} members here, of {there} there"]
-        return [what for mine, one in zip(self.transforms, saved, strict=True) for what in mine.differences(one)]
+        return [what for mine, one in zip(self.members, saved, strict=True) for what in mine.differences(one)]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for transform, saved in zip(self.transforms, state["each"], strict=True):
-            transform.load_state_dict(saved)
+    def load(self, state: Any) -> None:
+        for i, each in enumerate(self.members):
+            each.load(None if state is None else state["each"][i])
 
     def empty(self) -> None:
-        for transform in self.transforms:
-            transform.empty()
+        for each in self.members:
+            each.empty()
 
 
 def _members(
@@ -714,7 +315,7 @@ def _members(
     transforms = storages.transforms if isinstance(storages, StorageEnsemble) else None
     storages = storages.storages if isinstance(storages, StorageEnsemble) else list(storages)
     samplers = samplers._members if isinstance(samplers, SamplerEnsemble) else list(samplers)
-    writers = writers._members if isinstance(writers, WriterEnsemble) else list(writers)
+    writers = writers.writers if isinstance(writers, WriterEnsemble) else list(writers)
     if not len(storages) == len(samplers) == len(writers):
         raise ValueError(
             f"{len(storages)} storages, {len(samplers)} samplers and {len(writers)} writers; give as many of each"

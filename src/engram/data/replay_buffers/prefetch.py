@@ -17,7 +17,8 @@ import torch
 from engram import _native
 from engram._generator import Generator
 from engram._system import fork_registry, notice_fork, set_state, state_of
-from engram.data.replay_buffers.samplers.base import Sampler
+from engram.data.replay_buffers.reader import BatchReader, PreparedRows
+from engram.data.replay_buffers.samplers.draw import Draw
 
 #: A batch that takes less is prepared by who wants it: handing it from thread to thread costs more. 0: never.
 PAYS_FROM_S = 100e-6
@@ -34,40 +35,6 @@ _COMPARED = 32
 _PAUSE, _MOST_PAUSE = 256, 1 << 16
 # No wait counts for more batches than this: a machine that is busy for a moment does not decide.
 _MOST_WAIT = 4
-
-
-class Reader(Protocol):
-    """What batches are prepared with: a `BatchReader` or an `EnsembleReader`."""
-
-    sampler: Sampler
-
-    @property
-    def lock(self) -> Any: ...
-
-    def batch(self, n: int) -> Any: ...
-
-    def sample(self, n: int, generations: bool) -> tuple[Any, dict[str, Any]]: ...
-
-    def next(self, n: int, generations: bool) -> tuple[Any, bool]: ...
-
-    def draw(self, n: int) -> Any: ...
-
-    def read(self, draw: Any, generations: bool) -> tuple[Any, dict[str, Any]] | None: ...
-
-    def prepare(self, n: int, threads: _native.CopyThreads) -> Any:
-        """A batch whose rows these threads copy from now on, for `finish`; None where `draw` and `read` must be used.
-
-        The caller holds the lock, and puts the sampler back where this is None or an error.
-        """
-
-    def finish(self, batch: Any, prepared: Any) -> Any:
-        """The batch as it is handed out; None: all rows have been replaced by others since it was drawn."""
-
-    def prepares(self) -> bool:
-        """Whether batches come from `prepare` where no details of them are wanted."""
-
-    def transforms(self) -> bool:
-        """Whether `finish` takes long."""
 
 
 # A batch and its info, None where it must be drawn again; and the seconds that it took.
@@ -100,7 +67,7 @@ class _InThread:
 class _Copying:
     """A batch whose rows are copied without the GIL, and wrapped by who wants it."""
 
-    def __init__(self, reader: Reader, prepared: Any) -> None:
+    def __init__(self, reader: BatchReader, prepared: PreparedRows) -> None:
         self._reader, self._prepared = reader, prepared
 
     def result(self) -> _Result:
@@ -152,7 +119,7 @@ class Prefetcher:
         generators: those that draws change, but for torch's global one.
     """
 
-    def __init__(self, reader: Reader, depth: int, generators: Sequence[torch.Generator | Generator]) -> None:
+    def __init__(self, reader: BatchReader, depth: int, generators: Sequence[torch.Generator | Generator]) -> None:
         self._reader = reader
         self._depth = depth
         self._generators = list(generators)
@@ -223,7 +190,7 @@ class Prefetcher:
 
     def _least_s(self, details: bool) -> float:
         """Seconds that a batch must take for threads to pay."""
-        if PAYS_FROM_S <= 0 or (not details and self._reader.prepares() and not self._reader.transforms()):
+        if PAYS_FROM_S <= 0 or (not details and self._reader.copies_only):
             return PAYS_FROM_S
         return max(PAYS_FROM_S, PYTHON_PAYS_FROM_S)
 
@@ -281,10 +248,10 @@ class Prefetcher:
         batch, info = batch_and_info
         return batch, info, prepared.last
 
-    def _read(self, draw: Any) -> _Result:
-        """The batch of a draw and its info, as the reader gives them, and the seconds that it took; in a thread."""
+    def _read(self, draws: list[Draw]) -> _Result:
+        """The batch of what was drawn, as the reader gives it, and the seconds that it took; in a thread."""
         start = time.perf_counter()
-        batch_and_info = self._reader.read(draw, generations=True)
+        batch_and_info = self._reader.read(draws, generations=True)
         return batch_and_info, time.perf_counter() - start
 
     def _fill(self, details: bool) -> None:
@@ -306,18 +273,19 @@ class Prefetcher:
                 if prepared is None:
                     if not details:
                         self._rewind(cursor, generators)
-                    draw = reader.draw(self._batch_size)
+                    draws = reader.draw(self._batch_size)
             except BaseException:
                 self._rewind(cursor, generators)
                 raise
         work: _Work
         if prepared is None:
-            work = _InThread(self._threads.submit(self._read, draw))
+            work = _InThread(self._threads.submit(self._read, draws))
         else:
             work = copying = _Copying(reader, prepared)
-            if reader.transforms():
+            if prepared.transforms:
                 work = _InThread(self._threads.submit(copying.result), copying)
-        last = prepared is None and draw.last  # the native call leaves the last of an epoch to the sampler
+        # The native call leaves the last of an epoch to the sampler.
+        last = prepared is None and any(draw.last for draw in draws)
         self._queue.append(_Prepared(work, prepared is None, cursor, generators, last))
 
     def drop(self) -> None:

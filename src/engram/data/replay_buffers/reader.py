@@ -1,9 +1,9 @@
-"""How a buffer reads batches: draw, read, draw again what was overwritten meanwhile, collate, transform."""
+"""How buffers and ensembles read batches: draw, read, draw again what was overwritten meanwhile, collate, transform."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,9 +13,17 @@ from torch import Tensor
 
 from engram import _native
 from engram._system import free_memory, human_bytes
+from engram.data.replay_buffers.joining import (
+    joint_tables,
+    joint_transform,
+    put_index,
+    stack_batches,
+    transform_parts,
+)
 from engram.data.replay_buffers.reuse import PREVENT_REUSE, why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.samplers.draw import Draw, is_per_row
+from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, choose_checked, ids_of, joined
 from engram.data.replay_buffers.samplers.runs import mark
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.tensor import TableStorage
@@ -32,6 +40,7 @@ from engram.pytree import (
     no_array_error,
     set_per_item,
 )
+from engram.store.tables import RowTable
 from engram.transforms.compose import Compose
 
 _ROUNDS = 8  # of drawing again whole batches; then row by row
@@ -44,312 +53,110 @@ class PreparedRows(NamedTuple):
     """A batch that was drawn, and whose rows threads are copying."""
 
     rows: _native.PreparedBatch
-    incarnation: int  # of the storage when it was drawn
+    incarnations: list[int]  # of the storages when it was drawn
+    joint: Compose | None  # the members' transforms, which are applied to all rows at once
+    transforms: bool  # whether it goes through transforms when its rows are copied
 
 
-class BatchReader:
-    """Turns draws into batches. One for each buffer; any number of threads may use it.
+class Member:
+    """A table that batches are read from: a buffer has one, an ensemble one of each of its members.
 
     Args:
+        transform: what its rows go through before those of other members join them; None: nothing.
+        collate_fn: makes a batch of a list of rows; None: they are read as a batch.
         attach: from a batch's index and info, entries to add at its root; None for none.
         with_generation: where entries are added, also add each row's sequence.
-        reuse: batches may be read into tensors of earlier ones that nobody has any more.
     """
 
     def __init__(
         self,
         storage: Storage,
         sampler: Sampler,
-        transform: Compose,
-        collate_fn: Callable[[Any], Any] | None,
-        attach: Callable[[Any, dict[str, Any]], dict[str, Any] | None] | None,
+        transform: Compose | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        attach: Callable[[Any, dict[str, Any]], dict[str, Any] | None] | None = None,
         *,
-        pin_memory: bool,
-        with_generation: bool,
-        reuse: bool = False,
+        with_generation: bool = False,
     ) -> None:
         self.storage = storage
         self.sampler = sampler
-        self.transform = transform
+        self.transform = Compose() if transform is None else transform
         self.collate_fn = collate_fn
-        self.pin_memory = pin_memory
         self.with_generation = with_generation
-        self._attach = attach if attach is None or sampler._built_in else partial(_attach_per_row, attach)
         #: Whether batches get the entries that a sampler of a user's own has for each row in its info.
         self.attaches_info = attach is not None and not sampler._built_in
+        self.attach = attach if attach is None or sampler._built_in else partial(_attach_per_row, attach)
+        self.draws = 0  # so far: who undoes one must know that it was the last
         self._keeps_items = storage._holds_items
         self._stacks_items = collate_fn is collate_items
-        self.has_epochs = sampler._has_epochs
-        self.draws = 0  # of epochs, so far: who undoes one must know that it was the last
-        # Samplers have state: one draw at a time. Built-in ones take their lock themselves.
-        self._draws_directly = sampler._built_in and not storage.read_only
-        #: What draws rows inside a native call; None: only the sampler does.
-        self.row_draw: _native.RowDraw | None = None
-        self._maker = maker = self._native_maker(PREVENT_REUSE if reuse and why_not_reusable() is None else None)
-        # Nothing that has this reader, which would be a cycle.
-        self.make = None if maker is None or self.has_epochs else maker.sample
-
-    def _native_maker(self, reuse: Any) -> _native.BatchMaker | None:
-        """What makes whole batches of this buffer in one native call; None where a batch takes more than that.
-
-        This is the one place where it is decided: when the parts are put together, and by what they are. A table, which
-        is made later, says by `native` whether the call can read it; transforms are applied to what comes out.
-        """
-        storage, sampler = self.storage, self.sampler
-        reads_plainly = storage.ndim == 1 and isinstance(storage, TableStorage)
-        entries_are_ours = self._attach is None or self._attach is index_and_weight
-        hands_out_plainly = self.collate_fn is None and not self.pin_memory
-        if not (reads_plainly and sampler._built_in and entries_are_ours and hands_out_plainly):
-            return None
-        self.row_draw = draw = sampler._native_draw(storage)
-        # The counters of a store always say which rows it has; what else is read another process may be replacing.
-        if draw is None or (storage.read_only and not isinstance(draw, _native.UniformDraw)):
-            return None
-        index_key, weight_key = ("index", "priority_weight") if self.attaches else (None, None)
-        return _native.BatchMaker(draw, sampler, index_key, reuse, weight_key)
-
-    @property
-    def lock(self) -> Any:
-        """Held by whoever draws or changes the sampler."""
-        return self.sampler.lock
-
-    @property
-    def attaches(self) -> bool:
-        """Whether batches get entries at their root."""
-        return self._attach is not None
-
-    @property
-    def hands_out_rows(self) -> bool:
-        """Whether batches are rows as they are stored, marks and transforms apart."""
-        return self.collate_fn is None and not self.pin_memory
-
-    def entries(self, index: Any, info: dict[str, Any]) -> dict[str, Any]:
-        """What batches get at their root."""
-        return {} if self._attach is None else self._attach(index, info) or {}
-
-    def check_room(self, n: int) -> None:
-        """OutOfMemoryError where a batch of n rows cannot be held, before anything is drawn."""
-        rows = self.sampler._max_rows(self.storage, n) if n < BEYOND_MEMORY else n
-        if rows is not None:
-            refuse_if_too_many(rows, self.row_bytes, n)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row in a batch, with its index and info; of lists on average."""
         return _DRAWN_BYTES + self.storage._bytes_per_row()
 
+    def entries(self, index: Any, info: dict[str, Any]) -> dict[str, Any]:
+        """What batches get at their root."""
+        return {} if self.attach is None else self.attach(index, info) or {}
+
+    def native_draw(self) -> _native.RowDraw | None:
+        """What draws the rows of a batch in the native call that makes it; None where a batch takes more than that.
+
+        A table, which is made later, says by `native` whether the call can read it.
+        """
+        storage, sampler = self.storage, self.sampler
+        reads_plainly = storage.ndim == 1 and isinstance(storage, TableStorage) and self.collate_fn is None
+        entries_are_ours = self.attach is None or self.attach is index_and_weight
+        if not (reads_plainly and sampler._built_in and entries_are_ours):
+            return None
+        draw = sampler._native_draw(storage)
+        # Where only the store's counters are asked, another process may be replacing what else would be read.
+        return None if draw is None or (storage.read_only and not draw.asks_counters_only) else draw
+
     # ---- drawing ----
     def draw(self, n: int) -> Draw:
-        """Draws n rows."""
-        with self.lock:
-            self.draws += self.has_epochs
-            incarnation = self.storage._incarnation
-            draw = self.draw_rows(n)
-            draw.last, draw.incarnation = self.sampler.ran_out, incarnation
+        """Draws n rows. Somebody else may empty or replace the rows: the read finds out which exist."""
+        storage, sampler = self.storage, self.sampler
+        with sampler.lock:  # samplers have state: one draw at a time
+            self.draws += 1
+            incarnation = storage._incarnation  # before the draw: a load that comes in between makes us draw anew
+            draw: Draw
+            if storage.read_only:
+                draw = storage._validated(
+                    lambda: sampler._draw_batch(storage, n), errors_only=not sampler._can_repeat_draws
+                )
+            else:
+                draw = sampler._draw_batch(storage, n)
+            draw.last, draw.incarnation = sampler.ran_out, incarnation
         return draw
 
     def draw_exactly(self, n: int) -> Draw:
         """Draws n rows, over the end of an epoch if need be: members of an ensemble give equal parts of a batch."""
-        with self.lock:
-            self.draws += 1
-            incarnation, sampler = self.storage._incarnation, self.sampler
-            draw = self.draw_rows(n)
+        sampler = self.sampler
+        with sampler.lock:
+            draw = self.draw(n)
             draw.rest = None  # a row that is lost is replaced, by one of the next epoch if need be
-            draw.last, draw.incarnation = sampler.ran_out, incarnation
             while not draw.info and len(draw.slots) < n:
-                more = self.draw_rows(n - len(draw.slots))
+                more = self.draw(n - len(draw.slots))
                 if not len(more.slots):
                     raise RuntimeError(
                         f"{sampler!r} drew {len(draw.slots)} rows of the {n} that each member gives to a batch, and "
                         "then none; a sampler without rows to draw raises a RuntimeError, others draw some"
                     )
-                draw.last = draw.last or sampler.ran_out
+                draw.last = draw.last or more.last
                 draw.append(more)
         return draw
 
-    def draw_rows(self, n: int) -> Draw:
-        """Draws n rows. Somebody else may empty or replace the rows: the read finds out which exist."""
-        storage, sampler = self.storage, self.sampler
-        with self.lock:
-            if not storage.read_only:
-                return sampler._draw_batch(storage, n)
-            draw: Draw = storage._validated(
-                lambda: sampler._draw_batch(storage, n), errors_only=not sampler._can_repeat_draws
-            )
-            return draw
-
-    # ---- whole batches ----
-    def batch(self, n: int, only_native: bool = False) -> Any:
-        """A batch of n as `sample` gives it, without its info and generations; where it can be, in one call.
-
-        With `only_native` None where it cannot be.
-        """
-        storage = self.storage
-        if self._maker is not None and (source := storage.native.source) is not None:
-            if self.has_epochs:
-                batch = self._batch_of_epoch(source, n)
-                if batch is not None:
-                    return batch
-            else:
-                make = self.make or self._maker.sample
-                transform = self.transform
-                if not transform.transforms:
-                    batch = make(source, n)
-                    if batch is not None:
-                        return batch
-                else:
-                    incarnation = storage._incarnation
-                    batch = make(source, n)
-                    if batch is not None:
-                        batch = transform.forward(batch)
-                        if storage._incarnation == incarnation:
-                            return batch
-        return None if only_native else self.sample(n, generations=False)[0]
-
-    def arrays(self, n: int) -> Any:
-        """A batch of n as `sample` gives it, with dicts for TensorDicts and arrays for tensors.
-
-        Raises:
-            TypeError: an entry has a dtype that numpy does not have; nothing is drawn where no transform may cast it.
-        """
-        storage = self.storage
-        if not self.transform.transforms:
-            self._refuse_dtypes_without_array()
-            if self._maker is not None and (source := storage.native.source) is not None:
-                batch = self.make(source, n, True) if self.make else self._batch_of_epoch(source, n, True)
-                if batch is not None:
-                    return batch
-        return as_arrays(self.batch(n))
-
-    def _refuse_dtypes_without_array(self) -> None:
-        layout = self.storage.layout if self.collate_fn is None else None
-        for leaf in () if layout is None else layout.leaves:
-            if leaf.dtype is torch.bfloat16:
-                raise no_array_error(leaf.path)
-
-    # ---- whole batches ahead: `Reader` in prefetch.py says what these do ----
-    def prepare(self, n: int, threads: _native.CopyThreads) -> PreparedRows | None:
-        storage = self.storage
-        if self._maker is None or (source := storage.native.source) is None:
-            return None
-        self.draws += self.has_epochs
-        incarnation = storage._incarnation
-        rows = self._maker.prepare(source, n, threads)
-        return None if rows is None else PreparedRows(rows, incarnation)
-
-    def finish(self, batch: Any, prepared: PreparedRows) -> Any:
-        if self.transform.transforms:
-            batch = self.transform.forward(batch)
-        return batch if self.storage._incarnation == prepared.incarnation else None
-
-    def prepares(self) -> bool:
-        return self._maker is not None
-
-    def transforms(self) -> bool:
-        return bool(self.transform.transforms)
-
-    def _batch_of_epoch(self, source: _native.RowSource, n: int, as_numpy: bool = False) -> Any:
-        """A batch of a sampler with epochs, in one native call; None: the epoch goes on with the same rows.
-
-        It does so too where there is no memory for the batch or for what transforms make of it.
-        """
-        assert self._maker is not None
-        storage, sampler, transform, before = self.storage, self.sampler, self.transform, None
-        incarnation = storage._incarnation
-        batch = None
-        try:
-            # Held until the rows are copied: nobody draws the rows behind those that are to be drawn again.
-            with sampler.lock:
-                self.draws = draws = self.draws + 1
-                before = draws, sampler._get_cursor()
-                try:
-                    batch = self._maker.sample(source, n, as_numpy)
-                finally:
-                    if batch is None:
-                        self._undo_draw(before)
-            if batch is None or not transform.transforms:
-                return batch
-            batch = transform.forward(batch)
-        except MemoryError:
-            self._undo_draw(before)
-            raise
-        return batch if storage._incarnation == incarnation else None  # else transforms may have learnt of other rows
-
-    def sample(self, n: int, generations: bool) -> tuple[Any, dict[str, Any]]:
-        """A batch of n and its info."""
-        storage, sampler = self.storage, self.sampler
-        while True:
-            before = None
-            try:
-                incarnation = storage._incarnation  # before the draw: a load that comes in between makes us draw anew
-                if self.has_epochs:
-                    with sampler.lock:
-                        self.draws = draws = self.draws + 1
-                        before = draws, sampler._get_cursor()
-                        draw = sampler._draw_batch(storage, n) if self._draws_directly else self.draw_rows(n)
-                elif self._draws_directly:
-                    draw = sampler._draw_batch(storage, n)
-                else:
-                    draw = self.draw_rows(n)
-                draw.incarnation = incarnation
-                batch_and_info = self.read(draw, generations)
-            except MemoryError:
-                self._undo_draw(before)
-                raise
-            if batch_and_info is not None:
-                return batch_and_info
-
-    def next(self, n: int, generations: bool) -> tuple[Any, bool]:
-        """A batch of n, and whether it is the last of its epoch."""
-        if self._maker is not None and not generations:
-            if not self.has_epochs:
-                return self.batch(n), False
-            batch = self.batch(n, only_native=True)
-            if batch is not None:  # the native call leaves the last of an epoch to the sampler
-                return batch, False
-        while True:
-            before = None
-            try:
-                with self.lock:
-                    if self.has_epochs:
-                        before = self.draws + 1, self.sampler._get_cursor()
-                    draw = self.draw(n)
-                batch_and_info = self.read(draw, generations)
-            except MemoryError:
-                self._undo_draw(before)
-                raise
-            if batch_and_info is not None:
-                return batch_and_info[0], draw.last
-
-    def _undo_draw(self, before: tuple[int, Any] | None) -> None:
-        """After a batch that there was no memory for: an epoch goes on with the rows that were drawn for it.
-
-        Unless another thread has drawn meanwhile: then they are left out.
-        """
-        if before is not None:
-            with self.lock:
-                if self.draws == before[0]:
-                    self.sampler._set_cursor(before[1])
-
     # ---- reading what was drawn ----
     def read(self, draw: Draw, generations: bool) -> tuple[Any, dict[str, Any]] | None:
-        """The batch of a draw, and its info; None: all rows of the storage have been replaced by others since then."""
-        storage, attach, index, info = self.storage, self._attach, draw.index, draw.info
-        incarnation = draw.incarnation
+        """The rows of a draw as a batch, and its info; None: all rows of the storage were replaced by others since."""
+        attach, index, info = self.attach, draw.index, draw.info
         extra = None if attach is None else attach(index, info)
-        # Positional: the hot path.
-        if self._keeps_items:
-            batch, overwritten, absent, generation = storage._read_items(
-                draw.slots, extra, generations, self._stacks_items
-            )
-        else:
-            batch, overwritten, absent, generation = storage.read(draw.slots, None, extra, generations)
-        if storage._incarnation != incarnation:
+        read = self._read_rows(draw, extra, generations, self._stacks_items)
+        if read is None:
             return None
-        if draw.seen is not None:
-            overwritten = draw.seen.stale(draw.store, draw.slots) or overwritten
-        if overwritten is not None or absent is not None:
-            lost = sorted({*(overwritten or ()), *(absent or ())})
+        batch, lost, _, generation = read
+        if lost:
             again = self._read_again(draw, lost, generations)
             if again is None:
                 return None
@@ -372,40 +179,50 @@ class BatchReader:
                 put_generation(batch, generation)
         if self.attaches_info:
             put_info(batch, info, len(index[0] if isinstance(index, tuple) else index))
-        if self.transform.transforms:
-            batch = self.transform.forward(batch)
-            if storage._incarnation != incarnation:  # what transforms have learnt may be that of other rows
-                return None
-        if self.pin_memory:
-            batch = batch.pin_memory()
         info["index"] = index
         if generation is not None:
             info["generation"] = generation
         return batch, info
+
+    def _read_rows(
+        self, draw: Draw, extra: dict[str, Any] | None, generations: bool, collated: bool
+    ) -> tuple[Any, list[int], list[int] | None, Tensor | None] | None:
+        """Rows, the positions of those that do not exist any more or do not yet, of the latter alone, and generations.
+
+        None: all rows of the storage have been replaced by others since they were drawn.
+        """
+        storage = self.storage
+        # Positional: the hot path.
+        if self._keeps_items:
+            batch, overwritten, absent, generation = storage._read_items(draw.slots, extra, generations, collated)
+        else:
+            batch, overwritten, absent, generation = storage.read(draw.slots, None, extra, generations)
+        if storage._incarnation != draw.incarnation:
+            return None
+        if draw.seen is not None:
+            overwritten = draw.seen.stale(draw.store, draw.slots) or overwritten
+        lost = [] if overwritten is None and absent is None else sorted({*(overwritten or ()), *(absent or ())})
+        return batch, lost, absent, generation
 
     def _read_again(self, draw: Draw, lost: list[int], generations: bool) -> tuple[Draw, Any, Tensor | None] | None:
         """Draw, batch and generations with other rows at the positions whose rows do not exist any more."""
         storage, sampler, incarnation = self.storage, self.sampler, draw.incarnation
         for attempt in range(1000):
             # After some rounds one row at a time: a whole batch may be too slow for writers of a small ring.
-            with self.lock:
+            with sampler.lock:
                 if storage._incarnation != incarnation:
                     return None
                 self.draws += 1
                 for part in [lost] if attempt < _ROUNDS else [[i] for i in reversed(lost)]:
                     draw = draw.redraw(part)
-            if self._keeps_items:
-                batch, overwritten, absent, generation = storage._read_items(draw.slots, None, generations, False)
-            else:
-                batch, overwritten, absent, generation = storage.read(draw.slots, None, None, generations)
-            if storage._incarnation != incarnation:
+            draw.incarnation = incarnation
+            read = self._read_rows(draw, None, generations, False)
+            if read is None:
                 return None
-            if draw.seen is not None:
-                overwritten = draw.seen.stale(draw.store, draw.slots) or overwritten
-            if overwritten is None and absent is None:
+            batch, lost, absent, generation = read
+            if not lost:
                 draw.index = storage.from_slots(draw.slots)
                 return draw, batch, generation
-            lost = sorted({*(overwritten or ()), *(absent or ())})
         if absent is not None and not sampler._built_in:
             raise IndexError(
                 f"{draw.kind}.sample returns slot {int(draw.slots[absent[0]])}, which holds no row; {len(storage)} "
@@ -421,6 +238,364 @@ class BatchReader:
             for key, value in (extra or {}).items():
                 set_per_item(batch, key, value)
         return batch
+
+
+class BatchReader:
+    """Turns draws into batches: of one table `[rows]`, of several `[members, rows]`. Any number of threads may use it.
+
+    Args:
+        transform: what whole batches go through.
+        chooser: draws the members of each batch, which give equal parts of it; None: there is one table.
+        collate_fn: makes a batch of the list of the members' batches; they are stacked if None.
+        reuse: batches may be read into tensors of earlier ones that nobody has any more.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        transform: Compose,
+        *,
+        chooser: SamplerEnsemble | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        reuse: bool = False,
+    ) -> None:
+        self.members = members
+        self.sampler: Sampler = members[0].sampler if chooser is None else chooser
+        self.transform = transform
+        self.pin_memory = pin_memory
+        self.collate_fn: Any = members[0].collate_fn if chooser is None else collate_fn
+        self._storage = members[0].storage
+        self._chooser = chooser
+        self._has_epochs = any(member.sampler._has_epochs for member in members)
+        self._joined = () if chooser is None else members  # each through its own transform before
+        self._attaches = all(member.attach is not None for member in members)
+        # Whether rows of all members can go straight into one batch.
+        alike = all((member.attach is None) == (members[0].attach is None) for member in members)
+        plainly = all(member.collate_fn is None and not member.attaches_info for member in members)
+        self._reads_at_once = chooser is not None and alike and plainly and collate_fn is None
+        self._maker = maker = self._native_maker(PREVENT_REUSE if reuse and why_not_reusable() is None else None)
+        # Nothing that has this reader, which would be a cycle.
+        self.make = None if maker is None or self._has_epochs else maker.sample
+        #: The members' sources when they were last looked at, and the same where rows of all go into one batch.
+        self._joint_sources: tuple[list[Any], list[Any] | None] = [], None
+
+    def _native_maker(self, reuse: Any) -> _native.BatchMaker | None:
+        """What makes whole batches in one native call; None where a batch takes more than that.
+
+        This is the one place where it is decided: when the parts are put together, and by what they are. Transforms are
+        applied to what comes out.
+        """
+        if self.pin_memory or not (self._chooser is None or (self._reads_at_once and self._chooser._built_in)):
+            return None
+        draws = []
+        for member in self.members:
+            draw = member.native_draw()
+            if draw is None or not (self._chooser is None or draw.joins):
+                return None
+            draws.append((draw, member.sampler))
+        index, weight = ("index", "index"), ("priority_weight", "weight")
+        entries = [index, weight] if self._attaches else []
+        forms: list[list[tuple[str | None, Any]]] = [[*entries]]
+        if self._chooser is not None:
+            group = ("index", [index, ("buffer_ids", "member")])
+            # The second is that of batches which the members' transforms still have to change.
+            forms = [[*entries[1:], group], [*entries, (None, "index"), (None, "member")]]
+        maker = _native.BatchMaker(draws, self._chooser, forms, reuse)
+        return maker if maker.is_made_here else None
+
+    @property
+    def lock(self) -> Any:
+        """Held by whoever draws or changes the sampler."""
+        return self.sampler.lock
+
+    def check_room(self, n: int) -> None:
+        """OutOfMemoryError where a batch of n rows cannot be held, before anything is drawn."""
+        rows = self.sampler._max_rows(self._storage, n) if n < BEYOND_MEMORY else n
+        if rows is not None:
+            refuse_if_too_many(rows, max(member.row_bytes for member in self.members), n)
+
+    # ---- whole batches ----
+    def batch(self, n: int, only_native: bool = False) -> Any:
+        """A batch of n as `sample` gives it, without its info and generations; where it can be, in one call.
+
+        With `only_native` None where it cannot be.
+        """
+        if self._maker is not None:
+            sources = self._storage.native.source if self._chooser is None else self._sources()
+            if sources is not None:
+                if self.make is None or self._joined or self.transform.transforms:
+                    batch = self._make(sources, n)
+                else:
+                    batch = self.make(sources, n)
+                if batch is not None:
+                    return batch
+        return None if only_native else self.sample(n, generations=False)[0]
+
+    def arrays(self, n: int) -> Any:
+        """A batch of n as `sample` gives it, with dicts for TensorDicts and arrays for tensors.
+
+        Raises:
+            TypeError: an entry has a dtype that numpy does not have; nothing is drawn where no transform may cast it.
+        """
+        if not self._transforms():
+            self._refuse_dtypes_without_array()
+            if self._maker is not None and (sources := self._sources()) is not None:
+                batch = self.make(sources, n, True) if self.make else self._make(sources, n, True)
+                if batch is not None:
+                    return batch
+        return as_arrays(self.batch(n))
+
+    def _refuse_dtypes_without_array(self) -> None:
+        for member in self.members:
+            layout = member.storage.layout if member.collate_fn is None and self.collate_fn is None else None
+            for leaf in () if layout is None else layout.leaves:
+                if leaf.dtype is torch.bfloat16:
+                    raise no_array_error(leaf.path)
+
+    def _sources(self) -> Any:
+        """What the native call reads rows from; None: it cannot."""
+        if self._chooser is None:
+            return self._storage.native.source
+        sources = [member.storage.native.source for member in self.members]
+        before, joint = self._joint_sources
+        if sources != before:
+            joint = sources if None not in sources and self._tables(self.members) is not None else None
+            self._joint_sources = sources, joint
+        return joint
+
+    @staticmethod
+    def _tables(members: Sequence[Member]) -> list[RowTable] | None:
+        return joint_tables([member.storage for member in members])
+
+    def _transforms(self) -> bool:
+        """Whether there are any transforms, of members or of whole batches."""
+        return bool(self.transform.transforms) or any(member.transform.transforms for member in self._joined)
+
+    def _joint_transform(self, members: Sequence[Member]) -> Compose | None:
+        """What may be applied to the rows of these members at once; None: each one's part is changed by itself."""
+        return joint_transform(members[0].storage, [member.transform for member in members])
+
+    def _incarnations(self) -> list[int]:
+        return [member.storage._incarnation for member in self.members]
+
+    def _make(self, sources: Any, n: int, as_numpy: bool = False) -> Any:
+        """A batch in one native call and the transforms; None: it takes more than that.
+
+        Then epochs go on with the same rows, and so they do where there is no memory for the batch or for what
+        transforms make of it.
+        """
+        assert self._maker is not None
+        joint = None
+        if any(member.transform.transforms for member in self._joined):
+            joint = self._joint_transform(self._joined)
+            if joint is None:
+                return None
+        incarnations = self._incarnations()
+        before, batch = None, None
+        try:
+            if self.make is not None:
+                batch = self.make(sources, n, as_numpy, 0 if joint is None else 1)
+            else:
+                # Held until the rows are copied: nobody draws the rows behind those that are to be drawn again.
+                with self.lock:
+                    self.members[0].draws += 1
+                    before = self._draws(), self.sampler._get_cursor()
+                    try:
+                        batch = self._maker.sample(sources, n, as_numpy)
+                    finally:
+                        if batch is None:
+                            self._undo_draw(before)
+            if batch is None or not self._transforms():
+                return batch
+            batch = self._change(batch, joint)
+        except MemoryError:
+            self._undo_draw(before)
+            raise
+        return batch if self._incarnations() == incarnations else None  # else transforms may have learnt of other rows
+
+    def _change(self, batch: Any, joint: Compose | None) -> Any:
+        """A batch of the native call after all transforms, with `joint` for all members."""
+        if joint is not None:
+            batch, index, ids = batch
+            batch = joint.forward(batch)
+            put_index(batch, index, ids)
+        return self.transform.forward(batch) if self.transform.transforms else batch
+
+    def sample(self, n: int, generations: bool) -> tuple[Any, dict[str, Any]]:
+        """A batch of n and its info."""
+        return self._draw_and_read(n, generations)[0]
+
+    def next(self, n: int, generations: bool) -> tuple[Any, bool]:
+        """A batch of n, and whether it is the last of its epoch."""
+        batch = None if generations else self.batch(n, only_native=True)
+        if batch is not None:  # the native call leaves the last of an epoch to the sampler
+            return batch, False
+        (batch, _), last = self._draw_and_read(n, generations)
+        return batch, last
+
+    # ---- whole batches ahead, for `Prefetcher` ----
+    @property
+    def copies_only(self) -> bool:
+        """Whether batches of which no details are wanted come from `prepare`, and `finish` takes no time."""
+        return self._maker is not None and not self._transforms()
+
+    def prepare(self, n: int, threads: _native.CopyThreads) -> PreparedRows | None:
+        """A batch whose rows these threads copy from now on, for `finish`; None where `draw` and `read` must be used.
+
+        The caller holds the lock, and puts the sampler back where this is None or an error.
+        """
+        if self._maker is None or (sources := self._sources()) is None:
+            return None
+        joint, transforms = None, self._transforms()
+        if any(member.transform.transforms for member in self._joined):
+            joint = self._joint_transform(self._joined)
+            if joint is None:
+                return None
+        self.members[0].draws += 1
+        incarnations = self._incarnations()
+        rows = self._maker.prepare(sources, n, threads, 0 if joint is None else 1)
+        return None if rows is None else PreparedRows(rows, incarnations, joint, transforms)
+
+    def finish(self, batch: Any, prepared: PreparedRows) -> Any:
+        """The batch as it is handed out; None: all rows have been replaced by others since it was drawn."""
+        batch = self._change(batch, prepared.joint)
+        return batch if self._incarnations() == prepared.incarnations else None
+
+    # ---- step by step: this says what a batch is ----
+    def draw(self, n: int) -> list[Draw]:
+        """Draws n rows of one table, or members, and rows of each."""
+        with self.lock:
+            if self._chooser is None:
+                return [self.members[0].draw(n)]
+            ids, rows = choose_checked(self._chooser, n)
+            draws = [self.members[i].draw_exactly(rows) for i in ids]
+        for i, draw in zip(ids, draws, strict=True):
+            draw.member = i
+        return draws
+
+    def _draw_and_read(self, n: int, generations: bool) -> tuple[tuple[Any, dict[str, Any]], bool]:
+        """A batch and its info, and whether it is the last of an epoch, which goes on with the same rows where there is
+        no memory for it.
+        """
+        while True:
+            before = None
+            try:
+                if self._has_epochs:
+                    with self.lock:
+                        cursor = self.sampler._get_cursor()
+                        try:
+                            draws = self.draw(n)
+                        finally:
+                            before = self._draws(), cursor
+                else:
+                    draws = self.draw(n)
+                batch_and_info = self.read(draws, generations)
+            except MemoryError:
+                self._undo_draw(before)
+                raise
+            if batch_and_info is not None:
+                return batch_and_info, any(draw.last for draw in draws)
+
+    def _draws(self) -> int:
+        return sum(member.draws for member in self.members)
+
+    def _undo_draw(self, before: tuple[int, Any] | None) -> None:
+        """After a batch that there was no memory for: an epoch goes on with the rows that were drawn for it.
+
+        Unless another thread has drawn meanwhile: then they are left out.
+        """
+        if before is not None:
+            with self.lock:
+                if self._draws() == before[0]:
+                    self.sampler._set_cursor(before[1])
+
+    def read(self, draws: list[Draw], generations: bool) -> tuple[Any, dict[str, Any]] | None:
+        """The batch of what was drawn, and its info; None: all rows of a storage were replaced by others since then."""
+        if self._chooser is None:
+            batch_and_info = self.members[0].read(draws[0], generations)
+        else:
+            batch_and_info = self._read_at_once(draws, generations) or self._read_one_by_one(draws, generations)
+        if batch_and_info is None:
+            return None
+        batch, info = batch_and_info
+        if self.transform.transforms:
+            batch = self.transform.forward(batch)
+        # What transforms have learnt may be that of other rows, and so may a part be that was read before another one.
+        if any(self.members[draw.member].storage._incarnation != draw.incarnation for draw in draws):
+            return None
+        return (batch.pin_memory() if self.pin_memory else batch), info
+
+    def _read_at_once(self, draws: list[Draw], generations: bool) -> tuple[Any, dict[str, Any]] | None:
+        """Reads the rows of all members straight into one batch; None where it takes more than that."""
+        if not self._reads_at_once or any(draw.runs is not None for draw in draws):
+            return None
+        members = [self.members[draw.member] for draw in draws]
+        index_and_ids = _native.joint_index([draw.index for draw in draws], [draw.member for draw in draws])
+        if index_and_ids is None:
+            return None
+        index, buffer_ids = index_and_ids
+        info = joined([draw.info for draw in draws])
+        extra = members[0].entries(index, info) if self._attaches else {}
+        tables = self._tables(members)
+        if tables is None:
+            return None
+        shape = tuple(index.shape)
+        entries_of_parts: list[Any] | None = None
+        joint = None
+        if any(member.transform.transforms for member in members):
+            joint = self._joint_transform(members)
+            if joint is None:
+                entries_of_parts = [
+                    member.entries(draw.index, draw.info) or None for member, draw in zip(members, draws, strict=True)
+                ]
+        if joint is None:
+            extra.pop("index", None)
+        read = tables[0].read_many(tables[1:], index, shape, extra or None, generations, entries_of_parts)
+        batch, generation = read.batch, read.sequences
+        if read.overwritten is not None or read.absent is not None:
+            return None  # rows that are gone are drawn anew by their own member
+        if any(draw.seen is not None and draw.seen.stale(draw.store, draw.slots) for draw in draws):
+            return None
+        parts = read.parts or []
+        if generation is not None:
+            info["generation"] = generation.view(shape)
+            if members[0].with_generation:
+                info["index_generation"] = info["generation"]
+                if self._attaches:
+                    put_generation(batch, info["generation"], 2)
+                    for part, of_part in zip(parts, info["generation"], strict=False):
+                        put_generation(part, of_part)
+        info["index"], info["buffer_ids"] = index, buffer_ids
+        if joint is not None:
+            batch = joint.forward(batch)
+        elif parts:
+            batch = transform_parts(batch, parts, [member.transform for member in members])
+        put_index(batch, index, buffer_ids)
+        return batch, info
+
+    def _read_one_by_one(self, draws: list[Draw], generations: bool) -> tuple[Any, dict[str, Any]] | None:
+        batches, infos = [], []
+        for draw in draws:
+            member = self.members[draw.member]
+            batch_and_info = member.read(draw, generations)
+            if batch_and_info is None:
+                return None
+            batch, info = batch_and_info
+            if member.transform.transforms:
+                batch = member.transform.forward(batch)
+            if isinstance(info["index"], tuple):
+                info["index"] = torch.stack(info["index"], -1)
+            batches.append(batch)
+            infos.append(info)
+        info = joined(infos)
+        info["buffer_ids"] = ids_of([draw.member for draw in draws], len(infos[0]["index"]))
+        if self.collate_fn is not None:
+            return self.collate_fn(batches), info
+        batch = stack_batches(batches)
+        if self._attaches or not isinstance(batch, dict):
+            put_index(batch, info["index"], info["buffer_ids"])
+        return batch, info
 
 
 def index_and_weight(index: Any, info: dict[str, Any]) -> dict[str, Any]:

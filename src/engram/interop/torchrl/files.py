@@ -46,16 +46,16 @@ _BLOCK_BYTES = 1 << 21  # that stay in the cache on their way
 _CODE = (".pkl", ".pickle", ".pt", ".pth")
 
 DTYPES: dict[str, torch.dtype] = {
-    f"torch.{name}": getattr(torch, name)
-    for name in (
-        "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16",
-        "float32", "float64", "complex64", "complex128",
+    str(dtype): dtype
+    for dtype in (
+        torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
+        torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
     )
 }  # fmt: skip
 
 
 class Folder:
-    """An open directory that somebody else wrote: no link is followed, and files are sized before they are read.
+    """An open directory that another program wrote: no link is followed, and files are sized before they are read.
 
     Errors name the file: a CorruptCheckpointError what cannot be true, a CheckpointError what engram does not read.
 
@@ -227,7 +227,7 @@ class TensorDictFiles:
 
 
 def read_tensordict(folder: Folder, beside: tuple[str, ...] = ()) -> TensorDictFiles:
-    """What `meta.json` says of a directory; `beside` are other files that may be in it. Reads no values.
+    """A directory as its `meta.json` describes it; `beside` are other files that may be in it. Reads no values.
 
     Raises:
         CorruptCheckpointError: it cannot be true.
@@ -390,7 +390,11 @@ class _Branch:
         if not path:
             self._alone = node
             return
-        self.branch(path[:-1])._below[path[-1]] = node
+        first, *rest = path
+        if rest:
+            self.branch((first,)).put(tuple(rest), node)
+        else:
+            self._below[first] = node
 
     def branch(self, path: KeyPath) -> _Branch:
         if not path:

@@ -9,7 +9,7 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -34,7 +34,7 @@ from engram.interop.torchrl.files import (
 )
 from engram.interop.torchrl.trajectories import SHAPE, flat_steps, h5_steps
 from engram.kernel.disk import Checkpoint
-from engram.kernel.rows import Part, Receiver
+from engram.kernel.rows import Receiver
 from engram.kernel.tools import visible
 from engram.pytree import KeyPath
 
@@ -107,7 +107,7 @@ class TorchrlDirectory:
         }
         for name in [name for name in readers if name in parts]:
             try:
-                states[name] = _translated(name, self._receiver.part(name), readers[name]())
+                states[name] = _translated(name, self._receiver, readers[name]())
             except (ValueError, CheckpointError) as error:
                 refusals.append(str(error))
                 parts = tuple(part for part in parts if part != name)
@@ -155,8 +155,8 @@ class TorchrlDirectory:
     def _open(self, sink: TableSink) -> SavedSteps:
         if not hasattr(sink, "write_block"):
             raise ValueError(
-                f"{self._storage.path} holds steps that all have one form; a {type(sink).__name__} does not take them: "
-                "use a LazyTensorStorage or a LazyMemmapStorage"
+                f"{self._storage.path} holds steps that all have one form; a storage of your own or a ListStorage does "
+                "not take them: use a LazyTensorStorage or a LazyMemmapStorage"
             )
         if self._steps is None:
             self._steps = self._read(sink.ndim, _paths(sink.layout_state()))
@@ -385,23 +385,24 @@ def generator_state(folder: Folder) -> torch.Tensor | None:
 
 
 # ---- states of engram's parts, made of what TorchRL saved ----
-def _translated(name: str, part: Part, saved: Any) -> dict[str, Any]:
-    """The state for a part, as a checkpoint of engram's has it; a ValueError says why there is none."""
+def _translated(name: str, receiver: Receiver, saved: Any) -> dict[str, Any]:
+    """The state for a part, in the form that engram's checkpoints have; a ValueError says why there is none."""
     by_kind, otherwise = _TRANSLATIONS[name]
-    translate = next((by_kind[kind] for kind in part.kinds if kind in by_kind), otherwise)
-    return {"kind": part.kinds[0], "state": translate(part, saved)}
+    (kind, *parents), own = receiver.part(name)
+    translate = next((by_kind[one] for one in (kind, *parents) if one in by_kind), otherwise)
+    return {"kind": kind, "state": translate(kind, own, saved)}
 
 
-def _row_epoch(part: Part, saved: SavedEpoch | None) -> dict[str, Any]:
+def _row_epoch(kind: str, own: Mapping[str, Any], saved: SavedEpoch | None) -> dict[str, Any]:
     if saved is None:
-        raise ValueError(f"the sampler is a {part.kinds[0]} here, one without a state was saved")
+        raise ValueError(f"the sampler is a {kind} here, one without a state was saved")
     epoch = None
     # In TorchRL rows that were added during an epoch end it.
     if saved.remaining is not None and saved.length == saved.stored:
         if saved.rows is None:
             raise ValueError("the epoch there names rows that are not stored, or one of them twice")
         epoch = _listed_epoch(saved.rows, saved.envs)
-    shuffle = part.state["shuffle"]
+    shuffle = own["shuffle"]
     return {"epoch": epoch, "ran_out": saved.ran_out, "shuffle": shuffle, "drop_last": saved.drop_last}
 
 
@@ -416,39 +417,39 @@ def _listed_epoch(rows: Rows, envs: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _slice_epoch(part: Part, saved: SavedEpoch | None) -> dict[str, Any]:
+def _slice_epoch(kind: str, own: Mapping[str, Any], saved: SavedEpoch | None) -> dict[str, Any]:
     if saved is None:
-        raise ValueError(f"the sampler is a {part.kinds[0]} here, one without a state was saved")
+        raise ValueError(f"the sampler is a {kind} here, one without a state was saved")
     if saved.remaining is not None and len(saved.remaining) != saved.length:
         raise ValueError("an epoch of slices had begun there: which trajectories are left is not said")
     # What TorchRL saves says nothing of the other settings: they are those of the sampler here.
-    return {**part.state, "epoch": None, "ran_out": saved.ran_out, "drop_last": saved.drop_last}
+    return {**own, "epoch": None, "ran_out": saved.ran_out, "drop_last": saved.drop_last}
 
 
-def _no_sampler_state(part: Part, saved: SavedEpoch | None) -> dict[str, Any]:
-    if saved is not None or part.state:
+def _no_sampler_state(kind: str, own: Mapping[str, Any], saved: SavedEpoch | None) -> dict[str, Any]:
+    if saved is not None or own:
         other = "one without a state" if saved is None else "one without replacement"
-        raise ValueError(f"the sampler is a {part.kinds[0]} here, {other} was saved")
+        raise ValueError(f"the sampler is a {kind} here, {other} was saved")
     return {}
 
 
-def _rank_of_writer(part: Part, saved: dict[str, Any] | None) -> dict[str, Any]:
+def _rank_of_writer(kind: str, own: Mapping[str, Any], saved: dict[str, Any] | None) -> dict[str, Any]:
     if saved is None or "rank_key" not in saved:
-        raise ValueError(f"the writer is a {part.kinds[0]} here, one that keeps the newest was saved")
+        raise ValueError(f"the writer is a {kind} here, one that keeps the newest was saved")
     key = saved["rank_key"]
     path = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, list) else key
-    return {"rank_key": path, "reduction": part.state["reduction"]}  # the order follows from the rows
+    return {"rank_key": path, "reduction": own["reduction"]}  # the order follows from the rows
 
 
-def _no_writer_state(part: Part, saved: dict[str, Any] | None) -> dict[str, Any]:
+def _no_writer_state(kind: str, own: Mapping[str, Any], saved: dict[str, Any] | None) -> dict[str, Any]:
     best = saved is not None and "rank_key" in saved
-    if best or part.state:
+    if best or own:
         other = "one that keeps the best" if best else "one without a state"
-        raise ValueError(f"the writer is a {part.kinds[0]} here, {other} was saved")
+        raise ValueError(f"the writer is a {kind} here, {other} was saved")
     return {}
 
 
-_Translate = Callable[[Part, Any], dict[str, Any]]
+_Translate = Callable[[str, Mapping[str, Any], Any], dict[str, Any]]
 # For each part the kinds that have a state of their own, and what holds for all others.
 _TRANSLATIONS: dict[str, tuple[dict[str, _Translate], _Translate]] = {
     "sampler": (

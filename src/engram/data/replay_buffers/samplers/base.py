@@ -26,6 +26,7 @@ from engram._system import drawing, fork_registry
 from engram.checkpoint.snapshot import load_part, save_part
 from engram.data.replay_buffers.samplers.draw import Draw, Index
 from engram.data.replay_buffers.samplers.draw import EpochInfo as EpochInfo  # pickled infos name it here
+from engram.data.replay_buffers.state.parts import SavedPart
 from engram.store.copies import PartlyCopied
 from engram.store.episodes import EpisodeIndex
 from engram.store.files import pickle_by_state
@@ -327,7 +328,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
             0.5
         """
         with self.lock:
-            save_part(path, "sampler", self._kind, self.state_dict())
+            save_part(path, "sampler", self.saved_form)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
         """Takes over what `dumps` saved; the storage must hold the rows that it held then, or get them before the next
@@ -338,7 +339,12 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
             CheckpointMisfitError: another kind of sampler was saved, or one with other settings. Nothing is changed.
         """
         with self.lock:
-            load_part(path, "sampler", self)
+            load_part(path, "sampler", self.saved_form)
+
+    @property
+    def saved_form(self) -> SavedPart:
+        """This sampler, as it is saved and loaded with a buffer."""
+        return _SavedSampler(self, self._kind, is_ours=self._built_in)
 
     # ---- between the parts of a buffer: drawing ----
     def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
@@ -493,6 +499,32 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         return f"{type(self).__name__}()"
 
 
+class _SavedSampler(SavedPart):
+    """A sampler, as it is saved and loaded."""
+
+    def state(self, storage: Any) -> Any:
+        self.part._sync(storage)
+        return self.part.state_dict()
+
+    def differences(self, state: Any) -> list[str]:
+        different: list[str] = self.part._differences(state)
+        return different
+
+    def check(self, state: Any, storage: Any) -> None:
+        if storage.lanes is not None:
+            self.part._check_state(state, storage)
+
+    def rebase(self, storage: Any) -> None:
+        if storage.lanes is not None:
+            self.part._rebase(storage.lanes.store.incarnation, storage.lanes.shifts)
+
+    def sync(self, storage: Any) -> None:
+        self.part._sync(storage)
+
+    def find(self, storage: Any) -> None:
+        self.part._find(storage)
+
+
 class _AdaptedSampler(Sampler):
     """A sampler of a user's own that is no `Sampler`, with what it leaves out."""
 
@@ -510,6 +542,11 @@ class _AdaptedSampler(Sampler):
     @property
     def _kind(self) -> str:
         return type(self._own).__name__
+
+    @property
+    def saved_form(self) -> SavedPart:
+        has_state = hasattr(self._own, "state_dict") and hasattr(self._own, "load_state_dict")
+        return _SavedSampler(self, self._kind, is_ours=False, given=self._own, has_state=has_state)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         drawn: tuple[Index, dict[str, Any]] = self._own.sample(storage, batch_size)

@@ -41,12 +41,14 @@ class Draw:
         rest: up to n slots more of the same epoch; None: lost rows are replaced by any others.
         runs: the slices that rows belong to; None: to none. `marks`: what is marked in their batch, `flags`: keys in
             info and paths in the batch of flags that info gives, too.
-        last: whether it is the last of its epoch; `incarnation`: of the storage before the draw. Readers set both.
+        last: whether it is the last of its epoch; `incarnation`: of the storage before the draw; `member`: which of
+            the tables of a batch the rows are of. Readers set them.
         kind: of the sampler, for errors.
     """
 
     last: bool
     incarnation: int
+    member: int = 0
     store: _native.Store
     seen: Any = None
     rest: Callable[[int], Any] | None = None

@@ -16,6 +16,7 @@ from engram._checks import is_integer
 from engram._generator import Generator
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, sample_checked
+from engram.data.replay_buffers.state.parts import SavedEnsemble, SavedPart
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 
 if TYPE_CHECKING:
@@ -167,14 +168,6 @@ class SamplerEnsemble(Sampler, built_in=True):
         for sampler, member in zip(self._samplers, members, strict=True):
             sampler.check_storage(member)
 
-    def _find(self, storage: Storage) -> None:
-        for sampler, member in zip(self._samplers, storage.storages, strict=True):  # type: ignore[attr-defined]
-            sampler._find(member)
-
-    def _sync(self, storage: Storage) -> None:
-        for sampler, member in zip(self._samplers, storage.storages, strict=True):  # type: ignore[attr-defined]
-            sampler._sync(member)
-
     def use_generator(self, generator: torch.Generator | Generator | None) -> None:
         """Members and rows are drawn from this generator; None: members go on with those that they have."""
         super().use_generator(generator)
@@ -239,40 +232,22 @@ class SamplerEnsemble(Sampler, built_in=True):
             "p": self._p,
             "sample_from_all": self.sample_from_all,
             "num_buffer_sampled": self.num_buffer_sampled,
-            "samplers": [{"kind": s._kind, "state": s.state_dict()} for s in self._samplers],
+            "samplers": [{"kind": s.saved_form.kind, "state": s.state_dict()} for s in self._samplers],
         }
 
+    @property
+    def saved_form(self) -> SavedPart:
+        settings = {"sample_from_all": self.sample_from_all, "num_buffer_sampled": self.num_buffer_sampled}
+        members = [sampler.saved_form for sampler in self._samplers]
+        return _SavedSamplers("samplers", self, is_ours=self._built_in, members=members, settings=settings)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        different = self._differences(state)
+        different = self.saved_form.differences(state)
         if different:
             raise ValueError("; ".join(different))
         self.p = state["p"]
         for sampler, saved in zip(self._samplers, state["samplers"], strict=True):
             sampler.load_state_dict(saved["state"])
-
-    def _differences(self, state: dict[str, Any]) -> list[str]:
-        saved = state["samplers"]
-        if len(saved) != len(self._samplers):
-            return [f"the ensemble has {len(self._samplers)} samplers here, {len(saved)} there"]
-        differences = [
-            f"the ensemble has {name}={getattr(self, name)} here, {state[name]} there"
-            for name in ("sample_from_all", "num_buffer_sampled")
-            if getattr(self, name) != state[name]
-        ]
-        for i, (sampler, one) in enumerate(zip(self._samplers, saved, strict=True)):
-            kind, member_state = one["kind"], one["state"]
-            if kind != sampler._kind:
-                differences.append(f"sampler {i} is a {sampler._kind} here, a {kind} there")
-            else:
-                differences += [f"member {i}: {what}" for what in sampler._differences(member_state)]
-        if not differences:
-            copy.copy(self).p = state["p"]  # an error where these are no weights
-        return differences
-
-    def _check_state(self, state: dict[str, Any], storage: Any) -> None:
-        for sampler, one, member in zip(self._samplers, state["samplers"], storage.storages, strict=True):
-            if member.lanes is not None:
-                sampler._check_state(one["state"], member)
 
     def _get_cursor(self) -> Any:
         cursors = []
@@ -290,6 +265,35 @@ class SamplerEnsemble(Sampler, built_in=True):
             f"SamplerEnsemble(samplers={self.samplers}, p={self._p}, sample_from_all={self.sample_from_all}, "
             f"num_buffer_sampled={self.num_buffer_sampled})"
         )
+
+
+def choose_checked(sampler: SamplerEnsemble, batch_size: int) -> tuple[list[int], int]:
+    """What `choose` gives; ValueError where that of a user's own class is not what it must be."""
+    ids, rows = sampler.choose(batch_size)
+    if sampler._built_in:
+        return ids, rows
+    members = len(sampler)
+    whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < members for i in ids)
+    if not whole or not ids or type(rows) is not int or rows < 1:
+        raise ValueError(
+            f"choose must return a list of members, ints from 0 to {members - 1}, and how many rows are of each, an "
+            f"int of 1 or more; it returned {ids!r:.80} and {rows!r:.80}"
+        )
+    return ids, rows
+
+
+class _SavedSamplers(SavedEnsemble):
+    """The sampler of an ensemble, as it is saved and loaded."""
+
+    def state(self, storage: Any) -> Any:
+        self.sync(storage)
+        return self.part.state_dict()
+
+    def differences(self, state: Any) -> list[str]:
+        differences = super().differences(state)
+        if not differences:
+            copy.copy(self.part).p = state["p"]  # an error where these are no weights
+        return differences
 
 
 def ids_of(ids: list[int], n: int) -> Tensor:

@@ -7,223 +7,171 @@ import copy
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from engram._system import fork_registry, notice_fork
 from engram._text import log
 from engram.checkpoint.foreign import Part, Receiver, open_saved
 from engram.checkpoint.snapshot import as_damage, save_snapshot
 from engram.checkpoint.writer import SnapshotWriter
-from engram.data.replay_buffers.samplers.base import Sampler
+from engram.data.replay_buffers.state.parts import SavedPart, logging_errors
 from engram.data.replay_buffers.state.plans import RowsPlan
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
-from engram.data.replay_buffers.writers.round_robin import Writer
 from engram.errors import CheckpointError, CheckpointMisfitError, differences_of
-from engram.transforms.compose import Compose
 
 Malformed = Callable[[str], Exception]
 
 
-class SavedBuffer(Protocol):
-    """What saving and loading need of a buffer: its parts, and the states of those that it keeps to itself."""
+class SavedBuffer(NamedTuple):
+    """A buffer, as it is saved and loaded. The caller holds it still.
 
-    _sampler: Any  # a Sampler; ensembles and prioritised buffers know of more than its methods
-    _writer: Writer
-    _saved_generator: Any  # a SavedGenerator, or SavedGenerators
+    Attributes:
+        parts: by the names that their states have: sampler, writer, transform, generator; loaded in this order.
+        index_key: the key under which its writer stores each row's index; None: it stores none.
+        description: makes what a checkpoint says of it, for who makes it anew (`engram.load`), of the user's sampler.
+    """
 
-    @property
-    def storage(self) -> Storage: ...
+    storage: Storage
+    parts: dict[str, SavedPart]
+    index_key: str | None
+    batch_size: int | None
+    description: Callable[[Any], dict[str, Any]]
 
-    @property
-    def batch_size(self) -> int | None: ...
+    def states(self) -> dict[str, Any]:
+        """The state of each part beside the rows."""
+        return {name: part.state(self.storage) for name, part in self.parts.items()}
 
-    @property
-    def _saved_transform(self) -> Any: ...
+    def components(self) -> dict[str, Any]:
+        """What a checkpoint has beside the rows."""
+        saved: dict[str, Any] = {"buffer": self.description(self.parts["sampler"].given)}
+        for name, part in self.parts.items():
+            state = part.state(self.storage)
+            saved[name] = {"state": state} if part.kind is None else {"kind": part.kind, "state": state}
+        return saved
 
-    def _part_states(self) -> dict[str, Any]: ...
+    def kinds(self) -> dict[str, str]:
+        return {f"{name}_kind": part.kind for name, part in self.parts.items() if part.kind is not None}
 
-    def _description(self) -> dict[str, Any]: ...
+    def load_states(self, states: dict[str, Any]) -> None:
+        """Gives the parts states that fit them."""
+        for name, part in self.parts.items():
+            if name in states:
+                part.load(states[name]["state"])
+
+    def connect(self, rows_too: bool) -> None:
+        """After a load: brings the states of the parts and the rows together."""
+        for part in self.parts.values():
+            if rows_too:
+                part.rebase(self.storage)
+            part.sync(self.storage)
 
 
 class BufferLoad:
-    """A load of saved states that fit a buffer, and of its rows where there is a plan for them.
+    """A load of saved states into a buffer.
 
-    The caller holds the buffer still, and its storage alone. What a user's own part can refuse comes before the rows
-    that it would destroy; an error makes the buffer again what it was when this was made.
+    The caller holds the buffer still, and its storage alone.
 
     Args:
-        malformed: makes the error for a state that turns out to be impossible when the rows are there.
+        states: by the names of the parts; those that it does not have stay as they are.
+        malformed: makes the error for a state that no part of the library's can have written.
+
+    Attributes:
+        differences: what of the states does not fit the parts; with any, it must not be run.
     """
 
-    def __init__(
-        self, buffer: SavedBuffer, states: dict[str, Any], rows: RowsPlan | None, malformed: Malformed | None = None
-    ) -> None:
-        self._buffer, self._states, self._rows, self._malformed = buffer, states, rows, malformed
-        self._has_rows = False  # whether other rows have taken the place of those of before
-        self._incarnations = _incarnations(buffer.storage)
-        self._generator = buffer._saved_generator.state()
-        parts = [buffer._sampler, buffer._writer, buffer._saved_transform]
-        self._undo_parts = [_undo_of(part) for whole in parts for part in _with_members(whole)]
-        # With rows that come back under another incarnation goes a sampler that is told so.
-        goes_back = rows is not None and rows.undo is not None
-        self._sampler = copy.deepcopy(buffer._sampler.state_dict()) if goes_back else None
+    def __init__(self, buffer: SavedBuffer, states: dict[str, Any], malformed: Malformed | None = None) -> None:
+        self._buffer, self._states, self._malformed = buffer, states, malformed
+        self._each = [(name, part) for name, part in buffer.parts.items() if name in states]
+        self.differences = [what for name, part in self._each for what in self._differences(name, part)]
 
-    def run(self) -> None:
-        """Commits it; after an error the buffer is as it was."""
+    def _differences(self, name: str, part: SavedPart) -> list[str]:
+        with self._damage_of(part):
+            saved = self._states[name]
+            state = saved["state"]
+            if part.kind is None:
+                return part.differences(state)
+            kind = saved["kind"]
+            if part.is_ours and not isinstance(state, dict):
+                raise ValueError(f"the state of the {name} is {state!r:.80}, no dict")
+            if kind != part.kind:
+                return [f"the {name} is a {part.kind} here, a {kind} there"]
+            return part.differences(state)
+
+    def check(self) -> None:
+        """An error where a state cannot be taken over here, before anything is changed for it."""
+        for name, part in self._each:
+            with self._damage_of(part):
+                part.check(self._states[name]["state"], self._buffer.storage)
+
+    def _damage_of(self, part: SavedPart) -> contextlib.AbstractContextManager[None]:
+        """Around a look at a part's state: an exception in a built-in part means that the state is damaged; one that a
+        user's own part raises is its own error.
+        """
+        if self._malformed is None or not part.all_ours:
+            return contextlib.nullcontext()
+        return as_damage(self._malformed, "this buffer")
+
+    def run(self, rows: RowsPlan | None) -> None:
+        """Commits it, with its rows where there is a plan for them; after an error the buffer is as it was.
+
+        What a user's own part can refuse comes before the rows that it would destroy.
+        """
         storage = self._buffer.storage
-        with storage.mutex if self._rows is None else storage._replacing("loads"):
+        with storage.mutex if rows is None else storage._replacing("loads"):
+            undo = _Undo(self._buffer, rows)
             try:
-                if self._rows is not None and not self._rows.replaces_rows:
-                    self._rows.commit()
-                    self._has_rows = True
-                    # now that there is something to compare it with
-                    check_sampler(self._buffer, self._states, self._malformed)
-                _load_parts(self._buffer, self._states)
-                if self._rows is not None and self._rows.replaces_rows:
-                    self._rows.commit()
-                    self._has_rows = True
-                _connect(self._buffer, rows_too=self._rows is not None)
+                if rows is not None and not rows.replaces_rows:
+                    rows.commit()
+                    undo.has_rows = True
+                    self.check()  # now that there is something to compare it with
+                self._buffer.load_states(self._states)
+                if rows is not None and rows.replaces_rows:
+                    rows.commit()
+                    undo.has_rows = True
+                self._buffer.connect(rows_too=rows is not None)
             except BaseException:
-                self._undo()
+                undo.run()
                 raise
 
-    def _undo(self) -> None:
-        storage, sampler, rows = self._buffer.storage, self._buffer._sampler, self._rows
-        touched = rows is not None and (self._has_rows or _incarnations(storage) != self._incarnations)
+
+class _Undo:
+    """The way back of a load that failed, to what the buffer is when this is made."""
+
+    def __init__(self, buffer: SavedBuffer, rows: RowsPlan | None) -> None:
+        self._buffer, self._rows = buffer, rows
+        self.has_rows = False  # whether other rows have taken the place of those of before
+        self._incarnations = _incarnations(buffer.storage)
+        self._parts = [part.restore_point() for part in buffer.parts.values()]
+        # With rows that come back under another incarnation goes a sampler that is told so.
+        goes_back = rows is not None and rows.undo is not None
+        self._sampler = copy.deepcopy(buffer.parts["sampler"].part.state_dict()) if goes_back else None
+
+    def run(self) -> None:
+        storage, sampler, rows = self._buffer.storage, self._buffer.parts["sampler"], self._rows
+        touched = rows is not None and (self.has_rows or _incarnations(storage) != self._incarnations)
         if rows is not None and touched and rows.undo is None:
-            if not self._has_rows:
-                self._empty_parts()
+            if not self.has_rows:  # they went in the middle of being replaced
+                for part in self._buffer.parts.values():
+                    part.empty()
             return  # else: what was loaded stays, which is whole
-        for undo in self._undo_parts:
+        for undo in self._parts:
             undo()
-        self._buffer._saved_generator.load(self._generator)
         if rows is None or rows.undo is None or not touched:
             return
-        with _logging_errors(storage):
+        with logging_errors(storage):
             rows.undo()
-        with _logging_errors(sampler):
-            sampler.load_state_dict(self._sampler)
-            storage._rebase_sampler(sampler)
-
-    def _empty_parts(self) -> None:
-        """The rows went in the middle of being replaced."""
-        self._buffer._saved_transform.empty()
-        self._buffer._sampler.empty()
-        self._buffer._writer.empty()
-
-
-def restore_copy(buffer: Any, states: dict[str, Any]) -> None:
-    """Brings a new buffer, which has its rows already, to these states of its parts."""
-    _load_parts(buffer, states)
-    _connect(buffer, rows_too=True)
-
-
-def _load_parts(buffer: Any, states: dict[str, Any]) -> None:
-    for name, part in (("sampler", buffer._sampler), ("writer", buffer._writer)):
-        if name in states:
-            part.load_state_dict(states[name]["state"])
-    if "transform" in states:
-        _load_transforms(buffer._saved_transform, states["transform"]["state"])
-    if "generator" in states:
-        buffer._saved_generator.load(states["generator"]["state"])
-
-
-def _load_transforms(transform: Compose, state: dict[str, Any] | None) -> None:
-    """Loads what transforms had learnt and held back; where nothing was saved, they begin anew."""
-    if state is None:
-        transform.empty()
-    else:
-        transform.load_state_dict(state)
-
-
-def _connect(buffer: Any, rows_too: bool) -> None:
-    """Brings the states of the parts and the rows together."""
-    storage, sampler = buffer.storage, buffer._sampler
-    if rows_too:
-        storage._rebase_sampler(sampler)
-    sampler._sync(storage)
-
-
-def _undo_of(part: Any) -> Callable[[], None]:
-    """A function that puts a part back as it is now: its attributes, or what one of a user's own would save."""
-    own = _given(part)
-    if not _is_built_in(part) and hasattr(own, "state_dict") and hasattr(own, "load_state_dict"):
-        return functools.partial(_load_again, part, copy.deepcopy(part.state_dict()))
-    # Built-in parts never change the value of an attribute: they assign another one.
-    return functools.partial(_set_attributes, own, dict(vars(own))) if hasattr(own, "__dict__") else _nothing
-
-
-def _load_again(part: Any, state: Any) -> None:
-    with _logging_errors(part):
-        part.load_state_dict(state)
-
-
-def _set_attributes(part: Any, before: dict[str, Any]) -> None:
-    attributes = vars(part)
-    attributes.update(before)
-    for name in attributes.keys() - before.keys():
-        del attributes[name]
-
-
-def _nothing() -> None:
-    pass
-
-
-@contextlib.contextmanager
-def _logging_errors(part: Any) -> Iterator[None]:
-    """Around a part's way back after an error, which is the one that is raised."""
-    try:
-        yield
-    except Exception:
-        kind = type(_given(part)).__name__
-        log.exception("after a load that failed, a %s cannot go back to its state of before", kind)
+        with logging_errors(sampler.given):
+            sampler.load(self._sampler)
+            sampler.rebase(storage)
 
 
 def _incarnations(storage: Any) -> list[int | None]:
     """What changes when rows are replaced, of a storage or of each of an ensemble's."""
     members = storage.storages if isinstance(storage, StorageEnsemble) else [storage]
     return [None if one.lanes is None else one.lanes.store.incarnation for one in members]
-
-
-def _with_members(part: Any) -> Iterator[Any]:
-    """A sampler, writer or transform, and those that it consists of."""
-    yield part
-    if isinstance(part, Sampler | Writer):
-        members: Any = part._members
-    else:
-        members = vars(part).get("transforms") if hasattr(part, "__dict__") else None
-    for member in members if isinstance(members, list) else []:
-        yield from _with_members(member)
-
-
-def _given(part: Any) -> Any:
-    """The object that the user gave, of which a sampler or a writer may be an adapter."""
-    return part._given if isinstance(part, Sampler | Writer) else part
-
-
-def _is_built_in(part: Any) -> bool:
-    """Whether a part is of one of the library's own classes."""
-    return bool(part._built_in if isinstance(part, Sampler | Writer) else part.built_in)
-
-
-def check_sampler(buffer: Any, states: dict[str, Any], malformed: Malformed | None) -> None:
-    """An error where a sampler's state cannot be that of the rows."""
-    storage, sampler = buffer.storage, buffer._sampler
-    if "sampler" in states and (isinstance(storage, StorageEnsemble) or storage.lanes is not None):
-        with damage_of(sampler, malformed):
-            sampler._check_state(states["sampler"]["state"], storage)
-
-
-def damage_of(part: Any, malformed: Malformed | None) -> contextlib.AbstractContextManager[None]:
-    """Around a check of a part's state: an exception in a built-in part means that the state is damaged; one that a
-    user's own part raises is its own error.
-    """
-    if malformed is None or not all(map(_is_built_in, _with_members(part) if part is not None else ())):
-        return contextlib.nullcontext()
-    return as_damage(malformed, "this buffer")
 
 
 class SaveHandle:
@@ -330,24 +278,26 @@ PARTS = ("storage", "sampler", "writer", "generator")
 
 
 def _copied(cls: Any, attributes: dict[str, Any], states: dict[str, Any]) -> Any:
-    """A buffer of copied parts, brought to the states that these had."""
+    """A buffer of copied parts, brought to the states that these had. Pickles name this function."""
     buffer = cls.__new__(cls)
     buffer.__setstate__(attributes)
-    restore_copy(buffer, {name: {"state": state} for name, state in states.items()})
+    made = buffer._saved_form
+    made.load_states({name: {"state": state} for name, state in states.items()})
+    made.connect(rows_too=True)
     return buffer
 
 
 def save_buffer(buffer: SavedBuffer, path: Path, keep_last: int) -> str:
-    """Saves every part as one snapshot, and returns its name. The caller holds the buffer still."""
-    components, storage = _components(buffer), buffer.storage
+    """Saves every part as one snapshot, and returns its name."""
+    storage = buffer.storage
     source = storage.saved_form.source(background=False)
-    return save_snapshot(path, components, (storage.checkpointer, source), keep_last=keep_last)
+    return save_snapshot(path, buffer.components(), (storage.checkpointer, source), keep_last=keep_last)
 
 
 def save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> SaveHandle:
     """The same in a thread, of what the parts are now. The caller holds the buffer still until this returns."""
     storage, checkpointer = buffer.storage, buffer.storage.checkpointer
-    components = copy.deepcopy(_components(buffer))
+    components = copy.deepcopy(buffer.components())
     frozen = storage.saved_form.source(background=True)
 
     def work(handle: SaveHandle) -> str:
@@ -360,17 +310,6 @@ def save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> SaveH
     return SaveHandle(work, frozen, finish)
 
 
-def _components(buffer: SavedBuffer) -> dict[str, Any]:
-    states = buffer._part_states()
-    return {
-        "buffer": buffer._description(),
-        "sampler": {"kind": buffer._sampler._kind, "state": states["sampler"]},
-        "writer": {"kind": buffer._writer._kind, "state": states["writer"]},
-        "transform": {"state": states["transform"]},
-        "generator": {"state": states["generator"]},
-    }
-
-
 def load_buffer(
     buffer: SavedBuffer,
     path: Path,
@@ -378,7 +317,7 @@ def load_buffer(
     parts: tuple[str, ...],
     select: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> None:
-    """Loads parts of a buffer, after a check that all of them fit. The caller holds the buffer still.
+    """Loads parts of a buffer, after a check that all of them fit.
 
     `select` returns what is to be loaded of the saved states.
     """
@@ -390,29 +329,26 @@ def load_buffer(
     sink = form.sink()
     with open_saved(path, snapshot, _receiver(buffer, sink)) as saved:
         states, differences = saved.part_states(parts)
-        states = select(states)
-        differences += _differences(buffer, states, saved.malformed)
+        load = BufferLoad(buffer, select(states), saved.malformed)
+        differences += load.differences
         if not differences:
-            _check_states(buffer, states, saved.malformed)
+            load.check()
         if with_rows:
             differences += _differences_in(lambda: saved.check_storage(storage.checkpointer, sink))
         if differences:
             raise CheckpointMisfitError(f"{path} does not fit this buffer", differences, _advice(states))
         with storage._exclusive("loads") if with_rows else storage.mutex:
-            rows = form.plan_load(saved) if with_rows else None
-            BufferLoad(buffer, states, rows, saved.malformed).run()
+            load.run(form.plan_load(saved) if with_rows else None)
 
 
 def _receiver(buffer: SavedBuffer, sink: Any) -> Receiver:
     """The buffer, as another library's directory is read for it."""
-    parts: dict[str, Sampler | Writer] = {"sampler": buffer._sampler, "writer": buffer._writer}
 
     def part(name: str) -> Part:
-        kinds = type(parts[name]._given).__mro__
-        state = buffer._writer._state_beside_rows() if name == "writer" else parts[name].state_dict()
-        return Part(tuple(kind.__name__ for kind in kinds), state)
+        saved = buffer.parts[name]
+        return Part(tuple(kind.__name__ for kind in type(saved.given).__mro__), saved.state(buffer.storage))
 
-    return Receiver(sink, buffer._writer.index_key, part)
+    return Receiver(sink, buffer.index_key, part)
 
 
 def _differences_in(check: Callable[[], None]) -> list[str]:
@@ -430,61 +366,22 @@ def _advice(states: dict[str, Any]) -> str:
 
 def buffer_state(buffer: SavedBuffer) -> dict[str, Any]:
     """Everything, in memory; parts of a user's own may hand out tensors that they go on with, so copies of them."""
-    states = {**_kinds(buffer), **copy.deepcopy(buffer._part_states()), "_batch_size": buffer.batch_size}
+    states = {**buffer.kinds(), **copy.deepcopy(buffer.states()), "_batch_size": buffer.batch_size}
     return {"storage": buffer.storage.state_dict(), **states}
 
 
 def load_buffer_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
-    """Loads what `_state_of` gave."""
+    """Loads what `buffer_state` gave."""
     missing = [f"it has no {part}" for part in (*PARTS, "transform") if part not in state]
     if missing:
         raise CheckpointMisfitError("the state does not fit this buffer", missing)
-    states = {p: {"kind": state.get(f"{p}_kind"), "state": state[p]} for p in ("sampler", "writer", "generator")}
-    states["transform"] = {"state": state["transform"]}
+    states = {n: {"kind": state.get(f"{n}_kind"), "state": copy.deepcopy(state[n])} for n in buffer.parts}
     rows = buffer.storage.saved_form
-    differences = _differences(buffer, states) + _differences_in(lambda: rows.check(state["storage"]))
+    load = BufferLoad(buffer, states)
+    differences = load.differences + _differences_in(lambda: rows.check(state["storage"]))
     if differences:
         raise CheckpointMisfitError("the state does not fit this buffer", differences)
-    _check_states(buffer, states)
-    states = copy.deepcopy(states)
+    load.check()
     with buffer.storage._exclusive("load_state_dict"):
         fill = functools.partial(buffer.storage.load_state_dict, state["storage"])
-        BufferLoad(buffer, states, RowsPlan(fill, rows.restore_point(), not rows.is_empty())).run()
-
-
-def _kinds(buffer: SavedBuffer) -> dict[str, str]:
-    return {"sampler_kind": buffer._sampler._kind, "writer_kind": buffer._writer._kind}
-
-
-def _differences(buffer: SavedBuffer, states: dict[str, Any], malformed: Malformed | None = None) -> list[str]:
-    """What of saved states does not fit the parts."""
-    differences: list[str] = []
-    parts: tuple[tuple[str, Sampler | Writer], ...] = (("sampler", buffer._sampler), ("writer", buffer._writer))
-    for name, part in parts:
-        if name not in states:
-            continue
-        with damage_of(part, malformed):
-            kind, state = states[name]["kind"], states[name]["state"]
-            if part._built_in and not isinstance(state, dict):
-                raise ValueError(f"the state of the {name} is {state!r:.80}, no dict")
-            if kind != part._kind:
-                differences.append(f"the {name} is a {part._kind} here, a {kind} there")
-            else:
-                differences += part._differences(state)
-    if "generator" in states:
-        with damage_of(None, malformed):
-            differences += buffer._saved_generator.differences(states["generator"]["state"])
-    if "transform" in states:
-        transform = buffer._saved_transform
-        with damage_of(transform, malformed):
-            state = states["transform"]["state"]
-            differences += [] if state is None else transform.differences(state)
-    return differences
-
-
-def _check_states(buffer: SavedBuffer, states: dict[str, Any], malformed: Malformed | None = None) -> None:
-    """An error where a state cannot be taken over here, before anything is changed for it."""
-    with damage_of(None, malformed):
-        if "generator" in states:
-            buffer._saved_generator.check(states["generator"]["state"])
-    check_sampler(buffer, states, malformed)
+        load.run(RowsPlan(fill, rows.restore_point(), not rows.is_empty()))

@@ -2,70 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engram._generator import Generator, is_state
 from engram._system import set_state, state_of
+from engram.data.replay_buffers.state.parts import SavedPart
 
 _KINDS = ("a torch.Generator", "an engram.Generator")
 
 
-class SavedGenerator(NamedTuple):
-    """A buffer's own generator; None: it has none."""
+class SavedGenerator(SavedPart):
+    """A buffer's own generator (`part`); None: it has none."""
 
-    own: torch.Generator | Generator | None
-
-    def state(self) -> Any:
+    def state(self, storage: Any) -> Any:
         """Where it stands; None without one."""
-        return None if self.own is None else state_of(self.own)
+        return None if self.part is None else state_of(self.part)
 
     def load(self, state: Any) -> None:
         """Goes on where a generator stood; without one of its own, or a state, nothing changes."""
-        if state is not None and self.own is not None:
-            set_state(self.own, state)
+        if state is not None and self.part is not None:
+            set_state(self.part, state)
 
-    def check(self, state: Any) -> None:
-        """An error where `load` would be one."""
-        if state is not None and self.own is not None:
+    def empty(self) -> None:
+        """Nothing: it stays where it stands."""
+
+    def check(self, state: Any, storage: Any) -> None:
+        if state is not None and self.part is not None:
             # Into one of the same kind, which stands anywhere.
-            is_ours = isinstance(self.own, Generator)
-            set_state(Generator() if is_ours else torch.Generator(device=self.own.device), state)
+            is_ours = isinstance(self.part, Generator)
+            set_state(Generator() if is_ours else torch.Generator(device=self.part.device), state)
 
     def differences(self, state: Any) -> list[str]:
         """What of a saved state is not that of this kind of generator."""
-        if self.own is None or not isinstance(state, Tensor) or len(state) < 16:
+        if self.part is None or not isinstance(state, Tensor) or len(state) < 16:
             return []
-        mine, theirs = isinstance(self.own, Generator), is_state(state)
+        mine, theirs = isinstance(self.part, Generator), is_state(state)
         return [] if mine == theirs else [f"the buffer draws from {_KINDS[mine]} here, from {_KINDS[theirs]} there"]
 
+    def restore_point(self) -> Callable[[], None]:
+        return functools.partial(self.load, self.state(None))
 
-class SavedGenerators(NamedTuple):
-    """The generator of an ensemble's own, and those of its members, which are buffers."""
 
-    own: SavedGenerator
-    members: Sequence[Any]
+class SavedGenerators(SavedGenerator):
+    """The generator of an ensemble's own, and those of its members."""
 
-    def state(self) -> Any:
-        own, members = self.own.state(), [each._saved_generator.state() for each in self.members]
+    def __init__(
+        self, own: torch.Generator | Generator | None, members: Sequence[torch.Generator | Generator | None]
+    ) -> None:
+        super().__init__(own, None, is_ours=True)
+        self._own, *self._each = [SavedGenerator(one, None, is_ours=True) for one in (own, *members)]
+
+    def state(self, storage: Any) -> Any:
+        own, members = self._own.state(storage), [each.state(storage) for each in self._each]
         return own if all(state is None for state in members) else {"own": own, "members": members}
 
     def load(self, state: Any) -> None:
-        for each, saved in self._each(state):
+        for each, saved in self._with_states(state):
             each.load(saved)
 
-    def check(self, state: Any) -> None:
-        for each, saved in self._each(state):
-            each.check(saved)
+    def check(self, state: Any, storage: Any) -> None:
+        for each, saved in self._with_states(state):
+            each.check(saved, storage)
 
     def differences(self, state: Any) -> list[str]:
-        return [difference for each, saved in self._each(state) for difference in each.differences(saved)]
+        return [difference for each, saved in self._with_states(state) for difference in each.differences(saved)]
 
-    def _each(self, state: Any) -> Iterator[tuple[Any, Any]]:
+    def _with_states(self, state: Any) -> Iterator[tuple[SavedGenerator, Any]]:
         several = isinstance(state, dict)
-        yield self.own, state["own"] if several else state
-        for each, saved in zip(self.members, state["members"] if several else [], strict=several):
-            yield each._saved_generator, saved
+        yield self._own, state["own"] if several else state
+        yield from zip(self._each, state["members"] if several else [], strict=several)

@@ -17,6 +17,7 @@ from engram.store.views import ItemSnapshot
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
+    from engram.store.items import ItemTable
 
 
 class StepsAsItems:
@@ -77,32 +78,51 @@ class StepsAsItems:
         if any(sequences):
             raise self._needs_checkpointer("rows that carry sequences")
         storage, lane = self._storage, counters["lanes"][0]
-        with storage._replacing("loads"):
-            storage.empty()
-            # Slots follow from sequences, which stay where the capacity is the same; else the oldest row is number 0.
-            shift = 0 if counters["lane_capacity"] == storage.max_size else lane["base"]
-            base, published = lane["base"] - shift, lane["published"] - shift
-            first = storage.check(items[0], True) if items else None  # makes a storage that is made at the first write
-            lanes = storage.lanes
-            if lanes is None:
-                return
-            lanes.hold()  # as the writer of what is loaded: trajectories go on
-            lanes.store.begin_restore()
-            lanes.store.restore_lane(0, base, base, (lane["origin"] - shift) % (1 << 64))
-            lanes.store.end_restore()
-            for i, item in enumerate(items):
-                storage.append(first if i == 0 and first is not None else storage.check(item, True))
-            seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
-            lanes.store.begin_restore()
-            lanes.store.set_seams(0, base, published, seams)
-            lanes.restore_lane(0, lane, shift)
-            lanes.store.end_restore()
+        storage.empty()
+        # Slots follow from sequences, which stay where the capacity is the same; else the oldest row is number 0.
+        shift = 0 if counters["lane_capacity"] == storage.max_size else lane["base"]
+        base, published = lane["base"] - shift, lane["published"] - shift
+        first = storage.check(items[0], True) if items else None  # makes a storage that is made at the first write
+        lanes = storage.lanes
+        if lanes is None:
+            return
+        lanes.hold()  # as the writer of what is loaded: trajectories go on
+        lanes.store.begin_restore()
+        lanes.store.restore_lane(0, base, base, (lane["origin"] - shift) % (1 << 64))
+        lanes.store.end_restore()
+        for i, item in enumerate(items):
+            storage.append(first if i == 0 and first is not None else storage.check(item, True))
+        seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
+        lanes.store.begin_restore()
+        lanes.store.set_seams(0, base, published, seams)
+        lanes.restore_lane(0, lane, shift)
+        lanes.store.end_restore()
+
+
+class ItemLoad:
+    """The ItemSink of a storage of items: saved ones replace all that it has."""
+
+    def __init__(self, storage: Storage, table: ItemTable) -> None:
+        self._storage, self._table = storage, table
+
+    def __len__(self) -> int:
+        return len(self._storage)
+
+    def check_restore(self, counters: dict[str, Any]) -> None:
+        check_room(self._table.max_size, counters)
+
+    def restore_items(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
+        self.check_restore(counters)
+        self._table.restore(items, counters, sequences)
+
+    def abort_restore(self) -> None:
+        self._storage.empty()
 
 
 class StagedItems:
-    """The ItemSink of a storage that holds rows: takes a saved state, which the storage gets in `commit`."""
+    """The ItemSink of a storage that holds items: takes saved ones, which another sink gets in `commit`."""
 
-    def __init__(self, sink: Any) -> None:
+    def __init__(self, sink: ItemLoad | StepsAsItems) -> None:
         self._sink = sink
 
     def __len__(self) -> int:
@@ -122,35 +142,35 @@ class StagedItems:
 
 
 class SavedItems(SavedStorage):
-    """A storage that hands out the items that it keeps, and takes others in their place."""
+    """A storage of items, which are saved and loaded as they are."""
 
-    def source(self, background: bool) -> Any:
-        return ItemSnapshot(self._storage.lanes, self._storage) if background else self.sink()
+    def __init__(self, storage: Storage, table: ItemTable) -> None:
+        super().__init__(storage)
+        self._table = table
 
-    def staging(self) -> StagedItems | None:
+    def source(self, background: bool) -> ItemSnapshot:
+        return ItemSnapshot(self._table)
+
+    def sink(self) -> ItemLoad:
+        return ItemLoad(self._storage, self._table)
+
+    def staging(self) -> StagedItems:
         return StagedItems(self.sink())
 
-    def restore_point(self) -> Callable[[], None] | None:
-        undo: Callable[[], None] = self._storage.restore_point()
-        return undo
+    def restore_point(self) -> Callable[[], None]:
+        return self._table.restore_point()
 
     def state(self) -> dict[str, Any]:
-        items = [pytree.clone(item) for item in self._storage.items()]
-        return {"items": items, "counters": self._storage.counters(), "sequences": self._storage.sequences()}
+        table = self._table
+        items = [pytree.clone(item) for item in table.items()]
+        return {"items": items, "counters": table.counters(), "sequences": table.sequences()}
 
     def check(self, state: dict[str, Any]) -> None:
-        try:
-            counters, n = Counters(state["counters"]), len(state["items"])
-            check_sequences(state["sequences"], n)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
-        if (counters.lanes, counters.rows) != (1, n):
-            raise ValueError(f"{n} items do not fit counters of {counters.rows} in {counters.lanes} lanes")
-        check_room(self._storage.max_size, state["counters"])
+        check_state(state, self._table.max_size)
 
     def fill(self, state: dict[str, Any]) -> None:
         items = [pytree.clone(item) for item in state["items"]]
-        self._storage.restore_items(items, state["counters"], state["sequences"])
+        self.sink().restore_items(items, state["counters"], state["sequences"])
 
     def copy_to(self, other: Any, memo: dict[int, Any]) -> None:
         state = self._storage.state_dict()  # tensors are copies already; other objects are the stored ones
@@ -160,8 +180,23 @@ class SavedItems(SavedStorage):
         ]
         other.load_state_dict({**state, "items": items})
 
+    def hands_out(self, needs: str) -> bool:
+        return needs == "items"
 
-class SavedSteps(SavedItems):
+
+def check_state(state: dict[str, Any], max_size: int | None) -> None:
+    """A ValueError where items in memory, with their counters and sequences, do not fit."""
+    try:
+        counters, n = Counters(state["counters"]), len(state["items"])
+        check_sequences(state["sequences"], n)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
+    if (counters.lanes, counters.rows) != (1, n):
+        raise ValueError(f"{n} items do not fit counters of {counters.rows} in {counters.lanes} lanes")
+    check_room(max_size, state["counters"])
+
+
+class SavedSteps(SavedStorage):
     """Any other storage: its steps are saved as items, unless its checkpointer saves it in another way."""
 
     def source(self, background: bool) -> Any:
@@ -194,6 +229,9 @@ class SavedSteps(SavedItems):
     def state(self) -> dict[str, Any]:
         steps = StepsAsItems(self._storage)
         return {"items": steps.items(), "counters": steps.counters(), "sequences": steps.sequences()}
+
+    def check(self, state: dict[str, Any]) -> None:
+        check_state(state, self._storage.max_size)
 
     def fill(self, state: dict[str, Any]) -> None:
         StepsAsItems(self._storage).restore_items(state["items"], state["counters"], state["sequences"])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from engram._text import log
+from engram.transforms.compose import Compose
 
 
 class SavedPart:
@@ -16,45 +17,50 @@ class SavedPart:
 
     Args:
         part: has `state_dict` and `load_state_dict`.
-        given: the user's object, if `part` is an adapter of it.
+        kind: the name that its state is saved under; None: it is saved without one, and fits by its content.
         is_ours: whether its class is the library's own. Such a part never changes the value of an attribute in place,
             and an error at a saved state means that the state is damaged. A child that a user writes keeps to neither.
-        kind: the name that its state is saved under; that of its class if None.
+        given: the user's object, if `part` is an adapter of it.
         members: the parts that it consists of.
+        settings: that a state must have been saved with; `owner` is what has them.
+        beside_rows: its state without what follows from the rows, if that is not all that `state_dict` returns.
         has_state: whether the user's object has `state_dict` and `load_state_dict`.
     """
 
     def __init__(
         self,
         part: Any,
-        given: Any = None,
+        kind: str | None,
         *,
         is_ours: bool,
-        kind: str | None = None,
+        given: Any = None,
         members: Sequence[SavedPart] = (),
+        settings: Mapping[str, Any] | None = None,
+        owner: str = "part",
+        beside_rows: dict[str, Any] | None = None,
         has_state: bool = True,
     ) -> None:
-        self.part = part
+        self.part, self.kind, self.is_ours = part, kind, is_ours
         self.given = part if given is None else given
-        self.is_ours = is_ours
-        self.kind = type(self.given).__name__ if kind is None else kind
         self.members = members
+        #: Whether it and the parts that it consists of are of the library's own classes.
+        self.all_ours: bool = is_ours and (not members or all(member.all_ours for member in members))
+        self._settings, self._owner, self._beside_rows = settings or {}, owner, beside_rows
         self._has_state = has_state
-
-    @property
-    def all_ours(self) -> bool:
-        """Whether it and the parts that it consists of are of the library's own classes."""
-        return self.is_ours and all(member.all_ours for member in self.members)
 
     # ---- saving ----
     def state(self, storage: Any) -> Any:
         """Its state beside the rows of this storage, with what was written so far."""
-        return self.part.state_dict()
+        return self.part.state_dict() if self._beside_rows is None else self._beside_rows
 
     # ---- loading ----
     def differences(self, state: Any) -> list[str]:
         """What of a saved state does not fit this part; changes nothing."""
-        return []
+        return [
+            f"the {self._owner} has {name}={mine!r} here, {state.get(name)!r} there"
+            for name, mine in self._settings.items()
+            if name not in state or state[name] != mine
+        ]
 
     def check(self, state: Any, storage: Any) -> None:
         """A ValueError where a state without differences cannot be one of this storage; changes nothing.
@@ -65,6 +71,10 @@ class SavedPart:
     def load(self, state: Any) -> None:
         """Goes on from a state that fits."""
         self.part.load_state_dict(state)
+
+    def empty(self) -> None:
+        """Forgets what was stored."""
+        self.part.empty()
 
     def rebase(self, storage: Any) -> None:
         """After a load with the rows: goes on with their sequences in this storage (`storage.lanes.shifts`)."""
@@ -77,7 +87,7 @@ class SavedPart:
 
     def restore_point(self) -> Callable[[], None]:
         """A function that puts the part, with its members, back as it is now."""
-        points = [self._own_restore_point(), *(member.restore_point() for member in self.members)]
+        points = [self._own_restore_point(), *[member.restore_point() for member in self.members]]
 
         def restore() -> None:
             for point in points:
@@ -98,6 +108,28 @@ class SavedPart:
             self.part.load_state_dict(state)
 
 
+class SavedTransforms(SavedPart):
+    """The transforms of a buffer. Where no state was saved, they begin anew."""
+
+    def differences(self, state: Any) -> list[str]:
+        return [] if state is None else self.part.differences(state)
+
+    def load(self, state: Any) -> None:
+        if state is None:
+            self.part.empty()
+        else:
+            self.part.load_state_dict(state)
+
+
+def saved_transforms(compose: Compose) -> SavedTransforms:
+    """The transforms of a buffer, as they are saved and loaded."""
+    members: list[SavedPart] = []
+    for one in compose.transforms:
+        alone = SavedPart(one, one.kind, is_ours=one.built_in)
+        members.append(saved_transforms(one) if isinstance(one, Compose) else alone)
+    return SavedTransforms(compose, None, is_ours=compose.built_in, members=members)
+
+
 class SavedEnsemble(SavedPart):
     """A part that consists of one for each member of an ensemble of buffers.
 
@@ -106,15 +138,15 @@ class SavedEnsemble(SavedPart):
         Others: as SavedPart.
     """
 
-    def __init__(self, name: str, part: Any, *, is_ours: bool, members: Sequence[SavedPart]) -> None:
-        super().__init__(part, is_ours=is_ours, members=members)
+    def __init__(self, name: str, part: Any, *, is_ours: bool, members: Sequence[SavedPart], **others: Any) -> None:
+        super().__init__(part, type(part).__name__, is_ours=is_ours, members=members, owner="ensemble", **others)
         self._name = name
 
     def differences(self, state: Any) -> list[str]:
         saved = state[self._name]
         if len(saved) != len(self.members):
             return [f"the ensemble has {len(self.members)} {self._name} here, {len(saved)} there"]
-        differences = []
+        differences = super().differences(state)
         for i, (member, one) in enumerate(zip(self.members, saved, strict=True)):
             kind, member_state = one["kind"], one["state"]
             if kind != member.kind:

@@ -136,7 +136,7 @@ def load(
     buffer = made.buffer(storage, torch.Generator() if has_generator else None)
     with buffer._undisturbed():
         loaded = tuple(part for part in PARTS if part not in made.left_out)
-        load_buffer(buffer, Path(path), name, loaded, made.loadable_states)
+        load_buffer(buffer._saved_form, Path(path), name, loaded, made.loadable_states)
     if missing:
         text = visible(f"{path}: not saved, and so missing in this buffer: {'; '.join(missing)}")
         warnings.warn(text, stacklevel=2)

@@ -52,7 +52,6 @@ from engram.store.layout import LeafSpec, RowLayout
 from engram.store.tables import Rows, RowTable, expand_slots
 
 _MAX_SIZE = 1 << 56
-_NO_LIMIT = 1 << 40  # items of a storage without a size
 
 _T = TypeVar("_T")
 
@@ -810,11 +809,6 @@ class Storage(MadeFromParts, abc.ABC):
         for buffer in list(self._attached):
             buffer.after_load()
 
-    def _rebase_sampler(self, sampler: Any) -> None:
-        """After a load: tells a sampler by how much the sequences of its rows have changed."""
-        if self.lanes is not None:
-            sampler._rebase(self.lanes.store.incarnation, self.lanes.shifts)
-
     def _shifts_since(self, lane_capacity: int | None) -> list[int]:
         """By how much the sequences of each lane are lower here than where the rows were saved; empty: by nothing.
 
@@ -906,7 +900,7 @@ class _GetSetStorage(Storage):
     @property
     def lanes(self) -> Lanes:
         if self._own_lanes is None:
-            self._own_lanes = Lanes.in_memory(self._max_size or _NO_LIMIT)
+            self._own_lanes = Lanes.in_memory(self._max_size)
             self._own_lanes.mutex = self.mutex
             if len(self):
                 self._own_lanes.advance(len(self))

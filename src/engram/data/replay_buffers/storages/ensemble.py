@@ -223,10 +223,6 @@ class StorageEnsemble(Storage):
         for storage in self._storages:
             storage.register_load_hook(hook)
 
-    def _rebase_sampler(self, sampler: Any) -> None:
-        for storage, one in zip(self._storages, sampler._members, strict=True):
-            storage._rebase_sampler(one)
-
     def __repr__(self) -> str:
         members = ", ".join(map(repr, self._storages))
         return f"StorageEnsemble(storages=[{members}], transforms={self._transforms})"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,10 +13,10 @@ from tensordict import LazyStackedTensorDict
 from torch import Tensor
 
 from engram._advice import advised
-from engram.data.replay_buffers.storages.base import Checked
-from engram.data.replay_buffers.storages.list import ListStorage, _Items
+from engram.data.replay_buffers.storages.list import ListStorage
 from engram.pytree import TreeSpec, as_tensor, describe, has_batch_size, unflatten
 from engram.specs.tensors import usable_device
+from engram.store.items import ItemCodec
 
 #: Makes bytes (uint8 [n]) of a tensor.
 Compress = Callable[[Tensor], Tensor]
@@ -51,30 +52,31 @@ class LazyStackStorage(ListStorage):
         checkpointer: Any = None,
         compilable: bool = False,
     ) -> None:
-        super().__init__(max_size, checkpointer=checkpointer, compilable=compilable)
+        self._copies = True
+        read_to = None if device is None else usable_device(device, "device")
+        collate = functools.partial(_lazy_stack, stack_dim, read_to)
+        self._hold_items(max_size, ItemCodec(check=_check_batch_size, collate=collate), checkpointer)
         self.stack_dim = stack_dim
-        self.device = None if device is None else usable_device(device, "device")
+        self.device = read_to
 
     def _copy_arguments(self) -> dict[str, Any]:
         device = None if self.device is None else str(self.device)
         return {**super()._copy_arguments(), "stack_dim": self.stack_dim, "device": device}
 
-    def check(
-        self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Tensor | None = None
-    ) -> Checked:
-        for item in items if isinstance(items, list) and not single else [items]:
-            if not has_batch_size(item):
-                raise TypeError(
-                    f"a LazyStackStorage takes TensorDicts and tensorclasses, found a {type(item).__name__}; a "
-                    "ListStorage keeps any object. Nothing was written"
-                )
-        return super().check(items, single, time_dim, index_key, index)
 
-    def _default_collate(self, items: list[Any]) -> Any:
-        if self.device is not None:
-            items = [item.to(self.device) for item in items]
-        dim = self.stack_dim if self.stack_dim >= 0 else self.stack_dim + len(items[0].batch_size) + 1
-        return LazyStackedTensorDict.lazy_stack(items, dim)
+def _check_batch_size(item: Any) -> None:
+    if not has_batch_size(item):
+        raise TypeError(
+            f"a LazyStackStorage takes TensorDicts and tensorclasses, found a {type(item).__name__}; a "
+            "ListStorage keeps any object. Nothing was written"
+        )
+
+
+def _lazy_stack(stack_dim: int, device: torch.device | None, items: list[Any]) -> Any:
+    if device is not None:
+        items = [item.to(device) for item in items]
+    dim = stack_dim if stack_dim >= 0 else stack_dim + len(items[0].batch_size) + 1
+    return LazyStackedTensorDict.lazy_stack(items, dim)
 
 
 @advised
@@ -101,8 +103,6 @@ class CompressedListStorage(ListStorage):
         (torch.Size([2, 3, 64, 64]), True)
     """
 
-    _keeps_batches: ClassVar[bool] = False
-
     def __init__(
         self,
         max_size: int | None = None,
@@ -120,11 +120,16 @@ class CompressedListStorage(ListStorage):
             raise ValueError(f"compression_level must be 0 or more, got {compression_level}")
         self.compression_level = compression_level
         self._functions = compression_fn, decompression_fn
-        self._compress: Compress = compression_fn or self._deflated
-        self._decompress: Decompress = decompression_fn or _inflated
-        self._form: TreeSpec | None = None  # of the last item: most have the same
-        super().__init__(max_size, checkpointer=checkpointer, compilable=compilable)
-        self.device = usable_device(device, "device")  # of what is read, unlike that of a ListStorage
+        self._copies = True
+        read_to = usable_device(device, "device")
+        form = _Compression(
+            compression_fn or functools.partial(_deflated, min(compression_level, 9)),
+            decompression_fn or _inflated,
+            read_to,
+        )
+        codec = ItemCodec(packs=False, keep=form.keep, read=form.read, nbytes=_compressed_bytes)
+        self._hold_items(max_size, codec, checkpointer)
+        self.device = read_to  # of what is read, unlike that of a ListStorage
 
     def _copy_arguments(self) -> dict[str, Any]:
         compression_fn, decompression_fn = self._functions
@@ -136,41 +141,6 @@ class CompressedListStorage(ListStorage):
     def bytes(self) -> int:
         """The bytes of the compressed items."""
         return self.nbytes
-
-    def _deflated(self, tensor: Tensor) -> Tensor:
-        content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-        compressed = zlib.compress(content.data, min(self.compression_level, 9))
-        return torch.frombuffer(bytearray(compressed), dtype=torch.uint8)
-
-    def _no_items(self) -> _Items:
-        return _CompressedItems(self._unpacked)
-
-    def _stored_form(self, items: list[Any]) -> list[Any]:
-        return [self._packed(item) for item in items]
-
-    def _packed(self, item: Any) -> _Packed:
-        form, entries = describe(item, 0)
-        if form == self._form:
-            form = self._form
-        self._form = form
-        leaves = []
-        for path, value in entries:
-            tensor = as_tensor(value, path)
-            content = self._compress(tensor) if tensor.numel() else tensor
-            leaves.append(_PackedLeaf(content, tuple(tensor.shape), tensor.dtype))
-        return _Packed(form, leaves)
-
-    def _unpacked(self, packed: _Packed) -> Any:
-        return unflatten(packed.form, [self._unpacked_leaf(leaf) for leaf in packed.leaves], (), None)
-
-    def _unpacked_leaf(self, leaf: _PackedLeaf) -> Tensor:
-        content, shape, dtype = leaf
-        tensor = self._decompress(content, {"shape": shape, "dtype": dtype}) if np.prod(shape) else content
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-            raise ValueError(
-                f"decompression_fn gave {tensor.dtype} {list(tensor.shape)} for a tensor that was {dtype} {list(shape)}"
-            )
-        return tensor.to(self.device)
 
 
 class _PackedLeaf(NamedTuple):
@@ -185,31 +155,46 @@ class _Packed(NamedTuple):
     form: TreeSpec
     leaves: list[_PackedLeaf]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(leaf.content.numel() * leaf.content.itemsize for leaf in self.leaves)
+
+class _Compression:
+    """Compresses items, and makes new ones of what it made, with their tensors on a device."""
+
+    def __init__(self, compress: Compress, decompress: Decompress, device: torch.device | None) -> None:
+        self._compress, self._decompress, self._device = compress, decompress, device
+        self._form: TreeSpec | None = None  # of the last item: most have the same
+
+    def keep(self, item: Any) -> _Packed:
+        form, entries = describe(item, 0)
+        if form == self._form:
+            form = self._form
+        self._form = form
+        leaves = []
+        for path, value in entries:
+            tensor = as_tensor(value, path)
+            content = self._compress(tensor) if tensor.numel() else tensor
+            leaves.append(_PackedLeaf(content, tuple(tensor.shape), tensor.dtype))
+        return _Packed(form, leaves)
+
+    def read(self, packed: _Packed) -> Any:
+        return unflatten(packed.form, [self._read_leaf(leaf) for leaf in packed.leaves], (), None)
+
+    def _read_leaf(self, leaf: _PackedLeaf) -> Tensor:
+        content, shape, dtype = leaf
+        tensor = self._decompress(content, {"shape": shape, "dtype": dtype}) if np.prod(shape) else content
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise ValueError(
+                f"decompression_fn gave {tensor.dtype} {list(tensor.shape)} for a tensor that was {dtype} {list(shape)}"
+            )
+        return tensor.to(self._device)
 
 
-class _CompressedItems(_Items):
-    """Compressed items by slot, decompressed where they are read."""
+def _compressed_bytes(packed: _Packed) -> int:
+    return sum(leaf.content.numel() * leaf.content.itemsize for leaf in packed.leaves)
 
-    def __init__(self, unpacked: Callable[[_Packed], Any]) -> None:
-        super().__init__()
-        self._unpacked = unpacked
 
-    def __getitem__(self, index: Any) -> Any:
-        item = list.__getitem__(self, index)
-        return [self._unpacked(one) for one in item] if isinstance(index, slice) else self._unpacked(item)
-
-    def at(self, slots: Iterable[int], reuse: bool = False) -> list[Any]:
-        return [self[slot] for slot in slots]
-
-    def readable(self, rows: list[_Packed]) -> list[Any]:
-        return [self._unpacked(row) for row in rows[:2]]  # a border looks at two
-
-    @property
-    def nbytes(self) -> int:
-        return sum(packed.nbytes for packed in list.__iter__(self))
+def _deflated(level: int, tensor: Tensor) -> Tensor:
+    content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return torch.frombuffer(bytearray(zlib.compress(content.data, level)), dtype=torch.uint8)
 
 
 def _inflated(content: Tensor, form: dict[str, Any]) -> Tensor:

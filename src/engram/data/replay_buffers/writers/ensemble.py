@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from engram._overrides import overrides
-from engram.data.replay_buffers.writers.round_robin import Writer, as_writer
+from engram.data.replay_buffers.state.parts import SavedEnsemble, SavedPart
+from engram.data.replay_buffers.writers.round_robin import Placing, Writer, as_writer, given_writer
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -35,11 +35,7 @@ class WriterEnsemble(Writer, built_in=True):
     @property
     def writers(self) -> list[Any]:
         """The writers of the members."""
-        return [writer._given for writer in self._writers]
-
-    @property
-    def _members(self) -> list[Writer]:
-        return self._writers
+        return [given_writer(writer) for writer in self._writers]
 
     def register_storage(self, storage: Storage) -> None:
         if len(storage) != len(self._writers):
@@ -74,36 +70,31 @@ class WriterEnsemble(Writer, built_in=True):
             writer.empty()
 
     @property
-    def _needs_storage_alone(self) -> bool:
-        return any(writer._needs_storage_alone for writer in self._writers)
+    def placing(self) -> Placing:  # type: ignore[override]
+        replaces = any(writer.placing is Placing.REPLACING for writer in self._writers)
+        return Placing.REPLACING if replaces else Placing.CHOSEN
+
+    @property
+    def saved_form(self) -> SavedPart:
+        members = [writer.saved_form for writer in self._writers]
+        kind = SavedEnsemble if self._says_its_state else _SavedWriters
+        return kind("writers", self, is_ours=self._built_in, members=members)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"writers": [{"kind": w._kind, "state": w.state_dict()} for w in self._writers]}
-
-    def _state_beside_rows(self) -> dict[str, Any]:
-        if "state_dict" in overrides(type(self), WriterEnsemble):
-            return self.state_dict()
-        return {"writers": [{"kind": w._kind, "state": w._state_beside_rows()} for w in self._writers]}
+        return {"writers": [{"kind": w.saved_form.kind, "state": w.state_dict()} for w in self._writers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        different = self._differences(state)
+        different = self.saved_form.differences(state)
         if different:
             raise ValueError("; ".join(different))
         for writer, saved in zip(self._writers, state["writers"], strict=True):
             writer.load_state_dict(saved["state"])
 
-    def _differences(self, state: dict[str, Any]) -> list[str]:
-        saved = state["writers"]
-        if len(saved) != len(self._writers):
-            return [f"the ensemble has {len(self._writers)} writers here, {len(saved)} there"]
-        differences = []
-        for i, (writer, one) in enumerate(zip(self._writers, saved, strict=True)):
-            kind, member_state = one["kind"], one["state"]
-            if kind != writer._kind:
-                differences.append(f"writer {i} is a {writer._kind} here, a {kind} there")
-            else:
-                differences += [f"member {i}: {what}" for what in writer._differences(member_state)]
-        return differences
-
     def __repr__(self) -> str:
         return f"WriterEnsemble(writers={self.writers})"
+
+
+class _SavedWriters(SavedEnsemble):
+    def state(self, storage: Any) -> Any:
+        members = zip(self.members, storage.storages, strict=True)
+        return {"writers": [{"kind": one.kind, "state": one.state(rows)} for one, rows in members]}

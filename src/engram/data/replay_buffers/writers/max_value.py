@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from engram import _native, pytree
-from engram._overrides import overrides
-from engram.data.replay_buffers.writers.round_robin import Writer
+from engram.data.replay_buffers.writers.round_robin import Placing, SavedWriter, Writer
 from engram.errors import StorageInUseError
 from engram.store.copies import PartlyCopied
 from engram.store.indexing import stored_slots
 from engram.store.layout import is_lazy
 
 if TYPE_CHECKING:
+    from engram.data.replay_buffers.state.parts import SavedPart
     from engram.data.replay_buffers.storages.base import Checked, Storage
 
 REDUCTIONS = ("sum", "mean", "max", "median", "min")
@@ -61,6 +61,7 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
     _copied_as: ClassVar[dict[str, Any]] = {"_heap": None}  # it follows from the rows
 
     index_key = "index"
+    placing = Placing.REPLACING
 
     def __init__(
         self,
@@ -276,36 +277,35 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
         ranks, slots = self._ranks()
         return {**super().state_dict(), **self._settings(), "ranks": ranks, "slots": slots}
 
-    def _state_beside_rows(self) -> dict[str, Any]:
-        has_own = "state_dict" in overrides(type(self), TensorDictMaxValueWriter)
-        return self.state_dict() if has_own else self._settings()
+    @property
+    def saved_form(self) -> SavedPart:
+        settings = self._settings()
+        return _SavedRanks(
+            self, type(self).__name__, is_ours=self._built_in, owner="writer", settings=settings,
+            beside_rows=None if self._says_its_state else settings,
+        )  # fmt: skip
 
     def _settings(self) -> dict[str, Any]:
         return {"rank_key": self._path, "reduction": self.reduction}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        different = self._differences(state)
+        different = self.saved_form.differences(state)
         if different:
             raise ValueError("; ".join(different))
         super().load_state_dict(state)
         self._loaded = (state["ranks"].clone(), state["slots"].clone()) if "ranks" in state else None
 
-    def _differences(self, state: dict[str, Any]) -> list[str]:
-        if "ranks" in state:
-            _check_ranks(state["ranks"], state["slots"])
-        different = [
-            f"the writer has {name}={value!r} here, {state.get(name)!r} there"
-            for name, value in self._settings().items()
-            if state.get(name) != value
-        ]
-        return super()._differences(state) + different
-
-    @property
-    def _needs_storage_alone(self) -> bool:
-        return True
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}(cursor={self._cursor}, rank_key={self.rank_key!r}, reduction={self.reduction!r})"
+
+
+class _SavedRanks(SavedWriter):
+    """A writer that keeps the best, as it is saved and loaded."""
+
+    def differences(self, state: Any) -> list[str]:
+        if "ranks" in state:
+            _check_ranks(state["ranks"], state["slots"])
+        return super().differences(state)
 
 
 def _check_ranks(ranks: Any, slots: Any) -> None:

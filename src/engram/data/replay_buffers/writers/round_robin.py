@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import enum
 import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from engram._overrides import overrides
 from engram.checkpoint.snapshot import load_part, save_part
+from engram.data.replay_buffers.state.parts import SavedPart
 from engram.pytree import move_dim, stack
 from engram.store.files import pickle_by_state
 from engram.store.indexing import to_slots
@@ -18,6 +20,14 @@ from engram.store.tables import IndexTakenError, expand_slots
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
+
+
+class Placing(enum.Enum):
+    """Where a writer puts rows."""
+
+    CHOSEN = enum.auto()  #: where its `write` says
+    BEHIND = enum.auto()  #: behind the newest: `write` is `check` and `append`, for which a storage has a shorter way
+    REPLACING = enum.auto()  #: in the place of any other row, for which no other process may have the storage open
 
 
 class Writer(abc.ABC):
@@ -44,17 +54,17 @@ class Writer(abc.ABC):
     #: The key under which each row also stores its own index; None: it does not.
     index_key: str | None = None
     #: Whether batches of its buffer say the generation of each row, as with `ReplayBuffer(track_generations=True)`.
-    tracks_generations = False
+    tracks_generations: bool = False
+    #: Where it puts rows, and whom else that concerns.
+    placing: ClassVar[Placing] = Placing.CHOSEN
 
-    #: Whether it is one of the library's own classes, which assign their attributes and never change them in place.
-    #: Of a child that a user writes this need not hold, whatever its base.
+    # Whether it is one of the library's own classes, which assign their attributes and never change them in place.
+    # Of a child that a user writes this need not hold, whatever its base.
     _built_in = False
-    #: Whether `write` is the storage's `check` and `append`, for which the storage may have a shorter way.
-    _only_appends = False
-    #: Whether a child has `add` and `extend` in place of `write`.
+    # Whether a child has `add` and `extend` in place of `write`.
     _sets_rows = False
-    # Methods that a child has in place of those of `Writer`.
-    _overrides: ClassVar[frozenset[str]] = frozenset()
+    # Whether a class of the user's own says what its state is.
+    _says_its_state = False
 
     # Of the class: a child's constructor need not call this one's.
     _storage: Storage | None = None
@@ -64,8 +74,12 @@ class Writer(abc.ABC):
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._built_in = built_in
-        cls._only_appends = built_in and bool(vars(cls).get("_only_appends"))
-        cls._overrides = own = overrides(cls, Writer)
+        if not built_in:
+            ours = next(parent for parent in cls.__mro__ if parent is Writer or vars(parent).get("_built_in"))
+            cls._says_its_state = "state_dict" in overrides(cls, ours)
+            if cls.placing is Placing.BEHIND:  # a child may write otherwise
+                cls.placing = Placing.CHOSEN
+        own = overrides(cls, Writer)
         if "write" not in own and own >= {"add", "extend"}:
             cls._sets_rows = True
             cls.write = _write_by_set  # type: ignore[method-assign]
@@ -227,7 +241,7 @@ class Writer(abc.ABC):
             >>> writer.dumps(folder)
             >>> writer.loads(folder)
         """
-        save_part(path, "writer", self._kind, self.state_dict())
+        save_part(path, "writer", self.saved_form)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
         """Takes over what `dumps` saved.
@@ -236,52 +250,38 @@ class Writer(abc.ABC):
             CorruptCheckpointError: a file is not what was saved.
             CheckpointMisfitError: another kind of writer was saved, or one with other settings. Nothing is changed.
         """
-        load_part(path, "writer", self)
-
-    # ---- between the parts of a buffer ----
-    def _state_beside_rows(self) -> dict[str, Any]:
-        """What a buffer saves of it: its state without what follows from the rows, unless a child says what that is."""
-        if "state_dict" in self._overrides:
-            return self.state_dict()
-        return {} if self._own_cursor is None else {"cursor": self._own_cursor}
+        load_part(path, "writer", self.saved_form)
 
     @property
-    def _needs_storage_alone(self) -> bool:
-        """Whether it replaces rows out of turn, so that no other process may have the storage open."""
-        return False
+    def saved_form(self) -> SavedPart:
+        """This writer, as it is saved and loaded with a buffer."""
+        beside_rows = {} if self._own_cursor is None else {"cursor": self._own_cursor}
+        return SavedWriter(
+            self, type(self).__name__, is_ours=self._built_in, owner="writer",
+            beside_rows=None if self._says_its_state else beside_rows,
+        )  # fmt: skip
 
     def _check_sending(self) -> None:
         """Called before it is sent to another process, alone or in a buffer; a RuntimeError where it must not be."""
-        if self._needs_storage_alone:
+        if self.placing is Placing.REPLACING:
             raise RuntimeError(
                 f"a {type(self).__name__} cannot be shared between processes: it replaces rows one by one, which needs "
                 "the storage alone. Send the storage (rb.storage) to those who read; pickle and copy.deepcopy make "
                 "copies"
             )
 
-    @property
-    def _given(self) -> Any:
-        """The object that the user gave: this one, or the one that is adapted."""
-        return self
-
-    @property
-    def _kind(self) -> str:
-        """The name that its state is saved under."""
-        return type(self).__name__
-
-    @property
-    def _members(self) -> list[Writer]:
-        """The writers that it consists of."""
-        return []
-
-    def _differences(self, state: dict[str, Any]) -> list[str]:
-        """What of a saved state does not fit this writer."""
-        if self._built_in and (type(state.get("cursor", 0)) is not int or state.get("cursor", 0) < 0):
-            raise ValueError(f"a saved writer has the cursor {state['cursor']!r:.80}")
-        return []
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}(cursor={self._cursor})"
+
+
+class SavedWriter(SavedPart):
+    """A writer, as it is saved and loaded."""
+
+    def differences(self, state: Any) -> list[str]:
+        cursor = state.get("cursor", 0) if self.is_ours else 0
+        if type(cursor) is not int or cursor < 0:
+            raise ValueError(f"a saved writer has the cursor {cursor!r:.80}")
+        return super().differences(state)
 
 
 def _writes_by_others(cls: type[Writer]) -> bool:
@@ -321,12 +321,13 @@ class _AdaptedWriter(Writer):
         self.tracks_generations = bool(getattr(writer, "tracks_generations", False))
 
     @property
-    def _given(self) -> Any:
+    def own(self) -> Any:
         return self._own
 
     @property
-    def _kind(self) -> str:
-        return type(self._own).__name__
+    def saved_form(self) -> SavedPart:
+        has_state = hasattr(self._own, "state_dict") and hasattr(self._own, "load_state_dict")
+        return SavedPart(self, type(self._own).__name__, is_ours=False, given=self._own, has_state=has_state)
 
     def register_storage(self, storage: Storage) -> None:
         super().register_storage(storage)
@@ -375,6 +376,11 @@ def as_writer(writer: Any) -> Writer:
     return _AdaptedWriter(writer)
 
 
+def given_writer(writer: Writer) -> Any:
+    """The object that the user gave: this one, or the one that is adapted."""
+    return writer.own if isinstance(writer, _AdaptedWriter) else writer
+
+
 def has_writing_methods(writer: Any) -> bool:
     """Whether an object has what makes it a writer."""
     return any(
@@ -394,7 +400,7 @@ class RoundRobinWriter(Writer, built_in=True):
         (tensor([0, 1, 2, 3, 4]), 5)
     """
 
-    _only_appends = True
+    placing = Placing.BEHIND
 
     def __init__(self, compilable: bool = False, *, track_generations: bool = False) -> None:
         super().__init__(compilable)
@@ -424,7 +430,7 @@ class TensorDictRoundRobinWriter(RoundRobinWriter, built_in=True):
     """
 
     index_key = "index"
-    _only_appends = True
+    placing = Placing.BEHIND
 
     def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
         try:
