@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from distributed.shards import LAYOUT, Link, client, read, rows, shard, whole, write
 from engram.data import PrioritizedSampler, RandomSampler, SliceSampler
-from engram.distributed import ReplayShard, sharded, unpack
+from engram.distributed import ReplayShard, priority_updates, unpack
 from engram.envs.transforms import MultiStepTransform
 from engram.errors import NoFreeLaneError, ShardUnavailableError
 from engram.store.layout import RowLayout
@@ -306,7 +306,7 @@ class TestPriorities:
         assert counts == [["1"], [], [], ["2"], [], []]
 
     def test_a_warning_says_so_where_more_wait_than_there_is_room_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sharded, "_MOST_WAITING", 12)
+        monkeypatch.setattr(priority_updates, "_MOST_WAITING", 12)
         ls, rb = self.buffer()
         ls[0].lose = lambda method: "call"
         generation = torch.arange(10)
@@ -344,7 +344,7 @@ class TestPriorities:
     def test_no_more_updates_wait_for_shards_that_never_answered_than_there_is_room_for(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(sharded, "_MOST_WAITING", 12)
+        monkeypatch.setattr(priority_updates, "_MOST_WAITING", 12)
         ls, _ = self.buffer()
         for link in ls:
             link.silent = True

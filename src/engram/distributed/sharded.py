@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
-import itertools
 import os
 import threading
 import time
 import uuid
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -30,19 +27,17 @@ from engram.data import (
 )
 from engram.distributed.batches import BatchStream, Rows
 from engram.distributed.blocks import Block, pack, unpack
-from engram.distributed.client import PendingCall, Producer, ShardClient, ShardLink, finish_all, raise_if_gone
+from engram.distributed.client import Producer, ShardClient, ShardLink, finish_all, raise_if_gone
 from engram.distributed.commit import load_shards, save_shards
 from engram.distributed.folder_lock import FolderWatch, watch_folder
 from engram.distributed.local import LocalProducer, LocalReader, ShardMovedError, await_shard
+from engram.distributed.priority_updates import Priorities, PriorityUpdates
 from engram.envs.transforms import Compose
 from engram.errors import ShardUnavailableError, StorageError
 from engram.kernel.replay import WriteRequest, mark_rows
 from engram.kernel.rows import RowLayout
 from engram.kernel.tools import warn_user
 
-_MOST_UPDATES = 16  # calls that set priorities, without their answer
-_ANY_INDEX = 1 << 62  # below which an index may lie, as far as is known before a shard has answered
-_MOST_WAITING = 1 << 18  # priorities that wait for shards that are away
 _PAUSE = 0.01  # seconds between two looks at shards that are all away
 
 
@@ -87,51 +82,6 @@ class ShardedSettings(NamedTuple):
     timeout: float = 1.0
 
 
-class _Priorities(NamedTuple):
-    """Priorities, float64 [n], of rows by flat index and generation, int64 [n]; generation None: of any row there.
-
-    `came_with_rows`: they are set only for rows that have had none.
-    """
-
-    flat_index: Tensor
-    priority: Tensor
-    generation: Tensor | None
-    came_with_rows: bool = False
-
-    @property
-    def kind(self) -> tuple[bool, bool]:
-        """Those of one kind can be sent in one call."""
-        return self.generation is not None, self.came_with_rows
-
-    @classmethod
-    def joined(cls, some: Sequence[_Priorities]) -> _Priorities:
-        """Priorities of one kind together."""
-        generations = [one.generation for one in some if one.generation is not None]
-        flat_index, priority = torch.cat([one.flat_index for one in some]), torch.cat([one.priority for one in some])
-        return cls(flat_index, priority, torch.cat(generations) if generations else None, some[0].came_with_rows)
-
-    def part(self, where: Any) -> _Priorities:
-        generation = None if self.generation is None else self.generation[where]
-        return self._replace(flat_index=self.flat_index[where], priority=self.priority[where], generation=generation)
-
-    def copy(self) -> _Priorities:
-        generation = None if self.generation is None else self.generation.clone()
-        return self._replace(flat_index=self.flat_index.clone(), priority=self.priority.clone(), generation=generation)
-
-    def last(self, n: int) -> _Priorities:
-        return self.part(slice(max(0, len(self.flat_index) - n), None))
-
-    def rows(self) -> list[tuple[int, int | None]]:
-        """The flat index and the generation of each row."""
-        generations = [None] * len(self.flat_index) if self.generation is None else self.generation.tolist()
-        return list(zip(self.flat_index.tolist(), generations, strict=True))
-
-    def without(self, rows: set[tuple[int, int | None]]) -> _Priorities:
-        """Those that are of none of these rows."""
-        others = [(index, g) not in rows and (index, None) not in rows for index, g in self.rows()]
-        return self.part(torch.tensor(others, dtype=torch.bool))
-
-
 class ShardedReplayBuffer:
     """A client of a buffer whose rows lie in several shards: writes to one of them, and draws from all.
 
@@ -168,11 +118,7 @@ class ShardedReplayBuffer:
         self._beside: ReplayBuffer[Any] | None = None  # that reads the store of the only shard
         self._watch: FolderWatch | None = None  # of that
         self._readers: dict[int, LocalReader] = {}  # of stores on this machine, where there are several shards
-        self._given: collections.deque[_Priorities] = collections.deque()  # by any thread, without the lock
-        self._updates: list[_Priorities] = []  # older ones, which wait for shards that are away
-        self._sent_updates: collections.deque[tuple[ShardClient, PendingCall, _Priorities]] = collections.deque()
-        self._dropped: dict[int, int] = {}  # priorities, by shard, that no warning has named yet
-        self._warned_of: dict[int, int] = {}  # by shard, the outage in which priorities were dropped
+        self._updates = PriorityUpdates(self._shards)  # given without the lock, and sent under it
         self._draws = 0
 
     # ---- writing ----
@@ -260,8 +206,8 @@ class ShardedReplayBuffer:
             return first + producer.extend(block, self._highest_new_priority(), deadline, priority)
         slots = producer.extend(block, deadline)
         if priority is not None:  # with generations: sent again where the call is lost, and never set for other rows
-            given = _Priorities(first + slots, priority, producer.generations(slots), came_with_rows=True)
-            self._begin_update(producer.shard, given)
+            given = Priorities(first + slots, priority, producer.generations(slots), came_with_rows=True)
+            self._updates.begin(producer.shard, given)
         return first + slots
 
     def _leave_moved_shard(self) -> None:
@@ -288,14 +234,18 @@ class ShardedReplayBuffer:
 
     def _flush_updates(self, deadline: float) -> None:
         """Sends the priorities that wait, and waits until they are set; but not for a thread that draws until then."""
-        if not (self._given or self._updates or self._sent_updates):
+        if self._updates.is_idle:
             return
         if self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             try:
-                self._send_updates(deadline)
-                self._settle_updates(0, deadline)
+                self._updates.flush(deadline, self._rows_are_sent)
             finally:
                 self._lock.release()
+
+    def _rows_are_sent(self) -> bool:
+        """Sends the rows that are held back; False: another thread is just about to send them."""
+        producer = self._producer
+        return not isinstance(producer, Producer) or producer.send_held()
 
     def producing_as(self, name: str) -> Self:
         """A client of the same rows that writes under a name of its own choice.
@@ -587,29 +537,7 @@ class ShardedReplayBuffer:
         generations = None if generation is None else torch.as_tensor(generation, dtype=torch.int64).reshape(-1)
         if generations is not None and len(generations) != len(at):
             raise ValueError(f"{len(generations)} generations came with {len(at)} indices; nothing was changed")
-        capacity = self._known_capacity()
-        end = len(self._shards) * capacity if capacity is not None else _ANY_INDEX
-        if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < end:
-            outside = at[(at < 0) | (at >= end)]
-            raise IndexError(f"index {int(outside[0])} is not one of 0 to {end - 1}; nothing was changed")
-        self._given.append(_Priorities(at, priorities, generations).copy())  # it waits, and the caller may change them
-        if capacity is None:
-            self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        """Keeps no more priorities than may wait for shards none of which has ever answered."""
-        n, most = 0, max(1, _MOST_WAITING - sum(len(one.flat_index) for one in self._updates))
-        while len(self._given) > 1 and sum(len(one.flat_index) for one in list(self._given)) > most:
-            n += len(self._given.popleft().flat_index)
-        if n:
-            warn_user(
-                f"the oldest {n} priorities were dropped, as no shard has answered yet: up to {_MOST_WAITING} wait",
-                RuntimeWarning,
-            )
-
-    def _known_capacity(self) -> int | None:
-        """How many rows each shard has room for, found without waiting; None: no shard has ever answered."""
-        return next((shard.facts.capacity for shard in self._shards if shard.is_known or shard.is_present), None)
+        self._updates.give(at, priorities, generations)
 
     def update_tensordict_priority(self, data: Any) -> None:
         """Sets the priorities of a batch's rows from `data[priority_key]`; errors as `update_priority`, KeyError."""
@@ -623,43 +551,14 @@ class ShardedReplayBuffer:
         with a RuntimeWarning.
         """
         with self._lock:
-            deadline = self._deadline()
-            self._send_updates(deadline)
-            self._settle_updates(0, deadline)
+            self._updates.flush(self._deadline(), self._rows_are_sent)
 
     def _send_updates(self, deadline: float) -> None:
-        if not (self._given or self._updates or self._sent_updates):
-            return
-        capacity, producer = self._known_capacity(), self._producer
-        self._updates += [self._given.popleft() for _ in range(len(self._given))]
-        if capacity is None or (isinstance(producer, Producer) and not producer.send_held()):
-            return  # they may be of rows that another thread is just about to send: next time
-        self._settle_updates(_MOST_UPDATES, deadline)
-        updates, self._updates = self._updates, []
-        for _, some in itertools.groupby(updates, lambda update: update.kind):
-            joined = _Priorities.joined(list(some))
-            owner = joined.flat_index.div(capacity, rounding_mode="floor")
-            self._warn_of_outside(int((owner >= len(self._shards)).sum()))
-            for shard in self._shards:
-                mine = owner == shard.number
-                if not bool(mine.any()):
-                    continue
-                part = joined.part(mine)
-                if not shard.is_present:
-                    self._keep(shard, part)
-                    continue
-                self._begin_update(shard, part)
-        self._warn_of_dropped()
-
-    def _begin_update(self, shard: ShardClient, part: _Priorities) -> None:
-        slots = part.flat_index - shard.number * shard.facts.capacity
-        call = shard.begin("update_priority", slots, part.priority, part.generation, part.came_with_rows)
-        self._sent_updates.append((shard, call, part))
+        self._updates.send(deadline, self._rows_are_sent)
 
     def _send_updates_beside_rows(self, deadline: float) -> None:
         """Sends the priorities that wait before new rows go; a thread that draws just now sends them itself."""
-        waits = self._given or self._updates or len(self._sent_updates) > _MOST_UPDATES
-        if waits and self._lock.acquire(blocking=False):
+        if self._updates.is_due and self._lock.acquire(blocking=False):
             try:
                 now = time.monotonic()
                 self._send_updates(now + (deadline - now) / 2)  # with time left for the rows
@@ -667,74 +566,6 @@ class ShardedReplayBuffer:
                 warn_user(f"priorities that were given before were refused: {error}", RuntimeWarning)
             finally:
                 self._lock.release()
-
-    def _warn_of_outside(self, n: int) -> None:
-        if n:
-            warnings.warn(
-                f"{n} priorities were dropped: their indices, given before any shard had answered, are outside of the "
-                "buffer",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-    def _keep(self, shard: ShardClient, lost: _Priorities) -> None:
-        """Sends priorities again when their shard is back; without generations they might be of other rows by then."""
-        room = 0
-        if lost.generation is not None:
-            room = max(0, _MOST_WAITING - sum(len(one.flat_index) for one in self._updates))
-            self._updates.append(lost.last(room))
-        dropped = max(0, len(lost.flat_index) - room)
-        if dropped:
-            self._dropped[shard.number] = self._dropped.get(shard.number, 0) + dropped
-
-    def _warn_of_dropped(self) -> None:
-        """Warns of dropped priorities: once for each shard and outage."""
-        dropped, self._dropped = self._dropped, {}
-        for number, n in dropped.items():
-            outage = self._shards[number].outages
-            if self._warned_of.get(number) != outage:
-                self._warned_of[number] = outage
-                warnings.warn(
-                    f"{n} priorities of rows of shard {number} were dropped, and so may be more while it does not "
-                    f"answer: give update_priority the generations of the rows, and up to {_MOST_WAITING} wait for it",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-
-    def _settle_updates(self, most: int, deadline: float) -> None:
-        n = max(0, len(self._sent_updates) - most)
-        sent = [self._sent_updates.popleft() for _ in range(n)]
-        newer, self._updates = self._updates, []
-        refused: Exception | None = None
-        try:
-            answers = finish_all([(shard, call) for shard, call, _ in sent], deadline)
-        except (IndexError, ValueError) as error:  # of one of them; the others are looked at by themselves
-            refused, answers = error, []
-            for shard, call, _ in sent:
-                try:
-                    answers += finish_all([(shard, call)], deadline)
-                except (IndexError, ValueError) as error:
-                    answers.append(error)
-        if any(answer is None for answer in answers):
-            self._keep_lost(sent, answers)
-        self._updates += newer
-        self._warn_of_dropped()
-        if refused is not None:
-            raise refused
-
-    def _keep_lost(self, sent: list[tuple[ShardClient, PendingCall, _Priorities]], answers: list[Any]) -> None:
-        """Keeps priorities whose calls were lost, less those of rows that were sent newer ones since."""
-        calls = [(shard, part, answer is None) for (shard, _, part), answer in zip(sent, answers, strict=True)]
-        calls += [(shard, part, False) for shard, _, part in list(self._sent_updates)]
-        lost: list[tuple[ShardClient, _Priorities]] = []
-        newer: dict[int, set[tuple[int, int | None]]] = {}  # rows, by shard
-        for shard, part, is_lost in reversed(calls):
-            rows = newer.setdefault(shard.number, set())
-            if is_lost:
-                lost.append((shard, part.without(rows)))
-            rows.update(part.rows())
-        for shard, part in reversed(lost):
-            self._keep(shard, part)
 
     def _highest_new_priority(self) -> float | None:
         if self._prioritized is None or len(self._shards) == 1:
@@ -854,8 +685,7 @@ class ShardedReplayBuffer:
             self._producer.leave()
             self._end_producing()
         self._transform.empty()
-        self._updates.clear()
-        self._given.clear()
+        self._updates.discard()
         self._stop_drawing()
 
     def _end_producing(self) -> None:
@@ -896,16 +726,4 @@ class ShardedReplayBuffer:
                     self._flush_updates(self._deadline())  # those whose shard has answered only now
                 finally:
                     self._end_producing()
-                    self._drop_updates()
-
-    def _drop_updates(self) -> None:
-        """Forgets the priorities that wait, with a warning."""
-        n = sum(len(one.flat_index) for one in (*self._updates, *self._given))
-        self._updates = []
-        self._given.clear()
-        if n:
-            warnings.warn(
-                f"{n} priorities were not sent, as their shards did not answer: those rows keep the ones that they had",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+                    self._updates.drop()

@@ -1,0 +1,247 @@
+"""Priorities on their way to shards: they wait for shards that are away, and are sent again where a call was lost."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engram.distributed.client import PendingCall, ShardClient, finish_all
+from engram.kernel.tools import warn_user
+
+_MOST_CALLS = 16  # that set priorities, without their answer
+_ANY_INDEX = 1 << 62  # below which an index may lie, as far as is known before a shard has answered
+_MOST_WAITING = 1 << 18  # priorities that wait for shards that are away
+
+
+class Priorities(NamedTuple):
+    """Priorities, float64 [n], of rows by flat index and generation, int64 [n]; generation None: of any row there.
+
+    `came_with_rows`: they are set only for rows that have had none.
+    """
+
+    flat_index: Tensor
+    priority: Tensor
+    generation: Tensor | None
+    came_with_rows: bool = False
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Those of one kind can be sent in one call."""
+        return self.generation is not None, self.came_with_rows
+
+    @classmethod
+    def joined(cls, some: Sequence[Priorities]) -> Priorities:
+        """Priorities of one kind together."""
+        generations = [one.generation for one in some if one.generation is not None]
+        flat_index, priority = torch.cat([one.flat_index for one in some]), torch.cat([one.priority for one in some])
+        return cls(flat_index, priority, torch.cat(generations) if generations else None, some[0].came_with_rows)
+
+    def part(self, where: Any) -> Priorities:
+        generation = None if self.generation is None else self.generation[where]
+        return self._replace(flat_index=self.flat_index[where], priority=self.priority[where], generation=generation)
+
+    def copy(self) -> Priorities:
+        generation = None if self.generation is None else self.generation.clone()
+        return self._replace(flat_index=self.flat_index.clone(), priority=self.priority.clone(), generation=generation)
+
+    def last(self, n: int) -> Priorities:
+        return self.part(slice(max(0, len(self.flat_index) - n), None))
+
+    def rows(self) -> list[tuple[int, int | None]]:
+        """The flat index and the generation of each row."""
+        generations = [None] * len(self.flat_index) if self.generation is None else self.generation.tolist()
+        return list(zip(self.flat_index.tolist(), generations, strict=True))
+
+    def without(self, rows: set[tuple[int, int | None]]) -> Priorities:
+        """Those that are of none of these rows."""
+        others = [(index, g) not in rows and (index, None) not in rows for index, g in self.rows()]
+        return self.part(torch.tensor(others, dtype=torch.bool))
+
+
+class PriorityUpdates:
+    """The priorities that a client sets in its shards.
+
+    `give` and `begin` may be called by any thread, all else by one at a time.
+    """
+
+    def __init__(self, shards: Sequence[ShardClient]) -> None:
+        self._shards = shards
+        self._given: collections.deque[Priorities] = collections.deque()  # by any thread
+        self._waiting: list[Priorities] = []  # older ones, which wait for shards that are away
+        self._sent: collections.deque[tuple[ShardClient, PendingCall, Priorities]] = collections.deque()
+        self._dropped: dict[int, int] = {}  # priorities, by shard, that no warning has named yet
+        self._warned_of: dict[int, int] = {}  # by shard, the outage in which priorities were dropped
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to send, and no answer is awaited."""
+        return not (self._given or self._waiting or self._sent)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether some are to be sent, or many calls have not been answered."""
+        return bool(self._given or self._waiting or len(self._sent) > _MOST_CALLS)
+
+    def give(self, at: Tensor, priorities: Tensor, generations: Tensor | None) -> None:
+        """Takes copies of priorities of rows, to be sent later.
+
+        Raises:
+            IndexError: an index lies outside the buffer, as far as that is known.
+        """
+        capacity = self._capacity()
+        end = len(self._shards) * capacity if capacity is not None else _ANY_INDEX
+        if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < end:
+            outside = at[(at < 0) | (at >= end)]
+            raise IndexError(f"index {int(outside[0])} is not one of 0 to {end - 1}; nothing was changed")
+        self._given.append(Priorities(at, priorities, generations).copy())
+        if capacity is None:
+            self._drop_oldest()
+
+    def send(self, deadline: float, rows_are_sent: Callable[[], bool]) -> None:
+        """Sends the priorities to the shards that are there.
+
+        Args:
+            rows_are_sent: False: another thread is sending rows, of which priorities may be: they are sent next time.
+        """
+        if self.is_idle:
+            return
+        capacity = self._capacity()
+        self._waiting += [self._given.popleft() for _ in range(len(self._given))]
+        if capacity is None or not rows_are_sent():
+            return
+        self._settle(_MOST_CALLS, deadline)
+        waiting, self._waiting = self._waiting, []
+        for _, some in itertools.groupby(waiting, lambda one: one.kind):
+            joined = Priorities.joined(list(some))
+            owner = joined.flat_index.div(capacity, rounding_mode="floor")
+            self._warn_of_outside(int((owner >= len(self._shards)).sum()))
+            for shard in self._shards:
+                mine = owner == shard.number
+                if not bool(mine.any()):
+                    continue
+                if shard.is_present:
+                    self.begin(shard, joined.part(mine))
+                else:
+                    self._keep(shard, joined.part(mine))
+        self._warn_of_dropped()
+
+    def flush(self, deadline: float, rows_are_sent: Callable[[], bool]) -> None:
+        """Sends all of them, and waits until they are set; errors as `send`, and of a shard that refuses some."""
+        self.send(deadline, rows_are_sent)
+        self._settle(0, deadline)
+
+    def begin(self, shard: ShardClient, part: Priorities) -> None:
+        """Sends priorities of rows of one shard, and does not wait for its answer."""
+        slots = part.flat_index - shard.number * shard.facts.capacity
+        call = shard.begin("update_priority", slots, part.priority, part.generation, part.came_with_rows)
+        self._sent.append((shard, call, part))
+
+    def discard(self) -> None:
+        """Forgets those that were not sent: their rows are being replaced."""
+        self._waiting.clear()
+        self._given.clear()
+
+    def drop(self) -> None:
+        """Forgets the priorities that wait, with a warning."""
+        n = sum(len(one.flat_index) for one in (*self._waiting, *self._given))
+        self.discard()
+        if n:
+            warnings.warn(
+                f"{n} priorities were not sent, as their shards did not answer: those rows keep the ones that they had",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _drop_oldest(self) -> None:
+        """Keeps no more priorities than may wait for shards none of which has ever answered."""
+        n, most = 0, max(1, _MOST_WAITING - sum(len(one.flat_index) for one in self._waiting))
+        while len(self._given) > 1 and sum(len(one.flat_index) for one in list(self._given)) > most:
+            n += len(self._given.popleft().flat_index)
+        if n:
+            warn_user(
+                f"the oldest {n} priorities were dropped, as no shard has answered yet: up to {_MOST_WAITING} wait",
+                RuntimeWarning,
+            )
+
+    def _capacity(self) -> int | None:
+        """How many rows each shard has room for, found without waiting; None: no shard has ever answered."""
+        return next((shard.facts.capacity for shard in self._shards if shard.is_known or shard.is_present), None)
+
+    def _settle(self, most: int, deadline: float) -> None:
+        """Waits until all but the last `most` calls are answered.
+
+        Raises:
+            IndexError, ValueError: a shard refused one of them; all others were looked at.
+        """
+        n = max(0, len(self._sent) - most)
+        sent = [self._sent.popleft() for _ in range(n)]
+        newer, self._waiting = self._waiting, []
+        refused: Exception | None = None
+        try:
+            answers = finish_all([(shard, call) for shard, call, _ in sent], deadline)
+        except (IndexError, ValueError) as error:  # of one of them; the others are looked at by themselves
+            refused, answers = error, []
+            for shard, call, _ in sent:
+                try:
+                    answers += finish_all([(shard, call)], deadline)
+                except (IndexError, ValueError) as error:
+                    answers.append(error)
+        if any(answer is None for answer in answers):
+            self._keep_lost(sent, answers)
+        self._waiting += newer
+        self._warn_of_dropped()
+        if refused is not None:
+            raise refused
+
+    def _keep_lost(self, sent: list[tuple[ShardClient, PendingCall, Priorities]], answers: list[Any]) -> None:
+        """Keeps priorities whose calls were lost, less those of rows that were sent newer ones since."""
+        calls = [(shard, part, answer is None) for (shard, _, part), answer in zip(sent, answers, strict=True)]
+        calls += [(shard, part, False) for shard, _, part in list(self._sent)]
+        lost: list[tuple[ShardClient, Priorities]] = []
+        newer: dict[int, set[tuple[int, int | None]]] = {}  # rows, by shard
+        for shard, part, is_lost in reversed(calls):
+            rows = newer.setdefault(shard.number, set())
+            if is_lost:
+                lost.append((shard, part.without(rows)))
+            rows.update(part.rows())
+        for shard, part in reversed(lost):
+            self._keep(shard, part)
+
+    def _keep(self, shard: ShardClient, lost: Priorities) -> None:
+        """Sends priorities again when their shard is back; without generations they might be of other rows by then."""
+        room = 0
+        if lost.generation is not None:
+            room = max(0, _MOST_WAITING - sum(len(one.flat_index) for one in self._waiting))
+            self._waiting.append(lost.last(room))
+        dropped = max(0, len(lost.flat_index) - room)
+        if dropped:
+            self._dropped[shard.number] = self._dropped.get(shard.number, 0) + dropped
+
+    def _warn_of_outside(self, n: int) -> None:
+        if n:
+            warnings.warn(
+                f"{n} priorities were dropped: their indices, given before any shard had answered, are outside of the "
+                "buffer",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _warn_of_dropped(self) -> None:
+        """Warns of dropped priorities: once for each shard and outage."""
+        dropped, self._dropped = self._dropped, {}
+        for number, n in dropped.items():
+            outage = self._shards[number].outages
+            if self._warned_of.get(number) != outage:
+                self._warned_of[number] = outage
+                warnings.warn(
+                    f"{n} priorities of rows of shard {number} were dropped, and so may be more while it does not "
+                    f"answer: give update_priority the generations of the rows, and up to {_MOST_WAITING} wait for it",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
