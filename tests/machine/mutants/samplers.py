@@ -64,9 +64,7 @@ UNIFORM_MUTANTS = {
     "an epoch that repeats a row": Mutant(
         around(SamplerWithoutReplacement, "sample", repeats_its_first), sampler="epoch"
     ),
-    "an epoch that leaves out its first row": Mutant(
-        around(RowEpochs, "go_on", begins_at_the_second), sampler="epoch"
-    ),
+    "an epoch that leaves out its first row": Mutant(around(RowEpochs, "go_on", begins_at_the_second), sampler="epoch"),
     "an epoch in order that begins at the second row": Mutant(
         around(SamplerWithoutReplacement, "sample", one_further), sampler="epoch in order"
     ),
