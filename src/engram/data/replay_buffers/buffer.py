@@ -35,7 +35,8 @@ from engram.data.replay_buffers.in_place import change_entries, grid_index, in_i
 from engram.data.replay_buffers.prefetch import Prefetcher
 from engram.data.replay_buffers.reader import MANY_ROWS, BatchReader, Member
 from engram.data.replay_buffers.reuse import why_not_reusable
-from engram.data.replay_buffers.samplers.base import Sampler, as_sampler
+from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, user_object
+from engram.data.replay_buffers.samplers.epochs import check_full_batches
 from engram.data.replay_buffers.samplers.random import RandomSampler
 from engram.data.replay_buffers.state.buffers import (
     PARTS,
@@ -311,18 +312,19 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         self._tracks_generations = self._track_generations or self._writer.tracks_generations
         self._sampler.use_generator(self._generator)
         self._time_dim = self._storage.ndim - 1 if self._dim_extend is None else self._dim_extend
-        priorities = None
-        if self._priority_key is not None and self._sampler._takes_priorities:
+        plan, priorities = self._sampler.draw_plan(self._storage), None
+        if self._priority_key is not None and plan.takes_priorities:
             priorities = GivenPriorities(self._storage, self._sampler, self._priority_key)
         self._batch_writer = BatchWriter(
-            self._storage, self._writer, self._sampler, self._transform, self._time_dim, priorities
+            self._storage, self._writer, self._sampler, plan, self._transform, self._time_dim, priorities
         )
         self._reader = self._make_reader()
         self._prefetcher = Prefetcher(self._reader, self._prefetch, self._generators()) if self._prefetch else None
 
     def _check_parts(self) -> None:
         self._sampler.check_storage(self._storage)
-        self._sampler._check_batch_size(self._batch_size, self._storage)
+        if self._sampler.draw_plan(self._storage).full_batches:
+            check_full_batches(self._batch_size, self._storage)
 
     def _register_writer(self) -> None:
         self._writer.register_storage(self._storage)
@@ -349,7 +351,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             collate_fn = self._collate_fn or storage._default_collate
         if collate_fn is torch.stack and storage._default_collate is collate_items:
             collate_fn = collate_items  # of tensors and TensorDicts the same, which rows can be gathered for at once
-        if sampler._given is self._sampler._given:
+        if user_object(sampler) is self.sampler:
             sampler = self._sampler  # whose lock all draws of a user's own sampler take
         attach = self._attach if self._attaches else None
         return Member(storage, sampler, transform, collate_fn, attach, with_generation=self._tracks_generations)
@@ -865,7 +867,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
 
     @property
     def sampler(self) -> Any:
-        return self._sampler._given
+        return user_object(self._sampler)
 
     @property
     def writer(self) -> Any:
@@ -892,7 +894,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
     def set_sampler(self, sampler: Any) -> Any:
         """Uses another sampler from now on; returns the old one."""
         old: Sampler = self._replace("_sampler", as_sampler(sampler))
-        return old._given
+        return user_object(old)
 
     def set_writer(self, writer: Any) -> Any:
         """Uses another writer from now on; returns the old one."""

@@ -115,11 +115,11 @@ class ReplayBufferEnsemble(ReplayBuffer):
         """Nothing: the members' writers write to the members' storages."""
 
     def _make_reader(self) -> BatchReader:
-        parts = zip(self._members, self._storage.storages, self._sampler._members, self._collate_fns, strict=True)  # type: ignore[attr-defined]
+        chooser: Any = self._sampler
+        parts = zip(self._members, self._storage.storages, chooser.members, self._collate_fns, strict=True)  # type: ignore[attr-defined]
         members = [rb._member(storage, sampler, rb._transform, collate) for rb, storage, sampler, collate in parts]
-        sampler: Any = self._sampler
         return BatchReader(
-            members, self._transform, chooser=sampler, collate_fn=self._collate_fn, pin_memory=self._pin_memory
+            members, self._transform, chooser=chooser, collate_fn=self._collate_fn, pin_memory=self._pin_memory
         )
 
     def _check_parts(self) -> None:
@@ -314,7 +314,7 @@ def _members(
         raise ValueError("an ensemble needs buffers, or storages, samplers and writers")
     transforms = storages.transforms if isinstance(storages, StorageEnsemble) else None
     storages = storages.storages if isinstance(storages, StorageEnsemble) else list(storages)
-    samplers = samplers._members if isinstance(samplers, SamplerEnsemble) else list(samplers)
+    samplers = samplers.members if isinstance(samplers, SamplerEnsemble) else list(samplers)
     writers = writers.writers if isinstance(writers, WriterEnsemble) else list(writers)
     if not len(storages) == len(samplers) == len(writers):
         raise ValueError(

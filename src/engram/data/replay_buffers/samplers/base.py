@@ -9,7 +9,8 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,18 +18,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from engram import _native
 from engram._advice import advised
 from engram._arguments import KeepsArguments
 from engram._generator import Generator
 from engram._overrides import overrides
 from engram._system import drawing, fork_registry
 from engram.checkpoint.snapshot import load_part, save_part
-from engram.data.replay_buffers.samplers.draw import Draw, Index
+from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, Index
 from engram.data.replay_buffers.samplers.draw import EpochInfo as EpochInfo  # pickled infos name it here
 from engram.data.replay_buffers.state.parts import SavedPart
 from engram.store.copies import PartlyCopied
-from engram.store.episodes import EpisodeIndex
 from engram.store.files import pickle_by_state
 from engram.store.indexing import tensor_of, to_slots
 
@@ -67,10 +66,6 @@ class StorageState(PartlyCopied):
 
     A load never changes one: it gives the sampler another. The caller holds the sampler's lock.
     """
-
-    def settings(self) -> dict[str, Any]:
-        """Settings that decide which rows are drawn, of those that it has."""
-        return {}
 
     def state(self) -> dict[str, Any]:
         """What is saved of it."""
@@ -124,12 +119,12 @@ class StateSetting(Generic[T]):
         self._name = self._name or name
 
     def __get__(self, sampler: Any, owner: type | None = None) -> T:
-        value: Any = self if sampler is None else getattr(sampler._storage_state, self._name)
+        value: Any = self if sampler is None else getattr(sampler.storage_state, self._name)
         return value  # type: ignore[no-any-return]
 
     def __set__(self, sampler: Any, value: T) -> None:
         with sampler.lock:
-            setattr(sampler._storage_state, self._name, value)
+            setattr(sampler.storage_state, self._name, value)
 
 
 @advised
@@ -150,17 +145,11 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     #: where a storage has one dimension; loading a state assigns attributes, and changes none in place; an exception at
     #: a saved state means that this is damaged. Of a child that a user writes none of this holds, whatever its base.
     _built_in = False
-    #: Whether it takes the priorities that come with data.
-    _takes_priorities = False
-    #: Whether a draw that is not believed may be made again; an epoch would leave out the rows of the first one.
-    _can_repeat_draws = False
-    # Whether `ran_out` may say that an epoch is over.
-    _has_epochs: ClassVar[bool]
-    # Whether it has an `add` or `extend` of a user's own, by which a buffer tells it what was written.
-    _is_told = False
+    # The names of methods that it has in place of those of `Sampler`, or beside them.
+    _own_methods: ClassVar[frozenset[str]] = frozenset()
     # The generator comes with its buffer. Tensors that are sent to another process stay shared with it.
     _copied_as: ClassVar[Mapping[str, Any]] = dict.fromkeys(("lock", "_generator", "_seed", "_seed_view"))
-    _storage_state: StorageState = _NOTHING
+    storage_state: StorageState = _NOTHING
     # From the attributes of a sampler that an earlier version pickled, what it knows of its storage; takes them out.
     _of_earlier_pickle: ClassVar[Any] = None
     #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
@@ -173,9 +162,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         if "_empty" in vars(cls) and "empty" not in own:
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
         pickle_by_state(cls)
-        cls._takes_priorities = hasattr(cls, "checked_priorities")
-        cls._is_told = not own.isdisjoint(("add", "extend"))
-        cls._has_epochs = built_in and "ran_out" in own
+        cls._own_methods = own
 
     def __init__(self, compilable: bool = False) -> None:
         self.lock = threading.RLock()
@@ -226,7 +213,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     def empty(self) -> None:
         """Forgets what was stored."""
         with self.lock:
-            self._storage_state.empty()
+            self.storage_state.empty()
 
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         """What it draws from in this storage: several storages are drawn from as one where each gets its share.
@@ -246,7 +233,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
             5.0
         """
         raise TypeError(
-            f"draws of a {self._kind} cannot be divided among several storages; RandomSampler, "
+            f"draws of a {self.saved_form.kind} cannot be divided among several storages; RandomSampler, "
             "PrioritizedSampler, SliceSampler and PrioritizedSliceSampler can"
         )
 
@@ -297,7 +284,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         Saved and loaded alone, it goes on when its storage has these rows again, which may be loaded before or after.
         """
         with self.lock:
-            return {**self._config(), **self._storage_state.state()}
+            return {**self._config(), **self.storage_state.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state.
@@ -306,10 +293,10 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
             ValueError: it is that of a sampler with other settings; every difference is listed.
         """
         with self.lock:
-            different = self._differences(state)
+            different = self.saved_form.differences(state)
             if different:
                 raise ValueError("; ".join(different))
-            self._storage_state = self._storage_state.restored(state)
+            self.storage_state = self.storage_state.restored(state)
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Saves this sampler alone, without rows, as a snapshot (JSON, and a file of tensors) that replaces the last.
@@ -344,7 +331,17 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     @property
     def saved_form(self) -> SavedPart:
         """This sampler, as it is saved and loaded with a buffer."""
-        return _SavedSampler(self, self._kind, is_ours=self._built_in)
+        form = SavedPart if self.storage_state is _NOTHING else _SavedSampler
+        return form(self, type(self).__name__, is_ours=self._built_in, settings=self._config(), owner="sampler")
+
+    def draw_plan(self, storage: Storage) -> DrawPlan:
+        """How it draws from a storage, for the buffer that puts the two together."""
+        own = self._own_methods
+        return DrawPlan(
+            partial(self._draw_batch, storage), _rows_of_batch, self._cursor, self._put_back, self._built_in,
+            has_epochs=self._built_in and "ran_out" in own, takes_priorities="checked_priorities" in own,
+            is_told="add" in own or "extend" in own,
+        )  # fmt: skip
 
     # ---- between the parts of a buffer: drawing ----
     def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
@@ -352,16 +349,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         is_ours = self._built_in
         index, info = self.sample(storage, batch_size) if is_ours else sample_checked(self, storage, batch_size)
         slots = index if type(index) is Tensor else to_slots(index, storage.env_shape, storage.max_size or 0)
-        kind = type(self).__name__ if is_ours else self._kind
+        kind = type(user_object(self)).__name__
         return Draw(index, slots, info, kind, partial(self._draw_batch, storage))
-
-    def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
-        """What draws the rows of a batch inside the one native call that makes it, the same as `sample` would.
-
-        Buffers ask for it once, when their parts are put together; they look at the rows before it draws and after they
-        were read. Batches come out as they would of a `Draw`. None: only `sample` draws.
-        """
-        return None
 
     def _split_among_workers(self, share: WorkerShare) -> None:
         """Called in a worker process of a data loader, which draws with a copy of this sampler.
@@ -372,21 +361,11 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
             RuntimeError: it cannot be told apart from the copies of the other workers.
         """
         self._check_sending()
-        if self._has_epochs and share.workers > 1:
+        if self._built_in and "ran_out" in self._own_methods and share.workers > 1:
             raise RuntimeError(
                 f"every worker of this data loader would give all of the epochs of a {type(self).__name__}; use "
                 "num_workers=1, or a SamplerWithoutReplacement, of whose epochs each worker gives a part"
             )
-
-    @property
-    def _episode_index(self) -> EpisodeIndex | None:
-        """The trajectories that it draws from; None: it draws steps."""
-        return None
-
-    @property
-    def _given(self) -> Any:
-        """The object that the user gave: this one, or the one that is adapted."""
-        return self
 
     def _draw_seed(self, storage: Storage, lanes: Lanes | None) -> Tensor:
         """int64 [1] from the generator; the same tensor at every call. `lanes` are the storage's.
@@ -402,82 +381,24 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         with drawing:
             return self._seed.random_(generator=generator)
 
-    def _check_batch_size(self, batch_size: int | None, storage: Storage) -> None:
-        """ValueError where a buffer of this batch size (None: of none) cannot use the sampler with this storage."""
-
-    def _limits(self, storage: Storage) -> bool:
-        """Whether the storage can hold more rows than the sampler: then `_check_rows` is asked before each write."""
-        return False
-
-    def _check_rows(self, storage: Storage, rows: int) -> None:
-        """ValueError where the storage with so many rows more would hold more than the sampler can."""
-
-    def _max_rows(self, storage: Storage, batch_size: int) -> int | None:
-        """The most rows that a batch of this size can have: asked before a huge one is drawn. None: not known."""
-        return batch_size
-
-    # ---- between the parts of a buffer: state ----
-    @property
-    def _kind(self) -> str:
-        """The name that its state is saved under."""
-        return type(self).__name__
-
-    @property
-    def _members(self) -> list[Sampler]:
-        """The samplers that it consists of."""
-        return []
-
     def _config(self) -> dict[str, Any]:
         """Settings that decide which rows are drawn. They are saved, and a state is only loaded where they are the
         same; those that say in which form rows are handed out are the constructor's alone.
         """
-        return self._storage_state.settings()
+        return {}
 
-    def _differences(self, state: dict[str, Any]) -> list[str]:
-        """What of a saved state does not fit this sampler."""
-        self._storage_state.check_saved(state)
-        return [
-            f"the sampler has {name}={mine!r} here, {state.get(name)!r} there"
-            for name, mine in self._config().items()
-            if name not in state or state[name] != mine
-        ]
-
-    def _check_state(self, state: dict[str, Any], storage: Storage) -> None:
-        """A ValueError where a state without differences cannot be one of this storage, which holds rows; changes
-        nothing. Called before the rows are replaced by those that were saved with it.
-        """
-        self._storage_state.check(state, storage)
-
-    def _rebase(self, incarnation: int, shifts: list[int]) -> None:
-        """After a load: goes on in a store with this incarnation, whose sequences are lower by `shifts`, one a lane."""
-        with self.lock:
-            self._storage_state = self._storage_state.rebased(incarnation, shifts)
-
-    def _find(self, storage: Storage) -> None:
-        """Finds the rows of a state that was loaded alone, where they are there: before others are written."""
-        with self.lock:
-            self._storage_state.find(storage)
-
-    def _sync(self, storage: Storage) -> None:
-        """Takes in what was written since it last looked: before a state is saved, and after one was loaded."""
-        with self.lock:
-            self._storage_state.sync(storage)
-
-    def _get_cursor(self) -> Any:
-        """What a draw changes, for `_set_cursor`: taken before every batch that is prepared ahead, so small.
-
-        The caller holds the lock.
-        """
-        state = self._storage_state
+    def _cursor(self) -> Any:
+        """As `DrawPlan.cursor`."""
+        state = self.storage_state
         # Which may hold tensors that draws change in place.
         return copy.deepcopy(self.state_dict()) if state is _NOTHING else state.cursor()
 
-    def _set_cursor(self, cursor: Any) -> None:
-        """Goes back to where it stood at a cursor, to draw the same again."""
-        if self._storage_state is _NOTHING:
+    def _put_back(self, cursor: Any) -> None:
+        """As `DrawPlan.put_back`."""
+        if self.storage_state is _NOTHING:
             return self.load_state_dict(cursor)
         with self.lock:
-            self._storage_state.put_back(cursor)
+            self.storage_state.put_back(cursor)
 
     def _check_sending(self) -> None:
         """Called before it is sent to another process, alone or in a buffer; a RuntimeError where it must not be."""
@@ -485,44 +406,52 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     def __getstate__(self) -> dict[str, Any]:
         with self.lock:
             state = super().__getstate__()
-            if "_storage_state" in state:
-                state["_storage_state"] = copy.copy(self._storage_state)
+            if "storage_state" in state:
+                state["storage_state"] = copy.copy(self.storage_state)
             return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         Sampler.__init__(self)
-        if self._of_earlier_pickle is not None and "_storage_state" not in state:
-            self._storage_state = self._of_earlier_pickle(self.__dict__)
+        if self._of_earlier_pickle is not None and "storage_state" not in state:
+            self.storage_state = self._of_earlier_pickle(self.__dict__)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
+def _rows_of_batch(n: int) -> int:
+    return n
+
+
 class _SavedSampler(SavedPart):
-    """A sampler, as it is saved and loaded."""
+    """A sampler that knows something of its storage, as it is saved and loaded."""
 
     def state(self, storage: Any) -> Any:
-        self.part._sync(storage)
+        self.sync(storage)
         return self.part.state_dict()
 
     def differences(self, state: Any) -> list[str]:
-        different: list[str] = self.part._differences(state)
-        return different
+        self.part.storage_state.check_saved(state)
+        return super().differences(state)
 
     def check(self, state: Any, storage: Any) -> None:
         if storage.lanes is not None:
-            self.part._check_state(state, storage)
+            self.part.storage_state.check(state, storage)
 
     def rebase(self, storage: Any) -> None:
-        if storage.lanes is not None:
-            self.part._rebase(storage.lanes.store.incarnation, storage.lanes.shifts)
+        lanes, sampler = storage.lanes, self.part
+        if lanes is not None:
+            with sampler.lock:
+                sampler.storage_state = sampler.storage_state.rebased(lanes.store.incarnation, lanes.shifts)
 
     def sync(self, storage: Any) -> None:
-        self.part._sync(storage)
+        with self.part.lock:
+            self.part.storage_state.sync(storage)
 
     def find(self, storage: Any) -> None:
-        self.part._find(storage)
+        with self.part.lock:
+            self.part.storage_state.find(storage)
 
 
 class _AdaptedSampler(Sampler):
@@ -531,22 +460,28 @@ class _AdaptedSampler(Sampler):
     def __init__(self, sampler: Any) -> None:
         super().__init__()
         self._own = sampler
-        self._takes_priorities = hasattr(sampler, "checked_priorities")
-        self._can_repeat_draws = not hasattr(sampler, "ran_out")
-        self._is_told = hasattr(sampler, "add") or hasattr(sampler, "extend")
+
+    @cached_property
+    def _has(self) -> frozenset[str]:
+        """Those of the members that a user's own sampler may leave out that it has."""
+        return frozenset(name for name in _OPTIONAL if getattr(self._own, name, None) is not None)
 
     @property
-    def _given(self) -> Any:
+    def given(self) -> Any:
+        """The object that the user gave."""
         return self._own
 
     @property
-    def _kind(self) -> str:
-        return type(self._own).__name__
-
-    @property
     def saved_form(self) -> SavedPart:
-        has_state = hasattr(self._own, "state_dict") and hasattr(self._own, "load_state_dict")
-        return _SavedSampler(self, self._kind, is_ours=False, given=self._own, has_state=has_state)
+        has_state = {"state_dict", "load_state_dict"} <= self._has
+        return SavedPart(self, type(self._own).__name__, is_ours=False, given=self._own, has_state=has_state)
+
+    def draw_plan(self, storage: Storage) -> DrawPlan:
+        has = self._has
+        return super().draw_plan(storage)._replace(
+            most_rows=_unknown_rows, can_repeat="ran_out" not in has, takes_priorities="checked_priorities" in has,
+            is_told="add" in has or "extend" in has,
+        )  # fmt: skip
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         drawn: tuple[Index, dict[str, Any]] = self._own.sample(storage, batch_size)
@@ -558,7 +493,7 @@ class _AdaptedSampler(Sampler):
 
     @property
     def ran_out(self) -> bool:
-        return bool(getattr(self._own, "ran_out", False))
+        return "ran_out" in self._has and bool(self._own.ran_out)
 
     def use_generator(self, generator: torch.Generator | Generator | None) -> None:
         self._call("use_generator", generator)
@@ -598,15 +533,26 @@ class _AdaptedSampler(Sampler):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._call("load_state_dict", state)
 
-    def _max_rows(self, storage: Storage, batch_size: int) -> int | None:
-        return None
-
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        method = getattr(self._own, name, None)
-        return None if method is None else method(*args, **kwargs)
+        return methodcaller(name, *args, **kwargs)(self._own) if name in self._has else None
 
     def __repr__(self) -> str:
         return repr(self._own)
+
+
+_OPTIONAL = (
+    *("can_sample", "use_generator", "check_storage", "empty", "add", "extend", "update_priority", "mark_update"),
+    *("totals", "raise_new_priority", "checked_priorities", "ran_out", "state_dict", "load_state_dict"),
+)
+
+
+def _unknown_rows(n: int) -> None:
+    """As `DrawPlan.most_rows`."""
+
+
+def user_object(sampler: Sampler) -> Any:
+    """The object that the user gave: the sampler, or the one that it adapts."""
+    return sampler.given if isinstance(sampler, _AdaptedSampler) else sampler
 
 
 def as_sampler(sampler: Any) -> Sampler:
@@ -629,7 +575,7 @@ def as_sampler(sampler: Any) -> Sampler:
 def sample_checked(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
     """What `sample` returns, in the form that the library's own samplers give it; errors as `checked_draw`."""
     drawn = sampler.sample(storage, batch_size)
-    return drawn if sampler._built_in else checked_draw(drawn, storage, sampler._kind)
+    return drawn if sampler._built_in else checked_draw(drawn, storage, type(user_object(sampler)).__name__)
 
 
 def checked_draw(drawn: Any, storage: Storage, kind: str) -> tuple[Index, dict[str, Any]]:

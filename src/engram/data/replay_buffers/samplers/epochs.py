@@ -280,6 +280,8 @@ class RowEpochs(Epochs):
             check_epoch(state, "position", "incarnation")
         if epoch:
             _check_ranges(epoch)
+        if state.get("world_size", 1) > 1:
+            check_counts([state["number"], *([epoch["stop"]] if epoch else [])])
 
     def check(self, state: dict[str, Any], storage: Storage) -> None:
         lanes, epoch = storage.lanes, state["epoch"]

@@ -27,7 +27,7 @@ from engram.data.replay_buffers.samplers.base import (
     check_counts,
     stored_rows,
 )
-from engram.data.replay_buffers.samplers.draw import Draw, Index
+from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, Index
 from engram.errors import is_masked, masked_array
 from engram.store.copies import CopiedAsPlain
 from engram.store.indexing import select, tensor_of, to_slots
@@ -461,13 +461,13 @@ class SumTreeView:
 
     def __len__(self) -> int:
         with self._sampler.lock:
-            return self._sampler._storage_state.slots
+            return self._sampler.storage_state.slots
 
     def __getitem__(self, index: Any) -> Any:
         """The leaf of a slot, `(p + eps) ** alpha`, a float; float64 [n] of int64 [n]."""
         slots = torch.as_tensor(index, dtype=torch.int64)
         with self._sampler.lock:
-            leaves = self._sampler._storage_state.leaves(slots.reshape(-1))
+            leaves = self._sampler.storage_state.leaves(slots.reshape(-1))
         return leaves.reshape(slots.shape) if slots.ndim else float(leaves)
 
     def query(self, begin: int, end: int) -> float:
@@ -527,11 +527,9 @@ class PrioritizedSampler(Sampler, built_in=True):
         compilable: bool = False,
     ) -> None:
         super().__init__(compilable)
-        self._storage_state = PriorityTable(
-            max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer
-        )
+        self.storage_state = PriorityTable(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
 
-    _storage_state: PriorityTable
+    storage_state: PriorityTable
     _of_earlier_pickle = staticmethod(_table_of)
     alpha = StateSetting[float]("How much priorities count. Assigning it takes time in proportion to the storage.")
     beta = StateSetting[float]("How much weights correct for the priorities.")
@@ -555,7 +553,7 @@ class PrioritizedSampler(Sampler, built_in=True):
     def _max_priority(self) -> tuple[float, int | None]:
         """The priority that new steps get, and the newest slot that has it; None where none has it."""
         with self.lock:
-            return self._storage_state.highest()
+            return self.storage_state.highest()
 
     # ---- sampling ----
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
@@ -571,7 +569,7 @@ class PrioritizedSampler(Sampler, built_in=True):
         return (storage.from_slots(slots) if storage.ndim > 1 else slots), info
 
     def _draw_steps(self, storage: Storage, lanes: Lanes, n: int) -> tuple[Tensor, Tensor, _native.DrawnRows] | None:
-        table = self._storage_state
+        table = self.storage_state
         priorities, seed = table.following(storage, lanes), self._draw_seed(storage, lanes)
         dtype, beta = table.dtype, table._beta
         wide = dtype is torch.float64
@@ -583,15 +581,17 @@ class PrioritizedSampler(Sampler, built_in=True):
         slots, weights, rows = drawn
         return slots, weights if weights.dtype is dtype else weights.to(dtype), rows
 
-    def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
-        dtype = self._storage_state.dtype
-        if dtype is not torch.float32 and dtype is not torch.float64:
-            return None
-        return _native.PriorityDraw(self, drawing, partial(self._follow, storage), dtype is torch.float64)
+    def draw_plan(self, storage: Storage) -> DrawPlan:
+        dtype, native = self.storage_state.dtype, None
+        if dtype is torch.float32 or dtype is torch.float64:
+            native = _native.PriorityDraw(self, drawing, partial(self._follow, storage), dtype is torch.float64)
+        limited = self.storage_state.most_rows(storage) is not None
+        check_rows = partial(self._check_rows, storage) if limited else None
+        return super().draw_plan(storage)._replace(native=native, check_rows=check_rows)
 
     def _follow(self, storage: Storage) -> tuple[_native.Priorities, float, bool] | None:
         """Priorities of the storage's steps, beta, and whether weights are float64; None: `sample` draws."""
-        table, lanes = self._storage_state, storage.lanes
+        table, lanes = self.storage_state, storage.lanes
         dtype = table.dtype
         if lanes is None or (dtype is not torch.float32 and dtype is not torch.float64):
             return None
@@ -609,11 +609,11 @@ class PrioritizedSampler(Sampler, built_in=True):
         self, index: Any, priority: Any, *, generation: Any = None, storage: Storage | None = None
     ) -> None:
         with self.lock:
-            self._storage_state.update(index, priority, generation, storage)
+            self.storage_state.update(index, priority, generation, storage)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         with self.lock:
-            self._storage_state.mark(index, storage)
+            self.storage_state.mark(index, storage)
 
     def priorities(self, index: Any, *, storage: Storage | None = None) -> Tensor:
         """The priorities of stored steps as they were given: float64 [n]; -1 where a slot holds no step.
@@ -622,18 +622,18 @@ class PrioritizedSampler(Sampler, built_in=True):
             IndexError: an index lies outside the storage.
         """
         with self.lock:
-            return self._storage_state.get(index, storage)
+            return self.storage_state.get(index, storage)
 
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         with self.lock:
-            return self._storage_state.totals(lambda p: p.poll(_store_of(storage)) if newest else None, storage)
+            return self.storage_state.totals(lambda p: p.poll(_store_of(storage)) if newest else None, storage)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         return self.totals(storage, batch_size).share > 0
 
     def raise_new_priority(self, priority: float, *, storage: Storage | None = None) -> None:
         with self.lock:
-            self._storage_state.raise_new(priority, storage)
+            self.storage_state.raise_new(priority, storage)
 
     def checked_priorities(self, priority: Any, n: int) -> Tensor:
         """Priorities of n steps, reduced to one for each: float64 [n].
@@ -641,26 +641,27 @@ class PrioritizedSampler(Sampler, built_in=True):
         Raises:
             ValueError: one is negative, NaN or infinite, or there is not one for each step.
         """
-        return self._storage_state.checked(priority, n)
+        return self.storage_state.checked(priority, n)
 
     def check_storage(self, storage: Storage) -> None:
-        self._storage_state.check_storage(storage)
+        self.storage_state.check_storage(storage)
         with self.lock:
-            self._storage_state.find(storage)
-
-    def _limits(self, storage: Storage) -> bool:
-        return self._storage_state.most_rows(storage) is not None
+            self.storage_state.find(storage)
 
     def _check_rows(self, storage: Storage, rows: int) -> None:
-        most = self._storage_state.most_rows(storage)
+        """As `DrawPlan.check_rows`."""
+        most = self.storage_state.most_rows(storage)
         if most is not None:
-            self._storage_state.refuse_beyond(most, stored_rows(storage) + rows)
+            self.storage_state.refuse_beyond(most, stored_rows(storage) + rows)
+
+    def _config(self) -> dict[str, Any]:
+        return {**super()._config(), **self.storage_state.settings()}
 
     def _check_sending(self) -> None:
         raise priorities_stay_here(self)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._storage_state.settings_shown()})"
+        return f"{type(self).__name__}({self.storage_state.settings_shown()})"
 
 
 def _store_of_now(lanes: Lanes) -> tuple[Any, ...]:

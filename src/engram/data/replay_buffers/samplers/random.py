@@ -19,9 +19,10 @@ from engram.data.replay_buffers.samplers.base import (
     check_counts,
     stored_rows,
 )
-from engram.data.replay_buffers.samplers.draw import Draw, EpochInfo, Index
-from engram.data.replay_buffers.samplers.epochs import RowEpochs, check_full_batches
+from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, EpochInfo, Index
+from engram.data.replay_buffers.samplers.epochs import RowEpochs
 from engram.data.replay_buffers.samplers.epochs import no_lanes as _no_lanes  # noqa: F401 - earlier pickles name it here
+from engram.data.replay_buffers.state.parts import SavedPart
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -46,8 +47,8 @@ class RandomSampler(Sampler, built_in=True):
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         return (storage.from_slots(slots) if storage.ndim > 1 else slots), {}
 
-    def _native_draw(self, storage: Storage) -> _native.RowDraw:
-        return _native.UniformDraw(self, drawing)
+    def draw_plan(self, storage: Storage) -> DrawPlan:
+        return super().draw_plan(storage)._replace(native=_native.UniformDraw(self, drawing))
 
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         return DrawTotals(float(stored_rows(storage)))
@@ -101,9 +102,9 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         self.rank, self.world_size, self.seed = int(rank), int(world_size), int(seed)
         self._worker: WorkerShare | None = None  # in a worker process that has a part of each epoch
         self._least_parts = self.world_size  # in how many parts an epoch is cut
-        self._storage_state = RowEpochs(shuffle)
+        self.storage_state = RowEpochs(shuffle)
 
-    _storage_state: RowEpochs
+    storage_state: RowEpochs
     shuffle = StateSetting[bool]("In random order; else in the order of slots.")
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
@@ -125,7 +126,7 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
                 f"batch_size={batch_size} is greater than the storage capacity that is in use, {len(lanes)} steps, and "
                 "drop_last leaves out batches that are not full; sample fewer"
             )
-        epochs = self._storage_state
+        epochs = self.storage_state
         share = self._share if self._least_parts > 1 else None
         for _ in range(100):  # an epoch can be over before it gave a row, when writers overwrite all of it
             epochs.go_on(storage, lanes, partial(self._next_key, storage, lanes), share)
@@ -139,21 +140,17 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
                 return (storage.from_slots(slots) if storage.ndim > 1 else slots), info
         raise RuntimeError("writers overwrite the rows of every epoch before they can be read; use RandomSampler")
 
-    def _native_draw(self, storage: Storage) -> _native.RowDraw:
-        return _native.EpochDraw(partial(self._running, storage))
+    def draw_plan(self, storage: Storage) -> DrawPlan:
+        return super().draw_plan(storage)._replace(
+            most_rows=lambda n: min(n, stored_rows(storage)), full_batches=self.drop_last,
+            native=_native.EpochDraw(partial(self._running, storage)),
+        )  # fmt: skip
 
     def _running(self, storage: Storage) -> tuple[_native.EpochWalk, dict[str, Any]] | None:
         """As `RowEpochs.running`. A batch of it is not the last, or `sample` draws it."""
         if self._least_parts > 1:  # it is over before the walk is
             return None
-        return self._storage_state.running(storage.lanes)
-
-    def _check_batch_size(self, batch_size: int | None, storage: Storage) -> None:
-        if self.drop_last:
-            check_full_batches(batch_size, storage)
-
-    def _max_rows(self, storage: Storage, batch_size: int) -> int:
-        return min(batch_size, stored_rows(storage))
+        return self.storage_state.running(storage.lanes)
 
     @property
     def _sample_list(self) -> Tensor | None:
@@ -161,7 +158,7 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         batch. It is made at each look, in time that grows with the epoch.
         """
         with self.lock:
-            return self._storage_state.rest()
+            return self.storage_state.rest()
 
     def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
         draw = super()._draw_batch(storage, batch_size)
@@ -170,13 +167,13 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         return draw
 
     def _draw_more(self, storage: Storage, epoch: int | None, n: int) -> Tensor:
-        return self._storage_state.take_more(storage.lanes, epoch, n)
+        return self.storage_state.take_more(storage.lanes, epoch, n)
 
     # ---- parts of one permutation ----
     def _next_key(self, storage: Storage, lanes: Lanes) -> int:
         """What the next epoch's permutation is made from."""
         seed = self.seed if self.world_size > 1 else None if self._worker is None else self._worker.seed
-        return int(self._draw_seed(storage, lanes)) if seed is None else _key_of(seed, self._storage_state.number)
+        return int(self._draw_seed(storage, lanes)) if seed is None else _key_of(seed, self.storage_state.number)
 
     def _share(self, rows: int) -> tuple[int, int]:
         """The positions of a permutation of so many rows at which this one's part begins and ends."""
@@ -204,31 +201,27 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         check_counts([epoch])
         with self.lock:
             self.empty()
-            self._storage_state.number = epoch
+            self.storage_state.number = epoch
 
     @property
     def ran_out(self) -> bool:
-        return self._storage_state.ran_out
+        return self.storage_state.ran_out
 
     def state_dict(self) -> dict[str, Any]:
         with self.lock:
             state = super().state_dict()
-            return state if self.world_size == 1 else {**state, "number": self._storage_state.number}
+            return state if self.world_size == 1 else {**state, "number": self.storage_state.number}
 
     @property
-    def _kind(self) -> str:
-        # Another kind: who does not know of parts would go through all of the permutation.
-        return super()._kind + (" of several learners" if self.world_size > 1 else "")
+    def saved_form(self) -> SavedPart:
+        form = super().saved_form
+        if self.world_size > 1:  # who does not know of parts would go through all of the permutation
+            form.kind = f"{form.kind} of several learners"
+        return form
 
     def _config(self) -> dict[str, Any]:
         parts = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed} if self.world_size > 1 else {}
         return {"shuffle": self.shuffle, "drop_last": self.drop_last, **parts}
-
-    def _differences(self, state: dict[str, Any]) -> list[str]:
-        different = super()._differences(state)
-        if self.world_size > 1:
-            check_counts([state["number"], *([state["epoch"]["stop"]] if state["epoch"] else [])])
-        return different
 
     def __repr__(self) -> str:
         part = f", rank={self.rank}, world_size={self.world_size}" if self.world_size > 1 else ""

@@ -22,8 +22,8 @@ from engram.data.replay_buffers.samplers.base import (
     StorageState,
     stored_rows,
 )
-from engram.data.replay_buffers.samplers.draw import Draw, EpochInfo, Index, Mark
-from engram.data.replay_buffers.samplers.epochs import SliceEpochs, check_full_batches
+from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, EpochInfo, Index, Mark
+from engram.data.replay_buffers.samplers.epochs import SliceEpochs
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler, PriorityTable
 from engram.data.replay_buffers.samplers.runs import RunDraw, RunsOfRows, SliceInfo, mark, stored_flags
 from engram.pytree import Key, KeyPath, as_path, map_outermost
@@ -169,7 +169,7 @@ class SliceSampler(Sampler, built_in=True):
         if weight not in get_args(Weight):
             raise ValueError(f"weight must be one of {get_args(Weight)}, got {weight!r}")
         self.weight = weight
-        self._storage_state = StorageState()
+        self.storage_state = StorageState()
 
     truncated_key = MarkKey[KeyPath | None]()
     pad_output = MarkKey[bool]()
@@ -199,10 +199,6 @@ class SliceSampler(Sampler, built_in=True):
         """Where the last step of each slice is marked: truncated, done beside it. None with `truncated_key=None`."""
         key = self.truncated_key
         return () if key is None else (key, (*key[:-1], "done"))
-
-    @property
-    def _episode_index(self) -> EpisodeIndex:
-        return self.episodes
 
     # ---- drawing ----
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
@@ -242,7 +238,7 @@ class SliceSampler(Sampler, built_in=True):
         """IndexError where the slots that a child gives are not those of the slices that would be marked."""
         if self._marks_rows_of(storage) and not torch.equal(slots, slices.slots()):
             raise IndexError(
-                f"{self._kind}.sample returned {len(slots)} rows that are not the {slices.rows} of the "
+                f"{type(self).__name__}.sample returned {len(slots)} rows that are not the {slices.rows} of the "
                 "slices in its info, whose ends are to be marked; return the index of the base as it is, or an "
                 "info without 'slices' and 'slice_id', so that nothing is marked"
             )
@@ -252,8 +248,13 @@ class SliceSampler(Sampler, built_in=True):
         layout = storage.layout
         return any(what != "first if any" or layout is None or path in layout.paths for what, path in self._all_marks())
 
-    def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
-        return _native.SliceDraw(self, drawing, partial(self._planned, storage), ("_plan",))
+    def draw_plan(self, storage: Storage) -> DrawPlan:
+        native = _native.SliceDraw(self, drawing, partial(self._planned, storage), ("_plan",))
+        return (
+            super()
+            .draw_plan(storage)
+            ._replace(most_rows=partial(self._most_rows, storage), native=native, episodes=self.episodes)
+        )
 
     def _planned(
         self, storage: Storage, batch_size: int
@@ -314,7 +315,7 @@ class SliceSampler(Sampler, built_in=True):
             raise ValueError("with num_slices the batch size decides how long slices are; pass batch_size")
         return self._rule(self._divide(batch_size)[1])
 
-    def _max_rows(self, storage: Storage, batch_size: int) -> int:
+    def _most_rows(self, storage: Storage, batch_size: int) -> int:
         n, length = self._divide(batch_size)
         return n * length if self._masks() else n * min(length, stored_rows(storage))
 
@@ -462,7 +463,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
     """
 
     _of_earlier_pickle = staticmethod(SliceEpochs.of_earlier_pickle)
-    _storage_state: SliceEpochs
+    storage_state: SliceEpochs
     shuffle = StateSetting[bool]("Trajectories in random order; else in the order of lanes.")
 
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **slices: Any) -> None:
@@ -470,22 +471,18 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
             raise TypeError("an epoch has each trajectory once: there is no weight; use SliceSampler")
         super().__init__(**slices)
         self.drop_last = drop_last
-        self._storage_state = SliceEpochs(shuffle)
+        self.storage_state = SliceEpochs(shuffle)
 
-    def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
-        return None  # an epoch has a state
+    def draw_plan(self, storage: Storage) -> DrawPlan:
+        return super().draw_plan(storage)._replace(native=None, full_batches=self.drop_last)  # an epoch has a state
 
     def _info(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
         index, of_slices = super()._info(storage, slices)
         info = EpochInfo(of_slices)
-        info.epoch = self._storage_state.drawn
+        info.epoch = self.storage_state.drawn
         return index, info
 
-    def _check_batch_size(self, batch_size: int | None, storage: Storage) -> None:
-        if self.drop_last:
-            check_full_batches(batch_size, storage)
-
-    def _max_rows(self, storage: Storage, batch_size: int) -> int:
+    def _most_rows(self, storage: Storage, batch_size: int) -> int:
         return batch_size if self.pad_output else min(batch_size, stored_rows(storage))
 
     @property
@@ -495,7 +492,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         None before the first epoch; empty after its last batch.
         """
         with self.lock:
-            return self._storage_state.rest()
+            return self.storage_state.rest()
 
     def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
         draw = super()._draw_batch(storage, batch_size)
@@ -507,13 +504,13 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         self, storage: Storage, rule: _native.SliceRule, epoch: int | None, n: int
     ) -> _native.SliceBatch | None:
         """As `SliceEpochs.take_more`, of the epoch of this number."""
-        if not self._storage_state.is_running(epoch):
+        if not self.storage_state.is_running(epoch):
             return None
         seed = self._draw_seed(storage, storage.lanes)
-        return self._storage_state.take_more(storage, self.episodes, rule, seed, n)
+        return self.storage_state.take_more(storage, self.episodes, rule, seed, n)
 
     def _slices(self, storage: Storage, rule: _native.SliceRule, n: int) -> _native.SliceBatch:
-        lanes, epochs = storage.lanes, self._storage_state
+        lanes, epochs = storage.lanes, self.storage_state
         if lanes is None or not (len(lanes) or len(storage)):
             raise self._nothing_to_draw(storage, rule)
         for _ in range(100):  # an epoch can be over before it gave a slice, when writers overwrite all of it
@@ -542,7 +539,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
 
     @property
     def ran_out(self) -> bool:
-        return self._storage_state.ran_out
+        return self.storage_state.ran_out
 
     def _config(self) -> dict[str, Any]:
         return {**super()._config(), "shuffle": self.shuffle, "drop_last": self.drop_last}
@@ -719,29 +716,29 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
             init_key=init_key, strict_length=strict_length, pad_output=pad_output, span=span, slice_key=slice_key,
             compilable=compilable,
         )  # fmt: skip
-        self._storage_state = PriorityTable(
+        self.storage_state = PriorityTable(
             max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, starts_only=True
         )
 
     # ---- sampling ----
-    def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
-        return None  # nor by priority, as PrioritizedSampler does
+    def draw_plan(self, storage: Storage) -> DrawPlan:
+        return super().draw_plan(storage)._replace(native=None)
 
     def _draw(self, storage: Storage, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
         if storage.lanes is None:
             return None
-        return self.episodes.draw_starts(storage, self._storage_state.following(storage, storage.lanes), rule, seed, n)
+        return self.episodes.draw_starts(storage, self.storage_state.following(storage, storage.lanes), rule, seed, n)
 
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         with self.lock:
             rule = self._rule_of(batch_size)
-            return self._storage_state.totals(
+            return self.storage_state.totals(
                 lambda p: self.episodes.poll_starts(storage, p, rule) if newest else None, storage
             )
 
     def _entries(self, slices: _native.SliceBatch) -> dict[Any, Any]:
-        return {**super()._entries(slices), "priority_weight": self._storage_state.start_weights(slices)}
+        return {**super()._entries(slices), "priority_weight": self.storage_state.start_weights(slices)}
 
     def __repr__(self) -> str:
-        settings = f"strict_length={self.strict_length}, {self._storage_state.settings_shown()}"
+        settings = f"strict_length={self.strict_length}, {self.storage_state.settings_shown()}"
         return f"{type(self).__name__}({self._size_shown}, {settings})"
