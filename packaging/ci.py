@@ -1,13 +1,14 @@
 """Everything that runs on every submission: `.ci/run`, or `make ci`.
 
-    .ci/run             every part, one after the other, but for those that nothing has changed since they passed
-    make ci             the same in two queues
-    make release-check  every part, in two queues
-    python packaging/ci.py docs model  these parts, and those that they need
+    .ci/run, make ci      every part but for those that nothing has changed since they passed
+    make release-check    every part
+    .ci/run docs model    these parts, and those that they need
+    .ci/run --in-turn     one part after the other
 
-Two queues run beside each other: one computes (checks, tests), the parts of the other wait for the network, processes
-and disks much of their time. The output of a part comes when it ends, and stays in build/ci. A fault stops no other
-part; at the end there is a table of all parts, and the last lines of those that failed.
+Two queues run beside each other, as tests wait for processes and parts for the network. The tests with Ray come after
+the others: their shards are given up where they do not answer in time. The output of a part comes when it ends, and
+stays in build/ci. A fault stops no other part; at the end there is a table of all parts, and the last lines of those
+that failed.
 
 A part is skipped if all that it can see is as it was when the part last passed. The hashes of that are kept beside the
 layers of environments (packaging/environment.py); in a clean clone without such a folder every part runs.
@@ -65,17 +66,17 @@ def make(name: str, *targets: str, needs: tuple[str, ...] = (), sees: tuple[str,
 
 BUILT = ("environment",)
 ALL_TESTS = ("tests", "src", "docs", "examples", "README.md")
-COMPUTING = (
+TESTS = (
     make("environment"),
     make("static", needs=BUILT),
     make("tests", "test-tiers", needs=BUILT),
+    make("test-ray", needs=BUILT, sees=(*ALL_TESTS, "benchmarks")),
 )
-WAITING = (
+OTHERS = (
     Part("tools", (".ci/tools",)),
     make("docs", sees=("docs", "mkdocs.yml", "src", "packaging", "examples", "benchmarks", "*.md")),
     make("model", needs=("tools",), sees=("tests/model", "src/native")),
     make("interop", needs=BUILT, sees=(*ALL_TESTS, "benchmarks")),
-    make("test-ray", needs=BUILT, sees=(*ALL_TESTS, "benchmarks")),
     make(
         "wheel-check",
         sees=("src", "packaging", "tests/native", "tests/conftest.py", "tests/contracts", "*.md", "LICENSE"),
@@ -288,7 +289,7 @@ def _stop_by_signal(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def main(queues: Sequence[Sequence[Part]] = (COMPUTING, WAITING), on: Callable[[], str] = machine) -> None:
+def main(queues: Sequence[Sequence[Part]] = (TESTS, OTHERS), on: Callable[[], str] = machine) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART")
     parser.add_argument("--all", action="store_true", help="also parts that nothing has changed since they passed")

@@ -145,16 +145,16 @@ def test_every_path_that_a_part_sees_is_in_the_repository(ci):
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True)
     if listed.returncode or not listed.stdout:
         pytest.skip("this is no clone")
-    parts = [part for queue in (ci.COMPUTING, ci.WAITING) for part in queue]
+    parts = [part for queue in (ci.TESTS, ci.OTHERS) for part in queue]
     for path in {*ci.EVERY, *(path for part in parts for path in part.sees)}:
         assert subprocess.run(["git", "ls-files", "--", path], cwd=ROOT, capture_output=True).stdout, path
 
 
 def test_parts_can_be_chosen_and_bring_those_that_they_need(ci):
-    chosen = ci.chosen((ci.COMPUTING, ci.WAITING), ["instructions"])
+    chosen = ci.chosen((ci.TESTS, ci.OTHERS), ["instructions"])
     assert [[part.name for part in queue] for queue in chosen] == [["environment"], ["tools", "instructions"]]
     with pytest.raises(SystemExit, match=r"no part is called doc;.* docs"):
-        ci.chosen((ci.COMPUTING, ci.WAITING), ["doc"])
+        ci.chosen((ci.TESTS, ci.OTHERS), ["doc"])
 
 
 def test_process_that_a_part_left_behind_is_ended(ci, run, clone):

@@ -21,6 +21,7 @@ THEIRS = frozenset(
         _max_priority _current_top_values _sample_list _env _specs _new_unsafe _batch_size
         _td_dim_names _device _is_locked _parent _base _modules _buffers _parameters _getframe _exit
         _tensor _rng _len _init _ragged_idx _meta _save_only_last_obs _set_batch_for_children
+        _is_zerotensor _functorch _from_tensordict _get_str _version _reset_env_preprocess
         """,
     )
 )

@@ -45,7 +45,24 @@ def _frame_stack_sampler() -> Any:
     return FrameStackSampler
 
 
-_PROVIDERS.update(directory_forms=_directory_forms, frame_stack_sampler=_frame_stack_sampler)
+def _stack_specs() -> Any:
+    from engram.specs.stacked import stack_specs
+
+    return stack_specs
+
+
+def _transformed_env() -> Any:
+    from engram.envs.transformed import TransformedEnv
+
+    return TransformedEnv
+
+
+_PROVIDERS.update(
+    directory_forms=_directory_forms,
+    frame_stack_sampler=_frame_stack_sampler,
+    stack_specs=_stack_specs,
+    transformed_env=_transformed_env,
+)
 
 
 def verify(path: str | os.PathLike[str]) -> VerificationReport:

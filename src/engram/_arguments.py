@@ -13,18 +13,28 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isi
 _PLAIN = (type(None), bool, int, float, str)
 
 
+#: The classes of parts that are the library's own (`class X(Base, built_in=True)`): loading a state assigns attributes,
+#: and changes none in place; an exception at a saved state means that this is damaged. Neither is guaranteed for a
+#: class that a user derives from one.
+BUILT_IN: set[type] = set()
+
+
 class KeepsArguments:
-    """A base whose own classes (`_keeps_arguments`) remember the constructor's arguments as far as they can be saved.
+    """A base whose own classes remember the constructor's arguments as far as they can be saved.
 
     Functions and other objects are not kept, only what they were.
     """
 
-    _keeps_arguments = False
     _arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if built_in:
+            BUILT_IN.add(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
-        if cls._keeps_arguments:
+        if cls in BUILT_IN:
             self.__dict__["_arguments"] = tuple(map(_kept, args)), {name: _kept(v) for name, v in kwargs.items()}
         return self
 
@@ -53,10 +63,10 @@ def _kept(value: Any) -> Any:
 
 def describe(part: Any) -> dict[str, Any]:
     """A part as a checkpoint describes it: `kind`, and `arguments`, None where it is a class of the user's own."""
-    own = isinstance(part, KeepsArguments) and part._keeps_arguments and part._arguments is not None
+    kept = vars(part).get("_arguments") if type(part) in BUILT_IN else None
     arguments = None
-    if own:
-        args, kwargs = part._arguments
+    if kept is not None:
+        args, kwargs = kept
         arguments = {"args": [*map(_saved, args)], "kwargs": {name: _saved(value) for name, value in kwargs.items()}}
     return {"kind": type(part).__name__, "arguments": arguments}
 

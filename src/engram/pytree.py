@@ -54,13 +54,13 @@ def is_tensorclass(obj: Any) -> bool:
 def has_keys(batch: Any) -> TypeGuard[Any]:
     """Whether its entries are read by key: a TensorDict, a dict or a tensorclass."""
     kind = type(batch)  # first what is most common: each sample of slices asks
-    return kind is TensorDict or isinstance(batch, _KEYED) or hasattr(kind, "_from_tensordict")
+    return kind is TensorDict or isinstance(batch, _KEYED) or is_tensorclass(batch)
 
 
 def has_batch_size(batch: Any) -> TypeGuard[Any]:
     """Whether it has a `batch_size`, so that its batch dimensions need not be guessed: a TensorDict or tensorclass."""
     kind = type(batch)
-    return kind is TensorDict or isinstance(batch, TensorDictBase) or hasattr(kind, "_from_tensordict")
+    return kind is TensorDict or isinstance(batch, TensorDictBase) or is_tensorclass(batch)
 
 
 # ---- keys ----
@@ -217,8 +217,7 @@ def as_arrays(batch: Any, path: KeyPath = ()) -> Any:
     if isinstance(batch, dict) or has_keys(batch):
         return {key: as_arrays(batch.get(key), (*path, key)) for key in batch.keys()}  # noqa: SIM118 -- a TensorDict iterates over rows
     if isinstance(batch, tuple | list):
-        parts = [as_arrays(part, (*path, i)) for i, part in enumerate(batch)]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        return _rebuilt(batch, [as_arrays(part, (*path, i)) for i, part in enumerate(batch)])
     return batch
 
 
@@ -379,7 +378,12 @@ def _map(batch: Any, on_leaf: Callable[[Tensor], Any], on_batch: Callable[[Any],
 def _rebuilt(like: Any, values: list[Any]) -> Any:
     """A list, tuple or named tuple of the class of `like` with these members."""
     kind = type(like)
-    return kind._make(values) if hasattr(kind, "_make") else kind(values)
+    return kind._make(values) if _is_named(like) else kind(values)
+
+
+def _is_named(item: Any) -> bool:
+    """Whether it is a named tuple."""
+    return isinstance(item, tuple) and hasattr(item, "_fields")
 
 
 def move_dim(batch: Any, source: int, target: int) -> Any:
@@ -610,11 +614,11 @@ def clone(item: Any) -> Any:
         return {k: clone(v) for k, v in item.items()}
     if kind in (list, tuple):
         return kind(clone(v) for v in item)
-    if kind in (OrderedDict, defaultdict, deque) or (isinstance(item, tuple) and hasattr(item, "_fields")):
+    if kind in (OrderedDict, defaultdict, deque) or _is_named(item):
         return _cloned_container(item)
     if is_masked(item):
         raise masked_array("an entry of the data")
-    if hasattr(item, "copy") and kind.__module__ == "numpy":
+    if isinstance(item, np.ndarray | np.generic) and kind.__module__ == "numpy":
         return item.copy()
     return item
 
@@ -1041,7 +1045,7 @@ def _flatten(node: TreeSpec, obj: Any, path: KeyPath, leaves: dict[int, Any]) ->
         if dim < 0 or obj.batch_size[dim] != len(node.children):
             raise ValueError(
                 f"{format_key(path)} is a stack of {len(node.children)} in this storage, found a {type(obj).__name__} "
-                f"of batch size {list(getattr(obj, 'batch_size', []))}; nothing was written"
+                f"of batch size {list(obj.batch_size) if isinstance(obj, TensorDictBase) else []}; nothing was written"
             )
         for i, (child, member) in enumerate(zip(node.children, obj.unbind(dim), strict=True)):
             _flatten(child, member, (*path, i), leaves)

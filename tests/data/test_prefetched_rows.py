@@ -21,10 +21,11 @@ from engram.data import (
     LazyTensorStorage,
     PrioritizedSampler,
     RandomSampler,
-    ReplayBuffer,
+    ReplayBufferEnsemble,
     SamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
+from engram.envs import RewardScaling
 from engram.errors import StorageError
 
 pytestmark = pytest.mark.usefixtures("lock_order")
@@ -297,12 +298,61 @@ def test_a_file_that_is_cut_short_is_an_error_and_no_signal(tmp_path, no_threads
         os.truncate(file, size)
 
 
-def test_an_ensemble_prepares_batches_of_its_members():
-    members = [ReplayBuffer(storage=LazyTensorStorage(20), batch_size=4) for _ in range(2)]
-    for member in members:
-        member.extend(steps(20, wide=3))
-    ahead = engram.data.ReplayBufferEnsemble(*members, batch_size=8, prefetch=2)
-    assert all(ahead.sample()["number"].shape == (2, 4) for _ in range(5))
+def pair(prefetch, sampler="uniform", transform=None, **more):
+    members = [filled(0, sampler, n=30 + 10 * k, transform=transform and transform(k)) for k in range(2)]
+    return ReplayBufferEnsemble(
+        *members, batch_size=12, num_buffer_sampled=3, prefetch=prefetch, generator=engram.Generator(4), **more
+    )
+
+
+def equal_joint(a, b):
+    return (a == b).all() and torch.equal(a["index", "index"], b["index", "index"])
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("sampler", ["uniform", "priorities"])
+def test_batches_of_an_ensemble_are_those_without_it(sampler, depth):
+    before = set(threading.enumerate())
+    ahead, plain = pair(depth, sampler), pair(0, sampler)
+    for _ in range(20):
+        batch = ahead.sample()
+        assert batch.shape == (3, 4) and equal_joint(batch, plain.sample())
+        assert (batch["obs"] == batch["number"][..., None]).all()
+    assert set(threading.enumerate()) == before, "a thread of Python's reads what is copied without the GIL"
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["the same of all", "one of each"])
+def test_batches_of_an_ensemble_go_through_all_transforms(own):
+    def scaled(k):
+        return RewardScaling(1.0, 2.0 + own * k, in_keys=["obs"])
+
+    ahead, plain = (pair(depth, transform=scaled, pin_memory=False) for depth in (2, 0))
+    for rb in (ahead, plain):
+        rb.append_transform(lambda batch: batch.set("all", batch["obs"].sum()[None, None].expand(batch.shape)))
+    for _ in range(10):
+        batch = ahead.sample()
+        assert equal_joint(batch, plain.sample())
+        factor = 2 + own * batch["index", "buffer_ids"]
+        assert torch.equal(batch["obs"][..., 0], batch["number"] * factor + 1.0)
+
+
+def test_a_batch_of_an_ensemble_is_drawn_again_where_a_member_was_emptied(no_threads):
+    rb = pair(2)
+    rb.sample()
+    rb[1].storage.empty()  # which drops nothing that is prepared: the ensemble is not told
+    rb[1].extend(steps(5, 900))
+    for _ in range(5):
+        batch = rb.sample()
+        assert (batch["number"][batch["index", "buffer_ids"] == 1] >= 900).all()
+
+
+def test_a_child_forked_while_rows_of_an_ensemble_are_copied_goes_on_with_the_same_batches():
+    rb, twin = pair(3), pair(0)
+    assert equal_joint(rb.sample(), twin.sample())
+    child = Child(lambda: [rb.sample()["number"].tolist() for _ in range(5)])
+    expected = [twin.sample()["number"].tolist() for _ in range(5)]
+    assert child.result() == expected
+    assert [rb.sample()["number"].tolist() for _ in range(5)] == expected
 
 
 def test_a_prepared_batch_is_taken_once():

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import multiprocessing
 import os
 import random
 import signal
@@ -678,7 +679,9 @@ def test_a_worker_that_dies_before_it_gets_the_shared_weights_of_a_factory_is_re
         assert collector.rollout()["weight"].unique().tolist() == [0.25]
 
 
-def test_a_successor_has_the_settings_and_calls_of_the_worker_before_it(tmp_path):
+def test_successor_has_settings_and_calls_of_its_predecessor(tmp_path):
+    multiprocessing.set_forkserver_preload(["engram.collectors"])  # torch is imported once, for three workers
+
     def note(name, *_):
         with open(tmp_path / name, "a") as file:
             file.write(f"{os.getpid()} {torch.get_num_threads()}\n")

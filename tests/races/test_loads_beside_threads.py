@@ -441,7 +441,7 @@ def test_the_members_of_a_sampler_ensemble_are_kept_out_too(tmp_path):
     def draw():
         sampler.sample(rb.storage, 8)
 
-    works = [update_all, draw, sampler.state_dict, rb._reader.cursor]
+    works = [update_all, draw, sampler.state_dict, lambda: rb._parts.reader.put_back(rb._parts.reader.cursor())]
     with Threads(*works, lambda: sampler.saved_form.sync(rb.storage)) as threads:
         for k in range(30):
             rb.loads(tmp_path / str(STATES[k % 3]))
@@ -557,8 +557,8 @@ def test_a_batch_that_was_drawn_before_a_load_is_drawn_anew_after_it(when, make,
         for kind, name in ways:
             read = getattr(kind, name)
             monkeypatch.setattr(kind, name, lambda *args, read=read, **more: (load_once(), read(*args, **more))[1])
-        if make is buffer and (made := rb._reader.make) is not None:  # draws and reads in one native call
-            monkeypatch.setattr(rb._reader, "make", lambda *args: (load_once(), made(*args))[1])
+        if make is buffer and (made := rb._parts.reader.make) is not None:  # draws and reads in one native call
+            monkeypatch.setattr(rb._parts.reader, "make", lambda *args: (load_once(), made(*args))[1])
         if make is pair:  # of which each member draws once the lock of its sampler is held
             monkeypatch.setattr(which.sampler, "lock", LockAfter(load_once, which.sampler.lock))
     batch = DRAWS[draw](rb)

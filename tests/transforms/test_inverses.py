@@ -643,7 +643,7 @@ def test_an_inverse_of_torchrl_that_does_nothing_is_not_called():
 
     for transform in (Reading(["x"]), Several(Reading(["x"]), Reading())):
         rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=transform)
-        assert not rb.transform.inverse_in_order and not rb.transform.changes_writes()
+        assert not rb.transform.stream.inverse_is_ordered and not rb.transform.changes_writes()
         rb.extend(steps(3))
         rb.append_transform(transform)
         assert rb.flush_transforms().shape == (0,)

@@ -19,6 +19,7 @@ from torch import nn
 
 from engram._advice import advised
 from engram.collectors.policy_weights import State, copied_weights, state_of_weights
+from engram.collectors.rollout import is_environment
 from engram.collectors.settings import Device
 from engram.collectors.sync import SyncDataCollector, one_of_weights
 from engram.envs.policies import ExplorationType, own_exploration_type
@@ -44,7 +45,7 @@ class PolicyEvaluation:
     """Runs evaluations of one policy in one environment, with the weights that each call brings."""
 
     def __init__(self, make_env: Any, policy: Any, policy_factory: Any, settings: EvaluationSettings) -> None:
-        is_made = hasattr(make_env, "step") and not isinstance(make_env, type)
+        is_made = is_environment(make_env)
         self.env = make_env if is_made else make_env()
         self.closes_env = not is_made
         policy = policy if policy_factory is None else _made(policy_factory, self.env)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from engram.collectors.rollout import is_environment
 from engram.collectors.settings import Device
 from engram.collectors.sync import device_argument
 from engram.processes.worker import CloudpickleWrapper
@@ -35,11 +36,6 @@ def _env_makers(create_env_fn: Any, num_workers: int | None) -> list[Callable[[]
             "a single one and num_workers of 1 or more"
         )
     return [_maker_of(one, any(one is other for other in makers[:k])) for k, one in enumerate(makers)]
-
-
-def is_environment(value: Any) -> bool:
-    """Whether this is an environment, of any library, and not something that makes one."""
-    return hasattr(value, "step") and not isinstance(value, type)
 
 
 def _maker_of(value: Any, is_repeated: bool) -> Callable[..., Any]:

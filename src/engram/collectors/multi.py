@@ -57,7 +57,7 @@ from engram.collectors.worker import (
     WroteFrames,
     run_worker,
 )
-from engram.data.replay_buffers.buffer import sent_to_writers
+from engram.data.replay_buffers.buffer import ReplayBuffer, sent_to_writers
 from engram.envs.base import with_time_named
 from engram.envs.policies import ExplorationType, acts_at_random
 from engram.errors import WorkerError
@@ -544,15 +544,13 @@ class MultiCollector(PooledCollector, HasSpaces):
 
     def _should_attach(self) -> bool:
         """Whether to give the buffer to the workers now: they do not have it yet, and its storage can be shared."""
-        storage = getattr(self.replay_buffer, "storage", None)
-        if self._is_attached or self.postproc is not None or storage is None or self._trajs_per_batch:
+        buffer = self.replay_buffer
+        is_ours = isinstance(buffer, ReplayBuffer)
+        if self._is_attached or self.postproc is not None or self._trajs_per_batch or not is_ours:
             return False
-        transform = getattr(self.replay_buffer, "transform", None)
-        if transform is not None and not transform.can_flush:
+        if not buffer.transform.stream.flushes_all:
             return False  # the steps that they hold back for a worker would be lost with it
-        if sent_to_writers(self.replay_buffer) is None:
-            return False
-        return can_be_shared(storage, self.num_workers)
+        return sent_to_writers(buffer) is not None and can_be_shared(buffer.storage, self.num_workers)
 
     def _attach(self) -> None:
         """Gives the buffer to the workers; all batches that they have sent are written by now."""
@@ -1070,8 +1068,8 @@ def _sendable(function: Callable[..., Any] | None) -> CloudpickleWrapper | None:
 
 def can_be_shared(storage: Any, num_workers: int) -> bool:
     """Whether workers can write into `storage`. Raises ValueError where only its number of lanes is too small."""
-    lanes = getattr(storage, "lanes", None)
-    if lanes is None or getattr(lanes, "locks", None) is None:
+    lanes = storage.lanes
+    if lanes is None or lanes.locks is None:
         return False  # without a layout yet, or in private memory
     if storage.ndim > 1 and num_workers > 1:
         return False  # such a storage has one lane

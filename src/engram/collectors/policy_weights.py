@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
@@ -186,7 +187,9 @@ def refuse_other_weights(state: State, own: State) -> None:
 
 def shapes_of(state: State | None) -> dict[str, Any] | None:
     """The shape of each value, `()` where it has none."""
-    return None if state is None else {key: tuple(getattr(value, "shape", ())) for key, value in state.items()}
+    if state is None:
+        return None
+    return {key: tuple(value.shape) if isinstance(value, Tensor | np.ndarray) else () for key, value in state.items()}
 
 
 def _lives_on(module: nn.Module, device: torch.device) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engram.collectors.trajectories import StepTags
 from engram.envs.action_checks import EntriesCheck
-from engram.envs.base import FrameQueue, lost_episodes, reset_where, step_mdp_of
+from engram.envs.base import EnvBase, FrameQueue, lost_episodes, reset_where, step_mdp_of
 from engram.envs.policies import FLAGS, TensorDictPolicy, random_policy, zero_outputs
 from engram.store.layout import tensordict_of
 
@@ -47,8 +47,6 @@ class TensorDictRollout:
     Resets wait until the state is needed: the last state of a batch stays under `next`, and nothing is reset twice.
     """
 
-    is_random = False  # whatever the policy: the environment may hold one
-
     def __init__(
         self,
         env: Any,
@@ -58,6 +56,7 @@ class TensorDictRollout:
         max_frames_per_traj: int | None,
         reset_when_done: bool = True,
     ) -> None:
+        self.is_random = False  # whatever the policy: the environment may hold one
         self._env = env
         self._tags = tags
         self._policy, self._weights = policy, tags.weights
@@ -232,13 +231,14 @@ def ted_batch(
     return td if policy_outputs is None else policy_outputs.update(td)
 
 
-def call_if_present(env: Any, name: str) -> Any:
-    """Calls the method `name` of an environment of any library; None where its class has no such method.
+def is_environment(value: Any) -> bool:
+    """Whether this is an environment, of any library, and not something that makes one."""
+    return hasattr(value, "step") and not isinstance(value, type)
 
-    The class is looked at, because other libraries' environments look up unknown names in places of their own.
-    """
-    method = getattr(type(env), name, None)
-    return None if method is None else method(env)
+
+def random_state_of(env: Any) -> Any:
+    """The state of the random generators of an environment; None where it cannot be read, or is of another library."""
+    return env.random_state() if isinstance(env, EnvBase) else None
 
 
 def is_cpu(device: torch.device | None) -> bool:

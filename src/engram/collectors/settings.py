@@ -107,7 +107,7 @@ class CollectorSettings:
                 "trajs_per_batch gives whole trajectories, one a row, and goes on where it stopped; leave out "
                 "split_trajs, set_truncated, reset_at_each_iter and reset_when_done"
             )
-        if by_trajectories and getattr(getattr(replay_buffer, "storage", None), "ndim", 1) > 1:
+        if by_trajectories and (storage_ndim(replay_buffer) or 1) > 1:
             raise ValueError("trajs_per_batch writes steps one after the other; give a storage with ndim=1")
         if self.traj_format not in (None, "padded", "cat"):
             raise ValueError(f"traj_format must be 'padded' or 'cat', got {self.traj_format!r}")
@@ -162,3 +162,9 @@ class CollectorSettings:
                 f"total_frames={self.total_frames} is not a multiple of the {frames_per_batch} frames of a batch; "
                 f"{rounded_up} frames will be collected",
             )
+
+
+def storage_ndim(replay_buffer: Any) -> int | None:
+    """The dimensions of the storage of a buffer of any library; None where it does not say."""
+    ndim: int | None = getattr(getattr(replay_buffer, "storage", None), "ndim", None)
+    return ndim

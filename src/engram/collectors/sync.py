@@ -19,15 +19,22 @@ from engram._advice import advised
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.gym_rollout import GymRollout
 from engram.collectors.policy_weights import PolicyWeights, shapes_of
-from engram.collectors.rollout import Rollout, RolloutResult, TensorDictRollout, call_if_present, is_cpu
-from engram.collectors.settings import CollectorSettings, Device
+from engram.collectors.rollout import (
+    Rollout,
+    RolloutResult,
+    TensorDictRollout,
+    is_cpu,
+    is_environment,
+    random_state_of,
+)
+from engram.collectors.settings import CollectorSettings, Device, storage_ndim
 from engram.collectors.stats import EpisodeStats, Throughput
 from engram.collectors.trajectories import EpisodeSteps, StepTags, TrajectoryAssembler, waiting_steps
 from engram.collectors.utils import split_trajectories
 from engram.collectors.vector_rollout import VectorRollout
 from engram.data import ReplayBuffer
 from engram.envs.base import EnvBase, mark_truncated, with_time_named
-from engram.envs.engines import Autoreset
+from engram.envs.engines import Autoreset, HasEngines
 from engram.envs.from_torchrl import as_env
 from engram.envs.policies import (
     CallablePolicy,
@@ -48,6 +55,7 @@ from engram.pytree import key_path
 from engram.specs.spaces import EncodedSpaces, HasSpaces
 from engram.specs.tensors import usable_device
 from engram.transforms.base import Deferred
+from engram.transforms.trajectory import StepCounter
 
 
 def make_rollout(
@@ -68,7 +76,7 @@ def make_rollout(
     """
     choice = _Choice(policy, tags, clock, reset_when_done)
     if not reset_when_done:
-        engine = call_if_present(env, "vector_engine")
+        engine = env.vector_engine() if isinstance(env, EnvBase) else None
         if engine is not None and engine.autoreset is not Autoreset.DISABLED:
             raise ValueError("reset_when_done=False: these environments reset themselves; make them without autoreset")
         return choice.by_tensordicts(env, max_frames_per_traj)
@@ -95,7 +103,8 @@ class _Choice(NamedTuple):
 
     def by_raw_values(self, env: Any, max_frames: int | None) -> Rollout | None:
         """A rollout with raw values; None where the environment has none, or is not in main memory."""
-        engine, engines = call_if_present(env, "vector_engine"), call_if_present(env, "engines")
+        engine = env.vector_engine() if isinstance(env, EnvBase) else None
+        engines: Any = env.engines() if isinstance(env, HasEngines) else None
         clock = self.clock
         if engine is not None and is_cpu(env.device):
             timed: Any = engine if clock is None else TimedEnv(engine, clock, 0)
@@ -108,7 +117,7 @@ class _Choice(NamedTuple):
 
     def with_deferred_transforms(self, env: Any, max_frames: int | None) -> Rollout | None:
         """A rollout with transforms of whole batches; None where a transform, or the policy, needs every step."""
-        transforms = call_if_present(env, "deferrable_transforms")
+        transforms = env.deferrable_transforms() if isinstance(env, TransformedEnv) else None
         if transforms is None or not is_cpu(env.device):
             return None
         plan = [deferred for one in transforms if (deferred := one.deferred()) is not None]
@@ -117,7 +126,7 @@ class _Choice(NamedTuple):
             return None
         limits = [n for n in (max_frames, *(deferred.limit for deferred in plan)) if n is not None]
         base, least = env.base_env, min(limits, default=None)
-        if call_if_present(base, "deferrable_transforms") is not None:
+        if isinstance(base, TransformedEnv) and base.deferrable_transforms() is not None:
             below = self.with_deferred_transforms(base, least)
         else:
             below = self.by_raw_values(base, least)
@@ -176,10 +185,11 @@ class DeferredTransformRollout:
 
 def _transforms_of(env: Any) -> list[Any]:
     """The identities and limits of the transforms of an environment and of those below it, to notice changes."""
-    transforms = call_if_present(env, "deferrable_transforms")
+    transforms = env.deferrable_transforms() if isinstance(env, TransformedEnv) else None
     if transforms is None:
         return []
-    return [[(id(one), getattr(one, "max_steps", None)) for one in transforms], *_transforms_of(env.base_env)]
+    limits = [(id(one), one.max_steps if isinstance(one, StepCounter) else None) for one in transforms]
+    return [limits, *_transforms_of(env.base_env)]
 
 
 def _keys_used_by(policy: TensorDictPolicy) -> set[Any] | None:
@@ -344,7 +354,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         self.compact_obs = compact_obs
         policy = made_policy(policy, policy_factory)
         self._weights = PolicyWeights(policy, self.policy_device, is_own=policy_factory is not None)
-        makes_env = isinstance(create_env_fn, type) or not hasattr(create_env_fn, "step")
+        makes_env = not is_environment(create_env_fn)
         if create_env_kwargs and not makes_env:
             raise TypeError("create_env_kwargs are arguments of a callable that makes the environment; got one made")
         self.env: Any = create_env_fn(**(create_env_kwargs or {})) if makes_env else create_env_fn
@@ -385,7 +395,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
             policy = compiled_policy(policy, _options(self._compile_policy))
         if self._cudagraph_policy and not is_cpu(self.policy_device):
             policy = cudagraph_policy(policy, _options(self._cudagraph_policy))
-        self._prepare = getattr(policy, "prepare", lambda: None)
+        self._prepare = policy.prepare if isinstance(policy, CallablePolicy) else _nothing
         policy = policy_on_device(policy, self.policy_device, self.env)
         return make_rollout(
             self.env,
@@ -610,7 +620,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
             "policy_version": self._weights.version,
             "episodes": self._episodes.state_dict(),
         }
-        weights, numbers = self._weights.state_dict(), call_if_present(self.env, "random_state")
+        weights, numbers = self._weights.state_dict(), random_state_of(self.env)
         if weights is not None:
             state["policy_state_dict"] = weights
         if self._trajs_per_batch:
@@ -736,6 +746,10 @@ def with_transforms_of_policy(env: Any, policy: Any) -> Any:
     return env
 
 
+def _nothing() -> None:
+    pass
+
+
 def _options(setting: bool | Mapping[str, Any]) -> Mapping[str, Any]:
     return setting if isinstance(setting, Mapping) else {}
 
@@ -818,7 +832,7 @@ class OtherBufferWriter(BufferWriter):
 
     def __init__(self, replay_buffer: Any) -> None:
         super().__init__(replay_buffer)
-        self._ndim = getattr(getattr(replay_buffer, "storage", None), "ndim", None)
+        self._ndim = storage_ndim(replay_buffer)
 
     def write(self, batch: TensorDictBase) -> None:
         self.replay_buffer.extend(batch if self._ndim is None else _with_ndim(batch, self._ndim))

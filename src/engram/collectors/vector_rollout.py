@@ -155,7 +155,9 @@ class VectorRollout:
     def _run(self, raws: Iterator[Any], source: ActionSource, calls: int) -> None:
         log, step = self._log, self._engine.step
         ends_matter = self._engine.autoreset is Autoreset.DISABLED or self._max_frames is not None
-        may_drain = self._max_frames is not None and not self._engine.can_reset_some
+        can_reset_some = self._engine.can_reset_some
+        may_drain = self._max_frames is not None and not can_reset_some
+        idle_lost = can_reset_some and self._engine.autoreset is Autoreset.SAME_STEP
         for number, raw in enumerate(raws, 1):
             out = step(raw)
             if may_drain:
@@ -163,7 +165,7 @@ class VectorRollout:
             log.add(out)
             if out.idle is not None:
                 source.reset_envs(out.idle)
-                if self._engine.can_lose_episodes:
+                if idle_lost:
                     self._cut(out.idle)
             if out.last:
                 source.reset_envs([env for env, _ in out.last])

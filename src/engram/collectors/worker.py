@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from engram.collectors.rollout import call_if_present
+from engram.collectors.rollout import random_state_of
 from engram.collectors.settings import CollectorSettings
 from engram.collectors.stats import EpisodeStats
 from engram.collectors.sync import ROWS_FOR_TRAJECTORIES, BufferWriter, SyncDataCollector, truncate_last_step
@@ -236,7 +236,7 @@ class CollectorProcess:
 
     def refusal(self, random_state: Any) -> str | None:
         """Why the environments could not load this random state; None: they could."""
-        before = call_if_present(self._env, "random_state")
+        before = random_state_of(self._env)
         try:
             self._env.set_random_state(random_state)
         except Exception as error:  # a user's environment may do anything here

@@ -160,7 +160,7 @@ class ShardedReplayBuffer:
         with self._writing:
             deadline = self._deadline()
             transform = self._transform
-            before = transform.remember() if transform.inverse_in_order else None
+            before = transform.remember() if transform.stream.inverse_is_ordered else None
             try:
                 if transform.transforms:
                     request = transform.flush(request) if flushed else transform.inverse_stream(request)
@@ -183,7 +183,7 @@ class ShardedReplayBuffer:
         if self._prioritized is None:
             name = type(self._settings.sampler).__name__
             raise ValueError(f"priority= was given, and {name} draws without priorities: leave it out")
-        if request.resized or self._transform.inverse_in_order:
+        if request.resized or self._transform.stream.inverse_is_ordered:
             raise ValueError(
                 "priority= was given beside a transform that writes other steps than came: call update_priority with "
                 "the index that extend returns"
@@ -263,7 +263,7 @@ class ShardedReplayBuffer:
     def _settings_of_another(self) -> ShardedSettings:
         """The settings for another client: with the transforms of now, and none of the steps that they hold back."""
         transform = self._transform
-        if transform.inverse_in_order:
+        if transform.stream.inverse_is_ordered:
             with self._writing:
                 transform = copy.deepcopy(transform)
             transform.empty()
@@ -302,7 +302,7 @@ class ShardedReplayBuffer:
             deadline = self._deadline()
             rows = 0
             for shard in self._shards:
-                shard.forget()  # who joined since it was greeted
+                shard.forget()  # its producers may have changed since it was greeted
                 shard.await_presence(deadline)
                 rows += shard.ask(deadline, "end_producer", name)
             return rows
@@ -349,7 +349,7 @@ class ShardedReplayBuffer:
         """The one that knows this producer, else one of this machine, if there is any, with the fewest producers."""
         return min(
             (self._name not in s.facts.producers, not self._local[s.number], len(s.facts.producers), s.number)
-            for s in self._all_present(deadline, awaits_all=True)  # else all would go to who answers first
+            for s in self._all_present(deadline, awaits_all=True)  # else all would go to the shard that answers first
         )[3]
 
     def _adopt_layout_of(self, batch: Any, deadline: float) -> None:
@@ -614,7 +614,7 @@ class ShardedReplayBuffer:
 
     @property
     def sampler(self) -> Sampler:
-        """Which says how shards draw; `beta` may be set at any time."""
+        """The sampler that decides how shards draw; its `beta` may be set at any time."""
         return self._settings.sampler
 
     @property
@@ -716,7 +716,7 @@ class ShardedReplayBuffer:
         with self._writing, self._lock:
             self._stop_drawing()
             try:
-                if self._transform.inverse_in_order:
+                if self._transform.stream.inverse_is_ordered:
                     self.flush_transforms()
             finally:
                 try:

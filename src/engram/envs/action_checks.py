@@ -89,9 +89,14 @@ class EntriesCheck:
                 leaf.require(value, (*key_path(key), i), step)
 
 
+def action_keys(env: Any) -> list[Any]:
+    """The keys of all actions, of an environment of any library."""
+    return list(getattr(env, "action_keys", ("action",)))
+
+
 def _action_specs(env: Any) -> dict[Any, Any]:
     """The specs of all actions by key, of an environment of any library."""
-    keys = list(getattr(env, "action_keys", ("action",)))
+    keys = action_keys(env)
     specs = {"action": env.action_spec} if keys == ["action"] else {key: env.full_action_spec[key] for key in keys}
     return {key: spec for key, spec in specs.items() if spec.dtype is not None}  # TorchRL has actions of no dtype
 
@@ -215,7 +220,7 @@ class _Choices:
         return end is not None and b"\0" not in np.less(array.view(end.dtype), end).tobytes()
 
     def _end_as(self, name: str) -> Array | None:
-        if name not in _UNSIGNED or int(self._n.max()) > torch.iinfo(getattr(torch, _SIGNED.get(name, name))).max:
+        if name not in _UNSIGNED or int(self._n.max()) > np.iinfo(_SIGNED.get(name, name)).max:
             return None
         return self._n.numpy().astype(_UNSIGNED[name])
 

@@ -6,6 +6,7 @@ import functools
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from engram._advice import absent_member, advised
 from engram._native import take_frames
+from engram._providers import PROVIDERS
+from engram.envs.action_checks import action_keys
 from engram.envs.checks import compare_with_specs
 from engram.envs.engines import VectorEngine
 from engram.envs.policies import FLAGS, RecordedActions, as_policy, on_device_of, written_actions
@@ -73,13 +76,10 @@ def _with_siblings(keys: Sequence[Key]) -> list[Key]:
 
 def step_mdp_of(env: Any) -> Callable[[TensorDictBase], TensorDictBase]:
     """`step_mdp` with the keys of an environment, of any library."""
-    keys = {name: list(getattr(env, name, ())) for name in ("reward_keys", "action_keys")}
-    is_usual = keys["reward_keys"] in ([], ["reward"]) and all(
-        key_path(key)[0] == "action" for key in keys["action_keys"]
-    )
-    if is_usual:
+    rewards, actions = list(getattr(env, "reward_keys", ())), action_keys(env)
+    if rewards in ([], ["reward"]) and all(key_path(key)[0] == "action" for key in actions):
         return step_mdp
-    return functools.partial(step_mdp, reward_keys=keys["reward_keys"], action_keys=keys["action_keys"])
+    return functools.partial(step_mdp, reward_keys=rewards, action_keys=actions)
 
 
 def reset_where(env: Any, td: TensorDictBase, mask: Tensor) -> TensorDictBase:
@@ -326,7 +326,6 @@ class EnvBase(nn.Module, HasSpaces):
     torch.Size([2])
     """
 
-    _behind_transform: Any  # TransformedEnv, which imports this file
     batch_locked = True  #: whether all TensorDicts must have the environment's batch size
     run_type_checks = True  #: shapes and dtypes are always compared with the specs
     is_spec_locked = False  #: specs may be changed at any time
@@ -376,8 +375,7 @@ class EnvBase(nn.Module, HasSpaces):
     def _take_specs(self, one: Any, *batch: int) -> None:
         """Takes the specs of another environment, or of a description of one, `batch` dimensions before its own."""
         self._in_torchrl_form = False
-        for name in SPEC_NAMES:
-            spec = getattr(one, name)
+        for name, spec in zip(SPEC_NAMES, attrgetter(*SPEC_NAMES)(one), strict=True):
             self._specs[name] = spec.expand(*batch, *spec.shape)
         self._action_spec = one.action_spec.expand(*batch, *one.action_spec.shape)
         self._done_spec = one.done_spec.expand(*batch, *one.done_spec.shape)
@@ -496,7 +494,8 @@ class EnvBase(nn.Module, HasSpaces):
         return self._grouped("output_spec", "input_spec")
 
     def _grouped(self, *names: str) -> Composite:
-        return Composite({name: getattr(self, name) for name in names}, shape=self.batch_size, device=self.device)
+        specs = dict(zip(names, attrgetter(*names)(self), strict=True))
+        return Composite(specs, shape=self.batch_size, device=self.device)
 
     def _unbatched(self, spec: Spec) -> Any:
         return spec[(0,) * len(self.batch_size)] if len(self.batch_size) else spec  # type: ignore[index]
@@ -1052,7 +1051,7 @@ class EnvBase(nn.Module, HasSpaces):
 
     def append_transform(self, transform: Any) -> Any:
         """This environment behind `transform`: a `TransformedEnv`."""
-        return self._behind_transform(self, transform)
+        return PROVIDERS["transformed_env"]()(self, transform)
 
     def close(self, *, raise_if_closed: bool = False) -> None:
         """Releases the environment's resources, until the next reset or `start`.

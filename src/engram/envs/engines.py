@@ -52,8 +52,9 @@ class VectorStep(NamedTuple):
 
     `observation` holds the present observations, batched as by gymnasium (arrays `[n, ...]`, Dicts or Tuples of them).
     `reward` `[n]`, `terminated` and `truncated` bool `[n]`. `last` (SAME_STEP): for each environment whose episode
-    ended, its index and the raw last observation of that episode. `idle` (NEXT_STEP): bool `[n]`, the environments that
-    this call only reset; None if there are none.
+    ended, its index and the raw last observation of that episode. `idle`: bool `[n]`, the environments that this call
+    only reset; None if there are none. With NEXT_STEP these are those whose episode the call before ended; with
+    SAME_STEP, of an engine that can reset some, those that had to be made anew and have lost their episode.
     """
 
     observation: Any
@@ -77,7 +78,6 @@ class VectorEngine(ABC):
     autoreset: Autoreset
     can_reset_some: bool
     reward_shape: tuple[int, ...] = ()  #: the shape of one environment's reward; () for gymnasium's single number
-    can_lose_episodes = False  #: whether an environment may be `idle` in the middle of an episode, which is then lost
 
     @abstractmethod
     def seed(self, seed: int) -> None:
@@ -103,6 +103,14 @@ class VectorEngine(ABC):
 
     def close(self) -> None:
         """Releases the resources of the environments."""
+
+
+class HasEngines(ABC):
+    """An environment that may consist of gymnasium environments alone."""
+
+    @abstractmethod
+    def engines(self) -> list[GymEngine] | None:
+        """The engines that step these with raw values, for collectors; None if steps do more than that."""
 
 
 InfoKeys = Sequence[Key] | Mapping[Key, Spec]
@@ -145,7 +153,7 @@ class InfoReader:
         has = _entry_of(infos, (*path[:-1], f"_{path[-1]}"))
         if values is None:
             return np.zeros((n, *shape), dtype)
-        if getattr(values, "dtype", np.dtype(float)).hasobject:  # gymnasium batches such values as an array of objects
+        if isinstance(values, np.ndarray) and values.dtype.hasobject:  # gymnasium batches such values so
             return np.stack([_as_array(value, dtype, shape, path) for value in values])
         column = _as_array(values, dtype, (n, *shape), path)
         if has is not None:
@@ -269,7 +277,7 @@ class GymEngine:
 
     def random_state(self) -> dict[str, Any]:
         """The state of the environment's random generator, None if it has none, and the seed for the next reset."""
-        generator = getattr(self.env.unwrapped, "np_random", None)
+        generator = attribute(self.env, "unwrapped.np_random")
         return {"seed": self._seed, "generator": None if generator is None else generator.bit_generator.state}
 
     def set_random_state(self, state: dict[str, Any]) -> None:
@@ -335,7 +343,7 @@ def entry_spaces(observation: Any, key: str, action: Any) -> dict[KeyPath, Any]:
 
 def _observation_path(space: Any, key: str) -> tuple[str, ...]:
     """The keys of observations: the entries of a Dict have their own, any other observation has `key`."""
-    return () if isinstance(getattr(space, "spaces", None), dict) else (key,)
+    return () if isinstance(attribute(space, "spaces"), dict) else (key,)
 
 
 def observation_leaves(
@@ -345,6 +353,13 @@ def observation_leaves(
     key = _observation_path(space, observation_key)
     codec = codec_for(space, categorical=categorical)
     return space_leaves(codec, key) if info is None else [*space_leaves(codec, key, (0,)), *info.leaves]
+
+
+def attribute(obj: Any, path: str) -> Any:
+    """What an object of gymnasium's, of any release or class, has under a dotted path; None where it has no such."""
+    for name in path.split("."):
+        obj = getattr(obj, name, None)
+    return obj
 
 
 def reward_shape_of(env: Any) -> tuple[int, ...]:
@@ -357,12 +372,12 @@ def reward_shape_of(env: Any) -> tuple[int, ...]:
     while layer is not None:
         if any(cls.__name__ == "LinearReward" for cls in type(layer).__mro__):
             return ()
-        layer = getattr(layer, "env", None)
+        layer = attribute(layer, "env")
     try:
         space = env.get_wrapper_attr("reward_space")
     except AttributeError:
         return ()
-    shape = tuple(getattr(space, "shape", None) or ())
+    shape = tuple(attribute(space, "shape") or ())
     return () if shape == (1,) else shape
 
 
@@ -420,8 +435,8 @@ class GymVectorEngine(VectorEngine):
 
     def _reward_shape(self) -> tuple[int, ...]:
         env = self.env.unwrapped
-        shape = tuple(getattr(getattr(env, "reward_space", None), "shape", None) or ())
-        single = next((shape for shape in map(reward_shape_of, getattr(env, "envs", ())) if shape), ())
+        shape = tuple(attribute(env, "reward_space.shape") or ())
+        single = next((shape for shape in map(reward_shape_of, attribute(env, "envs") or ()) if shape), ())
         if single and not shape:
             raise ValueError(
                 f"the environments give rewards of shape {single}, and {type(env).__name__} has a place for one number "
@@ -453,7 +468,7 @@ class GymVectorEngine(VectorEngine):
         (EnvPool), which then does not exist.
         """
         env = self.env.unwrapped
-        has_generator = self._is_sync or getattr(env, "_np_random", None) is not None
+        has_generator = self._is_sync or attribute(env, "_np_random") is not None
         return self._random_state_now() if has_generator and not self._is_async else None
 
     def _random_state_now(self) -> dict[str, Any]:
@@ -493,9 +508,12 @@ class GymVectorEngine(VectorEngine):
 
     def _receive_last_step(self) -> None:
         """Receives the results that AsyncVectorEnv still waits for after an interrupt: it refuses resets before."""
-        waits_for = getattr(getattr(self.env.unwrapped, "_state", None), "value", None) if self._is_async else None
+        if not self._is_async:
+            return
+        env = self.env.unwrapped
+        waits_for = attribute(env, "_state.value")
         if waits_for in ("step", "reset"):
-            getattr(self.env.unwrapped, f"{waits_for}_wait")()
+            (env.step_wait if waits_for == "step" else env.reset_wait)()
 
     def step(self, actions: Any) -> VectorStep:
         observation, reward, terminated, truncated, infos = self.env.step(actions)
@@ -545,8 +563,8 @@ class GymVectorEngine(VectorEngine):
 
 def autoreset_of(env: Any) -> Autoreset:
     """The autoreset mode of a vector environment. Raises ValueError if it has none that is known."""
-    mode = (env.metadata or {}).get("autoreset_mode", None) or getattr(env.unwrapped, "autoreset_mode", None)
-    name = str(getattr(mode, "value", mode)).upper().replace("_", "")
+    mode = (env.metadata or {}).get("autoreset_mode", None) or attribute(env, "unwrapped.autoreset_mode")
+    name = str(mode.value if isinstance(mode, Enum) else mode).upper().replace("_", "")
     for autoreset in Autoreset:
         if name == autoreset.name.replace("_", ""):
             return autoreset

@@ -15,7 +15,7 @@ from torch import Tensor
 from engram._advice import advised
 from engram.envs.base import EnvBase
 from engram.envs.codecs import flag_of, reward_of, reward_vector
-from engram.envs.engines import GymEngine, GymVectorEngine, InfoKeys, VectorEngine
+from engram.envs.engines import GymEngine, GymVectorEngine, HasEngines, InfoKeys, VectorEngine
 from engram.envs.vector_env import VectorStepper
 from engram.specs import Composite, Spec, Unbounded
 from engram.specs.spaces import EncodedSpaces
@@ -43,7 +43,7 @@ class _Stepper(Protocol):
 
 
 @advised
-class GymEnv(EnvBase):
+class GymEnv(EnvBase, HasEngines):
     """A gymnasium environment or several of them, from a name or an existing object.
 
     Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict and Tuple spaces are supported. The entries of a Dict are
@@ -157,9 +157,10 @@ class GymEnv(EnvBase):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            if name.startswith("_") or not hasattr(self.gym_env, name):
+            value = _ABSENT if name.startswith("_") else getattr(self.gym_env, name, _ABSENT)
+            if value is _ABSENT:
                 raise error from None
-        return getattr(self.gym_env, name)
+        return value
 
     @property
     def gym_env(self) -> Any:
@@ -232,6 +233,9 @@ class GymEnv(EnvBase):
 
     def __repr__(self) -> str:
         return f"GymEnv({self.gym_env}, device={self.device})"
+
+
+_ABSENT = object()
 
 
 def _only_given(**values: Any) -> Any:

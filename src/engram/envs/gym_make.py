@@ -7,6 +7,7 @@ import copy
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -199,7 +200,7 @@ def _make_vector_by_name(
     name: str, num_envs: int, kwargs: dict[str, Any], changes: list[Callable[[Any], Any]], observation_key: str
 ) -> Any:
     mode = kwargs.pop("vectorization_mode", None)
-    mode = getattr(mode, "value", mode)
+    mode = mode.value if isinstance(mode, Enum) else mode
     options = dict(kwargs.pop("vector_kwargs", None) or {})
     wrappers = [*(kwargs.pop("wrappers", None) or ()), *changes]
     if mode is None:

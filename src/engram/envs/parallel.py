@@ -16,7 +16,7 @@ from torch import Tensor
 from engram._advice import advised
 from engram.envs.base import EnvBase, mark_truncated
 from engram.envs.codecs import SpaceCodec, SpaceLeaf, flag_of, reward_of, space_leaves
-from engram.envs.engines import Array, Autoreset, GymEngine, VectorEngine, VectorStep
+from engram.envs.engines import Array, Autoreset, GymEngine, HasEngines, VectorEngine, VectorStep
 from engram.envs.from_torchrl import as_env
 from engram.envs.serial import SerialEnv, check_same_specs, env_makers, only_one, reject_shared_envs
 from engram.envs.vector_env import VectorStepper
@@ -246,7 +246,6 @@ class ParallelEngine(VectorEngine):
     """
 
     autoreset = Autoreset.SAME_STEP
-    can_reset_some = True
 
     def __init__(
         self,
@@ -258,7 +257,7 @@ class ParallelEngine(VectorEngine):
     ) -> None:
         self.n, self.action, self.leaves = layout.n, layout.action, layout.leaves
         self._pool, self._replacements = pool, replacements
-        self.can_lose_episodes = pool.may_replace
+        self.can_reset_some, self._may_replace = True, pool.may_replace
         self._starts = list(starts)
         self._arrays = layout.arrays(memory.allocate(layout.sizes))
         self._observation = nest_like(layout.leaves, self._arrays.current)
@@ -300,8 +299,8 @@ class ParallelEngine(VectorEngine):
                 raise ValueError(f"actions must have shape {list(column.shape)}, got {list(value.shape)}")
             np.copyto(column, value, casting="same_kind")
         replacements, idle = self._replacements, None
-        self._pool.execute(_STEP, replacements.workers_to_step() if self.can_lose_episodes else None)
-        if self.can_lose_episodes and (lost := replacements.after_step(self._reset_worker)):
+        self._pool.execute(_STEP, replacements.workers_to_step() if self._may_replace else None)
+        if self._may_replace and (lost := replacements.after_step(self._reset_worker)):
             idle = self._mark_lost(lost)
         _, _, _, reward, terminated, truncated, _ = self._arrays
         has_ended = _TRUE in terminated.tobytes() or _TRUE in truncated.tobytes()  # a tenth of the cost of `any`
@@ -910,7 +909,7 @@ class _EnvDescription(NamedTuple):
 
     @classmethod
     def of(cls, env: Any) -> _EnvDescription:
-        engines = getattr(env, "engines", lambda: None)()
+        engines = env.engines() if isinstance(env, HasEngines) else None
         engine = engines[0] if engines is not None and len(env.batch_size) == 0 else None
         return cls(
             repr(env),
@@ -930,7 +929,7 @@ class _EnvDescription(NamedTuple):
             None if engine is None else (engine.action, engine.leaves),
             env.encoded_spaces(),
             env.fake_tensordict(),
-            getattr(env, "policy_entries", ()),
+            env.policy_entries,
         )
 
 
@@ -993,7 +992,8 @@ def _connect(
         check_same_specs(index, member, one)
     if one.spaces is not None and all(member.spaces == one.spaces for member in members):
         raw = RawLayout(n, *one.raw)
-        stepper = VectorStepper(ParallelEngine(pool, raw, memory, starts, replacements))
+        engine = ParallelEngine(pool, raw, memory, starts, replacements)
+        stepper = VectorStepper(engine, may_lose_episodes=pool.may_replace)
         pool.broadcast(raw)
         return one, stepper
     layout = TensorDictLayout(n, one.fake, one.batch_size, one.action_keys, reads_state=one.reads_state)

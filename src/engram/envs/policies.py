@@ -6,6 +6,7 @@ import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from tensordict.nn.probabilistic import interaction_type as exploration_type
 from torch import Tensor, nn
 
 from engram._overrides import overrides
+from engram.envs.action_checks import action_keys
 from engram.specs import Composite, Spec
 from engram.specs.torchrl import stack_members
 from engram.transforms.base import IDLE
@@ -118,10 +120,12 @@ def own_exploration_type() -> None:
     Raises RuntimeError if this release of tensordict keeps the type elsewhere.
     """
     shared = vars(_probabilistic).get("_interaction_type")
-    if not hasattr(shared, "get_mode") or not hasattr(shared, "set_mode"):
-        raise RuntimeError("this release of tensordict keeps its interaction type in another place; use one up to 0.14")
     if not isinstance(shared, _TypeOfThreads):
         kind = type(shared)
+        if not {"get_mode", "set_mode"} <= vars(kind).keys():
+            raise RuntimeError(
+                "this release of tensordict keeps its interaction type in another place; use one up to 0.14"
+            )
         shared.__class__ = type("ExplorationTypeOfThreads", (_TypeOfThreads, kind), {})  # others hold this object
     _types.own = [None]
 
@@ -185,7 +189,7 @@ class RandomPolicy:
 
 def acts_at_random(policy: Any) -> bool:
     """Whether it is `env.rand_step` or `env.rand_action`, of an environment of any library."""
-    return getattr(policy, "__name__", None) in ("rand_step", "rand_action") and hasattr(policy, "__self__")
+    return isinstance(policy, MethodType) and policy.__name__ in ("rand_step", "rand_action")
 
 
 def random_policy(env: Any) -> RandomPolicy:
@@ -200,7 +204,7 @@ def random_policy(env: Any) -> RandomPolicy:
 
 def written_actions(env: Any) -> list[Any]:
     """The keys that a policy must write: one for each action, or only "action" if all are nested below it."""
-    keys = list(getattr(env, "action_keys", ("action",)))
+    keys = action_keys(env)
     return ["action"] if all((key if isinstance(key, str) else key[0]) == "action" for key in keys) else keys
 
 
@@ -458,7 +462,7 @@ def observation_keys(env: Any) -> list[Any]:
 
 
 def _leaf_keys(spec: Any) -> list[Any]:
-    return list(spec.leaves()) if hasattr(spec, "leaves") else list(spec.keys(True, True))
+    return list(spec.leaves()) if isinstance(spec, Composite) else list(spec.keys(True, True))
 
 
 def zero_outputs(policy: TensorDictPolicy, td: TensorDictBase) -> TensorDictBase:

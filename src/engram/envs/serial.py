@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from engram._advice import advised
 from engram.envs.base import SPEC_NAMES, EnvBase
-from engram.envs.engines import GymEngine
+from engram.envs.engines import GymEngine, HasEngines
 from engram.envs.from_torchrl import as_env
 from engram.processes.timeouts import reject_timeout
 from engram.specs.spaces import EncodedSpaces, common_spaces
@@ -20,7 +21,7 @@ from engram.specs.tensors import usable_device
 
 
 @advised
-class SerialEnv(EnvBase):
+class SerialEnv(EnvBase, HasEngines):
     """`n` environments, stepped one after the other: batch `[n, *batch of one]`.
 
     `make_env` creates one environment, or is a list of n such functions; `create_env_kwargs` are its arguments, or a
@@ -76,7 +77,7 @@ class SerialEnv(EnvBase):
     def engines(self) -> list[GymEngine] | None:
         """The engines that step with raw values, for collectors; None unless all are single gymnasium environments."""
         self.start()
-        members: list[Any] = [getattr(env, "engines", lambda: None)() for env in self._envs]
+        members: list[Any] = [env.engines() if isinstance(env, HasEngines) else None for env in self._envs]
         if type(self) is not SerialEnv or len(self.batch_size) != 1 or None in members:
             return None
         engines: list[GymEngine] = [engine for member in members for engine in member]
@@ -123,7 +124,7 @@ class SerialEnv(EnvBase):
             env.set_seed(seed, static_seed=True)
 
     def random_state(self) -> Any:
-        states = [getattr(env, "random_state", lambda: None)() for env in self._envs]
+        states = [env.random_state() for env in self._envs]
         return None if None in states else states
 
     def set_random_state(self, state: Any) -> None:
@@ -195,8 +196,8 @@ def reject_shared_envs(envs: Iterable[EnvBase], first: int = 0) -> None:
 
 def check_same_specs(index: int, env: Any, first: Any) -> None:
     """Raises ValueError if environment `index` has other specs than the first."""
-    for name in ("batch_size", "device", "observation_spec", "action_spec", "reward_spec", "done_spec", *SPEC_NAMES):
-        value, expected = getattr(env, name), getattr(first, name)
+    names = ("batch_size", "device", "observation_spec", "action_spec", "reward_spec", "done_spec", *SPEC_NAMES)
+    for name, value, expected in zip(names, *(attrgetter(*names)(one) for one in (env, first)), strict=True):
         if value != expected:
             raise ValueError(
                 f"environment {index} has another {name} than environment 0.\n  found:   {value}\n  allowed: {expected}"

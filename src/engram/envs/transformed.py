@@ -59,6 +59,7 @@ class TransformedEnv(EnvBase):
         vars(self)["_base"] = base_env  # the lookup of the module `base_env` is too slow for each step
         self._take_specs(base_env)
         self.batch_locked = base_env.batch_locked
+        self._parts: list[Transform] = []
         self._replace_all(transform)
         if device is not None:
             self.to(device)
@@ -106,8 +107,8 @@ class TransformedEnv(EnvBase):
 
     def _attach(self, parts: list[Transform], n_attached: int, *, is_single: bool = False) -> None:
         """Sets the transforms; the first `n_attached` of them are already attached."""
-        before, specs = getattr(self, "_parts", []), self._base_specs()
-        self._parts: list[Transform] = []  # the attached ones, for the `parent` of the next one
+        before, specs = self._parts, self._base_specs()
+        self._parts = []  # the attached ones, for the `parent` of the next one
         self._parents: dict[int, EnvBase] = {}
         try:
             for i, part in enumerate(parts):
@@ -128,10 +129,8 @@ class TransformedEnv(EnvBase):
             return self._base
         if n not in self._parents:
             parent = object.__new__(type(self))  # copy.copy would attach the transforms to the copy
-            vars(parent).update(vars(self))
-            parent._parts, parent._is_single, parent._parents = self._parts[:n], False, {}
-            vars(parent)["_modules"] = {}
-            parent._specs = dict(self._specs)
+            own = {"_parts": self._parts[:n], "_is_single": False, "_parents": {}, "_modules": {}}
+            vars(parent).update(vars(self), **own, _specs=dict(self._specs))
             parent._update_specs()
             self._parents[n] = parent
         return self._parents[n]
@@ -166,9 +165,13 @@ class TransformedEnv(EnvBase):
                 if calls.inv is not None:
                     self._invs.insert(0, calls.inv)
         self.observation_spec = specs.observation
-        for name, spec in (("action_spec", specs.action), ("reward_spec", specs.reward), ("done_spec", specs.done)):
-            if spec is not getattr(self._base, name):  # specs with several keys do not change
-                setattr(self, name, spec)
+        base = self._base
+        if specs.action is not base.action_spec:  # specs with several keys do not change
+            self.action_spec = specs.action
+        if specs.reward is not base.reward_spec:
+            self.reward_spec = specs.reward
+        if specs.done is not base.done_spec:
+            self.done_spec = specs.done
         added = {key: spec for key, spec in specs.grouped.items() if self.full_reward_spec.get(key) is None}
         for key in added.keys() - self.full_done_spec.leaves().keys():
             self.full_reward_spec = clone_composite(self.full_reward_spec).set(key, added[key])
@@ -333,7 +336,6 @@ class TransformedEnv(EnvBase):
         return f"TransformedEnv(\n    env={self._base!r},\n    transform={self.transform!r})"
 
 
-EnvBase._behind_transform = TransformedEnv
 _UNCHANGED_METHODS = (TransformedEnv._step, TransformedEnv._reset, TransformedEnv.step, TransformedEnv.reset)
 
 

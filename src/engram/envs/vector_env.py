@@ -29,10 +29,10 @@ class VectorStepper:
     and `reset` has not yet returned its first observation.
     """
 
-    def __init__(self, engine: VectorEngine) -> None:
+    def __init__(self, engine: VectorEngine, *, may_lose_episodes: bool = False) -> None:
         self.engine = engine
         self._postpones = engine.autoreset is Autoreset.NEXT_STEP and not engine.can_reset_some
-        self.marks_idle = not engine.can_reset_some or engine.can_lose_episodes
+        self.marks_idle = not engine.can_reset_some or may_lose_episodes
         spec = composite_spec(engine.leaves)
         self.observation_spec = spec.expand(engine.n)
         if self.marks_idle:

@@ -1,6 +1,6 @@
 """Behind a buffer: reading batches, adapters of users' parts, looks at stored rows."""
 
-from engram.data.replay_buffers.reader import BatchReader, Member
+from engram.data.replay_buffers.reader import Member
 from engram.data.replay_buffers.samplers.base import as_sampler
 from engram.data.replay_buffers.samplers.slices import mark_rows
 from engram.data.replay_buffers.state.rebuild import saved_storage
@@ -9,7 +9,6 @@ from engram.data.replay_buffers.writers.round_robin import as_writer
 from engram.transforms.base import WriteRequest
 
 __all__ = [
-    "BatchReader",
     "Member",
     "WriteRequest",
     "as_sampler",

@@ -351,15 +351,21 @@ class Worker:
         """Ends the worker: asks it first, and kills it after `timeout` seconds. A second call does nothing."""
         close_all([self], timeout)
 
-    def _ask_to_end(self) -> None:
+    def begin_close(self) -> Callable[[float], None] | None:
+        """Asks the process to end; returns what waits for it until a time of `time.monotonic`, and then kills it.
+
+        None where it is closed already, or another process's.
+        """
+        if self.is_closed or self._owner != os.getpid():
+            return None
+        self.is_closed = True
         with socket.socket(fileno=os.dup(self._connection.fileno())) as ours, contextlib.suppress(OSError):
-            ours.shutdown(
-                socket.SHUT_WR
-            )  # the worker reads end-of-file even where forks of this process hold the socket
+            # The worker reads end-of-file even where forks of this process hold the socket.
+            ours.shutdown(socket.SHUT_WR)
         self._worker_wakeup.close_remote()
+        return self._end
 
     def _end(self, until: float) -> None:
-        """Waits until a time of `time.monotonic`, then kills."""
         for force in (None, self._process.terminate, self._process.kill):
             if force is not None:
                 force()
@@ -372,6 +378,7 @@ class Worker:
         self._worker_wakeup.close()
         self.wakeup.close()
         self._process.close()
+        _live_workers.discard(self)
 
     def _drain(self, until: float) -> None:
         while self._process.exitcode is None and (left := until - time.monotonic()) > 0:
@@ -444,14 +451,10 @@ def _receive_descriptor(connection: Connection) -> int:
 
 def close_all(workers: Iterable[Worker], timeout: float = CLOSE_TIMEOUT) -> None:
     """Closes workers together: asks all to end before it waits for the first. Skips those that other processes own."""
-    own = [worker for worker in workers if not worker.is_closed and worker._owner == os.getpid()]
-    for worker in own:
-        worker.is_closed = True
-        worker._ask_to_end()
+    waits = [wait for worker in workers if (wait := worker.begin_close()) is not None]
     until = time.monotonic() + timeout
-    for worker in own:
-        worker._end(until)
-        _live_workers.discard(worker)
+    for wait in waits:
+        wait(until)
 
 
 def wait_for_any(workers: Sequence[Worker], timeout: float | None = None) -> list[Worker]:

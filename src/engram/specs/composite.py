@@ -298,7 +298,7 @@ class Composite(Spec):
             if is_one or not leaves_only:
                 entries.append((name, spec))
             if include_nested and isinstance(spec, Composite):
-                inner = spec._listed(True, leaves_only, is_leaf)
+                inner = spec.items(True, leaves_only, is_leaf=is_leaf)
                 entries += [((name, *key_path(key)), part) for key, part in inner]
         return entries
 
@@ -445,7 +445,7 @@ class Composite(Spec):
         if type(other) is not type(self):
             return NotImplemented
         assert isinstance(other, Composite)
-        return (self.shape, self.device, self._entries) == (other.shape, other.device, other._entries)
+        return (self.shape, self.device, self._entries) == (other.shape, other.device, dict(other.items()))
 
     def __hash__(self) -> int:
         return hash((Composite, self.shape, self.device))  # entries may be added while it is a key

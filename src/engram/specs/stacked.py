@@ -58,7 +58,7 @@ def _stacked_leaves(specs: list[Any], dim: int) -> Any:
         return first.with_batch(first.batch_ndim, with_dim)
     same = {(type(one), one.shape, one.dtype, one.device) for one in specs}
     if isinstance(first, Bounded) and len(same) == 1:
-        low, high = (torch.stack([getattr(one, end) for one in specs], dim) for end in ("low", "high"))
+        low, high = (torch.stack(ends, dim) for ends in zip(*((one.low, one.high) for one in specs), strict=True))
         return Bounded(low, high, low.shape, first.device, first.dtype)
     return Stacked(*specs, dim=dim)
 
@@ -449,6 +449,3 @@ class StackedComposite(Composite):
     def __repr__(self) -> str:
         inner = "".join(f"\n{one!r},".replace("\n", "\n    ") for one in self.specs)
         return f"StackedComposite(shape={tuple(self.shape)}, device={self.device}, dim={self.dim},{inner})"
-
-
-Spec._stack = staticmethod(stack_specs)

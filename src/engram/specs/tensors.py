@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from engram._advice import advised
+from engram._providers import PROVIDERS
 from engram.errors import OutsideSpecError
 from engram.specs.torchrl import torchrl_spec
 
@@ -92,14 +93,15 @@ class Spec(ABC):
     shape: torch.Size
     dtype: torch.dtype | None
     device: torch.device | None
-    _stack: Callable[[Sequence[Any], int], Any]  # `stack_specs`, which imports this file
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """`torch.stack(specs, dim)`; no other function of torch takes specs."""
-        return Spec._stack(*args, **(kwargs or {})) if function is torch.stack else NotImplemented
+        if function is not torch.stack:
+            return NotImplemented
+        return PROVIDERS["stack_specs"]()(*args, **(kwargs or {}))
 
     @property
     def ndim(self) -> int:

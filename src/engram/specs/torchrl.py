@@ -37,7 +37,7 @@ def _register(classes: Mapping[str, type], registry: ModuleType) -> None:
     theirs = sys.modules["torchrl.data.tensor_specs"]
     action_spaces = registry.ACTION_SPACE_MAP
     for name, ours in classes.items():
-        of_torchrl = getattr(theirs, name)
+        of_torchrl = vars(theirs)[name]
         of_torchrl.register(ours)
         if of_torchrl in action_spaces:
             action_spaces[ours] = action_spaces[of_torchrl]
@@ -96,7 +96,7 @@ def torchrl_spec(spec: Any) -> Any:
     theirs = sys.modules.get("torchrl.data")
     if theirs is None:
         raise ImportError("to_torchrl makes objects of TorchRL's: `import torchrl.data` first (pip install torchrl)")
-    kind = getattr(theirs, type(spec).__name__, None)
+    kind = vars(theirs).get(type(spec).__name__)
     if kind is None:
         raise TypeError(f"TorchRL has no spec like {type(spec).__name__}; make one of {theirs.__name__} yourself")
     if spec.dtype is None:

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 
 from engram._overrides import overrides
 from engram.pytree import Key, as_keys, copy_containers, has_batch_size, require_tensor, set_entry
-from engram.transforms.base import InvertedTransform, Transform, WriteRequest
+from engram.transforms.base import InvertedTransform, StreamTraits, Transform, WriteRequest
 from engram.transforms.env_specs import EnvSpecs, bounds_of, specs_by_trial
 from engram.transforms.torchrl import TorchRLTransform
 
@@ -57,21 +57,20 @@ class ForeignTransform(Transform, built_in=True):
         TypeError: the object has no inverse that can be called, or cannot be called itself.
     """
 
-    forward_in_order = True
     _has_memory = True
 
     def __init__(self, transform: Any) -> None:
-        name = type(transform).__name__
-        if not callable(transform) and not callable(getattr(transform, "forward", None)):
+        name, methods = type(transform).__name__, _methods(transform)
+        if not methods.keys() & {"__call__", "forward"}:
             raise TypeError(f"a {name} has an inverse for writing, and for reading neither `forward` nor `__call__`")
         self.transform = transform
-        self._inverse = next(name for name in _INVERSES if callable(getattr(transform, name, None)))
+        self._inverse = next(name for name in _INVERSES if name in methods)
         if self._inverse == "_inv_apply_transform" and not hasattr(transform, "in_keys_inv"):
             raise TypeError(
                 f"a {name} has `_inv_apply_transform`, and no `in_keys_inv` that it could change: give it these, "
                 "`_inv_call` or `inv`"
             )
-        self._of_tensordicts = callable(getattr(transform, "_inv_call", None))  # an object in TorchRL's form
+        self._of_tensordicts = "_inv_call" in methods  # an object in TorchRL's form
 
     # ---- reading ----
     def forward(self, batch: Any) -> Any:
@@ -84,12 +83,9 @@ class ForeignTransform(Transform, built_in=True):
         return _has_inverse(self.transform)
 
     @property
-    def inverse_in_order(self) -> bool:  # type: ignore[override]
-        return self._inverts()
-
-    @property
-    def can_flush(self) -> bool:  # type: ignore[override]
-        return not self._inverts()
+    def stream(self) -> StreamTraits:
+        inverts = self._inverts()
+        return StreamTraits(inverse_is_ordered=inverts, forward_is_ordered=True, flushes_all=not inverts)
 
     def inv(self, tensordict: Any) -> Any:
         if not self._inverts():
@@ -174,7 +170,7 @@ def as_transform(transform: Any, invert: bool = False) -> Transform:
                 "change: give it these, `_inv_call` or `inv`"
             )
         return InvertedTransform(transform) if invert else transform
-    has_inverse = any(callable(getattr(transform, name, None)) for name in _INVERSES)
+    has_inverse = not _methods(transform).keys().isdisjoint(_INVERSES)
     if isinstance(transform, type) and (has_inverse or issubclass(transform, Transform)):
         raise TypeError(
             f"a transform is an object, and {transform.__name__} is a class: give {transform.__name__}(...)"
@@ -184,6 +180,12 @@ def as_transform(transform: Any, invert: bool = False) -> Transform:
     if callable(transform):
         return CallableTransform(transform, invert)
     raise TypeError(f"a transform is a Transform or a callable, got a {type(transform).__name__}")
+
+
+def _methods(transform: Any) -> dict[str, Callable[..., Any]]:
+    """Those of a user's object that an adapter may call."""
+    given = ((name, getattr(transform, name, None)) for name in ("__call__", "forward", *_INVERSES))
+    return {name: method for name, method in given if callable(method)}
 
 
 def _inverse_keys(transform: Any) -> tuple[list[Key], list[Key]]:

@@ -9,6 +9,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from engram._advice import absent_member, advised
-from engram._arguments import KeepsArguments
+from engram._arguments import BUILT_IN, KeepsArguments
 from engram._overrides import overrides
 from engram.pytree import (
     Key,
@@ -349,22 +350,22 @@ def apply_to_composite(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any]
         >>> env.observation_spec["sine"].shape
         torch.Size([3])
     """
-    return _by_keys(change, "in_keys", "out_keys")
+    return _by_keys(change, attrgetter("in_keys", "out_keys"))
 
 
 def apply_to_composite_inv(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """`apply_to_composite` for actions: maps specs of `in_keys_inv` to those of `out_keys_inv`."""
-    return _by_keys(change, "in_keys_inv", "out_keys_inv")
+    return _by_keys(change, attrgetter("in_keys_inv", "out_keys_inv"))
 
 
-def _by_keys(change: Callable[[Any, Any], Any], sources: str, targets: str) -> Callable[[Any, Any], Any]:
+def _by_keys(change: Callable[[Any, Any], Any], keys_of: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     @functools.wraps(change)
     def changed(self: Any, spec: Any) -> Any:
         if not isinstance(spec, Composite):
             raise TypeError(f"{change.__name__} of {type(self).__name__} takes a Composite, got {spec}")
         groups = [group for name in _GROUPS if isinstance(group := spec.get(name, None), Composite)] or [spec]
         for group in groups:
-            for source, target in root_pairs(getattr(self, sources), getattr(self, targets)):
+            for source, target in root_pairs(*keys_of(self)):
                 if source in group.leaves():
                     group[target] = change(self, group[source].clone())
         return spec
@@ -505,6 +506,17 @@ class WriteRequest(NamedTuple):
         return w._replace(single=other.single, time_dim=other.time_dim)
 
 
+class StreamTraits(NamedTuple):
+    """How a transform treats consecutive writes.
+
+    What depends on earlier batches is written one batch at a time, and a refused write is undone by `load_state_dict`.
+    """
+
+    inverse_is_ordered: bool  #: whether the result of `inverse_stream` depends on earlier batches
+    forward_is_ordered: bool  #: whether that of `forward_stream` does
+    flushes_all: bool  #: whether `flush` returns all steps that are held back
+
+
 def _sizes(batch: Any) -> tuple[int, ...] | None:
     """The batch dimensions of a TensorDict or tensorclass; None for other data."""
     return tuple(batch.batch_size) if has_batch_size(batch) else None
@@ -550,21 +562,14 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     in_keys_inv: Sequence[Key] = ()
     out_keys_inv: Sequence[Key] = ()
 
-    #: Whether the result of `inverse_stream` (`forward_stream`) depends on earlier batches: the buffer then makes
-    #: one write at a time, and undoes a refused one by `load_state_dict`.
+    # What `stream` says; a class may set them.
     inverse_in_order = False
     forward_in_order = False
-
-    #: Whether `flush` returns all steps that are held back.
     can_flush = True
 
     _overrides: ClassVar[frozenset[str]] = frozenset()  # methods that it has in place of those of `Transform`
     _inverts_by_call = False  # whether `inv` calls `_inv_call`
     _has_memory = False  # whether the inverse may keep steps in attributes from one write to the next
-
-    #: Whether it is one of the library's own classes: loading a state assigns attributes, and changes none in place; an
-    #: exception means that the saved state is damaged. Neither is guaranteed for a user's subclass.
-    built_in = True
 
     #: Whether it changes data on writing, or actions: whether it has an inverse.
     invertible = False
@@ -576,8 +581,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     __setattr__ = object.__setattr__  # type: ignore[assignment]
 
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.built_in = cls._keeps_arguments = built_in
+        super().__init_subclass__(built_in=built_in, **kwargs)
         cls._overrides = own = overrides(cls, Transform)
         if not built_in and "__setattr__" not in own:
             cls.__setattr__ = nn.Module.__setattr__  # type: ignore[method-assign,assignment]
@@ -597,7 +601,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     ) -> None:
         kind = type(self)
         is_keyed = kind._overrides.isdisjoint(_OF_VALUES)
-        self.in_keys, self.out_keys = _pair(in_keys, out_keys, "", must_fit=kind.built_in or is_keyed)
+        self.in_keys, self.out_keys = _pair(in_keys, out_keys, "", must_fit=kind in BUILT_IN or is_keyed)
         self.in_keys_inv, self.out_keys_inv = _pair(in_keys_inv, out_keys_inv, "_inv")
 
     def clone(self: Self) -> Self:
@@ -634,7 +638,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
             raise TypeError(f"the name of a buffer is a string, got a {type(name).__name__}")
         if not name.isidentifier():
             raise KeyError(f"{name!r} cannot be the name of an attribute: use letters, digits and underscores")
-        if name not in self._buffers and (hasattr(type(self), name) or hasattr(self, name)):
+        if name not in self._buffers and name in dir(self):
             raise KeyError(f"{type(self).__name__} has an attribute {name!r} already: choose another name")
         if tensor is not None and not isinstance(tensor, Tensor):
             raise TypeError(f"the buffer {name!r} must be a tensor or None, got a {type(tensor).__name__}")
@@ -768,6 +772,11 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     def _inv_apply_transform(self, value: Tensor) -> Tensor:
         return value
 
+    @property
+    def stream(self) -> StreamTraits:
+        """What a buffer has to know of it before it writes."""
+        return StreamTraits(self.inverse_in_order, self.forward_in_order, self.can_flush)
+
     def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
         """Called by a buffer on each write: `inv` for consecutive batches."""
         if not self._has_memory:
@@ -790,7 +799,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         """Whether a user's class has an `_inv_apply_transform` that is never called, without `in_keys_inv`."""
         own = self._overrides
         has_caller = not own.isdisjoint(("inv", "_inv_call", "inverse_stream"))
-        return not self.built_in and "_inv_apply_transform" in own and not has_caller and not self.in_keys_inv
+        return type(self) not in BUILT_IN and "_inv_apply_transform" in own and not has_caller and not self.in_keys_inv
 
     def _inv_once(self, batch: Any) -> Any:
         """`inv` for data that do not continue the last write, without changing the transform."""
@@ -949,6 +958,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
 
 
+BUILT_IN.add(Transform)
 _INVERTING = ("inv", "_inv_call", "_inv_apply_transform", "inverse_stream")
 _OF_VALUES = ("forward", "_call", "_reset", "_step")
 _OF_SPECS = tuple(
@@ -990,8 +1000,8 @@ class InvertedTransform(Transform, built_in=True):
 
     def __init__(self, transform: Transform) -> None:
         self.transform = transform
-        self.inverse_in_order = transform.forward_in_order
-        self.forward_in_order = transform.inverse_in_order
+        stream = transform.stream
+        self.inverse_in_order, self.forward_in_order = stream.forward_is_ordered, stream.inverse_is_ordered
 
     def for_env(self, specs: EnvSpecs) -> Any:
         raise TypeError(f"{self!r} is for buffers; in an environment exchange in_keys and in_keys_inv instead")
@@ -1136,7 +1146,10 @@ class AttributeMemory:
 def _namespaces(obj: Any) -> list[dict[str, Any]]:
     """The dicts that hold an object's attributes; for an `nn.Module` also its buffers, and those of all its modules."""
     if not isinstance(obj, nn.Module):
-        return [vars(obj)] if hasattr(obj, "__dict__") else []
+        try:
+            return [vars(obj)]
+        except TypeError:  # an object without attributes
+            return []
     if isinstance(obj, Transform):  # a Transform saves its buffers itself
         return [vars(module) for module in obj.modules()]
     return [names for module in obj.modules() for names in (vars(module), module._buffers)]

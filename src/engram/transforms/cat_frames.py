@@ -58,7 +58,7 @@ class CatFrames(TrajectoryTransform, built_in=True):
 
     ACCEPTED_PADDING = ("same", "constant")
     reset_key, mask_key, as_inverse, future = "_reset", None, False, False  #: as TorchRL names them
-    _state_settings = (*TrajectoryTransform._state_settings, "N", "dim")
+    _state_settings = ("in_keys", "out_keys", "done_key", "traj_key", "N", "dim")
 
     def __init__(
         self,

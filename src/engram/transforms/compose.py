@@ -9,10 +9,10 @@ from typing import Any, overload
 
 from torch import nn
 
-from engram._arguments import describe
+from engram._arguments import BUILT_IN, describe
 from engram.pytree import Key
 from engram.transforms.adapters import as_transform
-from engram.transforms.base import Transform, WriteRequest
+from engram.transforms.base import StreamTraits, Transform, WriteRequest
 
 
 def describe_transform(transform: Transform) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Compose(Transform, built_in=True):
         return tensordict
 
     def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
-        return all(t.built_in and t.acts_by_row(row_ndim) for t in self.transforms)
+        return all(type(t) in BUILT_IN and t.acts_by_row(row_ndim) for t in self.transforms)
 
     def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
         for transform in reversed(self.transforms):
@@ -77,16 +77,13 @@ class Compose(Transform, built_in=True):
         return any(t.changes_writes() for t in self.transforms)
 
     @property
-    def can_flush(self) -> bool:  # type: ignore[override]
-        return all(t.can_flush for t in self.transforms)
-
-    @property
-    def inverse_in_order(self) -> bool:  # type: ignore[override]
-        return any(t.inverse_in_order for t in self.transforms)
-
-    @property
-    def forward_in_order(self) -> bool:  # type: ignore[override]
-        return any(t.forward_in_order for t in self.transforms)
+    def stream(self) -> StreamTraits:
+        streams = [transform.stream for transform in self.transforms]
+        return StreamTraits(
+            any(stream.inverse_is_ordered for stream in streams),
+            any(stream.forward_is_ordered for stream in streams),
+            all(stream.flushes_all for stream in streams),
+        )
 
     def parts(self) -> list[Transform]:
         return [part for transform in self.transforms for part in transform.parts()]
@@ -201,7 +198,7 @@ class Compose(Transform, built_in=True):
                 if name not in saved or saved[name] != mine
             ]
             differences += transform.differences(entry["state"])
-            if not differences and transform.built_in:
+            if not differences and type(transform) in BUILT_IN:
                 copy.deepcopy(transform).load_state_dict(entry["state"])  # raises if it cannot be loaded
         return differences
 

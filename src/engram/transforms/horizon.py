@@ -79,7 +79,7 @@ class RandomTruncationTransform(Transform, built_in=True):
 
     def for_env(self, specs: EnvSpecs) -> RandomTruncationTransform:
         own = copy.copy(self)
-        own._horizon = own._is_first = None
+        vars(own).update(_horizon=None, _is_first=None)
         return own
 
     _horizon: Tensor | None = None  # int64, with the shape of the flags

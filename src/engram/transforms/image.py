@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class Resize(Transform, built_in=True):
         if self.w < 1 or self.h < 1:
             raise ValueError(f"w and h must be 1 or more, got {self.w} and {self.h}")
         # The value of image libraries' enums is the name.
-        self.interpolation = str(getattr(interpolation, "value", interpolation))
+        self.interpolation = str(interpolation.value if isinstance(interpolation, Enum) else interpolation)
         if self.interpolation not in _MODES:
             raise ValueError(f"interpolation must be one of {_MODES}, got {interpolation!r}")
         smooth = self.interpolation in ("bilinear", "bicubic")

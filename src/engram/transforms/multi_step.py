@@ -144,7 +144,7 @@ class _Rows(NamedTuple):
                 raise ValueError(
                     f"{format_key(path)} has shape {list(leaf.shape)}; all leaves begin with {dims} batch sizes"
                 )
-        return cls(form, paths, leaves, tuple(shape[:-1]), getattr(batch, "device", None))
+        return cls(form, paths, leaves, tuple(shape[:-1]), batch.device if has_batch_size(batch) else None)
 
     def then(self, later: Any, dims: int) -> _Rows:
         """These steps followed by those of a batch.

@@ -207,9 +207,13 @@ def _parent_class() -> Any:
         def __getattr__(self, name: str) -> Any:
             try:
                 return super().__getattr__(name)
-            except AttributeError:
-                if name.startswith("_") or not hasattr(self.engram_env, "gym_env"):
+            except AttributeError as error:
+                if name.startswith("_") or name == "engram_env":
                     raise
-                return getattr(self.engram_env.gym_env, name)  # as TorchRL's environments of gymnasium do
+                try:
+                    gym_env = self.engram_env.gym_env
+                except AttributeError:
+                    raise error from None
+                return getattr(gym_env, name)  # as TorchRL's environments of gymnasium do
 
     return Parent

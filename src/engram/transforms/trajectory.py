@@ -254,7 +254,7 @@ class TrajectoryTransform(Transform, built_in=True):
     # ---- environments ----
     def for_env(self: Self, specs: EnvSpecs) -> Self:
         own = copy.copy(self)
-        own._carry_over = None
+        vars(own).update(_carry_over=None)
         own._init_env_state(specs)
         return own
 

@@ -67,8 +67,8 @@ NEEDED = {
 # Functions that compute the name of an attribute, and where the name comes from: never from a file.
 COMPUTED = {
     ("_advice.py", "advised"): "the names in the table that stands there, at import",
-    ("checkpoint/encoding.py", ""): "dtypes that stand there, at import",
-    ("interop/torchrl/files.py", ""): "dtypes that stand there, at import",
+    ("_system.py", "advise_disk"): "the functions that call it",
+    ("checkpoint/hooks.py", "_apply"): "names that stand there",
     ("store/episodes.py", "_query"): "the methods that call it",
     ("data/replay_buffers/samplers/base.py", "_call"): "the methods that call it",
     ("data/replay_buffers/samplers/prioritized.py", "__get__"): "the settings that stand there, at import",
@@ -82,7 +82,6 @@ COMPUTED = {
     ("transforms/torchrl.py", "__getattr__"): "the transform, which asks for an attribute of the environment",
     ("transforms/base.py", "state_settings"): "_state_settings of the class",
     ("transforms/base.py", "changed"): "the names of a transform's lists of keys, which stand there",
-    ("data/replay_buffers/buffer.py", "_replace"): "the methods that call it",
 }
 
 # The contracts in `testing` send parts to other processes, and load nothing.

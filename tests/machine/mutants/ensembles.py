@@ -6,7 +6,7 @@ from typing import Any
 
 from engram import _native
 from engram.data import SamplerEnsemble, StorageEnsemble, WriterEnsemble
-from engram.data.replay_buffers import ensemble as together
+from engram.data.replay_buffers import reader
 from machine.mutants.base import Patch, around
 
 
@@ -16,8 +16,8 @@ def draws_the_next_member(choose: Any, sampler: Any, n: int) -> Any:
 
 
 def names_the_next_member(patch: Patch) -> None:
-    original = together.ids_of
-    patch.setattr(together, "ids_of", lambda ids, n: 1 - original(ids, n))
+    original = reader.ids_of
+    patch.setattr(reader, "ids_of", lambda ids, n: 1 - original(ids, n))
     joint = _native.joint_index
 
     def named(drawn: Any, ids: Any) -> Any:

@@ -137,7 +137,7 @@ class BatchWriter:
         transform, storage = self.transform, self._storage
         if not transform.transforms:
             return items
-        if not transform.inverse_in_order:
+        if not transform.stream.inverse_is_ordered:
             return transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, in_place=True)).items
         with storage.mutex:
             if type(items) is list:
@@ -155,7 +155,7 @@ class BatchWriter:
 
     def _write_through(self, items: Any, single: bool, update_priority: bool | None) -> Any:
         transform, storage = self.transform, self._storage
-        if not transform.inverse_in_order:
+        if not transform.stream.inverse_is_ordered:
             made = transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, single))
             with self._writing():
                 slots = self._write_made(made, update_priority)

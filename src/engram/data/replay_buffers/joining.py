@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
+from engram._arguments import BUILT_IN
 from engram.pytree import Key, collate_items, key_path, repeat_per_step
 from engram.store.layout import tensordict_of
 from engram.store.tables import RowTable
@@ -76,7 +77,7 @@ def joint_transform(storage: Storage, transforms: Sequence[Compose]) -> Compose 
         if len(other) != len(first):
             return None
         for a, b in zip(first, other, strict=True):
-            if a is not b and not (a.built_in and a.does_the_same(b)):
+            if a is not b and not (type(a) in BUILT_IN and a.does_the_same(b)):
                 return None
 
     def row_ndim(key: Key) -> int | None:

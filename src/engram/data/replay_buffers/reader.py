@@ -198,10 +198,7 @@ class Member:
             batch, overwritten, absent, generation = storage.read(draw.slots, None, extra, generations)
         if storage._incarnation != draw.incarnation:
             return None
-        if draw.seen is not None:
-            overwritten = draw.seen.stale(draw.store, draw.slots) or overwritten
-        lost = [] if overwritten is None and absent is None else sorted({*(overwritten or ()), *(absent or ())})
-        return batch, lost, absent, generation
+        return batch, draw.lost(overwritten, absent), absent, generation
 
     def _read_again(self, draw: Draw, lost: list[int], generations: bool) -> tuple[Draw, Any, Tensor | None] | None:
         """Draw, batch and generations with other rows at the positions whose rows do not exist any more."""
@@ -567,7 +564,7 @@ class BatchReader:
         batch, generation = read.batch, read.sequences
         if read.overwritten is not None or read.absent is not None:
             return None  # rows that are gone are drawn anew by their own member
-        if any(draw.seen is not None and draw.seen.stale(draw.store, draw.slots) for draw in draws):
+        if any(draw.lost(None, None) for draw in draws):
             return None
         parts = read.parts or []
         if generation is not None:

@@ -43,6 +43,7 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
         True
     """
 
+    _entries = staticmethod(index_and_weight)
     _make_default_writer = TensorDictRoundRobinWriter
 
     def __init__(
@@ -56,19 +57,10 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
         self._priority_key = priority_key
         super().__init__(capacity, **kwargs)
 
-    def _settings(self) -> dict[str, Any]:
-        return {**super()._settings(), "priority_key": self._priority_key}
-
     @property
     def priority_key(self) -> str:
         key: str = self._priority_key
         return key
-
-    @property
-    def _attaches(self) -> bool:
-        return True
-
-    _attach = staticmethod(index_and_weight)
 
     extend = with_argument(ReplayBuffer.extend, "data", "tensordicts")
 

@@ -156,8 +156,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     lock: Any = _NO_LOCK
 
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._built_in = cls._keeps_arguments = built_in
+        super().__init_subclass__(built_in=built_in, **kwargs)
+        cls._built_in = built_in
         own = overrides(cls, Sampler)
         if "_empty" in vars(cls) and "empty" not in own:
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]

@@ -101,6 +101,12 @@ class Draw:
     ) -> None:
         self.index, self.slots, self.info, self.kind, self.again = index, slots, info, kind, again
 
+    def lost(self, overwritten: list[int] | None, absent: list[int] | None) -> list[int]:
+        """The positions of rows that are not the drawn ones any more, after a read that found these gone."""
+        if self.seen is not None:
+            overwritten = self.seen.stale(self.store, self.slots) or overwritten
+        return [] if overwritten is None and absent is None else sorted({*(overwritten or ()), *(absent or ())})
+
     def append(self, more: Draw) -> None:
         """Adds the rows of another draw, whose info takes the place of this one's."""
         parts = zip(*(one.index if isinstance(one.index, tuple) else (one.index,) for one in (self, more)), strict=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from engram._arguments import BUILT_IN
 from engram._text import log
 from engram.transforms.compose import Compose
 
@@ -125,9 +126,36 @@ def saved_transforms(compose: Compose) -> SavedTransforms:
     """The transforms of a buffer, as they are saved and loaded."""
     members: list[SavedPart] = []
     for one in compose.transforms:
-        alone = SavedPart(one, one.kind, is_ours=one.built_in)
+        alone = SavedPart(one, one.kind, is_ours=type(one) in BUILT_IN)
         members.append(saved_transforms(one) if isinstance(one, Compose) else alone)
-    return SavedTransforms(compose, None, is_ours=compose.built_in, members=members)
+    return SavedTransforms(compose, None, is_ours=type(compose) in BUILT_IN, members=members)
+
+
+class SavedTransformsOfEach(SavedPart):
+    """The common transform of an ensemble, and those of its members."""
+
+    def __init__(self, each: list[Compose]) -> None:
+        super().__init__(each[0], None, is_ours=True, members=[saved_transforms(one) for one in each])
+
+    def state(self, storage: Any) -> Any:
+        return {"each": [each.state(storage) for each in self.members]}
+
+    def differences(self, state: Any) -> list[str]:
+        if state is None:
+            return []
+        saved = state.get("each", [])
+        if len(saved) != len(self.members):
+            here, there = len(self.members) - 1, len(saved) - 1
+            return [f"the ensemble has transforms of {here} members here, of {there} there"]
+        return [what for mine, one in zip(self.members, saved, strict=True) for what in mine.differences(one)]
+
+    def load(self, state: Any) -> None:
+        for i, each in enumerate(self.members):
+            each.load(None if state is None else state["each"][i])
+
+    def empty(self) -> None:
+        for each in self.members:
+            each.empty()
 
 
 class SavedEnsemble(SavedPart):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from engram import transforms
-from engram._arguments import MissingPartError, restored
+from engram._arguments import BUILT_IN, MissingPartError, restored
 from engram._text import visible
 from engram.checkpoint.directory import HOOKED
 from engram.checkpoint.reader import Checkpoint
@@ -66,7 +66,7 @@ _WRITERS = _by_name(writers, Writer, WriterEnsemble)
 _TRANSFORMS: dict[str, Any] = {
     name: kind
     for name, kind in {**transforms.__dict__, "InvertedTransform": InvertedTransform}.items()
-    if isinstance(kind, type) and issubclass(kind, Transform) and kind._keeps_arguments
+    if isinstance(kind, type) and issubclass(kind, Transform) and kind in BUILT_IN
 }
 # Each with the base whose constructor takes any sampler.
 _BUFFERS: dict[str, tuple[Any, Any]] = {
@@ -134,7 +134,7 @@ def load(
     if storage is None:
         storage = _storage_like(description, path, name, missing)
     buffer = made.buffer(storage, torch.Generator() if has_generator else None)
-    with buffer._undisturbed():
+    with buffer._parts.undisturbed():
         loaded = tuple(part for part in PARTS if part not in made.left_out)
         load_buffer(buffer._saved_form, Path(path), name, loaded, made.loadable_states)
     if missing:
