@@ -776,11 +776,11 @@ class TestNativeBatches:
                 torch.manual_seed(round_)
                 with monkeypatch.context() as patch:
                     if way == "one by one":
-                        patch.setattr(rb._reader, "_reads_at_once", False)
-                    batch = rb._reader.batch(rb.batch_size, only_native=True) if way == "native" else None
+                        patch.setattr(rb._parts.reader, "_reads_at_once", False)
+                    batch = rb._parts.reader.batch(rb.batch_size, only_native=True) if way == "native" else None
                     info = {}
                     if batch is None:
-                        batch, info = rb._reader.sample(rb.batch_size, generations=True)
+                        batch, info = rb._parts.reader.sample(rb.batch_size, generations=True)
                 assert (way == "native") == (not info)
                 batches.append((batch, torch.get_rng_state()))
             (first, state), *others = batches

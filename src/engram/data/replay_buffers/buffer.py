@@ -27,7 +27,7 @@ from engram._text import warn_user
 from engram.checkpoint.protocols import StorageCheckpointerBase
 from engram.data.replay_buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
 from engram.data.replay_buffers.dataset import BatchDataset
-from engram.data.replay_buffers.delayed import delay
+from engram.data.replay_buffers.delayed import delay, is_delayed
 from engram.data.replay_buffers.in_place import change_entries, grid_index, in_index_order, is_int
 from engram.data.replay_buffers.parts import BufferParts, Entries, PartSettings
 from engram.data.replay_buffers.reader import MANY_ROWS
@@ -261,7 +261,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     @property
     def initialized(self) -> bool:
         """Whether the parts are made, which `delayed_init=True` puts off to the first use."""
-        return "_delayed" not in self.__dict__
+        return not is_delayed(self)
 
     @classmethod
     def open(
