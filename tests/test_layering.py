@@ -269,7 +269,7 @@ WALLS = {
     "copy and pickle dunders": 23,
     "constructors of 20 arguments": 4,
     "probes by identity of a method": 2,
-    "hasattr and getattr": 101,
+    "hasattr and getattr": 92,
     "classes of 45 methods": 11,
     "uses of another object's private name": 158,
     "class flags that others ask": 8,
