@@ -776,11 +776,11 @@ class TestNativeBatches:
                 torch.manual_seed(round_)
                 with monkeypatch.context() as patch:
                     if way == "one by one":
-                        patch.setattr(rb._reader, "_reads_at_once", False)
-                    batch = rb._reader.batch(rb.batch_size, only_native=True) if way == "native" else None
+                        patch.setattr(rb._parts.reader, "_reads_at_once", False)
+                    batch = rb._parts.reader.batch(rb.batch_size, only_native=True) if way == "native" else None
                     info = {}
                     if batch is None:
-                        batch, info = rb._reader.sample(rb.batch_size, generations=True)
+                        batch, info = rb._parts.reader.sample(rb.batch_size, generations=True)
                 assert (way == "native") == (not info)
                 batches.append((batch, torch.get_rng_state()))
             (first, state), *others = batches
@@ -857,7 +857,7 @@ class TestNativeBatches:
     def test_what_does_not_fit_together_is_refused(self):
         rb = ensemble()
         rb.sample()
-        members = [(one.sampler._native_draw(one.storage), one.sampler) for one in rb._parts.reader.members]
+        members = [(one.plan.native, one.sampler) for one in rb._parts.reader.members]
         sources = [one.storage.native.source for one in rb._parts.reader.members]
         maker = _native.BatchMaker(members, rb._parts.reader.sampler)
         assert maker.sample(sources, 12).batch_size == (2, 6)

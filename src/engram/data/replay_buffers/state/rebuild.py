@@ -24,7 +24,7 @@ from engram.data.replay_buffers.checkpointers import (
     StorageCheckpointerBase,
     StorageEnsembleCheckpointer,
 )
-from engram.data.replay_buffers.samplers import Sampler, SamplerEnsemble
+from engram.data.replay_buffers.samplers import PrioritizedSampler, Sampler, SamplerEnsemble
 from engram.data.replay_buffers.state.buffers import PARTS, load_buffer
 from engram.data.replay_buffers.storages import (
     LazyMemmapStorage,
@@ -191,7 +191,7 @@ class _Parts:
             self.left_out.append("sampler")
             return None
         for name in _MUTABLE:
-            if name in state and hasattr(sampler, name):
+            if name in state and isinstance(sampler, PrioritizedSampler):
                 setattr(sampler, name, state[name])
         return sampler
 
