@@ -26,8 +26,8 @@ class Power {
 
   [[gnu::always_inline]] void raise(Numbers& x) const {
     const Numbers none{};
-    // x = a 2^-(offset - 2^52 - 1023) with a normal a. A subnormal x is taken as the integer that its bits are: a thread
-    // may be set to treat it as 0.
+    // x = a 2^-(offset - 2^52 - 1023) with a normal a. The bits of a subnormal x are read as an integer, because a thread may
+    // be set to treat subnormal numbers as 0.
     const Mask subnormal = x < std::numeric_limits<double>::min();
     const Numbers a = subnormal ? (Numbers)((Bits)x | kTwo52) - 0x1p52 : x;
     const Numbers offset = subnormal ? none + (0x1p52 + 1023 + 1074) : none + (0x1p52 + 1023);
