@@ -152,7 +152,7 @@ class BatchForm {
 
   const std::vector<size_t>& outside() const { return outside_; }  // the leaves that have no place in the batch
 
-  // Adds an entry at the root, if batches have keys, whatever the dimensions of the batch there.
+  // Adds an entry at the root, if batches have keys, regardless of the batch dimensions there.
   void add_to_root(const nb::object& key, Entry entry) {
     if (has_keys_) put(root_, key, entry);
   }

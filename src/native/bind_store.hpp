@@ -468,7 +468,7 @@ class Replacement {
       : store_(store), writer_(store), leaves_(plan.leaves) {
     store.must_be_writable();
     const SlotsArg given(nb::borrow(slots_in));
-    slots_.assign(given.data, given.data + given.n);  // a copy, so that what is checked is what is written
+    slots_.assign(given.data, given.data + given.n);  // a copy, so that the checked slots are the ones that are written
     if (!rows_in.is_none()) {
       const SlotsArg chosen(nb::borrow(rows_in));
       rows_.assign(chosen.data, chosen.data + chosen.n);

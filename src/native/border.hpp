@@ -18,9 +18,9 @@ struct LeafSource {
   }
 };
 
-// The `next` entries of a step hold the observation that follows it. If the newest stored step is not done, and the first
-// new step differs from them, steps of another source begin: a seam, whatever the ids say. If it is done and both steps
-// have the same trajectory id, two sources used the same ids: also a seam.
+// The `next` entries of a step hold the observation that follows it. If the newest stored step is not done, and the first new
+// step differs from them, steps of another source begin: a seam, regardless of the ids. If it is done and both steps have the
+// same trajectory id, two sources used the same ids: also a seam.
 //
 // An entry that exists at the root and under `next` is evidence only if it agreed between the last two steps of one
 // trajectory: in n-step rows, and where a transform changes one side only, it never agrees.

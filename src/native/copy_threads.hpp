@@ -26,7 +26,7 @@
 namespace engram {
 
 // Copies the rows of one batch into its memory, in pieces, by any number of threads. The first piece looks up which rows exist,
-// the last one detects which were overwritten meanwhile. The store, the slots and the memory must live until `cancel` has
+// and the last one detects which were overwritten meanwhile. The store, the slots and the memory must live until `cancel` has
 // returned.
 class RowCopy {
  public:

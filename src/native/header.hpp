@@ -1,4 +1,4 @@
-// The first pages of a store, byte for byte: plain memory, shared memory and files have the same.
+// The first pages of a store, byte for byte the same in plain memory, shared memory and files.
 // docs/store-format.md and docs/memory-model.md describe each field; moving a field needs a new version number.
 #pragma once
 #include <atomic>

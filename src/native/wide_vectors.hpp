@@ -2,8 +2,8 @@
 #pragma once
 
 // Compiled once more for processors with wider registers; the loader chooses the version when the library is loaded. Not under
-// sanitizers, which are not ready by then. Defined with ENGRAM_CHOOSES_VECTORS: functions of one name may be written for each
-// of these targets.
+// sanitizers, which are not initialised at that time. Defined with ENGRAM_CHOOSES_VECTORS: functions of one name may be written
+// for each of these targets.
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12 && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define ENGRAM_CHOOSES_VECTORS
