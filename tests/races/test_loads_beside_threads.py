@@ -33,6 +33,7 @@ from engram.data import (
 )
 from engram.data.replay_buffers.samplers.base import WorkerShare
 from engram.data.replay_buffers.samplers.runs import mark
+from engram.store.items import ItemTable
 from engram.store.tables import RowTable
 
 ROWS = 64
@@ -258,7 +259,7 @@ def test_threads_see_the_old_state_or_the_new_one(kind, prefetch, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["prioritized", "epochs", "prioritized, list", "ensemble"])
-def test_threads_see_the_old_state_or_the_new_one_of_states_in_memory(kind, tmp_path):
+def test_threads_see_old_or_new_state_loaded_from_memory(kind, tmp_path):
     load_again_and_again(KINDS[kind], tmp_path, 40, in_memory=True)
 
 
@@ -295,23 +296,42 @@ def ten_thousand(path, loads):
 
 
 @pytest.mark.quick
-def test_a_hundred_loads_beside_those_who_sample_update_and_read_priorities(tmp_path):
+def test_hundred_loads_beside_sampling_and_priority_updates(tmp_path):
     ten_thousand(tmp_path, 100)
 
 
 @pytest.mark.long
-def test_ten_thousand_loads_beside_those_who_sample_update_and_read_priorities(tmp_path):
+def test_ten_thousand_loads_beside_sampling_and_priority_updates(tmp_path):
     print(ten_thousand(tmp_path, 10_000))
 
 
 # ---- every method of every sampler ----
 def _draw_again(sampler, storage):
+    plan = sampler.draw_plan(storage)
+    assert plan.most_rows(8) <= 8
+    if plan.check_rows is not None:
+        plan.check_rows(0)
     with sampler.lock:
-        draw = sampler._draw_batch(storage, 8).redraw([0, 3])
+        draw = plan.draw(8).redraw([0, 3])
     if draw.seen is not None:
         draw.seen.stale(draw.store, draw.slots)
     if draw.runs is not None:
         mark(steps(1, len(draw.slots)), draw.marks, draw.runs, draw.flags)  # the last of an epoch can be shorter
+
+
+def _put_back(sampler, storage):
+    plan = sampler.draw_plan(storage)
+    cursor = plan.cursor()
+    sampler.sample(storage, 8)
+    plan.put_back(cursor)
+
+
+def _saved_form(sampler, storage):
+    form = sampler.saved_form
+    state = form.state(storage)
+    form.differences(state)
+    form.check(state, storage)
+    form.find(storage)
 
 
 def _totals(sampler, storage):
@@ -340,12 +360,6 @@ def _loads(sampler, storage):
         sampler.loads(folder)
 
 
-def _set_cursor(sampler, storage):
-    cursor = sampler._get_cursor()
-    sampler.sample(storage, 8)
-    sampler._set_cursor(cursor)
-
-
 METHODS = {
     "sample": lambda s, st: s.sample(st, 8),
     "check_storage": lambda s, st: s.check_storage(st),
@@ -364,34 +378,26 @@ METHODS = {
     "dumps": _dumps,
     "loads": _loads,
     # what other parts of a buffer ask of it
-    "_native_draw": lambda s, st: s._native_draw(st),
-    "_check_batch_size": lambda s, st: s._check_batch_size(8, st),
-    "_limits": lambda s, st: s._limits(st),
-    "_check_rows": lambda s, st: s._check_rows(st, 0),
     "_check_sending": _check_sending,
+    "draw_plan": _draw_again,
     "_draw_batch": _draw_again,
-    "_find": lambda s, st: s._find(st),
-    "_sync": lambda s, st: s._sync(st),
+    "_cursor": _put_back,
+    "_put_back": _put_back,
+    "saved_form": _saved_form,
     "_draw_seed": lambda s, st: s._draw_seed(st, st.lanes),
     "_config": lambda s, st: s._config(),
-    "_differences": lambda s, st: s._differences(s.state_dict()),
-    "_check_state": lambda s, st: s._check_state(s.state_dict(), st),
-    "_get_cursor": lambda s, st: s._get_cursor(),
-    "_set_cursor": _set_cursor,
-    "_max_rows": lambda s, st: s._max_rows(st, 8),
     "totals": _totals,
     "raise_new_priority": lambda s, st: s.raise_new_priority(0.5, storage=st),
     "set_epoch": lambda s, st: s.set_epoch(1),
     "_split_among_workers": _split,
 }
-OF_LOADS = {"_rebase"}  # called by a load, which keeps others out
 
 
 def methods_of(sampler):
     """What users call, and what the other parts of a buffer do."""
     of_users = {n for n, _ in inspect.getmembers(type(sampler), inspect.isfunction) if not n.startswith("_")}
     of_parts = {n for n, m in vars(Sampler).items() if inspect.isfunction(m) and not n.startswith("__")}
-    return (of_users | of_parts) - OF_LOADS
+    return of_users | of_parts | {"saved_form"}
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -421,7 +427,7 @@ def test_sampler_methods_beside_loads(name, tmp_path):
     rb.sample()
 
 
-def test_the_members_of_a_sampler_ensemble_are_kept_out_too(tmp_path):
+def test_sampler_ensemble_members_beside_loads(tmp_path):
     def make():
         rbs = [buffer() for _ in range(2)]
         return ReplayBufferEnsemble(*rbs, batch_size=8)
@@ -439,8 +445,8 @@ def test_the_members_of_a_sampler_ensemble_are_kept_out_too(tmp_path):
     def draw():
         sampler.sample(rb.storage, 8)
 
-    works = [update_all, draw, sampler.state_dict, lambda: sampler._set_cursor(sampler._get_cursor())]
-    with Threads(*works, lambda: sampler._sync(rb.storage)) as threads:
+    works = [update_all, draw, sampler.state_dict, lambda: rb._parts.reader.put_back(rb._parts.reader.cursor())]
+    with Threads(*works, lambda: sampler.saved_form.sync(rb.storage)) as threads:
         for k in range(30):
             rb.loads(tmp_path / str(STATES[k % 3]))
             if threads.failed:
@@ -449,7 +455,7 @@ def test_the_members_of_a_sampler_ensemble_are_kept_out_too(tmp_path):
 
 # ---- rows alone ----
 @pytest.mark.parametrize("name", STORAGES)
-def test_all_rows_are_read_as_they_were_before_empty_or_as_none(name):
+def test_read_beside_empty_returns_all_rows_or_none(name):
     rb = TensorDictReplayBuffer(storage=STORAGES[name](), batch_size=16)
     rb.extend(steps(1))
 
@@ -551,7 +557,12 @@ def test_a_batch_that_was_drawn_before_a_load_is_drawn_anew_after_it(when, make,
         rb.append_transform(transform)
     else:
         which = members(rb)[-1 if when == "between members" else 0]
-        ways = ((type(which.storage), "read"), (RowTable, "read_many"), (ListStorage, "_read_items"))
+        ways = (
+            (type(which.storage), "read"),
+            (RowTable, "read_many"),
+            (ItemTable, "read_batch"),
+            (ItemTable, "read_own"),
+        )
         for kind, name in ways:
             read = getattr(kind, name)
             monkeypatch.setattr(kind, name, lambda *args, read=read, **more: (load_once(), read(*args, **more))[1])
@@ -607,7 +618,7 @@ class Telling(RandomSampler):
 
 
 @pytest.mark.parametrize("storage", ["memory", "mapped", "list", "columns"])
-def test_what_a_sampler_said_of_its_draw_is_said_of_the_rows_that_come(storage, tmp_path, monkeypatch):
+def test_sampler_info_describes_the_returned_rows(storage, tmp_path, monkeypatch):
     rb = TensorDictReplayBuffer(storage=STORAGES[storage](), sampler=Telling(), batch_size=16)
     for number in (1, 2):
         rb.empty()
@@ -627,9 +638,9 @@ def test_what_a_sampler_said_of_its_draw_is_said_of_the_rows_that_come(storage, 
         drawn.append(made)
         return made
 
-    way = "_read_items" if kind is ListStorage else "read"
-    read = getattr(kind, way)
-    monkeypatch.setattr(kind, way, load_then_read)
+    reads, way = (ItemTable, "read_batch") if kind is ListStorage else (kind, "read")
+    read = getattr(reads, way)
+    monkeypatch.setattr(reads, way, load_then_read)
     monkeypatch.setattr(Telling, "sample", sample_then_note)
     batch, info = rb.sample(return_info=True)
     assert the_one(batch["n"]) == the_one(info["number"]) == 2
@@ -684,7 +695,7 @@ class Loading:
 
 @pytest.mark.parametrize("what", WAITING)
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_who_asks_in_the_middle_of_a_load_waits_for_its_end(what, name, tmp_path, monkeypatch):
+def test_call_during_a_load_waits_for_its_end(what, name, tmp_path, monkeypatch):
     rb = buffer(name)
     loading = Loading(rb, tmp_path, monkeypatch)
     loading.begin()

@@ -20,7 +20,7 @@ from engram.data.replay_buffers.joining import (
     stack_batches,
     transform_parts,
 )
-from engram.data.replay_buffers.reuse import PREVENT_REUSE, why_not_reusable
+from engram.data.replay_buffers.reuse import PREVENT_REUSE, may_reuse, why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.samplers.draw import Draw, is_per_row
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, choose_checked, ids_of, joined
@@ -83,11 +83,12 @@ class Member:
         self.transform = Compose() if transform is None else transform
         self.collate_fn = collate_fn
         self.with_generation = with_generation
+        self.plan = plan = sampler.draw_plan(storage)
         #: Whether batches get the entries that a sampler of a user's own has for each row in its info.
-        self.attaches_info = attach is not None and not sampler._built_in
-        self.attach = attach if attach is None or sampler._built_in else partial(_attach_per_row, attach)
+        self.attaches_info = attach is not None and not plan.is_ours
+        self.attach = attach if attach is None or plan.is_ours else partial(_attach_per_row, attach)
         self.draws = 0  # so far: who undoes one must know that it was the last
-        self._keeps_items = storage._holds_items
+        self._items = storage.item_reader
         self._stacks_items = collate_fn is collate_items
 
     @property
@@ -104,12 +105,12 @@ class Member:
 
         A table, which is made later, says by `native` whether the call can read it.
         """
-        storage, sampler = self.storage, self.sampler
+        storage, plan = self.storage, self.plan
         reads_plainly = storage.ndim == 1 and isinstance(storage, TableStorage) and self.collate_fn is None
         entries_are_ours = self.attach is None or self.attach is index_and_weight
-        if not (reads_plainly and sampler._built_in and entries_are_ours):
+        if not (reads_plainly and plan.is_ours and entries_are_ours):
             return None
-        draw = sampler._native_draw(storage)
+        draw = plan.native
         # Where only the store's counters are asked, another process may be replacing what else would be read.
         return None if draw is None or (storage.read_only and not draw.asks_counters_only) else draw
 
@@ -122,11 +123,9 @@ class Member:
             incarnation = storage._incarnation  # before the draw: a load that comes in between makes us draw anew
             draw: Draw
             if storage.read_only:
-                draw = storage._validated(
-                    lambda: sampler._draw_batch(storage, n), errors_only=not sampler._can_repeat_draws
-                )
+                draw = storage._validated(lambda: self.plan.draw(n), errors_only=not self.plan.can_repeat)
             else:
-                draw = sampler._draw_batch(storage, n)
+                draw = self.plan.draw(n)
             draw.last, draw.incarnation = sampler.ran_out, incarnation
         return draw
 
@@ -163,7 +162,7 @@ class Member:
             draw, batch, generation = again
             index, info = draw.index, draw.info
             extra = None if attach is None else attach(index, info)
-            if not self._keeps_items:  # items get them when they are one batch
+            if self._items is None:  # items get them when they are one batch
                 for key, value in (extra or {}).items():
                     set_per_item(batch, key, value)
         collate = self.collate_fn
@@ -171,7 +170,7 @@ class Member:
             batch, collate = self._collate_items(collate, batch, extra), None
         if draw.runs is not None:
             info.update(mark(batch, draw.marks, draw.runs, draw.flags))
-        if collate is not None and not self._keeps_items:  # items are a batch by now, with these entries
+        if collate is not None and self._items is None:  # items are a batch by now, with these entries
             batch = collate(batch)
         if generation is not None and self.with_generation:
             info["index_generation"] = generation
@@ -193,10 +192,13 @@ class Member:
         """
         storage = self.storage
         # Positional: the hot path.
-        if self._keeps_items:
-            batch, overwritten, absent, generation = storage._read_items(draw.slots, extra, generations, collated)
-        else:
+        items = self._items
+        if items is None:
             batch, overwritten, absent, generation = storage.read(draw.slots, None, extra, generations)
+        elif collated:
+            batch, overwritten, absent, generation = items.read_batch(draw.slots, extra, generations)
+        else:
+            batch, overwritten, absent, generation = items.read_own(draw.slots, generations, may_reuse())
         if storage._incarnation != draw.incarnation:
             return None
         return batch, draw.lost(overwritten, absent), absent, generation
@@ -220,7 +222,7 @@ class Member:
             if not lost:
                 draw.index = storage.from_slots(draw.slots)
                 return draw, batch, generation
-        if absent is not None and not sampler._built_in:
+        if absent is not None and not self.plan.is_ours:
             raise IndexError(
                 f"{draw.kind}.sample returns slot {int(draw.slots[absent[0]])}, which holds no row; {len(storage)} "
                 "are stored"
@@ -228,7 +230,7 @@ class Member:
         raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
 
     def _collate_items(self, collate: Callable[[Any], Any], items: list[Any], extra: dict[str, Any] | None) -> Any:
-        if not self._keeps_items and not self._stacks_items:
+        if self._items is None and not self._stacks_items:
             items = [clone(item) for item in items]  # which a collate function of the user's own may change
         batch = collate(items)
         if isinstance(batch, TensorDictBase | dict):
@@ -264,7 +266,7 @@ class BatchReader:
         self.collate_fn: Any = members[0].collate_fn if chooser is None else collate_fn
         self._storage = members[0].storage
         self._chooser = chooser
-        self._has_epochs = any(member.sampler._has_epochs for member in members)
+        self._has_epochs = any(member.plan.has_epochs for member in members)
         self._joined = () if chooser is None else members  # each through its own transform before
         self._attaches = all(member.attach is not None for member in members)
         # Whether rows of all members can go straight into one batch.
@@ -308,7 +310,7 @@ class BatchReader:
 
     def check_room(self, n: int) -> None:
         """OutOfMemoryError where a batch of n rows cannot be held, before anything is drawn."""
-        rows = self.sampler._max_rows(self._storage, n) if n < BEYOND_MEMORY else n
+        rows = self.members[0].plan.most_rows(n) if self._chooser is None and n < BEYOND_MEMORY else n
         if rows is not None:
             refuse_if_too_many(rows, max(member.row_bytes for member in self.members), n)
 
@@ -397,7 +399,7 @@ class BatchReader:
                 # Held until the rows are copied: nobody draws the rows behind those that are to be drawn again.
                 with self.lock:
                     self.members[0].draws += 1
-                    before = self._draws(), self.sampler._get_cursor()
+                    before = self._draws(), self.cursor()
                     try:
                         batch = self._maker.sample(sources, n, as_numpy)
                     finally:
@@ -480,7 +482,7 @@ class BatchReader:
             try:
                 if self._has_epochs:
                     with self.lock:
-                        cursor = self.sampler._get_cursor()
+                        cursor = self.cursor()
                         try:
                             draws = self.draw(n)
                         finally:
@@ -494,6 +496,19 @@ class BatchReader:
             if batch_and_info is not None:
                 return batch_and_info, any(draw.last for draw in draws)
 
+    def cursor(self) -> list[Any]:
+        """What a draw changes in the members' samplers, for `put_back`. The caller holds the lock."""
+        cursors = []
+        for member in self.members:
+            with member.sampler.lock:
+                cursors.append(member.plan.cursor())
+        return cursors
+
+    def put_back(self, cursors: list[Any]) -> None:
+        """Puts the members' samplers back to where they stood at a cursor, to draw the same again."""
+        for member, cursor in zip(self.members, cursors, strict=True):
+            member.plan.put_back(cursor)
+
     def _draws(self) -> int:
         return sum(member.draws for member in self.members)
 
@@ -505,7 +520,7 @@ class BatchReader:
         if before is not None:
             with self.lock:
                 if self._draws() == before[0]:
-                    self.sampler._set_cursor(before[1])
+                    self.put_back(before[1])
 
     def read(self, draws: list[Draw], generations: bool) -> tuple[Any, dict[str, Any]] | None:
         """The batch of what was drawn, and its info; None: all rows of a storage were replaced by others since then."""
