@@ -87,7 +87,8 @@ def test_rows_overwritten_after_the_counters_were_read_are_waited_for(
             ends.append(begin_overwriting(job))
         return selection
 
-    monkeypatch.setattr(base, "select", select_then_overwrite)
+    for module in (base, indexing):
+        monkeypatch.setattr(module, "select", select_then_overwrite)
     monkeypatch.setattr(indexing.time, "sleep", lambda seconds: ends[0]())
     assert text(read(rb)) == expected and ends
 
