@@ -34,6 +34,7 @@ LAYERS = [
         f"{BUFFERS}.delayed",
         f"{BUFFERS}.in_place",
         f"{BUFFERS}.joining",
+        f"{BUFFERS}.parts",
         f"{BUFFERS}.prefetch",
         f"{BUFFERS}.reader",
         f"{BUFFERS}.state.buffers",
@@ -265,13 +266,13 @@ def test_there_is_one_logger():
 
 #: What `make walls` counted last: none of it may grow, and where it shrinks, the new number goes here.
 WALLS = {
-    "copy and pickle dunders": 31,
+    "copy and pickle dunders": 23,
     "constructors of 20 arguments": 4,
     "probes by identity of a method": 2,
-    "hasattr and getattr": 116,
+    "hasattr and getattr": 101,
     "classes of 45 methods": 11,
-    "uses of another object's private name": 163,
-    "class flags that others ask": 9,
+    "uses of another object's private name": 158,
+    "class flags that others ask": 8,
 }
 
 

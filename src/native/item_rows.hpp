@@ -11,51 +11,26 @@
 #include <utility>
 #include <vector>
 
-#include "bind_store.hpp"
+#include "push.hpp"
 #include "reuse.hpp"
 
 namespace engram {
 
-// New tensors [lead..., ...] for each leaf of a codec, big ones in memory of their own.
-class OutLeaves {
- public:
-  OutLeaves(const Codec& codec, const std::vector<int64_t>& lead, size_t n) : codec_(codec), shared_(codec.leaves().size()) {
-    bool any_shared = false;
-    for (const Leaf& leaf : codec.leaves()) {
-      if (leaf.bytes > kMostBytes / std::max<size_t>(1, n)) throw std::bad_alloc();
-      const size_t size = leaf.bytes * n;
-      if ((bytes_ += size) > kMostBytes) throw std::bad_alloc();
-      OutBlock* block = size >= kBigLeaf ? own_.emplace_back(std::make_unique<OutBlock>()).get() : &shared_;
-      any_shared |= block == &shared_;
-      where_.emplace_back(block, block->plan(leaf.dtype, lead.data(), lead.size(), leaf.shape, size));
-    }
-    if (any_shared) shared_.take();
-    for (auto& block : own_) block->take();
-    tensors_.reserve(where_.size());
-    for (auto [block, i] : where_) tensors_.push_back(block->make(i));  // may run Python code
+// New tensors [lead..., ...] for each leaf of a codec, and where rows are copied to. Made before a row is looked up: making a
+// tensor may run Python code.
+struct OutLeaves {
+  OutLeaves(const Codec& codec, const std::vector<int64_t>& lead, size_t rows) : memory(codec.leaves(), lead, rows, 0) {
+    memory.take();
+    tensors.reserve(codec.leaves().size());
+    for (size_t k = 0; k < codec.leaves().size(); ++k) tensors.push_back(memory.make(k));
     for (size_t k : codec.in_row()) {
       const Leaf& leaf = codec.leaves()[k];
-      copies_.push_back({leaf.offset, leaf.bytes, where_[k].first->data(where_[k].second), static_cast<ptrdiff_t>(leaf.bytes)});
+      copies.push_back({leaf.offset, leaf.bytes, memory.data(k), static_cast<ptrdiff_t>(leaf.bytes)});
     }
   }
-  std::vector<LeafCopy>& copies() { return copies_; }
-  std::vector<nb::object>& tensors() { return tensors_; }
-  size_t bytes() const { return bytes_; }
-
- private:
-  const Codec& codec_;
-  OutBlock shared_;
-  std::vector<std::unique_ptr<OutBlock>> own_;
-  std::vector<std::pair<OutBlock*, size_t>> where_;
-  std::vector<nb::object> tensors_;
-  std::vector<LeafCopy> copies_;
-  size_t bytes_ = 0;
-};
-
-// Rows of items that were looked at and are not stored yet.
-struct NewItemRows {
-  std::vector<uint8_t> bytes;
-  size_t n = 0;
+  LeafMemory memory;
+  std::vector<nb::object> tensors;
+  std::vector<LeafCopy> copies;
 };
 
 class ItemRows {
@@ -73,37 +48,26 @@ class ItemRows {
 
   // The rows of a list of items (`dims` 0) or of a batch of them (`dims` 1); None: one of them is of another form. `own`: the
   // leaf in which they store their own index.
-  std::unique_ptr<NewItemRows> look(nb::handle items, bool batch, std::optional<size_t> own) const {
+  std::unique_ptr<StagedRows> look(nb::handle items, bool batch, std::optional<size_t> own) const {
     bool with_env = false;
     if (own && (!codec_->holds_index(*own, with_env) || with_env)) throw nb::value_error("this leaf has no room for an index");
-    auto rows = std::make_unique<NewItemRows>();
+    auto rows = std::make_unique<StagedRows>();
     std::vector<nb::object> values;
     Plan plan;
-    if (batch) {
-      if (!codec_->check_same(plan, values, items.ptr(), true, own)) return nullptr;
-      resize(*rows, plan.steps);
-      for (const LeafSource& leaf : plan.leaves)
-        for (size_t i = 0; leaf.array && leaf.bytes && i < plan.steps; ++i)
-          std::memcpy(rows->bytes.data() + i * stride_ + leaf.offset, leaf.at(i, 0), leaf.bytes);
-      return rows->n ? std::move(rows) : nullptr;
+    if (!batch) {
+      const auto check = [&](PyObject* item, Plan& into) { return codec_->check_same(into, values, item, false, own); };
+      if (!PyList_CheckExact(items.ptr()) || !rows->stage(items.ptr(), 1, stride_, plan, check)) return nullptr;
+      return rows;
     }
-    if (!PyList_CheckExact(items.ptr())) return nullptr;
-    const Py_ssize_t n = PyList_Size(items.ptr());
-    if (n <= 0) return nullptr;
-    resize(*rows, static_cast<size_t>(n));
-    uint8_t* row = rows->bytes.data();
-    for (Py_ssize_t i = 0; i < n; ++i, row += stride_) {
-      if (PyList_Size(items.ptr()) != n) return nullptr;
-      const nb::object item = nb::borrow(PyList_GetItem(items.ptr(), i));
-      plan.clear();
-      if (!codec_->check_same(plan, values, item.ptr(), false, own)) return nullptr;
-      for (const LeafSource& leaf : plan.leaves)
-        if (leaf.array && leaf.bytes) std::memcpy(row + leaf.offset, leaf.array, leaf.bytes);
-    }
-    return rows;
+    if (!codec_->check_same(plan, values, items.ptr(), true, own)) return nullptr;
+    rows->make_room(plan.steps, stride_);
+    for (const LeafSource& leaf : plan.leaves)
+      for (size_t i = 0; leaf.array && leaf.bytes && i < plan.steps; ++i)
+        std::memcpy(rows->bytes.data() + i * stride_ + leaf.offset, leaf.at(i, 0), leaf.bytes);
+    return rows->n ? std::move(rows) : nullptr;
   }
   // Each of the rows stores its slot, once for each step of its item.
-  void set_index(NewItemRows& rows, size_t own, nb::handle slots_in) const {
+  void set_index(StagedRows& rows, size_t own, nb::handle slots_in) const {
     check(rows);
     bool with_env = false;
     if (!codec_->holds_index(own, with_env) || with_env) throw nb::value_error("this leaf has no room for an index");
@@ -121,7 +85,7 @@ class ItemRows {
     make_room(slot, until_end), make_room(0, n - until_end);
   }
   // Puts n rows from `first` on into the slots from `slot` on, round a ring.
-  void put(const NewItemRows& rows, uint64_t first, uint64_t n, uint64_t slot, uint64_t capacity) {
+  void put(const StagedRows& rows, uint64_t first, uint64_t n, uint64_t slot, uint64_t capacity) {
     check(rows);
     if (first > rows.n || n > rows.n - first) throw nb::index_error("there are not so many rows");
     reserve(slot, n, capacity);
@@ -154,7 +118,7 @@ class ItemRows {
     return picked;
   }
   nb::object item(uint64_t slot) const { return built([&] { return row(slot); }); }
-  nb::object new_item(const NewItemRows& rows, uint64_t i) const {
+  nb::object new_item(const StagedRows& rows, uint64_t i) const {
     check(rows);
     if (i >= rows.n) throw nb::index_error("no such row");
     return built([&] { return rows.bytes.data() + i * stride_; });
@@ -172,10 +136,10 @@ class ItemRows {
       rows[i] = row(slot);
     }
     const std::shared_ptr<Chunks> held = chunks_;  // if another thread lets them go meanwhile
-    maybe_without_gil(out.bytes() > kGilBytes, [&] {
-      gather_rows(rows.data(), rows.size(), stride_, out.copies().data(), out.copies().size());
+    maybe_without_gil(out.memory.bytes() > kGilBytes, [&] {
+      gather_rows(rows.data(), rows.size(), stride_, out.copies.data(), out.copies.size());
     });
-    return codec_->build(out.tensors(), lead, extra);
+    return codec_->build(out.tensors, lead, extra);
   }
   size_t item_bytes() const {
     size_t bytes = 0;
@@ -191,11 +155,7 @@ class ItemRows {
     std::vector<std::unique_ptr<uint8_t[]>> at;
   };
 
-  void resize(NewItemRows& rows, size_t n) const {
-    if (n > kMostBytes / stride_) throw std::bad_alloc();
-    rows.bytes.resize(n * stride_), rows.n = n;
-  }
-  void check(const NewItemRows& rows) const {
+  void check(const StagedRows& rows) const {
     if (rows.bytes.size() != rows.n * stride_) throw nb::value_error("these rows are of another form");
   }
   void make_room(uint64_t slot, uint64_t n) {
@@ -216,14 +176,14 @@ class ItemRows {
   // An item of the row that `find` returns once its tensors are there, which are added to `places` to be used again.
   nb::object built(auto&& find, std::vector<KeptBatches::Place>* places = nullptr) const {
     OutLeaves out(*codec_, kNoDims, 1);
-    for (size_t i = 0; places && i < out.copies().size(); ++i) {
+    for (size_t i = 0; places && i < out.copies.size(); ++i) {
       const size_t leaf = codec_->in_row()[i];
-      places->push_back({leaf, out.copies()[i].array, KeptTensor(out.tensors()[leaf])});
+      places->push_back({leaf, out.copies[i].array, KeptTensor(out.tensors[leaf])});
     }
     const uint8_t* row = find();
-    for (const LeafCopy& leaf : out.copies())
+    for (const LeafCopy& leaf : out.copies)
       if (leaf.bytes) std::memcpy(leaf.array, row + leaf.offset, leaf.bytes);
-    return codec_->build(out.tensors(), kNoDims, nb::none());
+    return codec_->build(out.tensors, kNoDims, nb::none());
   }
   // A tensor that was handed out before, and is used again.
   struct OldTensor {
@@ -262,7 +222,7 @@ class ItemRows {
 
 inline void bind_item_rows(nb::module_& m) {
   using namespace nb::literals;
-  nb::class_<NewItemRows>(m, "NewItemRows").def("__len__", [](const NewItemRows& rows) { return rows.n; });
+  nb::class_<StagedRows>(m, "NewItemRows").def("__len__", [](const StagedRows& rows) { return rows.n; });
   nb::class_<ItemRows>(m, "ItemRows")
       .def(nb::init<nb::object, nb::object, uint64_t>(), "codec"_a, "row"_a, "most"_a = 0)
       .def("look", &ItemRows::look, "items"_a.none(), "batch"_a, "own"_a.none() = nb::none(),

@@ -11,46 +11,57 @@
 
 namespace engram {
 
-// The rows of a list of items, side by side.
+// The rows of items, side by side: those of the environments of one item after the other.
 struct StagedRows {
   std::vector<uint8_t> bytes;
-  size_t row_bytes = 0;
-  Plan plan;
+  size_t n = 0;  // items
 
-  // `dims`: batch dimensions of an item, 0 or 1 (its environments). False: an item is not plain, or not of the layout, or the
-  // list changed while its items were looked at.
-  bool stage(const Codec& codec, PyObject* list, int dims, size_t envs, size_t payload, std::optional<size_t> own,
-             int float_bits) {
-    const Py_ssize_t n = PyList_Size(list);
-    if (n <= 0) return false;
-    row_bytes = payload;
-    if (static_cast<size_t>(n) > kMostBytes / std::max<size_t>(1, envs * row_bytes)) throw std::bad_alloc();
-    bytes.resize(static_cast<size_t>(n) * envs * row_bytes);
-    const std::vector<int64_t> lead(static_cast<size_t>(dims), static_cast<int64_t>(envs));
-    const Numbers numbers{float_bits};
-    std::vector<nb::object> values;
-    Plan one;
+  void make_room(size_t items, size_t item_bytes) {
+    if (items > kMostBytes / std::max<size_t>(1, item_bytes)) throw std::bad_alloc();
+    bytes.resize(items * item_bytes), n = items;
+  }
+  // Copies the items of a list. `check` fills the plan with where the leaves of one item lie. False: it said so of an item,
+  // the list is empty, or it changed while its items were looked at.
+  bool stage(PyObject* list, size_t envs, size_t row_bytes, Plan& one, auto&& check) {
+    const Py_ssize_t items = PyList_Size(list);
+    if (items <= 0) return false;
+    make_room(static_cast<size_t>(items), envs * row_bytes);
     uint8_t* row = bytes.data();
-    for (Py_ssize_t i = 0; i < n; ++i) {
-      if (PyList_Size(list) != n) return false;
+    for (Py_ssize_t i = 0; i < items; ++i) {
+      if (PyList_Size(list) != items) return false;
       const nb::object item = nb::borrow(PyList_GetItem(list, i));
       one.clear();
-      if (!codec.check_without(one, values, item.ptr(), dims, -1, own, numbers, &lead)) return false;
-      if (one.steps != 1 || one.envs != envs) return false;
+      if (!check(item.ptr(), one)) return false;
       for (size_t env = 0; env < envs; ++env, row += row_bytes)
         for (const LeafSource& leaf : one.leaves)
           if (leaf.array && leaf.bytes) std::memcpy(row + leaf.offset, leaf.at(0, env), leaf.bytes);
     }
-    plan.leaves.assign(one.leaves.begin(), one.leaves.end());
-    for (LeafSource& leaf : plan.leaves) {
-      if (leaf.array) leaf.array = bytes.data() + leaf.offset;
-      leaf.stride = static_cast<ptrdiff_t>(envs * row_bytes), leaf.env_stride = static_cast<ptrdiff_t>(row_bytes);
-    }
-    plan.steps = static_cast<size_t>(n), plan.envs = envs, plan.sized = true;
-    plan.bytes = bytes.size(), plan.carries_sequence = one.carries_sequence;
     return true;
   }
 };
+
+// Copies a list of items, and plans their rows. `dims`: batch dimensions of an item, 0 or 1 (its environments). False: an item
+// is not plain, or not of the layout, or the list changed.
+inline bool plan_list(const Codec& codec, PyObject* list, int dims, const StoreGeometry& s, std::optional<size_t> own,
+                      int float_bits, StagedRows& rows, Plan& plan) {
+  const size_t envs = s.envs, row_bytes = s.payload_bytes;
+  const std::vector<int64_t> lead(static_cast<size_t>(dims), static_cast<int64_t>(envs));
+  const Numbers numbers{float_bits};
+  std::vector<nb::object> values;
+  Plan one;
+  const auto check = [&](PyObject* item, Plan& into) {
+    return codec.check_without(into, values, item, dims, -1, own, numbers, &lead) && into.steps == 1 && into.envs == envs;
+  };
+  if (!rows.stage(list, envs, row_bytes, one, check)) return false;
+  plan.leaves.assign(one.leaves.begin(), one.leaves.end());
+  for (LeafSource& leaf : plan.leaves) {
+    if (leaf.array) leaf.array = rows.bytes.data() + leaf.offset;
+    leaf.stride = static_cast<ptrdiff_t>(envs * row_bytes), leaf.env_stride = static_cast<ptrdiff_t>(row_bytes);
+  }
+  plan.steps = rows.n, plan.envs = envs, plan.sized = true;
+  plan.bytes = rows.bytes.size(), plan.carries_sequence = one.carries_sequence;
+  return true;
+}
 
 // Appends a checked batch; rows that store their own index in leaf `own` get the one that is theirs. None: another process
 // has the turn, or rows of an earlier writer would be evicted.
@@ -107,18 +118,16 @@ inline nb::object push(Store& store, const Codec& codec, uint64_t lane, nb::hand
   Codec::check_dims(batch_dims, time_dim);
   bool with_env = false;
   if (own && !codec.holds_index(*own, with_env)) throw nb::value_error("this leaf has no room for an index");
-  const size_t envs = store.geometry().envs;
-  if (float_bits) {
-    StagedRows rows;
-    if (batch_dims < 1 || !PyList_CheckExact(batch.ptr())) return nb::none();
-    if (!rows.stage(codec, batch.ptr(), batch_dims - 1, envs, store.geometry().payload_bytes, own, *float_bits))
-      return nb::none();
-    return append_checked(store, lane, rows.plan, own, with_env);
-  }
+  StagedRows rows;  // which a plan of a list refers to
   Plan plan;
+  if (float_bits) {
+    if (batch_dims < 1 || !PyList_CheckExact(batch.ptr())) return nb::none();
+    if (!plan_list(codec, batch.ptr(), batch_dims - 1, store.geometry(), own, *float_bits, rows, plan)) return nb::none();
+    return append_checked(store, lane, plan, own, with_env);
+  }
   std::vector<nb::object> values;
   if (!codec.check_without(plan, values, batch.ptr(), batch_dims, time_dim, own, {})) return nb::none();
-  if (plan.steps == 0 || plan.envs != envs) return nb::none();
+  if (plan.steps == 0 || plan.envs != store.geometry().envs) return nb::none();
   return append_checked(store, lane, plan, own, with_env);
 }
 

@@ -104,7 +104,7 @@ def test_a_link_in_the_place_of_a_dataset_s_description_stays(source, tmp_path):
     (tmp_path / "target/data/metadata.json").unlink()
     (tmp_path / "target/data/metadata.json").symlink_to(source)
     before = contents(tmp_path)
-    with pytest.raises(FileExistsError, match=r"metadata.json is no file"):
+    with pytest.raises(FileExistsError, match=r"metadata.json is not a file"):
         convert(source, tmp_path / "target", "minari")
     assert contents(tmp_path) == before
 

@@ -108,7 +108,7 @@ class TestAsNumpy:
 
     def test_without_tensors_on_the_way(self, monkeypatch):
         rb = buffer()
-        monkeypatch.setattr(type(rb._reader), "sample", lambda *args, **kwargs: pytest.fail("made of tensors"))
+        monkeypatch.setattr(type(rb._parts.reader), "sample", lambda *args, **kwargs: pytest.fail("made of tensors"))
         assert rb.sample(as_numpy=True)["obs"].shape == (8, 3)
 
     def test_the_arrays_are_the_callers(self):

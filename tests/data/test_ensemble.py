@@ -37,6 +37,7 @@ from engram.data import (
 )
 from engram.data.replay_buffers import joining, reader
 from engram.data.replay_buffers.checkpointers import StorageEnsembleCheckpointer
+from engram.data.replay_buffers.parts import BufferParts
 from engram.envs import (
     ClipTransform,
     Compose,
@@ -441,7 +442,7 @@ class TestMembers:
             TensorDictReplayBuffer(storage=storage).extend(steps(1000 * k, 1000 * k + 9))
         rb = ensemble(*(TensorDictReplayBuffer(storage=s) for s in storages))
         pickle_state = rb.__getstate__()
-        assert "_reader" not in pickle_state and "_prefetcher" not in pickle_state
+        assert "_parts" not in pickle_state
         with pytest.raises(StorageError, match="Cannot share"):
             ForkingPickler.dumps(ensemble())  # private memory stays in its process
 
@@ -720,7 +721,7 @@ class TestNativeBatches:
         """Batches of the native call, and step by step."""
         torch.manual_seed(seed)
         natively = [rb.sample() for _ in range(rounds)]
-        assert rb._reader.batch(rb.batch_size, only_native=True) is not None
+        assert rb._parts.reader.batch(rb.batch_size, only_native=True) is not None
         torch.manual_seed(seed)
         return zip(natively, [rb.sample(return_info=True) for _ in range(rounds)], strict=True)
 
@@ -775,11 +776,11 @@ class TestNativeBatches:
                 torch.manual_seed(round_)
                 with monkeypatch.context() as patch:
                     if way == "one by one":
-                        patch.setattr(rb._reader, "_reads_at_once", False)
-                    batch = rb._reader.batch(rb.batch_size, only_native=True) if way == "native" else None
+                        patch.setattr(rb._parts.reader, "_reads_at_once", False)
+                    batch = rb._parts.reader.batch(rb.batch_size, only_native=True) if way == "native" else None
                     info = {}
                     if batch is None:
-                        batch, info = rb._reader.sample(rb.batch_size, generations=True)
+                        batch, info = rb._parts.reader.sample(rb.batch_size, generations=True)
                 assert (way == "native") == (not info)
                 batches.append((batch, torch.get_rng_state()))
             (first, state), *others = batches
@@ -799,7 +800,7 @@ class TestNativeBatches:
 
     def test_iterating_uses_it_too(self, monkeypatch):
         rb = ensemble()
-        monkeypatch.setattr(rb._reader, "read", None)
+        monkeypatch.setattr(rb._parts.reader, "read", None)
         for batch, _ in zip(rb, range(3), strict=False):
             check(rb, batch, {"index": batch["index", "index"], "buffer_ids": batch["index", "buffer_ids"]})
 
@@ -807,7 +808,7 @@ class TestNativeBatches:
         a, b = member(0, 12), TensorDictReplayBuffer(storage=LazyTensorStorage(20))
         rb = ReplayBufferEnsemble(a, b, batch_size=8, sample_from_all=True)
         b.extend(steps(100, 112))
-        assert rb.sample()[1]["n"].min() >= 100 and rb._reader.batch(8, only_native=True) is not None
+        assert rb.sample()[1]["n"].min() >= 100 and rb._parts.reader.batch(8, only_native=True) is not None
         b.empty()
         b.extend(steps(200, 212))
         assert rb.sample()[1]["n"].min() >= 200
@@ -829,7 +830,7 @@ class TestNativeBatches:
                 rb.sample()
         elif other != "slices":
             assert rb.sample().shape == (2, 4)
-        assert rb._reader.batch(8, only_native=True) is None
+        assert rb._parts.reader.batch(8, only_native=True) is None
 
     def test_rows_that_are_overwritten_meanwhile_are_never_in_a_batch(self):
         rbs = [ReplayBuffer(storage=LazyTensorStorage(6)) for _ in range(2)]
@@ -856,9 +857,9 @@ class TestNativeBatches:
     def test_what_does_not_fit_together_is_refused(self):
         rb = ensemble()
         rb.sample()
-        members = [(one.sampler._native_draw(one.storage), one.sampler) for one in rb._reader.members]
-        sources = [one.storage.native.source for one in rb._reader.members]
-        maker = _native.BatchMaker(members, rb._reader.sampler)
+        members = [(one.sampler._native_draw(one.storage), one.sampler) for one in rb._parts.reader.members]
+        sources = [one.storage.native.source for one in rb._parts.reader.members]
+        maker = _native.BatchMaker(members, rb._parts.reader.sampler)
         assert maker.sample(sources, 12).batch_size == (2, 6)
         narrow = ReplayBuffer(storage=LazyTensorStorage(20))
         narrow.extend(torch.zeros(20, dtype=torch.uint8))
@@ -961,19 +962,19 @@ class TestTransformsOfAllMembers:
     )
     def test_equal_transforms_of_each_member_run_once(self, make, is_same):
         rb = ReplayBufferEnsemble(*(member(100 * k, 12, transform=make(k)) for k in range(2)), batch_size=8)
-        joint = rb._reader._joint_transform(rb._reader.members)
+        joint = rb._parts.reader._joint_transform(rb._parts.reader.members)
         assert (joint is not None) is is_same
 
     def test_equal_transforms_are_looked_at_for_each_batch(self):
         first, second = RewardScaling(1.0, 2.0), RewardScaling(1.0, 2.0)
         rb = ReplayBufferEnsemble(member(0, 12, transform=first), member(0, 12, transform=second), batch_size=8)
-        assert second.does_the_same(first) and rb._reader._joint_transform(rb._reader.members) is not None
+        assert second.does_the_same(first) and rb._parts.reader._joint_transform(rb._parts.reader.members) is not None
         second.scale.mul_(3)
-        assert rb._reader._joint_transform(rb._reader.members) is None
+        assert rb._parts.reader._joint_transform(rb._parts.reader.members) is None
         first.scale.mul_(3)
-        assert rb._reader._joint_transform(rb._reader.members) is not None
+        assert rb._parts.reader._joint_transform(rb._parts.reader.members) is not None
         second.forward = lambda batch: batch
-        assert rb._reader._joint_transform(rb._reader.members) is None
+        assert rb._parts.reader._joint_transform(rb._parts.reader.members) is None
 
     def test_priorities_generations_and_draws_of_one_member_twice_stay(self):
         scaling = RewardScaling(1.0, 2.0)
@@ -1015,15 +1016,15 @@ def test_ensembles_over_the_same_storages_in_other_orders_lock_them_in_one_order
 def test_ensembles_with_the_same_members_in_other_orders_do_not_wait_for_each_other(monkeypatch):
     members = [ReplayBuffer(storage=LazyTensorStorage(20), batch_size=4, prefetch=1) for _ in range(2)]
     ensembles = [ReplayBufferEnsemble(*order, batch_size=4) for order in (members, members[::-1])]
-    paused = ReplayBuffer._paused
+    paused = BufferParts.paused
 
     @contextlib.contextmanager
-    def slowly(rb):
-        with paused(rb):
+    def slowly(parts):
+        with paused(parts):
             time.sleep(0.1)
             yield
 
-    monkeypatch.setattr(ReplayBuffer, "_paused", slowly)
+    monkeypatch.setattr(BufferParts, "paused", slowly)
     threads = [threading.Thread(target=rb.state_dict, daemon=True) for rb in ensembles]
     for thread in threads:
         thread.start()

@@ -608,7 +608,7 @@ def test_a_batch_of_an_epoch_for_which_there_is_no_memory_leaves_no_row_out(monk
     rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=SamplerWithoutReplacement(), batch_size=10)
     rb.extend(torch.arange(100))
     batches = [rb.sample()]
-    reader = rb._reader
+    reader = rb._parts.reader
 
     class Maker:
         def sample(self, source, n, as_numpy):
@@ -628,7 +628,7 @@ def test_an_epoch_goes_on_with_the_same_rows_where_the_native_call_gives_no_batc
     rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=SamplerWithoutReplacement(), batch_size=10)
     rb.extend(torch.arange(100))
     batches = [rb.sample()]
-    reader = rb._reader
+    reader = rb._parts.reader
 
     class Maker:
         def sample(self, source, n, as_numpy):
@@ -685,7 +685,7 @@ def test_a_batch_of_another_thread_is_not_drawn_again_where_a_transform_has_no_m
     def drawn_in_between(batch):
         transform.forward = forward
         # As a thread of `prefetch` gets one.
-        others.append(rb._reader.read(rb._reader.draw(10), False)[0] if prepared else rb.sample())
+        others.append(rb._parts.reader.read(rb._parts.reader.draw(10), False)[0] if prepared else rb.sample())
         raise MemoryError("none left")
 
     transform.forward = drawn_in_between

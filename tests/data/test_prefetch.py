@@ -129,8 +129,8 @@ def test_who_waits_while_the_sampler_is_replaced_has_a_batch(draw):
     rb.sample()
     batches = []
     waits = threading.Thread(target=lambda: batches.append(draw(rb)), daemon=True)
-    with rb._prefetcher.paused():
-        rb._prefetcher._lock = lock = Announced(rb._prefetcher._lock)
+    with rb._parts.prefetcher.paused():
+        rb._parts.prefetcher._lock = lock = Announced(rb._parts.prefetcher._lock)
         waits.start()
         assert lock.came.wait(NEVER)
         rb.set_sampler(SamplerWithoutReplacement(shuffle=False))
@@ -384,7 +384,7 @@ def test_a_thread_of_pythons_must_save_more_than_one_that_never_takes_the_gil(mo
     rb = make(2)
     for _ in range(10):
         rb.sample()
-    assert rb._prefetcher._queue, "its rows are copied by native threads"
+    assert rb._parts.prefetcher._queue, "its rows are copied by native threads"
 
 
 def test_an_epoch_is_whole_whoever_prepares_its_batches(monkeypatch):

@@ -137,7 +137,7 @@ def test_another_number_of_shards_does_not_fit(tmp_path: Path) -> None:
 def test_a_save_of_one_buffer_is_none_of_shards(tmp_path: Path) -> None:
     links, rb = buffer(1)
     links[0].shard.dumps(links[0].shard.incarnation, tmp_path)
-    with pytest.raises(CorruptCheckpointError, match="no save of shards"):
+    with pytest.raises(CorruptCheckpointError, match="not a save of shards"):
         rb.loads(tmp_path)
 
 

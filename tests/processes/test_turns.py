@@ -604,7 +604,7 @@ def test_rows_store_their_own_index_though_another_writes_between_check_and_appe
 
     monkeypatch.setattr(RowTable, "append", after_another)
     monkeypatch.setattr(
-        rb._batch_writer, "pushes", False
+        rb._parts.batch_writer, "pushes", False
     )  # one call checks and appends in its turn: nothing comes in between
     assert rb.extend(data[5:8]).tolist() == [5, 6, 7]
     assert rb[:]["index"].tolist() == list(range(8)) and rb[:]["n"].tolist() == list(range(8))

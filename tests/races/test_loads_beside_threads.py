@@ -177,10 +177,15 @@ def save_to_disk(rb, twin, path):
 
 
 class Threads:
-    """Works that go round until the block ends; an error of one of them is raised there."""
+    """Works that go round until the block ends; an error of one of them is raised there.
 
-    def __init__(self, *works, pause=0.0):
-        self.pause = pause  # seconds after each time
+    Each pauses after each time. Otherwise the quickest take nearly all of the time: a sampler without its lock is found
+    after 0.1 s of CPU in the middle, without pauses after 0.5 s or more.
+    """
+
+    PAUSE_S = 0.0005
+
+    def __init__(self, *works):
         self.errors, self._stop = [], threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(work,), daemon=True) for work in works]
 
@@ -188,8 +193,7 @@ class Threads:
         try:
             while not self._stop.is_set():
                 work()
-                if self.pause:
-                    time.sleep(self.pause)
+                time.sleep(self.PAUSE_S)
         except BaseException as error:
             self.errors.append(error)
             self._stop.set()
@@ -250,12 +254,12 @@ KINDS = {
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_see_the_old_state_or_the_new_one(kind, prefetch, tmp_path):
-    load_again_and_again(lambda: KINDS[kind](prefetch=prefetch), tmp_path, 10)
+    load_again_and_again(lambda: KINDS[kind](prefetch=prefetch), tmp_path, 30)
 
 
 @pytest.mark.parametrize("kind", ["prioritized", "epochs", "prioritized, list", "ensemble"])
 def test_threads_see_the_old_state_or_the_new_one_of_states_in_memory(kind, tmp_path):
-    load_again_and_again(KINDS[kind], tmp_path, 20, in_memory=True)
+    load_again_and_again(KINDS[kind], tmp_path, 40, in_memory=True)
 
 
 @pytest.mark.long
@@ -392,8 +396,7 @@ def methods_of(sampler):
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_sampler_methods_beside_loads(name, tmp_path):
-    """Each method in a thread of its own. Without pauses the quick ones would take nearly all of the time: a sampler
-    without its lock is found after 0.1 s of CPU in the middle, without pauses after 0.5 s."""
+    """Each method in a thread of its own."""
 
     def make():
         return buffer(name)
@@ -408,7 +411,7 @@ def test_sampler_methods_beside_loads(name, tmp_path):
     works = [lambda call=METHODS[n]: call(sampler, storage) for n in sorted(methods)]
     properties = [n for n, _ in inspect.getmembers(type(sampler), inspect.isdatadescriptor) if n != "__dict__"]
     works.append(lambda: [getattr(sampler, n) for n in properties])
-    with Threads(*works, pause=0.0005) as threads:
+    with Threads(*works) as threads:
         for k in range(36):
             rb.loads(tmp_path / str(STATES[k % 3]))
             if threads.failed:
@@ -552,8 +555,8 @@ def test_a_batch_that_was_drawn_before_a_load_is_drawn_anew_after_it(when, make,
         for kind, name in ways:
             read = getattr(kind, name)
             monkeypatch.setattr(kind, name, lambda *args, read=read, **more: (load_once(), read(*args, **more))[1])
-        if make is buffer and (made := rb._reader.make) is not None:  # draws and reads in one native call
-            monkeypatch.setattr(rb._reader, "make", lambda *args: (load_once(), made(*args))[1])
+        if make is buffer and (made := rb._parts.reader.make) is not None:  # draws and reads in one native call
+            monkeypatch.setattr(rb._parts.reader, "make", lambda *args: (load_once(), made(*args))[1])
         if make is pair:  # of which each member draws once the lock of its sampler is held
             monkeypatch.setattr(which.sampler, "lock", LockAfter(load_once, which.sampler.lock))
     batch = DRAWS[draw](rb)

@@ -33,7 +33,7 @@ def to_checksummed_json(document: dict[str, Any]) -> bytes:
 
 
 def from_checksummed_json(data: bytes) -> dict[str, Any]:
-    """The document that `to_checksummed_json` wrote; a ValueError says why it is none."""
+    """The document that `to_checksummed_json` wrote; a ValueError says why it is not one."""
     if len(data) <= _TAIL_LENGTH:
         raise ValueError(f"it has {len(data)} bytes, too few for a document with a checksum")
     head = data[:-_TAIL_LENGTH]
@@ -63,7 +63,14 @@ class DocumentFile:
         if _exists(aside):
             os.unlink(aside)
         try:
-            _write_synced(aside, to_checksummed_json(document))
+            fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            try:
+                data = to_checksummed_json(document)
+                while data:
+                    data = data[os.write(fd, data) :]
+                os.fsync(fd)
+            finally:
+                os.close(fd)
             os.replace(aside, self._path)
         except BaseException:
             if os.path.lexists(aside):
@@ -78,7 +85,7 @@ def to_json(value: Any) -> bytes:
 
 
 def from_json(data: bytes) -> Any:
-    """What `to_json` wrote; anything that is not JSON is a ValueError."""
+    """The value that `to_json` wrote; anything that is not JSON is a ValueError."""
     try:
         value = json.loads(data, parse_constant=_no_constant)
         if to_json(value) == data:  # so it has no key twice
@@ -130,10 +137,10 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Listing:
-    """The content of a checkpoint's directory, read by a save that holds the lock: nobody else changes it.
+    """The content of a checkpoint's directory, read by a save that holds the lock: no other process changes it.
 
     Attributes:
-        numbered: directories that have the name of a snapshot, whoever made them.
+        numbered: directories that have the name of a snapshot, of any origin.
         snapshots: those of them that carry our marker, newest first; unfinished ones included.
         pointer: the content of CURRENT; None where that is missing or damaged.
         damage: why CURRENT is damaged; None where it is not.
@@ -180,7 +187,7 @@ class CheckpointDirectory:
         return os.path.join(self.root, *names)
 
     def has_pointer(self) -> bool:
-        """Whether there is a CURRENT, whoever wrote it."""
+        """Whether there is a CURRENT, of any origin."""
         return os.path.lexists(self.path(CURRENT))
 
     def snapshots(self) -> list[str]:
@@ -188,7 +195,7 @@ class CheckpointDirectory:
         return self._marked(self._numbered())
 
     def listing(self) -> Listing:
-        """What a save must know of the directory before it changes something."""
+        """The facts about the directory that a save needs before it changes something."""
         numbered = self._numbered()
         snapshots = self._marked(numbered)
         try:
@@ -264,7 +271,7 @@ class CheckpointDirectory:
         return [name for name in names if name != rescue]
 
     def remove(self, name: str) -> bool:
-        """Removes a marked snapshot; False where somebody reads it. Killed half-way, it is marked and unfinished."""
+        """Removes a marked snapshot; False where it is being read. Killed half-way, it is marked and unfinished."""
         folder = self.path(name)
         marker, manifest = os.path.join(folder, MARKER), os.path.join(folder, MANIFEST)
         try:
@@ -338,16 +345,6 @@ def _exists(path: str) -> bool:
 
 def _number(name: str) -> int:
     return int(name[2:])
-
-
-def _write_synced(path: str, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    try:
-        while data:
-            data = data[os.write(fd, data) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _remove_content(path: str, except_for: str) -> None:

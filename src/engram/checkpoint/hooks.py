@@ -22,7 +22,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
 from engram import pytree
-from engram._system import check_memory, map_privately
+from engram._system import advise_disk, check_memory, map_privately
 from engram._text import log, visible
 from engram.checkpoint.directory import HOOKED, HOOKS, from_json, to_json
 from engram.checkpoint.encoding import CONTENT_CODECS, EncodedArrays, Encoder, decode, plain_content, tensor_bytes
@@ -38,7 +38,7 @@ from engram.checkpoint.protocols import (
     StorageCheckpointerBase,
 )
 from engram.checkpoint.reader import JSON_AS_OBJECTS, BytesInMemory, SnapshotReader
-from engram.checkpoint.writer import SnapshotWriter, let_go_of_pages
+from engram.checkpoint.writer import SnapshotWriter
 from engram.errors import CheckpointError, CheckpointMisfitError
 from engram.store.counters import Counters, check_sequences
 from engram.store.layout import LayoutState, RowLayout
@@ -152,7 +152,7 @@ def _takes(hook: Hook, name: str) -> bool:
 
 
 class _HeldRows:
-    """Rows that nobody changes, as hooks get them: uint8 [envs, n, bytes], in the order that `order` says."""
+    """Rows that do not change, as hooks get them: uint8 [envs, n, bytes], in the order that `order` says."""
 
     def __init__(
         self, rows: Rows, layout: RowLayout, env_shape: tuple[int, ...], counters: dict[str, Any], order: Order
@@ -161,7 +161,7 @@ class _HeldRows:
         self.counters, self.order, self.steps = counters, order, rows.shape[1]
 
     def batch(self) -> Any:
-        """What users stored, `[*envs, n]`, without a copy; writes into it change no stored row."""
+        """The stored steps, `[*envs, n]`, without a copy; writes into them change no stored row."""
         lead, by_env = (*self._env_shape, self.steps), torch.from_numpy(self._rows)
         rows = by_env.view(*lead, by_env.shape[-1])
         leaves = []
@@ -200,7 +200,7 @@ class _RowFile:
             rows = np.pad(rows, ((0, 0), (0, 0), (0, self.stride - self._row_bytes)))
         for env in range(self._shape[0]):
             _write_at(self._file.fileno(), (env * self._shape[1] + at) * self.stride, rows[env])
-        let_go_of_pages(self._file.fileno())
+        advise_disk(self._file.fileno(), "DONTNEED")
 
     def put_from(self, begin: int, first: int, n: int, oldest: int, rows: Rows) -> None:
         """As `put`, of a ring at `begin`: the `first`-th oldest of its `n` rows and those after it; the oldest is at
@@ -238,7 +238,7 @@ def _write_at(fd: int, at: int, rows: Rows) -> None:
 
 
 def _hold(source: RowSource, layout: RowLayout, folder: str) -> tuple[_HeldRows, Callable[[], None]]:
-    """The rows of a storage while they are saved, and a check that nobody changed them until then.
+    """The rows of a storage while they are saved, and a check that they have not changed until then.
 
     They are seen where they lie if no other process, and no thread beside a save in the background, can write there;
     else they are copied to `folder`, without those that others overwrite meanwhile.
@@ -344,7 +344,7 @@ def _write_content(writer: SnapshotWriter, content: Any, sequences: Tensor | lis
 
 
 def _read_content(reader: SnapshotReader) -> tuple[Any, Any]:
-    """What `_write_content` wrote, verified; large arrays are read when they are used."""
+    """The content that `_write_content` wrote, verified; large arrays are read when they are used."""
     check_memory(JSON_AS_OBJECTS * reader.nbytes(_TEXT), _TEXT)
     text = np.empty(reader.nbytes(_TEXT), np.uint8)
     reader.read_into(_TEXT, text)
@@ -386,7 +386,7 @@ class _RowSave(_Save):
 
     @property
     def nbytes(self) -> int:
-        """Those of the rows: how much hooks make of them is known later."""
+        """The bytes of the rows; the size of what hooks make of them is known later."""
         layout = self._source.row_layout()
         return 0 if layout is None else Counters(self._source.counters()).rows * int(layout.payload_bytes)
 
@@ -427,7 +427,7 @@ class _ItemSave(_Save):
 
 # ---- loading ----
 class _SavedRows(NamedTuple):
-    """What is known of rows that pass load hooks."""
+    """The layout and counters of rows that pass load hooks."""
 
     layout: LayoutState
     counters: dict[str, Any]
@@ -458,7 +458,7 @@ class _Load:
         self._hooks, self._save_hooks = list(checkpointer.load_hooks), save_hooks
 
     def _fit_rows(self, content: Any, sequences: Tensor | None, saved: _SavedRows, sink: RowSink) -> _FittedRows:
-        """Content after the hooks, as rows; a CheckpointMisfitError where it is none, or does not fit the sink."""
+        """Content after the hooks, as rows; a CheckpointMisfitError where it is not rows, or does not fit the sink."""
         here = sink.row_layout()
         content = _apply(self._hooks, content, saved.order, "load", out=lambda: _room(here, saved))
         dims = len(saved.lead)

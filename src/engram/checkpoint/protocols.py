@@ -1,4 +1,4 @@
-"""What checkpointers see of storages, and the interface of a checkpointer."""
+"""The interface of a checkpointer, and the interfaces of storages that it reads and fills."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RowSource(Protocol):
         `{"base", "published", "origin", "seams": [...], "border": {...}, "replaced": int}`.
 
         The rows of a lane that exist have the sequences `max(base, published - lane_capacity)` to `published`.
-        `published` is a seam where whoever writes next would enter one. `border` is what is known of entries that go on
+        `published` is a seam where the next writer would enter one. `border` is what is known of entries that go on
         from step to step: `{"looked": sequence, "agreed": bits or None}`. `replaced` counts the
         sequences given to rows that were written over others out of turn.
         """
@@ -43,7 +43,7 @@ class RowSource(Protocol):
         """JSON that says which rows these are: together with a sequence it names a row's bytes, but for edits."""
 
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
-        """Lane and sequence of the rows changed in place since `identity()` was `since`; None if nobody knows."""
+        """Lane and sequence of the rows changed in place since `identity()` was `since`; None if that is not known."""
 
     def read_block(self, lane: int, start: int, stop: int) -> Rows:
         """Rows `[envs, stop - start, row_bytes]` of one lane, by sequence; valid until the next call."""
@@ -144,7 +144,7 @@ class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
     Hooks are callables. Save hooks get what users stored: a batch of all rows (TensorDict, tensorclass, dict, tensor;
     of a list storage a list, where its items do not stack) in the order of slots, whose tensors are views of the rows;
     each gets what the one before it returned, and what the last one returns is saved. Load hooks get that, and the
-    last one returns the rows. They are not saved: who loads registers the inverse of what the saver registered.
+    last one returns the rows. They are not saved: register the inverses of the save hooks before loading.
 
     - A hook that has the attributes `shift` and `is_full` is told by them, before it is called, where the oldest row
       of a full storage stands (else: how many there are), and whether it is full. Rows of several lanes, and items of
@@ -153,7 +153,7 @@ class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
       too large for memory. It is removed when what was returned has been written.
     - A load hook with an argument `out` gets a batch with room for the rows, which it may fill and return; None of
       items.
-    - What save hooks return may have another batch size, and entries that are no tensors: numbers, strings, None, and
+    - What save hooks return may have another batch size, and entries that are not tensors: numbers, strings, None, and
       dicts, lists and tuples of these.
     - Writes into what a hook gets change nothing that is stored. It is not called when there are no rows.
 
@@ -209,14 +209,14 @@ class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
 
     @abstractmethod
     def plan_save(self, source: Source, previous: dict[str, Any] | None = None) -> SavePlan:
-        """What a save of `source` will write. The source does not change until it is written.
+        """Plans a save of `source`, which does not change until it is written.
 
         `previous` is what `SavePlan.write` returned for the current snapshot, whose files `writer.reuse` takes over.
         """
 
     @abstractmethod
     def plan_restore(self, reader: SnapshotReader, state: dict[str, Any]) -> RestorePlan[Sink]:
-        """What was saved, of which `state` is what `SavePlan.write` returned.
+        """Plans the load of a storage; `state` is the result of `SavePlan.write`.
 
         `reader.malformed(...)` is the error for a state that no save can have written. Reads no file.
         """

@@ -530,7 +530,7 @@ class VerificationReport:
 
 
 class Checkpoint(CheckpointDirectory):
-    """What was saved at a path, for somebody who reads it."""
+    """The snapshots at a path, for reading and verifying."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(os.path.abspath(os.fspath(path)))

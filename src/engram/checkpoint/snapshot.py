@@ -160,7 +160,7 @@ class Snapshot:
             self._restore_plan(checkpointer).load(sink)
 
     def _restore_plan(self, checkpointer: StorageCheckpointerBase[Any, Any]) -> RestorePlan[Any]:
-        """What was saved of the storage: read once for this checkpointer, however often it is checked and loaded."""
+        """The plan to load the storage: made once for this checkpointer, however often it is checked and loaded."""
         if self._plan is None or self._plan[0] is not checkpointer:
             self._plan = checkpointer, load_through_hooks(checkpointer, self._reader, self._storage_entry())
         return self._plan[1]
@@ -219,7 +219,7 @@ def _encode_components(components: Mapping[str, Any]) -> tuple[dict[str, Any], d
     encoder, trees, arrays = Encoder(CODECS), {}, {}
     for name, state in components.items():
         if not isinstance(name, str) or not _COMPONENT_NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name for a component; use letters, digits, '_', '-' and '.'")
+            raise ValueError(f"{name!r} is not a name for a component; use letters, digits, '_', '-' and '.'")
         arrays[name] = EncodedArrays()
         trees[name] = encoder.encode(state, arrays[name], name)
     return trees, arrays

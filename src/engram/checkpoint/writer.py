@@ -64,7 +64,7 @@ class _SpaceNeeded:
 def saving(path: str | os.PathLike[str], *, keep_last: int = 1) -> Iterator[SnapshotWriter]:
     """A writer of the next snapshot at `path`, which becomes current when the block ends without an exception.
 
-    Then the newest `keep_last` snapshots stay and older ones are removed, except those that somebody is reading.
+    Then the newest `keep_last` snapshots stay and older ones are removed, except those that are being read.
 
     Raises:
         CheckpointError: another save runs here, the disk is full or fails, or the directory cannot be written; the
@@ -221,7 +221,7 @@ class SnapshotWriter:
         os.fchmod(fd, 0o444)
         # The disk works while the next file is made. What an earlier file had in memory is on the disk by now.
         for written in (fd, *self._unsynced[-1 - _FILES_BEHIND : -_FILES_BEHIND]):
-            let_go_of_pages(written)
+            advise_disk(written, "DONTNEED")  # else a save would push the buffer's own pages out of the cache
         self._files[name] = {"nbytes": nbytes, "xxh3_128": digest_of_file}
         self._sync_files(down_to=_MOST_OPEN_FILES)
 
@@ -250,7 +250,7 @@ class SnapshotWriter:
             fd = self._unsynced.pop(0)
             try:
                 os.fsync(fd)
-                let_go_of_pages(fd)
+                advise_disk(fd, "DONTNEED")
             finally:
                 os.close(fd)
 
@@ -316,7 +316,7 @@ def _as_checkpoint_errors(root: str) -> Iterator[_SpaceNeeded]:
     needs = _SpaceNeeded()
     try:
         yield needs
-    except EngramError:  # of who saves, which may be an OSError as well: a shard that is away is a TimeoutError
+    except EngramError:  # of the saving part, and possibly an OSError as well: an absent shard is a TimeoutError
         raise
     except OSError as error:
         what = f"cannot save to {root}: {error.strerror or error}"
@@ -386,9 +386,3 @@ def _as_bytes(block: Block) -> memoryview:
 def _write_all(fd: int, view: memoryview) -> None:
     while len(view):
         view = view[os.write(fd, view) :]
-
-
-def let_go_of_pages(fd: int) -> None:
-    """Starts writing a file to the disk, and frees the page cache of what has been written."""
-    # Otherwise a save would push the buffer's own pages out of the cache.
-    advise_disk(fd, "DONTNEED")

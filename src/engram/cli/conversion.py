@@ -287,7 +287,7 @@ class _Ends:
 
 
 def _unheld_flags(storage: Storage, paths: Sequence[KeyPath]) -> list[str]:
-    """Of keys that are not written because readers derive them, those that they would derive otherwise."""
+    """The keys that readers would derive differently; keys that they derive are not written."""
     problems = []
     lanes = _lanes(storage)
     for lane, state in enumerate(lanes.states()):

@@ -54,7 +54,7 @@ class LaneInfo(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Of some numbers: the least, the mean, the largest."""
+    """The least, the mean and the largest of some numbers."""
 
     least: float
     mean: float

@@ -80,7 +80,7 @@ def report(
 ) -> Path:
     """Writes a page about what is at a path, one HTML file that loads nothing, and returns the file's path.
 
-    It shows what `info` says, returns and lengths of episodes over time, a histogram of each key that is no image,
+    It shows what `info` says, returns and lengths of episodes over time, a histogram of each key that is not an image,
     images of some rows, and some rows as a table.
 
     Args:
@@ -93,7 +93,7 @@ def report(
     Raises:
         ImportError: matplotlib is missing: `pip install "engram[cli]"`.
         FileNotFoundError: there is nothing at the path.
-        FileExistsError: something that is no report of engram's is at `output`, or a link.
+        FileExistsError: something other than a report of engram's is at `output`, or a link.
         ValueError: what is there is nothing that engram reads.
         EngramError: it is damaged.
 

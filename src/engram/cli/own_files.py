@@ -1,4 +1,4 @@
-"""Which files and folders of a user's path engram wrote: only these are replaced.
+"""Recognises files and folders that engram wrote: only these are replaced.
 
 The name of a file is not enough: other programs have files of the name CURRENT, and TorchRL itself writes the same
 folders as `convert`.

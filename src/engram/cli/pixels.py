@@ -41,11 +41,11 @@ def image_grid(values: Image) -> Image:
     As many steps in a line as make it about square; grey frames of one step (`[4, H, W]`, a stack) stay side by side.
 
     Raises:
-        ValueError: these are no images.
+        ValueError: these values are not images.
     """
     shape = values.shape[1:]
     if values.dtype != np.uint8 or _sides(shape) is None:
-        raise ValueError(f"{values.dtype} {list(shape)} is no image: uint8 [H, W], [C, H, W] or [H, W, C] is one")
+        raise ValueError(f"{values.dtype} {list(shape)} is not an image: uint8 [H, W], [C, H, W] or [H, W, C] is one")
     frames = _frames(values)  # [rows, frames of a step, H, W, 3]
     n, each, height, width, _ = frames.shape
     columns = each * max(1, math.ceil(math.sqrt(n / each)))

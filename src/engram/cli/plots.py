@@ -154,7 +154,7 @@ def _blocks(storage: Storage, path: KeyPath, rows: list[range], advance: Callabl
 
 
 def _summed_up(name: str, x_label: str, n: int, blocks: Callable[[], Iterator[Numbers]]) -> Series | None:
-    """Sums up to n values up: buckets over time, and a histogram; reads the blocks twice. None: there are no values."""
+    """Summarises up to n values: buckets over time, and a histogram; reads the blocks twice. None: there are none."""
     size = max(1, -(-n // _MOST_POINTS))  # values of a bucket
     total = least = most = np.zeros((0, 0))
     at, low, high = 0, np.inf, -np.inf

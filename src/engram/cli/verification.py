@@ -181,7 +181,7 @@ def _verify_checkpoint(path: str | os.PathLike[str], progress: bool) -> Verifica
 
 
 def _rows_of_files(path: str, name: str) -> dict[str, str]:
-    """Which steps each file of rows of a snapshot holds, in words."""
+    """A description of the steps in each file of rows of a snapshot."""
     try:
         with Checkpoint(path).reading(name) as reader:
             storage = reader.body.get("storage") or {}

@@ -135,7 +135,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
     def _n_step_returns(
         self, first: npt.NDArray[Any], envs: npt.NDArray[Any], env: VecNormalize | None
     ) -> tuple[npt.NDArray[Any], torch.Tensor, torch.Tensor]:
-        """Of each step: the slot of the last one that it reaches, the rewards up to there, gamma to that power."""
+        """For each step: the slot of the last one that it reaches, the rewards up to there, gamma to that power."""
         steps = np.arange(self.n_steps)
         times = (first[:, None] + steps) % self.buffer_size
         at = times.reshape(-1), envs.repeat(self.n_steps)

@@ -508,7 +508,7 @@ def _batch(entries: dict[str, Any]) -> Any:
 
 
 def _map(change: Callable[..., Any], first: Any, *others: Any) -> Any:
-    """Of equally nested dicts or Batches, a dict of what `change` makes of their arrays."""
+    """A dict with the results of `change` for the arrays of equally nested dicts or Batches."""
     if isinstance(first, Batch | dict):
         return {key: _map(change, value, *(other[key] for other in others)) for key, value in first.items()}
     return change(first, *others)

@@ -199,7 +199,7 @@ def shape_of(space: Any) -> tuple[int, ...]:
 
 
 def truncations(infos: Sequence[Mapping[str, Any]], n_envs: int) -> npt.NDArray[np.bool_]:
-    """Which of the environments are cut off, [n_envs]: their infos' "TimeLimit.truncated", a flag or an array of one.
+    """Whether each environment is cut off, [n_envs]: its info's "TimeLimit.truncated", a flag or an array of one.
 
     One info of several environments may hold an array with the flag of each, and a single flag counts for all.
     """

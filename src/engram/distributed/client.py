@@ -438,7 +438,7 @@ class Producer:
         if self._held_bytes + block.nbytes > _MOST_HELD:
             self._send_held()
         self._held_bytes += block.nbytes
-        # Rows that travel leaf by leaf may lie in the caller's memory, who may write to it before they are in.
+        # Rows that travel leaf by leaf may lie in the caller's memory, which may change before they are stored.
         self._held.append(_Rows(block if len(block.parts) == 1 else Block.joined([block]), priority))
         if new_priority is not None:
             self._held_priority = max(new_priority, self._held_priority or 0.0)
@@ -506,7 +506,7 @@ class Producer:
         self._join(deadline)
 
     def _acknowledgement_of(self, calls: int, deadline: float) -> Acknowledgement:
-        """That of the last of the oldest calls. It counts the rows of those before it, too, which came before it."""
+        """The answer of the last of the oldest calls. It counts the rows of the calls before it, too."""
         *before, last = (sent.call for sent in itertools.islice(self._sent, calls))
         assert last is not None
         try:

@@ -259,7 +259,7 @@ class RayCollector(PooledCollector):
         collector_kwargs: further arguments of the collectors inside, `SyncDataCollector` or (with several workers)
             `MultiSyncDataCollector`; or a list of them with one for each.
         num_workers_per_collector: processes that step environments in each collector.
-        sync: True: a batch is one of all collectors with the same weights, who wait while the caller has it. False:
+        sync: True: a batch is one of all collectors with the same weights, which wait while the caller has it. False:
             collectors continue meanwhile, and a batch is that of the collector which finishes first.
         ray_init_config: arguments of `ray.init`, where Ray has not been started.
         remote_configs: options of the actors, as `ray.remote` takes them, or a list with one for each. Unless they
@@ -400,7 +400,7 @@ class RayCollector(PooledCollector):
         self._pool.workers[k].post(begin, "making its environments")
 
     def _new_names(self, k: int) -> tuple[tuple[str, ...], int]:
-        """Of the producers of a collector's next life, which no other has; and the number of the first of them."""
+        """New names for the producers of a collector's next life, and the number of the first of them."""
         member, first = self._members[k], self._next_producer
         names = tuple(f"{self._name}-{k}-{member.lives}-{worker}" for worker in range(self._workers))
         member.lives += 1

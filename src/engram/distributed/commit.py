@@ -56,7 +56,7 @@ def save_shards(shards: Sequence[ShardClient], path: str | os.PathLike[str], kee
 
 
 def _oldest_named(path: str | os.PathLike[str], shards: int) -> list[str | None]:
-    """Of each shard, the oldest snapshot that any root names, which must stay; None: none is named."""
+    """The oldest snapshot of each shard that any root names, which must stay; None: none is named."""
     oldest: list[str | None] = [None] * shards
     for root in Checkpoint(path).snapshots():
         try:
@@ -78,7 +78,7 @@ def _reading_names(path: str | os.PathLike[str], snapshot: str | None) -> Iterat
         is_list = isinstance(names, list) and all(map(Checkpoint.is_name, names))
         if reader.body.get("format") != _FORMAT or not is_list:
             raise reader.malformed(
-                "it is no save of shards together; one of a single buffer is loaded by ReplayBuffer.loads"
+                "it is not a save of shards together; one of a single buffer is loaded by ReplayBuffer.loads"
             )
         assert isinstance(names, list)
         yield names

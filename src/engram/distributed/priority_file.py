@@ -18,7 +18,7 @@ FILE_NAME = "priorities"
 
 _HEADER = np.dtype([("magic", "S8"), ("slots", "<i8"), ("store", "S40"), ("highest", "<f8")])
 _HEADER_BYTES = 4096
-# `next` is the row's sequence + 1, so that zeros are no record. A record never lies in two sectors of a disk.
+# `next` is the row's sequence + 1, so that zeros are not a record. A record never lies in two sectors of a disk.
 _RECORD = np.dtype([("next", "<i8"), ("priority", "<f8")])
 _MAGIC = b"engramp1"
 
@@ -67,12 +67,12 @@ class PriorityFile:
         self._header = memory[: _HEADER.itemsize].view(_HEADER)
         self._records = memory[_HEADER_BYTES:].view(_RECORD)
         if self._header["magic"][0] not in (b"", _MAGIC) or int(self._header["slots"][0]) not in (0, slots):
-            raise StorageError(f"{path} is no file of priorities of {slots} rows; delete it")
+            raise StorageError(f"{path} is not a file of priorities of {slots} rows; delete it")
         self._header["slots"], self._header["magic"] = slots, _MAGIC
 
     @property
     def store(self) -> str:
-        """The store of whose rows it has priorities; "" after an end in the middle of `restart`."""
+        """The store that its rows are in; "" if a process died in the middle of `restart`."""
         return str(self._header["store"][0].decode("ascii", "replace"))
 
     @property

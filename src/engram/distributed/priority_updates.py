@@ -32,7 +32,7 @@ class Priorities(NamedTuple):
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Those of one kind can be sent in one call."""
+        """Priorities of the same kind can be sent in one call."""
         return self.generation is not None, self.came_with_rows
 
     @classmethod
@@ -59,7 +59,7 @@ class Priorities(NamedTuple):
         return list(zip(self.flat_index.tolist(), generations, strict=True))
 
     def without(self, rows: set[tuple[int, int | None]]) -> Priorities:
-        """Those that are of none of these rows."""
+        """The priorities of all other rows than these."""
         others = [(index, g) not in rows and (index, None) not in rows for index, g in self.rows()]
         return self.part(torch.tensor(others, dtype=torch.bool))
 

@@ -38,7 +38,7 @@ _ALIGNED = 64  # bytes, where arrays begin
 
 
 def import_ray() -> Any:
-    """Ray, which only those need who use it.
+    """Imports Ray, an optional package.
 
     Raises:
         ImportError: it is not installed.
@@ -252,8 +252,8 @@ class RayReplayBuffer(ShardedReplayBuffer):
 
     Each shard is a store of one node, in shared memory or a mapped file, behind an actor. Every process that writes is
     a producer with a lane of its own in one shard, so no trajectory mixes with another, and each row goes in once,
-    whoever dies. A lane is a ring of `max_size / (num_shards * lanes)` rows: with fewer producers than lanes the
-    others stay empty. A producer on the node of its shard writes into the store, and reads from it, directly.
+    whichever process dies. A lane is a ring of `max_size / (num_shards * lanes)` rows: with fewer producers than
+    lanes the others stay empty. A producer on the node of its shard writes into the store, and reads from it, directly.
 
     Sent to other processes (as an argument of Ray's tasks and actors) it is the same rows, and another producer.
 

@@ -185,7 +185,7 @@ def _call(
             if incarnation != self.incarnation:
                 raise IncarnationError(
                     f"the call is for incarnation {incarnation} of the shard, this is {self.incarnation}: it was "
-                    "restarted, emptied or loaded, or another process has its place; ask who is there now. Nothing "
+                    "restarted, emptied or loaded, or another process has its place; ask for the present one. Nothing "
                     "was changed"
                 )
             return method(self, incarnation, *args, **kwargs)
@@ -197,11 +197,11 @@ class ReplayShard:
     """A part of a replay buffer that lies on several machines: one store, in which each producer has a lane.
 
     Trajectories stay whole, as no two producers write to one lane; and the lane counts how many rows of a producer are
-    in, whoever died: `extend` names the number of its first row, and rows that are in already are left out. The use of
-    a lane by a producer is a *tenancy*. Its number is new with each change of producer, and after `empty` and `loads`;
-    a call for an older one is answered with the count at which that ended.
+    in, whichever process died: `extend` names the number of its first row, and rows that are in already are left out.
+    The use of a lane by a producer is a *tenancy*. Its number is new with each change of producer, and after `empty`
+    and `loads`; a call for an older one is answered with the count at which that ended.
 
-    With a `scratch_dir` a shard that is made anew, after whatever kind of death, goes on where the rows ended, without
+    With a `scratch_dir` a shard that is made anew, after any kind of death, continues where the rows ended, without
     seams. Priorities come back with their rows; rows that were given none have the highest that any row ever had, as
     new ones do. After a power cut that took rows, all have the priority of new ones.
 
@@ -221,7 +221,7 @@ class ReplayShard:
     Raises:
         TypeError: a sampler whose draws cannot be divided.
         ValueError: one with `num_slices` instead of `slice_len`, or with `max_priority_within_buffer`.
-        NoFreeLaneError: another process writes to a lane, and went on doing so.
+        NoFreeLaneError: another process still writes to a lane after `timeout`.
         StorageError: the folder holds another store, or a damaged one.
 
     Example:
@@ -379,7 +379,7 @@ class ReplayShard:
             self._sampler.update_priority(stored, priorities, generation=sequences[stored], storage=self._storage)
 
     def _rewrite_priorities(self) -> None:
-        """Those of rows that have replaced all others."""
+        """Writes the priorities of rows that have replaced all others."""
         if self._priorities is None:
             return self._open_priorities() if self._storage.lanes is not None else None
         self._priorities.restart(self._store_name, self._new_priority)
@@ -398,7 +398,7 @@ class ReplayShard:
 
     @property
     def _store_name(self) -> str:
-        """Of the store and its incarnation."""
+        """A name of the store and its incarnation."""
         identity = self._store_identity()
         assert identity is not None
         return f"{identity[0][:20]}.{identity[1] % 10**18}"
@@ -604,7 +604,7 @@ class ReplayShard:
                 they have never had one: a shard that was killed in between gives it when the rows are sent again.
 
         Raises:
-            ValueError: the block is none of this layout; rows before `first` never came; the producer has never had
+            ValueError: the block is not of this layout; rows before `first` never came; the producer has never had
                 this tenancy; or priorities are wrong, or the sampler has none. Nothing was written.
             NoFreeLaneError: the lane is lent, and its process has not let it go. Nothing was written.
             StorageError: the folder was removed. Nothing was written.
@@ -657,7 +657,7 @@ class ReplayShard:
 
     @property
     def _credit(self) -> int:
-        """How many rows a producer may have on their way here, so that what waits stays small whoever is faster."""
+        """How many rows a producer may have on their way here, so that few wait, whichever side is faster."""
         producers = sum(use is not None for use in self._record.lanes)
         return max(1, _QUEUE_BYTES // (self._layout.payload_bytes * max(1, producers)))
 

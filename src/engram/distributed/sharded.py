@@ -302,7 +302,7 @@ class ShardedReplayBuffer:
             deadline = self._deadline()
             rows = 0
             for shard in self._shards:
-                shard.forget()  # who joined since it was greeted
+                shard.forget()  # its producers may have changed since it was greeted
                 shard.await_presence(deadline)
                 rows += shard.ask(deadline, "end_producer", name)
             return rows
@@ -349,7 +349,7 @@ class ShardedReplayBuffer:
         """The one that knows this producer, else one of this machine, if there is any, with the fewest producers."""
         return min(
             (self._name not in s.facts.producers, not self._local[s.number], len(s.facts.producers), s.number)
-            for s in self._all_present(deadline, awaits_all=True)  # else all would go to who answers first
+            for s in self._all_present(deadline, awaits_all=True)  # else all would go to the shard that answers first
         )[3]
 
     def _adopt_layout_of(self, batch: Any, deadline: float) -> None:
@@ -614,7 +614,7 @@ class ShardedReplayBuffer:
 
     @property
     def sampler(self) -> Sampler:
-        """Which says how shards draw; `beta` may be set at any time."""
+        """The sampler that decides how shards draw; its `beta` may be set at any time."""
         return self._settings.sampler
 
     @property

@@ -291,6 +291,16 @@ _READ_BY_TORCHRL = (
 SPEC_NAMES = ("observation_spec", "full_action_spec", "full_reward_spec", "full_done_spec", "state_spec")
 
 
+def _unbatched(name: str) -> Any:
+    """A property: a spec of one environment of the batch."""
+    whole = attrgetter(name)
+
+    def of_one(env: EnvBase) -> Any:
+        return whole(env)[(0,) * len(env.batch_size)] if len(env.batch_size) else whole(env)
+
+    return property(of_one, doc=f"`{name}` of one environment of the batch.")
+
+
 @advised
 class EnvBase(nn.Module, HasSpaces):
     """An environment, or a batch of environments, that reads and writes TensorDicts of shape `batch_size`.
@@ -497,82 +507,23 @@ class EnvBase(nn.Module, HasSpaces):
         specs = dict(zip(names, attrgetter(*names)(self), strict=True))
         return Composite(specs, shape=self.batch_size, device=self.device)
 
-    def _unbatched(self, spec: Spec) -> Any:
-        return spec[(0,) * len(self.batch_size)] if len(self.batch_size) else spec  # type: ignore[index]
-
     def encoded_spaces(self) -> EncodedSpaces:
         """The specs of observations and actions with their gymnasium spaces, for `write_minari`."""
         leaves = {**self.observation_spec.leaves(), **self.full_action_spec.leaves()}
         return EncodedSpaces({key_path(key): spec for key, spec in leaves.items()}, len(self.batch_size), {})
 
-    @property
-    def action_spec_unbatched(self) -> Any:
-        """`action_spec` of one environment of the batch."""
-        return self._unbatched(self.action_spec)
-
-    @property
-    def full_action_spec_unbatched(self) -> Composite:
-        """`full_action_spec` of one environment of the batch."""
-        spec: Composite = self._unbatched(self.full_action_spec)
-        return spec
-
-    @property
-    def observation_spec_unbatched(self) -> Composite:
-        """`observation_spec` of one environment of the batch."""
-        spec: Composite = self._unbatched(self.observation_spec)
-        return spec
-
-    @property
-    def full_observation_spec_unbatched(self) -> Composite:
-        """`full_observation_spec` of one environment of the batch."""
-        spec: Composite = self._unbatched(self.full_observation_spec)
-        return spec
-
-    @property
-    def reward_spec_unbatched(self) -> Any:
-        """`reward_spec` of one environment of the batch."""
-        return self._unbatched(self.reward_spec)
-
-    @property
-    def full_reward_spec_unbatched(self) -> Composite:
-        """`full_reward_spec` of one environment of the batch."""
-        spec: Composite = self._unbatched(self.full_reward_spec)
-        return spec
-
-    @property
-    def done_spec_unbatched(self) -> Any:
-        """`done_spec` of one environment of the batch."""
-        return self._unbatched(self.done_spec)
-
-    @property
-    def full_done_spec_unbatched(self) -> Composite:
-        """`full_done_spec` of one environment of the batch."""
-        spec: Composite = self._unbatched(self.full_done_spec)
-        return spec
-
-    @property
-    def state_spec_unbatched(self) -> Composite:
-        """`state_spec` of one environment of the batch."""
-        spec: Composite = self._unbatched(self.state_spec)
-        return spec
-
-    @property
-    def full_state_spec_unbatched(self) -> Composite:
-        """`full_state_spec` of one environment of the batch."""
-        spec: Composite = self._unbatched(self.full_state_spec)
-        return spec
-
-    @property
-    def output_spec_unbatched(self) -> Composite:
-        """`output_spec` of one environment of the batch."""
-        spec: Composite = self._unbatched(self.output_spec)
-        return spec
-
-    @property
-    def input_spec_unbatched(self) -> Composite:
-        """`input_spec` of one environment of the batch."""
-        spec: Composite = self._unbatched(self.input_spec)
-        return spec
+    action_spec_unbatched: Any = _unbatched("action_spec")
+    full_action_spec_unbatched: Composite = _unbatched("full_action_spec")
+    observation_spec_unbatched: Composite = _unbatched("observation_spec")
+    full_observation_spec_unbatched: Composite = _unbatched("full_observation_spec")
+    reward_spec_unbatched: Any = _unbatched("reward_spec")
+    full_reward_spec_unbatched: Composite = _unbatched("full_reward_spec")
+    done_spec_unbatched: Any = _unbatched("done_spec")
+    full_done_spec_unbatched: Composite = _unbatched("full_done_spec")
+    state_spec_unbatched: Composite = _unbatched("state_spec")
+    full_state_spec_unbatched: Composite = _unbatched("full_state_spec")
+    output_spec_unbatched: Composite = _unbatched("output_spec")
+    input_spec_unbatched: Composite = _unbatched("input_spec")
 
     @property
     def observation_keys(self) -> list[Key]:

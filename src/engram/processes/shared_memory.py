@@ -5,19 +5,20 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from engram._system import free_memory, human_bytes
+from engram.store.copies import MadeAnew
 from engram.store.files import share_fd
 
 Array = np.ndarray[Any, Any]
 ALIGNMENT = 64
 
 
-class SharedMemory:
+class SharedMemory(MadeAnew):
     """Anonymous memory shared with forked children and with processes that it is pickled to.
 
     It travels while a process is started, and in messages of a `Worker`.
@@ -34,8 +35,10 @@ class SharedMemory:
 
     _fd = -1  # until there is one
 
-    def __init__(self) -> None:
-        if hasattr(os, "memfd_create"):
+    def __init__(self, handle: Any = None) -> None:
+        if handle is not None:  # of the descriptor that another process has sent
+            self._fd = handle.detach()
+        elif hasattr(os, "memfd_create"):
             self._fd = os.memfd_create("engram", os.MFD_CLOEXEC)
         else:
             self._fd, name = tempfile.mkstemp(prefix="engram")
@@ -80,11 +83,8 @@ class SharedMemory:
     def __del__(self) -> None:
         self.close()
 
-    def __getstate__(self) -> Any:
-        return share_fd(self._fd)
-
-    def __setstate__(self, handle: Any) -> None:
-        self._fd, self._mapped = handle.detach(), None
+    def _made_from(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return SharedMemory, (share_fd(self._fd),)
 
 
 def _rounded(size: int) -> int:

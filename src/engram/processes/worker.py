@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import get_all_start_methods, get_context, reduction
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from engram import _native
 from engram.errors import WorkerError
 from engram.processes.timeouts import CallTimer
 from engram.pytree import SIGNED
+from engram.store.copies import MadeAnew
 from engram.store.files import passing_fds
 
 CLOSE_TIMEOUT = 5.0  # seconds that a worker has to end by itself
@@ -43,7 +44,7 @@ _FAILURE, _MESSAGE = b"F", b"S"
 _live_workers: set[Worker] = set()  # of this process, until they are closed
 
 
-class EventFd:
+class EventFd(MadeAnew):
     """One process calls `set`, one other `wait`; calls of `set` before the next `wait` count as one.
 
     It can be pickled to a process that is being started. Linux: an eventfd, which unlike a pipe or a socket does not
@@ -57,8 +58,11 @@ class EventFd:
 
     _read = _write = -1  # until there are any
 
-    def __init__(self) -> None:
-        if sys.platform == "linux":
+    def __init__(self, *handles: Any) -> None:
+        if handles:  # of the descriptors that another process has sent
+            self._read, *other = [handle.detach() for handle in handles]
+            self._write = other[0] if other else self._read
+        elif sys.platform == "linux":
             self._read = self._write = os.eventfd(0, os.EFD_CLOEXEC)
         else:
             self._read, self._write = os.pipe()
@@ -88,19 +92,15 @@ class EventFd:
     def __del__(self) -> None:
         self.close()
 
-    def __getstate__(self) -> list[Any]:
-        return [reduction.DupFd(fd) for fd in dict.fromkeys((self._read, self._write))]
-
-    def __setstate__(self, handles: list[Any]) -> None:
-        self._read, *other = [handle.detach() for handle in handles]
-        self._write = other[0] if other else self._read
+    def _made_from(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return EventFd, tuple(map(reduction.DupFd, dict.fromkeys((self._read, self._write))))
 
 
 class ChannelClosed(Exception):
     """Raised inside a worker by `Channel.receive` when its owner wants it to end, or is gone."""
 
 
-class CloudpickleWrapper:
+class CloudpickleWrapper(MadeAnew):
     """A user's function that can be pickled to another process, lambdas and local functions included."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -109,11 +109,12 @@ class CloudpickleWrapper:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
-    def __getstate__(self) -> bytes:
-        return cast(bytes, _cloudpickle().dumps(self.function))
+    def _made_from(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _unwrapped, (_cloudpickle().dumps(self.function),)
 
-    def __setstate__(self, state: bytes) -> None:
-        self.function = pickle.loads(state)
+
+def _unwrapped(pickled: bytes) -> CloudpickleWrapper:
+    return CloudpickleWrapper(pickle.loads(pickled))
 
 
 def packed_exception(error: BaseException) -> bytes:

@@ -31,13 +31,26 @@ class PartlyCopied:
         return {**vars(self), **self._copied_as}
 
 
-class CopiedAsPlain:
+class MadeAnew:
+    """An object that pickles and copies make anew, from values that can be pickled or sent to another process."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _made_from(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """A function that makes it anew, and its arguments."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._made_from()
+
+
+class CopiedAsPlain(MadeAnew):
     """A dict or list of which pickles and copies are plain ones."""
 
     __slots__ = ()
     _plain: ClassVar[Callable[[Any], Any]]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def _made_from(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         plain = type(self)._plain
         return plain, (plain(self),)
 

@@ -498,8 +498,10 @@ class _ItemList(CopiedAsPlain, list[Any]):
         else:
             kept = new[skipped:]
         until_end = min(n, capacity - start)
-        self[: n - until_end] = kept[until_end:]  # first: a longer batch fills all slots of a new list
-        self[start : start + until_end] = kept[:until_end]
+        if until_end < n:
+            self[: n - until_end] = kept[until_end:]  # first: a longer batch fills all slots of a new list
+            kept = kept[:until_end]
+        self[start : start + until_end] = kept
 
     def put_one(self, new: Any, i: int, slot: int) -> None:
         """Puts one of some new items in the place of another."""

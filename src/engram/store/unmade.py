@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from engram import _native
 from engram._system import fork_registry, notice_fork
 from engram.errors import StorageError, StorageInUseError
+from engram.store.copies import MadeAnew
 from engram.store.files import StoreSpec, open_unnamed, refuse_if_memory_is_short, reserve, share_fd
 from engram.store.locks import LaneLocks, _close, _lock
 
@@ -23,7 +25,7 @@ _LOCK_BYTE = 1 << 60  # of the flag's file: far behind its end
 _MAKE_TIMEOUT = 60.0  # seconds that a process waits for another one that makes the store
 
 
-class UnmadeStore:
+class UnmadeStore(MadeAnew):
     """The empty file of a store without a layout, for processes that share it: the first of them to write makes it.
 
     A flag in shared memory says that the store is made. Who makes it holds a lock until then, which ends with its
@@ -36,18 +38,21 @@ class UnmadeStore:
         StorageError: a temporary file cannot be made.
     """
 
-    def __init__(self, *, temporary: bool) -> None:
-        self._temporary = temporary
+    def __init__(self, *, temporary: bool, received: tuple[Any, Any] | None = None) -> None:
+        """`received` are the handles of a flag and a file that another process has sent."""
+        if received is not None:
+            self._own(temporary, *(handle.detach() for handle in received))
+            return
         flag = os.memfd_create("engram-made", os.MFD_CLOEXEC)
         try:
             file = open_unnamed() if temporary else os.memfd_create("engram", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except BaseException:
             os.close(flag)
             raise
-        self._own(flag, file)
+        self._own(temporary, flag, file)
 
-    def _own(self, flag: int, file: int) -> None:
-        self._flag, self._file = flag, file
+    def _own(self, temporary: bool, flag: int, file: int) -> None:
+        self._temporary, self._flag, self._file = temporary, flag, file
         self._closer = weakref.finalize(self, _close, flag, file)
         self._mutex = threading.RLock()
         self._depth = 0
@@ -147,12 +152,9 @@ class UnmadeStore:
             os.close(self._lock_fd)
             self._lock_fd = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"temporary": self._temporary, "flag": share_fd(self._flag), "file": share_fd(self._file)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._temporary = state["temporary"]
-        self._own(state["flag"].detach(), state["file"].detach())
+    def _made_from(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        handles = share_fd(self._flag), share_fd(self._file)
+        return functools.partial(UnmadeStore, temporary=self._temporary, received=handles), ()
 
 
 def _opened_anew(fd: int) -> int:

@@ -192,7 +192,7 @@ class TED2Flat(_SplitConversion):
     trajectory and of the data, and wherever the rule does not hold. `Flat2TED()` undoes it exactly.
 
     Raises:
-        TypeError: an entry is no dense tensor; the message names it.
+        TypeError: an entry is not a dense tensor; the message names it.
         ValueError: an entry has the name of one that is added.
 
     Example:
@@ -244,7 +244,7 @@ class TED2Nested(_SplitConversion):
     `TED2Flat`, for steps inside trajectories.
 
     Raises:
-        TypeError: an entry is no dense tensor; the message names it.
+        TypeError: an entry is not a dense tensor; the message names it.
         ValueError: an entry has the name of one that is added, or a step has several done flags.
 
     Example:

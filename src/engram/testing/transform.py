@@ -199,7 +199,7 @@ class TransformContract(TransformInEnvContract):
     """
 
     #: Whether it changes the batch that it is given, on writing too.
-    in_place = False
+    in_place: bool = False
     #: Whether it takes dicts besides TensorDicts.
     dicts = True
     #: Whether it takes lists of items, which it gets from `rb[:]` with a ListStorage.

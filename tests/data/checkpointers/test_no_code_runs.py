@@ -67,14 +67,13 @@ NEEDED = {
 # Functions that compute the name of an attribute, and where the name comes from: never from a file.
 COMPUTED = {
     ("_advice.py", "advised"): "the names in the table that stands there, at import",
-    ("checkpoint/encoding.py", ""): "dtypes that stand there, at import",
-    ("interop/torchrl/files.py", ""): "dtypes that stand there, at import",
+    ("_system.py", "advise_disk"): "the functions that call it",
+    ("checkpoint/hooks.py", "_apply"): "names that stand there",
     ("store/episodes.py", "_query"): "the methods that call it",
     ("data/replay_buffers/samplers/base.py", "_call"): "the methods that call it",
     ("data/replay_buffers/samplers/prioritized.py", "__get__"): "the settings that stand there, at import",
     ("data/replay_buffers/samplers/prioritized.py", "__set__"): "the settings that stand there, at import",
-    ("data/replay_buffers/writers/round_robin.py", "_call"): "the methods that call it",
-    ("data/replay_buffers/writers/round_robin.py", "has_writing_methods"): "the methods that stand there",
+    ("data/replay_buffers/writers/round_robin.py", "_optional"): "the functions that call it",
     ("data/replay_buffers/schedulers.py", "__init__"): "the caller, who names a setting of his sampler",
     ("data/replay_buffers/schedulers.py", "_set"): "the caller, who names a setting of his sampler",
     ("data/replay_buffers/storages/base.py", "__init_subclass__"): "methods in a table that stands there",
@@ -82,7 +81,6 @@ COMPUTED = {
     ("transforms/torchrl.py", "__getattr__"): "the transform, which asks for an attribute of the environment",
     ("transforms/base.py", "state_settings"): "_state_settings of the class",
     ("transforms/base.py", "changed"): "the names of a transform's lists of keys, which stand there",
-    ("data/replay_buffers/buffer.py", "_replace"): "the methods that call it",
 }
 
 # The contracts in `testing` send parts to other processes, and load nothing.

@@ -217,7 +217,7 @@ def replaced(file, name, values, **options):
 DAMAGES = {
     "is missing": lambda f: f.__delitem__("episode_1/actions"),
     "does not belong to an episode": lambda f: f.create_dataset("episode_1/extra", data=[1]),
-    "which is no episode": lambda f: f.create_group("stray"),
+    "which is not an episode": lambda f: f.create_group("stray"),
     "it must have 2": lambda f: replaced(f, "episode_1/observations", np.zeros((1, 3), np.float32)),
     r"float64 \[3\] a step, but float32 \[3\] before": lambda f: replaced(
         f, "episode_1/observations", np.zeros((2, 3))
@@ -247,8 +247,8 @@ def test_a_wrong_episode_is_named_with_file_and_key_and_earlier_ones_stay(datase
     with pytest.raises(DatasetError, match=said) as caught:
         read_minari(dataset, rb)
     assert "main_data.hdf5" in str(caught.value)
-    assert caught.value.rows_read == len(rb) == (0 if "no episode" in said else 2)
-    if "no episode" not in said:
+    assert caught.value.rows_read == len(rb) == (0 if "not an episode" in said else 2)
+    if "not an episode" not in said:
         assert "episode_1" in str(caught.value) and "2 steps were taken" in str(caught.value)
 
 

@@ -218,7 +218,7 @@ def test_steps_that_are_not_of_the_environment_or_space_are_refused(tmp_path):
     texts = GymEnv(Every())
     wrong = texts.rollout(3)
     wrong["text"][0] = 255
-    with pytest.raises(ValueError, match=r"'text' has the bytes .* which are no text in UTF-8"):
+    with pytest.raises(ValueError, match=r"'text' has the bytes .* which are not text in UTF-8"):
         write_minari(wrong, path, env=texts)
     assert os.listdir(tmp_path) == []
 

@@ -32,7 +32,7 @@ class Twins:
 
     def __init__(self, kind: type[ReplayBuffer], storage: Any, **parts: Any) -> None:
         self.fast, self.slow = kind(storage=storage(), **parts), kind(storage=storage(), **parts)
-        self.slow._batch_writer.pushes = False
+        self.slow._parts.batch_writer.pushes = False
 
     def write(self, name: str, data: Any, *copied: Any) -> Any:
         """What `add` or `extend` returned, or the error; the same of both."""

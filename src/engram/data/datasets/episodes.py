@@ -53,7 +53,7 @@ class Marks(NamedTuple):
 
     @classmethod
     def of(cls, rows: Any, n: int) -> Marks:
-        """Those of n rows; what is not one a row says nothing."""
+        """The marks of n rows; an entry that has not one value a row is ignored."""
 
         def column(path: KeyPath) -> npt.NDArray[Any] | None:
             values = pytree.get_entry(rows, path)
@@ -83,7 +83,7 @@ class KeyPair(NamedTuple):
 
 
 class KeyMapping:
-    """Which leaf of a step is which role of a Minari or flat HDF5 dataset: observation, action, info, reward, flag.
+    """The role of each leaf of a step in a Minari or flat HDF5 dataset: observation, action, info, reward, flag.
 
     Raises:
         ValueError: the format has no role for a key, or a key that it needs is missing; all of them are listed.
@@ -478,7 +478,8 @@ class _OpenTrajectory:
         if ids is None:
             ends = np.flatnonzero(done)
         else:
-            # As for samplers, a flag inside a trajectory is no end; at the end of a batch, where no id follows, it is.
+            # As for samplers, a flag inside a trajectory does not end it; one at the end of a batch, where no id
+            # follows, does.
             last = [n - 1] if done is not None and done[-1] else []
             ends = np.concatenate([np.flatnonzero(ids[1:] != ids[:-1]), np.array(last, np.int64)])
             self._id = ids[-1]

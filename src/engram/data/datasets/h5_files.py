@@ -1,4 +1,4 @@
-"""HDF5 files of datasets, which anybody may have written: read without believing anything they claim, and written."""
+"""HDF5 files of datasets: written, and read without trusting what they claim, since they may come from anywhere."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class H5Texts(H5Dataset):
 
 
 class H5Source(H5File):
-    """A dataset's file, which anybody may have written.
+    """A dataset's file of unknown origin.
 
     DatasetError, which names file and place, where an entry is not a plain group or dataset.
     """
@@ -138,7 +138,7 @@ class H5Source(H5File):
 
 @contextmanager
 def open_foreign(path: Path, max_row_bytes: int | str) -> Iterator[H5Source]:
-    """Reads a file that anybody may have written; a step, and a compressed chunk, may take `max_row_bytes`.
+    """Reads a file of unknown origin; a step, and a compressed chunk, may take `max_row_bytes`.
 
     Raises:
         FileNotFoundError: there is no such file.

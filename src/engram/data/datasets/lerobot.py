@@ -395,7 +395,7 @@ def _read_info(folder: Path, allowed: int) -> LeRobotInfo:
         raise DatasetError(file, "has no 'features', each with dtype and shape")
     frames, episodes = said.get("total_frames"), said.get("total_episodes")
     if not (type(frames) is int and frames >= 0 and type(episodes) is int and episodes >= 0):
-        raise DatasetError(file, f"says total_frames {frames!r} and total_episodes {episodes!r}, which are no counts")
+        raise DatasetError(file, f"says total_frames {frames!r} and total_episodes {episodes!r}, which are not counts")
     # pandas wrote the texts, which are the index of its table, with or without a name
     tasks = read_texts(folder / _TASKS, _TASK, ("task", "__index_level_0__"), allowed)
     return LeRobotInfo(folder, said.get("fps"), said.get("robot_type"), frames, episodes, features, tasks)
@@ -429,15 +429,16 @@ def read_lerobot(
         buffer: a buffer whose storage has ndim=1.
         last_step: what an episode's last frame is, unless the dataset says that it is terminated. The observation after
             it is in no file. "truncated", "terminated": it is a step, and the next observation is its own; "drop": it
-            is no step, and the one before it is truncated.
+            is left out, and the one before it is truncated.
         exclude: keys (as engram has them) to leave out; a key of several entries stands for all of them.
         progress: show a progress bar, if standard error is a terminal.
         max_row_bytes: the most that a row may take while it is decoded, and a page while it is decompressed: bytes, or
             "2GB".
 
     Raises:
-        DatasetError: a file is missing, damaged or does not fit the others, or a feature is no number, bool or video;
-            the message names file and feature, `rows_read` is the number of steps that were written to the buffer.
+        DatasetError: a file is missing, damaged or does not fit the others, or a feature has no numbers, bools or
+            videos; the message names file and feature, `rows_read` is the number of steps that were written to the
+            buffer.
         FileNotFoundError: there is no LeRobot dataset.
         ImportError: pyarrow is missing: `pip install "engram[parquet]"`.
 

@@ -227,7 +227,7 @@ def _texts(rows: Array, name: str) -> Array:
         texts.append(content.decode(errors="replace"))
         if texts[-1].encode() != content or b"\0" in content:
             raise ValueError(
-                f"{name} has the bytes {row.tobytes()!r:.80}, which are no text in UTF-8. Nothing was written"
+                f"{name} has the bytes {row.tobytes()!r:.80}, which are not text in UTF-8. Nothing was written"
             )
     return np.array(texts, text_dtype())
 
@@ -349,7 +349,7 @@ class H5EpisodeReader(EpisodeReader):
         others = [name for name in names if not _is_episode(name)]
         if others or not names:
             raise source.wrong(
-                "the file", f"holds {others[0]!r}, which is no episode" if others else "holds no episode"
+                "the file", f"holds {others[0]!r}, which is not an episode" if others else "holds no episode"
             )
         self._names = sorted(names, key=lambda name: int(name[len("episode_") :]))
         self._groups: dict[tuple[str, ...], int] = {}  # the number of entries of each group, parents first
@@ -981,7 +981,7 @@ def write_minari(
     Raises:
         ValueError: nothing to write, keys without a place in this format (all are listed), an observation that is
             not the next one of the step before, or values that are not of the given spaces or environment.
-        TypeError: `env` is no environment or collector of engram's, or a space cannot be written.
+        TypeError: `env` is not an environment or collector of engram's, or a space cannot be written.
         FileExistsError: there is something at `path`.
         ImportError: h5py is missing: `pip install "engram[h5]"`.
 
@@ -1041,13 +1041,13 @@ def _known_spaces(source: Any, env: Any, observation_space: Any, action_space: A
 def _not_ours(path: Path) -> str | None:
     """Why a folder is no Minari dataset that engram wrote, and nothing else; None where it is."""
     if path.is_symlink() or not path.is_dir():
-        return "it is no folder"
+        return "it is not a folder"
     for folder, names in ((path, {"data"}), (path / "data", {FILE, METADATA})):
         for other in {entry.name for entry in folder.iterdir()} ^ names:
             return f"{other} is missing" if other in names else f"{other} is not part of it"
     metadata = path / "data" / METADATA
     if metadata.is_symlink() or not metadata.is_file():
-        return f"{METADATA} is no file"
+        return f"{METADATA} is not a file"
     return replaceable_file("its file", is_ours).refusal(path / "data" / FILE)
 
 

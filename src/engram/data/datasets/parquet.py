@@ -357,7 +357,7 @@ def described_columns(schema: Any) -> tuple[RowLayout, list[ParquetColumn]] | No
         ]
         _check_structure(layout.root, len(layout.leaves))
     except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"has metadata that are no description of steps ({error!r})") from error
+        raise ValueError(f"has metadata that do not describe steps ({error!r})") from error
     if columns != columns_of(layout):
         raise ValueError("has metadata whose columns are not those of its layout")
     for column in columns:

@@ -7,7 +7,6 @@ import copy
 import os
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, Generic, Literal, Protocol, TypeAlias, overload
@@ -21,19 +20,17 @@ from torch._dynamo import trace_rules
 from typing_extensions import Self, TypedDict, TypeVar, Unpack
 
 from engram._advice import advised
-from engram._arguments import describe
 from engram._checks import is_integer
 from engram._generator import Generator, is_state
 from engram._system import set_state, state_of
 from engram._text import warn_user
 from engram.checkpoint.protocols import StorageCheckpointerBase
-from engram.data.replay_buffers.batch_writer import BatchWriter, GivenPriorities
 from engram.data.replay_buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
 from engram.data.replay_buffers.dataset import BatchDataset
-from engram.data.replay_buffers.delayed import delay
+from engram.data.replay_buffers.delayed import delay, is_delayed
 from engram.data.replay_buffers.in_place import change_entries, grid_index, in_index_order, is_int
-from engram.data.replay_buffers.prefetch import Prefetcher
-from engram.data.replay_buffers.reader import MANY_ROWS, BatchReader, Member
+from engram.data.replay_buffers.parts import BufferParts, Entries, PartSettings
+from engram.data.replay_buffers.reader import MANY_ROWS
 from engram.data.replay_buffers.reuse import why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler
 from engram.data.replay_buffers.samplers.random import RandomSampler
@@ -48,10 +45,8 @@ from engram.data.replay_buffers.state.buffers import (
     save_buffer,
     save_in_background,
 )
-from engram.data.replay_buffers.state.generators import SavedGenerator
-from engram.data.replay_buffers.state.parts import saved_transforms
 from engram.data.replay_buffers.stats import BatchCount, BufferStats, count_steps, shown_content
-from engram.data.replay_buffers.storages.base import Storage, StorageUser, as_storage
+from engram.data.replay_buffers.storages.base import Storage, as_storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
@@ -69,7 +64,6 @@ from engram.pytree import (
     KeyPath,
     as_arrays,
     as_keys,
-    collate_items,
     get_entry,
     leaf_keys,
     move_dim,
@@ -81,7 +75,7 @@ from engram.store.files import pickle_by_state
 from engram.store.indexing import to_slots
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import Transform
-from engram.transforms.compose import Compose, describe_transform
+from engram.transforms.compose import Compose
 
 # `torch.compile` goes round every function of this package: it cannot trace native code, and so each call is a graph
 # break. (Dynamo is loaded by tensordict.)
@@ -148,7 +142,7 @@ class BufferArguments(TypedDict, total=False):
 
 
 @advised
-class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
+class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     """Stores what environments produce and hands back training batches.
 
     For type checkers it is generic in what it holds: `ReplayBuffer[TensorDict]`, `ReplayBuffer[dict[str, Tensor]]`.
@@ -262,12 +256,12 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         if checkpointer is not None:
             is_one = isinstance(checkpointer, StorageCheckpointerBase)
             self._storage.checkpointer = checkpointer() if callable(checkpointer) and not is_one else checkpointer
-        self._wire()
+        self._parts = self._join_parts()
 
     @property
     def initialized(self) -> bool:
         """Whether the parts are made, which `delayed_init=True` puts off to the first use."""
-        return "_delayed" not in self.__dict__
+        return not is_delayed(self)
 
     @classmethod
     def open(
@@ -299,81 +293,22 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
     _reuse_batches = False
     _priority_key: Any = None  # where priorities are in data that are written
     _iteration: Iterator[T] | None = None  # of `next`
+    # Static: a buffer that its own reader held would stay, with all its memory, until the garbage collector comes.
+    _entries: Entries | None = None  # that batches get at their root
     _make_default_writer: Callable[[], Writer] = RoundRobinWriter
     _is_shut_down = False
 
-    def _wire(self) -> None:
-        """Makes the parts work together; again after each change of one."""
-        self._check_parts()
-        self._storage.attach(self)
-        self._storage._requires_index = self._attaches
-        self._register_writer()
-        self._tracks_generations = self._track_generations or self._writer.tracks_generations
-        self._sampler.use_generator(self._generator)
-        self._time_dim = self._storage.ndim - 1 if self._dim_extend is None else self._dim_extend
-        priorities = None
-        if self._priority_key is not None and self._sampler._takes_priorities:
-            priorities = GivenPriorities(self._storage, self._sampler, self._priority_key)
-        self._batch_writer = BatchWriter(
-            self._storage, self._writer, self._sampler, self._transform, self._time_dim, priorities
+    def _join_parts(self) -> BufferParts:
+        """Puts the parts together; again after each change of one. A ValueError where they do not fit each other."""
+        return BufferParts(
+            self._storage, self._sampler, self._writer, self._transform, self._generator, self._part_settings()
         )
-        self._reader = self._make_reader()
-        self._prefetcher = Prefetcher(self._reader, self._prefetch, self._generators()) if self._prefetch else None
 
-    def _check_parts(self) -> None:
-        self._sampler.check_storage(self._storage)
-        self._sampler._check_batch_size(self._batch_size, self._storage)
-
-    def _register_writer(self) -> None:
-        self._writer.register_storage(self._storage)
-        if self._track_generations:
-            self._writer.tracks_generations = True
-
-    def _make_reader(self) -> BatchReader:
-        member = self._member(self._storage, self._sampler)
-        return BatchReader([member], self._transform, pin_memory=self._pin_memory, reuse=self._reuse_batches)
-
-    def _member(
-        self,
-        storage: Storage,
-        sampler: Sampler,
-        transform: Compose | None = None,
-        collate_fn: Callable[[Any], Any] | None = None,
-    ) -> Member:
-        """How this buffer's rows are drawn and read; an ensemble reads its members' rows so, with samplers of its own.
-
-        Args:
-            collate_fn: instead of this buffer's own; None for that.
-        """
-        if collate_fn is None:
-            collate_fn = self._collate_fn or storage._default_collate
-        if collate_fn is torch.stack and storage._default_collate is collate_items:
-            collate_fn = collate_items  # of tensors and TensorDicts the same, which rows can be gathered for at once
-        if sampler._given is self._sampler._given:
-            sampler = self._sampler  # whose lock all draws of a user's own sampler take
-        attach = self._attach if self._attaches else None
-        return Member(storage, sampler, transform, collate_fn, attach, with_generation=self._tracks_generations)
-
-    @property
-    def _attaches(self) -> bool:
-        """Whether batches get entries at their root."""
-        return False
-
-    # Static: a buffer that its own reader held would stay, with all its memory, until the garbage collector comes.
-    @staticmethod
-    def _attach(index: Any, info: dict[str, Any]) -> dict[str, Any] | None:
-        """Entries to put at the root of each sampled batch."""
-        return None
-
-    @contextlib.contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """No draws or changes of priorities inside the block, and what was prepared ahead before is forgotten."""
-        with self._paused(), self._reader.lock:
-            yield
-
-    def _paused(self) -> AbstractContextManager[None]:
-        """A block in which nothing is prepared ahead, and before which what was prepared is forgotten."""
-        return contextlib.nullcontext() if self._prefetcher is None else self._prefetcher.paused()
+    def _part_settings(self) -> PartSettings:
+        return PartSettings(
+            self._batch_size, self._collate_fn, self._prefetch, self._dim_extend, self._pin_memory,
+            self._track_generations, self._reuse_batches, self._entries, self._priority_key,
+        )  # fmt: skip
 
     # ---- writing ----
     def add(self, data: T | Data) -> int | Tensor:
@@ -384,13 +319,14 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         Raises:
             ValueError, TypeError: the step does not fit the storage; the message names the leaf. Nothing is changed.
         """
-        writes = self._batch_writer
-        storage, plainly = self._storage, writes.pushes and not self._transform.transforms
+        parts = self._parts
+        writes, storage = parts.batch_writer, parts.storage
+        plainly = writes.pushes and not writes.transform.transforms
         if plainly and not (writes.priorities is not None and writes.priorities.are_stored()):
             with storage.mutex:
                 pushed: int | Tensor | None = None
                 if (push := storage.native.push) is not None:
-                    pushed = push(data, storage.ndim - 1, -1, self._writer.index_key)
+                    pushed = push(data, storage.ndim - 1, -1, parts.writer.index_key)
             if pushed is not None:
                 return pushed
         index: int | Tensor = writes.write(data, single=True)
@@ -410,13 +346,14 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             ValueError, TypeError: the batch does not fit the storage; the message names the leaf. Nothing is changed.
             RuntimeError: the items of a list do not stack; the message names the item.
         """
-        writes = self._batch_writer
-        storage, plainly = self._storage, writes.pushes and not self._transform.transforms
+        parts = self._parts
+        writes, storage = parts.batch_writer, parts.storage
+        plainly = writes.pushes and not writes.transform.transforms
         if plainly and not (writes.priorities is not None and writes.priorities.are_stored()):
             with storage.mutex:
                 pushed: Tensor | None = None
                 if (push := storage.native.push) is not None:
-                    pushed = push(data, storage.ndim, self._time_dim, self._writer.index_key)
+                    pushed = push(data, storage.ndim, parts.time_dim, parts.writer.index_key)
             if pushed is not None:
                 return pushed
         index: Tensor = writes.write(data, single=False, update_priority=update_priority)
@@ -439,13 +376,13 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             >>> rb[:]["next", "reward"].flatten()
             tensor([1.7500, 1.7500, 1.5000, 1.0000])
         """
-        index: Tensor = self._batch_writer.flush()
+        index: Tensor = self._parts.batch_writer.flush()
         return index
 
     @property
     def dim_extend(self) -> int:
         """The dimension of the data that is time."""
-        return self._time_dim
+        return self._parts.time_dim
 
     # ---- sampling ----
     @overload
@@ -518,22 +455,22 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             OutOfMemoryError: there is no memory for the batch; nothing was drawn where it has more than 2**20 rows and
                 needs more than is free. Random numbers may have been drawn; an epoch goes on with the same rows.
         """
-        n = self._batch_size
+        n, parts = self._batch_size, self._parts
         if n is None or (batch_size is not None and batch_size != n):
             n = _chosen_batch_size(self._batch_size, batch_size)
         if n > MANY_ROWS:
-            self._reader.check_room(n)
+            parts.reader.check_room(n)
         try:
-            if self._prefetcher is not None:
-                batch, info = self._prefetcher.sample(n, return_info or self._tracks_generations)
-            elif return_info or self._tracks_generations:
-                batch, info = self._reader.sample(n, generations=True)
+            if parts.prefetcher is not None:
+                batch, info = parts.prefetcher.sample(n, return_info or parts.tracks_generations)
+            elif return_info or parts.tracks_generations:
+                batch, info = parts.reader.sample(n, generations=True)
             elif as_numpy:
-                batch = self._reader.arrays(n)
+                batch = parts.reader.arrays(n)
                 self._handed_out.batches += 1
                 return batch
             else:
-                batch, info = self._reader.batch(n), {}
+                batch, info = parts.reader.batch(n), {}
             if as_numpy:
                 batch = as_arrays(batch)
         except MemoryError as error:
@@ -548,12 +485,13 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
                 "Batch_size was not specified, and iterating needs it: give one to the buffer's constructor"
             )
         if self._batch_size > MANY_ROWS:
-            self._reader.check_room(self._batch_size)
+            self._parts.reader.check_room(self._batch_size)
         while True:
-            if self._prefetcher is not None:
-                batch, last = self._prefetcher.next(self._batch_size, self._tracks_generations)
+            parts = self._parts
+            if parts.prefetcher is not None:
+                batch, last = parts.prefetcher.next(self._batch_size, parts.tracks_generations)
             else:
-                batch, last = self._reader.next(self._batch_size, generations=self._tracks_generations)
+                batch, last = parts.reader.next(self._batch_size, generations=parts.tracks_generations)
             self._handed_out.batches += 1
             yield batch
             if last:
@@ -667,11 +605,11 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             return everything[index]
         one_dimension = self._storage.ndim == 1
         if isinstance(index, tuple) and not one_dimension and len(index) > 1:
-            rows = move_dim(self._storage.get(slice(None)), 0, self._time_dim)[index]
+            rows = move_dim(self._storage.get(slice(None)), 0, self._parts.time_dim)[index]
         else:
             rows = self._storage.get(index)
             if not one_dimension and not is_int(index):
-                rows = move_dim(rows, 0, self._time_dim)
+                rows = move_dim(rows, 0, self._parts.time_dim)
         if self._collate_fn is not None and not is_int(index):
             rows = self._collate_fn(rows)
         return self._transform.forward(rows) if self._transform.transforms else rows
@@ -685,15 +623,15 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             StorageInUseError: another process has the storage open.
         """
         self._writer.check_mutable("rb[...] = ...")
-        items = self._batch_writer.in_place(items)
+        items = self._parts.batch_writer.in_place(items)
         if self._storage.ndim > 1:
             if isinstance(index, tuple) and len(index) > 1:
-                index = grid_index(self._storage, self._time_dim, index)
+                index = grid_index(self._storage, self._parts.time_dim, index)
             elif not is_int(index):
-                items = move_dim(items, self._time_dim, 0)
+                items = move_dim(items, self._parts.time_dim, 0)
         elif type(items) is list:
-            items = self._batch_writer.as_batch(items, 0)
-        with self._undisturbed():
+            items = self._parts.batch_writer.as_batch(items, 0)
+        with self._parts.undisturbed():
             self._storage._assign(index, items, self._writer.index_key)
 
     def set_(self, key: Any, value: Any) -> Self:
@@ -743,8 +681,8 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
 
     def _change_entries(self, values: Mapping[Any, Any], index: Any) -> Self:
         self._writer.check_mutable("changing entries")
-        with self._undisturbed(), self._storage._exclusive("changing entries"):
-            change_entries(self._storage, self._time_dim, values, index, self._writer.index_key)
+        with self._parts.undisturbed(), self._storage._exclusive("changing entries"):
+            change_entries(self._storage, self._parts.time_dim, values, index, self._writer.index_key)
         return self
 
     def read_all_in_order(self, end: int | None = None) -> Any:
@@ -759,7 +697,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         if not len(self._storage):
             raise IndexError("nothing has been written to this buffer yet")
         rows: Any = self[:end]
-        collate_fn = self._reader.collate_fn
+        collate_fn = self._parts.reader.collate_fn
         return collate_fn(rows) if type(rows) is list and rows and collate_fn is not self._collate_fn else rows
 
     def write_all(self, data: T | Data | Sequence[T | Data], end: int | None = None) -> None:
@@ -810,10 +748,10 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             raise ValueError(f"{len(slots)} steps are indexed, {len(expected)} generations given; nothing was written")
         patch = as_patch(patch)
         versions = as_version(version_key, version, require_newer, patch, len(slots))
-        patch = self._batch_writer.in_place(patch)
+        patch = self._parts.batch_writer.in_place(patch)
         if type(patch) is list:
-            patch = self._batch_writer.as_batch(patch, 0)
-        with self._undisturbed(), storage._exclusive("update_if_present"):
+            patch = self._parts.batch_writer.as_batch(patch, 0)
+        with self._parts.undisturbed(), storage._exclusive("update_if_present"):
             return write_if_present(storage, slots, expected, patch, versions, self._writer.index_key)
 
     def empty(self, empty_write_count: bool = True) -> None:
@@ -823,7 +761,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             StorageInUseError: another process has the storage open.
         """
         self._writer.check_mutable("empty")
-        with self._undisturbed(), self._storage._replacing("empty"):
+        with self._parts.undisturbed(), self._storage._replacing("empty"):
             self._storage.empty(empty_write_count)
             self._transform.empty()
             self._sampler.empty()
@@ -843,7 +781,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         """
         sampler = self._sampler
         if self._storage.ndim > 1:
-            priority = in_index_order(self._storage, self._time_dim, index, priority)
+            priority = in_index_order(self._storage, self._parts.time_dim, index, priority)
         if sampler._built_in:  # which takes its lock itself
             sampler.update_priority(index, priority, generation=generation, storage=self._storage)
             return
@@ -938,8 +876,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         Args:
             timeout: without effect: they end with the batches that they are making.
         """
-        if self._prefetcher is not None:
-            self._prefetcher.close()
+        self._parts.close()
         self._is_shut_down = True
 
     @property
@@ -948,22 +885,18 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         return not self._is_shut_down
 
     def _replace(self, name: str, part: Any) -> Any:
-        with self._undisturbed():
-            old = getattr(self, name)
-            setattr(self, name, part)
+        before = self._parts
+        with before.undisturbed():
+            old = vars(self)[name]
+            vars(self)[name] = part
             try:
-                self._check_parts()
-            except BaseException:
-                setattr(self, name, old)
-                raise
-            if self._prefetcher is not None:
-                self._prefetcher.close()
-            try:
-                self._wire()
+                self._parts = self._join_parts()
             except BaseException:  # the parts do not fit each other
-                setattr(self, name, old)
-                self._wire()
+                vars(self)[name] = old
+                self._parts = self._join_parts()
                 raise
+            finally:
+                before.close()
         return old
 
     def append_transform(self, transform: TransformLike, *, invert: bool = False) -> Self:
@@ -974,7 +907,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         """
         adapted = as_transform(transform, invert)
         self._check_transform(adapted)
-        with self._undisturbed():
+        with self._parts.undisturbed():
             self._transform.append(adapted)
         return self
 
@@ -987,7 +920,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         """
         adapted = as_transform(transform, invert)
         self._check_transform(adapted)
-        with self._undisturbed():
+        with self._parts.undisturbed():
             self._transform.insert(index, adapted)
         return self
 
@@ -1010,12 +943,12 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         compose = value if isinstance(value, Compose) else Compose(*([] if value is None else [value]))
         for transform in compose:
             self._check_transform(transform)
-        if "_reader" not in self.__dict__:
+        if "_parts" not in self.__dict__:
             object.__setattr__(self, name, compose)
             return
-        with self._undisturbed():
+        with self._parts.undisturbed():
             object.__setattr__(self, name, compose)
-            self._reader.transform = self._batch_writer.transform = compose
+            self._parts.use_transform(compose)
 
     def register_save_hook(self, hook: Callable[..., Any]) -> None:
         """Adds a callable that is applied to what the storage saves."""
@@ -1045,23 +978,18 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
         return [path[0] if len(path) == 1 else path for path in paths if path]
 
     def __repr__(self) -> str:
-        shown = self._shown()
-        collate_fn = shown["collate_fn"]
-        shown["collate_fn"] = getattr(collate_fn, "__name__", collate_fn)
-        inner = ",\n".join(textwrap.indent(f"{k}={v}", "    ") for k, v in shown.items())
-        return f"{type(self).__name__}(\n{inner})"
-
-    def _shown(self) -> dict[str, Any]:
-        """What `repr` shows."""
-        return {
-            "storage": self._storage,
-            **shown_content(self._storage, self._sampler, self._episodes),
-            "sampler": self._sampler,
-            "writer": self._writer,
-            "batch_size": self._batch_size,
-            "transform": self._transform,
-            "collate_fn": self._reader.collate_fn,
-        }
+        return shown_buffer(
+            type(self).__name__,
+            {
+                "storage": self._storage,
+                **shown_content(self._storage, self._sampler, self._episodes),
+                "sampler": self._sampler,
+                "writer": self._writer,
+                "batch_size": self._batch_size,
+                "transform": self._transform,
+                "collate_fn": self._parts.reader.collate_fn,
+            },
+        )
 
     # ---- saving and loading ----
     def dumps(self, path: str | os.PathLike[str], *, blocking: bool = True, keep_last: int = 1) -> str | SaveHandle:
@@ -1084,7 +1012,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
                 is as it was.
         """
         # Batches that were prepared before the last writes are prepared again, here and where this is loaded.
-        with self._undisturbed(), self._storage.mutex:
+        with self._parts.undisturbed(), self._storage.mutex:
             if blocking:
                 return save_buffer(self._saved_form, Path(path), keep_last)
             return save_in_background(self._saved_form, Path(path), keep_last)
@@ -1111,7 +1039,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             CheckpointMisfitError: the checkpoint does not fit this buffer; every difference is listed. It is a
                 ValueError, too.
         """
-        with self._undisturbed():
+        with self._parts.undisturbed():
             load_buffer(self._saved_form, Path(path), snapshot, parts)
 
     dump = save = dumps
@@ -1125,49 +1053,15 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave, as `loads` does; a ValueError where it does not fit, every difference."""
         batch_size = _checked_batch_size(state.get("_batch_size"))
-        with self._undisturbed():
+        with self._parts.undisturbed():
             load_buffer_state(self._saved_form, state)
             if batch_size is not None:
                 self._batch_size = batch_size
 
-    # ---- the state of its parts ----
     @property
     def _saved_form(self) -> SavedBuffer:
         """This buffer, as it is saved and loaded."""
-        parts = {
-            "sampler": self._sampler.saved_form,
-            "writer": self._writer.saved_form,
-            "transform": saved_transforms(self._transform),
-            "generator": SavedGenerator(self._generator, None, is_ours=True),
-        }
-        return SavedBuffer(self._storage, parts, self._writer.index_key, self._batch_size, self._description)
-
-    def _description(self, sampler: Any) -> dict[str, Any]:
-        """What this buffer and its parts are, for who makes them anew from a checkpoint (`engram.load`)."""
-        missing = ["the collate_fn"] if self._collate_fn is not None else []
-        missing += ["the hooks of its checkpointer"] if self._storage._has_hooks else []
-        return {
-            "kind": type(self).__name__,
-            "batch_size": self._batch_size,
-            "settings": self._settings(),
-            "storage": {"kind": type(self._storage).__name__, "arguments": self._storage._description()},
-            "sampler": describe(sampler),
-            "transforms": [describe_transform(transform) for transform in self._transform.transforms],
-            "missing": missing,
-        }
-
-    def _settings(self) -> dict[str, Any]:
-        """The constructor's other arguments, as far as they are numbers and names."""
-        return {
-            "prefetch": self._prefetch or None,
-            "dim_extend": self._dim_extend,
-            "pin_memory": self._pin_memory,
-            "track_generations": self._track_generations,
-        }
-
-    def _generators(self) -> list[torch.Generator | Generator]:
-        """The generators that draws change, but for torch's global one."""
-        return [] if self._generator is None else [self._generator]
+        return self._parts.saved_form(type(self).__name__, self._batch_size)
 
     # ---- copies: what `pickle` and `copy` make; what is sent to a process travels by `__getstate__` ----
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -1180,11 +1074,15 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
 
     @contextlib.contextmanager
     def _held_still(self) -> Iterator[None]:
-        with self._undisturbed(), self._storage.mutex:
+        with self._parts.undisturbed(), self._storage.mutex:
             yield
 
     def _copy_parts(self) -> tuple[Any, tuple[Any, ...]]:
-        return _copied, (type(self), self.__getstate__(), copy.deepcopy(self._saved_form.states()))
+        return _copied, (
+            type(self),
+            self.__getstate__(),
+            copy.deepcopy(self._saved_form.states()),
+        )
 
     def _check_sending(self) -> None:
         self._sampler._check_sending()
@@ -1192,7 +1090,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_handed_out": BatchCount()}
-        for name in ("_reader", "_batch_writer", "_prefetcher", "_iteration", "_is_shut_down"):
+        for name in ("_parts", "_iteration", "_is_shut_down"):
             state.pop(name, None)
         # As bytes: a tensor made here would be gone, with its memory, before another process had received it.
         state["_generator"] = None if self._generator is None else state_of(self._generator).numpy().tobytes()
@@ -1207,17 +1105,7 @@ class ReplayBuffer(StorageUser, MadeFromParts, PartlyCopied, Generic[T]):
             saved_state = torch.frombuffer(bytearray(saved), dtype=torch.uint8)
             self._generator = Generator() if is_state(saved_state) else torch.Generator()
             set_state(self._generator, saved_state)
-        self._wire()
-
-    def after_load(self) -> None:
-        # A sampler that was loaded before its storage finds its rows.
-        self._sampler.saved_form.find(self._storage)
-
-    def after_fork(self) -> None:
-        # No steps that the parent will write, too.
-        lanes = self._storage.lanes
-        if lanes is not None and lanes.locks is not None:
-            self._transform.empty()
+        self._parts = self._join_parts()
 
 
 pickle_by_state(ReplayBuffer)  # as `__init_subclass__` does for its children
@@ -1287,6 +1175,14 @@ def _chosen_batch_size(own: int | None, batch_size: Any) -> int:
     checked = _checked_batch_size(batch_size)
     assert checked is not None
     return checked
+
+
+def shown_buffer(kind: str, shown: dict[str, Any]) -> str:
+    """What `repr` of a buffer says."""
+    collate_fn = shown["collate_fn"]
+    shown = {**shown, "collate_fn": getattr(collate_fn, "__name__", collate_fn)}
+    inner = ",\n".join(textwrap.indent(f"{k}={v}", "    ") for k, v in shown.items())
+    return f"{kind}(\n{inner})"
 
 
 def _paths_of(item: Any) -> list[KeyPath]:

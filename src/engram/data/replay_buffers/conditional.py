@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -180,7 +181,7 @@ class _RowPatch:
             self._entries[path][positions].to(value.device) if path in self._entries else value
             for path, value in entries
         ]
-        return unflatten(root, leaves, (len(positions),), getattr(stored, "device", None))
+        return unflatten(root, leaves, (len(positions),), stored.device if has_batch_size(stored) else None)
 
 
 class _ItemPatch:
@@ -230,9 +231,10 @@ def _item_with(item: Any, entries: Any) -> Any:
         if isinstance(old, Tensor) and (
             not isinstance(new, Tensor) or new.shape != old.shape or new.dtype != old.dtype
         ):
+            given = f"{new.dtype} {list(new.shape)}" if isinstance(new, Tensor | np.ndarray) else type(new).__name__
             raise ValueError(
-                f"{format_key(key_path(key))} of a stored item is {old.dtype} {list(old.shape)}, of the patch "
-                f"{getattr(new, 'dtype', type(new).__name__)} {list(getattr(new, 'shape', []))}; nothing was written"
+                f"{format_key(key_path(key))} of a stored item is {old.dtype} {list(old.shape)}, of the patch {given}; "
+                "nothing was written"
             )
         set_entry(changed, key, clone(new))
     return changed

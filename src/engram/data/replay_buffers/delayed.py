@@ -6,28 +6,34 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from engram._system import fork_registry
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage, ObservedMemmapStorage
 from engram.store.lanes import warn_of_copy
 
-if TYPE_CHECKING:
-    from engram.data.replay_buffers.buffer import BufferArguments
+_DELAYED = "_delayed"  # the attribute of a buffer that holds what makes its parts, until they are made
 
 
-def delay(buffer: Any, init: Callable[..., None], capacity: int | None, arguments: BufferArguments) -> None:
+def is_delayed(buffer: Any) -> bool:
+    """Whether a buffer's parts are still to be made."""
+    return _DELAYED in vars(buffer)
+
+
+def delay(buffer: Any, init: Callable[..., None], capacity: int | None, arguments: Mapping[str, Any]) -> None:
     """Puts off `init(buffer, capacity, **arguments)`, which makes the buffer's parts, to its first use."""
     cls: Any = type(buffer)
-    buffer._delayed = _DelayedParts(cls, init, capacity, arguments)
+    vars(buffer)[_DELAYED] = _DelayedParts(cls, init, capacity, arguments)
     buffer.__class__ = _delayed_class(cls)
 
 
 class _DelayedParts:
     """The arguments of a buffer whose parts are made at its first use."""
 
-    def __init__(self, cls: type, init: Callable[..., None], capacity: int | None, arguments: BufferArguments) -> None:
+    def __init__(
+        self, cls: type, init: Callable[..., None], capacity: int | None, arguments: Mapping[str, Any]
+    ) -> None:
         self._cls, self._init, self._capacity, self._arguments = cls, init, capacity, arguments
         self._lock, self._begun = threading.RLock(), False
         self._forked_from = 0  # the process that makes parts of its own
@@ -49,7 +55,7 @@ class _DelayedParts:
             except BaseException:
                 self._begun = False
                 raise
-            del buffer._delayed
+            del vars(buffer)[_DELAYED]
             buffer.__class__ = self._cls
             storage = buffer._storage
             kinds = (LazyMemmapStorage, ObservedMemmapStorage)
@@ -62,7 +68,7 @@ _unmade: weakref.WeakSet[_DelayedParts] = fork_registry(_DelayedParts.after_fork
 
 
 def _make_parts(buffer: Any) -> None:
-    delayed = buffer.__dict__.get("_delayed")
+    delayed = vars(buffer).get(_DELAYED)
     if delayed is not None:  # else another thread has just made them
         delayed.make(buffer)
 
@@ -76,7 +82,7 @@ def _delayed_class(cls: Any) -> type:
 
     class Delayed(cls):  # type: ignore[misc]
         def __getattribute__(self, name: str) -> Any:
-            if name not in ("initialized", "_delayed") and not name.startswith("__"):
+            if name != "initialized" and not name.startswith("__"):
                 _make_parts(self)
             return cls.__getattribute__(self, name)  # for which it is of the class again
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from engram._advice import advised
-from engram._generator import Generator
-from engram.data.replay_buffers.buffer import ReplayBuffer
+from engram.data.replay_buffers.buffer import ReplayBuffer, shown_buffer
+from engram.data.replay_buffers.parts import BufferParts, PartSettings
 from engram.data.replay_buffers.reader import BatchReader
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble
-from engram.data.replay_buffers.state.buffers import SavedBuffer
-from engram.data.replay_buffers.state.generators import SavedGenerators
-from engram.data.replay_buffers.state.parts import SavedPart, saved_transforms
 from engram.data.replay_buffers.stats import BufferStats
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.writers.ensemble import WriterEnsemble
@@ -82,7 +78,8 @@ class ReplayBufferEnsemble(ReplayBuffer):
             if name in kwargs:
                 raise TypeError(f"{name} is the members'; an ensemble takes no {name}")
         self._members = members
-        self._collate_fns = [None] * len(members) if collate_fns is None else list(collate_fns)
+        no_functions: list[Callable[[Any], Any] | None] = [None] * len(members)
+        self._collate_fns = no_functions if collate_fns is None else list(collate_fns)
         if isinstance(samplers, SamplerEnsemble):
             if p is not None or sample_from_all or num_buffer_sampled is not None:
                 raise ValueError("a SamplerEnsemble says itself how members are drawn; leave the settings to it")
@@ -111,39 +108,18 @@ class ReplayBufferEnsemble(ReplayBuffer):
                 "members; for reading only, give the ensemble a callable, or one that names in_keys and no in_keys_inv"
             )
 
-    def _register_writer(self) -> None:
-        """Nothing: the members' writers write to the members' storages."""
-
-    def _make_reader(self) -> BatchReader:
-        parts = zip(self._members, self._storage.storages, self._sampler._members, self._collate_fns, strict=True)  # type: ignore[attr-defined]
-        members = [rb._member(storage, sampler, rb._transform, collate) for rb, storage, sampler, collate in parts]
-        sampler: Any = self._sampler
-        return BatchReader(
-            members, self._transform, chooser=sampler, collate_fn=self._collate_fn, pin_memory=self._pin_memory
-        )
-
-    def _check_parts(self) -> None:
-        for part, kind in (
-            (self._storage, StorageEnsemble), (self._sampler, SamplerEnsemble), (self._writer, WriterEnsemble)
-        ):  # fmt: skip
+    def _join_parts(self) -> BufferParts:
+        parts: tuple[Any, Any, Any] = self._storage, self._sampler, self._writer
+        for part, kind in zip(parts, (StorageEnsemble, SamplerEnsemble, WriterEnsemble), strict=True):
             if not isinstance(part, kind) or len(part) != len(self._members):
                 raise ValueError(
                     f"an ensemble of {len(self._members)} takes a {kind.__name__} of as many, got {part!r:.80}"
                 )
-        super()._check_parts()
-
-    @contextlib.contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        with contextlib.ExitStack() as held:
-            for rb in sorted((self, *self._members), key=id):  # in one order for all ensembles
-                held.enter_context(rb._paused())
-            held.enter_context(self._reader.lock)
-            # Members' own, and those of samplers that the ensemble draws with instead; in one order for all ensembles.
-            samplers = [*(member.sampler for member in self._reader.members), *(rb._sampler for rb in self._members)]
-            locks = {id(sampler.lock): sampler.lock for sampler in samplers}
-            for which in sorted(locks):
-                held.enter_context(locks[which])
-            yield
+        settings = self._part_settings()
+        return BufferParts(
+            *parts, self._transform, self._generator, settings, self._members,
+            functools.partial(_reader, *parts[:2], self._transform, settings, self._members, self._collate_fns),
+        )  # fmt: skip
 
     # ---- members ----
     def __len__(self) -> int:
@@ -186,7 +162,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
     def empty(self, empty_write_count: bool = True) -> None:
         """Empties every member."""
         self._writer.check_mutable("empty")
-        with self._undisturbed(), self._storage._replacing("empty"):
+        with self._parts.undisturbed(), self._storage._replacing("empty"):
             for rb in self._members:
                 rb.empty(empty_write_count)
             self._transform.empty()
@@ -245,57 +221,34 @@ class ReplayBufferEnsemble(ReplayBuffer):
                 raise KeyError(f"the batch has no {name!r}; its keys are {sorted(map(str, data.keys()))}")
         self.update_priority(data["index"], data.get(key), data.get("generation", None))
 
-    # ---- state ----
-    def _generators(self) -> list[torch.Generator | Generator]:
-        own = super()._generators()  # which then goes to the members, too
-        return own or [rb.generator for rb in self._members if rb.generator is not None]
-
-    @property
-    def _saved_form(self) -> SavedBuffer:
-        own = super()._saved_form
-        generators = SavedGenerators(self._generator, [rb.generator for rb in self._members])
-        transforms = _SavedTransforms(self._transform, [rb.transform for rb in self._members])
-        return own._replace(parts={**own.parts, "transform": transforms, "generator": generators})
-
-    def _description(self, sampler: Any) -> dict[str, Any]:
-        return {"kind": type(self).__name__}
-
-    def _shown(self) -> dict[str, Any]:
-        return {
-            "storages": self._storage,
-            "samplers": self._sampler,
-            "writers": self._writer,
-            "batch_size": self._batch_size,
-            "transform": self._transform,
-            "collate_fn": self._collate_fn,
-        }
+    def __repr__(self) -> str:
+        return shown_buffer(
+            type(self).__name__,
+            {
+                "storages": self._storage,
+                "samplers": self._sampler,
+                "writers": self._writer,
+                "batch_size": self._batch_size,
+                "transform": self._transform,
+                "collate_fn": self._collate_fn,
+            },
+        )
 
 
-class _SavedTransforms(SavedPart):
-    """The common transform and the members', as they are saved and loaded."""
-
-    def __init__(self, common: Compose, members: list[Compose]) -> None:
-        super().__init__(common, None, is_ours=True, members=[saved_transforms(one) for one in (common, *members)])
-
-    def state(self, storage: Any) -> Any:
-        return {"each": [each.state(storage) for each in self.members]}
-
-    def differences(self, state: Any) -> list[str]:
-        if state is None:
-            return []
-        saved = state.get("each", [])
-        if len(saved) != len(self.members):
-            here, there = len(self.members) - 1, len(saved) - 1
-            return [f"the ensemble has transforms of {here} members here, of {there} there"]
-        return [what for mine, one in zip(self.members, saved, strict=True) for what in mine.differences(one)]
-
-    def load(self, state: Any) -> None:
-        for i, each in enumerate(self.members):
-            each.load(None if state is None else state["each"][i])
-
-    def empty(self) -> None:
-        for each in self.members:
-            each.empty()
+def _reader(
+    storage: StorageEnsemble,
+    sampler: SamplerEnsemble,
+    transform: Compose,
+    settings: PartSettings,
+    rbs: list[ReplayBuffer],
+    collate_fns: list[Callable[[Any], Any] | None],
+) -> BatchReader:
+    """What reads batches of several buffers."""
+    parts = zip(rbs, storage.storages, sampler._members, collate_fns, strict=True)
+    members = [rb._parts.member(rows, draws, rb.transform, collate) for rb, rows, draws, collate in parts]
+    return BatchReader(
+        members, transform, chooser=sampler, collate_fn=settings.collate_fn, pin_memory=settings.pin_memory
+    )
 
 
 def _members(

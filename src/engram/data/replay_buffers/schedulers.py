@@ -79,23 +79,9 @@ class ParameterScheduler(abc.ABC):
         Raises:
             ValueError: it is the state of a scheduler of another parameter, or no such state; nothing is changed.
         """
-        self.initial_value, self.steps = self._checked_state(state)
+        self.initial_value, self.steps = _checked_state(self.param_name, state)
         if self.steps:
             self._set()
-
-    def _checked_state(self, state: dict[str, Any]) -> tuple[float, int]:
-        """Initial value and steps of a saved state."""
-        try:
-            name, initial, steps = state["param_name"], float(state["initial_value"]), state["steps"]
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(
-                f"a scheduler's state has param_name, initial_value and steps, got {state!r:.80}"
-            ) from None
-        if name != self.param_name:
-            raise ValueError(f"the scheduler sets {self.param_name!r} here, {name!r} there")
-        if type(steps) is not int or steps < 0 or not math.isfinite(initial):
-            raise ValueError(f"a scheduler's state has steps of 0 or more and a finite value, got {state!r:.80}")
-        return initial, steps
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.param_name}, steps={self.steps})"
@@ -259,7 +245,7 @@ class SchedulerList:
             count = len(saved) if isinstance(saved, list) else "no list of"
             raise ValueError(f"there are {len(self.schedulers)} schedulers here, {count} there")
         for scheduler, one in zip(self.schedulers, saved, strict=True):
-            scheduler._checked_state(one)
+            _checked_state(scheduler.param_name, one)
         for scheduler, one in zip(self.schedulers, saved, strict=True):
             scheduler.load_state_dict(one)
 
@@ -268,6 +254,19 @@ class SchedulerList:
 
     def __repr__(self) -> str:
         return f"SchedulerList({self.schedulers})"
+
+
+def _checked_state(param_name: str, state: dict[str, Any]) -> tuple[float, int]:
+    """Initial value and steps of a saved state of a scheduler of this parameter."""
+    try:
+        name, initial, steps = state["param_name"], float(state["initial_value"]), state["steps"]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"a scheduler's state has param_name, initial_value and steps, got {state!r:.80}") from None
+    if name != param_name:
+        raise ValueError(f"the scheduler sets {param_name!r} here, {name!r} there")
+    if type(steps) is not int or steps < 0 or not math.isfinite(initial):
+        raise ValueError(f"a scheduler's state has steps of 0 or more and a finite value, got {state!r:.80}")
+    return initial, steps
 
 
 def _at_least_one(n: Any, name: str) -> int:

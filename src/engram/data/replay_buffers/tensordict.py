@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from engram.data.replay_buffers.reader import index_and_weight
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.writers.round_robin import TensorDictRoundRobinWriter
+from engram.pytree import has_keys
 
 #: What samples are: TensorDicts, or a tensorclass.
 TD = TypeVar("TD", default=TensorDictBase)
@@ -43,6 +44,7 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
         True
     """
 
+    _entries = staticmethod(index_and_weight)
     _make_default_writer = TensorDictRoundRobinWriter
 
     def __init__(
@@ -56,19 +58,10 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
         self._priority_key = priority_key
         super().__init__(capacity, **kwargs)
 
-    def _settings(self) -> dict[str, Any]:
-        return {**super()._settings(), "priority_key": self._priority_key}
-
     @property
     def priority_key(self) -> str:
         key: str = self._priority_key
         return key
-
-    @property
-    def _attaches(self) -> bool:
-        return True
-
-    _attach = staticmethod(index_and_weight)
 
     extend = with_argument(ReplayBuffer.extend, "data", "tensordicts")
 
@@ -79,7 +72,7 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
             KeyError: the batch has no such key, or no `"index"`.
             TypeError: the batch has no keys.
         """
-        if not hasattr(data, "keys"):
+        if not (has_keys(data) or isinstance(data, Mapping)):
             raise TypeError(
                 f"priorities come in a batch with keys, 'index' and {self._priority_key!r}, found a "
                 f"{type(data).__name__}; nothing was changed"

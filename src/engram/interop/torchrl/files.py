@@ -426,7 +426,7 @@ def blocks(steps: SavedSteps, layout: RowLayout) -> Iterator[tuple[int, Bytes]]:
         rows = memory[:, : stop - start]
         for number, leaf in enumerate(layout.leaves):
             values = steps.values(number, start, stop)
-            if leaf.dtype is torch.bool:  # a byte that is neither 0 nor 1 is no bool
+            if leaf.dtype is torch.bool:  # a byte that is neither 0 nor 1 is not a bool
                 values = (values != 0).view(np.uint8)
             rows[:, :, leaf.offset : leaf.offset + leaf.nbytes] = values
         yield start, rows
@@ -475,7 +475,7 @@ class ColumnSteps(SavedSteps):
             stored = [value for row in stored if isinstance(row, list) for value in row]
         if not stored or any(value != stored[0] for value in stored):
             raise CheckpointError(
-                f"{folder.path}: {format_key(path)} holds values that differ from step to step and are no tensors; "
+                f"{folder.path}: {format_key(path)} holds values that differ from step to step and are not tensors; "
                 "engram reads constants only. Leave the key out and save again"
             )
         return stored[0]

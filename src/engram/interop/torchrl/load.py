@@ -310,7 +310,7 @@ class SavedEpoch(NamedTuple):
         length: how many rows or trajectories an epoch has.
         stored: rows of the storage.
         envs: environments of the storage.
-        rows: `remaining` as sequence * envs + env; None where they are no stored rows.
+        rows: `remaining` as sequence * envs + env; None where they are not stored rows.
     """
 
     remaining: Rows | None

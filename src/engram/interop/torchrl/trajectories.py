@@ -199,7 +199,7 @@ def _flags(folder: Folder, tree: TensorDictFiles, steps: int) -> Values:
     others = [p for p in (*tree.constants, *tree.stacks) if p not in ((SHIFT,), (FULL,), (SHAPE,))]
     if others:
         raise CheckpointError(
-            f"{folder.path}: {format_key(others[0])} is no tensor, and does not come with trajectories"
+            f"{folder.path}: {format_key(others[0])} is not a tensor, and does not come with trajectories"
         )
     done = tree.tensor(DONE)
     if done is None or done.dtype is not torch.bool:
@@ -332,7 +332,7 @@ def _collect(reader: H5Reader, group: str, path: KeyPath, datasets: _Datasets) -
             continue
         shape, dtype = form
         if not shape or f"torch.{dtype.name}" not in DTYPES or dtype != np.dtype(dtype.name):
-            raise ValueError(f"{here} is {dtype} {shape}, which is no tensor of steps")
+            raise ValueError(f"{here} is {dtype} {shape}, which is not a tensor of steps")
         datasets[key] = (shape[0], shape[1:], dtype)
 
 

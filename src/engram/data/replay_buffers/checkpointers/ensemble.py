@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from engram.checkpoint.directory import HOOKED
 from engram.checkpoint.hooks import load_through_hooks, save_through_hooks
@@ -19,6 +19,7 @@ _MISFIT = "the checkpoint does not fit this ensemble"
 Part = tuple[StorageCheckpointerBase[Any, Any], Any]  # a checkpointer and the storage that it saves
 
 
+@runtime_checkable
 class Parts(Protocol):
     """The members of an ensemble, for saving and loading."""
 
@@ -100,8 +101,7 @@ class _EnsembleRestorePlan:
                 loaded.append(storage)
         except BaseException:
             for storage in loaded:
-                # To a storage without rows, and without a layout where it had none.
-                (getattr(storage, "abort_restore", None) or storage.empty)()
+                _abort(storage)
             raise
 
     def _plan(self, i: int, checkpointer: StorageCheckpointerBase[Any, Any]) -> RestorePlan[Any]:
@@ -110,6 +110,15 @@ class _EnsembleRestorePlan:
             folder: Any = _Folder(self._reader, i)
             self._plans[i] = checkpointer, load_through_hooks(checkpointer, folder, self._members[i])
         return self._plans[i][1]
+
+
+def _abort(sink: Any) -> None:
+    """Leaves a sink without rows, and without a layout where it had none."""
+    if isinstance(sink, Parts):
+        for _, member in sink.parts():
+            _abort(member)
+    else:
+        sink.abort_restore()
 
 
 def _before(parts: list[Part], previous: dict[str, Any] | None) -> list[Any]:

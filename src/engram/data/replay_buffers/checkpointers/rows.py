@@ -9,7 +9,7 @@ import functools
 import math
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -228,10 +228,11 @@ class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
         layout, counters = source.layout_state(), source.counters()
         if layout is None:
             return _NothingToSave(json_copy(counters))
-        return _RowSavePlan(self, source, layout, counters, previous)
+        layout, counters, identity = json_copy([layout, counters, source.identity()])
+        return _RowSavePlan(self._codec(LayoutState(layout)), source, layout, counters, identity, previous)
 
     def plan_restore(self, reader: SnapshotReader, state: dict[str, Any]) -> RestorePlan[RowSink]:
-        return _RowRestorePlan(self, reader, state)
+        return _RowRestorePlan(self._saved_codec, reader, state)
 
 
 class TensorStorageCheckpointer(ChunkedStorageCheckpointer):
@@ -263,15 +264,14 @@ class _RowSavePlan:
 
     def __init__(
         self,
-        checkpointer: ChunkedStorageCheckpointer,
+        codec: ChunkCodec,
         source: RowSource,
         layout: dict[str, Any],
         counters: dict[str, Any],
+        identity: dict[str, Any],
         previous: dict[str, Any] | None,
     ) -> None:
-        self._source = source
-        layout, self._counters, identity = json_copy([layout, counters, source.identity()])
-        self._codec = checkpointer._codec(LayoutState(layout))
+        self._codec, self._source, self._counters = codec, source, counters
         self._checked = Counters(self._counters)
         self._row_bytes = layout["row_bytes"]
         same = {
@@ -322,12 +322,28 @@ class _RowSavePlan:
         return replace(chunk, details=details)
 
 
-class _RowRestorePlan:
-    """One load of rows: the snapshot's description of them, checked, and its chunks."""
+class _Memory(threading.local):
+    """What a thread reads its chunks into, one after the other."""
 
-    def __init__(self, checkpointer: ChunkedStorageCheckpointer, reader: SnapshotReader, state: dict[str, Any]) -> None:
+    def __init__(self) -> None:
+        self.bytes: Rows = np.empty(0, np.uint8)
+
+
+class _RowRestorePlan:
+    """One load of rows: the snapshot's description of them, checked, and its chunks.
+
+    Args:
+        codec_of: makes the codec of the layout and the state that were saved.
+    """
+
+    def __init__(
+        self,
+        codec_of: Callable[[LayoutState, dict[str, Any]], ChunkCodec],
+        reader: SnapshotReader,
+        state: dict[str, Any],
+    ) -> None:
         self._reader = reader
-        self._buffers = threading.local()
+        self._memory = _Memory()
         try:
             self.layout = layout_of(state)
             self.counters: dict[str, Any] = state["counters"]
@@ -336,7 +352,7 @@ class _RowRestorePlan:
             if self.layout is not None:
                 self._checked.check_envs(self.layout)
             self._row_bytes = 0 if self.layout is None else natural(self.layout["row_bytes"])
-            self._codec = RawChunkCodec(0) if self.layout is None else checkpointer._saved_codec(self.layout, state)
+            self._codec = RawChunkCodec(0) if self.layout is None else codec_of(self.layout, state)
             self._max_steps = max(1, natural(state["rows_per_chunk"]))
             self._sizes = {chunk: self._nbytes(chunk) for chunk in self.chunks}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -374,10 +390,9 @@ class _RowRestorePlan:
     def _rows(self, chunk: Chunk) -> tuple[int, Rows]:
         """First sequence and verified rows of a chunk; they are valid until this thread's next call."""
         nbytes = self._sizes[chunk]
-        buffer = getattr(self._buffers, "buffer", None)
-        if buffer is None or len(buffer) < nbytes:
-            buffer = self._buffers.buffer = np.empty(nbytes, np.uint8)
-        content = buffer[:nbytes]
+        if len(self._memory.bytes) < nbytes:
+            self._memory.bytes = np.empty(nbytes, np.uint8)
+        content = self._memory.bytes[:nbytes]
         self._reader.read_into(chunk.file, content)
         rows = self._unpack(chunk, content)
         start = max(chunk.start, self._checked.first(chunk.lane))

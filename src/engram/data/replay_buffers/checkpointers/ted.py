@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,9 +24,66 @@ from engram.data.replay_buffers.checkpointers.rows import (
     unpack_values,
 )
 from engram.pytree import Key
-from engram.store.layout import LayoutState, RowLayout
+from engram.store.layout import LayoutState, LeafSpec, RowLayout
 from engram.ted import codec as ted_codec
 from engram.ted.codec import DONE_KEYS, REWARD_KEYS, Column, Mask, StepKeys
+
+
+@dataclass(frozen=True)
+class EpisodeLayout:
+    """The leaves of a row: which of them repeat which one step later, and which say where a trajectory ends."""
+
+    layout: RowLayout
+    shared: dict[int, int]
+    flags: Sequence[int] = ()
+    ids: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, layout: LayoutState, keys: StepKeys) -> EpisodeLayout:
+        """That of rows which are saved; ValueError: a step has several done flags."""
+        parsed = layout.parse()
+        return cls(parsed, keys.shared(parsed.leaves), keys.flags(parsed.leaves), keys.ids(parsed.leaves))
+
+    @classmethod
+    def saved(cls, layout: LayoutState, state: dict[str, Any]) -> EpisodeLayout:
+        """That of rows which were saved, from a manifest; ValueError where it is impossible."""
+        parsed = layout.parse()
+        shared = {int(i): int(root) for i, root in state["shared"]}
+        roots, leaves = set(shared.values()), parsed.leaves
+        for i, root in shared.items():
+            exist = 0 <= i < len(leaves) and 0 <= root < len(leaves)
+            if not exist or i in roots or leaves[i].nbytes != leaves[root].nbytes:
+                raise ValueError(f"key {i} cannot be a copy of key {root}")
+        if len(roots) < len(shared):
+            raise ValueError("two keys are copies of one")
+        return cls(parsed, shared)
+
+    @property
+    def leaves(self) -> list[tuple[int, LeafSpec]]:
+        """The leaves that have bytes, with their numbers."""
+        return [(i, leaf) for i, leaf in enumerate(self.layout.stored) if leaf.nbytes]
+
+    @property
+    def copy_of(self) -> dict[int, int]:
+        """The reverse of `shared`: of a root leaf the leaf under "next" that repeats it."""
+        return {root: i for i, root in self.shared.items()}
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row without the leaves that repeat others."""
+        return self.layout.payload_bytes - sum(self.layout.stored[i].nbytes for i in self.shared)
+
+    @property
+    def saved_pairs(self) -> list[list[int]]:
+        """`shared` in a manifest."""
+        return [[i, root] for i, root in self.shared.items()]
+
+    def trajectory_ends(self, flat: Rows, envs: int, steps: int, cuts: Sequence[int]) -> Mask:
+        """bool [rows]: the last steps of trajectories and of environments, and those before each cut."""
+        ends = ted_codec.env_ends(envs, steps)
+        ends.reshape(envs, steps)[:, [cut - 1 for cut in cuts if cut]] = True
+        flags, ids = ([column_of(flat, self.layout.stored[i]) for i in some] for some in (self.flags, self.ids))
+        return ted_codec.trajectory_ends(ends, flags, ids)
 
 
 class FlatChunkCodec:
@@ -35,13 +93,13 @@ class FlatChunkCodec:
     their values. Any other leaf is written as all values or as changes, whichever is shorter.
     """
 
-    def __init__(self, layout: RowLayout, shared: dict[int, int]) -> None:
-        self._leaves, self._payload = layout.stored, layout.payload_bytes
-        self._shared = shared
-        self.row_bytes = self._payload - sum(self._leaves[i].nbytes for i in shared)
+    def __init__(self, episodes: EpisodeLayout) -> None:
+        self._episodes, self._shared = episodes, episodes.shared
+        self._leaves, self._payload = episodes.layout.stored, episodes.layout.payload_bytes
+        self.row_bytes = episodes.row_bytes
 
     def state(self) -> dict[str, Any]:
-        return {"shared": [[i, root] for i, root in self._shared.items()]}
+        return {"shared": self._episodes.saved_pairs}
 
     # ---- saving ----
     def pack(self, rows: Rows, cuts: Sequence[int]) -> tuple[Details, list[Block]]:
@@ -78,7 +136,7 @@ class FlatChunkCodec:
             else:
                 put_column(out, leaf, unpack_values(sections, leaf.nbytes, details[i], n))
         for i, (at, values) in exceptions.items():
-            _check_covered(at, ted_codec.env_ends(envs, steps))
+            check_covered(at, ted_codec.env_ends(envs, steps))
             put_column(
                 out, self._leaves[i], ted_codec.followed(column_of(out, self._leaves[self._shared[i]]), at, values)
             )
@@ -90,7 +148,23 @@ class FlatChunkCodec:
             raise ValueError(f"{details} do not describe {n} rows of {len(least)} keys")
 
 
-class FlatStorageCheckpointer(ChunkedStorageCheckpointer):
+class EpisodeCheckpointer(ChunkedStorageCheckpointer):
+    """Saves episode data by a codec that writes every observation once; arguments as FlatStorageCheckpointer."""
+
+    _chunk_codec: ClassVar[type[FlatChunkCodec] | type[NestedChunkCodec]]
+
+    def __init__(self, done_keys: Sequence[Key] = DONE_KEYS, reward_keys: Sequence[Key] = REWARD_KEYS) -> None:
+        super().__init__()
+        self._keys = StepKeys(done_keys, reward_keys)
+
+    def _codec(self, layout: LayoutState) -> ChunkCodec:
+        return type(self)._chunk_codec(EpisodeLayout.of(layout, self._keys))
+
+    def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
+        return type(self)._chunk_codec(EpisodeLayout.saved(layout, state))
+
+
+class FlatStorageCheckpointer(EpisodeCheckpointer):
     """Saves episode data (TED) without the second copy of the observations.
 
     A key under `next` that is also at the root, of the same dtype and shape, is compared with the root of the step
@@ -106,35 +180,10 @@ class FlatStorageCheckpointer(ChunkedStorageCheckpointer):
     """
 
     format = "flat"
-
-    def __init__(self, done_keys: Sequence[Key] = DONE_KEYS, reward_keys: Sequence[Key] = REWARD_KEYS) -> None:
-        super().__init__()
-        self._keys = StepKeys(done_keys, reward_keys)
-
-    def _codec(self, layout: LayoutState) -> ChunkCodec:
-        parsed = layout.parse()
-        self._keys.flags(parsed.leaves)  # for its error
-        return FlatChunkCodec(parsed, self._keys.shared(parsed.leaves))
-
-    def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
-        parsed = layout.parse()
-        return FlatChunkCodec(parsed, shared_of(parsed, state))
+    _chunk_codec = FlatChunkCodec
 
 
-def shared_of(layout: RowLayout, state: dict[str, Any]) -> dict[int, int]:
-    """Indices of leaves and of the root leaves that repeat them, from a manifest; ValueError where it is impossible."""
-    shared = {int(i): int(root) for i, root in state["shared"]}
-    roots = set(shared.values())
-    for i, root in shared.items():
-        exist = 0 <= i < len(layout.leaves) and 0 <= root < len(layout.leaves)
-        if not exist or i in roots or layout.leaves[i].nbytes != layout.leaves[root].nbytes:
-            raise ValueError(f"key {i} cannot be a copy of key {root}")
-    if len(roots) < len(shared):
-        raise ValueError("two keys are copies of one")
-    return shared
-
-
-def _check_covered(at: ted_codec.Positions, ends: ted_codec.Mask) -> None:
+def check_covered(at: ted_codec.Positions, ends: ted_codec.Mask) -> None:
     """ValueError unless there is an exception at each of `ends`, which no step follows."""
     covered = np.zeros(len(ends), np.bool_)
     covered[at] = True
@@ -149,21 +198,19 @@ class NestedChunkCodec:
     The copy is written as exceptions, for the steps inside trajectories where it differs.
     """
 
-    def __init__(
-        self, layout: RowLayout, shared: dict[int, int], flags: Sequence[int] = (), ids: Sequence[int] = ()
-    ) -> None:
-        self._leaves, self._payload = layout.stored, layout.payload_bytes
-        self._shared, self._flags, self._ids = shared, flags, ids
-        self._copy_of = {root: i for i, root in shared.items()}
-        self.row_bytes = self._payload - sum(self._leaves[i].nbytes for i in shared)
+    def __init__(self, episodes: EpisodeLayout) -> None:
+        self._episodes, self._shared, self._copy_of = episodes, episodes.shared, episodes.copy_of
+        self._leaves, self._payload = episodes.layout.stored, episodes.layout.payload_bytes
+        self.row_bytes = episodes.row_bytes
 
     def state(self) -> dict[str, Any]:
-        return {"shared": [[i, root] for i, root in self._shared.items()], "flags": [*self._flags], "ids": [*self._ids]}
+        episodes = self._episodes
+        return {"shared": episodes.saved_pairs, "flags": [*episodes.flags], "ids": [*episodes.ids]}
 
     # ---- saving ----
     def pack(self, rows: Rows, cuts: Sequence[int]) -> tuple[Details, list[Block]]:
         flat = rows.reshape(rows.shape[0] * rows.shape[1], -1)
-        ends = self._trajectory_ends(flat, rows.shape[0], rows.shape[1], cuts)
+        ends = self._episodes.trajectory_ends(flat, rows.shape[0], rows.shape[1], cuts)
         at = np.flatnonzero(ends)
         details: list[int] = [len(at)]
         blocks: list[Block] = [positions_block(at)]
@@ -180,12 +227,6 @@ class NestedChunkCodec:
             details.append(count)
             blocks += sections
         return tuple(details), blocks
-
-    def _trajectory_ends(self, flat: Rows, envs: int, steps: int, cuts: Sequence[int]) -> Mask:
-        ends = ted_codec.env_ends(envs, steps)
-        ends.reshape(envs, steps)[:, [cut - 1 for cut in cuts]] = True
-        flags, ids = ([column_of(flat, self._leaves[i]) for i in some] for some in (self._flags, self._ids))
-        return ted_codec.trajectory_ends(ends, flags, ids)
 
     @staticmethod
     def _exceptions(now: Column, following: Column, ends: Mask) -> tuple[int, list[Block]]:
@@ -229,7 +270,7 @@ class NestedChunkCodec:
             raise ValueError(f"{details} do not describe {n} rows of {len(self._leaves)} keys")
 
 
-class NestedStorageCheckpointer(ChunkedStorageCheckpointer):
+class NestedStorageCheckpointer(EpisodeCheckpointer):
     """Saves episode data (TED) by trajectories, without the second copy of the observations.
 
     As the `FlatStorageCheckpointer`, but the observations of a trajectory lie together with what followed its last
@@ -246,16 +287,4 @@ class NestedStorageCheckpointer(ChunkedStorageCheckpointer):
     """
 
     format = "nested"
-
-    def __init__(self, done_keys: Sequence[Key] = DONE_KEYS, reward_keys: Sequence[Key] = REWARD_KEYS) -> None:
-        super().__init__()
-        self._keys = StepKeys(done_keys, reward_keys)
-
-    def _codec(self, layout: LayoutState) -> ChunkCodec:
-        parsed = layout.parse()
-        keys = self._keys
-        return NestedChunkCodec(parsed, keys.shared(parsed.leaves), keys.flags(parsed.leaves), keys.ids(parsed.leaves))
-
-    def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
-        parsed = layout.parse()
-        return NestedChunkCodec(parsed, shared_of(parsed, state))
+    _chunk_codec = NestedChunkCodec

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -50,37 +50,17 @@ from engram.data.replay_buffers.checkpointers.rows import (
     read_rows,
     rows_per_chunk,
 )
-from engram.data.replay_buffers.checkpointers.ted import shared_of
+from engram.data.replay_buffers.checkpointers.ted import EpisodeLayout, check_covered
 from engram.errors import CorruptCheckpointError
 from engram.pytree import Key
 from engram.store.counters import Counters
-from engram.store.layout import LayoutState, LeafSpec, RowLayout
+from engram.store.layout import LayoutState, LeafSpec
 from engram.ted import codec as ted_codec
 from engram.ted.codec import DONE_KEYS, REWARD_KEYS, Column, Mask, Positions, StepKeys
 
 STARTS = "trajectory_starts"
 ROWS = np.dtype("<i8")
 _COMPRESSED = {"compression": "gzip", "shuffle": True}
-
-
-@dataclass(frozen=True)
-class EpisodeLayout:
-    """The leaves of a row: which of them repeat which one step later, and which say where a trajectory ends."""
-
-    layout: RowLayout
-    shared: dict[int, int]
-    flags: Sequence[int] = ()
-    ids: Sequence[int] = ()
-
-    @property
-    def leaves(self) -> list[tuple[int, LeafSpec]]:
-        """The leaves that have bytes, with their numbers."""
-        return [(i, leaf) for i, leaf in enumerate(self.layout.stored) if leaf.nbytes]
-
-    @property
-    def copy_of(self) -> dict[int, int]:
-        """The reverse of `shared`: of a root leaf the leaf under "next" that repeats it."""
-        return {root: i for i, root in self.shared.items()}
 
 
 @dataclass(frozen=True)
@@ -177,13 +157,13 @@ class ColumnarWriter:
 
     def _starts(self, flat: Rows, block: BlockRange, cuts: Sequence[int]) -> Mask:
         """bool [rows]: where a trajectory begins, after the end of one that may be in the block before."""
-        ends = trajectory_ends(self._episodes, flat, block, cuts).reshape(block.envs, block.steps)
+        ends = self._episodes.trajectory_ends(flat, block.envs, block.steps, cuts).reshape(block.envs, block.steps)
         starts = np.ones_like(ends)
         starts[:, 1:] = ends[:, :-1]
         if self._last is not None and 0 not in cuts:
             both = np.stack([self._last, flat.reshape(block.envs, block.steps, -1)[:, 0]], axis=1)
-            pair = BlockRange(0, 2, block.envs)
-            starts[:, 0] = trajectory_ends(self._episodes, both.reshape(pair.rows, -1), pair, ()).reshape(-1, 2)[:, 0]
+            pairs = self._episodes.trajectory_ends(both.reshape(2 * block.envs, -1), block.envs, 2, ())
+            starts[:, 0] = pairs.reshape(-1, 2)[:, 0]
         return starts.reshape(-1)
 
     def _changes_rarely(self, i: int, leaf: LeafSpec, column: Column) -> bool:
@@ -281,22 +261,12 @@ class ColumnarReader:
                 put_column(out, leaf, ted_codec.repeat_runs(positions, column, block.rows))
         for i, (positions, column) in exceptions.items():
             root = column_of(out, self._episodes.layout.stored[self._episodes.shared[i]])
-            check_ends(positions, block)
+            check_covered(positions, ted_codec.env_ends(block.envs, block.steps))
             put_column(out, self._episodes.layout.stored[i], ted_codec.followed(root, positions, column))
         return out.reshape(block.envs, block.steps, -1)
 
 
 # ---- both layouts ----
-def trajectory_ends(episodes: EpisodeLayout, flat: Rows, block: BlockRange, cuts: Sequence[int]) -> Mask:
-    """bool [rows]: the last steps of trajectories and of environments, and those before each cut."""
-    ends = ted_codec.env_ends(block.envs, block.steps)
-    ends.reshape(block.envs, block.steps)[:, [cut - 1 for cut in cuts if cut]] = True
-    flags, ids = (
-        [column_of(flat, episodes.layout.stored[i]) for i in leaves] for leaves in (episodes.flags, episodes.ids)
-    )
-    return ted_codec.trajectory_ends(ends, flags, ids)
-
-
 def dtype_of(leaf: LeafSpec) -> np.dtype[Any]:
     """The dtype of a leaf in the file; bfloat16, which NumPy and HDF5 do not have, is stored as its bits."""
     if leaf.dtype == torch.bfloat16:
@@ -345,14 +315,6 @@ def totals(details: list[Details], width: int) -> list[int]:
     return [sum(max(0, counts[i]) for counts in details) for i in range(width)]
 
 
-def check_ends(positions: Positions, block: BlockRange) -> None:
-    """ValueError unless the newest step of each environment, which no step follows, has an entry."""
-    covered = np.zeros(block.rows, np.bool_)
-    covered[positions] = True
-    if not covered[block.steps - 1 :: block.steps].all():
-        raise ValueError("the observation that followed the newest step is missing")
-
-
 # ---- grouped: a group for each trajectory ----
 TRAJECTORY = "trajectory_{:08d}"
 
@@ -367,7 +329,7 @@ class GroupedWriter:
 
     def add(self, block: BlockRange, rows: Rows, cuts: Sequence[int]) -> None:
         flat, leaves = rows.reshape(block.rows, -1), self._episodes.layout.stored
-        ends = trajectory_ends(self._episodes, flat, block, cuts)
+        ends = self._episodes.trajectory_ends(flat, block.envs, block.steps, cuts)
         at = np.concatenate(([0], np.flatnonzero(ends) + 1))
         self._file.append(join_path(self._name, STARTS), block.to_rows(at[:-1]))
         details = [len(at) - 1] + [0] * len(leaves)
@@ -526,45 +488,53 @@ class H5StorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
         self._keys, self._options = StepKeys(done_keys, reward_keys), check_options(h5_kwargs)
 
     def plan_save(self, source: RowSource, previous: dict[str, Any] | None = None) -> SavePlan:
-        return _SavePlan(self, source)
+        layout, counters = json_copy([source.layout_state(), source.counters()])
+        episodes = None if layout is None else EpisodeLayout.of(LayoutState(layout), self._keys)
+        form = _FileForm(f"storage/{self.checkpoint_file}", self._options, self.group_per_trajectory)
+        return _SavePlan(form, source, layout, counters, episodes)
 
     def plan_restore(self, reader: SnapshotReader, state: dict[str, Any]) -> RestorePlan[RowSink]:
         return _RestorePlan(reader, state)
 
-    def _episodes(self, layout: LayoutState) -> EpisodeLayout:
-        parsed, keys = layout.parse(), self._keys
-        return EpisodeLayout(parsed, keys.shared(parsed.leaves), keys.flags(parsed.leaves), keys.ids(parsed.leaves))
+
+class _FileForm(NamedTuple):
+    """How a file is written, and its name in the snapshot."""
+
+    name: str
+    options: dict[str, Any]
+    grouped: bool
 
 
 class _SavePlan:
     """One save of rows as an HDF5 file."""
 
-    def __init__(self, checkpointer: H5StorageCheckpointer, source: RowSource) -> None:
-        self._checkpointer, self._source = checkpointer, source
-        self._layout, self._counters = json_copy([source.layout_state(), source.counters()])
-        self._checked = Counters(self._counters)
-        self._episodes = None if self._layout is None else checkpointer._episodes(LayoutState(self._layout))
+    def __init__(
+        self,
+        form: _FileForm,
+        source: RowSource,
+        layout: dict[str, Any] | None,
+        counters: dict[str, Any],
+        episodes: EpisodeLayout | None,
+    ) -> None:
+        self._form, self._source, self._episodes = form, source, episodes
+        self._layout, self._counters, self._checked = layout, counters, Counters(counters)
 
     @property
     def nbytes(self) -> int:
-        if self._episodes is None:
-            return 0
-        layout = self._episodes.layout
-        return self._checked.rows * (layout.payload_bytes - sum(layout.stored[i].nbytes for i in self._episodes.shared))
+        return 0 if self._episodes is None else self._checked.rows * self._episodes.row_bytes
 
     def write(self, writer: SnapshotWriter) -> dict[str, Any]:
         episodes = self._episodes
         if episodes is None:
             return {"layout": None, "counters": self._counters, "lanes": []}
-        file, grouped = f"storage/{self._checkpointer.checkpoint_file}", self._checkpointer.group_per_trajectory
-        with writer.written_by_path(file) as path, create_checked(path, self._checkpointer._options) as out:
+        file, options, grouped = self._form
+        with writer.written_by_path(file) as path, create_checked(path, options) as out:
             description = _GROUPS if grouped else _DESCRIPTION
             out.set_attributes("/", {"format": "engram steps", "version": 1, "description": description})
             lanes = [self._write_lane(out, lane, episodes) for lane in range(self._checked.lanes)]
         # Other processes may have overwritten the oldest rows before they were read.
         counters = json_copy(self._source.counters())
-        shared = [[i, root] for i, root in episodes.shared.items()]
-        content = {"file": file, "group_per_trajectory": grouped, "shared": shared, "lanes": lanes}
+        content = {"file": file, "group_per_trajectory": grouped, "shared": episodes.saved_pairs, "lanes": lanes}
         return {"layout": self._layout, "counters": counters, **content}
 
     def _write_lane(self, out: H5Writer, lane: int, episodes: EpisodeLayout) -> dict[str, Any]:
@@ -572,7 +542,7 @@ class _SavePlan:
         first, steps, envs = checked.first(lane), checked.stop(lane) - checked.first(lane), checked.envs
         if not steps:
             return {"start": first, "blocks": []}
-        kind = GroupedWriter if self._checkpointer.group_per_trajectory else ColumnarWriter
+        kind = GroupedWriter if self._form.grouped else ColumnarWriter
         written: LaneWriter = kind(out, _lane(lane), episodes, steps, envs)
         for chunk in cut(checked, rows_per_chunk(envs * row_bytes), lane):
             rows = read_rows(self._source, chunk, envs, row_bytes)
@@ -595,8 +565,7 @@ class _RestorePlan:
             self._lanes = [(natural(lane["start"]), lane["blocks"]) for lane in state["lanes"]]
             if self.layout is not None:
                 self._checked.check_envs(self.layout)
-                layout = self.layout.parse()
-                self._episodes = EpisodeLayout(layout, shared_of(layout, state))
+                self._episodes = EpisodeLayout.saved(self.layout, state)
                 self._file, self._groups = str(state["file"]), bool(state["group_per_trajectory"])
             if len(self._lanes) != (0 if self.layout is None else self._checked.lanes):
                 raise ValueError(f"it describes {len(self._lanes)} lanes, its counters {self._checked.lanes}")

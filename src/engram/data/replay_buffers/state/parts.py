@@ -131,6 +131,33 @@ def saved_transforms(compose: Compose) -> SavedTransforms:
     return SavedTransforms(compose, None, is_ours=type(compose) in BUILT_IN, members=members)
 
 
+class SavedTransformsOfEach(SavedPart):
+    """The common transform of an ensemble, and those of its members."""
+
+    def __init__(self, each: list[Compose]) -> None:
+        super().__init__(each[0], None, is_ours=True, members=[saved_transforms(one) for one in each])
+
+    def state(self, storage: Any) -> Any:
+        return {"each": [each.state(storage) for each in self.members]}
+
+    def differences(self, state: Any) -> list[str]:
+        if state is None:
+            return []
+        saved = state.get("each", [])
+        if len(saved) != len(self.members):
+            here, there = len(self.members) - 1, len(saved) - 1
+            return [f"the ensemble has transforms of {here} members here, of {there} there"]
+        return [what for mine, one in zip(self.members, saved, strict=True) for what in mine.differences(one)]
+
+    def load(self, state: Any) -> None:
+        for i, each in enumerate(self.members):
+            each.load(None if state is None else state["each"][i])
+
+    def empty(self) -> None:
+        for each in self.members:
+            each.empty()
+
+
 class SavedEnsemble(SavedPart):
     """A part that consists of one for each member of an ensemble of buffers.
 

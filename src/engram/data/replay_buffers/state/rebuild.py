@@ -24,7 +24,7 @@ from engram.data.replay_buffers.checkpointers import (
     StorageCheckpointerBase,
     StorageEnsembleCheckpointer,
 )
-from engram.data.replay_buffers.samplers import Sampler, SamplerEnsemble
+from engram.data.replay_buffers.samplers import PrioritizedSampler, Sampler, SamplerEnsemble
 from engram.data.replay_buffers.state.buffers import PARTS, load_buffer
 from engram.data.replay_buffers.storages import (
     LazyMemmapStorage,
@@ -134,7 +134,7 @@ def load(
     if storage is None:
         storage = _storage_like(description, path, name, missing)
     buffer = made.buffer(storage, torch.Generator() if has_generator else None)
-    with buffer._undisturbed():
+    with buffer._parts.undisturbed():
         loaded = tuple(part for part in PARTS if part not in made.left_out)
         load_buffer(buffer._saved_form, Path(path), name, loaded, made.loadable_states)
     if missing:
@@ -191,7 +191,7 @@ class _Parts:
             self.left_out.append("sampler")
             return None
         for name in _MUTABLE:
-            if name in state and hasattr(sampler, name):
+            if name in state and isinstance(sampler, PrioritizedSampler):
                 setattr(sampler, name, state[name])
         return sampler
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engram import _native, pytree
+from engram._arguments import BUILT_IN
 from engram.data.replay_buffers.writers.round_robin import Placing, SavedWriter, Writer
 from engram.errors import StorageInUseError
 from engram.store.copies import PartlyCopied
@@ -281,7 +282,7 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
     def saved_form(self) -> SavedPart:
         settings = self._settings()
         return _SavedRanks(
-            self, type(self).__name__, is_ours=self._built_in, owner="writer", settings=settings,
+            self, type(self).__name__, is_ours=type(self) in BUILT_IN, owner="writer", settings=settings,
             beside_rows=None if self._says_its_state else settings,
         )  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from engram._arguments import BUILT_IN
 from engram._overrides import overrides
 from engram.checkpoint.snapshot import load_part, save_part
 from engram.data.replay_buffers.state.parts import SavedPart
@@ -58,9 +59,6 @@ class Writer(abc.ABC):
     #: Where it puts rows, and whom else that concerns.
     placing: ClassVar[Placing] = Placing.CHOSEN
 
-    # Whether it is one of the library's own classes, which assign their attributes and never change them in place.
-    # Of a child that a user writes this need not hold, whatever its base.
-    _built_in = False
     # Whether a child has `add` and `extend` in place of `write`.
     _sets_rows = False
     # Whether a class of the user's own says what its state is.
@@ -73,9 +71,10 @@ class Writer(abc.ABC):
 
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._built_in = built_in
-        if not built_in:
-            ours = next(parent for parent in cls.__mro__ if parent is Writer or vars(parent).get("_built_in"))
+        if built_in:
+            BUILT_IN.add(cls)
+        else:
+            ours = next(parent for parent in cls.__mro__ if parent is Writer or parent in BUILT_IN)
             cls._says_its_state = "state_dict" in overrides(cls, ours)
             if cls.placing is Placing.BEHIND:  # a child may write otherwise
                 cls.placing = Placing.CHOSEN
@@ -197,7 +196,7 @@ class Writer(abc.ABC):
 
     @_cursor.setter
     def _cursor(self, cursor: int) -> None:
-        if self._built_in:
+        if type(self) in BUILT_IN:
             raise AttributeError(
                 f"the cursor of a {type(self).__name__} is where the storage's counters say that the next row goes; a "
                 "writer that chooses its own slots is a class with `add` and `extend`"
@@ -257,7 +256,7 @@ class Writer(abc.ABC):
         """This writer, as it is saved and loaded with a buffer."""
         beside_rows = {} if self._own_cursor is None else {"cursor": self._own_cursor}
         return SavedWriter(
-            self, type(self).__name__, is_ours=self._built_in, owner="writer",
+            self, type(self).__name__, is_ours=type(self) in BUILT_IN, owner="writer",
             beside_rows=None if self._says_its_state else beside_rows,
         )  # fmt: skip
 
@@ -316,9 +315,9 @@ class _AdaptedWriter(Writer):
     def __init__(self, writer: Any) -> None:
         super().__init__()
         self._own = writer
-        self._sets_rows = not callable(getattr(writer, "write", None))
-        self.index_key = getattr(writer, "index_key", None)
-        self.tracks_generations = bool(getattr(writer, "tracks_generations", False))
+        self._sets_rows = not callable(_optional(writer, "write"))
+        self.index_key = _optional(writer, "index_key")
+        self.tracks_generations = bool(_optional(writer, "tracks_generations"))
 
     @property
     def own(self) -> Any:
@@ -326,7 +325,7 @@ class _AdaptedWriter(Writer):
 
     @property
     def saved_form(self) -> SavedPart:
-        has_state = hasattr(self._own, "state_dict") and hasattr(self._own, "load_state_dict")
+        has_state = None not in (_optional(self._own, "state_dict"), _optional(self._own, "load_state_dict"))
         return SavedPart(self, type(self._own).__name__, is_ours=False, given=self._own, has_state=has_state)
 
     def register_storage(self, storage: Storage) -> None:
@@ -343,7 +342,7 @@ class _AdaptedWriter(Writer):
         self._call("check_mutable", operation)
 
     def empty(self) -> None:
-        self._call("empty" if hasattr(self._own, "empty") else "_empty")
+        self._call("_empty" if _optional(self._own, "empty") is None else "empty")
 
     def state_dict(self) -> dict[str, Any]:
         return self._call("state_dict") or {}
@@ -352,7 +351,7 @@ class _AdaptedWriter(Writer):
         self._call("load_state_dict", state)
 
     def _call(self, name: str, *args: Any) -> Any:
-        method = getattr(self._own, name, None)
+        method = _optional(self._own, name)
         return None if method is None else method(*args)
 
     def __repr__(self) -> str:
@@ -381,11 +380,14 @@ def given_writer(writer: Writer) -> Any:
     return writer.own if isinstance(writer, _AdaptedWriter) else writer
 
 
+def _optional(writer: Any, name: str) -> Any:
+    """An attribute that a writer of a user's own may leave out; None: it does."""
+    return getattr(writer, name, None)
+
+
 def has_writing_methods(writer: Any) -> bool:
     """Whether an object has what makes it a writer."""
-    return any(
-        all(callable(getattr(writer, name, None)) for name in names) for names in (("write",), ("add", "extend"))
-    )
+    return any(all(callable(_optional(writer, name)) for name in names) for names in (("write",), ("add", "extend")))
 
 
 class RoundRobinWriter(Writer, built_in=True):
