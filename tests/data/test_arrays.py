@@ -174,10 +174,10 @@ class TestWithoutANumpyDtype:
         rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=4)
         rb.extend(TensorDict({"next": {"x": torch.zeros(10, dtype=torch.bfloat16)}}, [10]))
         rb.sample()
-        left = rb.sampler._get_cursor()
+        left = rb.sampler.draw_plan(rb.storage).cursor()
         with pytest.raises(TypeError, match=r"\('next', 'x'\) is torch.bfloat16.*as_numpy=False"):
             rb.sample(as_numpy=True)
-        assert rb.sampler._get_cursor() == left and rb.sample()["next", "x"].dtype is torch.bfloat16
+        assert rb.sampler.draw_plan(rb.storage).cursor() == left and rb.sample()["next", "x"].dtype is torch.bfloat16
 
     def test_it_is_refused_in_lists_too(self):
         rb = ReplayBuffer(storage=ListStorage(10), batch_size=4)

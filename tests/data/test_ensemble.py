@@ -857,7 +857,7 @@ class TestNativeBatches:
     def test_what_does_not_fit_together_is_refused(self):
         rb = ensemble()
         rb.sample()
-        members = [(one.sampler._native_draw(one.storage), one.sampler) for one in rb._parts.reader.members]
+        members = [(one.plan.native, one.sampler) for one in rb._parts.reader.members]
         sources = [one.storage.native.source for one in rb._parts.reader.members]
         maker = _native.BatchMaker(members, rb._parts.reader.sampler)
         assert maker.sample(sources, 12).batch_size == (2, 6)

@@ -362,10 +362,18 @@ class Following(PrioritizedSampler):
 
     refuses = False
 
-    def _sync(self, storage):
-        super()._sync(storage)
-        if self.refuses:
-            raise RefusedError
+    @property
+    def saved_form(self):
+        form = super().saved_form
+        sync = form.sync
+
+        def sync_and_refuse(storage):
+            sync(storage)
+            if self.refuses:
+                raise RefusedError
+
+        form.sync = sync_and_refuse
+        return form
 
 
 def own(kind):

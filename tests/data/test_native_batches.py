@@ -919,7 +919,7 @@ def test_slices_that_a_writer_overwrites_between_the_draw_and_the_copy_are_refus
             rb.extend(steps.set("id", torch.full((n,), 10_000 + rb.write_count)))
         return True
 
-    maker = _native.BatchMaker([(rb.sampler._native_draw(rb.storage), rb.sampler)], reuse=(overwrite,))
+    maker = _native.BatchMaker([(rb.sampler.draw_plan(rb.storage).native, rb.sampler)], reuse=(overwrite,))
     for _ in range(60):
         batch = maker.sample(rb.storage.native.source, 16)
         refused += batch is None

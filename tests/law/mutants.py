@@ -17,6 +17,7 @@ from engram.data import (
 )
 from engram.data.replay_buffers.checkpointers.ted import FlatChunkCodec, NestedChunkCodec
 from engram.data.replay_buffers.prefetch import Prefetcher
+from engram.data.replay_buffers.samplers.epochs import RowEpochs, SliceEpochs
 from engram.data.replay_buffers.state import buffers as saving
 from engram.data.replay_buffers.state.generators import SavedGenerator
 from engram.data.replay_buffers.state.parts import SavedTransforms
@@ -68,6 +69,11 @@ def without(*path: str, value: Any = None) -> Callable[[dict[str, Any]], dict[st
 
 def nothing(*_: Any, **__: Any) -> None:
     """In the place of what should have happened."""
+
+
+def as_it_is(part: Any, *_: Any) -> Any:
+    """In the place of what should have made another one."""
+    return part
 
 
 def instead(owner: Any, name: str, method: Any) -> Callable[[Patch], None]:
@@ -184,7 +190,7 @@ MUTANTS = {
     ),
     "the epoch": Mutant(loading(SamplerWithoutReplacement, without("epoch")), EPOCHS),
     "that an epoch ran out": Mutant(loading(SamplerWithoutReplacement, without("ran_out", value=False)), EPOCHS),
-    "that a store counts anew (epochs)": Mutant(instead(SamplerWithoutReplacement, "_rebase", nothing), EPOCHS),
+    "that a store counts anew (epochs)": Mutant(instead(RowEpochs, "rebased", as_it_is), EPOCHS),
     "copies of what parts say, for a state in memory": Mutant(
         lambda patch: _shared_with_a_late_save(patch),
         Combo(sampler="own, with state", way="in memory"),
@@ -199,7 +205,7 @@ MUTANTS = {
         loading(SliceSamplerWithoutReplacement, without("epoch", "lasts", value=lambda v: [-1] * len(v))), SLICE_EPOCHS
     ),
     "that a store counts anew (slice epochs)": Mutant(
-        instead(SliceSamplerWithoutReplacement, "_rebase", nothing), SLICE_EPOCHS
+        instead(SliceEpochs, "rebased", as_it_is), SLICE_EPOCHS
     ),
     "a priority": Mutant(loading(PrioritizedSampler, without("priorities", value=_half)), PRIORITIES),
     "the highest priority": Mutant(loading(PrioritizedSampler, without("max_priority", value=1.0)), PRIORITIES),

@@ -306,12 +306,31 @@ def test_ten_thousand_loads_beside_those_who_sample_update_and_read_priorities(t
 
 # ---- every method of every sampler ----
 def _draw_again(sampler, storage):
+    plan = sampler.draw_plan(storage)
+    assert plan.most_rows(8) <= 8
+    if plan.check_rows is not None:
+        plan.check_rows(0)
     with sampler.lock:
-        draw = sampler._draw_batch(storage, 8).redraw([0, 3])
+        draw = plan.draw(8).redraw([0, 3])
     if draw.seen is not None:
         draw.seen.stale(draw.store, draw.slots)
     if draw.runs is not None:
         mark(steps(1, len(draw.slots)), draw.marks, draw.runs, draw.flags)  # the last of an epoch can be shorter
+
+
+def _put_back(sampler, storage):
+    plan = sampler.draw_plan(storage)
+    cursor = plan.cursor()
+    sampler.sample(storage, 8)
+    plan.put_back(cursor)
+
+
+def _saved_form(sampler, storage):
+    form = sampler.saved_form
+    state = form.state(storage)
+    form.differences(state)
+    form.check(state, storage)
+    form.find(storage)
 
 
 def _totals(sampler, storage):
@@ -340,12 +359,6 @@ def _loads(sampler, storage):
         sampler.loads(folder)
 
 
-def _set_cursor(sampler, storage):
-    cursor = sampler._get_cursor()
-    sampler.sample(storage, 8)
-    sampler._set_cursor(cursor)
-
-
 METHODS = {
     "sample": lambda s, st: s.sample(st, 8),
     "check_storage": lambda s, st: s.check_storage(st),
@@ -364,34 +377,26 @@ METHODS = {
     "dumps": _dumps,
     "loads": _loads,
     # what other parts of a buffer ask of it
-    "_native_draw": lambda s, st: s._native_draw(st),
-    "_check_batch_size": lambda s, st: s._check_batch_size(8, st),
-    "_limits": lambda s, st: s._limits(st),
-    "_check_rows": lambda s, st: s._check_rows(st, 0),
     "_check_sending": _check_sending,
+    "draw_plan": _draw_again,
     "_draw_batch": _draw_again,
-    "_find": lambda s, st: s._find(st),
-    "_sync": lambda s, st: s._sync(st),
+    "_cursor": _put_back,
+    "_put_back": _put_back,
+    "saved_form": _saved_form,
     "_draw_seed": lambda s, st: s._draw_seed(st, st.lanes),
     "_config": lambda s, st: s._config(),
-    "_differences": lambda s, st: s._differences(s.state_dict()),
-    "_check_state": lambda s, st: s._check_state(s.state_dict(), st),
-    "_get_cursor": lambda s, st: s._get_cursor(),
-    "_set_cursor": _set_cursor,
-    "_max_rows": lambda s, st: s._max_rows(st, 8),
     "totals": _totals,
     "raise_new_priority": lambda s, st: s.raise_new_priority(0.5, storage=st),
     "set_epoch": lambda s, st: s.set_epoch(1),
     "_split_among_workers": _split,
 }
-OF_LOADS = {"_rebase"}  # called by a load, which keeps others out
 
 
 def methods_of(sampler):
     """What users call, and what the other parts of a buffer do."""
     of_users = {n for n, _ in inspect.getmembers(type(sampler), inspect.isfunction) if not n.startswith("_")}
     of_parts = {n for n, m in vars(Sampler).items() if inspect.isfunction(m) and not n.startswith("__")}
-    return (of_users | of_parts) - OF_LOADS
+    return of_users | of_parts | {"saved_form"}
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -439,8 +444,8 @@ def test_the_members_of_a_sampler_ensemble_are_kept_out_too(tmp_path):
     def draw():
         sampler.sample(rb.storage, 8)
 
-    works = [update_all, draw, sampler.state_dict, lambda: sampler._set_cursor(sampler._get_cursor())]
-    with Threads(*works, lambda: sampler._sync(rb.storage)) as threads:
+    works = [update_all, draw, sampler.state_dict, lambda: rb._parts.reader.put_back(rb._parts.reader.cursor())]
+    with Threads(*works, lambda: sampler.saved_form.sync(rb.storage)) as threads:
         for k in range(30):
             rb.loads(tmp_path / str(STATES[k % 3]))
             if threads.failed:

@@ -654,7 +654,7 @@ def test_a_step_that_is_being_overwritten_cannot_be_drawn_any_more():
 def test_rows_that_vanish_while_they_are_read_are_replaced_with_their_weights():
     rb = buffer(eps=0.0)
     rb.update_priority(rb.extend(torch.arange(10)), torch.tensor([8.0] + [2.0] * 9))
-    draw = rb.sampler._draw_batch(rb.storage, 30)
+    draw = rb.sampler.draw_plan(rb.storage).draw(30)
     slots, info = draw.slots, draw.info
     _native.testing.claim(rb.storage.lanes.store, 0, 1)
     places = (slots == 0).nonzero().reshape(-1).tolist()

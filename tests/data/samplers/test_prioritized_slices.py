@@ -228,7 +228,7 @@ def test_priorities_that_are_all_0_say_so_and_not_that_slices_are_too_long():
 def test_slices_that_lost_a_row_are_replaced_with_their_weights():
     rb = buffer(10, eps=0.0)
     rb.update_priority(rb.extend(data([0] * 10)), torch.tensor([8.0] + [2.0] * 9))
-    draw = rb.sampler._draw_batch(rb.storage, 90)
+    draw = rb.sampler.draw_plan(rb.storage).draw(90)
     slots, info = draw.slots, draw.info
     _native.testing.claim(rb.storage.lanes.store, 0, 1)
     places = (slots == 0).nonzero().flatten().tolist()

@@ -18,6 +18,7 @@ from engram.data import (
     Storage,
 )
 from engram.data.replay_buffers import reader
+from engram.data.replay_buffers.samplers.epochs import RowEpochs
 from engram.pytree import get_entry
 from machine.mutants.base import Mutant, around
 
@@ -49,14 +50,11 @@ def one_short(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
     return slots[: max(1, len(slots) - 1)], info
 
 
-def begins_at_the_second(begin: Any, sampler: Any, storage: Storage, lanes: Any) -> None:
-    before = sampler.state_dict()["epoch"]
+def begins_at_the_second(begin: Any, epochs: Any, storage: Storage, lanes: Any, *_: Any) -> None:
+    before = epochs.epoch
     begin()
-    state = sampler.state_dict()
     if before is None and len(lanes) > 1:
-        state["epoch"]["position"] = 1
-        sampler.load_state_dict(state)
-        begin()
+        epochs.position = 1
 
 
 UNIFORM_MUTANTS = {
@@ -66,9 +64,7 @@ UNIFORM_MUTANTS = {
     "an epoch that repeats a row": Mutant(
         around(SamplerWithoutReplacement, "sample", repeats_its_first), sampler="epoch"
     ),
-    "an epoch that leaves out its first row": Mutant(
-        around(SamplerWithoutReplacement, "_begin_if_needed", begins_at_the_second), sampler="epoch"
-    ),
+    "an epoch that leaves out its first row": Mutant(around(RowEpochs, "go_on", begins_at_the_second), sampler="epoch"),
     "an epoch in order that begins at the second row": Mutant(
         around(SamplerWithoutReplacement, "sample", one_further), sampler="epoch in order"
     ),

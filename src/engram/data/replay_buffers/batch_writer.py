@@ -16,6 +16,7 @@ from engram.transforms.base import WriteRequest
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.samplers.base import Sampler
+    from engram.data.replay_buffers.samplers.draw import DrawPlan
     from engram.data.replay_buffers.storages.base import Storage
     from engram.data.replay_buffers.writers.round_robin import Writer
     from engram.transforms.compose import Compose
@@ -85,6 +86,7 @@ class BatchWriter:
     """Writes data into a storage as a buffer does; `BatchReader` is its counterpart.
 
     Args:
+        plan: how the sampler draws from the storage.
         transform: the inverses of its transforms are applied to the data.
         time_dim: the dimension of a batch that is time.
         priorities: what becomes of priorities in the data; None: they are entries as any other.
@@ -95,15 +97,15 @@ class BatchWriter:
         storage: Storage,
         writer: Writer,
         sampler: Sampler,
+        plan: DrawPlan,
         transform: Compose,
         time_dim: int,
         priorities: GivenPriorities | None,
     ) -> None:
         self._storage, self._writer, self._sampler, self._time_dim = storage, writer, sampler, time_dim
-        self._limited = sampler._limits(storage)
-        self._tells_sampler = sampler._is_told
+        self._check_rows, self._tells_sampler = plan.check_rows, plan.is_told
         #: Whether the storage may check and append in one call, if no priorities come with the data.
-        self.pushes = writer.placing is Placing.BEHIND and not (self._limited or self._tells_sampler)
+        self.pushes = writer.placing is Placing.BEHIND and self._check_rows is None and not self._tells_sampler
         self.transform = transform
         self.priorities = priorities
 
@@ -187,9 +189,9 @@ class BatchWriter:
     def _append(self, items: Any, single: bool, time_dim: int, priorities: Tensor | None) -> Any:
         """Writes steps with their priorities; returns slots. The caller holds the mutex."""
         storage = self._storage
-        if self._limited:
+        if self._check_rows is not None:
             checked = storage.check(items, single=single, time_dim=time_dim, index_key=self._writer.index_key)
-            self._sampler._check_rows(storage, checked.steps * math.prod(storage.env_shape))
+            self._check_rows(checked.steps * math.prod(storage.env_shape))
         slots = self._writer.write(storage, items, single, time_dim)
         if priorities is not None:
             assert self.priorities is not None

@@ -32,7 +32,7 @@ from engram.data.replay_buffers.in_place import change_entries, grid_index, in_i
 from engram.data.replay_buffers.parts import BufferParts, Entries, PartSettings
 from engram.data.replay_buffers.reader import MANY_ROWS
 from engram.data.replay_buffers.reuse import why_not_reusable
-from engram.data.replay_buffers.samplers.base import Sampler, as_sampler
+from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, user_object
 from engram.data.replay_buffers.samplers.random import RandomSampler
 from engram.data.replay_buffers.state.buffers import (
     PARTS,
@@ -803,7 +803,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
 
     @property
     def sampler(self) -> Any:
-        return self._sampler._given
+        return user_object(self._sampler)
 
     @property
     def writer(self) -> Any:
@@ -830,7 +830,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     def set_sampler(self, sampler: Any) -> Any:
         """Uses another sampler from now on; returns the old one."""
         old: Sampler = self._replace("_sampler", as_sampler(sampler))
-        return old._given
+        return user_object(old)
 
     def set_writer(self, writer: Any) -> Any:
         """Uses another writer from now on; returns the old one."""

@@ -244,7 +244,7 @@ def _reader(
     collate_fns: list[Callable[[Any], Any] | None],
 ) -> BatchReader:
     """What reads batches of several buffers."""
-    parts = zip(rbs, storage.storages, sampler._members, collate_fns, strict=True)
+    parts = zip(rbs, storage.storages, sampler.members, collate_fns, strict=True)
     members = [rb._parts.member(rows, draws, rb.transform, collate) for rb, rows, draws, collate in parts]
     return BatchReader(
         members, transform, chooser=sampler, collate_fn=settings.collate_fn, pin_memory=settings.pin_memory
@@ -267,7 +267,7 @@ def _members(
         raise ValueError("an ensemble needs buffers, or storages, samplers and writers")
     transforms = storages.transforms if isinstance(storages, StorageEnsemble) else None
     storages = storages.storages if isinstance(storages, StorageEnsemble) else list(storages)
-    samplers = samplers._members if isinstance(samplers, SamplerEnsemble) else list(samplers)
+    samplers = samplers.members if isinstance(samplers, SamplerEnsemble) else list(samplers)
     writers = writers.writers if isinstance(writers, WriterEnsemble) else list(writers)
     if not len(storages) == len(samplers) == len(writers):
         raise ValueError(

@@ -15,7 +15,8 @@ from engram._generator import Generator
 from engram.data.replay_buffers.batch_writer import BatchWriter, GivenPriorities
 from engram.data.replay_buffers.prefetch import Prefetcher
 from engram.data.replay_buffers.reader import BatchReader, Member
-from engram.data.replay_buffers.samplers.base import Sampler
+from engram.data.replay_buffers.samplers.base import Sampler, user_object
+from engram.data.replay_buffers.samplers.epochs import check_full_batches
 from engram.data.replay_buffers.state.buffers import SavedBuffer
 from engram.data.replay_buffers.state.generators import SavedGenerator, SavedGenerators
 from engram.data.replay_buffers.state.parts import SavedPart, SavedTransformsOfEach, saved_transforms
@@ -70,7 +71,9 @@ class BufferParts(StorageUser):
         make_reader: Callable[[], BatchReader] | None = None,
     ) -> None:
         sampler.check_storage(storage)
-        sampler._check_batch_size(settings.batch_size, storage)
+        plan = sampler.draw_plan(storage)
+        if plan.full_batches:
+            check_full_batches(settings.batch_size, storage)
         self.storage, self.sampler, self.writer, self.transform = storage, sampler, writer, transform
         self.generator, self.settings, self._members = generator, settings, members
         storage.attach(self)
@@ -85,9 +88,9 @@ class BufferParts(StorageUser):
         #: The dimension of a batch that is time.
         self.time_dim = storage.ndim - 1 if settings.dim_extend is None else settings.dim_extend
         priorities = None
-        if settings.priority_key is not None and sampler._takes_priorities:
+        if settings.priority_key is not None and plan.takes_priorities:
             priorities = GivenPriorities(storage, sampler, settings.priority_key)
-        self.batch_writer = BatchWriter(storage, writer, sampler, transform, self.time_dim, priorities)
+        self.batch_writer = BatchWriter(storage, writer, sampler, plan, transform, self.time_dim, priorities)
         self.reader = self._make_reader() if make_reader is None else make_reader()
         #: What prepares batches ahead; None: each is made when it is wanted.
         self.prefetcher = Prefetcher(self.reader, settings.prefetch, self._generators()) if settings.prefetch else None
@@ -118,7 +121,7 @@ class BufferParts(StorageUser):
             collate_fn = self.settings.collate_fn or storage._default_collate
         if collate_fn is torch.stack and storage._default_collate is collate_items:
             collate_fn = collate_items  # of tensors and TensorDicts the same, which rows can be gathered for at once
-        if sampler._given is self.sampler._given:
+        if user_object(sampler) is user_object(self.sampler):
             sampler = self.sampler  # whose lock all draws of a user's own sampler take
         entries, generations = self.settings.entries, self.tracks_generations
         return Member(storage, sampler, transform, collate_fn, entries, with_generation=generations)

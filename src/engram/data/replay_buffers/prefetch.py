@@ -266,7 +266,7 @@ class Prefetcher:
         assert self._batch_size is not None
         reader = self._reader
         with reader.lock:
-            cursor = reader.sampler._get_cursor()
+            cursor = reader.cursor()
             generators = [_position(generator) for generator in self._generators]
             try:
                 prepared = None if details else reader.prepare(self._batch_size, self._copy_threads)
@@ -309,7 +309,7 @@ class Prefetcher:
             yield
 
     def _rewind(self, cursor: Any, generators: list[_Position]) -> None:
-        self._reader.sampler._set_cursor(cursor)
+        self._reader.put_back(cursor)
         for generator, position in zip(self._generators, generators, strict=True):
             _put_back(generator, position)
 

@@ -83,11 +83,12 @@ class Member:
         self.transform = Compose() if transform is None else transform
         self.collate_fn = collate_fn
         self.with_generation = with_generation
+        self.plan = plan = sampler.draw_plan(storage)
         #: Whether batches get the entries that a sampler of a user's own has for each row in its info.
-        self.attaches_info = attach is not None and not sampler._built_in
-        self.attach = attach if attach is None or sampler._built_in else partial(_attach_per_row, attach)
+        self.attaches_info = attach is not None and not plan.is_ours
+        self.attach = attach if attach is None or plan.is_ours else partial(_attach_per_row, attach)
         self.draws = 0  # so far: who undoes one must know that it was the last
-        self._may_end = sampler._has_epochs or not sampler._built_in
+        self._may_end = plan.has_epochs or not plan.is_ours
         self._keeps_items = storage._holds_items
         self._stacks_items = collate_fn is collate_items
 
@@ -105,12 +106,12 @@ class Member:
 
         A table, which is made later, says by `native` whether the call can read it.
         """
-        storage, sampler = self.storage, self.sampler
+        storage, plan = self.storage, self.plan
         reads_plainly = storage.ndim == 1 and isinstance(storage, TableStorage) and self.collate_fn is None
         entries_are_ours = self.attach is None or self.attach is index_and_weight
-        if not (reads_plainly and sampler._built_in and entries_are_ours):
+        if not (reads_plainly and plan.is_ours and entries_are_ours):
             return None
-        draw = sampler._native_draw(storage)
+        draw = plan.native
         # Where only the store's counters are asked, another process may be replacing what else would be read.
         return None if draw is None or (storage.read_only and not draw.asks_counters_only) else draw
 
@@ -123,11 +124,9 @@ class Member:
             incarnation = storage._incarnation  # before the draw: a load that comes in between makes us draw anew
             draw: Draw
             if storage.read_only:
-                draw = storage._validated(
-                    lambda: sampler._draw_batch(storage, n), errors_only=not sampler._can_repeat_draws
-                )
+                draw = storage._validated(lambda: self.plan.draw(n), errors_only=not self.plan.can_repeat)
             else:
-                draw = sampler._draw_batch(storage, n)
+                draw = self.plan.draw(n)
             draw.last, draw.incarnation = self._may_end and sampler.ran_out, incarnation
         return draw
 
@@ -224,7 +223,7 @@ class Member:
             else:
                 draw.index = storage.from_slots(draw.slots)
                 return draw, batch, generation
-        if absent is not None and not sampler._built_in:
+        if absent is not None and not self.plan.is_ours:
             raise IndexError(
                 f"{draw.kind}.sample returns slot {int(draw.slots[absent[0]])}, which holds no row; {len(storage)} "
                 "are stored"
@@ -268,7 +267,7 @@ class BatchReader:
         self.collate_fn: Any = members[0].collate_fn if chooser is None else collate_fn
         self._storage = members[0].storage
         self._chooser = chooser
-        self._has_epochs = any(member.sampler._has_epochs for member in members)
+        self._has_epochs = any(member.plan.has_epochs for member in members)
         self._joined = () if chooser is None else members  # each through its own transform before
         self._attaches = all(member.attach is not None for member in members)
         # Whether rows of all members can go straight into one batch.
@@ -312,7 +311,7 @@ class BatchReader:
 
     def check_room(self, n: int) -> None:
         """OutOfMemoryError where a batch of n rows cannot be held, before anything is drawn."""
-        rows = self.sampler._max_rows(self._storage, n) if n < BEYOND_MEMORY else n
+        rows = self.members[0].plan.most_rows(n) if self._chooser is None and n < BEYOND_MEMORY else n
         if rows is not None:
             refuse_if_too_many(rows, max(member.row_bytes for member in self.members), n)
 
@@ -401,7 +400,7 @@ class BatchReader:
                 with self.sampler.lock:
                     [member] = self.members  # those of several do not join
                     member.draws = draws = member.draws + 1
-                    before = draws, self.sampler._get_cursor()
+                    before = draws, self.cursor()
                     try:
                         batch = self._maker.sample(sources, n, as_numpy)
                     finally:
@@ -484,7 +483,7 @@ class BatchReader:
             try:
                 if self._has_epochs:
                     with self.lock:
-                        cursor = self.sampler._get_cursor()
+                        cursor = self.cursor()
                         try:
                             draws = self.draw(n)
                         finally:
@@ -498,6 +497,19 @@ class BatchReader:
             if batch_and_info is not None:
                 return batch_and_info, True in [draw.last for draw in draws]
 
+    def cursor(self) -> list[Any]:
+        """What a draw changes in the members' samplers, for `put_back`. The caller holds the lock."""
+        cursors = []
+        for member in self.members:
+            with member.sampler.lock:
+                cursors.append(member.plan.cursor())
+        return cursors
+
+    def put_back(self, cursors: list[Any]) -> None:
+        """Puts the members' samplers back to where they stood at a cursor, to draw the same again."""
+        for member, cursor in zip(self.members, cursors, strict=True):
+            member.plan.put_back(cursor)
+
     def _draws(self) -> int:
         return sum([member.draws for member in self.members])
 
@@ -509,7 +521,7 @@ class BatchReader:
         if before is not None:
             with self.lock:
                 if self._draws() == before[0]:
-                    self.sampler._set_cursor(before[1])
+                    self.put_back(before[1])
 
     def read(self, draws: list[Draw], generations: bool) -> tuple[Any, dict[str, Any]] | None:
         """The batch of what was drawn, and its info; None: all rows of a storage were replaced by others since then."""

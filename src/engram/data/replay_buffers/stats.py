@@ -62,8 +62,9 @@ class StepCount(NamedTuple):
 
 def count_steps(storage: Storage, sampler: Sampler, index: EpisodeIndex) -> StepCount:
     """Counts what is stored, with the trajectories as the sampler sees them, or as `index` does where it sees none."""
+    episodes = sampler.draw_plan(storage).episodes or index
     with sampler.lock, storage.mutex:
-        return storage._validated(lambda: _counted(storage, sampler._episode_index or index))
+        return storage._validated(lambda: _counted(storage, episodes))
 
 
 def _counted(storage: Storage, index: EpisodeIndex) -> StepCount:

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
-import itertools
 import os
 import threading
 import weakref
 from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from functools import cached_property, partial
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
-from engram import _native
 from engram._advice import advised
 from engram._arguments import KeepsArguments
 from engram._generator import Generator
 from engram._overrides import overrides
 from engram._system import drawing, fork_registry
 from engram.checkpoint.snapshot import load_part, save_part
-from engram.data.replay_buffers.samplers.draw import Draw, Index
+from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, Index
+from engram.data.replay_buffers.samplers.draw import EpochInfo as EpochInfo  # pickled infos name it here
 from engram.data.replay_buffers.state.parts import SavedPart
 from engram.store.copies import PartlyCopied
-from engram.store.episodes import EpisodeIndex
 from engram.store.files import pickle_by_state
 from engram.store.indexing import tensor_of, to_slots
 
@@ -35,17 +36,6 @@ if TYPE_CHECKING:
     from engram.store.lanes import Lanes
 
 EMPTY = "Cannot sample from an empty storage."
-
-
-class EpochInfo(dict[str, Any]):
-    """The info of a batch that belongs to an epoch: a dict that also names the epoch, by a number in this process.
-
-    Rows of such a batch that are overwritten before they are read are drawn again from the same epoch or not at all: a
-    row of another epoch could be one that this epoch has already given.
-    """
-
-    ids = itertools.count()
-    epoch: int | None = None
 
 
 class DrawTotals(NamedTuple):
@@ -71,6 +61,72 @@ class WorkerShare(NamedTuple):
     seed: int
 
 
+class StorageState(PartlyCopied):
+    """What a sampler knows of one storage beside its settings: nothing, where an epoch is, or priorities.
+
+    A load never changes one: it gives the sampler another. The caller holds the sampler's lock.
+    """
+
+    def state(self) -> dict[str, Any]:
+        """What is saved of it."""
+        return {}
+
+    def check_saved(self, state: dict[str, Any]) -> None:
+        """ValueError where no such state can have been saved."""
+
+    def check(self, state: dict[str, Any], storage: Storage) -> None:
+        """ValueError where a saved state cannot be one of this storage, which holds rows."""
+
+    def restored(self, state: dict[str, Any]) -> Self:
+        """One that goes on from a saved state; this one stays as it is, for a load that fails later."""
+        return self
+
+    def rebased(self, incarnation: int, shifts: list[int]) -> Self:
+        """This one in a store with this incarnation, whose sequences are lower by `shifts`, one a lane."""
+        return self
+
+    def find(self, storage: Storage) -> None:
+        """Finds the rows of a state that was loaded alone, where they are there: before others are written."""
+
+    def sync(self, storage: Storage) -> None:
+        """Takes in what was written since the last look; ValueError where what was loaded is not of this storage."""
+
+    def cursor(self) -> Any:
+        """What a draw changes, for `put_back`; small."""
+        return None
+
+    def put_back(self, cursor: Any) -> None:
+        """Goes back to where it stood at a cursor, to draw the same again."""
+
+    def empty(self) -> None:
+        """Forgets what was stored."""
+
+
+_NO_LOCK = contextlib.nullcontext()  # of a child whose constructor does not call that of its base, until it is used
+_NOTHING = StorageState()  # for all samplers that say what they know, if anything, with `state_dict` alone
+
+T = TypeVar("T")
+
+
+class StateSetting(Generic[T]):
+    """An attribute of a sampler that is one of what it knows of its storage."""
+
+    def __init__(self, doc: str, name: str | None = None) -> None:
+        self.__doc__ = doc
+        self._name = name or ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = self._name or name
+
+    def __get__(self, sampler: Any, owner: type | None = None) -> T:
+        value: Any = self if sampler is None else getattr(sampler.storage_state, self._name)
+        return value  # type: ignore[no-any-return]
+
+    def __set__(self, sampler: Any, value: T) -> None:
+        with sampler.lock:
+            setattr(sampler.storage_state, self._name, value)
+
+
 @advised
 class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     """Chooses which stored steps a batch is made of.
@@ -89,16 +145,15 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     #: where a storage has one dimension; loading a state assigns attributes, and changes none in place; an exception at
     #: a saved state means that this is damaged. Of a child that a user writes none of this holds, whatever its base.
     _built_in = False
-    #: Whether it takes the priorities that come with data.
-    _takes_priorities = False
-    #: Whether a draw that is not believed may be made again; an epoch would leave out the rows of the first one.
-    _can_repeat_draws = False
-    # Whether `ran_out` may say that an epoch is over.
-    _has_epochs: ClassVar[bool]
-    # Whether it has an `add` or `extend` of a user's own, by which a buffer tells it what was written.
-    _is_told = False
+    # The names of methods that it has in place of those of `Sampler`, or beside them.
+    _own_methods: ClassVar[frozenset[str]] = frozenset()
     # The generator comes with its buffer. Tensors that are sent to another process stay shared with it.
     _copied_as: ClassVar[Mapping[str, Any]] = dict.fromkeys(("lock", "_generator", "_seed", "_seed_view"))
+    storage_state: StorageState = _NOTHING
+    # From the attributes of a sampler that an earlier version pickled, what it knows of its storage; takes them out.
+    _of_earlier_pickle: ClassVar[Any] = None
+    #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
+    lock: Any = _NO_LOCK
 
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(built_in=built_in, **kwargs)
@@ -107,12 +162,9 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         if "_empty" in vars(cls) and "empty" not in own:
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
         pickle_by_state(cls)
-        cls._takes_priorities = hasattr(cls, "checked_priorities")
-        cls._is_told = not own.isdisjoint(("add", "extend"))
-        cls._has_epochs = built_in and "ran_out" in own
+        cls._own_methods = own
 
     def __init__(self, compilable: bool = False) -> None:
-        #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
         self.lock = threading.RLock()
         _live.add(self)
         self._generator: torch.Generator | Generator | None = None
@@ -160,6 +212,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
 
     def empty(self) -> None:
         """Forgets what was stored."""
+        with self.lock:
+            self.storage_state.empty()
 
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         """What it draws from in this storage: several storages are drawn from as one where each gets its share.
@@ -179,7 +233,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
             5.0
         """
         raise TypeError(
-            f"draws of a {self._kind} cannot be divided among several storages; RandomSampler, "
+            f"draws of a {self.saved_form.kind} cannot be divided among several storages; RandomSampler, "
             "PrioritizedSampler, SliceSampler and PrioritizedSliceSampler can"
         )
 
@@ -229,7 +283,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
 
         Saved and loaded alone, it goes on when its storage has these rows again, which may be loaded before or after.
         """
-        return self._config()
+        with self.lock:
+            return {**self._config(), **self.storage_state.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state.
@@ -237,9 +292,11 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         Raises:
             ValueError: it is that of a sampler with other settings; every difference is listed.
         """
-        different = self._differences(state)
-        if different:
-            raise ValueError("; ".join(different))
+        with self.lock:
+            different = self.saved_form.differences(state)
+            if different:
+                raise ValueError("; ".join(different))
+            self.storage_state = self.storage_state.restored(state)
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Saves this sampler alone, without rows, as a snapshot (JSON, and a file of tensors) that replaces the last.
@@ -274,7 +331,17 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     @property
     def saved_form(self) -> SavedPart:
         """This sampler, as it is saved and loaded with a buffer."""
-        return _SavedSampler(self, self._kind, is_ours=self._built_in)
+        form = SavedPart if self.storage_state is _NOTHING else _SavedSampler
+        return form(self, type(self).__name__, is_ours=self._built_in, settings=self._config(), owner="sampler")
+
+    def draw_plan(self, storage: Storage) -> DrawPlan:
+        """How it draws from a storage, for the buffer that puts the two together."""
+        own = self._own_methods
+        return DrawPlan(
+            partial(self._draw_batch, storage), _rows_of_batch, self._cursor, self._put_back, self._built_in,
+            has_epochs=self._built_in and "ran_out" in own, takes_priorities="checked_priorities" in own,
+            is_told="add" in own or "extend" in own,
+        )  # fmt: skip
 
     # ---- between the parts of a buffer: drawing ----
     def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
@@ -282,16 +349,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         is_ours = self._built_in
         index, info = self.sample(storage, batch_size) if is_ours else sample_checked(self, storage, batch_size)
         slots = index if type(index) is Tensor else to_slots(index, storage.env_shape, storage.max_size or 0)
-        kind = type(self).__name__ if is_ours else self._kind
+        kind = type(user_object(self)).__name__
         return Draw(index, slots, info, kind, partial(self._draw_batch, storage))
-
-    def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
-        """What draws the rows of a batch inside the one native call that makes it, the same as `sample` would.
-
-        Buffers ask for it once, when their parts are put together; they look at the rows before it draws and after they
-        were read. Batches come out as they would of a `Draw`. None: only `sample` draws.
-        """
-        return None
 
     def _split_among_workers(self, share: WorkerShare) -> None:
         """Called in a worker process of a data loader, which draws with a copy of this sampler.
@@ -302,21 +361,11 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
             RuntimeError: it cannot be told apart from the copies of the other workers.
         """
         self._check_sending()
-        if self._has_epochs and share.workers > 1:
+        if self._built_in and "ran_out" in self._own_methods and share.workers > 1:
             raise RuntimeError(
                 f"every worker of this data loader would give all of the epochs of a {type(self).__name__}; use "
                 "num_workers=1, or a SamplerWithoutReplacement, of whose epochs each worker gives a part"
             )
-
-    @property
-    def _episode_index(self) -> EpisodeIndex | None:
-        """The trajectories that it draws from; None: it draws steps."""
-        return None
-
-    @property
-    def _given(self) -> Any:
-        """The object that the user gave: this one, or the one that is adapted."""
-        return self
 
     def _draw_seed(self, storage: Storage, lanes: Lanes | None) -> Tensor:
         """int64 [1] from the generator; the same tensor at every call. `lanes` are the storage's.
@@ -332,105 +381,77 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         with drawing:
             return self._seed.random_(generator=generator)
 
-    def _check_batch_size(self, batch_size: int | None, storage: Storage) -> None:
-        """ValueError where a buffer of this batch size (None: of none) cannot use the sampler with this storage."""
-
-    def _limits(self, storage: Storage) -> bool:
-        """Whether the storage can hold more rows than the sampler: then `_check_rows` is asked before each write."""
-        return False
-
-    def _check_rows(self, storage: Storage, rows: int) -> None:
-        """ValueError where the storage with so many rows more would hold more than the sampler can."""
-
-    def _max_rows(self, storage: Storage, batch_size: int) -> int | None:
-        """The most rows that a batch of this size can have: asked before a huge one is drawn. None: not known."""
-        return batch_size
-
-    # ---- between the parts of a buffer: state ----
-    @property
-    def _kind(self) -> str:
-        """The name that its state is saved under."""
-        return type(self).__name__
-
-    @property
-    def _members(self) -> list[Sampler]:
-        """The samplers that it consists of."""
-        return []
-
     def _config(self) -> dict[str, Any]:
         """Settings that decide which rows are drawn. They are saved, and a state is only loaded where they are the
         same; those that say in which form rows are handed out are the constructor's alone.
         """
         return {}
 
-    def _differences(self, state: dict[str, Any]) -> list[str]:
-        """What of a saved state does not fit this sampler."""
-        return [
-            f"the sampler has {name}={mine!r} here, {state.get(name)!r} there"
-            for name, mine in self._config().items()
-            if name not in state or state[name] != mine
-        ]
+    def _cursor(self) -> Any:
+        """As `DrawPlan.cursor`."""
+        state = self.storage_state
+        # Which may hold tensors that draws change in place.
+        return copy.deepcopy(self.state_dict()) if state is _NOTHING else state.cursor()
 
-    def _check_state(self, state: dict[str, Any], storage: Storage) -> None:
-        """A ValueError where a state without differences cannot be one of this storage, which holds rows; changes
-        nothing. Called before the rows are replaced by those that were saved with it.
-        """
-
-    def _rebase(self, incarnation: int, shifts: list[int]) -> None:
-        """After a load: goes on in a store with this incarnation, whose sequences are lower by `shifts`, one a lane."""
-
-    def _find(self, storage: Storage) -> None:
-        """Finds the rows of a state that was loaded alone, where they are there: before others are written."""
-
-    def _sync(self, storage: Storage) -> None:
-        """Takes in what was written since it last looked: before a state is saved, and after one was loaded."""
-
-    def _get_cursor(self) -> Any:
-        """What a draw changes, for `_set_cursor`: taken before every batch that is prepared ahead, so small.
-
-        The caller holds the lock.
-        """
-        return copy.deepcopy(self.state_dict())  # which may hold tensors that draws change in place
-
-    def _set_cursor(self, cursor: Any) -> None:
-        """Goes back to where it stood at a cursor, to draw the same again."""
-        self.load_state_dict(cursor)
+    def _put_back(self, cursor: Any) -> None:
+        """As `DrawPlan.put_back`."""
+        if self.storage_state is _NOTHING:
+            return self.load_state_dict(cursor)
+        with self.lock:
+            self.storage_state.put_back(cursor)
 
     def _check_sending(self) -> None:
         """Called before it is sent to another process, alone or in a buffer; a RuntimeError where it must not be."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        with self.lock:
+            state = super().__getstate__()
+            if "storage_state" in state:
+                state["storage_state"] = copy.copy(self.storage_state)
+            return state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         Sampler.__init__(self)
+        if self._of_earlier_pickle is not None and "storage_state" not in state:
+            self.storage_state = self._of_earlier_pickle(self.__dict__)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
+def _rows_of_batch(n: int) -> int:
+    return n
+
+
 class _SavedSampler(SavedPart):
-    """A sampler, as it is saved and loaded."""
+    """A sampler that knows something of its storage, as it is saved and loaded."""
 
     def state(self, storage: Any) -> Any:
-        self.part._sync(storage)
+        self.sync(storage)
         return self.part.state_dict()
 
     def differences(self, state: Any) -> list[str]:
-        different: list[str] = self.part._differences(state)
-        return different
+        self.part.storage_state.check_saved(state)
+        return super().differences(state)
 
     def check(self, state: Any, storage: Any) -> None:
         if storage.lanes is not None:
-            self.part._check_state(state, storage)
+            self.part.storage_state.check(state, storage)
 
     def rebase(self, storage: Any) -> None:
-        if storage.lanes is not None:
-            self.part._rebase(storage.lanes.store.incarnation, storage.lanes.shifts)
+        lanes, sampler = storage.lanes, self.part
+        if lanes is not None:
+            with sampler.lock:
+                sampler.storage_state = sampler.storage_state.rebased(lanes.store.incarnation, lanes.shifts)
 
     def sync(self, storage: Any) -> None:
-        self.part._sync(storage)
+        with self.part.lock:
+            self.part.storage_state.sync(storage)
 
     def find(self, storage: Any) -> None:
-        self.part._find(storage)
+        with self.part.lock:
+            self.part.storage_state.find(storage)
 
 
 class _AdaptedSampler(Sampler):
@@ -439,22 +460,28 @@ class _AdaptedSampler(Sampler):
     def __init__(self, sampler: Any) -> None:
         super().__init__()
         self._own = sampler
-        self._takes_priorities = hasattr(sampler, "checked_priorities")
-        self._can_repeat_draws = not hasattr(sampler, "ran_out")
-        self._is_told = hasattr(sampler, "add") or hasattr(sampler, "extend")
+
+    @cached_property
+    def _has(self) -> frozenset[str]:
+        """Those of the members that a user's own sampler may leave out that it has."""
+        return frozenset(name for name in _OPTIONAL if getattr(self._own, name, None) is not None)
 
     @property
-    def _given(self) -> Any:
+    def given(self) -> Any:
+        """The object that the user gave."""
         return self._own
 
     @property
-    def _kind(self) -> str:
-        return type(self._own).__name__
-
-    @property
     def saved_form(self) -> SavedPart:
-        has_state = hasattr(self._own, "state_dict") and hasattr(self._own, "load_state_dict")
-        return _SavedSampler(self, self._kind, is_ours=False, given=self._own, has_state=has_state)
+        has_state = {"state_dict", "load_state_dict"} <= self._has
+        return SavedPart(self, type(self._own).__name__, is_ours=False, given=self._own, has_state=has_state)
+
+    def draw_plan(self, storage: Storage) -> DrawPlan:
+        has = self._has
+        return super().draw_plan(storage)._replace(
+            most_rows=_unknown_rows, can_repeat="ran_out" not in has, takes_priorities="checked_priorities" in has,
+            is_told="add" in has or "extend" in has,
+        )  # fmt: skip
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         drawn: tuple[Index, dict[str, Any]] = self._own.sample(storage, batch_size)
@@ -466,7 +493,7 @@ class _AdaptedSampler(Sampler):
 
     @property
     def ran_out(self) -> bool:
-        return bool(getattr(self._own, "ran_out", False))
+        return "ran_out" in self._has and bool(self._own.ran_out)
 
     def use_generator(self, generator: torch.Generator | Generator | None) -> None:
         self._call("use_generator", generator)
@@ -506,15 +533,26 @@ class _AdaptedSampler(Sampler):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._call("load_state_dict", state)
 
-    def _max_rows(self, storage: Storage, batch_size: int) -> int | None:
-        return None
-
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        method = getattr(self._own, name, None)
-        return None if method is None else method(*args, **kwargs)
+        return methodcaller(name, *args, **kwargs)(self._own) if name in self._has else None
 
     def __repr__(self) -> str:
         return repr(self._own)
+
+
+_OPTIONAL = (
+    *("can_sample", "use_generator", "check_storage", "empty", "add", "extend", "update_priority", "mark_update"),
+    *("totals", "raise_new_priority", "checked_priorities", "ran_out", "state_dict", "load_state_dict"),
+)
+
+
+def _unknown_rows(n: int) -> None:
+    """As `DrawPlan.most_rows`."""
+
+
+def user_object(sampler: Sampler) -> Any:
+    """The object that the user gave: the sampler, or the one that it adapts."""
+    return sampler.given if isinstance(sampler, _AdaptedSampler) else sampler
 
 
 def as_sampler(sampler: Any) -> Sampler:
@@ -524,8 +562,7 @@ def as_sampler(sampler: Any) -> Sampler:
         TypeError: it has no method `sample`.
     """
     if isinstance(sampler, Sampler):
-        # A child whose constructor does not call that of its base. (`vars` would make its attributes slower to read.)
-        if not hasattr(sampler, "lock"):
+        if sampler.lock is _NO_LOCK:
             Sampler.__init__(sampler)
         return sampler
     if isinstance(sampler, type) or not callable(getattr(sampler, "sample", None)):
@@ -538,7 +575,7 @@ def as_sampler(sampler: Any) -> Sampler:
 def sample_checked(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
     """What `sample` returns, in the form that the library's own samplers give it; errors as `checked_draw`."""
     drawn = sampler.sample(storage, batch_size)
-    return drawn if sampler._built_in else checked_draw(drawn, storage, sampler._kind)
+    return drawn if sampler._built_in else checked_draw(drawn, storage, type(user_object(sampler)).__name__)
 
 
 def checked_draw(drawn: Any, storage: Storage, kind: str) -> tuple[Index, dict[str, Any]]:
@@ -638,36 +675,10 @@ def stored_rows(storage: Storage) -> int:
     return 0 if lanes is None else sum(s["published"] - s["first"] for s in lanes.counters()) * lanes.envs
 
 
-def check_full_batches(batch_size: int | None, storage: Storage) -> None:
-    """ValueError where batches that are all full (`drop_last`) cannot be had from a storage, or of a size not known."""
-    if batch_size is None:
-        raise ValueError(
-            "a sampler with drop_last=True needs a predictable batch-size, the buffer has none: pass batch_size to the "
-            "buffer's constructor"
-        )
-    if storage.max_size is not None and batch_size > storage.max_size:
-        raise ValueError(
-            f"batch_size={batch_size} is greater than the storage capacity of {storage.max_size} steps: no batch would "
-            "ever be full; make the batch smaller, or leave out drop_last"
-        )
-
-
 def check_counts(values: Any, least: int = 0) -> None:
     """ValueError where a saved list is not one of integers that sequences and counts can be."""
     if type(values) is not list or not all(type(n) is int and least <= n < 1 << 62 for n in values):
         raise ValueError(f"a saved state has {values!r:.80} where there are counts")
-
-
-def check_epoch(state: dict[str, Any], *names: str) -> None:
-    """ValueError where a saved state holds an epoch that no sampler has made."""
-    epoch, _ = state["epoch"], state["ran_out"]
-    if epoch is None:
-        return
-    check_counts([epoch[name] for name in names])
-    if type(epoch["key"]) is not int or not 0 <= epoch["key"] < 1 << 64:
-        raise ValueError(f"a saved epoch has the key {epoch['key']!r:.80}")
-    if epoch.get("lane_capacity") is not None:
-        check_counts([epoch["lane_capacity"]], least=1)
 
 
 def _renew_lock(sampler: Sampler) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,11 +12,61 @@ from torch import Tensor
 
 from engram import _native
 from engram.pytree import KeyPath
-
-if TYPE_CHECKING:
-    from engram.data.replay_buffers.samplers.runs import Mark
+from engram.store.episodes import EpisodeIndex
 
 Index = Tensor | tuple[Tensor, ...]
+#: The content of an entry ("last", "first", "first if any", "mask" or "slice_id"), and its path.
+Mark = tuple[str, KeyPath]
+
+
+class EpochInfo(dict[str, Any]):
+    """The info of a batch that belongs to an epoch: a dict that also names the epoch, by a number in this process.
+
+    Rows of such a batch that are overwritten before they are read are drawn again from the same epoch or not at all: a
+    row of another epoch could be one that this epoch has already given.
+    """
+
+    ids = itertools.count()
+    epoch: int | None = None
+
+
+class DrawPlan(NamedTuple):
+    """How a sampler draws from one storage: all that those who read batches of it, or write to it, need to know.
+
+    Attributes:
+        draw: draws a batch of n, with all that is needed to read it. The caller holds the sampler's lock.
+        most_rows: the most rows that a batch of n can have: asked before a huge one is drawn. None: not known.
+        cursor: what a draw changes, for `put_back`: taken before every batch that is prepared ahead, so small. The
+            caller holds the lock.
+        put_back: goes back to where the sampler stood at a cursor, to draw the same again.
+        is_ours: whether the sampler is of the library's own class, and keeps to what these do: `sample` takes the lock,
+            and gives slots where a storage has one dimension. A child that a user writes keeps to neither.
+        native: draws the rows of a batch inside the one native call that makes it, the same as `draw` would; None: only
+            `draw` does. The rows are looked at before it draws and after they were read.
+        episodes: the trajectories that it draws from; None: it draws steps.
+        has_epochs: whether `ran_out` of the sampler may say that an epoch is over.
+        can_repeat: whether a draw that is not believed may be made again; an epoch would leave out the rows of the
+            first one.
+        full_batches: whether batches that are not full are left out.
+        check_rows: called before each write with the number of rows: a ValueError where the storage with these would
+            hold more than the sampler can. None: it can hold what the storage can.
+        takes_priorities: whether the sampler takes the priorities that come with data.
+        is_told: whether its `add` and `extend` are called after each write.
+    """
+
+    draw: Callable[[int], Draw]
+    most_rows: Callable[[int], int | None]
+    cursor: Callable[[], Any]
+    put_back: Callable[[Any], None]
+    is_ours: bool
+    native: _native.RowDraw | None = None
+    episodes: EpisodeIndex | None = None
+    has_epochs: bool = False
+    can_repeat: bool = False
+    full_batches: bool = False
+    check_rows: Callable[[int], None] | None = None
+    takes_priorities: bool = False
+    is_told: bool = False
 
 
 class Draw:

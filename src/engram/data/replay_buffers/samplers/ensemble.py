@@ -15,7 +15,7 @@ from torch import Tensor
 from engram._checks import is_integer
 from engram._generator import Generator
 from engram._system import drawing
-from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, sample_checked
+from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, sample_checked, user_object
 from engram.data.replay_buffers.state.parts import SavedEnsemble, SavedPart
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 
@@ -53,7 +53,7 @@ class SamplerEnsemble(Sampler, built_in=True):
         super().__init__(compilable)
         if not samplers:
             raise ValueError("an ensemble needs at least one sampler")
-        self._samplers = [as_sampler(sampler) for sampler in samplers]
+        self.members = [as_sampler(sampler) for sampler in samplers]
         if sample_from_all and p is not None:
             raise ValueError("with sample_from_all every member is in every batch: leave p out")
         if sample_from_all and num_buffer_sampled not in (None, len(samplers)):
@@ -71,7 +71,7 @@ class SamplerEnsemble(Sampler, built_in=True):
     @property
     def samplers(self) -> list[Any]:
         """The samplers of the members."""
-        return [sampler._given for sampler in self._samplers]
+        return [user_object(sampler) for sampler in self.members]
 
     @property
     def p(self) -> list[float] | None:
@@ -84,17 +84,17 @@ class SamplerEnsemble(Sampler, built_in=True):
             raise ValueError("with sample_from_all every member is in every batch: p cannot be set")
         if isinstance(p, str):
             raise TypeError(
-                f"p must have one weight for each of {len(self._samplers)} members, got {p!r}; can_sample(batch_size) "
+                f"p must have one weight for each of {len(self.members)} members, got {p!r}; can_sample(batch_size) "
                 "of a buffer says whether it can be drawn from, and p may be set at any time"
             )
         weights = None if p is None else torch.as_tensor(p, dtype=torch.float64).tolist()
         if weights is not None:
-            if not isinstance(weights, list) or len(weights) != len(self._samplers):
-                raise ValueError(f"p must have one weight for each of {len(self._samplers)} members, got {p!r}")
+            if not isinstance(weights, list) or len(weights) != len(self.members):
+                raise ValueError(f"p must have one weight for each of {len(self.members)} members, got {p!r}")
             if not all(math.isfinite(w) and w >= 0 for w in weights) or sum(weights) <= 0:
                 raise ValueError(f"p must be weights of 0 or more, one above 0, got {weights}")
         self._p: list[float] | None = weights
-        parts = [1.0] * len(self._samplers) if weights is None else weights
+        parts = [1.0] * len(self.members) if weights is None else weights
         self._bounds = list(itertools.accumulate(w / sum(parts) for w in parts))
         self._last = max(i for i, w in enumerate(parts) if w > 0)  # where rounding leads past the end
 
@@ -128,8 +128,8 @@ class SamplerEnsemble(Sampler, built_in=True):
         """Whether all members that may be drawn can give their parts."""
         self.check_batch_size(batch_size)
         n = batch_size // self.num_buffer_sampled
-        weights = [1.0] * len(self._samplers) if self._p is None else self._p
-        drawn = zip(self._samplers, storage.storages, weights, strict=True)  # type: ignore[attr-defined]
+        weights = [1.0] * len(self.members) if self._p is None else self._p
+        drawn = zip(self.members, storage.storages, weights, strict=True)  # type: ignore[attr-defined]
         return all(sampler.can_sample(member, n) for sampler, member, weight in drawn if weight > 0)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
@@ -139,7 +139,7 @@ class SamplerEnsemble(Sampler, built_in=True):
         """
         ids, n = self.choose(batch_size)
         members = storage.storages  # type: ignore[attr-defined]
-        drawn = [sample_checked(self._samplers[i], members[i], n) for i in ids]
+        drawn = [sample_checked(self.members[i], members[i], n) for i in ids]
         index: Any = [index for index, _ in drawn]
         if all(isinstance(one, Tensor) and one.shape == index[0].shape for one in index):
             index = torch.stack(index)
@@ -147,32 +147,28 @@ class SamplerEnsemble(Sampler, built_in=True):
 
     @property
     def ran_out(self) -> bool:
-        return any(sampler.ran_out for sampler in self._samplers)
+        return any(sampler.ran_out for sampler in self.members)
 
     # ---- the members' ----
-    @property
-    def _members(self) -> list[Sampler]:
-        return self._samplers
-
     def __getitem__(self, index: int) -> Any:
         return self.samplers[index]
 
     def __len__(self) -> int:
-        return len(self._samplers)
+        return len(self.members)
 
     def check_storage(self, storage: Storage) -> None:
         members = storage.storages if isinstance(storage, StorageEnsemble) else None
-        if members is None or len(members) != len(self._samplers):
+        if members is None or len(members) != len(self.members):
             what = f"a {type(storage).__name__}" if members is None else f"{len(members)} storages"
-            raise ValueError(f"{len(self._samplers)} samplers are for an ensemble of as many storages, not {what}")
-        for sampler, member in zip(self._samplers, members, strict=True):
+            raise ValueError(f"{len(self.members)} samplers are for an ensemble of as many storages, not {what}")
+        for sampler, member in zip(self.members, members, strict=True):
             sampler.check_storage(member)
 
     def use_generator(self, generator: torch.Generator | Generator | None) -> None:
         """Members and rows are drawn from this generator; None: members go on with those that they have."""
         super().use_generator(generator)
         if generator is not None:
-            for sampler in self._samplers:
+            for sampler in self.members:
                 sampler.use_generator(generator)
 
     def update_priority(
@@ -203,7 +199,7 @@ class SamplerEnsemble(Sampler, built_in=True):
             mine = (ids == i).reshape(-1)
             # A sampler of a user's own may take no generation: it is only given where there is one.
             given = {} if generation is None else {"generation": generation[mine]}
-            self._samplers[i].update_priority(
+            self.members[i].update_priority(
                 rows[mine],
                 priority[mine] if priority.ndim else priority,
                 storage=None if storage is None else storage.storages[i],  # type: ignore[attr-defined]
@@ -216,15 +212,15 @@ class SamplerEnsemble(Sampler, built_in=True):
         rows = index.reshape(ids.numel(), -1).squeeze(-1)
         for i in sorted(set(ids.reshape(-1).tolist())):
             member = None if storage is None else storage.storages[i]  # type: ignore[attr-defined]
-            self._samplers[i].mark_update(rows[(ids == i).reshape(-1)], storage=member)
+            self.members[i].mark_update(rows[(ids == i).reshape(-1)], storage=member)
 
     def empty(self) -> None:
-        for sampler in self._samplers:
+        for sampler in self.members:
             sampler.empty()
 
     # ---- state ----
     def _check_sending(self) -> None:
-        for sampler in self._samplers:
+        for sampler in self.members:
             sampler._check_sending()
 
     def state_dict(self) -> dict[str, Any]:
@@ -232,13 +228,13 @@ class SamplerEnsemble(Sampler, built_in=True):
             "p": self._p,
             "sample_from_all": self.sample_from_all,
             "num_buffer_sampled": self.num_buffer_sampled,
-            "samplers": [{"kind": s.saved_form.kind, "state": s.state_dict()} for s in self._samplers],
+            "samplers": [{"kind": s.saved_form.kind, "state": s.state_dict()} for s in self.members],
         }
 
     @property
     def saved_form(self) -> SavedPart:
         settings = {"sample_from_all": self.sample_from_all, "num_buffer_sampled": self.num_buffer_sampled}
-        members = [sampler.saved_form for sampler in self._samplers]
+        members = [sampler.saved_form for sampler in self.members]
         return _SavedSamplers("samplers", self, is_ours=self._built_in, members=members, settings=settings)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -246,19 +242,8 @@ class SamplerEnsemble(Sampler, built_in=True):
         if different:
             raise ValueError("; ".join(different))
         self.p = state["p"]
-        for sampler, saved in zip(self._samplers, state["samplers"], strict=True):
+        for sampler, saved in zip(self.members, state["samplers"], strict=True):
             sampler.load_state_dict(saved["state"])
-
-    def _get_cursor(self) -> Any:
-        cursors = []
-        for sampler in self._samplers:
-            with sampler.lock:
-                cursors.append(sampler._get_cursor())
-        return cursors
-
-    def _set_cursor(self, cursor: Any) -> None:
-        for sampler, one in zip(self._samplers, cursor, strict=True):
-            sampler._set_cursor(one)
 
     def __repr__(self) -> str:
         return (

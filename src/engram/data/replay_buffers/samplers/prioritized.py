@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,10 +22,12 @@ from engram.data.replay_buffers.samplers.base import (
     EMPTY,
     DrawTotals,
     Sampler,
+    StateSetting,
+    StorageState,
     check_counts,
     stored_rows,
 )
-from engram.data.replay_buffers.samplers.draw import Draw, Index
+from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, Index
 from engram.errors import is_masked, masked_array
 from engram.store.copies import CopiedAsPlain
 from engram.store.indexing import select, tensor_of, to_slots
@@ -39,8 +40,6 @@ _WEIGHTS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _REDUCTIONS = ("max", "min", "mean", "median")
 _CONFIG = ("alpha", "eps", "reduction", "max_priority_within_buffer")
 
-T = TypeVar("T")
-
 
 class DrawnInfo(CopiedAsPlain, dict[str, Any]):
     """The info of a batch that was drawn by priority, which also knows the rows; a copy is a plain dict."""
@@ -51,7 +50,7 @@ class DrawnInfo(CopiedAsPlain, dict[str, Any]):
     store: _native.Store
 
 
-class PriorityTable:
+class PriorityTable(StorageState):
     """A priority for each stored step of one storage, for the sampler that holds it.
 
     What is written is taken in before the table is used. The caller holds the sampler's lock.
@@ -367,7 +366,7 @@ class PriorityTable:
     # ---- state ----
     def state(self) -> dict[str, Any]:
         """What a sampler saves of it."""
-        settings = {**self.config(), "beta": self._beta}
+        settings = {**self.settings(), "beta": self._beta}
         storage = None if self._storage is None else self._storage()
         if self._waiting is not None:
             return {**self._waiting, **settings}
@@ -379,7 +378,7 @@ class PriorityTable:
                 "skipped": skipped, "priorities": priorities,
                 "lane_capacity": storage.lanes.store.lane_capacity}  # fmt: skip
 
-    def config(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """The settings that decide which rows are drawn."""
         return {name: getattr(self, name) for name in _CONFIG}
 
@@ -398,7 +397,7 @@ class PriorityTable:
         for name in ("beta", "max_priority", "latest_priority"):
             _checked(name, state[name])
 
-    def check_state(self, state: dict[str, Any], storage: Storage) -> None:
+    def check(self, state: dict[str, Any], storage: Storage) -> None:
         """ValueError where a saved state cannot be one of this storage, which holds rows."""
         if storage.lanes is None:
             return
@@ -417,9 +416,10 @@ class PriorityTable:
         waiting["priorities"] = state["priorities"].to(torch.float64).contiguous()
         table = self._with_waiting(waiting)
         table.beta = state["beta"]
+        table.find_attached()
         return table
 
-    def rebased(self, shifts: list[int]) -> PriorityTable:
+    def rebased(self, incarnation: int, shifts: list[int]) -> PriorityTable:
         """This table in a store whose sequences are lower by `shifts`, one a lane."""
         waiting = self._waiting
         if waiting is None:
@@ -461,13 +461,13 @@ class SumTreeView:
 
     def __len__(self) -> int:
         with self._sampler.lock:
-            return self._sampler._table.slots
+            return self._sampler.storage_state.slots
 
     def __getitem__(self, index: Any) -> Any:
         """The leaf of a slot, `(p + eps) ** alpha`, a float; float64 [n] of int64 [n]."""
         slots = torch.as_tensor(index, dtype=torch.int64)
         with self._sampler.lock:
-            leaves = self._sampler._table.leaves(slots.reshape(-1))
+            leaves = self._sampler.storage_state.leaves(slots.reshape(-1))
         return leaves.reshape(slots.shape) if slots.ndim else float(leaves)
 
     def query(self, begin: int, end: int) -> float:
@@ -476,23 +476,10 @@ class SumTreeView:
         return float(self[torch.arange(begin, end)].sum()) if begin < end else 0.0
 
 
-class TableSetting(Generic[T]):
-    """An attribute of a sampler that is one of its priority table."""
-
-    def __init__(self, doc: str, name: str | None = None) -> None:
-        self.__doc__ = doc
-        self._name = name or ""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = self._name or name
-
-    def __get__(self, sampler: Any, owner: type | None = None) -> T:
-        value: Any = self if sampler is None else getattr(sampler._table, self._name)
-        return value  # type: ignore[no-any-return]
-
-    def __set__(self, sampler: Any, value: T) -> None:
-        with sampler.lock:
-            setattr(sampler._table, self._name, value)
+def _table_of(attributes: dict[str, Any]) -> PriorityTable:
+    """The table of a sampler whose pickle names it otherwise."""
+    table: PriorityTable = attributes.pop("_table")
+    return table
 
 
 @advised
@@ -540,20 +527,22 @@ class PrioritizedSampler(Sampler, built_in=True):
         compilable: bool = False,
     ) -> None:
         super().__init__(compilable)
-        self._table = PriorityTable(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
+        self.storage_state = PriorityTable(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
 
-    alpha = TableSetting[float]("How much priorities count. Assigning it takes time in proportion to the storage.")
-    beta = TableSetting[float]("How much weights correct for the priorities.")
-    eps = TableSetting[float]("What is added to each priority. Assigning it takes time in proportion to the storage.")
-    max_capacity = TableSetting[int | None]("The most steps that a storage may hold; None: any.")
-    dtype = TableSetting[torch.dtype]("Of the weights.")
-    reduction = TableSetting[str]("Of priorities with more dimensions than the index.")
-    max_priority_within_buffer = TableSetting[bool](
+    storage_state: PriorityTable
+    _of_earlier_pickle = staticmethod(_table_of)
+    alpha = StateSetting[float]("How much priorities count. Assigning it takes time in proportion to the storage.")
+    beta = StateSetting[float]("How much weights correct for the priorities.")
+    eps = StateSetting[float]("What is added to each priority. Assigning it takes time in proportion to the storage.")
+    max_capacity = StateSetting[int | None]("The most steps that a storage may hold; None: any.")
+    dtype = StateSetting[torch.dtype]("Of the weights.")
+    reduction = StateSetting[str]("Of priorities with more dimensions than the index.")
+    max_priority_within_buffer = StateSetting[bool](
         "Whether new steps get the highest priority among those that are stored, and not of all that were.",
     )
-    default_priority = TableSetting[float]("The priority that new steps get.")
-    max_size = TableSetting[int | None]("As `max_capacity`.", "max_capacity")
-    skipped = TableSetting[int]("Updates of steps that were not stored any more, which changed nothing.")
+    default_priority = StateSetting[float]("The priority that new steps get.")
+    max_size = StateSetting[int | None]("As `max_capacity`.", "max_capacity")
+    skipped = StateSetting[int]("Updates of steps that were not stored any more, which changed nothing.")
 
     @property
     def _sum_tree(self) -> SumTreeView:
@@ -564,7 +553,7 @@ class PrioritizedSampler(Sampler, built_in=True):
     def _max_priority(self) -> tuple[float, int | None]:
         """The priority that new steps get, and the newest slot that has it; None where none has it."""
         with self.lock:
-            return self._table.highest()
+            return self.storage_state.highest()
 
     # ---- sampling ----
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
@@ -580,7 +569,7 @@ class PrioritizedSampler(Sampler, built_in=True):
         return (storage.from_slots(slots) if storage.ndim > 1 else slots), info
 
     def _draw_steps(self, storage: Storage, lanes: Lanes, n: int) -> tuple[Tensor, Tensor, _native.DrawnRows] | None:
-        table = self._table
+        table = self.storage_state
         priorities, seed = table.following(storage, lanes), self._draw_seed(storage, lanes)
         dtype, beta = table.dtype, table._beta
         wide = dtype is torch.float64
@@ -592,15 +581,17 @@ class PrioritizedSampler(Sampler, built_in=True):
         slots, weights, rows = drawn
         return slots, weights if weights.dtype is dtype else weights.to(dtype), rows
 
-    def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
-        dtype = self._table.dtype
-        if dtype is not torch.float32 and dtype is not torch.float64:
-            return None
-        return _native.PriorityDraw(self, drawing, partial(self._follow, storage), dtype is torch.float64)
+    def draw_plan(self, storage: Storage) -> DrawPlan:
+        dtype, native = self.storage_state.dtype, None
+        if dtype is torch.float32 or dtype is torch.float64:
+            native = _native.PriorityDraw(self, drawing, partial(self._follow, storage), dtype is torch.float64)
+        limited = self.storage_state.most_rows(storage) is not None
+        check_rows = partial(self._check_rows, storage) if limited else None
+        return super().draw_plan(storage)._replace(native=native, check_rows=check_rows)
 
     def _follow(self, storage: Storage) -> tuple[_native.Priorities, float, bool] | None:
         """Priorities of the storage's steps, beta, and whether weights are float64; None: `sample` draws."""
-        table, lanes = self._table, storage.lanes
+        table, lanes = self.storage_state, storage.lanes
         dtype = table.dtype
         if lanes is None or (dtype is not torch.float32 and dtype is not torch.float64):
             return None
@@ -613,22 +604,16 @@ class PrioritizedSampler(Sampler, built_in=True):
             draw.seen, draw.store = draw.info.drawn, draw.info.store
         return draw
 
-    def _get_cursor(self) -> None:
-        """Nothing: a draw changes the generator alone."""
-
-    def _set_cursor(self, cursor: None) -> None:
-        pass
-
     # ---- priorities: those of the table, under the lock ----
     def update_priority(
         self, index: Any, priority: Any, *, generation: Any = None, storage: Storage | None = None
     ) -> None:
         with self.lock:
-            self._table.update(index, priority, generation, storage)
+            self.storage_state.update(index, priority, generation, storage)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         with self.lock:
-            self._table.mark(index, storage)
+            self.storage_state.mark(index, storage)
 
     def priorities(self, index: Any, *, storage: Storage | None = None) -> Tensor:
         """The priorities of stored steps as they were given: float64 [n]; -1 where a slot holds no step.
@@ -637,18 +622,18 @@ class PrioritizedSampler(Sampler, built_in=True):
             IndexError: an index lies outside the storage.
         """
         with self.lock:
-            return self._table.get(index, storage)
+            return self.storage_state.get(index, storage)
 
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         with self.lock:
-            return self._table.totals(lambda p: p.poll(_store_of(storage)) if newest else None, storage)
+            return self.storage_state.totals(lambda p: p.poll(_store_of(storage)) if newest else None, storage)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         return self.totals(storage, batch_size).share > 0
 
     def raise_new_priority(self, priority: float, *, storage: Storage | None = None) -> None:
         with self.lock:
-            self._table.raise_new(priority, storage)
+            self.storage_state.raise_new(priority, storage)
 
     def checked_priorities(self, priority: Any, n: int) -> Tensor:
         """Priorities of n steps, reduced to one for each: float64 [n].
@@ -656,65 +641,27 @@ class PrioritizedSampler(Sampler, built_in=True):
         Raises:
             ValueError: one is negative, NaN or infinite, or there is not one for each step.
         """
-        return self._table.checked(priority, n)
+        return self.storage_state.checked(priority, n)
 
     def check_storage(self, storage: Storage) -> None:
-        self._table.check_storage(storage)
-        self._find(storage)
-
-    def _find(self, storage: Storage) -> None:
+        self.storage_state.check_storage(storage)
         with self.lock:
-            self._table.find(storage)
-
-    def _limits(self, storage: Storage) -> bool:
-        return self._table.most_rows(storage) is not None
+            self.storage_state.find(storage)
 
     def _check_rows(self, storage: Storage, rows: int) -> None:
-        most = self._table.most_rows(storage)
+        """As `DrawPlan.check_rows`."""
+        most = self.storage_state.most_rows(storage)
         if most is not None:
-            self._table.refuse_beyond(most, stored_rows(storage) + rows)
-
-    def empty(self) -> None:
-        with self.lock:
-            self._table.empty()
-
-    def state_dict(self) -> dict[str, Any]:
-        with self.lock:
-            return {**self._config(), **self._table.state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        with self.lock:
-            super().load_state_dict(state)
-            self._table = self._table.restored(state)
-            self._table.find_attached()
+            self.storage_state.refuse_beyond(most, stored_rows(storage) + rows)
 
     def _config(self) -> dict[str, Any]:
-        return {**super()._config(), **self._table.config()}
-
-    def _differences(self, state: dict[str, Any]) -> list[str]:
-        self._table.check_saved(state)
-        return super()._differences(state)
-
-    def _check_state(self, state: dict[str, Any], storage: Storage) -> None:
-        self._table.check_state(state, storage)
-
-    def _rebase(self, incarnation: int, shifts: list[int]) -> None:
-        with self.lock:
-            self._table = self._table.rebased(shifts)
-
-    def _sync(self, storage: Storage) -> None:
-        with self.lock:
-            self._table.sync(storage)
+        return {**super()._config(), **self.storage_state.settings()}
 
     def _check_sending(self) -> None:
         raise priorities_stay_here(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        with self.lock:
-            return {**super().__getstate__(), "_table": copy.copy(self._table)}
-
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._table.settings_shown()})"
+        return f"{type(self).__name__}({self.storage_state.settings_shown()})"
 
 
 def _store_of_now(lanes: Lanes) -> tuple[Any, ...]:

@@ -9,16 +9,12 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram.data.replay_buffers.samplers.base import EpochInfo
-from engram.data.replay_buffers.samplers.draw import Draw, is_per_row
+from engram.data.replay_buffers.samplers.draw import Draw, EpochInfo, Mark, is_per_row
 from engram.pytree import KeyPath, format_key, get_entry, has_batch_size, has_keys, set_entry
 from engram.store.copies import CopiedAsPlain
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
-
-#: The content of an entry ("last", "first", "first if any", "mask" or "slice_id"), and its path.
-Mark = tuple[str, KeyPath]
 
 
 class Runs(Protocol):

@@ -17,16 +17,15 @@ from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
     DrawTotals,
-    EpochInfo,
     Sampler,
-    check_counts,
-    check_epoch,
-    check_full_batches,
+    StateSetting,
+    StorageState,
     stored_rows,
 )
-from engram.data.replay_buffers.samplers.draw import Draw, Index
+from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, EpochInfo, Index, Mark
+from engram.data.replay_buffers.samplers.epochs import SliceEpochs
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler, PriorityTable
-from engram.data.replay_buffers.samplers.runs import Mark, RunDraw, RunsOfRows, SliceInfo, mark, stored_flags
+from engram.data.replay_buffers.samplers.runs import RunDraw, RunsOfRows, SliceInfo, mark, stored_flags
 from engram.pytree import Key, KeyPath, as_path, map_outermost
 from engram.store.episodes import EpisodeIndex
 from engram.store.indexing import to_slots
@@ -170,6 +169,7 @@ class SliceSampler(Sampler, built_in=True):
         if weight not in get_args(Weight):
             raise ValueError(f"weight must be one of {get_args(Weight)}, got {weight!r}")
         self.weight = weight
+        self.storage_state = StorageState()
 
     truncated_key = MarkKey[KeyPath | None]()
     pad_output = MarkKey[bool]()
@@ -199,10 +199,6 @@ class SliceSampler(Sampler, built_in=True):
         """Where the last step of each slice is marked: truncated, done beside it. None with `truncated_key=None`."""
         key = self.truncated_key
         return () if key is None else (key, (*key[:-1], "done"))
-
-    @property
-    def _episode_index(self) -> EpisodeIndex:
-        return self.episodes
 
     # ---- drawing ----
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
@@ -242,7 +238,7 @@ class SliceSampler(Sampler, built_in=True):
         """IndexError where the slots that a child gives are not those of the slices that would be marked."""
         if self._marks_rows_of(storage) and not torch.equal(slots, slices.slots()):
             raise IndexError(
-                f"{self._kind}.sample returned {len(slots)} rows that are not the {slices.rows} of the "
+                f"{type(self).__name__}.sample returned {len(slots)} rows that are not the {slices.rows} of the "
                 "slices in its info, whose ends are to be marked; return the index of the base as it is, or an "
                 "info without 'slices' and 'slice_id', so that nothing is marked"
             )
@@ -252,8 +248,13 @@ class SliceSampler(Sampler, built_in=True):
         layout = storage.layout
         return any(what != "first if any" or layout is None or path in layout.paths for what, path in self._all_marks())
 
-    def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
-        return _native.SliceDraw(self, drawing, partial(self._planned, storage), ("_plan",))
+    def draw_plan(self, storage: Storage) -> DrawPlan:
+        native = _native.SliceDraw(self, drawing, partial(self._planned, storage), ("_plan",))
+        return (
+            super()
+            .draw_plan(storage)
+            ._replace(most_rows=partial(self._most_rows, storage), native=native, episodes=self.episodes)
+        )
 
     def _planned(
         self, storage: Storage, batch_size: int
@@ -314,7 +315,7 @@ class SliceSampler(Sampler, built_in=True):
             raise ValueError("with num_slices the batch size decides how long slices are; pass batch_size")
         return self._rule(self._divide(batch_size)[1])
 
-    def _max_rows(self, storage: Storage, batch_size: int) -> int:
+    def _most_rows(self, storage: Storage, batch_size: int) -> int:
         n, length = self._divide(batch_size)
         return n * length if self._masks() else n * min(length, stored_rows(storage))
 
@@ -383,12 +384,6 @@ class SliceSampler(Sampler, built_in=True):
     def _config(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("num_slices", "slice_len", "strict_length", "span", "weight")}
         return {**super()._config(), **own, **self.episodes.settings}
-
-    def _get_cursor(self) -> Any:
-        """Nothing: a draw changes the generator alone."""
-
-    def _set_cursor(self, cursor: Any) -> None:
-        pass
 
     def __repr__(self) -> str:
         settings = f"strict_length={self.strict_length}, span={self.span}{self._weight_shown}"
@@ -467,35 +462,27 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         [[0, 0, 1, 1], [2, 2]]
     """
 
-    _copied_as: ClassVar[Mapping[str, Any]] = {**SliceSampler._copied_as, "_walk": None}
+    _of_earlier_pickle = staticmethod(SliceEpochs.of_earlier_pickle)
+    storage_state: SliceEpochs
+    shuffle = StateSetting[bool]("Trajectories in random order; else in the order of lanes.")
 
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **slices: Any) -> None:
         if "weight" in slices:
             raise TypeError("an epoch has each trajectory once: there is no weight; use SliceSampler")
         super().__init__(**slices)
         self.drop_last = drop_last
-        self.shuffle = shuffle
-        self._epoch: dict[str, Any] | None = None  # all that is saved
-        self._walk: _native.SliceEpoch | None = None
-        self._store_id: bytes | None = None  # of the store that the epoch is about; None: the next one
-        self._is_loaded = False  # and nobody has said where its rows are now
-        self._ran_out = False
-        self._epoch_id = self._drawn_epoch_id = -1  # of the epoch, and of that of the last draw, in this process
+        self.storage_state = SliceEpochs(shuffle)
 
-    def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
-        return None  # an epoch has a state
+    def draw_plan(self, storage: Storage) -> DrawPlan:
+        return super().draw_plan(storage)._replace(native=None, full_batches=self.drop_last)  # an epoch has a state
 
     def _info(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
         index, of_slices = super()._info(storage, slices)
         info = EpochInfo(of_slices)
-        info.epoch = self._drawn_epoch_id
+        info.epoch = self.storage_state.drawn
         return index, info
 
-    def _check_batch_size(self, batch_size: int | None, storage: Storage) -> None:
-        if self.drop_last:
-            check_full_batches(batch_size, storage)
-
-    def _max_rows(self, storage: Storage, batch_size: int) -> int:
+    def _most_rows(self, storage: Storage, batch_size: int) -> int:
         return batch_size if self.pad_output else min(batch_size, stored_rows(storage))
 
     @property
@@ -505,9 +492,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         None before the first epoch; empty after its last batch.
         """
         with self.lock:
-            if self._walk is None or self._epoch is None:
-                return torch.empty(0, dtype=torch.int64) if self._ran_out else None
-            return self._walk.rest(self._epoch["position"])
+            return self.storage_state.rest()
 
     def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
         draw = super()._draw_batch(storage, batch_size)
@@ -518,33 +503,27 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
     def _draw_more(
         self, storage: Storage, rule: _native.SliceRule, epoch: int | None, n: int
     ) -> _native.SliceBatch | None:
-        """Up to n more slices of this epoch, such that a last batch remains, which says that it is the last."""
-        now, walk = self._epoch, self._walk
-        if now is None or walk is None or self._epoch_id != epoch:
+        """As `SliceEpochs.take_more`, of the epoch of this number."""
+        if not self.storage_state.is_running(epoch):
             return None
         seed = self._draw_seed(storage, storage.lanes)
-        slices, position, more = self.episodes.take(storage, rule, walk, now["position"], seed, n, 1)
-        if not more:
-            return None
-        now["position"] = position
-        return slices
+        return self.storage_state.take_more(storage, self.episodes, rule, seed, n)
 
     def _slices(self, storage: Storage, rule: _native.SliceRule, n: int) -> _native.SliceBatch:
+        lanes, epochs = storage.lanes, self.storage_state
+        if lanes is None or not (len(lanes) or len(storage)):
+            raise self._nothing_to_draw(storage, rule)
         for _ in range(100):  # an epoch can be over before it gave a slice, when writers overwrite all of it
-            epoch, walk = self._begin_if_needed(storage, rule)
-            if self.drop_last and n > len(walk):
+            size = epochs.go_on(storage, lanes, self.episodes, rule, lambda: int(self._draw_seed(storage, lanes)))
+            if not size:
+                raise self._nothing_to_draw(storage, rule)
+            if self.drop_last and n > size:
                 raise ValueError(
-                    f"a batch is {n} slices, but only {len(walk)} trajectories have {rule.min_length} steps, and "
+                    f"a batch is {n} slices, but only {size} trajectories have {rule.min_length} steps, and "
                     "drop_last leaves out batches that are not full; sample fewer"
                 )
-            seed = self._draw_seed(storage, storage.lanes)
-            slices, position, more = self.episodes.take(
-                storage, rule, walk, epoch["position"], seed, n, n if self.drop_last else 1
-            )
-            epoch["position"] = position
-            self._drawn_epoch_id, self._ran_out = self._epoch_id, not more
-            if self._ran_out:
-                self._epoch = self._walk = None
+            seed = self._draw_seed(storage, lanes)
+            slices = epochs.take(storage, self.episodes, rule, seed, n, n if self.drop_last else 1)
             if len(slices) == n or (len(slices) and not self.drop_last):
                 return slices
         raise RuntimeError("writers overwrite the trajectories of an epoch before they can be read; use SliceSampler")
@@ -558,123 +537,12 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         with self.lock:
             return self.episodes.choices(storage, self._rule(length)) >= (slices if self.drop_last else 1)
 
-    def _begin_if_needed(self, storage: Storage, rule: _native.SliceRule) -> tuple[dict[str, Any], _native.SliceEpoch]:
-        lanes = storage.lanes
-        if lanes is None or not (len(lanes) or len(storage)):
-            raise self._nothing_to_draw(storage, rule)
-        if self._is_loaded:
-            self._place(storage, lanes.store)
-        store, epoch = lanes.store, self._epoch
-        fits = self._goes_on(store) and epoch is not None and epoch["min_length"] == rule.min_length
-        self._store_id = store.store_id
-        if not fits or epoch is None:
-            key = int(self._draw_seed(storage, lanes)) if self.shuffle else 0
-            walk = self.episodes.begin_epoch(storage, rule, key, self.shuffle)
-            if not len(walk):
-                raise self._nothing_to_draw(storage, rule)
-            epoch = {
-                "key": key, "position": 0, "incarnation": store.incarnation, "min_length": rule.min_length,
-                "counts": walk.counts, "lasts": walk.lasts, "lane_capacity": store.lane_capacity,
-            }  # fmt: skip
-            self._walk, self._epoch_id = walk, next(EpochInfo.ids)
-        self._epoch = epoch
-        return epoch, self._resumed(store, epoch)
-
-    def _place(self, storage: Storage, store: _native.Store) -> None:
-        """Finds the rows of an epoch that was loaded alone in the store of its storage."""
-        if self._is_loaded and self._epoch is not None:
-            self._rebase(store.incarnation, storage._shifts_since(self._epoch.get("lane_capacity")))
-
-    def _goes_on(self, store: _native.Store) -> bool:
-        """Whether the epoch is one of this store."""
-        epoch, same_store = self._epoch, self._store_id in (None, store.store_id)
-        return same_store and epoch is not None and bool(epoch["incarnation"] == store.incarnation)
-
-    def _resumed(self, store: _native.Store, epoch: dict[str, Any]) -> _native.SliceEpoch:
-        if self._walk is None:
-            self._check_epoch(store, epoch)
-            # A store with more lanes than the one that was saved: they are not in the epoch.
-            rest = store.lanes * store.envs - len(epoch["counts"])
-            counts, lasts = epoch["counts"] + [0] * rest, epoch["lasts"] + [-1] * rest
-            self._walk = _native.SliceEpoch(epoch["key"], self.shuffle, counts, lasts)
-            epoch["lane_capacity"] = store.lane_capacity
-            self._epoch_id = next(EpochInfo.ids)
-        return self._walk
-
-    def _sync(self, storage: Storage) -> None:
-        # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.
-        lanes = storage.lanes
-        with self.lock:
-            if lanes is not None:
-                self._place(storage, lanes.store)
-            if lanes is not None and self._epoch is not None and self._goes_on(lanes.store):
-                self._resumed(lanes.store, self._epoch)
-
-    def empty(self) -> None:
-        with self.lock:
-            self._epoch = self._walk = None
-            self._ran_out = False
-
     @property
     def ran_out(self) -> bool:
-        return self._ran_out
-
-    # ---- state ----
-    def state_dict(self) -> dict[str, Any]:
-        with self.lock:
-            epoch = None if self._epoch is None else {**self._epoch}
-            return {"epoch": epoch, "ran_out": self._ran_out, **self._config()}
+        return self.storage_state.ran_out
 
     def _config(self) -> dict[str, Any]:
         return {**super()._config(), "shuffle": self.shuffle, "drop_last": self.drop_last}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        with self.lock:
-            super().load_state_dict(state)
-            self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
-            self._is_loaded = True
-            self._ran_out = bool(state["ran_out"])
-
-    def _differences(self, state: dict[str, Any]) -> list[str]:
-        check_epoch(state, "position", "incarnation", "min_length")
-        if state["epoch"]:
-            check_counts(state["epoch"]["counts"])
-            check_counts(state["epoch"]["lasts"], least=-1)
-            if len(state["epoch"]["counts"]) != len(state["epoch"]["lasts"]):
-                raise ValueError("a saved epoch does not have a last step for each environment")
-        return super()._differences(state)
-
-    def _check_state(self, state: dict[str, Any], storage: Storage) -> None:
-        super()._check_state(state, storage)
-        if storage.lanes is not None and state["epoch"] is not None:
-            self._check_epoch(storage.lanes.store, state["epoch"])
-
-    @staticmethod
-    def _check_epoch(store: _native.Store, epoch: dict[str, Any]) -> None:
-        if any(count > store.lane_capacity for count in epoch["counts"]):
-            raise ValueError(f"an epoch of {max(epoch['counts'])} trajectories is not one of this storage")
-        if len(epoch["counts"]) > store.lanes * store.envs:
-            raise ValueError(f"an epoch of {len(epoch['counts'])} environments is not one of this storage")
-
-    def _get_cursor(self) -> Any:
-        return self._epoch and {**self._epoch}, self._walk, self._ran_out, self._is_loaded
-
-    def _set_cursor(self, cursor: Any) -> None:
-        epoch, walk, ran_out, is_loaded = cursor
-        with self.lock:
-            self._epoch, self._walk, self._ran_out = epoch and {**epoch}, walk, ran_out
-            self._is_loaded = is_loaded
-
-    def _rebase(self, incarnation: int, shifts: list[int]) -> None:
-        with self.lock:
-            self._is_loaded = False
-            if self._epoch is not None:
-                lasts = self._epoch["lasts"]
-                if shifts:
-                    envs = max(1, len(lasts) // len(shifts))
-                    lasts = [max(-1, last - shifts[k // envs]) for k, last in enumerate(lasts)]
-                self._epoch = {**self._epoch, "incarnation": incarnation, "lasts": lasts}
-                self._walk = None
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, drop_last={self.drop_last}, shuffle={self.shuffle})"
@@ -848,29 +716,29 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
             init_key=init_key, strict_length=strict_length, pad_output=pad_output, span=span, slice_key=slice_key,
             compilable=compilable,
         )  # fmt: skip
-        self._table = PriorityTable(
+        self.storage_state = PriorityTable(
             max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, starts_only=True
         )
 
     # ---- sampling ----
-    def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
-        return None  # nor by priority, as PrioritizedSampler does
+    def draw_plan(self, storage: Storage) -> DrawPlan:
+        return super().draw_plan(storage)._replace(native=None)
 
     def _draw(self, storage: Storage, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
         if storage.lanes is None:
             return None
-        return self.episodes.draw_starts(storage, self._table.following(storage, storage.lanes), rule, seed, n)
+        return self.episodes.draw_starts(storage, self.storage_state.following(storage, storage.lanes), rule, seed, n)
 
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         with self.lock:
             rule = self._rule_of(batch_size)
-            return self._table.totals(
+            return self.storage_state.totals(
                 lambda p: self.episodes.poll_starts(storage, p, rule) if newest else None, storage
             )
 
     def _entries(self, slices: _native.SliceBatch) -> dict[Any, Any]:
-        return {**super()._entries(slices), "priority_weight": self._table.start_weights(slices)}
+        return {**super()._entries(slices), "priority_weight": self.storage_state.start_weights(slices)}
 
     def __repr__(self) -> str:
-        settings = f"strict_length={self.strict_length}, {self._table.settings_shown()}"
+        settings = f"strict_length={self.strict_length}, {self.storage_state.settings_shown()}"
         return f"{type(self).__name__}({self._size_shown}, {settings})"

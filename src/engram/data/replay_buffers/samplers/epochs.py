@@ -1,0 +1,471 @@
+"""Epochs of rows and of trajectories: what is left of the running one, and how it is saved."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from engram import _native
+from engram.data.replay_buffers.samplers.base import StorageState, check_counts
+from engram.data.replay_buffers.samplers.draw import EpochInfo
+from engram.store.episodes import EpisodeIndex
+
+if TYPE_CHECKING:
+    from engram.data.replay_buffers.storages.base import Storage
+    from engram.store.lanes import Lanes
+
+_EARLIER = {
+    "_store_id": "_store_id", "_is_loaded": "_is_loaded", "_ran_out": "ran_out", "_epoch_id": "id", "_stop": "stop",
+    "_number": "number", "_drawn_epoch_id": "drawn",
+}  # fmt: skip
+
+
+class Epochs(StorageState):
+    """The epochs of one storage; of what, the child says. The caller holds the sampler's lock.
+
+    Attributes:
+        shuffle: whether an epoch is in random order.
+        epoch: what is saved of the running epoch beside its position, never changed in place; None: the next draw
+            begins one.
+        position: how much of it was drawn.
+        walk: its order, in this process; None: to be made of what is saved.
+        id: names it in this process.
+        ran_out: whether the last draw was the last of its epoch.
+    """
+
+    _copied_as: ClassVar[Mapping[str, Any]] = {"walk": None}
+
+    def __init__(self, shuffle: bool) -> None:
+        self.shuffle = shuffle
+        self.epoch: dict[str, Any] | None = None
+        self.position = 0
+        self.walk: Any = None
+        self.id = -1
+        self.ran_out = False
+        self._store_id: bytes | None = None  # of the store that the epoch is about; None: the next one
+        self._is_loaded = False  # and nobody has said where its rows are now
+
+    @classmethod
+    def of_earlier_pickle(cls, attributes: dict[str, Any]) -> Self:
+        """The epochs of a sampler whose pickle has them as attributes of its own, which are taken out."""
+        epochs = cls(attributes.pop("shuffle"))
+        epoch = attributes.pop("_epoch")
+        for name in [name for name in _EARLIER if name in attributes]:
+            setattr(epochs, _EARLIER[name], attributes.pop(name))
+        for name in {"_walk", "_lanes"} & attributes.keys():
+            del attributes[name]
+        epochs._begin(epoch)
+        return epochs
+
+    def _begin(self, epoch: dict[str, Any] | None) -> None:
+        """Goes on with an epoch as it is saved, or with none."""
+        self.epoch = epoch and {name: value for name, value in epoch.items() if name != "position"}
+        self.position = epoch["position"] if epoch else 0
+        self.walk = None
+
+    def end(self) -> None:
+        """The next draw begins an epoch."""
+        self.epoch = self.walk = None
+
+    def is_running(self, id: int | None) -> bool:
+        """Whether the epoch of this number is the running one."""
+        return self.epoch is not None and self.walk is not None and self.id == id
+
+    def find_loaded(self, storage: Storage, store: _native.Store) -> None:
+        """Finds the rows of an epoch that was loaded alone in the store of its storage."""
+        if self._is_loaded and self.epoch is not None:
+            self._move(store.incarnation, storage._shifts_since(self.epoch.get("lane_capacity")))
+
+    def goes_on(self, store: _native.Store) -> bool:
+        """Whether the epoch is one of this store."""
+        epoch, same_store = self.epoch, self._store_id in (None, store.store_id)
+        return same_store and epoch is not None and bool(epoch["incarnation"] == store.incarnation)
+
+    def _move(self, incarnation: int, shifts: list[int]) -> None:
+        """Goes on in a store with this incarnation, whose sequences are lower by `shifts`, one a lane."""
+        self._is_loaded = False
+        if self.epoch is not None:
+            self.epoch, self.walk = {**self._moved(self.epoch, shifts), "incarnation": incarnation}, None
+
+    def _moved(self, epoch: dict[str, Any], shifts: list[int]) -> dict[str, Any]:
+        """An epoch whose rows have sequences that are lower by this much."""
+        raise NotImplementedError
+
+    def _make_walk(self, lanes: Lanes) -> None:
+        """Makes the order of the running epoch from what is saved of it; ValueError where it is not of this store."""
+        raise NotImplementedError
+
+    def resume(self, lanes: Lanes) -> None:
+        """Makes the order of an epoch that goes on in this store, where it is not made."""
+        if self.walk is None and self.epoch is not None:
+            self._make_walk(lanes)
+            self.epoch = {**self.epoch, "lane_capacity": lanes.store.lane_capacity}
+            self.id = next(EpochInfo.ids)
+
+    # ---- state ----
+    def state(self) -> dict[str, Any]:
+        return {"epoch": self.epoch and {**self.epoch, "position": self.position}, "ran_out": self.ran_out}
+
+    def restored(self, state: dict[str, Any]) -> Self:
+        made = self._twin()
+        made._begin(state["epoch"])
+        made._store_id, made._is_loaded, made.ran_out = None, True, bool(state["ran_out"])
+        return made
+
+    def rebased(self, incarnation: int, shifts: list[int]) -> Self:
+        made = self._twin()
+        made._move(incarnation, shifts)
+        return made
+
+    def sync(self, storage: Storage) -> None:
+        # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.
+        lanes = storage.lanes
+        if lanes is not None:
+            twin = self._twin()  # after an error this one is as it was
+            twin.find_loaded(storage, lanes.store)
+            if twin.goes_on(lanes.store):
+                twin.resume(lanes)
+            self.put_back(twin.cursor())
+
+    def cursor(self) -> dict[str, Any]:
+        return {**vars(self)}
+
+    def put_back(self, cursor: dict[str, Any]) -> None:
+        vars(self).update({**cursor, "shuffle": self.shuffle})  # a setting, which may have been assigned since
+
+    def empty(self) -> None:
+        self.end()
+        self.ran_out = False
+
+    def _twin(self) -> Self:
+        twin = type(self)(self.shuffle)
+        twin.put_back(self.cursor())
+        return twin
+
+
+def no_lanes() -> None:
+    """Where there are none yet."""
+
+
+class RowEpochs(Epochs):
+    """Epochs of rows: `ranges` of sequences, one a lane, or `listed` ones.
+
+    Attributes:
+        number: of the next epoch, where permutations come from a seed.
+        stop: the position at which this sampler's part of the epoch ends.
+    """
+
+    _copied_as: ClassVar[Mapping[str, Any]] = {**Epochs._copied_as, "_lanes": no_lanes}
+
+    walk: _native.EpochWalk | ExplicitOrder | None
+
+    def __init__(self, shuffle: bool) -> None:
+        super().__init__(shuffle)
+        self.number = self.stop = 0
+        self._lanes: Callable[[], Lanes | None] = no_lanes  # of the store that the epoch is about, while it lives
+
+    def go_on(self, storage: Storage, lanes: Lanes, key: Callable[[], int], share: Callable[[int], Any] | None) -> None:
+        """Begins an epoch over the rows that exist, where none is running in this store.
+
+        Args:
+            key: gives what its permutation is made from.
+            share: from the number of rows, the positions from and up to which rows are drawn; None: all are.
+        """
+        self.find_loaded(storage, lanes.store)
+        goes_on = self.goes_on(lanes.store)
+        self._store_id = lanes.store.store_id
+        if not goes_on:
+            existing = [[s["first"], s["published"] - s["first"]] for s in lanes.counters()]
+            epoch = {
+                "key": key() if self.shuffle else 0, "ranges": existing, "position": 0,
+                "incarnation": lanes.store.incarnation, "ring": lanes.store.lane_capacity, "moved": [0] * len(existing),
+            }  # fmt: skip
+            if share is not None:
+                epoch["position"], epoch["stop"] = share(sum(max(0, n) for _, n in existing) * lanes.envs)
+            self.number += 1
+            self._begin(epoch)
+        self.resume(lanes)
+
+    def take(self, lanes: Lanes, n: int) -> Tensor:
+        """The next n slots of the running epoch, or the last ones of it."""
+        assert self.walk is not None
+        slots, self.position = self.walk.take(lanes.store, self.position, n, self.stop)
+        return slots
+
+    def is_over(self, lanes: Lanes, n: int, least: int) -> bool:
+        """Whether after batches of n not so many as `least` rows are left of the running epoch."""
+        assert self.walk is not None
+        if self.stop - self.position >= n and not self._some_overwritten(lanes):
+            return False
+        return len(self.walk.take(lanes.store, self.position, least, self.stop)[0]) < least
+
+    def take_more(self, lanes: Lanes | None, id: int | None, n: int) -> Tensor:
+        """Up to n more slots of this epoch, such that a last batch remains, which says that it is the last."""
+        if lanes is not None and self.walk is not None and self.is_running(id):
+            drawn, position = self.walk.take(lanes.store, self.position, n, self.stop)
+            if len(self.walk.take(lanes.store, position, 1, self.stop)[0]):
+                self.position = position
+                return drawn
+        return torch.empty(0, dtype=torch.int64)
+
+    def rest(self) -> Tensor | None:
+        """The slots that are left of the epoch, in their order; None before the first one, empty after a last batch."""
+        lanes = self._lanes()
+        if self.walk is None or self.epoch is None or lanes is None:
+            return torch.empty(0, dtype=torch.int64) if self.ran_out else None
+        return self.walk.take(lanes.store, self.position, len(self.walk), self.stop)[0]
+
+    def running(self, lanes: Lanes | None) -> tuple[_native.EpochWalk, dict[str, Any]] | None:
+        """The order of the epoch that runs in a store, and what has its `position`; None: none does, in native code."""
+        walk = self.walk
+        if self.epoch is None or type(walk) is not _native.EpochWalk or lanes is None or self._lanes() is not lanes:
+            return None
+        if self.epoch["incarnation"] != lanes.store.incarnation:
+            return None
+        self.ran_out = False
+        return walk, vars(self)
+
+    def _some_overwritten(self, lanes: Lanes) -> bool:
+        assert self.epoch is not None
+        lanes_then = zip(self.epoch["ranges"], self.epoch["moved"], strict=True)
+        return any(lanes.store.lane(i)["first"] + moved > first for i, ((first, _), moved) in enumerate(lanes_then))
+
+    def _moved(self, epoch: dict[str, Any], shifts: list[int]) -> dict[str, Any]:
+        return {**epoch, "moved": [moved + sum(shifts[i : i + 1]) for i, moved in enumerate(epoch["moved"])]}
+
+    def _make_walk(self, lanes: Lanes) -> None:
+        assert self.epoch is not None
+        epoch = self.epoch
+        if "listed" in epoch:
+            self.walk = ExplicitOrder(epoch["listed"], lanes.envs, *epoch["moved"][:1])
+        else:
+            ranges = [(first, max(0, rows)) for first, rows in epoch["ranges"]]
+            # A store with more lanes than the one that was saved: they are not in the epoch.
+            more = lanes.store.lanes - len(ranges)
+            self.walk = _native.EpochWalk(
+                lanes.store,
+                epoch["key"],
+                self.shuffle,
+                ranges + [(0, 0)] * more,
+                epoch["ring"],
+                epoch["moved"] + [0] * more,
+            )
+        self.stop = epoch.get("stop", len(self.walk))
+        self._lanes = weakref.ref(lanes)
+
+    # ---- state ----
+    def state(self) -> dict[str, Any]:
+        state = super().state()
+        if state["epoch"]:
+            state["epoch"]["ranges"] = [list(rows) for rows in state["epoch"]["ranges"]]
+        return state
+
+    def restored(self, state: dict[str, Any]) -> Self:
+        made = super().restored(state)
+        made.number = state.get("number", self.number)
+        return made
+
+    def check_saved(self, state: dict[str, Any]) -> None:
+        epoch = state["epoch"] or {}
+        if "listed" in epoch:
+            check_epoch(state, "position", "envs")
+            check_list(epoch["listed"])
+        else:
+            check_epoch(state, "position", "incarnation")
+        if epoch:
+            _check_ranges(epoch)
+        if state.get("world_size", 1) > 1:
+            check_counts([state["number"], *([epoch["stop"]] if epoch else [])])
+
+    def check(self, state: dict[str, Any], storage: Storage) -> None:
+        lanes, epoch = storage.lanes, state["epoch"]
+        if lanes is None or epoch is None:
+            return
+        if len(epoch["ranges"]) > lanes.store.lanes or any(n > lanes.store.lane_capacity for _, n in epoch["ranges"]):
+            raise ValueError("a saved epoch has more rows than this storage")
+        if "listed" in epoch and epoch["envs"] != lanes.envs:
+            raise ValueError(f"a saved epoch has {epoch['envs']} environments, this storage {lanes.envs}")
+
+
+class ExplicitOrder:
+    """The order of an epoch whose rows are listed one by one; rows that are gone are left out."""
+
+    def __init__(self, listed: Tensor, envs: int, moved: int = 0) -> None:
+        self._rows, self._envs, self._moved = listed.numpy(), envs, moved
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def take(self, store: _native.Store, position: int, n: int, stop: int) -> tuple[Tensor, int]:
+        """Up to n slots from `position` on and before `stop`, and the position after them."""
+        lane, slots, stop = store.lane(0), np.empty(0, np.int64), min(stop, len(self._rows))
+        while position < stop and len(slots) < n:
+            rows = self._rows[position : min(position + n, stop)]
+            sequences = rows // self._envs - self._moved
+            exist = np.flatnonzero((sequences >= lane["first"]) & (sequences < lane["published"]))[: n - len(slots)]
+            full = len(slots) + len(exist) == n
+            position = position + int(exist[-1]) + 1 if full and len(exist) else min(position + n, stop)
+            more = sequences[exist] % store.lane_capacity * self._envs + rows[exist] % self._envs
+            slots = np.concatenate([slots, more])
+        return torch.from_numpy(slots), position
+
+
+class SliceEpochs(Epochs):
+    """Epochs of trajectories, by their counts and the newest step of each environment.
+
+    Attributes:
+        drawn: the `id` of the epoch of the last draw.
+    """
+
+    walk: _native.SliceEpoch | None
+
+    def __init__(self, shuffle: bool) -> None:
+        super().__init__(shuffle)
+        self.drawn = -1
+
+    def go_on(
+        self,
+        storage: Storage,
+        lanes: Lanes,
+        episodes: EpisodeIndex,
+        rule: _native.SliceRule,
+        key: Callable[[], int],
+    ) -> int:
+        """Begins an epoch over the trajectories that are long enough, where none is running in this store.
+
+        Returns:
+            how many trajectories it has; 0: none is long enough, and nothing has changed.
+        """
+        self.find_loaded(storage, lanes.store)
+        fits = self.goes_on(lanes.store) and self.epoch is not None and self.epoch["min_length"] == rule.min_length
+        self._store_id = lanes.store.store_id
+        if not fits:
+            number = key() if self.shuffle else 0
+            walk = episodes.begin_epoch(storage, rule, number, self.shuffle)
+            if not len(walk):
+                return 0
+            self.position, self.walk, self.id = 0, walk, next(EpochInfo.ids)
+            self.epoch = {
+                "key": number, "incarnation": lanes.store.incarnation, "min_length": rule.min_length,
+                "counts": walk.counts, "lasts": walk.lasts, "lane_capacity": lanes.store.lane_capacity,
+            }  # fmt: skip
+        self.resume(lanes)
+        assert self.walk is not None
+        return len(self.walk)
+
+    def take(
+        self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, seed: Tensor, n: int, least: int
+    ) -> _native.SliceBatch:
+        """The next n slices of the running epoch, or the last ones; it is over where `least` more are not left."""
+        assert self.walk is not None
+        slices, self.position, more = episodes.take(storage, rule, self.walk, self.position, seed, n, least)
+        self.drawn, self.ran_out = self.id, not more
+        if self.ran_out:
+            self.end()
+        return slices
+
+    def take_more(
+        self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, seed: Tensor, n: int
+    ) -> _native.SliceBatch | None:
+        """Up to n more slices of the running epoch, such that a last batch remains, which says that it is the last."""
+        assert self.walk is not None
+        slices, position, more = episodes.take(storage, rule, self.walk, self.position, seed, n, 1)
+        if not more:
+            return None
+        self.position = position
+        return slices
+
+    def rest(self) -> Tensor | None:
+        """The trajectories that are left of the epoch, in their order; None before the first one, empty after it."""
+        if self.walk is None or self.epoch is None:
+            return torch.empty(0, dtype=torch.int64) if self.ran_out else None
+        return self.walk.rest(self.position)
+
+    def _moved(self, epoch: dict[str, Any], shifts: list[int]) -> dict[str, Any]:
+        lasts = epoch["lasts"]
+        if shifts:
+            envs = max(1, len(lasts) // len(shifts))
+            lasts = [max(-1, last - shifts[k // envs]) for k, last in enumerate(lasts)]
+        return {**epoch, "lasts": lasts}
+
+    def _make_walk(self, lanes: Lanes) -> None:
+        assert self.epoch is not None
+        store, epoch = lanes.store, self.epoch
+        _check_trajectories(store, epoch)
+        # A store with more lanes than the one that was saved: they are not in the epoch.
+        rest = store.lanes * store.envs - len(epoch["counts"])
+        counts, lasts = epoch["counts"] + [0] * rest, epoch["lasts"] + [-1] * rest
+        self.walk = _native.SliceEpoch(epoch["key"], self.shuffle, counts, lasts)
+
+    # ---- state ----
+    def check_saved(self, state: dict[str, Any]) -> None:
+        check_epoch(state, "position", "incarnation", "min_length")
+        if state["epoch"]:
+            check_counts(state["epoch"]["counts"])
+            check_counts(state["epoch"]["lasts"], least=-1)
+            if len(state["epoch"]["counts"]) != len(state["epoch"]["lasts"]):
+                raise ValueError("a saved epoch does not have a last step for each environment")
+
+    def check(self, state: dict[str, Any], storage: Storage) -> None:
+        if storage.lanes is not None and state["epoch"] is not None:
+            _check_trajectories(storage.lanes.store, state["epoch"])
+
+
+# ---- what is refused ----
+def check_full_batches(batch_size: int | None, storage: Storage) -> None:
+    """ValueError where batches that are all full (`drop_last`) cannot be had from a storage, or of a size not known."""
+    if batch_size is None:
+        raise ValueError(
+            "a sampler with drop_last=True needs a predictable batch-size, the buffer has none: pass batch_size to the "
+            "buffer's constructor"
+        )
+    if storage.max_size is not None and batch_size > storage.max_size:
+        raise ValueError(
+            f"batch_size={batch_size} is greater than the storage capacity of {storage.max_size} steps: no batch would "
+            "ever be full; make the batch smaller, or leave out drop_last"
+        )
+
+
+def check_epoch(state: dict[str, Any], *names: str) -> None:
+    """ValueError where a saved state holds an epoch that no sampler has made."""
+    epoch, _ = state["epoch"], state["ran_out"]
+    if epoch is None:
+        return
+    check_counts([epoch[name] for name in names])
+    if type(epoch["key"]) is not int or not 0 <= epoch["key"] < 1 << 64:
+        raise ValueError(f"a saved epoch has the key {epoch['key']!r:.80}")
+    if epoch.get("lane_capacity") is not None:
+        check_counts([epoch["lane_capacity"]], least=1)
+
+
+def check_list(rows: Any) -> None:
+    """ValueError where what a saved epoch has for its list of rows is not one."""
+    if not isinstance(rows, Tensor) or rows.dtype is not torch.int64 or rows.ndim != 1:
+        raise ValueError(f"a saved epoch lists its rows as {rows!r:.80}")
+
+
+def _check_ranges(epoch: dict[str, Any]) -> None:
+    """ValueError where the rows of a saved epoch cannot exist."""
+    ring, ranges, moved = epoch["ring"], epoch["ranges"], epoch["moved"]
+    check_counts(moved)
+    check_counts([ring], least=1)
+    for lane in ranges:
+        check_counts(lane)
+        if len(lane) != 2 or lane[1] > ring:
+            raise ValueError(f"a saved epoch has the range {lane!r:.80}")
+    if len(moved) != len(ranges):
+        raise ValueError(f"a saved epoch of {len(ranges)} lanes has moved by {moved!r:.80}")
+
+
+def _check_trajectories(store: _native.Store, epoch: dict[str, Any]) -> None:
+    """ValueError where a saved epoch has trajectories that this store cannot have."""
+    if any(count > store.lane_capacity for count in epoch["counts"]):
+        raise ValueError(f"an epoch of {max(epoch['counts'])} trajectories is not one of this storage")
+    if len(epoch["counts"]) > store.lanes * store.envs:
+        raise ValueError(f"an epoch of {len(epoch['counts'])} environments is not one of this storage")
