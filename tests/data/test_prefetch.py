@@ -204,19 +204,23 @@ def test_a_state_saved_in_the_middle_resumes_exactly(tmp_path):
 
 def test_a_batch_that_a_writer_overtook_is_drawn_again_and_nobody_waits_for_ever(monkeypatch):
     """The thread that reads must draw again while the caller waits for it."""
-    for storage, name in ((LazyTensorStorage(50), "read"), (ListStorage(50), "_read_items")):
+    for storage, names in ((LazyTensorStorage(50), ["read"]), (ListStorage(50), ["read_batch", "read_own"])):
         rb = ReplayBuffer(storage=storage, prefetch=2, batch_size=7)
         rb.extend(torch.arange(50))
-        read, torn = getattr(storage, name), []
+        reads, torn = storage.item_reader or storage, []
 
-        def read_torn(slots, *args, _read=read, _torn=torn, **kwargs):
-            rows = _read(slots, *args, **kwargs)
-            if len(_torn) < 9:
-                _torn.append(1)
-                return rows._replace(overwritten=[0, 3])
-            return rows
+        def torn_at_first(read, _torn=torn):
+            def read_torn(slots, *args, **kwargs):
+                rows = read(slots, *args, **kwargs)
+                if len(_torn) < 9:
+                    _torn.append(1)
+                    return rows._replace(overwritten=[0, 3])
+                return rows
 
-        monkeypatch.setattr(storage, name, read_torn)
+            return read_torn
+
+        for name in names:
+            monkeypatch.setattr(reads, name, torn_at_first(getattr(reads, name)))
         done = []
         thread = threading.Thread(
             target=lambda rb=rb, done=done: done.extend(rb.sample(return_info=True)[0].tolist() for _ in range(5)),

@@ -33,6 +33,7 @@ from engram.data import (
 )
 from engram.data.replay_buffers.samplers.base import WorkerShare
 from engram.data.replay_buffers.samplers.runs import mark
+from engram.store.items import ItemTable
 from engram.store.tables import RowTable
 
 ROWS = 64
@@ -556,7 +557,12 @@ def test_a_batch_that_was_drawn_before_a_load_is_drawn_anew_after_it(when, make,
         rb.append_transform(transform)
     else:
         which = members(rb)[-1 if when == "between members" else 0]
-        ways = ((type(which.storage), "read"), (RowTable, "read_many"), (ListStorage, "_read_items"))
+        ways = (
+            (type(which.storage), "read"),
+            (RowTable, "read_many"),
+            (ItemTable, "read_batch"),
+            (ItemTable, "read_own"),
+        )
         for kind, name in ways:
             read = getattr(kind, name)
             monkeypatch.setattr(kind, name, lambda *args, read=read, **more: (load_once(), read(*args, **more))[1])
@@ -632,9 +638,9 @@ def test_what_a_sampler_said_of_its_draw_is_said_of_the_rows_that_come(storage, 
         drawn.append(made)
         return made
 
-    way = "_read_items" if kind is ListStorage else "read"
-    read = getattr(kind, way)
-    monkeypatch.setattr(kind, way, load_then_read)
+    reads, way = (ItemTable, "read_batch") if kind is ListStorage else (kind, "read")
+    read = getattr(reads, way)
+    monkeypatch.setattr(reads, way, load_then_read)
     monkeypatch.setattr(Telling, "sample", sample_then_note)
     batch, info = rb.sample(return_info=True)
     assert the_one(batch["n"]) == the_one(info["number"]) == 2

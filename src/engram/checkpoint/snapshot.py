@@ -92,7 +92,7 @@ def load_part(path: str | os.PathLike[str], name: str, part: SavedPart) -> None:
 
 @contextmanager
 def as_damage(malformed: Callable[[str], Exception], owner: str) -> Iterator[None]:
-    """Around looks at a state whose checksums are right: content that cannot be true there is damage."""
+    """Around checks of a state whose checksums are right: impossible content is reported as damage."""
     try:
         yield
     except CheckpointError:

@@ -6,7 +6,7 @@
     <path>/g-000042/manifest.json        what the snapshot holds: every file with size and hash
     <path>/g-000042/...                  the files
 
-Writes named files of bytes, whatever they mean; `docs/format.md` describes each byte.
+Writes named files of bytes; `docs/format.md` describes each byte.
 """
 
 from __future__ import annotations

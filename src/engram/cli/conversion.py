@@ -97,7 +97,7 @@ def convert(
             that trajectories have not ended, or end where no flag and no id says so.
         capacity: of a store or a checkpoint, the steps that it has room for; None: those that are written.
         snapshot: of a checkpoint, another than the current one.
-        overwrite: replace what is at the target, if engram wrote it, all of it is of the same kind, and nobody uses it.
+        overwrite: replace what is at the target, if engram wrote it, all of it is of the same kind, and unused.
         progress: show how far it is, if standard error is a terminal.
 
     Raises:
@@ -169,7 +169,7 @@ class _Data(NamedTuple):
 
 @contextmanager
 def _opened(source: str | os.PathLike[str], snapshot: str | None, progress: bool) -> Iterator[_Data]:
-    """Files of others are streamed: their keys follow from their format. Anything else may hold whatever it likes."""
+    """Opens the source. Dataset files are streamed: their keys follow from their format. Others may hold any keys."""
     kind = kind_of(source)
     form = DATASETS.get(kind)
     if form is not None and form.is_streamed:

@@ -1,4 +1,4 @@
-"""Reads rows from whatever is at a path."""
+"""Opens the rows of stores, checkpoints, TorchRL's directories and dataset files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def open_rows(
 ) -> Iterator[Storage]:
     """A storage with the rows at a path: a store in place, as an observer; of anything else a copy.
 
-    Of a store that a job writes, whatever is read and counted is about the rows of this moment, less those that are
+    From a store that a job writes, reading and counting cover the rows of this moment, less those that are
     overwritten meanwhile. A copy is in memory, or in a temporary file (in TMPDIR) where it would take more than half of
     what is free.
 

@@ -18,6 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from engram._advice import advised
+from engram._checks import attribute
 from engram.collectors.policy_weights import State, copied_weights, state_of_weights
 from engram.collectors.rollout import is_environment
 from engram.collectors.settings import Device
@@ -65,9 +66,9 @@ class PolicyEvaluation:
         metrics = _metrics(batch, settings.reward_key, time.perf_counter() - start)
         if settings.metrics is not None:
             metrics |= settings.metrics(batch)
-        transform: Any = getattr(self.env, "transform", None)
-        if settings.dumps_video and hasattr(transform, "dump"):  # an environment of any library
-            transform.dump()
+        dump = attribute(self.env, "transform.dump") if settings.dumps_video else None  # of any library
+        if dump is not None:
+            dump()
         return metrics
 
     def close(self) -> None:

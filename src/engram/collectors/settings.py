@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from engram._checks import attribute
 from engram._text import warn_user
 from engram.envs.policies import ExplorationType
 
@@ -166,5 +167,5 @@ class CollectorSettings:
 
 def storage_ndim(replay_buffer: Any) -> int | None:
     """The dimensions of the storage of a buffer of any library; None where it does not say."""
-    ndim: int | None = getattr(getattr(replay_buffer, "storage", None), "ndim", None)
+    ndim: int | None = attribute(replay_buffer, "storage.ndim")
     return ndim

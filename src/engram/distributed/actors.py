@@ -68,7 +68,7 @@ class RayWorker:
         return time.monotonic() - self._since, self._calls[0][1]
 
     def kill(self, reason: str) -> NoReturn:
-        """Ends its process, whatever it does."""
+        """Ends its process, even a busy or hanging one."""
         self.close(0.0)
         raise ActorLostError(self.name, f"was ended, as {reason},", reason)
 

@@ -1,4 +1,4 @@
-"""A client of one shard, whatever carries its calls: how long it waits, and sending again what was lost."""
+"""A client of one shard, over any transport: how long it waits, and sending again what was lost."""
 
 from __future__ import annotations
 

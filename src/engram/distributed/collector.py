@@ -189,7 +189,7 @@ def _close_producer(buffer: RayReplayBuffer) -> None:
 
 
 def _until_shard_answers(call: Callable[[], T]) -> T:
-    """Calls again while the shard is away: its rows are kept, or were not sent. ShardGoneError: it is for good."""
+    """Calls again while the shard is away: its rows are kept, or were not sent. ShardGoneError: it is gone."""
     while True:
         try:
             return call()

@@ -248,7 +248,7 @@ class _RayLink(ShardLink):
 
 
 class RayReplayBuffer(ShardedReplayBuffer):
-    """A replay buffer whose rows lie on the nodes of a Ray cluster, used as one that lies here.
+    """A replay buffer whose rows lie on the nodes of a Ray cluster, used like one in this process.
 
     Each shard is a store of one node, in shared memory or a mapped file, behind an actor. Every process that writes is
     a producer with a lane of its own in one shard, so no trajectory mixes with another, and each row goes in once,

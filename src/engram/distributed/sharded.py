@@ -1,4 +1,4 @@
-"""A replay buffer over shards, whatever carries its calls."""
+"""A replay buffer over shards, over any transport."""
 
 from __future__ import annotations
 

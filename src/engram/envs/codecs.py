@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from engram._checks import attribute
 from engram._overrides import overrides
 from engram.errors import is_masked
 from engram.pytree import Key
@@ -415,7 +416,7 @@ class MultiDiscreteCodec(ArrayCodec):
     def __init__(self, space: Any, categorical: bool) -> None:
         super().__init__(spec_from_space(space, categorical), space)
         self._one_hot = self.spec if isinstance(self.spec, MultiOneHot) else None
-        self.start = np.asarray(getattr(space, "start", 0), dtype=np.int64)
+        self.start = np.asarray(0 if (start := attribute(space, "start")) is None else start, dtype=np.int64)
         if self._one_hot is not None:
             self.limits = self.start, self.start + np.asarray(space.nvec, dtype=np.int64) - 1
 

@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram._checks import attribute
 from engram.envs.action_checks import ActionCheck
 from engram.envs.codecs import (
     BOOL,
@@ -353,13 +354,6 @@ def observation_leaves(
     key = _observation_path(space, observation_key)
     codec = codec_for(space, categorical=categorical)
     return space_leaves(codec, key) if info is None else [*space_leaves(codec, key, (0,)), *info.leaves]
-
-
-def attribute(obj: Any, path: str) -> Any:
-    """What an object of gymnasium's, of any release or class, has under a dotted path; None where it has no such."""
-    for name in path.split("."):
-        obj = getattr(obj, name, None)
-    return obj
 
 
 def reward_shape_of(env: Any) -> tuple[int, ...]:

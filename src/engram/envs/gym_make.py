@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from engram._checks import attribute
 from engram.envs.codecs import flag_of, reward_of
 from engram.envs.engines import observation_leaves, repeat_action
 from engram.processes.timeouts import reject_timeout
@@ -213,7 +214,7 @@ def _make_vector_by_name(
             )
         return gymnasium.make_vec(name, num_envs, vectorization_mode=mode, **kwargs)
     copy_final = False
-    same_step = getattr(gymnasium.vector, "AutoresetMode", None)  # gymnasium 1.0 has one mode and no name for it
+    same_step = attribute(gymnasium.vector, "AutoresetMode")  # gymnasium 1.0 has one mode and no name for it
     if same_step is not None:
         options.setdefault("autoreset_mode", same_step.SAME_STEP)
         copy_final = same_step(options["autoreset_mode"]) is same_step.SAME_STEP

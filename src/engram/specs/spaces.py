@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from engram._checks import attribute
 from engram.pytree import KeyPath
 from engram.specs.composite import Composite
 from engram.specs.tensors import (
@@ -61,7 +62,7 @@ _VARIABLE = {
 def for_space_class(space: Any, kinds: dict[str, Any]) -> Any:
     """The entry of `kinds` for the class of `space`. Raises TypeError for spaces without a tensor form."""
     names = [cls.__name__ for cls in type(space).__mro__]
-    if getattr(getattr(space, "dtype", None), "kind", None) == "U":
+    if attribute(space, "dtype.kind") == "U":
         names.append("Text")
     for name in names:
         if name in kinds:
@@ -92,7 +93,7 @@ def _box(space: Any, categorical: bool) -> Spec:
 
 
 def _text(space: Any, categorical: bool) -> Spec:
-    length = getattr(space, "max_length", None)
+    length = attribute(space, "max_length")
     return Text(text_width(length, () if length is None else space.character_set))
 
 

@@ -86,16 +86,27 @@ class ItemTable:
     layout = None  # items may differ
 
     def __init__(self, max_size: int | None, codec: ItemCodec = COPIES, device: torch.device | None = None) -> None:
-        self.max_size = max_size
         self.codec = codec
-        self.lanes = Lanes.in_memory(max_size)
         #: The items by slot: a list, which reads them when it is asked for them.
         self.by_slot = _ItemList(codec)
-        self._capacity = self.lanes.capacity
         self._device = device
         self._sequences: dict[int, int] = {}  # by slot, of items that were put in the place of others out of turn
+        self._begin(max_size)
+
+    def _begin(self, max_size: int | None) -> None:
+        self.max_size = max_size
+        self.lanes = Lanes.in_memory(max_size)
         self.lanes.own_sequences = functools.partial(_own_sequences, self._sequences)
+        self._capacity = self.lanes.capacity
         self._border = ItemBorder(self.lanes)
+
+    def limit(self, max_size: int) -> None:
+        """Gives a table without limit a size, before its first item."""
+        if self.by_slot:
+            raise ValueError(f"the storage has {len(self.lanes)} items and no max_size: too late for a limit")
+        mutex = self.lanes.mutex
+        self._begin(max_size)
+        self.lanes.mutex = mutex
 
     def __len__(self) -> int:
         return len(self.by_slot)
@@ -106,18 +117,31 @@ class ItemTable:
         return self.by_slot.nbytes
 
     @property
+    def row_bytes(self) -> int:
+        """The bytes of an item, on average."""
+        stored = len(self.lanes)
+        return self.nbytes // stored if stored else 0
+
+    @property
     def item_shape(self) -> tuple[int, ...]:
         """Batch dimensions of the oldest item."""
         oldest = self.by_slot[0] if self.by_slot else None
         return tuple(oldest.batch_size) if has_batch_size(oldest) else ()
 
-    # ---- writing ----
-    def fit(self, batch: Any, batch_dims: int, time_dim: int, extra: Extra | None = None) -> tuple[int, Any]:
-        """As `Table.fit`, of a list of items, a batch of them, or one (`batch_dims` 0).
+    def is_single(self, items: Any) -> bool:
+        """Whether the data are one item, to be written at every index."""
+        return (isinstance(items, Tensor) or has_batch_size(items)) and not items.shape
 
-        The data are copies: what the caller does to its own objects later does not change them.
+    # ---- writing ----
+    def fit(
+        self, batch: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Tensor | None = None
+    ) -> tuple[int, Any]:
+        """The number of items in a list or a batch of them, or of one (`single`), and their data for `append`.
+
+        The data are copies: what the caller does to its own objects later does not change them. With `index_key` each
+        item also stores its own index there: `index` (int64 [n]), or the one that `append` will give it.
         """
-        single = not batch_dims
+        extra = None if index_key is None else (index_key, index)
         if self.codec.check is not None:
             for item in batch if isinstance(batch, list) and not single else [batch]:
                 self.codec.check(item)
@@ -132,18 +156,6 @@ class ItemTable:
         if not len(data):
             raise ValueError("nothing to add: the batch has no items")
         return len(data), data
-
-    def fit_rows(self, rows: Any, extra: Extra | None = None) -> tuple[int, Any]:
-        """As `fit`, of items for `overwrite`."""
-        items = unstack(rows if self._device is None else _moved(rows, self._device), 0)
-        if extra is not None and extra[1] is not None and len(extra[1]) != len(items):
-            raise ValueError(f"{len(extra[1])} items are indexed, {len(items)} given; nothing was written")
-        packed = self.by_slot.packed
-        if packed is not None:
-            new = packed.look(self._with_index(items, extra), single=False)
-            if new is not None:
-                return len(items), new
-        return len(items), self._kept([self.codec.copy(item) for item in items], extra)
 
     def _as_rows(self, batch: Any, single: bool, time_dim: int, extra: Extra | None) -> NewItemRows | None:
         """Copies of items as packed rows; None: they, or one of them, must be objects. The first item has the form."""
@@ -228,17 +240,29 @@ class ItemTable:
             return None
         return by_slot.packed if list.__getitem__(by_slot, self.lanes.next_slot() - 1) is ROW else None
 
-    def overwrite(self, slots: Tensor, data: Any) -> None:
+    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
+        """Writes a list or a batch of items over stored ones, one for each slot."""
         places = slots.tolist()
         absent = [slot for slot in places if not 0 <= slot < len(self.by_slot)]
         if absent:
             raise IndexError(f"index {absent[0]} has not been written; {len(self.lanes)} items are stored")
+        rows = unstack(items if self._device is None else _moved(items, self._device), 0)
+        if len(rows) != len(places):
+            raise ValueError(f"{len(places)} items are indexed, {len(rows)} given; nothing was written")
+        extra, packed = None if index_key is None else (index_key, slots), self.by_slot.packed
+        new: Any = None if packed is None else packed.look(self._with_index(rows, extra), single=False)
+        if new is None:
+            new = self._kept([self.codec.copy(item) for item in rows], extra)
         for i, slot in enumerate(places):
-            self.by_slot.put_one(data, i, slot)
+            self.by_slot.put_one(new, i, slot)
         self.lanes.store.note_edits(slots)
 
-    def prepare_overwrite(self, slots: Tensor, data: Any, rows: Tensor, first: int) -> Callable[[], None]:
-        chosen, places = rows.tolist(), slots.tolist()
+    def prepare_replace(self, n: int, data: Any, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        """Prepares these of n new items as replacements of stored ones; what is returned writes, and takes no memory.
+
+        Each gets a sequence of its own.
+        """
+        chosen, places, first = rows.tolist(), slots.tolist(), self.lanes.reserve_sequences(n)
         new: Any = data
         if type(data) is NewItemRows:
             for slot in places:

@@ -195,5 +195,5 @@ def _sync(fd: int) -> None:
 
 
 def path_of(file: BinaryIO) -> str:
-    """A path that opens the file of a descriptor again, whatever has its name now: for libraries that take paths."""
+    """A path that opens the file of a descriptor again, even if it was renamed: for libraries that take paths."""
     return f"/proc/self/fd/{file.fileno()}"

@@ -30,7 +30,7 @@ class DatasetFormat:
         suffixes: of files that `convert` writes in this format without being told.
         is_streamed: whether its keys follow from the format, so that `convert` reads while it writes.
         may_skip_steps: whether `batches` may leave out steps that `size` counts.
-        holds_flags_only: whether trajectories end with a flag of a step, and whatever else is lost.
+        holds_flags_only: whether ends of trajectories are stored as flags of steps only.
     """
 
     kind: str

@@ -20,7 +20,7 @@ from engram.data.replay_buffers.joining import (
     stack_batches,
     transform_parts,
 )
-from engram.data.replay_buffers.reuse import PREVENT_REUSE, why_not_reusable
+from engram.data.replay_buffers.reuse import PREVENT_REUSE, may_reuse, why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.samplers.draw import Draw, is_per_row
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, choose_checked, ids_of, joined
@@ -89,7 +89,7 @@ class Member:
         self.attach = attach if attach is None or plan.is_ours else partial(_attach_per_row, attach)
         self.draws = 0  # so far: who undoes one must know that it was the last
         self._may_end = plan.has_epochs or not plan.is_ours
-        self._keeps_items = storage._holds_items
+        self._items = storage.item_reader
         self._stacks_items = collate_fn is collate_items
 
     @property
@@ -163,7 +163,7 @@ class Member:
             draw, batch, generation = again
             index, info = draw.index, draw.info
             extra = None if attach is None else attach(index, info)
-            if not self._keeps_items:  # items get them when they are one batch
+            if self._items is None:  # items get them when they are one batch
                 for key, value in (extra or {}).items():
                     set_per_item(batch, key, value)
         collate = self.collate_fn
@@ -171,7 +171,7 @@ class Member:
             batch, collate = self._collate_items(collate, batch, extra), None
         if draw.runs is not None:
             info.update(mark(batch, draw.marks, draw.runs, draw.flags))
-        if collate is not None and not self._keeps_items:  # items are a batch by now, with these entries
+        if collate is not None and self._items is None:  # items are a batch by now, with these entries
             batch = collate(batch)
         if generation is not None and self.with_generation:
             info["index_generation"] = generation
@@ -193,10 +193,13 @@ class Member:
         """
         storage = self.storage
         # Positional: the hot path.
-        if self._keeps_items:
-            batch, overwritten, absent, generation = storage._read_items(draw.slots, extra, generations, collated)
-        else:
+        items = self._items
+        if items is None:
             batch, overwritten, absent, generation = storage.read(draw.slots, None, extra, generations)
+        elif collated:
+            batch, overwritten, absent, generation = items.read_batch(draw.slots, extra, generations)
+        else:
+            batch, overwritten, absent, generation = items.read_own(draw.slots, generations, may_reuse())
         if storage._incarnation != draw.incarnation:
             return None
         is_whole = overwritten is None and absent is None and draw.seen is None
@@ -231,7 +234,7 @@ class Member:
         raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
 
     def _collate_items(self, collate: Callable[[Any], Any], items: list[Any], extra: dict[str, Any] | None) -> Any:
-        if not self._keeps_items and not self._stacks_items:
+        if self._items is None and not self._stacks_items:
             items = [clone(item) for item in items]  # which a collate function of the user's own may change
         batch = collate(items)
         if isinstance(batch, TensorDictBase | dict):

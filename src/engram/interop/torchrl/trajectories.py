@@ -101,7 +101,7 @@ class SavedTrajectories:
     @classmethod
     def of_flags(cls, ring: SavedRing, done: Values) -> SavedTrajectories:
         """Trajectories end where a flag is set, at the newest step of each env, and with the env. In the last slot of a
-        ring that is not full, the end has no value of its own unless the flag there (which nobody wrote) is set.
+        ring that is not full, the end has no value of its own unless the flag there (which was never written) is set.
         """
         flagged = [
             at + np.flatnonzero(done.read(at, min(at + _PIECE, ring.steps))) for at in range(0, ring.steps, _PIECE)

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -70,6 +70,19 @@ class NativeRows(NamedTuple):
 NO_NATIVE_ROWS = NativeRows()
 
 
+class ItemReader(Protocol):
+    """Reads items, which are stored one by one, for batches."""
+
+    def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool) -> Rows:
+        """As `Storage.read`: a list of items, perhaps the stored ones, or a new batch with the entries of `extra`."""
+
+    def read_own(self, slots: Tensor, sequences: bool, reuse: bool) -> Rows:
+        """As `Storage.read`, a list of items that the caller may change.
+
+        With `reuse` small ones may have tensors of earlier ones that nobody has any more (`why_not_reusable`).
+        """
+
+
 def _is_ours(kind: type) -> bool:
     return kind.__module__.startswith("engram.")
 
@@ -107,8 +120,6 @@ class Storage(MadeFromParts, abc.ABC):
     #: Whether `update_if_present` of a buffer can write over its rows.
     supports_conditional_update: ClassVar[bool] = True
 
-    # Whether any objects are stored one by one, so that reading several gives a list of them.
-    _holds_items: ClassVar[bool] = False
     # Whether a list that is written stays one.
     _takes_lists: ClassVar[bool] = False
     # What makes a batch of what was read, where the buffer does not say it.
@@ -367,12 +378,10 @@ class Storage(MadeFromParts, abc.ABC):
             sequences: also return each row's sequence.
         """
 
-    def _read_items(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool, collated: bool) -> Rows:
-        """As `read`, of a storage of items: the caller's own ones; with `collated` a batch, or what is yet to be one.
-
-        A batch has the entries of `extra`.
-        """
-        return self.read(slots, None, extra, sequences)
+    @property
+    def item_reader(self) -> ItemReader | None:
+        """What reads items for batches; None: `read` does, which gives a batch."""
+        return None
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         """Dtype and shape of one leaf of a stored step; None: steps have no such leaf."""
@@ -528,7 +537,7 @@ class Storage(MadeFromParts, abc.ABC):
     def _rows_for(self, index: Any, n: int, items: Any) -> Any:
         """Data for n steps as a batch: one row is repeated, a list becomes a batch where rows have one layout."""
         if np.ndim(index) == 0 and not isinstance(index, range):
-            if self._holds_items:
+            if self.item_reader is not None:
                 return [items]
             return pytree.expand(items, 1) if self.lanes is None or self._is_single(items, self.ndim - 1) else items
         if type(items) is list and not self._takes_lists:

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram.data.replay_buffers.reuse import may_reuse
 from engram.data.replay_buffers.state.items import SavedItems
-from engram.data.replay_buffers.storages.base import Checked, Storage, warn_of_items
+from engram.data.replay_buffers.storages.base import Checked, ItemReader, Storage, warn_of_items
 from engram.pytree import KeyPath, has_batch_size
 from engram.specs.tensors import usable_device
 from engram.store.indexing import Selection
@@ -44,7 +43,6 @@ class ListStorage(Storage):
         ['a', {'b': 1}]
     """
 
-    _holds_items: ClassVar[bool] = True
     _takes_lists: ClassVar[bool] = True
 
     def __init__(
@@ -71,6 +69,10 @@ class ListStorage(Storage):
         self._table = table
         table.lanes.mutex = self.mutex
 
+    @property
+    def item_reader(self) -> ItemReader:
+        return _ReaderByOverride(self, self._table) if self._overrides & {"get", "read"} else self._table
+
     def _copy_arguments(self) -> dict[str, Any]:
         device = {} if self._written_to is None else {"device": str(self._written_to)}
         return {"max_size": self._max_size, **({} if self._copies else {"copy": False}), **device}
@@ -78,10 +80,8 @@ class ListStorage(Storage):
     def _limit(self, max_size: int) -> None:
         if self._max_size is not None:
             super()._limit(max_size)
-        if len(self._table):
-            raise ValueError(f"the storage has {len(self)} items and max_size={self._max_size}: too late for a limit")
+        self._table.limit(max_size)
         self._max_size = max_size
-        self._take_table(ItemTable(max_size, self._table.codec, self._written_to))
 
     @property
     def lanes(self) -> Lanes:
@@ -109,8 +109,7 @@ class ListStorage(Storage):
     ) -> Checked:
         if not single and not len(self._table) and has_batch_size(items) and len(items.batch_size) > 1:
             warn_of_items(items)
-        extra = None if index_key is None else (index_key, index)
-        return Checked(*self._table.fit(items, 0 if single else 1, time_dim, extra))
+        return Checked(*self._table.fit(items, single, time_dim, index_key, index))
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor:
         return self._table.append(checked.data, most)
@@ -119,14 +118,10 @@ class ListStorage(Storage):
         self._prepare_replace(checked, rows, slots)()
 
     def _prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        first = self.lanes.reserve_sequences(checked.steps)
-        return self._table.prepare_overwrite(slots, checked.data, rows, first)
+        return self._table.prepare_replace(checked.steps, checked.data, rows, slots)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
-        n, rows = self._table.fit_rows(items, None if index_key is None else (index_key, slots))
-        if n != len(slots):
-            raise ValueError(f"{len(slots)} items are indexed, {n} given; nothing was written")
-        self._table.overwrite(slots, rows)
+        self._table.overwrite(slots, items, index_key)
 
     def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> None:
         if isinstance(data, tuple) and isinstance(cursor, range | list | Tensor | np.ndarray):
@@ -134,7 +129,7 @@ class ListStorage(Storage):
         super().set(cursor, data, index_key)
 
     def _is_single(self, items: Any, env_dims: int = 0) -> bool:
-        return (isinstance(items, Tensor) or has_batch_size(items)) and not items.shape
+        return self._table.is_single(items)
 
     def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
         if selection.shape == () or self._is_single(items):
@@ -151,24 +146,6 @@ class ListStorage(Storage):
         """The items themselves, as a list; `extra` is for batches and ignored."""
         return self._table.read(slots, shape, extra, sequences)
 
-    def _read_items(
-        self,
-        slots: Tensor,
-        extra: dict[str, Any] | None,
-        sequences: bool,
-        collated: bool,
-    ) -> Rows:
-        """As `read`, for a batch: the caller's own items. With `collated` they may come as one batch, if they stack.
-
-        The default collate function copies: for it, objects are the stored ones. `extra` is for what is no list.
-        """
-        if self._overrides & {"get", "read"}:
-            rows = self.read(slots, None, extra, sequences)
-            return rows if collated else rows._replace(batch=[self._table.codec.copy(item) for item in rows.batch])
-        if collated:
-            return self._table.read_batch(slots, extra, sequences)
-        return self._table.read_own(slots, sequences, may_reuse())
-
     def _read_selection(self, selection: Selection) -> Rows:
         rows = self._table.own(self._read_rows(selection.slots), selection.slots)
         return Rows(rows.batch[0] if selection.shape == () else rows.batch, absent=rows.absent)
@@ -184,9 +161,7 @@ class ListStorage(Storage):
         return self._table.column(path, slots)
 
     def _bytes_per_row(self) -> int:
-        """On average."""
-        stored = len(self)
-        return self.nbytes // stored if stored else 0
+        return self._table.row_bytes
 
     def _empty(self) -> None:
         """Called before all rows are forgotten, of a child that overrides it as TorchRL's users do."""
@@ -205,3 +180,17 @@ class ListStorage(Storage):
     @property
     def saved_form(self) -> SavedItems:
         return SavedItems(self, self._table)
+
+
+class _ReaderByOverride:
+    """Reads the items of a storage whose class has a `get` or `read` of its own, by calling that."""
+
+    def __init__(self, storage: ListStorage, table: ItemTable) -> None:
+        self._given, self._copy = storage, table.codec.copy
+
+    def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool) -> Rows:
+        return self._given.read(slots, None, extra, sequences)
+
+    def read_own(self, slots: Tensor, sequences: bool, reuse: bool) -> Rows:
+        rows = self._given.read(slots, None, None, sequences)
+        return rows if rows.batch is None else rows._replace(batch=[self._copy(item) for item in rows.batch])
