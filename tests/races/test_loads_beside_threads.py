@@ -259,7 +259,7 @@ def test_threads_see_the_old_state_or_the_new_one(kind, prefetch, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["prioritized", "epochs", "prioritized, list", "ensemble"])
-def test_threads_see_the_old_state_or_the_new_one_of_states_in_memory(kind, tmp_path):
+def test_threads_see_old_or_new_state_loaded_from_memory(kind, tmp_path):
     load_again_and_again(KINDS[kind], tmp_path, 40, in_memory=True)
 
 
@@ -296,12 +296,12 @@ def ten_thousand(path, loads):
 
 
 @pytest.mark.quick
-def test_a_hundred_loads_beside_those_who_sample_update_and_read_priorities(tmp_path):
+def test_hundred_loads_beside_sampling_and_priority_updates(tmp_path):
     ten_thousand(tmp_path, 100)
 
 
 @pytest.mark.long
-def test_ten_thousand_loads_beside_those_who_sample_update_and_read_priorities(tmp_path):
+def test_ten_thousand_loads_beside_sampling_and_priority_updates(tmp_path):
     print(ten_thousand(tmp_path, 10_000))
 
 
@@ -427,7 +427,7 @@ def test_sampler_methods_beside_loads(name, tmp_path):
     rb.sample()
 
 
-def test_the_members_of_a_sampler_ensemble_are_kept_out_too(tmp_path):
+def test_sampler_ensemble_members_beside_loads(tmp_path):
     def make():
         rbs = [buffer() for _ in range(2)]
         return ReplayBufferEnsemble(*rbs, batch_size=8)
@@ -455,7 +455,7 @@ def test_the_members_of_a_sampler_ensemble_are_kept_out_too(tmp_path):
 
 # ---- rows alone ----
 @pytest.mark.parametrize("name", STORAGES)
-def test_all_rows_are_read_as_they_were_before_empty_or_as_none(name):
+def test_read_beside_empty_returns_all_rows_or_none(name):
     rb = TensorDictReplayBuffer(storage=STORAGES[name](), batch_size=16)
     rb.extend(steps(1))
 
@@ -618,7 +618,7 @@ class Telling(RandomSampler):
 
 
 @pytest.mark.parametrize("storage", ["memory", "mapped", "list", "columns"])
-def test_what_a_sampler_said_of_its_draw_is_said_of_the_rows_that_come(storage, tmp_path, monkeypatch):
+def test_sampler_info_describes_the_returned_rows(storage, tmp_path, monkeypatch):
     rb = TensorDictReplayBuffer(storage=STORAGES[storage](), sampler=Telling(), batch_size=16)
     for number in (1, 2):
         rb.empty()
@@ -695,7 +695,7 @@ class Loading:
 
 @pytest.mark.parametrize("what", WAITING)
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_who_asks_in_the_middle_of_a_load_waits_for_its_end(what, name, tmp_path, monkeypatch):
+def test_call_during_a_load_waits_for_its_end(what, name, tmp_path, monkeypatch):
     rb = buffer(name)
     loading = Loading(rb, tmp_path, monkeypatch)
     loading.begin()

@@ -23,7 +23,8 @@ from engram.data import (
     SliceSamplerWithoutReplacement,
     TensorStorage,
 )
-from engram.data.replay_buffers.samplers import slices
+from engram.data.replay_buffers.samplers import runs
+from engram.store.episodes import EpisodeIndex
 
 
 def columns(n):
@@ -263,7 +264,7 @@ def test_a_small_ring_whose_writer_is_in_the_middle_of_a_step_is_looked_at_again
         if next(looks) == 20:
             _native.testing.publish(store, 0, at, 1)
 
-    monkeypatch.setattr(slices, "time", SimpleNamespace(sleep=let_the_writer_run))
+    monkeypatch.setattr(runs, "time", SimpleNamespace(sleep=let_the_writer_run))
     assert rb.sample(return_info=True)[1]["index"].tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
     assert next(looks) == 21
 
@@ -272,7 +273,7 @@ def test_a_small_ring_whose_writer_is_in_the_middle_of_a_step_is_looked_at_again
 def test_a_small_ring_whose_writer_ends_its_step_right_after_a_look_is_looked_at_again(monkeypatch):
     rb = ReplayBuffer(storage=LazyTensorStorage(8), sampler=SliceSampler(slice_len=8, traj_key="id"), batch_size=8)
     rb.extend(episodes([8]))
-    store, draw, drawn = rb.storage.lanes.store, SliceSampler._draw, []
+    store, draw, drawn = rb.storage.lanes.store, EpisodeIndex.draw, []
     at = _native.testing.claim(store, 0, 1)
 
     def draw_before_it_ends(*args):
@@ -281,7 +282,7 @@ def test_a_small_ring_whose_writer_ends_its_step_right_after_a_look_is_looked_at
             _native.testing.publish(store, 0, at, 1)
         return drawn[-1]
 
-    monkeypatch.setattr(SliceSampler, "_draw", draw_before_it_ends)
+    monkeypatch.setattr(EpisodeIndex, "draw", draw_before_it_ends)
     assert rb.sample(return_info=True)[1]["index"].tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
     assert drawn[:2] == [None, None]
 

@@ -41,7 +41,8 @@ H5_OBJECTS = {"string_dtype", "vlen_dtype", "ref_dtype", "special_dtype", "regio
 # they are used, from a table that stands in the code; calls of a shard's actor, which Ray would send by pickle, too;
 # modules under other paths, from a table; a module below gymnasium, which the caller names, and `ale_py`; copies of an
 # environment for the worker processes of this program, and the errors that come back from them; texts of an HDF5 file
-# that is written; `eval` of a module.
+# that is written; `eval` of a module; attributes of environments and transforms, and methods of a user's sampler, by
+# names that stand in the code.
 NEEDED = {
     "_aliases.py": [
         *("import importlib", "import importlib.util", "import importlib.abc", "import importlib.machinery"),
@@ -55,7 +56,11 @@ NEEDED = {
     "data/datasets/atomic_files.py": ["import ctypes"],
     "data/datasets/h5_files.py": [".string_dtype", ".string_dtype"],
     "distributed/ray_buffer.py": ["import pickle"],
+    "envs/base.py": [".attrgetter", ".attrgetter", ".attrgetter"],
     "envs/gym.py": [".attrgetter"],
+    "envs/serial.py": [".attrgetter"],
+    "transforms/base.py": [".attrgetter", ".attrgetter"],
+    "data/replay_buffers/samplers/base.py": [".methodcaller"],
     "envs/policies.py": ["torch.compile"],
     "specs/torchrl.py": ["import importlib.abc", "import importlib.machinery"],
     "envs/gym_make.py": ["import importlib", "importlib.import_module", "importlib.import_module"],
@@ -70,9 +75,10 @@ COMPUTED = {
     ("_system.py", "advise_disk"): "the functions that call it",
     ("checkpoint/hooks.py", "_apply"): "names that stand there",
     ("store/episodes.py", "_query"): "the methods that call it",
-    ("data/replay_buffers/samplers/base.py", "_call"): "the methods that call it",
-    ("data/replay_buffers/samplers/prioritized.py", "__get__"): "the settings that stand there, at import",
-    ("data/replay_buffers/samplers/prioritized.py", "__set__"): "the settings that stand there, at import",
+    ("_checks.py", "attribute"): "the functions that call it, in which paths stand",
+    ("data/replay_buffers/samplers/base.py", "__get__"): "the settings that stand there, at import",
+    ("data/replay_buffers/samplers/base.py", "__set__"): "the settings that stand there, at import",
+    ("data/replay_buffers/samplers/epochs.py", "of_earlier_pickle"): "a table that stands there",
     ("data/replay_buffers/writers/round_robin.py", "_optional"): "the functions that call it",
     ("data/replay_buffers/schedulers.py", "__init__"): "the caller, who names a setting of his sampler",
     ("data/replay_buffers/schedulers.py", "_set"): "the caller, who names a setting of his sampler",
@@ -80,7 +86,7 @@ COMPUTED = {
     ("data/replay_buffers/storages/base.py", "__getattr__"): "a user's own writer, which asks for an attribute",
     ("transforms/torchrl.py", "__getattr__"): "the transform, which asks for an attribute of the environment",
     ("transforms/base.py", "state_settings"): "_state_settings of the class",
-    ("transforms/base.py", "changed"): "the names of a transform's lists of keys, which stand there",
+    ("transforms/adapters.py", "_methods"): "the methods that stand there",
 }
 
 # The contracts in `testing` send parts to other processes, and load nothing.

@@ -158,10 +158,10 @@ class EpisodeCheckpointer(ChunkedStorageCheckpointer):
         self._keys = StepKeys(done_keys, reward_keys)
 
     def _codec(self, layout: LayoutState) -> ChunkCodec:
-        return type(self)._chunk_codec(EpisodeLayout.of(layout, self._keys))
+        return self._chunk_codec(EpisodeLayout.of(layout, self._keys))
 
     def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
-        return type(self)._chunk_codec(EpisodeLayout.saved(layout, state))
+        return self._chunk_codec(EpisodeLayout.saved(layout, state))
 
 
 class FlatStorageCheckpointer(EpisodeCheckpointer):

@@ -67,6 +67,10 @@ class StorageState(PartlyCopied):
     A load never changes one: it gives the sampler another. The caller holds the sampler's lock.
     """
 
+    def settings(self) -> dict[str, Any]:
+        """Those of its settings that decide which rows are drawn."""
+        return {}
+
     def state(self) -> dict[str, Any]:
         """What is saved of it."""
         return {}
@@ -385,7 +389,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         """Settings that decide which rows are drawn. They are saved, and a state is only loaded where they are the
         same; those that say in which form rows are handed out are the constructor's alone.
         """
-        return {}
+        return self.storage_state.settings()
 
     def _cursor(self) -> Any:
         """As `DrawPlan.cursor`."""

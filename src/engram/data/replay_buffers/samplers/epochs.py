@@ -14,6 +14,7 @@ from typing_extensions import Self
 from engram import _native
 from engram.data.replay_buffers.samplers.base import StorageState, check_counts
 from engram.data.replay_buffers.samplers.draw import EpochInfo
+from engram.data.replay_buffers.samplers.runs import RunSource, Seed, nothing_to_draw
 from engram.store.episodes import EpisodeIndex
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Epochs(StorageState):
 
     Attributes:
         shuffle: whether an epoch is in random order.
+        drop_last: whether a last batch that is not full is left out.
         epoch: what is saved of the running epoch beside its position, never changed in place; None: the next draw
             begins one.
         position: how much of it was drawn.
@@ -41,8 +43,8 @@ class Epochs(StorageState):
 
     _copied_as: ClassVar[Mapping[str, Any]] = {"walk": None}
 
-    def __init__(self, shuffle: bool) -> None:
-        self.shuffle = shuffle
+    def __init__(self, shuffle: bool, drop_last: bool) -> None:
+        self.shuffle, self.drop_last = shuffle, drop_last
         self.epoch: dict[str, Any] | None = None
         self.position = 0
         self.walk: Any = None
@@ -54,7 +56,7 @@ class Epochs(StorageState):
     @classmethod
     def of_earlier_pickle(cls, attributes: dict[str, Any]) -> Self:
         """The epochs of a sampler whose pickle has them as attributes of its own, which are taken out."""
-        epochs = cls(attributes.pop("shuffle"))
+        epochs = cls(attributes.pop("shuffle"), attributes.pop("drop_last"))
         epoch = attributes.pop("_epoch")
         for name in [name for name in _EARLIER if name in attributes]:
             setattr(epochs, _EARLIER[name], attributes.pop(name))
@@ -109,6 +111,9 @@ class Epochs(StorageState):
             self.id = next(EpochInfo.ids)
 
     # ---- state ----
+    def settings(self) -> dict[str, Any]:
+        return {"shuffle": self.shuffle, "drop_last": self.drop_last}
+
     def state(self) -> dict[str, Any]:
         return {"epoch": self.epoch and {**self.epoch, "position": self.position}, "ran_out": self.ran_out}
 
@@ -137,14 +142,15 @@ class Epochs(StorageState):
         return {**vars(self)}
 
     def put_back(self, cursor: dict[str, Any]) -> None:
-        vars(self).update({**cursor, "shuffle": self.shuffle})  # a setting, which may have been assigned since
+        # Settings stay, which may have been assigned since.
+        vars(self).update({**cursor, "shuffle": self.shuffle, "drop_last": self.drop_last})
 
     def empty(self) -> None:
         self.end()
         self.ran_out = False
 
     def _twin(self) -> Self:
-        twin = type(self)(self.shuffle)
+        twin = type(self)(self.shuffle, self.drop_last)
         twin.put_back(self.cursor())
         return twin
 
@@ -165,8 +171,8 @@ class RowEpochs(Epochs):
 
     walk: _native.EpochWalk | ExplicitOrder | None
 
-    def __init__(self, shuffle: bool) -> None:
-        super().__init__(shuffle)
+    def __init__(self, shuffle: bool, drop_last: bool) -> None:
+        super().__init__(shuffle, drop_last)
         self.number = self.stop = 0
         self._lanes: Callable[[], Lanes | None] = no_lanes  # of the store that the epoch is about, while it lives
 
@@ -198,9 +204,10 @@ class RowEpochs(Epochs):
         slots, self.position = self.walk.take(lanes.store, self.position, n, self.stop)
         return slots
 
-    def is_over(self, lanes: Lanes, n: int, least: int) -> bool:
-        """Whether after batches of n not so many as `least` rows are left of the running epoch."""
+    def is_over(self, lanes: Lanes, n: int) -> bool:
+        """Whether nothing (or, with `drop_last`, no full batch of n) is left of the running epoch."""
         assert self.walk is not None
+        least = n if self.drop_last else 1
         if self.stop - self.position >= n and not self._some_overwritten(lanes):
             return False
         return len(self.walk.take(lanes.store, self.position, least, self.stop)[0]) < least
@@ -316,7 +323,7 @@ class ExplicitOrder:
         return torch.from_numpy(slots), position
 
 
-class SliceEpochs(Epochs):
+class SliceEpochs(Epochs, RunSource):
     """Epochs of trajectories, by their counts and the newest step of each environment.
 
     Attributes:
@@ -325,8 +332,8 @@ class SliceEpochs(Epochs):
 
     walk: _native.SliceEpoch | None
 
-    def __init__(self, shuffle: bool) -> None:
-        super().__init__(shuffle)
+    def __init__(self, shuffle: bool, drop_last: bool) -> None:
+        super().__init__(shuffle, drop_last)
         self.drawn = -1
 
     def go_on(
@@ -359,27 +366,64 @@ class SliceEpochs(Epochs):
         assert self.walk is not None
         return len(self.walk)
 
-    def take(
-        self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, seed: Tensor, n: int, least: int
+    # ---- as a RunSource ----
+    @property
+    def full_batches(self) -> bool:
+        return self.drop_last
+
+    def draw_runs(
+        self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, seed: Seed, n: int
     ) -> _native.SliceBatch:
-        """The next n slices of the running epoch, or the last ones; it is over where `least` more are not left."""
+        lanes = storage.lanes
+        if lanes is None or not (len(lanes) or len(storage)):
+            raise nothing_to_draw(storage, episodes, rule)
+        for _ in range(100):  # an epoch can be over before it gave a slice, when writers overwrite all of it
+            size = self.go_on(storage, lanes, episodes, rule, lambda: int(seed()))
+            if not size:
+                raise nothing_to_draw(storage, episodes, rule)
+            if self.drop_last and n > size:
+                raise ValueError(
+                    f"a batch is {n} slices, but only {size} trajectories have {rule.min_length} steps, and "
+                    "drop_last leaves out batches that are not full; sample fewer"
+                )
+            slices = self._take(storage, episodes, rule, seed(), n)
+            if len(slices) == n or (len(slices) and not self.drop_last):
+                return slices
+        raise RuntimeError("writers overwrite the trajectories of an epoch before they can be read; use SliceSampler")
+
+    def _take(
+        self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, seed: Tensor, n: int
+    ) -> _native.SliceBatch:
+        """The next n slices of the running epoch, or the last ones, with which it ends."""
         assert self.walk is not None
+        least = n if self.drop_last else 1
         slices, self.position, more = episodes.take(storage, rule, self.walk, self.position, seed, n, least)
         self.drawn, self.ran_out = self.id, not more
         if self.ran_out:
             self.end()
         return slices
 
-    def take_more(
-        self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, seed: Tensor, n: int
+    def more_runs(
+        self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, seed: Seed, n: int, epoch: int
     ) -> _native.SliceBatch | None:
-        """Up to n more slices of the running epoch, such that a last batch remains, which says that it is the last."""
-        assert self.walk is not None
-        slices, position, more = episodes.take(storage, rule, self.walk, self.position, seed, n, 1)
+        if self.walk is None or not self.is_running(epoch):
+            return None
+        slices, position, more = episodes.take(storage, rule, self.walk, self.position, seed(), n, 1)
         if not more:
             return None
         self.position = position
         return slices
+
+    def can_draw_runs(self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, n: int) -> bool:
+        return episodes.choices(storage, rule) >= (n if self.drop_last else 1)
+
+    def most_rows_of_runs(self, n: int, length: int, stored: int) -> int:
+        return min(n * length, stored)  # each trajectory once
+
+    def run_info(self, entries: dict[Any, Any]) -> EpochInfo:
+        info = EpochInfo(entries)
+        info.epoch = self.drawn
+        return info
 
     def rest(self) -> Tensor | None:
         """The trajectories that are left of the epoch, in their order; None before the first one, empty after it."""

@@ -23,13 +23,14 @@ from engram.data.replay_buffers.samplers.base import (
     DrawTotals,
     Sampler,
     StateSetting,
-    StorageState,
     check_counts,
     stored_rows,
 )
 from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, Index
+from engram.data.replay_buffers.samplers.runs import RunSource, Seed, draw_beside_writers
 from engram.errors import is_masked, masked_array
 from engram.store.copies import CopiedAsPlain
+from engram.store.episodes import EpisodeIndex
 from engram.store.indexing import select, tensor_of, to_slots
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class DrawnInfo(CopiedAsPlain, dict[str, Any]):
     store: _native.Store
 
 
-class PriorityTable(StorageState):
+class PriorityTable(RunSource):
     """A priority for each stored step of one storage, for the sampler that holds it.
 
     What is written is taken in before the table is used. The caller holds the sampler's lock.
@@ -312,9 +313,27 @@ class PriorityTable(StorageState):
         total = priorities.total
         return DrawTotals(total, priorities.lowest if total > 0 else None, priorities.new_priority)
 
-    def start_weights(self, slices: _native.SliceBatch) -> Tensor:
+    # ---- as a RunSource ----
+    def draw_runs(
+        self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, seed: Seed, n: int
+    ) -> _native.SliceBatch:
+        drawn = seed()
+
+        def draw() -> _native.SliceBatch | None:
+            lanes = storage.lanes
+            if lanes is None:
+                return None
+            return episodes.draw_starts(storage, self.following(storage, lanes), rule, drawn, n)
+
+        return draw_beside_writers(storage, episodes, rule, draw)
+
+    def run_totals(self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, newest: bool) -> DrawTotals:
+        return self.totals(lambda p: episodes.poll_starts(storage, p, rule) if newest else None, storage)
+
+    def run_entries(self, slices: _native.SliceBatch) -> dict[Any, Any]:
         """The weight of each row's slice, by the priority of its start: [n]."""
-        return self._priorities.start_weights(slices, self._beta, self.dtype is torch.float64).to(self.dtype)
+        weights = self._priorities.start_weights(slices, self._beta, self.dtype is torch.float64)
+        return {"priority_weight": weights.to(self.dtype)}
 
     def empty(self) -> None:
         """Forgets all priorities."""
@@ -653,9 +672,6 @@ class PrioritizedSampler(Sampler, built_in=True):
         most = self.storage_state.most_rows(storage)
         if most is not None:
             self.storage_state.refuse_beyond(most, stored_rows(storage) + rows)
-
-    def _config(self) -> dict[str, Any]:
-        return {**super()._config(), **self.storage_state.settings()}
 
     def _check_sending(self) -> None:
         raise priorities_stay_here(self)

@@ -98,13 +98,13 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         super().__init__(compilable)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be 0 to world_size - 1 = {world_size - 1}, got {rank}")
-        self.drop_last = drop_last
         self.rank, self.world_size, self.seed = int(rank), int(world_size), int(seed)
         self._worker: WorkerShare | None = None  # in a worker process that has a part of each epoch
         self._least_parts = self.world_size  # in how many parts an epoch is cut
-        self.storage_state = RowEpochs(shuffle)
+        self.storage_state = RowEpochs(shuffle, drop_last)
 
     storage_state: RowEpochs
+    drop_last = StateSetting[bool]("Whether a last batch that is not full is left out.")
     shuffle = StateSetting[bool]("In random order; else in the order of slots.")
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
@@ -133,7 +133,7 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
             info = EpochInfo()
             info.epoch = epochs.id
             slots = epochs.take(lanes, batch_size)
-            epochs.ran_out = epochs.is_over(lanes, batch_size, batch_size if self.drop_last else 1)
+            epochs.ran_out = epochs.is_over(lanes, batch_size)
             if epochs.ran_out:
                 epochs.end()
             if len(slots) and not (self.drop_last and len(slots) < batch_size):
@@ -221,7 +221,7 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
 
     def _config(self) -> dict[str, Any]:
         parts = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed} if self.world_size > 1 else {}
-        return {"shuffle": self.shuffle, "drop_last": self.drop_last, **parts}
+        return {**super()._config(), **parts}
 
     def __repr__(self) -> str:
         part = f", rank={self.rank}, world_size={self.world_size}" if self.world_size > 1 else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -9,12 +10,114 @@ import torch
 from torch import Tensor
 
 from engram import _native
+from engram.data.replay_buffers.samplers.base import EMPTY, DrawTotals, StorageState
 from engram.data.replay_buffers.samplers.draw import Draw, EpochInfo, Mark, is_per_row
 from engram.pytree import KeyPath, format_key, get_entry, has_batch_size, has_keys, set_entry
 from engram.store.copies import CopiedAsPlain
+from engram.store.episodes import EpisodeIndex
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
+
+
+_MAX_RETRIES = 10_000  # while a writer replaces the rows of a tiny lane
+Seed = Callable[[], Tensor]  # int64 [1] from the sampler's generator, at each call
+
+
+class RunSource(StorageState):
+    """A way to draw the runs of which slices are made: uniformly, in epochs or by priority; the state of a sampler."""
+
+    def draw_runs(
+        self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, seed: Seed, n: int
+    ) -> _native.SliceBatch:
+        """n slices by a rule; the last ones of an epoch may be fewer. RuntimeError: there is nothing to draw."""
+        raise NotImplementedError
+
+    def run_totals(self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, newest: bool) -> DrawTotals:
+        """As `Sampler.totals`."""
+        raise NotImplementedError
+
+    def can_draw_runs(self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, n: int) -> bool:
+        """Whether `draw_runs` would give n slices or, of an epoch, a batch."""
+        return self.run_totals(storage, episodes, rule, True).share > 0
+
+    def more_runs(
+        self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, seed: Seed, n: int, epoch: int
+    ) -> _native.SliceBatch | None:
+        """Up to n slices more of this epoch, such that a last batch remains; None: there are none."""
+        return None
+
+    @property
+    def full_batches(self) -> bool:
+        """Whether batches that are not full are left out."""
+        return False
+
+    def most_rows_of_runs(self, n: int, length: int, stored: int) -> int:
+        """The most rows that n slices of this length can have, without padding, of so many stored ones."""
+        return n * min(length, stored)
+
+    def run_info(self, entries: dict[Any, Any]) -> dict[Any, Any]:
+        """The info of the slices that were drawn last."""
+        return entries
+
+    def run_entries(self, slices: _native.SliceBatch) -> dict[Any, Any]:
+        """What info says of these slices beside what it says of all."""
+        return {}
+
+
+class UniformRuns(RunSource):
+    """Runs that are drawn uniformly, with replacement."""
+
+    def draw_runs(
+        self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, seed: Seed, n: int
+    ) -> _native.SliceBatch:
+        drawn = seed()
+        return draw_beside_writers(storage, episodes, rule, lambda: episodes.draw(storage, rule, drawn, n))
+
+    def run_totals(self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, newest: bool) -> DrawTotals:
+        return DrawTotals(float(episodes.choices(storage, rule)))
+
+
+def draw_beside_writers(
+    storage: Storage,
+    episodes: EpisodeIndex,
+    rule: _native.SliceRule,
+    draw: Callable[[], _native.SliceBatch | None],
+) -> _native.SliceBatch:
+    """What `draw` gives when it finds a trajectory that is long enough, which writers may hide for a moment."""
+    slices = draw()
+    if slices is None:
+        with storage.mutex:  # after somebody who is replacing all rows
+            slices = draw()
+    for _ in range(_MAX_RETRIES):
+        if slices is not None:
+            return slices
+        time.sleep(0)
+        before = _counters(storage)
+        slices = draw()
+        if slices is None and not _is_being_written(before) and before == _counters(storage):
+            break  # nobody has written since the look before the draw
+    raise nothing_to_draw(storage, episodes, rule)
+
+
+def nothing_to_draw(storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule) -> RuntimeError:
+    """The error where no trajectory is long enough."""
+    if not len(storage):
+        return RuntimeError(f"{EMPTY} Add or extend it first.")
+    return RuntimeError(
+        f"no trajectory has {rule.min_length} steps; the longest that is stored has {episodes.longest(storage)}. Use "
+        "shorter slices, or strict_length=False"
+    )
+
+
+def _counters(storage: Storage) -> list[dict[str, Any]]:
+    lanes = storage.lanes
+    return [] if lanes is None else lanes.counters()
+
+
+def _is_being_written(lanes: list[dict[str, Any]]) -> bool:
+    """Whether a writer is replacing rows: a tiny lane shows fewer for that moment."""
+    return any(lane["claimed"] > lane["published"] for lane in lanes)
 
 
 class Runs(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
@@ -15,17 +14,23 @@ from engram._advice import advised
 from engram._checks import is_integer
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
-    EMPTY,
     DrawTotals,
     Sampler,
     StateSetting,
-    StorageState,
     stored_rows,
 )
 from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, EpochInfo, Index, Mark
 from engram.data.replay_buffers.samplers.epochs import SliceEpochs
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler, PriorityTable
-from engram.data.replay_buffers.samplers.runs import RunDraw, RunsOfRows, SliceInfo, mark, stored_flags
+from engram.data.replay_buffers.samplers.runs import (
+    RunDraw,
+    RunsOfRows,
+    RunSource,
+    SliceInfo,
+    UniformRuns,
+    mark,
+    stored_flags,
+)
 from engram.pytree import Key, KeyPath, as_path, map_outermost
 from engram.store.episodes import EpisodeIndex
 from engram.store.indexing import to_slots
@@ -51,7 +56,6 @@ MASK = ("collector", "mask")
 Weight = Literal["trajectories", "steps"]
 #: By how much slices may be cut at one end: not at all, to one step, by so many steps at most.
 Cut: TypeAlias = bool | int
-_MAX_RETRIES = 10_000  # while a writer replaces the rows of a tiny lane
 
 
 class MarkKey(Generic[T]):
@@ -67,6 +71,11 @@ class MarkKey(Generic[T]):
     def __set__(self, sampler: SliceSampler, value: T) -> None:  # read as any attribute
         sampler.__dict__[self._name] = value
         sampler._marking = sampler._plan = None
+
+
+def _uniform_runs(attributes: dict[str, Any]) -> RunSource:
+    """How runs are drawn by a sampler whose pickle does not say it."""
+    return UniformRuns()
 
 
 @advised
@@ -169,8 +178,10 @@ class SliceSampler(Sampler, built_in=True):
         if weight not in get_args(Weight):
             raise ValueError(f"weight must be one of {get_args(Weight)}, got {weight!r}")
         self.weight = weight
-        self.storage_state = StorageState()
+        self.storage_state = UniformRuns()
 
+    storage_state: RunSource  # how runs are drawn
+    _of_earlier_pickle = staticmethod(_uniform_runs)
     truncated_key = MarkKey[KeyPath | None]()
     pad_output = MarkKey[bool]()
     slice_key = MarkKey[KeyPath | None]()
@@ -232,6 +243,9 @@ class SliceSampler(Sampler, built_in=True):
         draw.runs = draw.seen = slices
         draw.store, (draw.marks, draw.flags) = lanes.store, self._marking or self._mark_by_settings()
         draw.entries, draw.anew = self._entries, anew
+        epoch = info.epoch if isinstance(info, EpochInfo) else None
+        if epoch is not None and not self.storage_state.full_batches:
+            draw.rest = partial(self._more_slices, storage, slices.rule, epoch)
         return draw
 
     def _check_slots(self, storage: Storage, slots: Tensor, slices: _native.SliceBatch) -> None:
@@ -249,12 +263,14 @@ class SliceSampler(Sampler, built_in=True):
         return any(what != "first if any" or layout is None or path in layout.paths for what, path in self._all_marks())
 
     def draw_plan(self, storage: Storage) -> DrawPlan:
-        native = _native.SliceDraw(self, drawing, partial(self._planned, storage), ("_plan",))
-        return (
-            super()
-            .draw_plan(storage)
-            ._replace(most_rows=partial(self._most_rows, storage), native=native, episodes=self.episodes)
-        )
+        native = None
+        if isinstance(self.storage_state, UniformRuns):
+            native = _native.SliceDraw(self, drawing, partial(self._planned, storage), ("_plan",))
+        plan = super().draw_plan(storage)
+        return plan._replace(
+            most_rows=partial(self._most_rows, storage), native=native, episodes=self.episodes,
+            full_batches=self.storage_state.full_batches,
+        )  # fmt: skip
 
     def _planned(
         self, storage: Storage, batch_size: int
@@ -302,11 +318,14 @@ class SliceSampler(Sampler, built_in=True):
 
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         with self.lock:
-            return DrawTotals(float(self.episodes.choices(storage, self._rule_of(batch_size))))
+            return self.storage_state.run_totals(storage, self.episodes, self._rule_of(batch_size), newest)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        self._divide(batch_size)  # for its error
-        return bool(len(storage)) and self.totals(storage, batch_size).share > 0
+        n, length = self._divide(batch_size)
+        if not len(storage):
+            return False
+        with self.lock:
+            return self.storage_state.can_draw_runs(storage, self.episodes, self._rule(length), n)
 
     def _rule_of(self, batch_size: int | None) -> _native.SliceRule:
         if self.slice_len is not None:
@@ -317,7 +336,9 @@ class SliceSampler(Sampler, built_in=True):
 
     def _most_rows(self, storage: Storage, batch_size: int) -> int:
         n, length = self._divide(batch_size)
-        return n * length if self._masks() else n * min(length, stored_rows(storage))
+        if self._masks():
+            return n * length
+        return self.storage_state.most_rows_of_runs(n, length, stored_rows(storage))
 
     def _make_plan(self, batch_size: int) -> tuple[int, int, _native.SliceRule]:
         n, length = self._divide(batch_size)
@@ -342,42 +363,26 @@ class SliceSampler(Sampler, built_in=True):
         )
 
     def _slices(self, storage: Storage, rule: _native.SliceRule, n: int) -> _native.SliceBatch:
-        seed = self._draw_seed(storage, storage.lanes)
-        slices = self._draw(storage, rule, seed, n)
-        if slices is None:
-            with storage.mutex:  # after somebody who is replacing all rows
-                slices = self._draw(storage, rule, seed, n)
-        for _ in range(_MAX_RETRIES):
-            if slices is not None:
-                return slices
-            time.sleep(0)
-            before = _counters(storage)
-            slices = self._draw(storage, rule, seed, n)
-            if slices is None and not _is_being_written(before) and before == _counters(storage):
-                break  # nobody has written since the look before the draw
-        raise self._nothing_to_draw(storage, rule)
+        seed = partial(self._seed_of, storage)
+        return self.storage_state.draw_runs(storage, self.episodes, rule, seed, n)
 
-    def _draw(self, storage: Storage, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
-        """n slices; None: there is no trajectory that is long enough."""
-        return self.episodes.draw(storage, rule, seed, n)
+    def _more_slices(self, storage: Storage, rule: _native.SliceRule, epoch: int, n: int) -> _native.SliceBatch | None:
+        return self.storage_state.more_runs(storage, self.episodes, rule, partial(self._seed_of, storage), n, epoch)
 
-    def _nothing_to_draw(self, storage: Storage, rule: _native.SliceRule) -> RuntimeError:
-        if not len(storage):
-            return RuntimeError(f"{EMPTY} Add or extend it first.")
-        return RuntimeError(
-            f"no trajectory has {rule.min_length} steps; the longest that is stored has "
-            f"{self.episodes.longest(storage)}. Use shorter slices, or strict_length=False"
-        )
+    def _seed_of(self, storage: Storage) -> Tensor:
+        return self._draw_seed(storage, storage.lanes)
 
     def _info(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
         slots = slices.slots()
-        return (storage.from_slots(slots) if storage.ndim > 1 else slots), {**self._entries(slices), "slices": slices}
+        info = self.storage_state.run_info({**self._entries(slices), "slices": slices})
+        return (storage.from_slots(slots) if storage.ndim > 1 else slots), info
 
     def _entries(self, slices: _native.SliceBatch) -> dict[Any, Any]:
         """What to say of these slices."""
         entries: dict[Any, Any] = {"slice_id": slices.ids()}
         for path in self._masks():
             entries[_shown_key(path)] = slices.mask()
+        entries.update(self.storage_state.run_entries(slices))
         return entries
 
     # ---- state ----
@@ -430,16 +435,6 @@ def _rows_cut(span: tuple[Cut, Cut], length: int) -> tuple[int, int]:
     return begin, end
 
 
-def _counters(storage: Storage) -> list[dict[str, Any]]:
-    lanes = storage.lanes
-    return [] if lanes is None else lanes.counters()
-
-
-def _is_being_written(lanes: list[dict[str, Any]]) -> bool:
-    """Whether a writer is replacing rows: a tiny lane shows fewer for that moment."""
-    return any(lane["claimed"] > lane["published"] for lane in lanes)
-
-
 class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
     """Epochs over trajectories: a slice of each one that is long enough, at a start drawn uniformly.
 
@@ -464,26 +459,14 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
 
     _of_earlier_pickle = staticmethod(SliceEpochs.of_earlier_pickle)
     storage_state: SliceEpochs
+    drop_last = StateSetting[bool]("Whether a last batch that is not full is left out.")
     shuffle = StateSetting[bool]("Trajectories in random order; else in the order of lanes.")
 
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **slices: Any) -> None:
         if "weight" in slices:
             raise TypeError("an epoch has each trajectory once: there is no weight; use SliceSampler")
         super().__init__(**slices)
-        self.drop_last = drop_last
-        self.storage_state = SliceEpochs(shuffle)
-
-    def draw_plan(self, storage: Storage) -> DrawPlan:
-        return super().draw_plan(storage)._replace(native=None, full_batches=self.drop_last)  # an epoch has a state
-
-    def _info(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
-        index, of_slices = super()._info(storage, slices)
-        info = EpochInfo(of_slices)
-        info.epoch = self.storage_state.drawn
-        return index, info
-
-    def _most_rows(self, storage: Storage, batch_size: int) -> int:
-        return batch_size if self.pad_output else min(batch_size, stored_rows(storage))
+        self.storage_state = SliceEpochs(shuffle, drop_last)
 
     @property
     def _sample_list(self) -> Tensor | None:
@@ -494,55 +477,11 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         with self.lock:
             return self.storage_state.rest()
 
-    def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
-        draw = super()._draw_batch(storage, batch_size)
-        if draw.runs is not None and isinstance(draw.info, EpochInfo) and not self.drop_last:
-            draw.rest = partial(self._draw_more, storage, draw.runs.rule, draw.info.epoch)
-        return draw
-
-    def _draw_more(
-        self, storage: Storage, rule: _native.SliceRule, epoch: int | None, n: int
-    ) -> _native.SliceBatch | None:
-        """As `SliceEpochs.take_more`, of the epoch of this number."""
-        if not self.storage_state.is_running(epoch):
-            return None
-        seed = self._draw_seed(storage, storage.lanes)
-        return self.storage_state.take_more(storage, self.episodes, rule, seed, n)
-
-    def _slices(self, storage: Storage, rule: _native.SliceRule, n: int) -> _native.SliceBatch:
-        lanes, epochs = storage.lanes, self.storage_state
-        if lanes is None or not (len(lanes) or len(storage)):
-            raise self._nothing_to_draw(storage, rule)
-        for _ in range(100):  # an epoch can be over before it gave a slice, when writers overwrite all of it
-            size = epochs.go_on(storage, lanes, self.episodes, rule, lambda: int(self._draw_seed(storage, lanes)))
-            if not size:
-                raise self._nothing_to_draw(storage, rule)
-            if self.drop_last and n > size:
-                raise ValueError(
-                    f"a batch is {n} slices, but only {size} trajectories have {rule.min_length} steps, and "
-                    "drop_last leaves out batches that are not full; sample fewer"
-                )
-            seed = self._draw_seed(storage, lanes)
-            slices = epochs.take(storage, self.episodes, rule, seed, n, n if self.drop_last else 1)
-            if len(slices) == n or (len(slices) and not self.drop_last):
-                return slices
-        raise RuntimeError("writers overwrite the trajectories of an epoch before they can be read; use SliceSampler")
-
     totals = Sampler.totals  # an epoch is one of a storage
-
-    def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        slices, length = self._divide(batch_size)
-        if not len(storage):
-            return False
-        with self.lock:
-            return self.episodes.choices(storage, self._rule(length)) >= (slices if self.drop_last else 1)
 
     @property
     def ran_out(self) -> bool:
         return self.storage_state.ran_out
-
-    def _config(self) -> dict[str, Any]:
-        return {**super()._config(), "shuffle": self.shuffle, "drop_last": self.drop_last}
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, drop_last={self.drop_last}, shuffle={self.shuffle})"
@@ -684,6 +623,9 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
         [5, 6, 7, 5, 6, 7]
     """
 
+    storage_state: PriorityTable
+    _of_earlier_pickle = staticmethod(PrioritizedSampler._of_earlier_pickle)
+
     def __init__(
         self,
         max_capacity: int | None,
@@ -719,25 +661,6 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
         self.storage_state = PriorityTable(
             max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, starts_only=True
         )
-
-    # ---- sampling ----
-    def draw_plan(self, storage: Storage) -> DrawPlan:
-        return super().draw_plan(storage)._replace(native=None)
-
-    def _draw(self, storage: Storage, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
-        if storage.lanes is None:
-            return None
-        return self.episodes.draw_starts(storage, self.storage_state.following(storage, storage.lanes), rule, seed, n)
-
-    def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
-        with self.lock:
-            rule = self._rule_of(batch_size)
-            return self.storage_state.totals(
-                lambda p: self.episodes.poll_starts(storage, p, rule) if newest else None, storage
-            )
-
-    def _entries(self, slices: _native.SliceBatch) -> dict[Any, Any]:
-        return {**super()._entries(slices), "priority_weight": self.storage_state.start_weights(slices)}
 
     def __repr__(self) -> str:
         settings = f"strict_length={self.strict_length}, {self.storage_state.settings_shown()}"
