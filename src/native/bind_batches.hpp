@@ -1,7 +1,8 @@
-// Whole batches in one native call: draw, look, copy, tensors, and the form of the stored data.
+// Makes whole batches in one native call: draws rows, looks up which exist, copies them, and makes tensors in the form of the
+// stored data.
 //
-// A `RowDraw` is a sampler's part of it, a `RowSource` the table's, a `BatchMaker` that of a reader of one table or several, which
-// puts them together. Whatever is not plain is left to the caller: the call returns None, and the batch is made in Python.
+// A `RowDraw` draws rows for a sampler, a `RowSource` holds the rows of a table, and a `BatchMaker` combines them for a reader
+// of one or several tables. Input that is not plain is left to the caller: the call returns None, and Python makes the batch.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -32,8 +33,8 @@ class RowSource {
   }
   Store& store() const { return *store_; }
   const Codec& codec() const { return *codec_; }
-  bool mapped() const { return mapped_; }  // a file lies behind the rows
-  uint64_t id() const { return id_; }      // no other one ever has it
+  bool mapped() const { return mapped_; }  // whether the rows lie in a mapped file
+  uint64_t id() const { return id_; }      // unique within the process
 
  private:
   static uint64_t new_id() {
@@ -55,7 +56,7 @@ inline nb::object call_method(PyObject* self, PyObject* method, PyObject* keywor
   return nb::steal(result);
 }
 
-// Holds one of Python's locks; the GIL is released only where somebody else has it.
+// Holds one of Python's locks; releases the GIL only where another thread has the lock.
 class HeldLock {
  public:
   explicit HeldLock(nb::object lock) : lock_(std::move(lock)) {
@@ -80,13 +81,13 @@ inline nb::object attribute(const nb::object& of, PyObject* name) {
   return nb::steal(value);
 }
 
-// What a sampler's seeds are made of: 63 bits, as torch gives.
+// A sampler's seed: 63 bits, as torch's seeds have.
 inline uint64_t next_seed(CounterGenerator& generator) { return generator.next() >> 1; }
 
 // The random numbers of a sampler, as its `_draw_seed` gets them.
 class SeedSource {
  public:
-  // `lock`: of torch's random numbers, which a fork waits for.
+  // `lock`: guards torch's random numbers; a fork waits for it.
   SeedSource(nb::object sampler, nb::object lock) : sampler_(std::move(sampler)), lock_(std::move(lock)) {}
   // Runs Python code.
   uint64_t next() const {
@@ -108,18 +109,18 @@ class SeedSource {
   nb::object sampler_, lock_;
 };
 
-// What a sampler draws for one batch.
+// The rows that a sampler draws for one batch.
 struct DrawnBatch {
   std::vector<int64_t> slots;
-  bool with_weights = false;     // whether weights are to be drawn, where the sampler has any
+  bool with_weights = false;     // whether to draw weights, if the sampler has any
   std::vector<uint8_t> weights;  // of each row, in the sampler's type
-  std::vector<double> leaves;    // while it is drawn
-  SliceBatch slices;             // whose rows these are, where the sampler draws slices
-  int64_t member = 0;            // of an ensemble, whose rows these are
+  std::vector<double> leaves;    // of the sum tree, during the draw only
+  SliceBatch slices;             // the slices that the rows form, if the sampler draws slices
+  int64_t member = 0;            // of an ensemble: the member that the rows come from
 };
 
-// The form in which the batches of a table are handed out: that of the stored data, with entries besides, which are leaves
-// numbered behind the rows' own.
+// The form in which a table's batches are returned: that of the stored data, and added entries, which are leaves numbered
+// behind the rows' own.
 class BatchForm {
  public:
   enum Content { kIndex, kWeight, kSliceId, kMask, kFirst, kLast, kMember };
@@ -129,33 +130,33 @@ class BatchForm {
     size_t item_bytes() const { return dtype.bits / 8; }
     bool is_column() const { return content == kFirst || content == kLast; }  // [n, 1]
   };
-  // A leaf of the rows, bool, that is true at each slice's first or last step, whatever is stored.
+  // A bool leaf of the rows that is true at each slice's first or last step, whatever value is stored.
   struct Mark {
     size_t leaf;
     bool last;
   };
 
   BatchForm() = default;
-  // `number`: no form of another table or with other entries has it.
+  // `number`: unique to this table and these entries.
   BatchForm(const Codec& codec, uint64_t number) : number_(number), leaves_(codec.leaves().size()), codec_(&codec) {
     if (codec.root() && codec.root()->kind != Node::kLeaf) root_ = *codec.root(), has_keys_ = true;
   }
   uint64_t number() const { return number_; }
-  // Whether batches of this form are made in one native call.
+  // Whether one native call makes batches of this form.
   bool is_made_here() const { return is_made_here_; }
   void set_made_here(bool is) { is_made_here_ = is; }
-  bool has_keys() const { return has_keys_; }  // else there is no place for entries
+  bool has_keys() const { return has_keys_; }  // without keys there is no place for entries
   const Node& root() const { return root_; }
   const std::vector<Entry>& entries() const { return entries_; }
   const std::vector<Mark>& marks() const { return marks_; }
 
   const std::vector<size_t>& outside() const { return outside_; }  // the leaves that have no place in the batch
 
-  // Adds an entry at the root, if batches have keys, whatever the dimensions of the batch there.
+  // Adds an entry at the root, if batches have keys, regardless of the batch dimensions there.
   void add_to_root(const nb::object& key, Entry entry) {
     if (has_keys_) put(root_, key, entry);
   }
-  // Adds entries together under one key of the root, in the place of what is stored there. False: there is no place for them.
+  // Adds several entries under one key of the root, replacing the stored entry. False: there is no place for them.
   bool add_group_to_root(const nb::object& key, const std::vector<std::pair<nb::object, Entry>>& group) {
     if (!has_keys_ || !root_.batch.empty()) return false;
     Node* child = child_of(root_, key);
@@ -179,7 +180,7 @@ class BatchForm {
     put(*node, key, entry);
     return true;
   }
-  // Marks each slice's first or last step in the leaf under a path; adds one where there is none. False: it cannot be marked.
+  // Marks each slice's first or last step in the leaf under a path; adds the leaf if it is missing. False: it cannot be marked.
   bool mark(nb::tuple path, bool last) {
     Node* const node = parent(path, false);
     const Node* const child = node ? child_of(*node, path[path.size() - 1]) : nullptr;
@@ -189,7 +190,7 @@ class BatchForm {
     marks_.push_back({child->leaf, last});
     return true;
   }
-  // Marks each slice's first step in a flag at the root, where there is one and the batch is flat. False: it is no bool.
+  // Marks each slice's first step in a flag at the root, if there is one and the batch is flat. False: the entry is not bool.
   bool mark_first_if_any(nb::tuple path) {
     Node* const node = parent(path, false);
     const Node* const child = node ? child_of(*node, path[path.size() - 1]) : nullptr;
@@ -215,8 +216,8 @@ class BatchForm {
     child->leaf = leaves_ + entries_.size();
     entries_.push_back(entry);
   }
-  // What holds the entry of a path. Null: it is no dictionary, has more dimensions than the batch, or (unless it is `made`)
-  // is missing.
+  // The dictionary that holds the entry of a path. Null: that entry is not a dictionary, has more dimensions than the batch, or
+  // is missing (and `made` is false).
   Node* parent(nb::tuple path, bool made) {
     Node* node = &root_;
     for (size_t i = 0; i + 1 < path.size(); ++i) {
@@ -235,7 +236,7 @@ class BatchForm {
 
   uint64_t number_ = 0;
   size_t leaves_ = 0;
-  const Codec* codec_ = nullptr;  // while it is made
+  const Codec* codec_ = nullptr;  // valid only while the form is built
   bool is_made_here_ = false, has_keys_ = false;
   Node root_;
   std::vector<Entry> entries_;
@@ -247,28 +248,29 @@ class BatchForm {
 class RowDraw {
  public:
   virtual ~RowDraw() = default;
-  // The type of its weights; none: it has no weights.
+  // The type of the sampler's weights; none: the sampler has no weights.
   virtual std::optional<DType> weight_type() const { return std::nullopt; }
-  // Gets ready for batches of n, before `prepare`; may run Python code. False: as `prepare`.
+  // Prepares for batches of n, before `prepare`; may run Python code. False: same meaning as in `prepare`.
   virtual bool plan(Store&, size_t) { return true; }
-  // Changes with what `complete` does.
+  // Changes whenever the entries and marks that `complete` adds change.
   virtual uint64_t form_version() const { return 0; }
-  // Adds the entries and marks of such batches. False: they are not made here.
+  // Adds the entries and marks of such batches. False: Python makes such batches.
   virtual bool complete(BatchForm&) const { return true; }
-  // Gets what it needs from Python, such as random numbers. False: there are no rows, or it takes more than this.
+  // Fetches from Python what the draw needs, such as random numbers. False: no row is stored, or Python must make the batch.
   virtual bool prepare(Store& store) = 0;
-  // Draws n rows that exist. False: as `prepare`; the sampler must then be as it was, apart from random numbers. Runs no
-  // Python code.
+  // Draws n rows that exist. Runs no Python code. False: same meaning as in `prepare`; the sampler must then be unchanged,
+  // apart from random numbers.
   virtual bool draw(Store& store, size_t n, DrawnBatch& drawn) = 0;
-  // Whether rows that come in the places of drawn ones before these are read are as good, as what was drawn are slots.
+  // Whether a row that replaces a drawn one before it is read is equally valid, because the sampler draws slots.
   virtual bool takes_newer_rows() const { return false; }
-  // Whether a batch of several tables may have such rows: nothing is added to their form, and no draw depends on the last one.
+  // Whether a batch of several tables may contain such rows: the sampler adds nothing to the form, and no draw depends on the
+  // one before.
   virtual bool joins() const { return false; }
-  // Whether it only looks at the store's counters, which say at any time which rows there are, whoever writes them.
+  // Whether the draw reads only the store's counters, which say at any time which rows exist, whichever process writes them.
   virtual bool asks_counters_only() const { return false; }
 };
 
-// As `Lanes.uniform` of a seed from the sampler.
+// Draws uniformly: `Lanes.uniform` of a seed from the sampler.
 class UniformDraw final : public RowDraw {
  public:
   UniformDraw(nb::object sampler, nb::object lock) : seeds_(std::move(sampler), std::move(lock)) {}
@@ -290,11 +292,11 @@ class UniformDraw final : public RowDraw {
   uint64_t seed_ = 0;
 };
 
-// The next rows of an epoch that is running, of which at least a batch more is left after them; the first batch, the last
-// ones, and those after rows of the epoch were overwritten are the sampler's.
+// Draws the next rows of a running epoch that has at least one more batch after them. The sampler itself draws the first batch,
+// the last ones, and those after rows of the epoch were overwritten.
 class EpochDraw final : public RowDraw {
  public:
-  // `running`: a callable that gives the walk, and a dict with the `position` in it; None: there is no such epoch.
+  // `running`: a callable that returns the walk, and a dict with the `position` in it; None: no such epoch is running.
   explicit EpochDraw(nb::object running) : running_(std::move(running)) {}
   bool prepare(Store&) override {
     const nb::object running = running_();
@@ -328,14 +330,15 @@ class EpochDraw final : public RowDraw {
 // Makes the batches of one table, [n], or of several, [members, rows of each].
 class BatchMaker {
  public:
-  // `members`: for each table how its rows are drawn, and the sampler whose lock that takes. `chooser`: its method `choose` gives
-  // the members of a batch of n, and how many rows are of each, under its lock; None: there is one table, and no dimension of
-  // members. The tables of several have one layout, and all that their draws `join`.
-  // `forms`: the forms that batches can have, each a list of what is at their roots besides the rows: a key, and what is under
-  // it, or a list of keys with it: each row's "index" or "weight", or the number of its "member"; where the key is None, it is
-  // handed out beside the batch. Where samplers have no weights, weights are left out.
-  // `reuse`: callables without arguments; while all of them say no, batches are read into tensors of earlier ones that
-  // nobody has any more. None: each batch gets new tensors.
+  // `members`: for each table, how its rows are drawn, and the sampler whose lock the draw takes. Several tables have one
+  // layout, and all their draws `join`.
+  // `chooser`: its method `choose` returns the members of a batch of n, and the number of rows of each, under its lock; None:
+  // there is one table, and no dimension of members.
+  // `forms`: the forms that batches can have. Each is a list of the entries at the root besides the rows: a key with an entry,
+  // or a key with a list of keys and entries. An entry is each row's "index" or "weight", or the number of its "member"; where
+  // the key is None, it is returned beside the batch. Where samplers have no weights, weights are left out.
+  // `reuse`: callables without arguments; while all of them return false, batches are read into tensors of earlier batches that
+  // have no other owner any more. None: each batch gets new tensors.
   BatchMaker(nb::list members, nb::object chooser, nb::list forms, nb::object reuse) : chooser_(std::move(chooser)) {
     for (nb::handle one : members) {
       const auto [draw, sampler] = nb::cast<std::pair<nb::object, nb::object>>(one);
@@ -358,14 +361,15 @@ class BatchMaker {
   }
   BatchMaker(const BatchMaker&) = delete;
   BatchMaker& operator=(const BatchMaker&) = delete;
-  // Whether there may be batches that are made here.
+  // Whether native code can make any of the batches.
   bool is_made_here() const { return is_made_here_; }
 
-  // A batch of n rows of a RowSource, or of a sequence with one for each member, in one of the forms, in a tuple with what is handed
-  // out beside it; None: it takes more than this call does, and the caller makes it. `as_numpy`: dicts of arrays.
+  // Returns a batch of n rows of a RowSource, or of a sequence with one for each member, in one of the forms, in a tuple with
+  // the entries that are returned beside it; None: the batch needs more than this call does, and the caller makes it.
+  // `as_numpy`: dicts of arrays.
   nb::object sample(nb::object sources, size_t n, bool as_numpy, size_t form) {
     if (!is_made_here_ || joined_after_fork()) return nb::none();
-    // Taken out, as the making of tensors may run a finaliser that samples, too.
+    // Taken out of this object, because making tensors may run a finaliser that also samples.
     const TakenScratch taken(*this);
     Scratch& scratch = *taken.scratch;
     size_t row_bytes = 0;
@@ -389,12 +393,12 @@ class BatchMaker {
     return read(drawn, scratch.parts, as_numpy);
   }
 
-  // As `sample`, but threads copy the rows from now on, and the batch is made when it is taken. `maker` is this object.
+  // As `sample`, but threads copy the rows from now on, and `take` makes the batch. `maker` is this object.
   static nb::object prepare(nb::object maker, nb::object sources, size_t n, CopyThreads& threads, size_t form);
 
  private:
   friend class PreparedBatch;
-  // Rows of so many bytes are copied by two threads, where torch may use several: to wake one takes the time of 100 KB.
+  // From this size on two threads copy the rows, if torch may use several: waking a thread takes as long as copying 100 KB.
   static constexpr size_t kThreadedBytes = 1 << 20;
   static bool torch_has_threads() {
     static PyObject* number = nb::object(nb::module_::import_("torch").attr("get_num_threads")).release().ptr();
@@ -410,14 +414,14 @@ class BatchMaker {
   };
   using Entries = std::vector<std::pair<nb::object, BatchForm::Entry>>;
   using SharedForm = std::shared_ptr<const BatchForm>;
-  // The entries of one kind of batches: keys of the root with one, or with several entries below it.
+  // The entries of one form: keys of the root with one entry, or with several below it.
   struct Form {
     std::vector<std::tuple<nb::object, BatchForm::Entry, Entries>> entries;
-    std::vector<uint64_t> made_of;  // what `made`, the form of the last batch, depends on
+    std::vector<uint64_t> made_of;  // the versions that `made`, the form of the last batch, depends on
     SharedForm made;
   };
   using Sources = std::vector<const RowSource*>;
-  // What one table gives to a batch.
+  // The part of a batch that comes from one table.
   struct Part {
     DrawnBatch drawn;
     const RowSource* source = nullptr;
@@ -442,7 +446,7 @@ class BatchMaker {
     BatchMaker& maker;
     mutable std::unique_ptr<Scratch> scratch;
   };
-  // A batch of so many parts with the same number of rows.
+  // A drawn batch of several parts, each with the same number of rows.
   struct Drawn {
     size_t parts = 0, each = 0;
     SharedForm form;
@@ -476,7 +480,8 @@ class BatchMaker {
     entries.emplace_back(key, group[0].second, std::move(group));
   }
 
-  // The sources that are given; several are a tuple from then on, which no other code changes while they are used.
+  // The sources in `given`, which the caller keeps alive; several are a tuple from then on, which no other code changes
+  // while they are used.
   void list_sources(nb::object& given, size_t form, Sources& sources) const {
     if (form >= forms_.size()) throw nb::index_error("no such form");
     sources.clear();
@@ -493,8 +498,8 @@ class BatchMaker {
     if (sources.size() != members_.size()) throw nb::value_error("a source is needed for each member");
   }
 
-  // Draws the rows of a batch, looks which exist, and locates them. `part(p, source)`: where part p is kept, with a reader of its
-  // source. False: it takes more than this.
+  // Draws the rows of a batch, looks up which exist, and locates them. `part(p, source)`: where part p is kept, with a reader
+  // of its source. False: the batch needs more than this call does.
   template <typename PartOf>
   bool draw(const Sources& sources, size_t n, size_t form, Drawn& batch, PartOf&& part) {
     if (chooser_.is_none()) {
@@ -524,14 +529,14 @@ class BatchMaker {
     RowReader& reader = *part.reader;
     DrawnBatch& drawn = part.drawn;
     part.source = sources[id], part.draw = &draw, drawn.with_weights = with_weights_;
-    const HeldLock held(attribute(member.sampler, lock));  // a forked child has another one
+    const HeldLock held(attribute(member.sampler, lock));  // looked up each time: a forked child has another lock
     if (!draw.plan(store, n)) return false;
     batch.form = form_of(sources, forms_[form]);
     if (!batch.form->is_made_here() || !draw.prepare(store)) return false;
     if (store.geometry().lanes > std::max<size_t>(n, 1) && draw.takes_newer_rows() && !store.read_only())
       return draw.draw(store, n, drawn) && reader.find(drawn.slots.data(), drawn.slots.size());
     reader.look();
-    // Only in a store that this process may not write can another one be replacing all rows.
+    // Another process can replace all rows only in a store that this process may not write.
     if (store.read_only() && reader.rows_are_being_replaced()) return false;
     return draw.draw(store, n, drawn) && reader.locate(drawn.slots.data(), drawn.slots.size());
   }
@@ -575,7 +580,7 @@ class BatchMaker {
     }
   }
 
-  // A batch whose tensors are not all made, or whose rows are not all copied.
+  // A drawn batch with tensors still to make, or rows still to copy.
   struct Unread {
     Unread(Drawn& drawn, bool joins, size_t leaves)
         : each(drawn.each), rows(drawn.parts * drawn.each), lead(lead_of(drawn, joins)), form(std::move(drawn.form)),
@@ -584,12 +589,12 @@ class BatchMaker {
       const auto each = static_cast<int64_t>(drawn.each), parts = static_cast<int64_t>(drawn.parts);
       return joins ? std::vector<int64_t>{parts, each} : std::vector<int64_t>{each};
     }
-    const size_t each, rows;  // of a part, and of all
+    const size_t each, rows;  // of each part, and of all parts
     const std::vector<int64_t> lead;
     const SharedForm form;
-    std::vector<nb::object> tensors;  // that there are already
+    std::vector<nb::object> tensors;  // those that exist already
     std::vector<uint8_t*> data;
-    LeafMemory memory;  // of the others
+    LeafMemory memory;  // of the tensors still to make
     size_t made = 0;
     bool as_numpy = false, reuses = false, found = false;
   };
@@ -615,7 +620,7 @@ class BatchMaker {
       fill_entries(batch, leaves.size(), p, parts[p]->drawn);
       asking |= parts[p]->source->mapped() && parts[p]->source->store().readahead().on();
     }
-    // No Python code runs to the end of the copy: a finaliser that samples would use the same memory for these.
+    // No Python code runs until the copy ends: a finaliser that samples would use the same memory for these.
     static thread_local std::vector<LeafCopy> copies;
     bool whole = true;
     maybe_without_gil(bytes > kGilBytes || asking, [&] {
@@ -625,8 +630,8 @@ class BatchMaker {
       }
       for (size_t p = 0; p < drawn.parts && whole; ++p) whole = parts[p]->reader->are_whole();
     });
-    // Rows that were overwritten meanwhile are drawn anew where each sampler's way of doing so is. As the look was before the
-    // draw, whole rows are those that were drawn, and have their weights.
+    // Overwritten rows are drawn again in Python, where each sampler defines how. The look came before the draw, so whole rows
+    // are the drawn ones and match their weights.
     return whole ? finish(parts[0]->source->codec(), batch, parts) : nb::none();
   }
 
@@ -679,7 +684,7 @@ class BatchMaker {
     return nb::tuple(all);
   }
 
-  // Whether all that a batch consists of can be an array.
+  // Whether every leaf and entry of a batch can be an array.
   bool has_arrays(const Codec& codec, size_t form) const {
     for (const Leaf& leaf : codec.leaves())
       if (!ArrayMaker::dtype(leaf.dtype).is_valid()) return false;
@@ -719,7 +724,7 @@ class BatchMaker {
       if (nb::cast<bool>(prevented())) return false;
     return true;
   }
-  // Holds the tensors from here on: what Python runs later finds them in use.
+  // Holds references to the tensors from here on, so that Python code that runs later finds them in use.
   bool take_kept(Unread& batch) {
     const auto* places = kept_.find(batch.form->number(), batch.rows);
     if (!places) return false;
@@ -748,7 +753,7 @@ class BatchMaker {
   std::unique_ptr<Scratch> scratch_;  // for the next batch
 };
 
-// A batch that was drawn, and whose rows are being copied. Keeps the stores mapped until no thread reads from them.
+// A drawn batch whose rows are being copied. Keeps the stores mapped until no thread reads from them.
 class PreparedBatch {
  public:
   PreparedBatch(nb::object maker, nb::object sources, size_t form)
@@ -761,12 +766,12 @@ class PreparedBatch {
   ~PreparedBatch() {
     for (auto& part : parts_) {
       part->rows->cancel();
-      // In a forked child a thread of the parent may wait for it for ever: it cannot be destroyed.
+      // In a forked child the copy may wait for ever for a thread of the parent, so it cannot be destroyed and is leaked.
       if (forks() != forks_) new std::shared_ptr<RowCopy>(std::move(part->rows));
     }
   }
 
-  // `at_once`: it is taken next, before anything else runs, and may be read into tensors of earlier batches.
+  // `at_once`: the batch is taken next, before any other code runs, and may be read into tensors of earlier batches.
   bool start(size_t n, CopyThreads& threads, bool at_once = false) {
     const auto begin = std::chrono::steady_clock::now();
     BatchMaker::Drawn drawn;
@@ -792,7 +797,7 @@ class PreparedBatch {
     took_ = std::chrono::steady_clock::now() - begin;
     return true;
   }
-  // The batch; None: some of its rows were overwritten before they were copied. Only once.
+  // Returns the batch; None: some of its rows were overwritten before they were copied. Call it once.
   nb::object take() {
     if (!batch_) throw nb::value_error("this batch was taken already");
     if (!std::all_of(parts_.begin(), parts_.end(), [](const auto& part) { return part->rows->done(); })) {
@@ -807,16 +812,16 @@ class PreparedBatch {
     took_ += std::chrono::steady_clock::now() - begin;
     return made;
   }
-  // Refuses stores whose files have become shorter.
+  // Raises for stores whose files have become shorter.
   void check_files() const {
     for (const RowSource* source : sources_) source->store().check_file();
   }
-  // Nothing is copied any more when this returns.
+  // When this returns, no thread copies any more.
   void cancel() {
     nb::gil_scoped_release unlocked;
     for (const auto& part : parts_) part->rows->cancel();
   }
-  // What it took to make it, in all threads.
+  // Time spent on the batch, summed over all threads.
   double seconds() const {
     double seconds = std::chrono::duration<double>(took_).count();
     for (const auto& part : parts_) seconds += part->rows->seconds();
@@ -838,9 +843,9 @@ class PreparedBatch {
   std::chrono::steady_clock::duration took_{};
 };
 
-// As `prepare` and `take` at once: this thread copies rows, too.
+// `prepare` and `take` in one call, in which this thread copies rows as well.
 inline nb::object BatchMaker::sample_with_a_thread(nb::object sources, size_t n, size_t form) {
-  static CopyThreads* threads = nullptr;  // never destroyed: its thread waits when the process ends; a fork has none
+  static CopyThreads* threads = nullptr;  // never destroyed: its thread still waits when the process ends; a fork has none
   static uint64_t forks_before = 0;
   if (!threads || forks_before != forks()) threads = new CopyThreads(1), forks_before = forks();
   PreparedBatch batch(nb::find(*this), std::move(sources), form);

@@ -38,7 +38,7 @@ class FetchedSignals {
   std::unique_ptr<Buffer> buffer_;
 };
 
-// A mutex for threads with and without the GIL, which is free in a forked child.
+// A mutex for threads with and without the GIL; a forked child finds it free.
 class ForkSafeMutex {
  public:
   class Lock {
@@ -62,7 +62,7 @@ class ForkSafeMutex {
    private:
     ForkSafeMutex& mutex_;
   };
-  // Whether another process (the parent) held it last: it may have stopped in the middle.
+  // Whether another process (the parent) held it last: that process may have stopped in the middle of a change.
   bool forked() {
     const uint64_t now = forks();  // `getpid` is a system call
     return std::exchange(forks_, now) != now;
@@ -70,7 +70,7 @@ class ForkSafeMutex {
 
  private:
   bool take() {
-    if (forks_ != forks()) busy_.store(true);  // its holder is a thread of the parent
+    if (forks_ != forks()) busy_.store(true);  // the holder is a thread of the parent
     else if (busy_.exchange(true, std::memory_order_acquire)) return false;
     return true;
   }
@@ -82,7 +82,7 @@ class ForkSafeMutex {
 // The episode index of one storage, and slices drawn from it.
 class Episodes {
  public:
-  // offset: of the flag or id in a packed row; none: it is fetched. bytes: its size.
+  // `offset`: of the flag or id in a packed row; none: Python fetches it. `bytes`: its size.
   Episodes(bool by_id, std::optional<uint64_t> offset, uint64_t bytes)
       : by_id_(by_id), offset_(offset), bytes_(bytes), index_(by_id, bytes) {
     if (bytes != 1 && bytes != 2 && bytes != 4 && bytes != 8) throw nb::value_error("a flag or id has 1, 2, 4 or 8 bytes");
@@ -112,7 +112,7 @@ class Episodes {
         draw_some(all, rule, seed, from, std::min(n, from + kAskedTogether), slices);
     return true;
   }
-  // How many trajectories or, by window, windows `draw` chooses from.
+  // The number of trajectories or, by window, of windows that `draw` chooses from.
   uint64_t choices(Store& store, const SliceRule& rule, nb::handle fetch) {
     const ForkSafeMutex::Lock lock(mutex_);
     poll(store, fetch);
@@ -129,7 +129,7 @@ class Episodes {
   using Ranges = std::vector<std::pair<uint64_t, uint64_t>>;
   // Every trajectory as (lane, env, first sequence, length), lane by lane, environment by environment, oldest first.
   Trajectories trajectories(Store& store, nb::handle fetch) { return trajectories_and_rows(store, fetch).first; }
-  // The same, and of each lane the sequences [first, stop) of the rows that they are made of.
+  // The same, and for each lane the sequences [first, stop) of the rows of these trajectories.
   std::pair<Trajectories, Ranges> trajectories_and_rows(Store& store, nb::handle fetch) {
     std::vector<int64_t> out[4];
     Ranges ranges;
@@ -161,7 +161,7 @@ class Episodes {
     poll(store, fetch);
     return SliceEpoch::begin(index_, eligible(rule), key, shuffle);
   }
-  // Up to n slices from a position of the epoch on, the position after them, and whether at least `least` more follow.
+  // Returns up to n slices from a position of the epoch on, the position after them, and whether at least `least` more follow.
   std::tuple<SliceBatch, uint64_t, bool> take(Store& store, const SliceRule& rule, SliceEpoch& epoch, uint64_t position,
                                               nb::handle seed_in, size_t n, size_t least, nb::handle fetch) {
     const uint64_t seed = seed_of(seed_in);
@@ -191,7 +191,7 @@ class Episodes {
   static SliceBatch empty_batch(const Store& store, const SliceRule& rule) {
     return {store.geometry(), store.header()->incarnation.load(std::memory_order_acquire), rule, {}};
   }
-  // The slices from one number on to another; what is read of their trajectories is asked for before, as it lies anywhere.
+  // Draws the slices of a range of numbers. Prefetches the data of their trajectories, which may lie anywhere.
   void draw_some(const EligibleTrajectories& all, const SliceRule& rule, uint64_t seed, size_t from, size_t to,
                  std::vector<Slice>& slices) const {
     uint64_t which[kAskedTogether];
@@ -228,7 +228,7 @@ class Episodes {
     size_t i = 0;
     while (i < lists_.size() && !lists_[i]->serves(rule)) ++i;
     if (i == lists_.size()) {
-      if (i == kLists) lists_.erase(lists_.begin()), --i;  // the oldest of too many rules
+      if (i == kLists) lists_.erase(lists_.begin()), --i;  // evict the rule that was made first
       lists_.push_back(std::make_unique<EligibleTrajectories>(rule));
     }
     try {
@@ -241,7 +241,7 @@ class Episodes {
   }
 
   static constexpr uint64_t kGilRows = 1 << 14;  // a longer scan releases the GIL
-  static constexpr size_t kAskedTogether = 64;   // trajectories
+  static constexpr size_t kAskedTogether = 64;   // trajectories prefetched together
   static constexpr size_t kLists = 4;
   static constexpr int kLooks = 100;
   bool by_id_;
@@ -252,13 +252,13 @@ class Episodes {
   std::vector<std::unique_ptr<EligibleTrajectories>> lists_;
 };
 
-// Slices whose flags or ids are read from packed rows, as `Episodes.draw` of a seed from the sampler gives them.
+// Draws slices whose flags or ids lie in packed rows: `Episodes.draw` of a seed from the sampler.
 class SliceDraw final : public RowDraw {
  public:
-  // `planned`: a callable of a batch size that gives the episodes, the store that they are of, the number of slices, their
-  // rule, and what is done to batches: pairs of one of "last", "first", "first if any", "mask" and "slice_id", and a path.
-  // None: there is no index of the store yet, or such slices are drawn in Python. It is called again when one of the
-  // sampler's attributes named by `watched` is another object.
+  // `planned`: a callable of a batch size that returns the episodes, their store, the number of slices, their rule, and the
+  // changes to make to batches: pairs of one of "last", "first", "first if any", "mask" and "slice_id", and a path. None: the
+  // store has no index yet, or Python draws such slices. It is called again when one of the sampler's attributes named by
+  // `watched` is another object.
   SliceDraw(nb::object sampler, nb::object lock, nb::object planned, nb::tuple watched)
       : seeds_(sampler, std::move(lock)), sampler_(std::move(sampler)), planned_(std::move(planned)) {
     for (nb::handle name : watched) {
@@ -286,10 +286,10 @@ class SliceDraw final : public RowDraw {
   bool prepare(Store& store) override {
     if (&store != store_ || store.lanes.rows() == 0) return false;
     Slices next = slices_;
-    // Before a random number is drawn.
+    // Checked before a random number is drawn.
     if (nb::cast<Episodes&>(next.episodes).choices(store, next.rule, nb::none()) == 0) return false;
     next.seed = seeds_.next();
-    next_ = std::move(next);  // last, as a finaliser may sample, too
+    next_ = std::move(next);  // assigned last, because a finaliser may also sample
     return true;
   }
   bool draw(Store& store, size_t, DrawnBatch& drawn) override {
@@ -332,12 +332,12 @@ class SliceDraw final : public RowDraw {
 
   SeedSource seeds_;
   nb::object sampler_, planned_, store_object_;
-  std::vector<std::pair<nb::object, nb::object>> watched_;  // attributes' names, and their values when it was planned
+  std::vector<std::pair<nb::object, nb::object>> watched_;  // names of attributes, and their values at planning time
   nb::tuple marks_;
   uint64_t version_ = 0;
-  Store* store_ = nullptr;  // for which it was planned; null: for none
+  Store* store_ = nullptr;  // the store of the plan; null: there is no plan
   size_t n_ = 0;            // rows
-  Slices slices_, next_;    // as planned, and of the batch that is being drawn
+  Slices slices_, next_;    // those of the plan, and those of the batch that is being drawn
 };
 
 // bool [n] or [n, 1].
@@ -351,7 +351,7 @@ inline Tensor flags_out(size_t n, bool column, auto fill) {
   return block.make(0);
 }
 
-// Sets a bool tensor [n, ...] to true in each slice's last (or first) stored row, in place. False: it is no such tensor.
+// Sets a bool tensor [n, ...] to true in each slice's last (or first) stored row, in place. False: it is not such a tensor.
 inline bool mark_rows(const SliceBatch& batch, nb::handle tensor, bool last) {
   TensorView t;
   if (!t.of(tensor.ptr()) || t.dtype.code != kDLBool || t.ndim < 1) return false;
@@ -422,7 +422,7 @@ inline void bind_episodes(nb::module_& m) {
       .def("stale", [](const SliceBatch& b, const Store& s, nb::handle) -> std::optional<std::vector<uint32_t>> {
         std::vector<uint32_t> places = b.stale(s);
         return places.empty() ? std::nullopt : std::optional(std::move(places));
-      }, "store"_a, "slots"_a = nb::none());  // as DrawnRows, which needs the slots
+      }, "store"_a, "slots"_a = nb::none());  // the signature of DrawnRows, which needs the slots
   nb::class_<SliceEpoch>(m, "SliceEpoch")
       .def("__init__", [](SliceEpoch* epoch, uint64_t key, bool shuffle, std::vector<uint64_t> counts,
                           std::vector<int64_t> lasts) {

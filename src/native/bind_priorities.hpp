@@ -96,7 +96,7 @@ inline void check_priorities(const Priorities& self, const NumbersArg& p) {
     if (!self.transform().takes(p[i])) refuse_priority(p[i], i);
 }
 
-// Which rows of a store exist, according to a follower that has just polled it.
+// The rows of a store that exist, according to a follower that has just polled it.
 class StoredRows {
  public:
   StoredRows(const Store& store, const Priorities& p) : geometry_(store.geometry()), slots_(store.slots()), priorities_(p) {
@@ -107,12 +107,12 @@ class StoredRows {
       sequences_.emplace_back(view, geometry_.lane_capacity);
     }
   }
-  // Whether all of these slots hold rows, where that takes no long look: else they must be looked at one by one.
+  // Whether all of these slots hold rows, if that can be decided quickly; false: they must be checked one by one.
   bool all_hold_rows(const int64_t* slots, size_t n) const {
     return geometry_.lanes == 1 && geometry_.envs == 1 && sequences_[0].find_all(slots, n);
   }
-  // Whether the row that a caller means is stored: the slot's current one, or the one of this generation. An IndexError for
-  // slots that can never have held a row.
+  // Whether the row that the caller refers to is stored: the slot's current one, or the one of this generation. Raises
+  // IndexError for slots that can never have held a row.
   bool is_stored(int64_t given, const int64_t* generation) const {
     const auto slot = static_cast<uint64_t>(given);
     if (slot >= slots_) refuse(given, " lies outside 0 to " + std::to_string(slots_ - 1));
@@ -141,7 +141,7 @@ constexpr const char* kAllZero =
     "the priorities of all stored steps are 0, so that none can be drawn; give one a priority with update_priority, or "
     "the sampler an eps above 0";
 
-// Draws n rows: (slots, weights, drawn rows); None where no row is stored.
+// Draws n rows: (slots, weights, drawn rows); None: no row is stored.
 inline std::optional<std::tuple<Tensor, Tensor, DrawnRows>> draw_by_priority(Priorities& self, const Store& store,
                                                                               nb::handle seed_in, size_t n, double beta,
                                                                               bool wide) {
@@ -167,7 +167,7 @@ inline std::optional<std::tuple<Tensor, Tensor, DrawnRows>> draw_by_priority(Pri
   return std::tuple(std::move(slots), std::move(weights), std::move(drawn));
 }
 
-// As `draw_by_priority` of a seed from the sampler.
+// Draws by priority: `draw_by_priority` of a seed from the sampler.
 class PriorityDraw final : public RowDraw {
  public:
   // `follow`: a callable that gives the priorities of the storage's rows, beta, and whether weights are float64.
@@ -180,9 +180,9 @@ class PriorityDraw final : public RowDraw {
     const nb::object following = follow_();
     if (following.is_none()) return false;
     const auto [priorities, beta, wide] = nb::cast<std::tuple<nb::object, double, bool>>(following);
-    if (wide != wide_) return false;  // it was assigned since
+    if (wide != wide_) return false;  // the dtype of the weights was changed since
     const uint64_t seed = seeds_.next();
-    // Last, as a finaliser may sample, too.
+    // Assigned last, because a finaliser may also sample.
     priorities_ = priorities, beta_ = beta, seed_ = seed;
     return true;
   }
@@ -210,20 +210,20 @@ class PriorityDraw final : public RowDraw {
   uint64_t seed_ = 0;
 };
 
-// Positions in the batch whose rows are no longer those that were drawn; None: there are none.
+// Positions in the batch whose rows differ from the drawn ones by now; None: there are none.
 inline nb::object stale_places(const DrawnRows& drawn, const Store& store, nb::handle slots_in) {
   if (drawn.lasts(store)) return nb::none();
   const SlotsArg slots(nb::borrow(slots_in));
   return positions(drawn.stale(store, slots.data, slots.n));
 }
 
-// Opens the starts of slices that a rule allows, as far as rows and trajectories have been taken in.
+// Opens the starts of slices that a rule allows, up to the newest row and trajectory that were polled.
 inline void open_starts(Priorities& self, const Store& store, const EpisodeIndex& index, const SliceRule& rule) {
   if (!self.draws_starts()) throw nb::value_error("these are priorities of steps, not of starts of slices");
   self.open_starts(store, index, rule.length - rule.after, rule.min_length);
 }
 
-// Takes in what is new, and opens the starts of slices that a rule allows.
+// Polls the new rows, and opens the starts of slices that a rule allows.
 inline void poll_starts(Priorities& self, Store& store, Episodes& episodes, const SliceRule& rule, nb::handle fetch) {
   episodes.with_index(store, rule, fetch, [&](const EpisodeIndex& index, const SliceBatch&) {
     self.poll(store);
@@ -273,7 +273,7 @@ inline Tensor start_weights(const Priorities& self, const SliceBatch& batch, dou
   std::vector<double> leaves, of_slices(batch.slices.size());
   for (const Slice& slice : batch.slices) {
     const double leaf = self.leaf(slot_of(batch.geometry, slice.lane, slice.first, slice.env));
-    leaves.push_back(leaf == 0 ? self.lowest() : leaf);  // 0: overwritten since
+    leaves.push_back(leaf == 0 ? self.lowest() : leaf);  // 0: overwritten since the draw
   }
   self.weights(leaves.data(), beta, of_slices.data(), leaves.size());
   auto fill = [&](auto* at) {
@@ -284,12 +284,12 @@ inline Tensor start_weights(const Priorities& self, const SliceBatch& batch, dou
   return out.make(0);
 }
 
-// Priorities that are to be set, with their leaves.
+// New priorities, with their leaves.
 struct PriorityChanges {
-  std::vector<int64_t> slots;  // once `keep_stored` was called
+  std::vector<int64_t> slots;  // set by `keep_stored`
   std::vector<double> priorities, leaves;
 
-  // An error, and nothing is changed, where one is no priority.
+  // Raises, before any change, where a value is not a priority.
   void take(const NumbersArg& given, const PriorityTransform& transform) {
     const size_t n = given.n;
     priorities.resize(n), leaves.resize(n);
@@ -305,7 +305,7 @@ struct PriorityChanges {
     for (size_t i = 0; refused && i < n; ++i)
       if (is_refused(i)) refuse_priority(priorities[i], i);
   }
-  // Keeps those whose rows are stored; returns the number of the others.
+  // Keeps the priorities of stored rows; returns the number of the others.
   uint64_t keep_stored(const StoredRows& stored, const SlotsArg& given, const int64_t* generations) {
     slots.assign(given.data, given.data + given.n);
     size_t n = 0;
@@ -447,7 +447,7 @@ inline void bind_priorities(nb::module_& m) {
         if (!self.transform().takes(priority))
           throw nb::value_error(("priority " + text_of(priority) +
                                  ": priorities are finite, 0 or more, and not too large for alpha; nothing was changed").c_str());
-        self.poll(store);  // rows that are there already get what they would have got
+        self.poll(store);  // rows that are stored already get the priorities that they would have if they had been followed
         self.raise_new(priority);
       }, "store"_a, "priority"_a)
       .def("mark", &mark_priorities, "store"_a, "slots"_a)

@@ -1,4 +1,4 @@
-// The Python face of the max-value writer's heap.
+// Python bindings of the max-value writer's heap.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>

@@ -29,7 +29,7 @@
 
 namespace engram {
 
-// Sizes beyond any memory: refused before they are multiplied.
+// Larger sizes exceed any memory and are refused before they are multiplied.
 constexpr size_t kMostBytes = size_t{1} << 46;
 
 // int64 [n].
@@ -52,7 +52,7 @@ inline void check_lane(const Store& store, uint64_t lane) {
     throw nb::index_error(("lane " + std::to_string(lane) + " of " + std::to_string(store.geometry().lanes)).c_str());
 }
 
-// Releases the GIL for long copies only: getting it back beside a busy thread costs milliseconds.
+// Releases the GIL for long copies only: acquiring it again beside a busy thread costs milliseconds.
 template <typename F>
 inline void maybe_without_gil(bool release, F&& work) {
   if (release) {
@@ -80,12 +80,12 @@ inline Tensor next_slots(Store& store, uint64_t lane, size_t n) {
   return slots_from(store, lane, store.lanes.lane(lane).published.load(), n);
 }
 
-// The turn to append to a lane, for as long as this object exists, in a store whose writers take turns.
+// Holds the turn to append to a lane for the lifetime of this object, in a store whose writers take turns.
 class Turn {
  public:
   Turn(Store& store, uint64_t lane) : store_(store), lane_(lane) {
     if (!store.writer() || store.has_turn()) return;
-    // The first time the caller looks whether there is another writer.
+    // Before the first append the caller checks whether there is another writer.
     mine_ = store.has_written() && store.begin_turn(lane) == 0;
     refused_ = !mine_;
   }
@@ -110,8 +110,9 @@ inline bool is_index_of(const Plan& plan, uint64_t time_slot) {
   return static_cast<uint64_t>(stored) == time_slot;
 }
 
-// `most`: only so many of the first steps. None: the caller must get the turn first; or it has it, and the rows store the
-// index of others; or it must say first that rows of an earlier writer are evicted; or this process was forked and holds no lane.
+// `most`: appends at most this many of the first steps. None: the caller must get the turn first; or it has the turn, and the
+// rows store the index of others; or it must first report that rows of an earlier writer are evicted; or this process was
+// forked and holds no lane.
 inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::optional<size_t> most) {
   if (joined_after_fork()) return nb::none();
   store.must_be_writable();
@@ -127,7 +128,8 @@ inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::opt
     throw nb::value_error("the layout is not that of the rows of this store");
   const Turn turn(store, lane);
   if (turn.refused()) return nb::none();
-  // Before the rows: when they are there nothing may fail any more. The caller keeps this process's other writers out.
+  // Makes the result before the rows: once they are published nothing may fail any more. The caller keeps this process's other
+  // writers out.
   const uint64_t first = store.lanes.lane(lane).published.load();
   const uint64_t first_slot = lane * s.lane_capacity + first % s.lane_capacity;
   if (store.would_evict(lane, first, steps)) return nb::none();
@@ -140,7 +142,7 @@ inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::opt
   return slots;
 }
 
-// ---- packed rows: uint8 [n, row bytes], as they lie in a store ----
+// ---- packed rows: uint8 [n, row bytes], in the layout of a store ----
 using PackedRows = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
 
 inline void check_packed(const PackedRows& rows, size_t row_bytes, const char* whose) {
@@ -198,7 +200,7 @@ inline Tensor pack(const Plan& plan, size_t row_bytes) {
     leaf_bytes += leaf.bytes;
   }
   maybe_without_gil(plan.bytes > kGilBytes, [&] {
-    if (leaf_bytes < row_bytes) std::memset(to, 0, plan.steps * row_bytes);  // bytes of no leaf
+    if (leaf_bytes < row_bytes) std::memset(to, 0, plan.steps * row_bytes);  // bytes that belong to no leaf
     for (size_t i = 0; i < plan.steps; ++i) rows[i] = to + i * row_bytes;
     scatter_rows(rows.data(), plan.steps, copies.data(), copies.size());
   });
@@ -212,7 +214,7 @@ inline nb::object unpack(const Codec& codec, const PackedRows& packed, nb::handl
   const size_t n = packed.shape(0);
   const auto& leaves = codec.leaves();
   const std::vector<int64_t> lead(1, static_cast<int64_t>(n));
-  std::vector<std::unique_ptr<OutBlock>> blocks;  // each leaf may be kept without the others
+  std::vector<std::unique_ptr<OutBlock>> blocks;  // a block each, because a leaf may be kept without the others
   std::vector<LeafCopy> copies;
   for (const Leaf& leaf : leaves) {
     OutBlock& block = *blocks.emplace_back(std::make_unique<OutBlock>());
@@ -240,9 +242,9 @@ inline nb::object positions(const std::vector<uint32_t>& at) {
 struct Reading {
   ReadResult result;
   bool inside = true;
-  size_t outside = 0;  // of several stores the one whose slots were not
+  size_t outside = 0;  // of several stores, the one with a slot outside
 
-  // Another store's rows, behind the first n.
+  // Appends another store's rows behind the first n.
   void join(const Reading& other, size_t n) {
     inside = inside && other.inside;
     result.sequences.insert(result.sequences.end(), other.result.sequences.begin(), other.result.sequences.end());
@@ -251,7 +253,7 @@ struct Reading {
   }
 };
 
-// A function of its own: inlined, the thread's scratch memory would be looked up again for each row.
+// Not inlined: the thread's scratch memory would be looked up again for each row.
 [[gnu::noinline]] inline void read_rows(Store& store, const int64_t* slots, size_t n, std::vector<LeafCopy>& copies,
                                         bool mapped, bool sequences, Reading& out, ReadScratch& scratch) {
   RowReader reader(store, scratch);
@@ -303,8 +305,8 @@ inline void refuse_slots(const Store& store) {
   throw nb::index_error(("a slot lies outside 0 to " + std::to_string(store.slots() - 1)).c_str());
 }
 
-// The memory of a batch's leaves `[lead..., inner...]`: small ones share a block, each big one has a block of its own.
-// `leaves` and `lead` must live as long. `more`: tensors that the caller plans besides.
+// The memory of a batch's leaves `[lead..., inner...]`: small ones share a block, each big one has a block of its own. `leaves`
+// and `lead` must outlive this object. `more`: further tensors that the caller plans.
 class LeafMemory {
  public:
   explicit LeafMemory(size_t expected) : shared_(expected) { at_.reserve(expected); }
@@ -316,7 +318,7 @@ class LeafMemory {
     if (leaf.bytes > kMostBytes / std::max<size_t>(1, rows)) throw std::bad_alloc();
     return plan(leaf.dtype, lead, leaf.shape, leaf.bytes * rows);
   }
-  // One tensor more, of this many bytes; returns its position.
+  // Plans a further tensor of this many bytes; returns its position.
   size_t plan(DType dtype, const std::vector<int64_t>& lead, const std::vector<int64_t>& inner, size_t bytes) {
     if ((bytes_ += bytes) > kMostBytes) throw std::bad_alloc();
     OutBlock* block = &shared_;
@@ -349,9 +351,9 @@ class LeafMemory {
   bool any_shared_ = false;
 };
 
-// The rows of several stores of one layout, the same number from each, as one batch; numbers and positions go through
-// all of them. With `parts` (an extra dict or None for each store) also each store's rows as a batch, in the memory of
-// the whole.
+// Reads the same number of rows from each of several stores of one layout into one batch; numbers and positions run through all
+// of them. With `parts` (an extra dict or None for each store) also returns each store's rows as a batch, in the memory of the
+// whole.
 inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& codec, nb::handle slots_in,
                              std::optional<std::vector<int64_t>> shape, nb::handle extra, bool mapped, bool sequences,
                              nb::handle parts = nb::none()) {
@@ -384,7 +386,7 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
   for (size_t k = 0; k < leaves.size(); ++k) tensors.push_back(memory.make(k));
   std::vector<nb::object> part_tensors;
   for (size_t i = 0; i < leaves.size() * extras.size(); ++i) part_tensors.push_back(memory.make(leaves.size() + i));
-  // From here to the end of the copy no Python code runs: a finaliser that samples would use the same scratch memory.
+  // No Python code runs from here until the copy ends: a finaliser that samples would use the same scratch memory.
   static thread_local std::vector<LeafCopy> copies;
   Reading all;
   OwnSequences own_sequences(codec, sequences ? slots.n : 0);
@@ -421,8 +423,8 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
   return nb::make_tuple(read[0], read[1], read[2], read[3], part_batches);
 }
 
-// The members' draws of an ensemble as int64 [members, rows]: slots, and the id of each slot's member. None: they are no
-// slots (but tuples or masks), or the members have different numbers of them.
+// The members' draws of an ensemble as int64 [members, rows]: slots, and the id of each slot's member. None: the draws are not
+// slots (but tuples or masks), or have different lengths.
 inline std::optional<std::pair<Tensor, Tensor>> joint_index(nb::list drawn, const std::vector<int64_t>& members) {
   if (nb::len(drawn) != members.size() || members.empty()) throw nb::value_error("slots are needed for each member");
   std::vector<const int64_t*> slots;
@@ -456,7 +458,8 @@ inline nb::tuple gather(Store& store, const Codec& codec, nb::handle slots_in, s
   return gather_many({&store}, codec, slots_in, std::move(shape), extra, mapped, sequences);
 }
 
-// Rows that will replace stored ones; all memory that `write` needs is allocated here. The caller keeps store and plan.
+// Rows that will replace stored ones. The constructor allocates all memory that `write` needs. The caller keeps store and plan
+// alive.
 class Replacement {
  public:
   // `rows_in`: the row of the plan that each slot takes; None: one after the other. `first`: row i of the plan has the
@@ -465,7 +468,7 @@ class Replacement {
       : store_(store), writer_(store), leaves_(plan.leaves) {
     store.must_be_writable();
     const SlotsArg given(nb::borrow(slots_in));
-    slots_.assign(given.data, given.data + given.n);  // a copy, so that what is checked is what is written
+    slots_.assign(given.data, given.data + given.n);  // a copy, so that the checked slots are the ones that are written
     if (!rows_in.is_none()) {
       const SlotsArg chosen(nb::borrow(rows_in));
       rows_.assign(chosen.data, chosen.data + chosen.n);
@@ -520,8 +523,8 @@ inline void overwrite(Store& store, nb::handle slots, const Plan& plan, nb::hand
   Replacement(store, slots, plan, rows, std::nullopt).write();
 }
 
-// The sequence of the first of n rows that are about to be written over others. Counted before they are: whoever opens the
-// store after a kill must not give their sequences to others.
+// Reserves the sequences of n rows that are about to be written over others; returns the first one. They are counted before the
+// rows are written: a process that opens the store after a kill must not give these sequences to other rows.
 inline uint64_t reserve_sequences(const Store& store, uint64_t n) {
   store.must_be_writable();
   Counter& replaced = store.header()->replaced;
@@ -530,8 +533,8 @@ inline uint64_t reserve_sequences(const Store& store, uint64_t n) {
   return kFirstReplaced + given;
 }
 
-// A store in private memory with the same rows, counters and identity, whose rows are longer. `moves`: where bytes of a
-// row were, where they go, and how many there are.
+// A store in private memory with the same rows, counters and identity, whose rows are longer. `moves`: the old offset of bytes
+// in a row, their new offset, and their number.
 inline std::unique_ptr<Store> widened(const Store& store, uint64_t payload_bytes, uint64_t alignment, nb::bytes layout,
                                       const std::vector<std::array<uint64_t, 3>>& moves) {
   const StoreGeometry& s = store.geometry();
@@ -554,7 +557,7 @@ inline std::unique_ptr<Store> widened(const Store& store, uint64_t payload_bytes
   return wide;
 }
 
-// Enters changed slots in the log, for rows that are kept elsewhere: followers read them again.
+// Enters changed slots in the log, for rows that are kept elsewhere, so that followers read them again.
 inline void note_edits(Store& store, nb::handle slots_in) {
   store.must_be_writable();
   const SlotsArg slots(nb::borrow(slots_in));
@@ -632,7 +635,7 @@ class EpochWalk {
     Tensor slots = slots_out(drawn.size(), [&](int64_t* out) { std::copy(drawn.begin(), drawn.end(), out); });
     return {std::move(slots), position};
   }
-  // As above, behind what is in `drawn`, until that has n slots; the caller has checked the store. Returns the position.
+  // As above, appended to `drawn` until it has n slots; the caller has checked the store. Returns the position.
   uint64_t draw(const Store& store, uint64_t position, size_t n, uint64_t stop, std::vector<int64_t>& drawn) const {
     const uint64_t capacity = store.lanes.capacity(), envs = store.lanes.envs();
     std::vector<uint64_t> first;
@@ -642,7 +645,7 @@ class EpochWalk {
     const bool rows_are_here = store.geometry().payload_bytes > 0;
     uint64_t rows[Permutation::kBlock];
     while (position < end && drawn.size() < n) {
-      // Never more than are still needed: whatever is left of the positions comes in the next batch.
+      // At most as many as are still needed: the remaining positions come in the next batch.
       const size_t block = std::min<uint64_t>({Permutation::kBlock, end - position, n - drawn.size()});
       permutation_.at(position, rows, block);
       position += block;
@@ -650,7 +653,7 @@ class EpochWalk {
         const size_t done = drawn.size();
         drawn.resize(done + block);
         map_.slots_in_ring(rows, block, drawn.data() + done);
-        // Memory looks for the rows, which lie anywhere, while the next numbers are made.
+        // Prefetches the rows, which may lie anywhere, while the next numbers are computed.
         for (size_t i = done; rows_are_here && i < drawn.size(); ++i)
           __builtin_prefetch(store.row(static_cast<uint64_t>(drawn[i])), 0, 2);
         continue;
@@ -671,10 +674,10 @@ class EpochWalk {
   RowMap map_;
   std::vector<uint64_t> moved_, first_;
   Permutation permutation_;
-  bool in_place_ = false;  // each row is in the slot in which it was
+  bool in_place_ = false;  // each row is still in the slot that it had when the epoch began
 };
 
-// Writes restored rows [envs, steps, payload bytes] with sequences from `start` on, which readers do not see yet.
+// Writes restored rows [envs, steps, payload bytes] with sequences from `start` on, which are not yet visible to readers.
 inline void put_rows(Store& store, uint64_t lane, uint64_t start,
                      nb::ndarray<const uint8_t, nb::ndim<3>, nb::device::cpu> rows) {
   store.must_be_writable();
@@ -718,7 +721,7 @@ inline void set_border(Store& store, const Codec& codec, const std::vector<std::
   store.set_border(std::move(rule));
 }
 
-// Called during a restore, which must not fail any more: allocates nothing for stores that hold their rows.
+// Part of a restore, which must not fail any more: allocates nothing for stores that hold their rows.
 inline void set_seams(const Store& store, uint64_t lane, uint64_t base, uint64_t published, nb::list at) {
   auto sequence = [&](uint64_t i) {
     uint64_t w = 0;
@@ -731,8 +734,8 @@ inline void set_seams(const Store& store, uint64_t lane, uint64_t base, uint64_t
   store.set_seams(lane, base, published, n, sequence);
 }
 
-// How the last user left a store: (no change is half done, closed cleanly, boot id of the machine). The caller has checked
-// the file.
+// The state in which the last process left a store: (no change is half done, closed cleanly, boot id of the machine). The
+// caller has checked the file.
 inline std::tuple<bool, bool, nb::bytes> left_as(Store& store) {
   const StoreHeader& h = store.lanes.header();
   const bool whole = h.incarnation.load() % 2 == 0 && h.edits.load() % 2 == 0 && !InPlaceWriter(store).interrupted();
@@ -849,7 +852,7 @@ inline void bind_store(nb::module_& m) {
       })
       .def("epoch", [](const Store& s) {
         s.check_file();
-        Lanes::Protocol::after_reading();  // reads before this happened before the epoch is read
+        Lanes::Protocol::after_reading();  // orders all earlier reads before the read of the epoch
         const Epoch e = s.lanes.epoch();
         return std::pair(e.incarnation, e.edits);
       })
@@ -969,7 +972,7 @@ inline void bind_store(nb::module_& m) {
         s.forget_seams();
         for (uint64_t l = 0; l < s.geometry().lanes; ++l) {
           s.lanes.set_counters(l, 0, 0, 0);
-          s.lanes.lane(l).term.fetch_add(1);  // so that no old row is taken for a new one
+          s.lanes.lane(l).term.fetch_add(1);  // so that readers do not take an old row for a new one
         }
       })
       .def("restore_lane", [](const Store& s, uint64_t l, uint64_t base, uint64_t published, uint64_t origin) {
@@ -980,7 +983,7 @@ inline void bind_store(nb::module_& m) {
       }, "lane"_a, "base"_a, "published"_a, "origin"_a)
       .def("end_restore", [](const Store& s) {
         s.must_be_writable();
-        // Whoever loads rows goes on as their writer.
+        // A process that loads rows continues as their writer.
         for (uint64_t l = 0; s.writer() && l < s.geometry().lanes; ++l)
           s.lanes.lane(l).last_writer.store(s.writer(), std::memory_order_relaxed);
         s.lanes.end_change();
@@ -1075,7 +1078,7 @@ inline void bind_store(nb::module_& m) {
       .def("note_edits", &note_edits, "slots"_a)
       .def("generations", &generations, "slots"_a)
       .def("reserve_sequences", &reserve_sequences, "n"_a)
-      .def("count_replaced", [](const Store& s, nb::handle slots_in) {  // as written; -1: not
+      .def("count_replaced", [](const Store& s, nb::handle slots_in) {  // as written; -1: not replaced
         s.must_be_writable();
         const SlotsArg slots(nb::borrow(slots_in));
         const auto n = std::count_if(slots.data, slots.data + slots.n, [](int64_t slot) { return slot >= 0; });

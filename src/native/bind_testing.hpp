@@ -1,4 +1,4 @@
-// What only tests call: parts of the core by themselves, and looks inside a store.
+// Bindings that only tests call: parts of the core by themselves, and views of a store's internals.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -33,7 +33,7 @@ struct BareTree {
     for (uint64_t leaf = from; leaf < to; ++leaf) sum.leaf(leaf) = value;
     sum.refresh(from / kWide, (to - 1) / kWide);
   }
-  // What is found in each of the ways that this processor has: leaves and their values.
+  // The leaves and values that each implementation this processor supports finds.
   std::vector<std::pair<std::vector<uint64_t>, std::vector<double>>> find_in_all_ways(const std::vector<double>& prefixes) const {
     if (!(sum.total() > 0)) throw nb::value_error("the tree holds nothing");
     std::vector<std::pair<std::vector<uint64_t>, std::vector<double>>> found;
@@ -65,7 +65,7 @@ struct BareTree {
 };
 
 #ifdef ENGRAM_CHOOSES_VECTORS
-// For processors that can round a product and a sum together.
+// For processors that can fuse a product and a sum into one rounding.
 __attribute__((target("avx2,fma"))) inline void raise_where_fused(double* x, size_t n, double y) {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) raise_numbers<4>(x, n, y);
   else raise_to(x, n, y);
@@ -74,7 +74,7 @@ __attribute__((target("avx2,fma"))) inline void raise_where_fused(double* x, siz
 inline void raise_where_fused(double* x, size_t n, double y) { raise_to(x, n, y); }
 #endif
 
-// Powers as each of the ways to them gives them.
+// Powers as each implementation computes them.
 inline std::vector<std::vector<double>> all_powers(nb::handle values_in, double y) {
   const NumbersArg values(values_in);
   if (!values.fits()) throw nb::type_error("contiguous float64");

@@ -18,9 +18,9 @@ struct LeafSource {
   }
 };
 
-// The `next` entries of a step hold the observation that follows it. If the newest stored step is not done, and the first
-// new step differs from them, steps of another source begin: a seam, whatever the ids say. If it is done and both steps
-// have the same trajectory id, two sources used the same ids: also a seam.
+// The `next` entries of a step hold the observation that follows it. If the newest stored step is not done, and the first new
+// step differs from them, steps of another source begin: a seam, regardless of the ids. If it is done and both steps have the
+// same trajectory id, two sources used the same ids: also a seam.
 //
 // An entry that exists at the root and under `next` is evidence only if it agreed between the last two steps of one
 // trajectory: in n-step rows, and where a transform changes one side only, it never agrees.
@@ -28,7 +28,7 @@ class BorderCheck {
  public:
   explicit BorderCheck(const Store& store) : store_(store), rule_(store.border()) {}
 
-  // Whether the rule can be asked about leaves of these sizes: there is none, or it was made for them.
+  // Whether the rule applies to leaves of these sizes: there is no rule, or it was made for them.
   bool fits(const std::vector<LeafSource>& leaves) const {
     const BorderRule& rule = rule_;
     if (rule.leaves != leaves.size()) return rule.leaves == 0;
@@ -85,8 +85,8 @@ class BorderCheck {
     bool any = false;
     void add(uint64_t here) { entries &= here, any = true; }
   };
-  // A bit for each entry that agreed between the last two steps of one trajectory, in every environment that has two: of the
-  // lane, else of the batch. The result is remembered when these steps are overwritten.
+  // A bit for each entry that agreed between the last two steps of one trajectory, in every environment that has two such
+  // steps: steps of the lane, else of the batch. The lane's header keeps the result, which outlives these steps.
   uint64_t evidence(const LaneView& view, uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) const {
     LaneHeader& header = store_.lanes.lane(lane);
     const uint64_t newest = view.published - 1, floor = newest > kLookBack ? newest - kLookBack : 0;

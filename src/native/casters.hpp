@@ -11,7 +11,7 @@
 
 namespace nanobind::detail {
 
-// Of what `PySequence_Fast` returns, a list or a tuple. The stable ABI has no such macros.
+// Access to the result of `PySequence_Fast`, a list or a tuple. The stable ABI has no such macros.
 #ifdef Py_LIMITED_API
 inline Py_ssize_t fast_size(PyObject* items) { return PySequence_Size(items); }
 inline PyObject* fast_item(PyObject* items, Py_ssize_t i) {

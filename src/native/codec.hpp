@@ -1,5 +1,5 @@
 // Converts between Python's batches and packed rows: where each leaf of a TensorDict or dict lies in a row, and back.
-// This is the fast path: it takes plain data and rejects all else; Python then converts the batch or names what is wrong.
+// This is the fast path: it takes plain data and rejects everything else; Python then converts the batch or names the fault.
 #pragma once
 #include <atomic>
 #include <nanobind/nanobind.h>
@@ -35,7 +35,7 @@ struct Node {
   size_t leaf = 0;
   std::vector<std::pair<nb::object, Node>> items;
   std::vector<int64_t> batch;    // a TensorDict's batch dimensions after the batch's own
-  mutable nb::object size;       // the torch.Size that was last needed
+  mutable nb::object size;       // the torch.Size that was returned last
   mutable std::vector<int64_t> size_lead;
 };
 
@@ -52,7 +52,7 @@ struct Plan {
   std::vector<Buffer> buffers;
   std::vector<std::array<uint8_t, 16>> scalars;
   size_t bytes = 0;  // of all rows together
-  bool carries_sequence = false;  // the last of `leaves` is the rows' own sequence: 0, which stands for the lane's
+  bool carries_sequence = false;  // the last of `leaves` is the rows' own sequence: 0, which stands for the lane's sequence
   uint64_t codec = 0;  // the number of the codec that checked it
   std::optional<size_t> index;  // the leaf in which the rows store their own index, its first number that of time
 
@@ -65,14 +65,14 @@ struct Plan {
 
 // How Python numbers of a batch are read.
 struct Numbers {
-  // Of a list of items, a number has the dtype that `torch.as_tensor` gives it: int64, or a float of so many bits.
+  // In a list of items, a number has the dtype that `torch.as_tensor` gives it: int64, or a float of so many bits.
   std::optional<int> float_bits;
 };
 
 class Codec {
  public:
   // leaves: (code, bits, shape, offset); tree: (kind, payload) as RowLayout describes it, or None for lists of leaves.
-  // sequence: where a row has its own sequence (int64), which no batch has.
+  // sequence: the offset of a row's own sequence (int64), which no batch has.
   Codec(nb::list leaves, nb::object tree, nb::handle td_type, nb::object td_template, nb::object size_type,
         nb::handle array_type, nb::handle scalar_type, std::optional<size_t> sequence)
       : sequence_(sequence), td_type_(nb::borrow(td_type)), size_type_(std::move(size_type)), array_type_(nb::borrow(array_type)),
@@ -100,9 +100,9 @@ class Codec {
   const std::vector<Leaf>& leaves() const { return leaves_; }
   // The numbers of the leaves in the order in which they lie in a row.
   const std::vector<size_t>& in_row() const { return in_row_; }
-  // No other codec of this process has it.
+  // Unique within this process.
   uint64_t number() const { return number_; }
-  // Leaves that a plan writes: also the one that no batch has.
+  // The number of leaves that a plan writes, including the row's own sequence, which no batch has.
   size_t sources() const { return leaves_.size() + sequence_.has_value(); }
   std::optional<size_t> sequence() const { return sequence_; }
   // The form of a batch; null: it is a list of leaves.
@@ -169,8 +169,8 @@ class Codec {
     return plan;
   }
 
-  // As `check`, for rows that store their own index in leaf `own`: the batch may have an entry there, which is not looked
-  // at, and the leaf's place in the plan is left for the caller. False: not plain, or not of this layout.
+  // As `check`, for rows that store their own index in leaf `own`: an entry of the batch there is ignored, and the leaf's place
+  // in the plan is left for the caller. False: not plain, or not of this layout.
   bool check_without(Plan& plan, std::vector<nb::object>& values, PyObject* batch, int batch_dims, int time_dim,
                      std::optional<size_t> own, const Numbers& numbers, const std::vector<int64_t>* lead = nullptr) const {
     if (!has_tree_ || (own && (*own >= leaves_.size() || root_.kind == Node::kLeaf))) return false;
@@ -187,8 +187,8 @@ class Codec {
     finish(plan, batch_dims);
     return true;
   }
-  // As `check_without`, of items (`batch`: a batch of them) that are exactly of this form, so that they can be built again as
-  // they are: plain tensors, keys in the same order, the batch dimensions and the device of each TensorDict, no names.
+  // As `check_without`, for items (`batch`: a batch of them) that are exactly of this form, so that equal items can be built
+  // again: plain tensors, keys in the same order, the batch dimensions and the device of each TensorDict, no names.
   bool check_same(Plan& plan, std::vector<nb::object>& values, PyObject* items, bool batch, std::optional<size_t> own) const {
     if (!has_tree_) return false;
     std::optional<int64_t> lead;
@@ -246,7 +246,7 @@ class Codec {
     if (t.size() < least) throw nb::value_error("a tuple is too short");
     return t;
   }
-  // Dtypes of torch: it must never refuse a tensor that is made over our memory.
+  // Dtypes of torch: it must never refuse a tensor that is made over memory of this library.
   static bool is_supported(DType d) {
     switch (d.code) {
       case kDLInt: case kDLUInt: return d.bits == 8 || d.bits == 16 || d.bits == 32 || d.bits == 64;
@@ -263,7 +263,7 @@ class Codec {
     if (!is_supported(leaf.dtype)) throw nb::value_error("a leaf has a dtype that tensors do not have");
     leaf.itemsize = leaf.dtype.bits / 8;
     leaf.bytes = leaf.itemsize;
-    size_t span = leaf.itemsize;  // as if no dimension were 0, as for strides
+    size_t span = leaf.itemsize;  // computed as if no dimension were 0, as strides are
     for (nb::handle d : nb::cast<nb::tuple>(spec[2])) {
       const auto size = nb::cast<int64_t>(d);
       if (size < 0 || (size > 0 && span > kMostLeafBytes / static_cast<size_t>(size)))
@@ -298,9 +298,8 @@ class Codec {
   }
 
   // ---- in ----
-  // Holds references: looking at a leaf (or comparing keys) can run Python code, which could drop other leaves.
-  // Without the entry of leaf `own`, which the batch may lack. With `lead` the batch dimensions of every TensorDict must be
-  // these and its own.
+  // Holds references: looking at a leaf (or comparing keys) can run Python code that drops other leaves. The entry of leaf
+  // `own` is left out; the batch may lack it. With `lead` the batch dimensions of every TensorDict must be these and its own.
   bool flatten_root(PyObject* o, std::vector<nb::object>& values, std::optional<size_t> own,
                     const std::vector<int64_t>* lead) const {
     if (root_.kind == Node::kLeaf) {
@@ -340,7 +339,7 @@ class Codec {
     }
     return false;
   }
-  // As `flatten`, of exactly this form. The entry of leaf `own` may be missing where it is the last one.
+  // As `flatten`, but only of exactly this form. The entry of leaf `own` may be missing where it is the last one.
   bool flatten_same(const Node& node, PyObject* o, std::vector<nb::object>& values, const std::vector<int64_t>& lead,
                     std::optional<size_t> own) const {
     if (node.kind == Node::kLeaf) {
@@ -357,7 +356,7 @@ class Codec {
       const auto& [name, child] = node.items[i];
       const bool is_own = own && child.kind == Node::kLeaf && child.leaf == *own;
       if (!more) return is_own && i + 1 == node.items.size();
-      // Plain strings: no Python code runs, which might change the dict.
+      // Plain strings: comparing them runs no Python code, which might change the dict.
       if (!PyUnicode_CheckExact(key) || (key != name.ptr() && PyUnicode_Compare(key, name.ptr()) != 0)) return false;
       if (!is_own) {
         const nb::object entry = nb::borrow(value);
@@ -367,14 +366,14 @@ class Codec {
     }
     return !more;
   }
-  // Whether a list of names has None alone after its first `lead`.
+  // Whether a list of names contains only None after its first `lead` names.
   static bool are_unnamed(PyObject* names, size_t lead) {
     if (!PyList_CheckExact(names)) return false;
     for (size_t i = lead; i < static_cast<size_t>(PyList_Size(names)); ++i)
       if (PyList_GetItem(names, static_cast<Py_ssize_t>(i)) != Py_None) return false;
     return true;
   }
-  // Whether a TensorDict has the device of those that are built, and no names after its first `lead` dimensions.
+  // Whether a TensorDict has the device of the TensorDicts that are built, and no names after its first `lead` dimensions.
   bool is_as_built(PyObject* td, size_t lead) const {
     static PyObject* device = PyUnicode_InternFromString("_device");
     static PyObject* names = PyUnicode_InternFromString("_td_dim_names");
@@ -385,7 +384,7 @@ class Codec {
     const int same = PyObject_RichCompareBool(on.ptr(), device_.ptr(), Py_EQ);
     return PyErr_Clear(), same == 1;
   }
-  // The dict of a node's entries; `held` keeps it. False: it is none of this kind.
+  // The dict of a node's entries; `held` keeps it alive. False: the object is not of this kind.
   bool open(const Node& node, PyObject*& o, nb::object& held, const std::vector<int64_t>* lead) const {
     if (node.kind == Node::kTensorDict) {
       if (!td_type_.is_valid() || reinterpret_cast<PyObject*>(Py_TYPE(o)) != td_type_.ptr()) return false;
@@ -398,7 +397,7 @@ class Codec {
       }
       held = nb::steal(PyObject_GenericGetAttr(o, attribute));
       if (!held.is_valid()) return PyErr_Clear(), false;
-      o = held.ptr();  // the TensorDict keeps it
+      o = held.ptr();  // the TensorDict keeps it alive
     }
     return PyDict_CheckExact(o);
   }
@@ -446,9 +445,9 @@ class Codec {
   }
 
  public:
-  // Whether a tensor is a lazily negated or conjugated view. Where its keys cannot be looked at, torch is asked, whose
-  // `is_neg` releases the GIL, only what no other tensor can be: such tensors are views, or were made in inference mode
-  // (and have no version).
+  // Whether a tensor is a lazily negated or conjugated view. Where its dispatch keys cannot be read, torch is asked, but only
+  // about tensors that can be lazy, because its `is_neg` releases the GIL: lazy tensors are views, or were made in inference
+  // mode (and have no version).
   static bool lazy(PyObject* o) {
     if (const DispatchKeys& keys = DispatchKeys::instance(); keys.known()) return keys.are_lazy(o);
     static PyObject* base = PyUnicode_InternFromString("_base");
@@ -464,7 +463,7 @@ class Codec {
   }
 
  private:
-  // Whether a leaf fits except for gaps between the elements of one step.
+  // Whether a leaf fits, apart from gaps between the elements of one step.
   static bool inner_strided(const Leaf& leaf, const Strided& s, int batch_dims) {
     return s.dtype == leaf.dtype && s.ndim == batch_dims + static_cast<int>(leaf.shape.size());
   }
@@ -527,7 +526,7 @@ class Codec {
     }
     if (plan.sized && (plan.steps != 1 || plan.envs != 1)) return false;
     plan.steps = plan.envs = 1, plan.sized = true;
-    plan.scalars.push_back(bytes);  // never moves, as room is reserved
+    plan.scalars.push_back(bytes);  // never moves, because its memory is reserved
     plan.leaves.push_back({leaf.offset, leaf.bytes, plan.scalars.back().data(), 0, 0});
     return true;
   }

@@ -1,4 +1,4 @@
-// Threads that copy the rows of batches before these are wanted. They never take the GIL, and who wants a batch that is not
+// Threads that copy the rows of batches ahead of their use. They never take the GIL. A thread that needs a batch before it is
 // ready helps them: at worst it copies all rows itself.
 #pragma once
 #include <pthread.h>
@@ -25,18 +25,18 @@
 
 namespace engram {
 
-// The rows of one batch on their way into its memory. Pieces of them are copied by any number of threads; the first one of
-// them looks which rows exist, the last one finds out which were overwritten meanwhile. The store, the slots and the memory
-// live until `cancel` has returned.
+// Copies the rows of one batch into its memory, in pieces, by any number of threads. The first piece looks up which rows exist,
+// and the last one detects which were overwritten meanwhile. The store, the slots and the memory must live until `cancel` has
+// returned.
 class RowCopy {
  public:
   explicit RowCopy(Store& store) : store_(store), reader_(store, scratch_) {}
   RowCopy(const RowCopy&) = delete;
   RowCopy& operator=(const RowCopy&) = delete;
 
-  // Looks and locates before anything is copied.
+  // Looks up and locates the rows before any is copied.
   RowReader& reader() { return reader_; }
-  // `leaves`: memory for n rows. `newer`: rows that have come in the places of those that were drawn are as good.
+  // `leaves`: memory for n rows. `newer`: rows that replaced the drawn ones are equally valid.
   void set(size_t n, std::vector<LeafCopy> leaves, bool mapped_file, bool newer) {
     n_ = n, leaves_ = std::move(leaves), mapped_file_ = mapped_file, newer_ = newer;
     size_t row_bytes = 1;
@@ -44,7 +44,7 @@ class RowCopy {
     piece_ = std::max<size_t>(1, kPieceBytes / row_bytes);
     if (piece_ > kBlockRows) piece_ -= piece_ % kBlockRows;
   }
-  // Copies one piece; false: there is none to begin.
+  // Copies one piece; false: no piece is left to begin.
   bool copy_piece() {
     std::unique_lock lock(mutex_);
     if (failed_ || (opened_ ? next_ == n_ : opening_)) return false;
@@ -64,7 +64,7 @@ class RowCopy {
         to = open();
       else
         reader_.copy_rows(from, to, leaves_.data(), leaves_.size());
-    } catch (const std::exception&) {  // no memory; the file was cut short: who reads the rows again gets the error
+    } catch (const std::exception&) {  // out of memory, or the file was cut short: reading the rows again raises it
       failed = true;
     }
     lock.lock();
@@ -82,12 +82,12 @@ class RowCopy {
     changed_.notify_all();
     return true;
   }
-  // Copies what no thread has begun, and waits for the rest.
+  // Copies the pieces that no thread has begun, and waits for the others.
   void finish() {
     while (copy_piece()) {}
     std::unique_lock lock(mutex_);
     while (!done_ && !(failed_ && active_ == 0)) {
-      if (opened_ && next_ < n_ && !failed_) {  // another thread has just looked
+      if (opened_ && next_ < n_ && !failed_) {  // another thread has just finished the lookup
         lock.unlock();
         while (copy_piece()) {}
         lock.lock();
@@ -96,24 +96,24 @@ class RowCopy {
       }
     }
   }
-  // No thread begins another piece, and none has one when this returns.
+  // Stops further pieces from beginning; when this returns, no thread is copying one.
   void cancel() {
     if (forks() != forks_) return;
     std::unique_lock lock(mutex_);
     failed_ = true;
     changed_.wait(lock, [&] { return active_ == 0; });
   }
-  // Whether nothing is left to wait for.
+  // Whether all copying has ended.
   bool done() const {
     const std::lock_guard lock(mutex_);
     return done_ || (failed_ && active_ == 0);
   }
-  // Whether all rows are copied, and are rows that existed.
+  // Whether all rows are copied and existed throughout the copy.
   bool whole() const {
     const std::lock_guard lock(mutex_);
-    return done_ && whole_ && !failed_;  // not after a cancel
+    return done_ && whole_ && !failed_;  // false after a cancel
   }
-  // What all pieces took.
+  // Time spent on all pieces.
   double seconds() const {
     const std::lock_guard lock(mutex_);
     return std::chrono::duration<double>(took_).count();
@@ -123,7 +123,7 @@ class RowCopy {
   static constexpr size_t kPieceBytes = 256 << 10;
   static constexpr int kRounds = 8;
 
-  // Before anything else is copied; returns how many rows it has copied.
+  // Runs before any other copy; returns how many rows it has copied.
   size_t open() {
     store_.check_file();
     if (newer_) reader_.look();
@@ -133,7 +133,7 @@ class RowCopy {
   }
   bool is_whole() {
     try {
-      // Its look is younger than the draw: a drawn row may have been on its way then, and `are_whole` would not see that.
+      // The look came after the draw: a drawn row may have been half replaced then, which `are_whole` would not detect.
       return newer_ ? reader_.copy_newer(leaves_.data(), leaves_.size(), kRounds) : reader_.are_whole();
     } catch (const std::exception&) {
       return false;
@@ -150,12 +150,12 @@ class RowCopy {
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  size_t next_ = 0, copied_ = 0, active_ = 0;  // rows that were begun, and that are there; threads with a piece
+  size_t next_ = 0, copied_ = 0, active_ = 0;  // rows begun, and rows copied; threads that have a piece
   bool opening_ = false, opened_ = false, failed_ = false, done_ = false, whole_ = false;
   std::chrono::steady_clock::duration took_{};
 };
 
-// Threads that begin when there is something to copy.
+// Threads that wait for rows to copy.
 class CopyThreads {
  public:
   explicit CopyThreads(size_t most) : most_(most) {}
@@ -163,7 +163,7 @@ class CopyThreads {
   CopyThreads& operator=(const CopyThreads&) = delete;
   ~CopyThreads() { close(); }
 
-  // Where no thread can be started, who wants the rows copies them.
+  // If no thread can be started, the thread that needs the rows copies them.
   void add(std::shared_ptr<RowCopy> rows) {
     if (forks() != forks_) return;
     {
@@ -174,9 +174,9 @@ class CopyThreads {
     }
     state_->added.notify_one();
   }
-  // Ends the threads, after the pieces that they have begun. What is not copied then is left to who wants it.
+  // Ends the threads after the pieces that they have begun. The rest is copied by the threads that need it.
   void close() {
-    if (forks() != forks_) {  // they are the parent's, and so is what they held
+    if (forks() != forks_) {  // the threads, and the locks that they held, belong to the parent
       for (std::thread& thread : threads_) new std::thread(std::move(thread));
       new std::shared_ptr<State>(std::move(state_));
       threads_.clear(), state_ = std::make_shared<State>(), state_->ended = true, forks_ = forks();
@@ -202,7 +202,7 @@ class CopyThreads {
   };
 
   void start() {
-    // Signals are for the threads that Python knows; but for those that a thread brings about itself.
+    // Blocks signals, which belong to threads that Python knows, but for those that a thread causes itself.
     sigset_t all, before;
     ::sigfillset(&all);
     for (int own : {SIGBUS, SIGFPE, SIGILL, SIGSEGV}) ::sigdelset(&all, own);

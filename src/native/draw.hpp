@@ -17,7 +17,7 @@ inline uint64_t mix64(uint64_t x) {
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
   return x ^ (x >> 31);
 }
-// Random numbers of a counter: the n-th one of a key, whichever came before.
+// Counter-based random numbers: the n-th one of a key does not depend on the numbers drawn before.
 struct CounterGenerator {
   uint64_t key = 0, counter = 0;
   uint64_t next() { return mix64(key + mix64(counter++)); }
@@ -26,9 +26,9 @@ inline uint64_t below(uint64_t random, uint64_t n) {
   return static_cast<uint64_t>((static_cast<unsigned __int128>(random) * n) >> 64);
 }
 
-constexpr size_t kFewLanes = 16;  // so many are looked at as quickly as one that is searched for
+constexpr size_t kFewLanes = 16;  // looking at this many one by one is as quick as a search
 
-// Rows of all lanes at one moment, and the slot of the i-th of them.
+// The rows of all lanes at one moment, and the slot of the i-th of them.
 class RowMap {
  public:
   explicit RowMap(const Lanes& lanes) : capacity_(lanes.capacity()), envs_(lanes.envs()) {
@@ -44,7 +44,7 @@ class RowMap {
     total_ += rows * envs_;
   }
   uint64_t total() const { return total_; }
-  // Oldest first, lane after lane.
+  // In the order of age, oldest first, lane after lane.
   int64_t by_age(uint64_t i) const {
     uint64_t time = i, env = 0;
     if (envs_ > 1) time = i / envs_, env = i - time * envs_;
@@ -65,9 +65,9 @@ class RowMap {
     const uint64_t slot = time < wrapped ? time : p.first_slot + (time - wrapped);
     return static_cast<int64_t>((lane * capacity_ + slot) * envs_ + env);
   }
-  // Whether a row of it is one of a single ring.
+  // Whether all rows lie in one ring.
   bool is_one_ring() const { return envs_ == 1 && parts_.size() == 1; }
-  // As `by_slot` of n numbers, where it is one ring.
+  // As `by_slot` of n numbers, for rows in one ring.
   void slots_in_ring(const uint64_t* numbers, size_t n, int64_t* out) const {
     const Part& p = parts_[0];
     const uint64_t before_wrap = std::min(p.rows, capacity_ - p.first_slot), wrapped = p.rows - before_wrap;
@@ -79,10 +79,10 @@ class RowMap {
   struct Part {
     uint64_t first, rows, first_slot, before;  // `before`: rows of the lanes before it
   };
-  // The lane of a row; makes its number that within the lane.
+  // Returns the lane of a row; changes the row's number to the one within that lane.
   uint64_t lane_of(uint64_t& time) const {
     uint64_t lane = 0;
-    if (parts_.size() > kFewLanes) {  // not one after the other
+    if (parts_.size() > kFewLanes) {  // too many to look at one by one
       const auto behind = std::upper_bound(parts_.begin(), parts_.end(), time,
                                            [](uint64_t row, const Part& part) { return row < part.before; });
       lane = static_cast<uint64_t>(behind - parts_.begin()) - 1;  // the last of those with this sum: it has rows
@@ -95,7 +95,7 @@ class RowMap {
   std::vector<Part> parts_;
 };
 
-// n numbers from 0 to `total`, which is left out; only rounding gives it.
+// n numbers in [0, total); only rounding gives `total` itself.
 ENGRAM_WIDE_VECTORS inline void draw_parts(uint64_t seed, double total, double* out, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     const uint64_t random = mix64(seed + i * 0x9E3779B97F4A7C15ull);
@@ -106,9 +106,9 @@ struct CounterOf {
   uint64_t seed, drawn = 0;
   uint64_t next() { return mix64(seed + drawn++ * 0x9E3779B97F4A7C15ull); }
 };
-// Draws slots of all lanes, and takes those that hold a row: a look at each row's lane, not at all of them. Returns how many
-// of n rows it has drawn; fewer where less than half of the slots are hit, and then the sums of all lanes are quicker. That
-// decision rests on how many were hit, not on which, so each row is as likely either way.
+// Draws slots of all lanes, and keeps those that hold a row: it looks at the lane of each drawn slot, not at all lanes. Returns
+// how many of n rows it has drawn; fewer than n if less than half of the slots hold rows, because the sums of all lanes are
+// quicker then. That decision depends on how many slots were hit, not on which, so each row is as likely either way.
 inline size_t draw_by_rejection(const Lanes& lanes, CounterOf& random, int64_t* out, size_t n) {
   constexpr size_t kFirst = 16;  // slots that are drawn in any case
   const uint64_t capacity = lanes.capacity(), envs = lanes.envs(), slots = lanes.count() * capacity * envs;
@@ -123,7 +123,7 @@ inline size_t draw_by_rejection(const Lanes& lanes, CounterOf& random, int64_t* 
   return hit;
 }
 inline bool draw_uniform(const Lanes& lanes, uint64_t seed, int64_t* out, size_t n) {
-  if (lanes.count() == 1 && lanes.envs() == 1) {  // as below, without a look at the lanes for each row
+  if (lanes.count() == 1 && lanes.envs() == 1) {  // as below, without looking up the lane of each row
     const LaneView view = lanes.view(0);
     const uint64_t rows = view.rows(), capacity = lanes.capacity(), first = rows ? view.first % capacity : 0;
     for (size_t i = 0; rows && i < n; ++i) {
@@ -168,8 +168,8 @@ class Permutation {
     return i;
   }
   static constexpr size_t kBlock = 64;
-  // The numbers at m <= kBlock positions from `from` on, as `at` gives them. All of them go through a round together: each
-  // number's own rounds wait for one another, those of different numbers do not.
+  // The numbers at m <= kBlock positions from `from` on, as `at` gives them. All numbers go through each round together,
+  // because the rounds of one number wait for one another, and those of different numbers do not.
   void at(uint64_t from, uint64_t* out, size_t m) const {
     if (!shuffle_ || !order_.empty()) {
       for (size_t i = 0; i < m; ++i) out[i] = shuffle_ ? order_[from + i] : from + i;
@@ -181,7 +181,7 @@ class Permutation {
     size_t place[kBlock];
     for (;;) {
       size_t left = 0;
-      for (size_t i = 0; i < m; ++i) {  // without a branch, as nobody can foretell it
+      for (size_t i = 0; i < m; ++i) {  // without a branch, which could not be predicted
         outside[left] = out[i], place[left] = i;
         left += out[i] >= n_;
       }
@@ -202,7 +202,7 @@ class Permutation {
     }
     return (left << right_bits_) | right;
   }
-  // What each round of `cipher` makes of each right half.
+  // Tabulates the output of each round of `cipher` for each right half.
   void tabulate() {
     tables_.resize(size_t{8} << right_bits_);
     uint16_t* out = tables_.data();
@@ -218,7 +218,7 @@ class Permutation {
     const uint64_t mask = (uint64_t{1} << b) - 1;
     const uint16_t* of[8];
     for (size_t round = 0; round < 8; ++round) of[round] = tables_.data() + (round << b);
-    // Without a loop over the rounds several numbers are on their way at a time.
+    // Without a loop over the rounds the processor works on several numbers at a time.
     const uint16_t *t0 = of[0], *t1 = of[1], *t2 = of[2], *t3 = of[3], *t4 = of[4], *t5 = of[5], *t6 = of[6], *t7 = of[7];
     for (size_t i = 0; i < m; ++i) {
       uint64_t left = x[i] >> b, right = x[i] & mask;

@@ -1,4 +1,4 @@
-// Where trajectories start and end, by an index that takes in new rows only; and slices of them.
+// An index of where trajectories start and end, which reads new rows only; and slices of trajectories.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -19,10 +19,10 @@ class SortedDeque {
   uint64_t operator[](uint64_t i) const { return items_[head_ + i]; }
   void prefetch(uint64_t i) const {
     __builtin_prefetch(items_.data() + head_ + i);
-    asm volatile("");  // GCC leaves out calls that do nothing but ask memory
+    asm volatile("");  // GCC drops calls that only prefetch
   }
   uint64_t back() const { return items_.back(); }
-  uint64_t dropped() const { return dropped_; }  // how many were ever dropped
+  uint64_t dropped() const { return dropped_; }  // total number of dropped elements
   void push(uint64_t x) { items_.push_back(x); }
   void pop_back() { items_.pop_back(); }
   void drop(uint64_t n) {
@@ -32,7 +32,7 @@ class SortedDeque {
     head_ = 0;
   }
   void clear() { drop(size()); }
-  // How many are at most x.
+  // The number of elements that are at most x.
   uint64_t up_to(uint64_t x) const {
     const auto first = items_.begin() + static_cast<ptrdiff_t>(head_);
     return static_cast<uint64_t>(std::upper_bound(first, items_.end(), x) - first);
@@ -66,7 +66,7 @@ class PackedSignals {
   SignalRun run(uint64_t lane, uint64_t env, uint64_t from, uint64_t n) const {
     const StoreGeometry& s = store_.geometry();
     const uint64_t physical = store_.physical(lane, env, from % s.lane_capacity);
-    // A mapped file is advised as randomly read: a scan asks for its pages, and for as many after them.
+    // A mapped file is advised as randomly read, so a scan requests its own pages, and as many after them.
     if (store_.fd() >= 0 && n * s.row_stride >= kAskBytes) {
       const uint64_t start = s.rows_offset + physical * s.row_stride;
       Readahead(store_.fd()).ask(start, std::min(2 * n * s.row_stride, s.total_bytes - start));
@@ -107,13 +107,13 @@ class EpisodeIndex {
   template <typename Signals>
   void poll(const Store& store, Signals& signals) {
     follower_.poll(store, Visitor<Signals>{*this, store, signals});
-    // What was read of rows that were overwritten meanwhile is invalid: these rows are dropped with their boundaries.
+    // Data read from rows that were overwritten meanwhile is invalid: these rows are dropped with their boundaries.
     Lanes::Protocol::after_reading();
     for (uint64_t l = 0; l < lanes_.size(); ++l) forget(l, store.lanes.first_now(l));
   }
   bool follows(const Store& store) const { return follower_.follows(store); }
   void forget_all() { follower_.forget(); }
-  // About how many rows the next poll will take in.
+  // The approximate number of rows that the next poll will take in.
   uint64_t news(const Store& store) const {
     if (!follows(store)) return store.lanes.rows() * store.geometry().envs;
     uint64_t n = 0;
@@ -121,7 +121,7 @@ class EpisodeIndex {
     return n * store.geometry().envs;
   }
 
-  // Whether writers replaced a whole ring of rows during the last poll, so that nothing of it is left.
+  // Whether writers replaced a whole ring of rows during the last poll, so that none of the rows read is left.
   bool overtaken(const Store& store) const {
     for (uint64_t l = 0; l < lanes_.size(); ++l)
       if (lanes_[l].first >= lanes_[l].published &&
@@ -152,7 +152,7 @@ class EpisodeIndex {
     t = trajectory(k, envs_[k].starts.up_to(sequence) - 1);
     return true;
   }
-  // The rows of a lane that are taken in.
+  // The rows of a lane that the index has taken in.
   LaneView indexed(uint64_t lane) const { return {lanes_[lane].published, lanes_[lane].published, lanes_[lane].first}; }
   uint64_t longest() const {
     uint64_t longest = 0;
@@ -191,7 +191,7 @@ class EpisodeIndex {
     lane.version = version_ = ++last;
   }
 
-  // Rows below `first` are gone.
+  // Drops the rows below `first`, which are overwritten.
   void forget(uint64_t l, uint64_t first) {
     Lane& lane = lanes_[l];
     if (first <= lane.first) return;
@@ -312,7 +312,7 @@ class EpisodeIndex {
 struct SliceRule {
   uint64_t length = 1, min_length = 1, before = 0, after = 0;
   bool pad = false, by_window = false, pad_behind = false;
-  // How many more windows than rows a trajectory has (below 0: fewer), if one of `min_length` has at least one.
+  // The number of windows of a trajectory minus its number of rows (may be negative), if one of `min_length` has at least one.
   int64_t more_windows() const { return static_cast<int64_t>(before + after + 1) - static_cast<int64_t>(length); }
 };
 
@@ -332,8 +332,8 @@ inline Slice slice_of(const SliceRule& rule, const Trajectory& t, int64_t window
   return s;
 }
 
-// The trajectories of at least a length, ordered by environment and age: a function of the stored rows alone, so that the
-// same draws give the same trajectories wherever these rows lie. Kept up to date at O(1) a trajectory.
+// The trajectories of at least a given length, ordered by environment and age: a function of the stored rows alone, so that the
+// same draws give the same trajectories wherever these rows lie. An update takes O(1) for each trajectory.
 //
 // With `by_window` their windows are numbered as well, over all that an environment ever had. The numbers have no gaps; the
 // oldest trajectory loses windows at its begin, the running one gets new ones at its end.
@@ -358,15 +358,16 @@ class EligibleTrajectories {
     }
     version_ = index.version();
   }
-  // How many trajectories or, by window, windows.
+  // The number of trajectories or, by window, of windows.
   uint64_t total() const { return before_.back(); }
   uint64_t count(uint64_t k) const { return envs_[k].which.size(); }
-  // The i-th of all.
+  // The i-th trajectory of all.
   Trajectory at(const EpisodeIndex& index, uint64_t i) const {
     const uint64_t k = env_of(i);
     return at(index, k, i - before_[k]);
   }
-  // Asks memory for what `at` reads of the i-th of all, in two steps: the second one reads what the first one asked for.
+  // Prefetches the data that `at` reads for the i-th of all, in two steps: the second one reads the data that the first one
+  // requested.
   void prefetch_place(uint64_t i) const {
     const uint64_t k = env_of(i);
     envs_[k].which.prefetch(i - before_[k]);
@@ -376,7 +377,7 @@ class EligibleTrajectories {
     const SortedDeque& starts = index.env(k).starts;
     starts.prefetch(envs_[k].which[i - before_[k]] - starts.dropped());
   }
-  // The i-th of an environment.
+  // The i-th trajectory of an environment.
   Trajectory at(const EpisodeIndex& index, uint64_t k, uint64_t i) const {
     return index.trajectory(k, envs_[k].which[i] - index.env(k).starts.dropped());
   }
@@ -388,7 +389,7 @@ class EligibleTrajectories {
     const uint64_t begin = whole_start(index, k, place) + (sequence - envs_[k].windows[place]);
     return slice_of(rule, at(index, k, place), static_cast<int64_t>(begin) - static_cast<int64_t>(rule.before));
   }
-  // How many of an environment start at or before a row.
+  // The number of trajectories of an environment that start at or before a row.
   uint64_t up_to(const EpisodeIndex& index, uint64_t k, uint64_t sequence) const {
     uint64_t low = 0, high = count(k);
     while (low < high) {
@@ -402,7 +403,7 @@ class EligibleTrajectories {
   struct Env {
     SortedDeque which;        // positions of the trajectories among all that the environment ever had
     SortedDeque windows;      // the number of each one's first window, as if all its rows were still there
-    uint64_t next = 0;  // the first that is not decided yet: it is too short so far and may grow
+    uint64_t next = 0;  // the first undecided one: it is too short so far and may grow
     uint64_t version = 0, edits = 0;
   };
   // The environment of the i-th trajectory or window of all.
@@ -449,7 +450,7 @@ class EligibleTrajectories {
     const uint64_t rows = at(index, k, last).stop - whole_start(index, k, last);
     return envs_[k].windows[last] + rows + static_cast<uint64_t>(more_);
   }
-  // Where a trajectory of the list began, whether that row is still there or not.
+  // The start of a trajectory of the list, even if that row has been overwritten.
   uint64_t whole_start(const EpisodeIndex& index, uint64_t k, uint64_t i) const {
     const SortedDeque& starts = index.env(k).starts;
     return starts[envs_[k].which[i] - starts.dropped()];
@@ -516,7 +517,7 @@ struct SliceBatch {
       out = std::fill_n(out, s.pad_right, uint8_t{0});
     }
   }
-  // Places in the batch of each slice's first and last stored row.
+  // The positions in the batch of each slice's first and last stored row.
   template <typename F>
   void ends(F&& take) const {
     uint64_t at = 0;
@@ -525,7 +526,7 @@ struct SliceBatch {
       at += s.size();
     }
   }
-  // Positions in the batch of slices that lost a row: a slot may hold a whole row of another trajectory by now. Call after
+  // Positions in the batch of slices that lost a row, whose slot may hold a whole row of another trajectory by now. Call after
   // the rows were copied.
   std::vector<uint32_t> stale(const Store& store) const {
     std::atomic_thread_fence(std::memory_order_acquire);
@@ -543,8 +544,8 @@ struct SliceBatch {
   }
 };
 
-// An epoch over the trajectories that were long enough when it began: for each environment their count, and the last row of
-// the newest one (-1: gone). Which of them are left follows from the stored rows.
+// An epoch over the trajectories that were long enough when it began: for each environment their count, and the last row of the
+// newest one (-1: gone). The stored rows determine which of them are left.
 struct SliceEpoch {
   Permutation order{0, 0, false};
   std::vector<uint64_t> counts, before = {0};
@@ -565,7 +566,7 @@ struct SliceEpoch {
     return {key, shuffle, std::move(counts), std::move(lasts)};
   }
   uint64_t size() const { return before.back(); }
-  // The numbers of the trajectories from a position on, as they were counted when the epoch began.
+  // The numbers of the trajectories from a position on, as numbered when the epoch began.
   void rest(uint64_t position, int64_t* out) const {
     for (; position < size(); ++position) *out++ = static_cast<int64_t>(order.at(position));
   }
@@ -575,7 +576,7 @@ struct SliceEpoch {
     for (uint64_t k = 0; k < counts.size(); ++k) left_[k] = lasts[k] < 0 ? 0 : all.up_to(index, k, lasts[k]);
     version_ = index.version();
   }
-  // The trajectory at a position of the epoch; false: it was overwritten, or is too short by now.
+  // The trajectory at a position of the epoch; false: it was overwritten, or has become too short.
   bool at(const EpisodeIndex& index, const EligibleTrajectories& all, uint64_t position, Trajectory& t) const {
     const uint64_t i = order.at(position);
     uint64_t k = 0;

@@ -1,4 +1,4 @@
-// Followers: samplers poll a store for what was written since they last did. Writers notify nobody.
+// Followers: samplers poll a store for rows written since their last poll. Writers send no notifications.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -8,7 +8,7 @@
 
 namespace engram {
 
-// The slot of a row as samplers know it: (lane * lane_capacity + sequence mod lane_capacity) * envs + env.
+// The slot of a row as samplers use it: (lane * lane_capacity + sequence mod lane_capacity) * envs + env.
 inline uint64_t slot_of(const StoreGeometry& s, uint64_t lane, uint64_t sequence, uint64_t env = 0) {
   return (lane * s.lane_capacity + sequence % s.lane_capacity) * s.envs + env;
 }
@@ -28,7 +28,7 @@ class Follower {
     const StoreHeader& h = *store.header();
     const StoreGeometry& s = store.geometry();
     const uint64_t incarnation = h.incarnation.load(std::memory_order_acquire);
-    // Before the counters: a later edit is seen by the next poll, when its row has been visited.
+    // Read before the counters: an edit after this point is seen by the next poll, when its row has been visited.
     const uint64_t log_head = h.log_head.load(std::memory_order_acquire);
     if (!follows(store, incarnation) || log_head < log_ || log_head - log_ > kLogEntries) {
       std::vector<Seen> none(s.lanes);
@@ -62,7 +62,7 @@ class Follower {
   bool follows(const Store& store) const {
     return follows(store, store.header()->incarnation.load(std::memory_order_acquire));
   }
-  // The next poll restarts.
+  // Makes the next poll restart.
   void forget() { started_ = false; }
 
   // ---- state, for checkpoints ----

@@ -1,5 +1,5 @@
-// Tells a forked child from its parent, whatever made the fork: Python calls its hooks only for `os.fork`, libc its handlers
-// only for `fork`, and neither for a system call. Memory that the kernel gives to each child as zeros is there for all three.
+// Distinguishes a forked child from its parent, however it was forked: Python calls its hooks only for `os.fork`, libc its
+// handlers only for `fork`, and neither for a system call. Memory that the kernel zeroes in each child covers all three.
 #pragma once
 #include <Python.h>
 #include <pthread.h>
@@ -19,7 +19,7 @@ namespace engram {
 
 class ForkPage {
  public:
-  // Whether this process was forked and the parts of the library have not been told.
+  // Whether this process was forked and the parts of the library have not been told yet.
   bool is_new_process() const { return words_->known.load(std::memory_order_relaxed) == 0; }
   void acknowledge() const { words_->known.store(1, std::memory_order_relaxed); }
   // The number of forks between the first process and this one.
@@ -49,7 +49,7 @@ class ForkPage {
 #endif
     }
     words_->known.store(1), words_->counted.store(1);
-    if (!wiped)  // Linux before 4.14, other systems: the forks of libc are seen
+    if (!wiped)  // Linux before 4.14 and other systems: only the forks of libc are seen
       ::pthread_atfork(nullptr, nullptr, [] { instance_.words_->known.store(0), instance_.words_->counted.store(0); });
   }
 
@@ -59,8 +59,8 @@ class ForkPage {
 };
 inline const ForkPage ForkPage::instance_;
 
-// A child has none of its parent's threads, and what these had locked stays locked there: who was made before a fork is left
-// as it is.
+// A child has none of its parent's threads, and the locks that these held stay locked there: an object that was made before a
+// fork is left as it is.
 inline uint64_t forks() { return ForkPage::instance().forks(); }
 
 [[gnu::noinline, gnu::cold]] inline void run_fork_callbacks() {
@@ -68,8 +68,8 @@ inline uint64_t forks() { return ForkPage::instance().forks(); }
     throw std::runtime_error("this process was forked by other code than Python's, in the middle of a call of engram");
   nb::module_::import_("engram._system").attr("run_fork_callbacks")();
 }
-// Called before a store is used. True: this process was forked, and the parts of the library have been told only now. It holds
-// no lane, whatever the caller believes.
+// Called before a store is used. True: this process was forked, and the parts of the library have been told only now. The
+// process holds no lane, even if the caller recorded one.
 inline bool joined_after_fork() {
   if (!ForkPage::instance().is_new_process()) [[likely]] return false;
   run_fork_callbacks();

@@ -1,5 +1,5 @@
-// The first pages of a store, byte for byte: plain memory, shared memory and files have the same.
-// docs/store-format.md and docs/memory-model.md describe each field; nothing here moves without a new version number.
+// The first pages of a store, byte for byte the same in plain memory, shared memory and files.
+// docs/store-format.md and docs/memory-model.md describe each field; moving a field needs a new version number.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -17,12 +17,12 @@ constexpr uint64_t kLogEntries = 8192;
 constexpr uint64_t kLogBatch = 2048;       // most entries of one change before the log's head moves
 constexpr uint64_t kReservedBytes = 4096;  // of each reserved page
 
-// Optional features of a store: bit i of `features` is called kFeatures[i]. Code that does not know a set bit must refuse
-// the store; the file carries the names, so that the error can say which feature it is.
+// Optional features of a store: bit i of `features` is called kFeatures[i]. Code that does not know a set bit must refuse the
+// store; the file carries the names, so that the error can name the feature.
 constexpr const char* kFeatures[] = {"trailers"};
 constexpr uint64_t kHasTrailer = 1;
 
-// The constant part of the header, written when the store is made; `crc` covers the bytes before it.
+// The constant part of the header, written when the store is created; `crc` covers the bytes before it.
 struct StoreGeometry {
   char magic[8];
   uint32_t version;
@@ -42,7 +42,7 @@ struct StoreGeometry {
   uint64_t redo_offset;
   uint64_t redo_bytes;
   uint64_t consumers_offset;  // reserved: counters of consumers
-  uint64_t arena_offset;      // reserved: counters of a second ring, of bytes
+  uint64_t arena_offset;      // reserved: counters of a second ring of bytes
   uint64_t rows_offset;
   uint64_t total_bytes;
   uint8_t store_id[16];
@@ -59,11 +59,11 @@ struct StoreHeader {
   alignas(64) Counter incarnation;  // odd while sequences start again (empty, loads); raised twice by each
   alignas(64) Counter edits;        // odd while rows are changed in place; raised twice by each change
   Counter log_head;                 // in-place writes ever entered in the log
-  Counter replaced;                 // sequences ever given to rows that were written over others out of turn
-  alignas(64) uint8_t boot_id[16];  // of the machine's last session that wrote
+  Counter replaced;                 // total number of sequences given to rows that were written over others out of turn
+  alignas(64) uint8_t boot_id[16];  // of the machine, in the last session that wrote
   uint32_t clean;                   // 1: closed by its last user, everything on disk
   uint32_t session_unused;
-  uint8_t host_id[16];              // of that machine, the same after it has started again; zeros: not known
+  uint8_t host_id[16];              // of that machine, unchanged by a restart; zeros: unknown
   uint8_t unused[1024 - 512 - 208];
 };
 static_assert(sizeof(StoreHeader) == 1024);
@@ -79,9 +79,9 @@ struct LaneHeader {
   uint32_t version_unused;
   Counter border_looked;          // border rule: the writer has searched for two consecutive steps up to this row,
   Counter border_agreed;          // and a bit for each entry that agreed between the last two; kBorderKnown: there were two
-  alignas(64) Counter turn;       // which writer is appending, where several take turns; 0: none
-  Counter last_writer;            // which wrote the newest row; 0: unknown
-  Counter writers;                // numbers ever given to writers that take turns
+  alignas(64) Counter turn;       // the writer that is appending, where several take turns; 0: none
+  Counter last_writer;            // the writer of the newest row; 0: unknown
+  Counter writers;                // how many numbers were given to writers that take turns
   Counter written_at;             // of several lanes: when the newest row was written, ns since 1970; 0: unknown
   uint8_t unused[512 - 320 - 32];
 };
@@ -110,7 +110,7 @@ struct RedoHeader {
 static_assert(sizeof(RedoHeader) == 32);
 constexpr uint32_t kRedoMarked = 0x52454430;
 
-// Rows that were written over others out of turn carry their own sequence, from this one on: no lane counts so far.
+// Rows that were written over others out of turn carry their own sequence, from this one on: no lane's count reaches it.
 constexpr uint64_t kFirstReplaced = uint64_t{1} << 62;
 
 }  // namespace engram

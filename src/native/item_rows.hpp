@@ -1,5 +1,5 @@
 // Items of one form (TensorDicts or dicts of tensors) as packed rows by slot: copied in from items or a batch of them, and
-// built again where they are read. Which slots hold such rows is told by a list of Python's, in which these have a marker.
+// built again when they are read. A Python list has a marker at the slots that hold such rows.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -16,8 +16,8 @@
 
 namespace engram {
 
-// New tensors [lead..., ...] for each leaf of a codec, and where rows are copied to. Made before a row is looked up: making a
-// tensor may run Python code.
+// New tensors [lead..., ...] for each leaf of a codec, and the targets that rows are copied to. Made before a row is looked up:
+// making a tensor may run Python code.
 struct OutLeaves {
   OutLeaves(const Codec& codec, const std::vector<int64_t>& lead, size_t rows) : memory(codec.leaves(), lead, rows, 0) {
     memory.take();
@@ -35,7 +35,8 @@ struct OutLeaves {
 
 class ItemRows {
  public:
-  // `row`: what stands in a list for an item that is a row here. `most`: slots that there will be; 0: no limit is known.
+  // `row`: the marker in a list for an item that is a row here. `most`: the number of slots that there will be; 0: no limit is
+  // known.
   ItemRows(nb::object codec, nb::object row, uint64_t most) : kept_(std::move(codec)), row_(std::move(row)) {
     codec_ = nb::cast<const Codec*>(kept_);
     if (codec_->sequence()) throw nb::value_error("items carry no sequence");
@@ -46,8 +47,8 @@ class ItemRows {
   }
   void clear() { chunks_ = std::make_shared<Chunks>(); }
 
-  // The rows of a list of items (`dims` 0) or of a batch of them (`dims` 1); None: one of them is of another form. `own`: the
-  // leaf in which they store their own index.
+  // The rows of a list of items (`dims` 0) or of a batch of them (`dims` 1); None: an item has another form. `own`: the leaf in
+  // which they store their own index.
   std::unique_ptr<StagedRows> look(nb::handle items, bool batch, std::optional<size_t> own) const {
     bool with_env = false;
     if (own && (!codec_->holds_index(*own, with_env) || with_env)) throw nb::value_error("this leaf has no room for an index");
@@ -66,7 +67,7 @@ class ItemRows {
         std::memcpy(rows->bytes.data() + i * stride_ + leaf.offset, leaf.at(i, 0), leaf.bytes);
     return rows->n ? std::move(rows) : nullptr;
   }
-  // Each of the rows stores its slot, once for each step of its item.
+  // Stores in each of the rows its slot, once for each step of its item.
   void set_index(StagedRows& rows, size_t own, nb::handle slots_in) const {
     check(rows);
     bool with_env = false;
@@ -93,8 +94,8 @@ class ItemRows {
     for (uint64_t i = 0; i < n; ++i)
       std::memcpy(at(i < until_end ? slot + i : i - until_end), rows.bytes.data() + (first + i) * stride_, stride_);
   }
-  // What stands in the list at these places, rows as new items. With `reuse` a small list of rows is read into the tensors of
-  // an earlier one, once nobody has any of them.
+  // The list's items at these places, with rows built as new items. With `reuse` a small list of rows is read into the tensors
+  // of an earlier list that have no other owner any more.
   nb::list pick(nb::list list, nb::list slots, bool reuse) {
     const size_t n = nb::len(slots), leaves = codec_->leaves().size();
     reuse = reuse && n <= kMostKept / leaves && n <= kMostKeptBytes / stride_;
@@ -123,7 +124,7 @@ class ItemRows {
     if (i >= rows.n) throw nb::index_error("no such row");
     return built([&] { return rows.bytes.data() + i * stride_; });
   }
-  // Rows as one batch, with these entries at its root; None: one of the slots holds no row.
+  // Rows as one batch, with these entries at its root; None: a slot holds no row.
   nb::object gather(nb::list list, nb::handle slots_in, nb::handle extra) const {
     const SlotsArg slots(nb::borrow(slots_in));
     const std::vector<int64_t> lead(1, static_cast<int64_t>(slots.n));
@@ -135,7 +136,7 @@ class ItemRows {
       if (slot >= items || PyList_GetItem(list.ptr(), static_cast<Py_ssize_t>(slot)) != row_.ptr()) return nb::none();
       rows[i] = row(slot);
     }
-    const std::shared_ptr<Chunks> held = chunks_;  // if another thread lets them go meanwhile
+    const std::shared_ptr<Chunks> held = chunks_;  // in case another thread releases them meanwhile
     maybe_without_gil(out.memory.bytes() > kGilBytes, [&] {
       gather_rows(rows.data(), rows.size(), stride_, out.copies.data(), out.copies.size());
     });
@@ -173,7 +174,7 @@ class ItemRows {
     if (c >= chunks_->at.size() || !chunks_->at[c]) throw nb::index_error("this slot holds no row");
     return at(slot);
   }
-  // An item of the row that `find` returns once its tensors are there, which are added to `places` to be used again.
+  // An item of the row that `find` returns after its tensors were made; the tensors are added to `places` for reuse.
   nb::object built(auto&& find, std::vector<KeptBatches::Place>* places = nullptr) const {
     OutLeaves out(*codec_, kNoDims, 1);
     for (size_t i = 0; places && i < out.copies.size(); ++i) {
@@ -185,14 +186,14 @@ class ItemRows {
       if (leaf.bytes) std::memcpy(leaf.array, row + leaf.offset, leaf.bytes);
     return codec_->build(out.tensors, kNoDims, nb::none());
   }
-  // A tensor that was handed out before, and is used again.
+  // A tensor that was returned before and is used again.
   struct OldTensor {
     size_t leaf = 0;
     uint8_t* data = nullptr;
     nb::object tensor;
   };
-  // Those of a list of n items, leaf by leaf as they lie in a row; none: somebody has one. Held from here on: what Python
-  // runs later finds them in use.
+  // The tensors of an earlier list of n items, leaf by leaf in row order; none: they are still in use. Held from here on, so
+  // that Python code that runs later finds them in use.
   std::vector<OldTensor> free_tensors(size_t n) {
     std::vector<OldTensor> old;
     if (const auto* places = lists_.find(0, n)) {
@@ -217,7 +218,7 @@ class ItemRows {
   const Codec* codec_ = nullptr;
   uint64_t stride_ = 8, per_chunk_ = 1;
   std::shared_ptr<Chunks> chunks_;
-  KeptBatches lists_;  // of items that were handed out
+  KeptBatches lists_;  // of items that were returned
 };
 
 inline void bind_item_rows(nb::module_& m) {

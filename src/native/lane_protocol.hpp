@@ -11,15 +11,15 @@ namespace engram {
 
 // The accesses that need an order. The model removes each one and shows that readers then accept wrong rows.
 enum class Order {
-  kClaimBeforeRows,     // A2: no byte of a new row is seen by somebody who does not see the claim
-  kRowsBeforePublish,   // A4: whoever sees `published` sees the whole rows
+  kClaimBeforeRows,     // A2: a reader that does not see the claim sees no byte of a new row
+  kRowsBeforePublish,   // A4: a reader that sees `published` sees the whole rows
   kPublishBeforeRows,   // R1: rows are read after `published`
   kRowsBeforeCheck,     // R3: and before `claimed` is looked at again
-  kEditBeforeRows,      // E2: no byte of a changed row is seen by somebody who does not see `edits` odd
-  kRowsBeforeEditEnd,   // E4: whoever sees `edits` even sees the whole change
+  kEditBeforeRows,      // E2: a reader that does not see `edits` odd sees no byte of a changed row
+  kRowsBeforeEditEnd,   // E4: a reader that sees `edits` even sees the whole change
   kEditsBeforeRows,     // O1: an observer reads rows after `edits`
-  kTurnBeforeRows,      // T1: who gets the turn sees all that the one before it stored
-  kRowsBeforeTurnEnd,   // T3: and gives the turn back after all that it stored itself
+  kTurnBeforeRows,      // T1: the writer that gets the turn sees all stores of the one before it
+  kRowsBeforeTurnEnd,   // T3: and gives the turn back after all its own stores
 };
 
 struct StdMemory {
@@ -43,8 +43,8 @@ struct LaneView {
   uint64_t rows() const { return published > first ? published - first : 0; }
 };
 
-// How many time steps a writer overwrites at a time; a kill in the middle loses at most these. In a shared store 64 steps
-// and 64 KB of each environment; an eighth of the lane where that is less; at least one step.
+// How many time steps a writer overwrites at a time; a kill in the middle loses at most these. In a shared store 64 steps and
+// 64 KB of each environment; an eighth of the lane where that is less; at least one step.
 constexpr uint64_t kClaimSteps = 64, kClaimBytes = 64 << 10, kClaimParts = 8;
 inline uint64_t claim_steps(uint64_t capacity, uint64_t row_stride, bool others_see_it) {
   uint64_t most = capacity / kClaimParts;
@@ -156,23 +156,23 @@ struct LaneProtocol {
   }
 };
 
-// The right to append to a lane in which several processes take turns: a word with the number of the writer that has it, no
-// two of which ever have the same one. Taken for one `extend` and given back after it.
+// The right to append to a lane in which several processes take turns: a word with the number of the writer that has it.
+// Numbers are never given twice. Taken for one `extend` and given back after it.
 template <class Memory>
 struct TurnProtocol {
   using Word = typename Memory::Word;
 
-  Word& turn;         // 0: nobody's
-  Word& last_writer;  // who wrote the lane's newest row; 0: nobody knows
+  Word& turn;         // 0: free
+  Word& last_writer;  // the writer of the lane's newest row; 0: unknown
 
   uint64_t holder() const { return Memory::load(turn); }
-  // `from`: 0, or a writer that has died with it.
+  // `from`: 0, or the number of a writer that has died with the turn.
   bool take(uint64_t writer, uint64_t from = 0) const {
     return Memory::replace(turn, from, writer, Order::kTurnBeforeRows);  // T1
   }
-  // Whether this writer wrote the newest row itself. If not, its next one needs a seam.
+  // Whether this writer wrote the newest row itself. If not, its next row needs a seam.
   bool continues(uint64_t writer) const { return Memory::load(last_writer) == writer; }
-  // Before the first row of a turn is claimed: a kill must not leave rows whose writer is not known.
+  // Called before the first row of a turn is claimed: a kill must not leave rows whose writer is unknown.
   void begin_rows(uint64_t writer) const {
     if (!continues(writer)) Memory::store(last_writer, writer);  // T2
   }

@@ -46,7 +46,7 @@ struct SlotSequences {
   }
 };
 
-// Compared before and after a read: where both are equal, only appends happened in between.
+// Compared before and after a read: if both are equal, only appends happened in between.
 struct Epoch {
   uint64_t incarnation = 0, edits = 0;
   bool operator==(const Epoch& o) const { return incarnation == o.incarnation && edits == o.edits; }
@@ -74,7 +74,7 @@ class Lanes {
     Counter* const seams = seams_ ? seams_ + l * (geometry_.seams_bytes / sizeof(Counter)) : nullptr;
     return {h.claimed, ends_[l].published, h.base, seams, capacity()};
   }
-  // From here on this object sees no rows beyond those of now; rows that are overwritten go, as ever.
+  // From here on this object sees no newer rows than those of now; overwritten rows still disappear.
   void freeze() {
     ends_ = lanes_;
     std::shared_ptr<LaneHeader[]> ends(new LaneHeader[count()]{});
@@ -87,12 +87,12 @@ class Lanes {
 
   TurnProtocol<StdMemory> turns(uint64_t l) const { return {lanes_[l].turn, lanes_[l].last_writer}; }
 
-  // ---- appending: only by the process that holds the lane, or whose turn it is ----
+  // ---- appending: only by the process that holds the lane or has the turn ----
   uint64_t piece() const { return piece_; }
   uint64_t claim(uint64_t l, uint64_t n) const { return protocol(l).claim(n); }
   void publish(uint64_t l, uint64_t at, uint64_t n) const { protocol(l).publish(at, n); }
-  // Notes when rows were written, so that the lane whose newest row is the oldest can be found. Of any accuracy: it decides
-  // which lane a writer takes, nothing else.
+  // Notes when rows were written, so that the lane whose newest row is the oldest can be found. Accuracy does not matter: the
+  // time only decides which lane a writer takes.
   void note_time(uint64_t l) const {
     timespec now{};
     ::clock_gettime(CLOCK_REALTIME, &now);
@@ -109,8 +109,8 @@ class Lanes {
   }
   LaneView view(uint64_t l) const { return protocol(l).look(); }
   uint64_t origin(uint64_t l) const { return ends_[l].origin.load(); }
-  // As `view`, of one moment: a reader that was suspended between its two loads, while a whole ring of rows was written,
-  // would find none. `first` is at most `published`.
+  // As `view`, at one moment: a reader that was suspended between its two loads, while a whole ring of rows was written, would
+  // find no rows. `first` is at most `published`.
   LaneView settled_view(uint64_t l) const {
     LaneView v = view(l);
     for (int looks = 0; v.first > v.published && ends_ == lanes_ && looks < kLooks; ++looks) v = view(l);
@@ -136,7 +136,7 @@ class Lanes {
   }
 
   // ---- for a process that has the store to itself ----
-  // Before and after sequences are reset. The incarnation is odd in between, so that `repair` notices a kill.
+  // Called before and after sequences are reset. The incarnation is odd in between, so that `repair` notices a kill.
   void begin_change() const {
     if (header_->incarnation.load() % 2 == 0) header_->incarnation.fetch_add(1);
   }
@@ -149,8 +149,8 @@ class Lanes {
     for (uint64_t l = 0; l < count(); ++l) empty_lane(l, reset_count);
     end_change();
   }
-  // A kill in here leaves a lane without rows, and what `repair` needs to finish emptying it: `base` says where sequences
-  // continue, `durable` how many rows were ever written.
+  // A kill in here leaves a lane without rows, and the values that `repair` needs to finish emptying it: `base` says where
+  // sequences continue, `durable` how many rows were ever written.
   void set_counters(uint64_t l, uint64_t base, uint64_t published, uint64_t origin) const {
     LaneHeader& h = lanes_[l];
     h.durable.store(published - origin);
@@ -205,7 +205,7 @@ class Lanes {
 
   StoreHeader* header_ = nullptr;
   LaneHeader* lanes_ = nullptr;
-  LaneHeader* ends_ = nullptr;  // where `published` and `origin` are read: `lanes_`, or those that `freeze` kept
+  LaneHeader* ends_ = nullptr;  // source of `published` and `origin`: `lanes_`, or the copies that `freeze` made
   std::shared_ptr<LaneHeader[]> frozen_;
   Counter* seams_ = nullptr;
   StoreGeometry geometry_{};

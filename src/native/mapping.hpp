@@ -20,7 +20,7 @@ constexpr size_t kHugePage = size_t{2} << 20;
 
 inline size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
-// To Python a MemoryError. Its text is made where no memory is needed.
+// Becomes a MemoryError in Python. Its text is made without allocating memory.
 class NoMemoryToMap : public std::bad_alloc {
  public:
   explicit NoMemoryToMap(size_t bytes) { std::snprintf(text_, sizeof text_, "no memory to map %zu bytes", bytes); }
@@ -32,9 +32,9 @@ class NoMemoryToMap : public std::bad_alloc {
 
 class MappedRegion {
  public:
-  // fd < 0: private memory. The caller has made the file at least `bytes` long. `read_only`: any store is a signal.
+  // fd < 0: private memory. The caller has made the file at least `bytes` long. `read_only`: any store raises a signal.
   static std::shared_ptr<MappedRegion> map(int fd, size_t bytes, bool read_only = false) {
-    auto region = std::shared_ptr<MappedRegion>(new MappedRegion);  // before the map, which it is to end
+    auto region = std::shared_ptr<MappedRegion>(new MappedRegion);  // allocated before the map, which it must unmap
     const bool is_private = fd < 0;
     // Private memory starts on a huge page, so that the kernel can back a big table with huge pages.
     const size_t slack = is_private && bytes >= kHugePage ? kHugePage : 0;

@@ -1,4 +1,4 @@
-// The Python face of the native core. Every index is checked in the bindings or just below, before memory is touched.
+// The Python module of the native core. Every index is checked in the bindings or just below, before memory is touched.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -25,7 +25,7 @@ using namespace nb::literals;
 using namespace engram;
 
 NB_MODULE(_native, m) {
-  nb::set_leak_warnings(false);  // a buffer that lives until the interpreter ends is no leak
+  nb::set_leak_warnings(false);  // a buffer that lives until the interpreter ends is not a leak
   nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
     try {
       std::rethrow_exception(thrown);

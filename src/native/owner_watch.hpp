@@ -1,4 +1,4 @@
-// Ends a worker process with its owner, whatever the worker does.
+// Ends a worker process when its owner ends, whatever the worker is doing.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -15,7 +15,8 @@ namespace nb = nanobind;
 
 namespace engram {
 
-// A thread that needs no GIL: an environment may hold that for ever in C code. It takes no signals, which are Python's.
+// A thread that needs no GIL, because an environment may hold the GIL for ever in C code. It blocks signals, which belong to
+// Python.
 inline void exit_when_readable(int fd) {
 #if defined(_WIN32)
   throw nb::value_error("there are no descriptors to wait for");

@@ -1,4 +1,4 @@
-// Powers whose bits are the same on every machine: explicit operations of IEEE 754 alone, none of the machine's libm, and
+// Powers whose bits are the same on every machine: only explicit operations of IEEE 754, no function of the machine's libm, and
 // no product that is rounded together with a sum (the core is compiled with -ffp-contract=off).
 #pragma once
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace engram {
 
 // x to the power y, for x >= 0 (infinity too) and a finite y other than 0, as 2^(y log2(x)): within 2 ulp where |y| <= 1,
-// beyond that within 2 |y|. Of `kNumbers` at a time, which compilers do not put together by themselves; how many there are
+// beyond that within 2 |y|. Computes `kNumbers` at a time, because compilers do not vectorise this by themselves; that number
 // changes no bit.
 template <size_t kNumbers>
 class Power {
@@ -26,8 +26,8 @@ class Power {
 
   [[gnu::always_inline]] void raise(Numbers& x) const {
     const Numbers none{};
-    // x = a 2^-(offset - 2^52 - 1023) with a normal a. A subnormal x is taken as the integer that its bits are: a thread
-    // may be set to treat it as 0.
+    // x = a 2^-(offset - 2^52 - 1023) with a normal a. The bits of a subnormal x are read as an integer, because a thread may
+    // be set to treat subnormal numbers as 0.
     const Mask subnormal = x < std::numeric_limits<double>::min();
     const Numbers a = subnormal ? (Numbers)((Bits)x | kTwo52) - 0x1p52 : x;
     const Numbers offset = subnormal ? none + (0x1p52 + 1023 + 1074) : none + (0x1p52 + 1023);
@@ -67,8 +67,8 @@ class Power {
   typedef int64_t Mask __attribute__((vector_size(kNumbers * sizeof(int64_t))));
   typedef uint64_t Bits __attribute__((vector_size(kNumbers * sizeof(uint64_t))));
   static constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  static constexpr double kMost = 1100;       // 2 to a power beyond is 0 or infinite
-  static constexpr double kRound = 0x1.8p52;  // what is added to it is rounded to a whole number
+  static constexpr double kMost = 1100;       // 2 to a larger power is 0 or infinite
+  static constexpr double kRound = 0x1.8p52;  // adding it rounds to a whole number
   static constexpr uint64_t kTwo52 = 0x4330000000000000, kOne = 0x3FF0000000000000, kRootOfHalf = 0x3FE6A09E667F3BCD;
   double y_, high_, low_, of_infinity_, of_zero_;
 };

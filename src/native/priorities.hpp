@@ -1,4 +1,4 @@
-// Priorities of stored rows: new rows are followed, learners set priorities, rows are drawn in proportion to them.
+// Priorities of stored rows: follows new rows, takes priorities from learners, and draws rows in proportion to them.
 #pragma once
 #include <cmath>
 #include <optional>
@@ -10,10 +10,10 @@
 
 namespace engram {
 
-// Stands for a stored row of priority 0, because 0 means that a slot holds no row. The smallest normal number: threads may
-// be set to treat subnormal ones as 0.
+// The leaf value of a stored row of priority 0, because 0 means that a slot holds no row. The smallest normal number, because
+// threads may be set to treat subnormal ones as 0.
 constexpr double kZeroPriority = std::numeric_limits<double>::min();
-// Sums of as many leaves as a store can have rows stay finite.
+// Keeps the sum finite over as many leaves as a store can have rows.
 constexpr double kMostLeaf = 1e280;
 
 // The transform of priorities before they are summed: (p + eps)^alpha.
@@ -23,7 +23,7 @@ struct PriorityTransform {
     leaves(&p, 1);
     return p;
   }
-  // Each priority p[i], which is 0 or more, becomes its leaf.
+  // Turns each priority p[i], which is 0 or more, into its leaf.
   void leaves(double* p, size_t n) const {
     for (size_t i = 0; i < n; ++i) p[i] = (p[i] == kZeroPriority ? 0 : p[i]) + eps;
     if (alpha == 0.5)
@@ -36,20 +36,20 @@ struct PriorityTransform {
   bool same(const PriorityTransform& o) const { return alpha == o.alpha && eps == o.eps; }
 };
 
-// The rows that the slots of a draw referred to. A slot may hold another whole row by the time it is read, for which the
-// weight of the drawn one would be wrong.
+// The rows that the slots of a draw referred to. When a slot is read it may hold another whole row, for which the weight of the
+// drawn one would be wrong.
 class DrawnRows {
  public:
   // `follower` has polled just before the draw.
   explicit DrawnRows(const Follower& follower) : first_(follower) {}
 
-  // Whether no row has changed since the draw: call after the rows were copied.
+  // Whether no row has changed since the draw; call after the rows were copied.
   bool lasts(const Store& store) const {
     std::atomic_thread_fence(std::memory_order_acquire);
     return later_.empty() && first_.lasts(store);
   }
-  // Positions in the batch whose slots hold other rows than the drawn ones, or rows that were changed in place: call after
-  // the rows were copied.
+  // Positions in the batch whose slots hold other rows than the drawn ones, or rows that were changed in place; call after the
+  // rows were copied.
   std::vector<uint32_t> stale(const Store& store, const int64_t* slots, size_t n) const {
     std::atomic_thread_fence(std::memory_order_acquire);
     std::vector<uint32_t> places;
@@ -63,7 +63,7 @@ class DrawnRows {
     }
     return places;
   }
-  // These positions of the batch were drawn again.
+  // Records that these positions of the batch were drawn again.
   void replace(const std::vector<uint32_t>& places, const DrawnRows& fresh) {
     later_.push_back(fresh.first_);
     for (uint32_t place : places) {
@@ -90,7 +90,7 @@ class DrawnRows {
       return true;
     }
   };
-  // What changed since a moment.
+  // The changes since a moment.
   class Changes {
    public:
     Changes(const Moment& moment, const Store& store) : geometry_(store.geometry()) {
@@ -123,8 +123,8 @@ class DrawnRows {
     std::vector<SlotSequences> sequences_;
   };
 
-  Moment first_;                 // of the draw
-  std::vector<Moment> later_;    // of later draws of some positions
+  Moment first_;                 // the moment of the draw
+  std::vector<Moment> later_;    // the moments of later draws of some positions
   std::vector<uint32_t> which_;  // for each position: 0: first_, i: later_[i - 1]; positions beyond its end: first_
 };
 
@@ -142,11 +142,11 @@ class Priorities {
     follower_.poll(store, Visitor{*this, store});
     if (edited_.empty()) return;
     const double priority = new_priority(), leaf = transform_.leaf(priority);
-    changes_.restart(edited_.size());  // takes memory before the first change
+    changes_.restart(edited_.size());  // allocates before the first change
     for (uint64_t slot : edited_)
       if (holds(slot)) set_one(slot, priority, leaf);
     tree_->refresh(changes_);
-    edited_.clear();  // only now: if memory ran out, the next poll continues with them
+    edited_.clear();  // only now: if memory ran out, the next poll takes them again
   }
   void forget() {
     follower_.forget();
@@ -169,9 +169,9 @@ class Priorities {
     return best > 0 ? best : latest_;
   }
 
-  // Opens the rows at which slices can start, as far as the index has them (it polls first, then this), in trajectories of
-  // at least `min_length` stored rows: those from which `least` rows on lie in their trajectory, and the first row of a
-  // trajectory that has fewer than `least`. O(1) for each new row.
+  // Opens the rows at which slices can start, as far as the index has them (poll the index first), in trajectories of at least
+  // `min_length` stored rows: rows with `least` rows of the trajectory from them on, and the first row of a trajectory with
+  // fewer than `least` rows. O(1) for each new row.
   void open_starts(const Store& store, const EpisodeIndex& index, uint64_t least, uint64_t min_length) {
     if (reopen_ || least_ != least || min_length_ != min_length || restarts_ != index.restarts() ||
         edits_ != index.edits()) {
@@ -194,18 +194,18 @@ class Priorities {
         const uint64_t first = std::max(t.start, oldest), whole = t.stop + 1 > least ? t.stop + 1 - least : 0;
         const uint64_t end = t.length() >= min_length ? std::max(first + 1, whole) : 0;
         if (next < end) set_open(s, lane, k % index.per_lane(), next, end, true), next = end;
-        if (t.stop == published) break;  // it may grow
+        if (t.stop == published) break;  // it may still grow
         next = t.stop;
       }
       if (min_length > least && index.count(k) > 0) close_short(s, index, k, published);
-      // As rows are overwritten, another one becomes the first of the oldest trajectory.
+      // When rows are overwritten, another row becomes the first of the oldest trajectory.
       if (min_length < least && oldest < published && is_closed(slot_of(s, lane, oldest, k % index.per_lane())) &&
           index.find(k, oldest, t) && t.stop - oldest >= min_length)
         set_open(s, lane, k % index.per_lane(), oldest, oldest + 1, true);
     }
   }
 
-  // ---- drawing: after `poll`, where total() is above 0 ----
+  // ---- drawing: after `poll`, if total() is above 0 ----
   void draw(uint64_t seed, int64_t* slots, double* leaves, size_t n) const {
     double prefix[kBlock];
     uint64_t leaf[kBlock];
@@ -233,11 +233,11 @@ class Priorities {
 
   // ---- changing: after `poll` ----
   bool holds(uint64_t slot) const { return slot < capacity_ && tree_->beside(slot) > 0; }
-  // Sets the priorities, and with them the leaves, of slots; of one that is named twice the last one counts. Those that
-  // hold no row are skipped and counted.
+  // Sets the priorities, and with them the leaves, of slots; for a repeated slot the last value counts. Slots without a row are
+  // skipped and counted.
   void set(const int64_t* slots, const double* priorities, const double* leaves, size_t n) {
     if (!tree_) return skip(n);
-    changes_.restart(n);  // takes memory before the first change
+    changes_.restart(n);  // allocates before the first change
     for (size_t done = 0; done < n; done += kAhead) {
       const size_t end = std::min(n, done + kAhead);
       tree_->prefetch(slots + done, end - done);
@@ -253,7 +253,7 @@ class Priorities {
     }
     tree_->refresh(changes_);
   }
-  // Rows that come from now on get at least this priority.
+  // New rows get at least this priority from now on.
   void raise_new(double priority) { seen_ = std::max(seen_, priority); }
   void skip(uint64_t n) { skipped_ += n; }
   uint64_t skipped() const { return skipped_; }
@@ -271,7 +271,7 @@ class Priorities {
 
   // ---- state ----
   struct State {
-    std::vector<std::pair<uint64_t, uint64_t>> seen;  // of each lane: the rows [first, published)
+    std::vector<std::pair<uint64_t, uint64_t>> seen;  // for each lane: the rows [first, published)
     double highest = 1, latest = 1;
     uint64_t skipped = 0;
   };
@@ -287,7 +287,7 @@ class Priorities {
       for (uint64_t w = seen[l].first; w < seen[l].second; ++w)
         for (uint64_t env = 0; env < geometry.envs; ++env) visit(l, w, slot_of(geometry, l, w, env));
   }
-  // Continues with a state and the priorities of its rows, as far as these rows are stored; other rows are new.
+  // Continues with a state and the priorities of its rows, for those of these rows that are stored; other rows are new.
   void resume(const Store& store, const State& state, const double* priorities) {
     start(store);
     seen_ = state.highest, latest_ = state.latest, skipped_ = state.skipped;
@@ -297,12 +297,12 @@ class Priorities {
       const LaneView view = store.lanes.view(l);
       stored[l].published = std::min(state.seen[l].second, view.published);
       stored[l].first = std::min(view.first, stored[l].published);
-      // Rows that the state does not have any more, but that the saved rows still had.
+      // Rows that the saved store still had, but the state did not any more.
       const uint64_t old = std::clamp(state.seen[l].first, stored[l].first, stored[l].published);
       if (old > stored[l].first) fill(s, l, stored[l].first, old, new_priority());
     }
     size_t i = 0;
-    uint64_t lowest = capacity_, end = 0;  // of the slots that get priorities
+    uint64_t lowest = capacity_, end = 0;  // the range of slots that get priorities
     each_row(s, state.seen, [&](uint64_t l, uint64_t w, uint64_t slot) {
       const double p = priorities[i++];
       if (l >= stored.size() || w < stored[l].first || w >= stored[l].published) return;
@@ -315,7 +315,7 @@ class Priorities {
     rebuild();
   }
   const std::vector<Follower::Seen>& seen() const { return follower_.seen(); }
-  // The rows that slots refer to which are drawn before the next poll.
+  // The rows that slots refer to that are drawn before the next poll.
   DrawnRows drawn() const { return DrawnRows(follower_); }
 
  private:
@@ -330,7 +330,7 @@ class Priorities {
     void vanished(uint64_t lane, uint64_t from, uint64_t to) { self.fill(store.geometry(), lane, from, to, {}); }
     void rows(uint64_t lane, uint64_t from, uint64_t to) {
       if (self.max_within_buffer_) {
-        // All new rows get what the first of them gets, whether that is still stored or not: from then on a row of that
+        // All new rows get the priority of the first of them, even if that row is overwritten: since then a row of that
         // priority was always stored.
         const uint64_t first = self.follower_.seen()[lane].published;
         self.fill(store.geometry(), lane, first, first + 1, {});
@@ -341,18 +341,18 @@ class Priorities {
     void edited(uint64_t slot) { self.edited_.push_back(slot); }
   };
 
-  static constexpr size_t kBlock = 64;   // as many as a core can wait for at once
-  static constexpr size_t kAhead = 256;  // whose lines stay in the first two caches until they are written
+  static constexpr size_t kBlock = 64;   // the number of cache misses that a core can have in flight
+  static constexpr size_t kAhead = 256;  // their lines stay in the first two caches until they are written
 
-  // The priority of a slot as it was given; 0 where it holds no row.
+  // The priority of a slot as it was set; 0: the slot holds no row.
   double& raw(uint64_t slot) { return tree_->beside(slot); }
 
-  // The capacity of a storage without limit is 2^40: its tree grows with its rows.
+  // A storage without limit has a capacity of 2^40: its tree grows with its rows.
   static constexpr uint64_t kAtOnce = uint64_t{1} << 32;
   void start(const Store& store) { make(store.slots() <= kAtOnce ? store.slots() : 1024); }
   void reserve(uint64_t slots) {
     if (slots <= capacity_) return;
-    const SumTree old = *tree_;  // the same memory
+    const SumTree old = *tree_;  // shares its memory
     const uint64_t n = capacity_;
     make(std::bit_ceil(slots));
     for (uint64_t slot = 0; slot < n; ++slot) raw(slot) = old.beside(slot);
@@ -365,7 +365,7 @@ class Priorities {
     reopen_ = true;
     capacity_ = slots;
   }
-  // Makes the leaves of these slots anew from their priorities.
+  // Recomputes the leaves of these slots from their priorities.
   void set_leaves(uint64_t from, uint64_t end) {
     double leaves[kBlock];
     for (uint64_t to; from < end; from = to) {
@@ -382,7 +382,7 @@ class Priorities {
     tree_->refresh(0, tree_->leaf_nodes() - 1);
   }
 
-  // Rows of a lane, whose slots are consecutive up to the ring's end; at most a whole lane.
+  // Rows of a lane, whose slots are consecutive up to the ring's end; at most as many as a lane holds.
   void fill(const StoreGeometry& s, uint64_t lane, uint64_t from, uint64_t to, std::optional<double> priority) {
     const uint64_t start = from % s.lane_capacity, n = to - from, before_wrap = std::min(n, s.lane_capacity - start);
     const uint64_t base = lane * s.lane_capacity;
@@ -408,7 +408,7 @@ class Priorities {
       if (tree_->leaf(slot) != 0) tree_->leaf(slot) = 0;  // pages without rows stay untouched
     rebuild();
   }
-  // The oldest trajectory becomes too short as its rows are overwritten; the running one may grow again.
+  // As its rows are overwritten, the oldest trajectory becomes too short; if it is the running one, it may grow again.
   void close_short(const StoreGeometry& s, const EpisodeIndex& index, uint64_t k, uint64_t published) {
     const Trajectory oldest = index.trajectory(k, 0);
     uint64_t& next = opened_[k];
@@ -443,10 +443,10 @@ class Priorities {
   double seen_ = 1;    // the highest priority ever set
   double latest_ = 1;  // with `max_within_buffer_`: the priority of the last new rows
   std::optional<SumTree> tree_;   // beside each leaf the priority as it was set
-  std::shared_ptr<MappedRegion> open_;  // with `starts_`: a byte a slot, 1 where a slice may start
+  std::shared_ptr<MappedRegion> open_;  // with `starts_`: a byte for each slot, 1 where a slice may start
   std::vector<uint64_t> opened_;  // for each environment: rows below this sequence are decided
-  std::vector<uint64_t> closed_;  // and those below this one are closed again
-  uint64_t least_ = 0, min_length_ = 0, restarts_ = 0, edits_ = 0;  // by these settings
+  std::vector<uint64_t> closed_;  // rows below this sequence are closed again
+  uint64_t least_ = 0, min_length_ = 0, restarts_ = 0, edits_ = 0;  // the settings that the open starts depend on
   bool reopen_ = true;
   std::vector<uint64_t> edited_;
   LeafChanges changes_;

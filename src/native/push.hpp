@@ -1,5 +1,5 @@
-// Checking a batch, or a list of items, and appending it, in one call: nothing is written before all of it has been
-// looked at. What is not plain, or not of the store's layout, is left to the slower way, which has the errors.
+// Checks a batch, or a list of items, and appends it, in one call: nothing is written before all of it was checked. Data that
+// is not plain, or not of the store's layout, is left to the slower path, which raises the errors.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -11,7 +11,7 @@
 
 namespace engram {
 
-// The rows of items, side by side: those of the environments of one item after the other.
+// The rows of items, side by side: the environments of one item after those of another.
 struct StagedRows {
   std::vector<uint8_t> bytes;
   size_t n = 0;  // items
@@ -20,8 +20,8 @@ struct StagedRows {
     if (items > kMostBytes / std::max<size_t>(1, item_bytes)) throw std::bad_alloc();
     bytes.resize(items * item_bytes), n = items;
   }
-  // Copies the items of a list. `check` fills the plan with where the leaves of one item lie. False: it said so of an item,
-  // the list is empty, or it changed while its items were looked at.
+  // Copies the items of a list. `check` fills the plan with the places of one item's leaves. False: `check` returned false for
+  // an item, the list is empty, or it changed while its items were checked.
   bool stage(PyObject* list, size_t envs, size_t row_bytes, Plan& one, auto&& check) {
     const Py_ssize_t items = PyList_Size(list);
     if (items <= 0) return false;
@@ -63,8 +63,8 @@ inline bool plan_list(const Codec& codec, PyObject* list, int dims, const StoreG
   return true;
 }
 
-// Appends a checked batch; rows that store their own index in leaf `own` get the one that is theirs. None: another process
-// has the turn, or rows of an earlier writer would be evicted.
+// Appends a checked batch; rows that store their own index in leaf `own` get it here. None: another process has the turn, or
+// rows of an earlier writer would be evicted.
 inline nb::object append_checked(Store& store, uint64_t lane, Plan& plan, std::optional<size_t> own, bool with_env) {
   const StoreGeometry& s = store.geometry();
   const Turn turn(store, lane);
@@ -84,7 +84,7 @@ inline nb::object append_checked(Store& store, uint64_t lane, Plan& plan, std::o
     block.emplace();
     block->plan({kDLInt, 64}, &steps, 1, scalar, plan.steps * 8);
     block->take();
-    slots = block->make(0);  // may run Python code, another append, say: the first slot is looked up after it
+    slots = block->make(0);  // may run Python code, such as another append: the first slot is looked up afterwards
   }
   const uint64_t first = store.lanes.lane(lane).published.load(), base = lane * s.lane_capacity;
   if (plan.single) slots = nb::int_(base + first % s.lane_capacity);
@@ -105,10 +105,10 @@ inline nb::object append_checked(Store& store, uint64_t lane, Plan& plan, std::o
   return slots;
 }
 
-// Checks a batch and appends it: see `Codec.check` and `Store.append`. A list is one of items, stacked along time; with
-// `float_bits` Python's floats in it have so many. `own`: the leaf in which the rows store their own index. None: nothing
-// was written; it is not plain, does not fit, has no steps, another process has the turn, rows of an earlier writer would be
-// evicted, or this process was forked and holds no lane.
+// Checks a batch and appends it: see `Codec.check` and `Store.append`. A list holds items, stacked along time; with
+// `float_bits` Python's floats in it have so many bits. `own`: the leaf in which the rows store their own index. None: nothing
+// was written, because the batch is not plain, does not fit, has no steps, another process has the turn, rows of an earlier
+// writer would be evicted, or this process was forked and holds no lane.
 inline nb::object push(Store& store, const Codec& codec, uint64_t lane, nb::handle batch, int batch_dims, int time_dim,
                        std::optional<size_t> own, std::optional<int> float_bits) {
   if (joined_after_fork()) return nb::none();
@@ -118,7 +118,7 @@ inline nb::object push(Store& store, const Codec& codec, uint64_t lane, nb::hand
   Codec::check_dims(batch_dims, time_dim);
   bool with_env = false;
   if (own && !codec.holds_index(*own, with_env)) throw nb::value_error("this leaf has no room for an index");
-  StagedRows rows;  // which a plan of a list refers to
+  StagedRows rows;  // must outlive the plan of a list, which refers to it
   Plan plan;
   if (float_bits) {
     if (batch_dims < 1 || !PyList_CheckExact(batch.ptr())) return nb::none();

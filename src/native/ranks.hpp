@@ -1,4 +1,5 @@
-// The row of the lowest rank in a full store; ties go to the lowest slot, so that the stored rows alone decide.
+// Finds the row of the lowest rank in a full store; ties go to the lowest slot, so that the result depends on the stored rows
+// alone.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -13,8 +14,8 @@
 
 namespace engram {
 
-// Reduces the values of a row to its rank. They are added one after the other, so that a row's rank does not depend on the
-// batch that it came in.
+// Reduces the values of a row to its rank. Values are added one after the other, so that a row's rank does not depend on the
+// batch that contained it.
 enum class Reduction { kSum, kMean, kMax, kMedian, kMin };
 
 template <typename T>
@@ -47,7 +48,7 @@ double rank_of(const T* values, size_t n, Reduction reduction, std::vector<doubl
   return rank;
 }
 
-// Where the items of a batch go, as if they were written one by one.
+// The targets of a batch's items, as if the items were written one by one.
 struct Placement {
   size_t appended = 0;             // this many of the first items are appended
   std::vector<int64_t> slots;      // of each item; -1: refused
@@ -55,9 +56,9 @@ struct Placement {
   std::vector<int64_t> targets;    // ... over slot targets[i], each slot once
 };
 
-// A tournament tree of (rank, slot): ranks lie by slot, and each node above holds the winner of its eight children. So the
-// rank of a row is found by its slot, and a replacement touches one cache line a level. Zeroed memory is an empty heap:
-// pages are allocated when rows come.
+// A tournament tree of (rank, slot): ranks lie by slot, and each node above holds the winner of its eight children. So the slot
+// leads to a row's rank, and a replacement touches one cache line in each level. Zeroed memory is an empty heap: pages are
+// allocated when rows are added.
 class RankHeap {
  public:
   explicit RankHeap(uint64_t capacity) : capacity_(capacity) {
@@ -88,7 +89,7 @@ class RankHeap {
   // Places n items: the first `room` are appended from slot `next` on; then each one replaces the lowest row, or is refused.
   // `undo` reverts it.
   void place(const double* ranks, size_t n, uint64_t room, uint64_t next, Placement& out) {
-    // Allocate before the first change.
+    // Allocates before the first change.
     journal_.clear(), events_.clear();
     journal_.reserve(n), events_.reserve(n);
     out.slots.resize(n), out.items.reserve(n), out.targets.reserve(n);
@@ -127,7 +128,7 @@ class RankHeap {
     const uint64_t key = top();
     for (size_t k = offsets_.size() - 1; k-- > 0;) {
       const uint64_t* group = level(k) + at * kFan;
-      unsigned winners = 0;  // all eight are compared: which one it is no branch predictor knows
+      unsigned winners = 0;  // compares all eight: the branch predictor cannot know the winner
       for (unsigned i = 0; i < kFan; ++i) winners |= static_cast<unsigned>(group[i] == key) << i;
       at = at * kFan + static_cast<unsigned>(std::countr_zero(winners | 1u << (kFan - 1)));
     }
@@ -137,7 +138,7 @@ class RankHeap {
  private:
   static constexpr uint64_t kFan = 8;  // a cache line
   static constexpr uint64_t kMostSlots = uint64_t{1} << 40;
-  static constexpr uint64_t kCached = 1 << 16;  // the ranks of so many slots are mostly in the cache
+  static constexpr uint64_t kCached = 1 << 16;  // this many slots' ranks are mostly in the cache
 
   // Ranks as integers in descending order; 0: no rank. A NaN (from an in-place write) counts as the lowest rank.
   static uint64_t key_of(double rank) {
@@ -147,16 +148,16 @@ class RankHeap {
   }
   uint64_t* level(size_t k) const { return reinterpret_cast<uint64_t*>(memory_->data()) + offsets_[k]; }
   uint64_t top() const { return *level(offsets_.size() - 1); }
-  // Brings the n lowest rows' part of the tree into the cache, level by level: what a level needs is waited for together,
-  // while a replacement that looks for its row waits for each level of it by itself. The n lowest rows lie below the n lowest
-  // nodes of every level.
+  // Brings the part of the tree for the n lowest rows into the cache, level by level: the misses of a level overlap, while a
+  // replacement that searches its row waits for each level in turn. The n lowest rows lie below the n lowest nodes of every
+  // level.
   void warm(size_t n) {
     if (n < 2) return;
     lowest_.assign(1, {0, 0});
     for (size_t k = offsets_.size() - 1; k-- > 0;) {
       for (const auto& [key, node] : lowest_) __builtin_prefetch(level(k) + node * kFan, 1);
       if (k == 0) return;
-      const uint64_t least = lowest_.size() == n ? lowest_.back().first : 1;  // n rows of this rank or lower are known
+      const uint64_t least = lowest_.size() == n ? lowest_.back().first : 1;  // n rows of at most this rank are known
       below_.resize(lowest_.size() * kFan);
       size_t count = 0;
       for (const auto& [above, node] : lowest_)
@@ -195,9 +196,9 @@ class RankHeap {
   size_t bytes_ = 0;
   std::vector<uint64_t> offsets_;  // of each level, ranks first
   std::shared_ptr<MappedRegion> memory_;
-  std::vector<std::pair<uint64_t, uint64_t>> journal_;  // slot and key before
+  std::vector<std::pair<uint64_t, uint64_t>> journal_;  // slot and previous key
   std::vector<std::pair<int64_t, int64_t>> events_;     // slot and item of each replacement
-  std::vector<std::pair<uint64_t, uint64_t>> lowest_, below_;  // key and node, while a level is looked through
+  std::vector<std::pair<uint64_t, uint64_t>> lowest_, below_;  // key and node, while a level is searched
   Follower follower_;
 };
 

@@ -1,4 +1,4 @@
-// Asks the kernel for all pages of a batch before the first is touched, as long as that saves time.
+// Asks the kernel for all pages of a batch before the first is touched, as long as this saves time.
 #pragma once
 #include <fcntl.h>
 #include <sys/resource.h>
@@ -10,14 +10,14 @@
 
 namespace engram {
 
-// Off: 16 rows of a batch are read directly; two major faults of this thread among them switch it on.
-// On: it is switched off after some batches whose rows were all in memory, which shows in their time per row.
+// Off: 16 rows of a batch are read directly; two major faults of this thread among them switch read-ahead on.
+// On: some batches whose rows were all in memory, which their time per row shows, switch it off.
 class Readahead {
  public:
   static constexpr size_t kProbeRows = 16;
   static constexpr long kFaults = 2;
   static constexpr int kQuietBatches = 8;
-  static constexpr uint64_t kMemoryNsPerRow = 1500;  // a row that came from disk costs at least ten times this
+  static constexpr uint64_t kMemoryNsPerRow = 1500;  // a row from disk costs at least ten times this
 
   explicit Readahead(int fd) : fd_(fd) {}
 

@@ -1,4 +1,4 @@
-// In-place changes that a kill cannot tear, and finding the rows that a power cut left.
+// In-place changes that a kill cannot tear, and the search for the rows that survived a power cut.
 #pragma once
 #include <algorithm>
 #include <utility>
@@ -44,7 +44,7 @@ class InPlaceWriter {
     }
   }
 
-  // Allocates all that `write` will need: a change is made whole or not at all.
+  // Allocates all memory that `write` will need: a change is made whole or not at all.
   void prepare(const int64_t* slots, size_t n, size_t leaves) {
     const size_t rows = std::min(batch_rows(), n);
     staged_.reserve(rows * store_.geometry().row_stride);
@@ -59,8 +59,8 @@ class InPlaceWriter {
     return store_.geometry().redo_bytes > 0 && redo_header()->state.load(std::memory_order_acquire) == kRedoMarked;
   }
 
-  // Finishes a change that a kill or a failing disk interrupted. True: there was one. It is an edit of its own, because
-  // observers may read meanwhile, and after a power cut `edits` may be even, or may become visible later than the rows.
+  // Finishes a change that a kill or a failing disk interrupted. True: there was such a change. Finishing counts as an edit,
+  // because observers may read meanwhile, and after a power cut `edits` may be even, or may become visible later than the rows.
   bool finish_interrupted() {
     bool finished = false;
     Counter& edits = store_.header()->edits;
@@ -76,7 +76,7 @@ class InPlaceWriter {
     const RedoHeader* h = redo_header();
     return crc32c(crc32c(0, &h->rows, sizeof(RedoHeader) - 8), entry, rows * (8 + store_.geometry().row_stride));
   }
-  // Where the disk does not take the rows they are whole in memory, and the mark stays.
+  // If the disk does not take the rows, they are whole in memory, and the mark stays.
   bool finish_marked(bool& on_disk) {
     if (!interrupted()) return false;
     const StoreGeometry& s = store_.geometry();
@@ -84,13 +84,14 @@ class InPlaceWriter {
     RedoHeader* h = redo_header();
     const uint64_t rows = h->rows, most = (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride);
     if (rows >= 1 && rows <= most && h->row_stride == s.row_stride) {
-      // A copy, so that what is checked is what is applied.
+      // Copied, so that the checked bytes are the ones that are applied.
       std::vector<uint64_t> entry(rows * (8 + s.row_stride) / 8);
       std::memcpy(entry.data(), h + 1, entry.size() * 8);
       valid = h->crc == redo_crc(entry.data(), rows);
       for (uint64_t i = 0; i < rows; ++i) valid &= entry[i] < store_.slots();
       if (valid) finish(entry, rows, h->log_head);
-      // Flushed rows change: if the mark left the disk before they reached it, a power cut could tear them.
+      // This changes flushed rows: if the mark were removed from the disk before the rows reached it, a power cut could tear
+      // them.
       on_disk = !valid || store_.fd() < 0 || store_.synced(s.rows_offset, s.total_bytes - s.rows_offset);
       if (!on_disk) return valid;
     }
@@ -105,15 +106,15 @@ class InPlaceWriter {
       const uint64_t p = entry[i], env = p / s.lane_capacity % s.envs;
       const uint64_t time = p / (s.lane_capacity * s.envs) * s.lane_capacity + p % s.lane_capacity;
       slots.push_back(static_cast<int64_t>(time * s.envs + env));
-      // After a power cut the entry may be older than the row: a newer row stays.
+      // After a power cut the entry may be older than the row; a newer row is kept.
       const Trailer mine = *reinterpret_cast<const Trailer*>(staged + (i + 1) * s.row_stride - sizeof(Trailer));
       if (store_.whole(p) && store_.trailer(store_.row(p))->sequence() > mine.sequence()) continue;
       apply(staged + i * s.row_stride, &p, 1);
     }
-    // Only where these slots were not entered yet: others may follow them by now.
+    // Only if these slots were not entered yet: other entries may follow them by now.
     if (store_.header()->log_head.load() < log_head) log(slots.data(), rows, log_head - rows);
   }
-  // How many rows are changed at a time.
+  // The number of rows that are changed at a time.
   size_t batch_rows() const {
     const StoreGeometry& s = store_.geometry();
     const size_t fit = s.redo_bytes ? (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride) : 1024;
@@ -151,7 +152,7 @@ class InPlaceWriter {
       const uint8_t* target = store_.row(physical_[i]);
       prefetch_rows<1>(&target, 1, s.row_stride);
     }
-    for (size_t i = 0; i < n; ++i)  // what no leaf of the batch covers stays as it is
+    for (size_t i = 0; i < n; ++i)  // bytes that no leaf of the batch covers keep their value
       std::memcpy(rows[i], store_.row(physical_[i]), s.row_stride);
     if (!chosen) scatter(rows.data(), n, leaves, skip);
     for (size_t i = 0; chosen && i < n; ++i) scatter(&rows[i], 1, leaves, static_cast<size_t>(chosen[skip + i]));
@@ -200,7 +201,7 @@ class InPlaceWriter {
 
 // After a failed sync the kernel may regard pages as clean that never reached the disk: another sync would succeed without
 // writing them. Marks the pages of the header and of every row in [durable, published[lane]) dirty again, unchanged. Throws
-// where a row is lost: its page was dropped from memory and read again from the disk.
+// where a row is lost, because its page was dropped from memory and read again from the disk.
 class DirtyAgain {
  public:
   explicit DirtyAgain(Store& store) : store_(store) {}
@@ -218,7 +219,7 @@ class DirtyAgain {
     for (uint64_t w = first; w < published; ++w) {
       const uint64_t p = store_.physical(l, env, w % s.lane_capacity);
       if (store_.has_trailer() && !(store_.whole(p) && store_.trailer(store_.row(p))->sequence() == w)) {
-        if (w < store_.lanes.view(l).first) continue;  // its writer overwrites it right now
+        if (w < store_.lanes.view(l).first) continue;  // its writer is overwriting it
         throw std::runtime_error("row " + std::to_string(w) + " of lane " + std::to_string(l) +
                                  " is lost: the disk failed, and did not keep it");
       }
@@ -230,7 +231,7 @@ class DirtyAgain {
     for (uintptr_t page = from / kPage * kPage; page < to; page += kPage) {
       if (page == last_) continue;
       last_ = page;
-      // Another process may be writing there: exchanging a value for itself overwrites nothing.
+      // Another process may be writing here: exchanging a value for itself overwrites nothing.
       auto* word = reinterpret_cast<uint64_t*>(page);
       uint64_t value = __atomic_load_n(word, __ATOMIC_RELAXED);
       while (!__atomic_compare_exchange_n(word, &value, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
@@ -258,7 +259,7 @@ inline RowCheck check_rows(const Store& store, uint64_t l, uint64_t start, uint6
     }
   Lanes::Protocol::after_reading();
   const uint64_t first = store.lanes.first_now(l);
-  std::erase_if(result.damaged, [&](const auto& row) { return row.first < first; });  // its writer overwrites it
+  std::erase_if(result.damaged, [&](const auto& row) { return row.first < first; });  // its writer is overwriting it
   start = std::max(start, first);
   result.checked = stop > start ? (stop - start) * s.envs : 0;
   return result;
@@ -303,7 +304,7 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
   }
   const uint64_t low = std::max(base, newest + 1 > capacity ? newest + 1 - capacity : 0);
   auto whole = [&](uint64_t w) { return sequence[w % capacity] == w; };
-  // Terms must not fall within the block: rows after a fall are left over from before a recovery.
+  // Terms must not decrease within the block: rows after a decrease are left over from before a recovery.
   auto joined = [&](uint64_t w) { return whole(w) && whole(w + 1) && term[w % capacity] <= term[(w + 1) % capacity]; };
   uint64_t seed = newest;
   if (durable > low && durable - 1 <= newest && whole(durable - 1)) seed = durable - 1;
@@ -311,7 +312,7 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
   while (from > low && joined(from - 1)) --from;
   while (to < newest && joined(to)) ++to;
   scan.base = from, scan.published = to + 1;
-  // A new term is a new writer. Other seams are in the rows' trailers.
+  // A new term means a new writer. Other seams are in the rows' trailers.
   for (uint64_t w = from + 1; w <= to; ++w)
     if (seam[w % capacity] || term[w % capacity] != term[(w - 1) % capacity]) scan.seams.push_back(w);
   const uint64_t rows = to + 1 - from;

@@ -1,4 +1,4 @@
-// Tensors that batches are read into again, once nobody but us has them.
+// Tensors that batches are read into again once no other code holds them.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -12,10 +12,10 @@
 
 namespace engram {
 
-// A tensor that was handed out, and how it was then: the bytes of Python's object, of torch's tensor and of its storage
-// (addresses, sizes, strides, dtype, gradients, numbers of users). `is_free` compares them, so that whatever somebody still
-// has or has changed is noticed without a list of all that can be. Which of them are where is torch's affair; Python tries
-// out, before anything is used again, that what matters is among them.
+// A tensor that was returned, and its state at that time: the bytes of Python's object, of torch's tensor and of its storage
+// (addresses, sizes, strides, dtype, gradients, numbers of users). `is_free` compares these bytes, so that any use or change by
+// other code is noticed without a list of all possible ones. Their positions are an internal matter of torch; before any tensor
+// is used again, Python tests that the fields that matter are among the compared bytes.
 class KeptTensor {
  public:
   explicit KeptTensor(nb::object tensor) : tensor_(std::move(tensor)) {
@@ -33,21 +33,21 @@ class KeptTensor {
     std::memcpy(storage_bytes_.data(), storage_, kStorageBytes);
   }
   PyObject* tensor() const { return tensor_.ptr(); }
-  // Whether only we have the tensor, its memory or a weak reference to it, and it is as it was.
+  // Whether no other code has the tensor, its memory or a weak reference to it, and the tensor is unchanged.
   bool is_free() const {
     PyObject* const o = tensor_.ptr();
-    // In this order: what one look proves to be in its place is what the next one reads.
+    // The order matters: each check proves that the data that the next one reads is in its place.
     const bool is_free = Py_REFCNT(o) == 1 && Py_TYPE(o) == torch_api().tensor && no_weak_references() &&
                          std::memcmp(object_bytes_.data(), body(), body_bytes()) == 0 &&
                          std::memcmp(impl_bytes_.data(), impl_, kImplBytes) == 0 &&
                          std::memcmp(storage_bytes_.data(), storage_, kStorageBytes) == 0 &&
                          Py_REFCNT(storage_object_) == storage_users_ && has_no_attributes();
-    std::atomic_thread_fence(std::memory_order_acquire);  // what other threads read is read before we write
+    std::atomic_thread_fence(std::memory_order_acquire);  // other threads' reads happen before the writes here
     return is_free;
   }
 
  private:
-  // Less than these objects have in any torch.
+  // Lower bounds: these objects are larger in every version of torch.
   static constexpr size_t kImplBytes = 168, kStorageBytes = 80, kMostBody = 64;
 
   static const uint8_t* address(nb::handle of) {
@@ -66,7 +66,7 @@ class KeptTensor {
     static const Offsets found;
     return found;
   }
-  // Of Python's object, behind its reference count and type: torch's tensor, hooks.
+  // The part of Python's object behind its reference count and type: torch's tensor, hooks.
   const uint8_t* body() const { return reinterpret_cast<const uint8_t*>(tensor_.ptr()) + sizeof(PyObject); }
   static size_t body_bytes() { return static_cast<size_t>(offsets().size) - sizeof(PyObject); }
   bool no_weak_references() const {
@@ -100,7 +100,7 @@ class KeptBatches {
     uint8_t* data;
     KeptTensor kept;
   };
-  // A batch of n rows of this source that is free; null: none is.
+  // A free batch of n rows of this source; null: there is none.
   const std::vector<Place>* find(uint64_t source, size_t n) {
     if (source != source_) batches_.clear(), bytes_ = 0, source_ = source;
     for (size_t i = 0; i < batches_.size(); ++i) {
@@ -110,8 +110,8 @@ class KeptBatches {
     }
     return nullptr;
   }
-  // Whether the batch that is made now, as none was found, is to be kept: where they are all held by somebody, only now
-  // and then, because that takes longer than to make one.
+  // Whether to keep the batch that is made now because none was free: if all kept batches are in use, only now and then,
+  // because keeping a batch takes longer than making one.
   bool wants_more() {
     if (batches_.size() < kMost) return true;
     const uint64_t every = uint64_t{1} << std::min<uint64_t>(6, misses_ / kMost);
@@ -136,7 +136,7 @@ class KeptBatches {
     return true;
   }
   void drop_oldest() {
-    const Batch oldest = std::move(batches_.front());  // its tensors go when nothing is half done
+    const Batch oldest = std::move(batches_.front());  // destroyed last, when no change is half done
     batches_.erase(batches_.begin()), bytes_ -= oldest.bytes, next_ = 0;
   }
 

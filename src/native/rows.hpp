@@ -1,4 +1,4 @@
-// Appending rows to a store, reading them, and putting back rows that were saved.
+// Appends rows to a store, reads them, and puts back rows that were saved.
 #pragma once
 #include <unistd.h>
 
@@ -37,7 +37,7 @@ struct LeafCopy {
 
 template <size_t N>
 inline void gather_fixed(const uint8_t* const* rows, size_t n, const LeafCopy& leaf) {
-  const size_t offset = leaf.offset;  // a copy: for all that the compiler knows, bytes are written over the leaf
+  const size_t offset = leaf.offset;  // a copy, because the compiler must assume that writes of bytes change the leaf
   const ptrdiff_t stride = leaf.stride;
   uint8_t* to = leaf.array;
   for (size_t i = 0; i < n; ++i, to += stride) std::memcpy(to, rows[i] + offset, N);
@@ -64,13 +64,13 @@ constexpr size_t kFixedSizes = 32;  // leaves of 1 to 32 bytes are copied by a l
 inline constexpr auto kGatherLoops = gather_loops(std::make_index_sequence<kFixedSizes>{});
 inline constexpr auto kScatterLoops = scatter_loops(std::make_index_sequence<kFixedSizes>{});
 
-// `Cache`: as `__builtin_prefetch` has it.
+// `Cache`: the locality argument of `__builtin_prefetch`.
 template <int Write, int Cache>
 inline void prefetch_row(const uint8_t* row, size_t reach) {
   const uint8_t* last = row + reach - 1;
   for (const uint8_t* p = row; p < last; p += 64) __builtin_prefetch(p, Write, Cache);
   __builtin_prefetch(last, Write, Cache);
-  asm volatile("");  // GCC leaves out calls that do nothing but ask memory
+  asm volatile("");  // GCC drops calls that only prefetch
 }
 template <int Write>
 inline void prefetch_rows(const uint8_t* const* rows, size_t n, size_t row_bytes) {
@@ -78,7 +78,7 @@ inline void prefetch_rows(const uint8_t* const* rows, size_t n, size_t row_bytes
   for (size_t i = 0; i < n; ++i) prefetch_row<Write, 3>(rows[i], reach);
 }
 
-// A run of leaves of one byte each that lie next to each other in a row, as flags do.
+// A run of leaves of one byte each that are adjacent in a row, as flags are.
 constexpr size_t kRunBytes = 8;
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
@@ -86,7 +86,7 @@ constexpr size_t kRunBytes = 8;
 #endif
 #endif
 
-// Leaves from the first one on that make up such a run; 1: there is none.
+// The number of leaves, from the first one on, that form such a run; 1: there is none.
 inline size_t byte_run(const LeafCopy* leaves, size_t n_leaves, size_t row_bytes) {
   size_t run = 1;
 #ifdef ENGRAM_SHUFFLES_BYTES
@@ -129,7 +129,7 @@ inline void transpose_bytes(const uint8_t* const* rows, size_t at, uint8_t (&col
   std::memcpy(columns, two, sizeof two);
 }
 
-// As `gather_fixed<1>` of each leaf of a run: one load a row, which may take bytes of its other leaves, too.
+// As `gather_fixed<1>` of each leaf of a run, but with one load a row, which may include bytes of the row's other leaves.
 inline void gather_byte_run(const uint8_t* const* rows, size_t n, size_t row_bytes, const LeafCopy* leaves, size_t run) {
   const size_t at = std::min(leaves[0].offset, row_bytes - kRunBytes), skipped = leaves[0].offset - at;
   size_t i = 0;
@@ -147,7 +147,7 @@ inline void gather_byte_run(const uint8_t* const* rows, size_t n, size_t row_byt
 inline void gather_byte_run(const uint8_t* const*, size_t, size_t, const LeafCopy*, size_t) {}
 #endif
 
-// rows[i] -> leaf.array[i] of the first leaf, or of more that are copied with it; returns how many. Moves their arrays on.
+// rows[i] -> leaf.array[i] of the first leaf, or of several that are copied together; returns how many. Advances their arrays.
 inline size_t gather_leaf(const uint8_t* const* rows, size_t n, size_t row_bytes, LeafCopy* leaves, size_t n_leaves) {
   LeafCopy& leaf = leaves[0];
   if (leaf.bytes == 0) return 1;
@@ -165,11 +165,11 @@ inline size_t gather_leaf(const uint8_t* const* rows, size_t n, size_t row_bytes
   return 1;
 }
 
-// Of long rows with many leaves: a few bytes of each row are copied at a time, and the hardware follows neither so many
-// rows nor across their pages, so memory is asked for what comes next in each of them.
+// Long rows with many leaves are copied a few bytes at a time. The hardware prefetcher follows neither so many rows nor across
+// their pages, so the code prefetches the next bytes of each row.
 constexpr size_t kLongBlockRows = 16;
-constexpr size_t kFirstBytes = 256;  // of each row, asked for while the end of the rows before is copied
-constexpr size_t kAheadBytes = 512;  // of each row beyond what is being copied
+constexpr size_t kFirstBytes = 256;  // of each row, prefetched while the end of the rows before is copied
+constexpr size_t kAheadBytes = 512;  // of each row beyond the bytes that are being copied
 
 inline void ask_for_lines(const uint8_t* const* rows, size_t n, size_t from, size_t to) {
   for (; from < to; from += 64)
@@ -184,7 +184,7 @@ inline void gather_long_rows(const uint8_t* const* rows, size_t n, size_t row_by
     size_t asked = kFirstBytes;
     for (size_t k = 0; k < n_leaves;) {
       const size_t end = leaves[k].offset + leaves[k].bytes;
-      if (leaves[k].bytes <= kAheadBytes)  // a longer one is read from end to end, which the hardware follows
+      if (leaves[k].bytes <= kAheadBytes)  // a longer one is read from end to end, which the hardware prefetches
         ask_for_lines(rows + at, block, asked, std::min(row_bytes, end + kAheadBytes));
       asked = std::max(asked, (std::min(row_bytes, end + kAheadBytes) + 63) / 64 * 64);
       if (asked >= row_bytes && !asked_next) ask_for_lines(rows + at + block, next, 0, kFirstBytes), asked_next = true;
@@ -193,8 +193,7 @@ inline void gather_long_rows(const uint8_t* const* rows, size_t n, size_t row_by
   }
 }
 
-// rows[i] -> leaf.array[i], every leaf; quickest in the order in which leaves lie in a row. `warm`: memory has been asked
-// for the rows.
+// rows[i] -> leaf.array[i], every leaf; quickest in the order in which leaves lie in a row. `warm`: the rows were prefetched.
 inline void gather_rows(const uint8_t* const* rows, size_t n, size_t row_bytes, LeafCopy* leaves, size_t n_leaves,
                         bool warm = false) {
   if (row_bytes > kPrefetchBytes && row_bytes / kAheadBytes < n_leaves)
@@ -233,12 +232,13 @@ class RowWriter {
   uint64_t append(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) {
     return append(lane, n, leaves, leaves);
   }
-  // `looked_at`: the same steps, leaf by leaf, for the check whether they continue the newest row.
+  // `looked_at`: the same steps, leaf by leaf, to check whether they continue the newest row.
   uint64_t append(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves,
                   const std::vector<LeafSource>& looked_at) {
     const Lanes::Protocol protocol = store_.lanes.protocol(lane);
     const uint64_t start = StdMemory::load(protocol.published), piece = store_.lanes.piece();
-    // Allocate first: a failure after a claim would lose the rows to be overwritten, one between two pieces a part of them.
+    // Allocates first: a failure after a claim would lose the rows to be overwritten, and one between two pieces would lose a
+    // part of the steps.
     copies_.reserve(leaves.size());
     if (CopyOnWriteSnapshot* snapshot = store_.saving(); snapshot && n > 0)
       snapshot->preserve(lane, start % protocol.capacity, n);
@@ -304,7 +304,7 @@ struct ReadScratch {
   std::vector<uint8_t> is_looked_at;
 };
 
-// Looks up the rows of a batch of slots, copies them, and tells which of them were still there after the copy.
+// Looks up the rows of a batch of slots, copies them, and reports which of them were still stored after the copy.
 class RowReader {
  public:
   RowReader(Store& store, ReadScratch& scratch)
@@ -327,7 +327,8 @@ class RowReader {
 #endif
     return locate(slots, n);
   }
-  // Which rows exist: before any is read. In the lanes of the slots, where these are known and there are many lanes.
+  // Looks up which rows exist, before any is read. Limited to the lanes of the slots, if these are known and there are many
+  // lanes.
   void look() {
     epoch_ = store_.lanes.epoch();
     if (in_some_lanes_) {
@@ -346,9 +347,9 @@ class RowReader {
     read_claims_early();
 #endif
   }
-  // Whether the look fell into a change of all rows, such as a load.
+  // Whether the lookup happened during a change of all rows, such as a load.
   bool rows_are_being_replaced() const { return epoch_.incarnation % 2 == 1; }
-  // The part of `find` behind the look; the slots must live until the end.
+  // The part of `find` after the lookup; the slots must outlive this reader's use of them.
   bool locate(const int64_t* slots, size_t n) {
     const StoreGeometry& s = store_.geometry();
     const uint64_t envs = s.envs, capacity = s.lane_capacity, lanes = s.lanes, all = store_.slots();
@@ -378,9 +379,9 @@ class RowReader {
     return true;
   }
 
-  // Asks memory for one of `parts` parts of the rows. Each is spread over the whole batch: rows that lie next to each other
-  // in a slice share pages, and who asks for one after the other waits for the address of each page in turn. They are asked
-  // for into the second-level cache, as the first level can wait for fewer lines at a time; a few, which it holds, into that.
+  // Prefetches one of `parts` parts of the rows. Each part is spread over the whole batch: rows that lie next to each other in
+  // a slice share pages, and prefetching them in turn waits for the address of each page. The target is the second-level cache,
+  // because the first level can wait for fewer lines at a time; a few rows, which fit there, go into the first.
   void warm(size_t part, size_t parts) {
     const size_t n = rows_.size(), bytes = store_.geometry().row_stride;
     if (bytes > kPrefetchBytes || n * bytes > kWarmBytes) return;
@@ -408,7 +409,8 @@ class RowReader {
     const size_t done = copy_first(leaves, n_leaves);
     gather_rows(rows_.data() + done, n - done, bytes, leaves, n_leaves);
   }
-  // The first rows of a mapped file; all, where their pages must be asked for first. Returns how many, and moves the leaves on.
+  // Copies the first rows of a mapped file, or all rows if their pages must be requested first. Returns how many, and advances
+  // the leaves.
   size_t copy_first(LeafCopy* leaves, size_t n_leaves) {
     const size_t n = rows_.size(), bytes = store_.geometry().row_stride;
     Readahead& pages = store_.readahead();
@@ -427,15 +429,15 @@ class RowReader {
     if (n > done) pages.saw_batch(static_cast<uint64_t>(ns.count()), n - done);
     return n;
   }
-  // Rows [from, to) only, into the memory of a whole batch. Several threads may copy parts of one.
+  // Copies rows [from, to) only, into the memory of a whole batch. Several threads may each copy a part.
   void copy_rows(size_t from, size_t to, const LeafCopy* leaves, size_t n_leaves) const {
     static thread_local std::vector<LeafCopy> part;
     part.assign(leaves, leaves + n_leaves);
     for (LeafCopy& leaf : part) leaf.array += static_cast<ptrdiff_t>(from) * leaf.stride;
     gather_rows(rows_.data() + from, to - from, store_.geometry().row_stride, part.data(), n_leaves);
   }
-  // After a copy whose rows are not whole: puts the rows that have come in the places of overwritten ones there, instead.
-  // False: a slot holds none, or they are overwritten faster than they are copied.
+  // After a copy whose rows are not whole: replaces overwritten rows in the batch by the rows that are in their slots now.
+  // False: a slot holds no row, or rows are overwritten faster than they are copied.
   bool copy_newer(const LeafCopy* leaves, size_t n_leaves, int rounds) {
     ReadResult lost;
     settle(false, lost);
@@ -449,7 +451,7 @@ class RowReader {
     return lost.unwritten.empty() && lost.missing.empty();
   }
 
-  // After the copy: which rows existed from its start to its end.
+  // After the copy: determines which rows existed from its start to its end.
   void settle(bool want_sequences, ReadResult& result) {
     const bool appended_only = look_again();
     if (want_sequences) result.sequences.resize(rows_.size());
@@ -463,7 +465,7 @@ class RowReader {
       if (want_sequences) result.sequences[i] = sequence;
     }
   }
-  // After the copy of rows that existed at some moment since the look: whether all of them are whole.
+  // After a copy of rows that existed at some moment since the lookup: whether all of them are whole.
   bool are_whole() {
     bool overwritten = !look_again();
     if (in_some_lanes_)
@@ -477,7 +479,7 @@ class RowReader {
   }
 
  private:
-  // From here on only the lanes of the located slots are looked at.
+  // Limits later lookups to the lanes of the located slots.
   void choose_lanes() {
     const uint64_t lanes = store_.geometry().lanes;
     in_some_lanes_ = true;
@@ -487,7 +489,7 @@ class RowReader {
       if (!std::exchange(is_looked_at_[l], 1)) looked_at_.push_back(l);
     for (uint32_t l : looked_at_) is_looked_at_[l] = 0;
   }
-  // After the copy; false: more than appends happened since the look.
+  // After the copy; false: more than appends happened since the lookup.
   bool look_again() {
     Lanes::Protocol::after_reading();
 #ifdef ENGRAM_PLANT_CLAIM_READ_EARLY
@@ -504,7 +506,7 @@ class RowReader {
 #endif
     return epoch_ == now && epoch_.quiet();
   }
-  // Ascending numbers that both have.
+  // The numbers that both ascending lists contain.
   static std::vector<uint32_t> both(const std::vector<uint32_t>& a, const std::vector<uint32_t>& b) {
     std::vector<uint32_t> common;
     std::set_intersection(a.begin(), a.end(), b.begin(), b.end(), std::back_inserter(common));
@@ -515,9 +517,9 @@ class RowReader {
   Store& store_;
   Epoch epoch_;
   const int64_t* slots_ = nullptr;
-  bool in_one_ring_ = false;  // of one lane and one environment: a slot is a row's place
+  bool in_one_ring_ = false;  // one lane and one environment: a slot is the row's position
   bool warm_ = false;
-  bool in_some_lanes_ = false;  // only those of the slots are looked at
+  bool in_some_lanes_ = false;  // only the lanes of the slots are looked up
   std::vector<LaneView>& views_;
   std::vector<SlotSequences>& sequences_;
   std::vector<const uint8_t*>& rows_;
@@ -543,18 +545,18 @@ struct RowBlock {
   ptrdiff_t per_env, per_step;
 };
 
-// Rows of a file are assembled in a small buffer and written with pwrite. Stores through the map would fault on every page
-// and read or zero its old bytes first; writing whole pages needs neither. On Linux a file and its maps share their pages.
+// Assembles rows of a file in a small buffer and writes them with pwrite. Stores through the map would fault on every page and
+// read or zero its old bytes first; writing whole pages needs neither. On Linux a file and its maps share their pages.
 class RowRestorer {
  public:
-  static constexpr size_t kPieceBytes = 1 << 20;  // still in the cache when written; smaller writes cost the file system more
+  static constexpr size_t kPieceBytes = 1 << 20;  // fits in the cache until written; smaller writes cost the file system more
 
   explicit RowRestorer(Store& store) : store_(store), stride_(store.geometry().row_stride) {
     per_piece_ = std::max<uint64_t>(1, kPieceBytes / stride_);
     const uint64_t whole_pages = kPage / std::gcd(stride_, uint64_t{kPage});  // this many rows end at a page's end
     if (per_piece_ > whole_pages) per_piece_ -= per_piece_ % whole_pages;
-    // Zeroed once: rows lie at the same places in each piece, and the gaps between them are never written. Without memory
-    // for the buffer rows go through the map: to fail here would lose the rows from before the restore.
+    // Zeroed once: rows lie at the same places in each piece, and the gaps between them are never written. If there is no
+    // memory for the buffer, rows are written through the map: a failure here would lose the rows from before the restore.
     if (store.file_is_there()) piece_.reset(new (std::nothrow) uint8_t[per_piece_ * stride_]());
   }
 
@@ -603,7 +605,7 @@ class RowRestorer {
   Store& store_;
   uint64_t stride_, per_piece_, lane_ = 0;
   uint32_t term_ = 0;
-  std::unique_ptr<uint8_t[]> piece_;  // none: rows are written through the map
+  std::unique_ptr<uint8_t[]> piece_;  // null: rows are written through the map
 };
 
 }  // namespace engram

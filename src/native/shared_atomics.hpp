@@ -18,8 +18,8 @@ namespace nb = nanobind;
 
 namespace engram {
 
-// Loads and stores are sequentially consistent: of two processes that each write a number and then read the other's,
-// at least one sees what the other wrote. A flag that asks to be woken up needs this.
+// Loads and stores are sequentially consistent: of two processes that each write a number and then read the other's number, at
+// least one sees the other's write. A flag that requests a wake-up needs this.
 class AtomicInts {
  public:
   using Array = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -33,7 +33,7 @@ class AtomicInts {
   int64_t get(int64_t i) const { return cell(i).load(); }
   void set(int64_t i, int64_t value) { cell(i).store(value); }
 
-  // Writes one and then reads another.
+  // Writes one integer and then reads another.
   int64_t exchange(int64_t i, int64_t value, int64_t other) {
     const auto to = cell(i), from = cell(other);
     to.store(value);
@@ -58,8 +58,8 @@ class AtomicInts {
     return false;
   }
 
-  // Writes the core that this thread runs on into integer `mine`, and tells whether one of `count` integers, from `first` on
-  // in steps of `stride`, holds the same core. False where the system does not tell.
+  // Writes the number of this thread's core into integer `mine`, and returns whether one of `count` integers, from `first` on
+  // in steps of `stride`, holds the same number. False if the system does not tell the core.
   bool shares_core(int64_t mine, int64_t first, int64_t stride, int64_t count) {
 #if defined(__linux__)
     const int64_t core = sched_getcpu();
@@ -79,7 +79,7 @@ class AtomicInts {
     return std::atomic_ref<int64_t>(array_.data()[i]);
   }
 
-  // An index that overflows becomes one that does not exist.
+  // An index that overflows becomes an invalid one.
   static int64_t next(int64_t i, int64_t stride) {
     int64_t sum;
     return __builtin_add_overflow(i, stride, &sum) ? -1 : sum;

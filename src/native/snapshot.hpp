@@ -16,8 +16,8 @@ namespace engram {
 // The rows of one moment, each of which is read once, by sequence, in any order.
 //
 // It works on slots, so that it does not depend on counters that change meanwhile. Writers of this process call `preserve`
-// before they claim. Rows that other processes overwrite are detected by the lane's counters, while the mutex keeps this
-// process's writers from claiming rows of a block that is not copied.
+// before they claim. The lane's counters reveal rows that other processes overwrite, while the mutex keeps this process's
+// writers from claiming rows of a block that is not copied.
 class CopyOnWriteSnapshot {
  public:
   static constexpr uint64_t kBlockBytes = 1 << 20;
@@ -27,7 +27,7 @@ class CopyOnWriteSnapshot {
 
   CopyOnWriteSnapshot(std::shared_ptr<MappedRegion> region, const Lanes& lanes, const uint8_t* rows, std::vector<Range> ranges)
       : region_(std::move(region)), lanes_(lanes), rows_(rows), ranges_(std::move(ranges)) {
-    for (const Range& r : ranges_) lost_.push_back(r.first);  // rows overwritten between reading the counters and this
+    for (const Range& r : ranges_) lost_.push_back(r.first);  // overwritten between reading the counters and this
     const StoreGeometry& s = lanes.geometry();
     block_rows_ = std::clamp<uint64_t>(kBlockBytes / std::max<uint64_t>(1, s.row_stride), 1, s.lane_capacity);
     per_line_ = (s.lane_capacity + block_rows_ - 1) / block_rows_;
@@ -73,7 +73,7 @@ class CopyOnWriteSnapshot {
   bool covers(uint64_t lane, uint64_t start, uint64_t stop) const {
     return lane < ranges_.size() && ranges_[lane].first <= start && start <= stop && stop <= ranges_[lane].stop;
   }
-  // Called before this process replaces all rows and resets the counters: copies what is not read yet.
+  // Called before this process replaces all rows and resets the counters: copies the rows that were not read yet.
   void settle() {
     const StoreGeometry& s = lanes_.geometry();
     for (uint64_t lane = 0; lane < s.lanes; ++lane) preserve(lane, 0, s.lane_capacity);
@@ -131,7 +131,7 @@ class CopyOnWriteSnapshot {
     b.state.store(kDone, std::memory_order_release);
     copies_.erase(index(line, slot));
   }
-  // After rows [start, stop) were copied: those below the oldest whole row may be torn.
+  // Called after rows [start, stop) were copied: rows below the oldest whole row may be torn.
   void note_lost(uint64_t lane, uint64_t start, uint64_t stop) {
     std::atomic_thread_fence(std::memory_order_acquire);
     const uint64_t first = lanes_.first_now(lane);

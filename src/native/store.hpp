@@ -39,7 +39,7 @@ inline StoreGeometry geometry_of(const StoreSpec& s) {
   const unsigned __int128 limit = uint64_t{1} << 56;
   if (s.lane_capacity < 1) refuse("a lane needs room for at least one row");
   if (s.envs < 1) refuse("a store needs at least one environment");
-  // Each value by itself first: the products and roundings below must not overflow.
+  // Checks each value by itself first: the products and roundings below must not overflow.
   if (s.lane_capacity > limit || s.envs > limit || s.payload_bytes > limit || s.layout.size() > limit)
     refuse("the store would be larger than 2^56");
   if (s.trailer && s.payload_bytes == 0) refuse("rows without bytes have no trailer");
@@ -85,8 +85,8 @@ inline std::string named_feature(const StoreGeometry& h, uint64_t i) {
   return (names.empty() ? "without a name" : "'" + names + "'") + " (bit " + std::to_string(i) + ")";
 }
 
-// The geometry of a store in a file; an error says what is wrong with it. Every address computed from it lies inside the
-// file: it equals, byte for byte, the geometry that this code would make.
+// The geometry of a store in a file; an error says which part of it is wrong. Every address computed from it lies inside the
+// file, because the geometry equals, byte for byte, the one that this code would make.
 inline StoreGeometry checked_geometry(const uint8_t* file, size_t bytes) {
   auto refuse = [](const std::string& why) { throw std::runtime_error(why); };
   if (bytes < sizeof(StoreHeader)) refuse("the file is shorter than a header");
@@ -122,7 +122,7 @@ inline StoreGeometry checked_geometry(const uint8_t* file, size_t bytes) {
   return h;
 }
 
-// A sync failed. Nothing is known any more of pages that were not synced before.
+// A sync failed. The state of pages that were not synced before is unknown.
 struct SyncFailed : std::runtime_error {
   explicit SyncFailed(const std::string& what) : std::runtime_error("cannot sync " + what + ": " + std::strerror(errno)) {}
 };
@@ -138,8 +138,8 @@ struct FileCutShort : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What this process knows of seams besides the bits in the store: whether its next row in a lane will have one; and, for
-// stores whose rows are kept elsewhere, all seams, which are dropped with their rows.
+// This process's record of seams besides the bits in the store: whether its next row in a lane will have one; and, for stores
+// whose rows are kept elsewhere, all seams, which are dropped with their rows.
 class SeamNotes {
  public:
   void use(uint64_t lanes) { next_ = std::make_unique<std::atomic<bool>[]>(lanes), listed_.resize(lanes); }
@@ -158,8 +158,8 @@ class SeamNotes {
     const auto place = std::lower_bound(seams.begin(), seams.end(), at);
     if (place == seams.end() || *place != at) seams.insert(place, at);
   }
-  // Replaces a lane's seams by those of n ascending sequences at(i) that are below `published`. Allocates nothing where the
-  // list was as long before.
+  // Replaces a lane's seams by those of n ascending sequences at(i) that are below `published`. Allocates nothing if the list
+  // already had that length.
   template <typename At>
   void replace(uint64_t l, uint64_t n, At&& at, uint64_t published) {
     const std::lock_guard<std::mutex> guard(mutex_);
@@ -172,7 +172,7 @@ class SeamNotes {
     const auto begin = std::lower_bound(seams.begin(), seams.end(), from);
     return {begin, std::lower_bound(begin, seams.end(), std::max(from, to))};
   }
-  // In a forked child: a thread of the parent may have held the mutex.
+  // Called in a forked child: a thread of the parent may have held the mutex.
   void after_fork() { new (&mutex_) std::mutex; }
 
  private:
@@ -205,7 +205,7 @@ struct SharedSnapshot {
   std::shared_ptr<CopyOnWriteSnapshot> snapshot;
 };
 
-// A writer's number has its pid in the lowest bits, for errors that name the process.
+// The lowest bits of a writer's number are its pid, for errors that name the process.
 constexpr uint64_t kPidBits = 24;
 static_assert((uint64_t{1} << kPidBits) > (1 << 22));  // Linux gives pids below 2^22
 
@@ -278,8 +278,8 @@ class Store {
     if (next_is_seam(l) && v.published > first) at.push_back(v.published);
     return at;
   }
-  // Before restored rows are written, because their trailers carry the seams: at(0), ..., at(n - 1), ascending. A seam at
-  // `published` is that of the next row.
+  // Called before restored rows are written, because their trailers carry the seams: at(0), ..., at(n - 1), ascending. A seam
+  // at `published` belongs to the next row.
   template <typename At>
   void set_seams(uint64_t l, uint64_t base, uint64_t published, uint64_t n, At&& at) const {
     lanes.set_seams(l, base, published, n, at);
@@ -287,7 +287,7 @@ class Store {
     seams_.set_next(l, published > base && n > 0 && at(n - 1) == published);
   }
   void forget_seams() const { seams_.forget(); }
-  // Those of a store with as many lanes and slots, its log and its seams: for rows that are copied here.
+  // Copies the counters, log and seams of a store with as many lanes and slots; the caller copies the rows.
   void take_counters(const Store& other) {
     const StoreGeometry &mine = geometry(), &its = other.geometry();
     constexpr size_t session = sizeof(StoreHeader::geometry_lines);
@@ -303,13 +303,14 @@ class Store {
   }
 
   // ---- writers that take turns in a lane. The caller keeps this process's other threads out ----
-  // This process's number among the writers of a lane, with its pid in the lowest bits; 0: the lane is held by one writer.
+  // This process's number among the writers of a lane, with its pid in the lowest bits; 0: one writer holds the lane.
   uint64_t writer() const { return writer_; }
   void set_writer(uint64_t writer) { writer_ = writer; }
   bool has_turn() const { return has_turn_; }
-  // Whether it has ever appended in a turn of its own.
+  // Whether this process has ever appended in a turn.
   bool has_written() const { return has_written_; }
-  // Takes the turn from `dead`, a writer that died with it; 0: from nobody. Returns 0, or who has it or had it just now.
+  // Takes the turn from `dead`, a writer that died with it; 0: from no writer. Returns 0, or the writer that has the turn or
+  // had it just now.
   uint64_t begin_turn(uint64_t l, uint64_t dead = 0) {
     const auto turns = lanes.turns(l);
     while (!(has_turn_ = turns.take(writer_, dead)))
@@ -321,12 +322,13 @@ class Store {
     has_turn_ = false;
     lanes.turns(l).give_back();
   }
-  // Gives it to a writer that died with it, so that whoever takes it next does what must be done then.
+  // Returns the turn to the writer that died with it, so that the next process that takes it makes the repairs that are due
+  // then.
   void undo_takeover(uint64_t l, uint64_t dead) {
     has_turn_ = false;
     lanes.lane(l).turn.store(dead, std::memory_order_release);
   }
-  // Before the first row of an append is claimed.
+  // Called before the first row of an append is claimed.
   void begin_rows(uint64_t l) {
     if (lanes.count() > 1) lanes.note_time(l);
     if (!writer_) return;
@@ -335,10 +337,10 @@ class Store {
   }
 
   // ---- a lane with rows of an earlier writer ----
-  // From this sequence on each row that this process appends to the lane takes the place of one of them.
+  // From this sequence on, each row that this process appends to the lane replaces a row of the earlier writer.
   void watch_evictions(uint64_t l, uint64_t from) { watched_lane_ = l, evicts_from_ = from; }
   void end_watch() { watched_lane_ = kNoLane; }
-  // Whether n rows from a sequence on would be the first to do so: the caller is to say it first.
+  // Whether n rows from a sequence on would be the first to do so; the caller must report the eviction first.
   bool would_evict(uint64_t l, uint64_t at, uint64_t n) const { return l == watched_lane_ && at + n > evicts_from_; }
 
   // ---- the border between stored and appended rows ----
@@ -363,9 +365,9 @@ class Store {
     check_file();
     return reinterpret_cast<StoreHeader*>(region_->data());
   }
-  // Called before the map is touched: throws FileCutShort where the file is now shorter than the store. This costs a branch
-  // for private memory and sealed shared memory, and one fstat for a file, which may still be truncated during the call.
-  // In a process that other code than Python's has forked it first does what Python's hooks do after a fork.
+  // Called before the map is touched: throws FileCutShort if the file is now shorter than the store. This costs a branch for
+  // private memory and sealed shared memory, and one fstat for a file, which may still be truncated during the call. In a
+  // process that was forked by other code than Python's, it first runs the callbacks that Python's hooks run after a fork.
   void check_file() const {
     joined_after_fork();
     if (watched_ && is_cut_short()) refuse_file();
@@ -374,7 +376,7 @@ class Store {
   std::shared_ptr<MappedRegion> region() const { return region_; }
   int fd() const { return fd_; }
   bool read_only() const { return read_only_; }
-  // Called before anything is written: an observer's map is read-only.
+  // Called before any write: an observer's map is read-only.
   void must_be_writable() const {
     if (read_only_) throw std::invalid_argument("this store was opened to be observed: nothing can be written to it");
     check_file();
@@ -450,7 +452,7 @@ class Store {
     return false;
 #endif
   }
-  // The descriptor belongs to the caller. If it is closed or refers to another file by now, the answer is no.
+  // The descriptor belongs to the caller. False if it is closed or refers to another file by now.
   [[gnu::noinline]] bool is_cut_short() const {
     struct stat file;
     return ::fstat(fd_, &file) == 0 && file.st_dev == device_ && file.st_ino == inode_ &&
@@ -471,7 +473,7 @@ class Store {
   int fd_;
   bool named_;
   bool read_only_ = false;
-  bool watched_ = false;  // a file that others can truncate
+  bool watched_ = false;  // a file that other processes can truncate
   dev_t device_ = 0;
   ino_t inode_ = 0;
   Readahead readahead_;

@@ -1,11 +1,11 @@
-// A tree over many numbers: their sum, where a prefix of it falls, and their extremes.
+// A tree over many numbers: their sum, the leaf in which a prefix of the sum falls, and their extremes.
 //
-// A node is eight numbers wide, so that a tree over a million leaves has seven levels. Beside each number there is
-// another one in the next cache line: above the leaves the lowest under it, at a leaf one that the owner keeps for
-// himself. So a change of a leaf needs two neighbouring lines of memory for itself, and two for the node above.
+// A node is eight numbers wide, so that a tree over a million leaves has seven levels. Each number has a second one in the next
+// cache line: above the leaves the lowest leaf under it, and at a leaf a number for the owner's own use. So a change of a leaf
+// needs two neighbouring lines of memory for itself, and two for the node above.
 //
-// Every number above the leaves is computed from the eight below it and from nothing else: a tree is bit for bit the
-// one that a rebuild from its leaves would give, whatever happened to it before.
+// Every number above the leaves is computed only from the eight below it: a tree is bit for bit the one that a rebuild from its
+// leaves would give, whatever its history.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -29,7 +29,7 @@ class DirtyNodes {
   void clear() { nodes_.clear(); }
   void reserve(size_t n) { nodes_.reserve(n); }
   void add(uint64_t node) { nodes_.push_back(node); }
-  // The nodes above these. Neighbours mostly share theirs; to find other repetitions costs more than it saves.
+  // Moves to the nodes above these. Neighbours mostly share theirs; finding other repetitions costs more than it saves.
   void up() {
     size_t n = 0;
     uint64_t last = ~uint64_t{0};
@@ -41,7 +41,7 @@ class DirtyNodes {
     }
     nodes_.resize(n);
   }
-  // Leaves only those for which `keep(node)` is true, without a jump for each.
+  // Keeps only the nodes for which `keep(node)` is true, without a branch for each.
   template <typename Keep>
   void filter(Keep&& keep) {
     size_t n = 0;
@@ -51,7 +51,7 @@ class DirtyNodes {
     }
     nodes_.resize(n);
   }
-  // Room for n nodes, of which `cut` leaves the first ones.
+  // Memory for n nodes; `cut` then keeps the first ones.
   uint64_t* room(size_t n) {
     nodes_.resize(n);
     return nodes_.data();
@@ -63,10 +63,10 @@ class DirtyNodes {
   std::vector<uint64_t> nodes_;
 };
 
-// Leaves that were set: the node of each, what it was and what it is.
+// Leaves that were set: the node of each, its old value and its new one.
 class LeafChanges {
  public:
-  // Forgets them, and makes room for so many: to add these, and to refresh a tree after them, takes no more memory.
+  // Clears the list, and reserves memory for this many: adding them, and refreshing a tree after them, then allocates nothing.
   void restart(size_t most) {
     n_ = 0;
     sums_.reserve(most), lows_.reserve(most);
@@ -82,12 +82,12 @@ class LeafChanges {
   size_t n_ = 0;
   std::vector<double> from_, to_;
   std::vector<uint64_t> node_;
-  DirtyNodes sums_, lows_;  // during a refresh: the nodes whose sum, and those whose lowest, may be another one
+  DirtyNodes sums_, lows_;  // during a refresh: the nodes whose sum, and those whose lowest, may change
 };
 
 #ifdef ENGRAM_CHOOSES_VECTORS
 // Four nodes, and eight: number j of each of them side by side. GCC copies no vector of 32 bytes by one instruction where
-// memcpy does, and unrolls no loop over few nodes by itself.
+// memcpy does, and does not unroll loops over few nodes by itself.
 struct Columns4 {
   static constexpr size_t kNodes = 4;
   typedef double Numbers __attribute__((vector_size(32)));
@@ -152,10 +152,10 @@ struct Columns8 {
 };
 #endif
 
-// Leaves are 0 or more; those of 0 have no part in the lowest.
+// Leaves are 0 or more; leaves of 0 are ignored by the lowest.
 class SumTree {
  public:
-  // With `highest` also the highest of the numbers beside the leaves is kept.
+  // With `highest` the tree also keeps the highest of the numbers beside the leaves.
   explicit SumTree(uint64_t leaves, bool highest = false) {
     uint64_t all = 0, highs = 0;
     for (uint64_t n = nodes_over(leaves);; n = nodes_over(n)) {
@@ -175,10 +175,10 @@ class SumTree {
   double beside(uint64_t i) const { return at(0)[i / kWide].beside[i % kWide]; }
   uint64_t leaf_nodes() const { return counts_[0]; }
   double total() const { return total_; }
-  // 0 where every leaf is 0.
+  // 0 if every leaf is 0.
   double lowest() const { return lowest_; }
   double highest() const { return highest_; }
-  // Asks memory for what changes of these leaves need; one that there is not is left out.
+  // Prefetches the memory that changes of these leaves need; invalid leaves are skipped.
   void prefetch(const int64_t* leaves, size_t n) const {
     const size_t parent = std::min<size_t>(1, top());
     const Node *nodes = at(0), *parents = at(parent);
@@ -187,19 +187,19 @@ class SumTree {
       const uint64_t node = static_cast<uint64_t>(leaves[i]) / kWide;
       if (node >= count) continue;
       __builtin_prefetch(nodes[node].value), __builtin_prefetch(nodes[node].beside);
-      __builtin_prefetch(parents[parent ? node / kWide : node].value);  // what is beside the numbers there rarely changes
+      __builtin_prefetch(parents[parent ? node / kWide : node].value);  // the numbers beside rarely change there
     }
-    asm volatile("");  // GCC leaves out calls that do nothing but ask memory
+    asm volatile("");  // GCC drops calls that only prefetch
   }
 
-  // Sets a leaf and the owner's number beside it; `refresh(changes)` is due then.
+  // Sets a leaf and the owner's number beside it; the caller must then call `refresh(changes)`.
   void set(uint64_t i, double value, double beside, LeafChanges& changes) {
     Node& node = at(0)[i / kWide];
     double& leaf = node.value[i % kWide];
     changes.add(i / kWide, leaf, value);
     leaf = value, node.beside[i % kWide] = beside;
   }
-  // After leaves were set. A node has another lowest number only where a leaf was the lowest, or is it now.
+  // After leaves were set. A node's lowest number changes only if a leaf was the lowest, or is it now.
   void refresh(LeafChanges& changes) {
     const size_t n = changes.n_;
     if (n == 0) return;
@@ -225,13 +225,13 @@ class SumTree {
   // After leaves in nodes [first, last] changed.
   void refresh(uint64_t first, uint64_t last) { refresh_from(0, first, last); }
 
-  // The leaves in which prefixes [0, total) of the sum fall, and their values, which are never 0. Uses `prefix` up.
+  // The leaves in which prefixes [0, total) of the sum fall, and their values, which are never 0. Overwrites `prefix`.
   void find(double* prefix, uint64_t* leaf, double* value, size_t n) const {
     begin_find(prefix, leaf, n);
     for (size_t k = top(); k > 0; --k) step_down(at(k), at(k - 1), prefix, leaf, value, n);
     step_down(at(0), nullptr, prefix, leaf, value, n);
   }
-  // As `find`, in the ways of which it chooses one by the processor.
+  // As `find`, by each of the implementations from which `find` chooses one for the processor.
   void find_one_by_one(double* prefix, uint64_t* leaf, double* value, size_t n) const {
     begin_find(prefix, leaf, n);
     for (size_t k = top(); k > 0; --k) step_down_one_by_one(at(k), at(k - 1), prefix, leaf, value, n);
@@ -250,7 +250,8 @@ class SumTree {
   struct Node {
     double value[kWide], beside[kWide];
   };
-  // All nodes of a level one after the other cost less than a part of them at random.
+  // With at most this many nodes in a level for each changed one, all of them in order cost less than the changed ones at
+  // random.
   static constexpr uint64_t kDense = 2;
 
   static uint64_t nodes_over(uint64_t n) { return std::max<uint64_t>(1, (n + kWide - 1) / kWide); }
@@ -259,7 +260,7 @@ class SumTree {
   // The highest under each node of level k.
   double* high(size_t k) const { return reinterpret_cast<double*>(high_memory_->data()) + high_starts_[k]; }
 
-  // Enters into the level above what is in a node.
+  // Enters a node's values into the level above.
   void raise(size_t k, uint64_t node) {
     const Node& from = at(k)[node];
     Node& to = at(k + 1)[node / kWide];
@@ -287,7 +288,7 @@ class SumTree {
   static void raise_sum(const Node* level, Node* above, uint64_t node) {
     above[node / kWide].value[node % kWide] = sum(level[node].value);
   }
-  // From the leaves on: the lowest of these nodes, and of those above them, as far as they are other ones.
+  // From the leaves on: the lowest of these nodes, and of those above them, as far as it changes.
   void raise_lows(DirtyNodes& dirty) {
     for (size_t k = 0; k < top() && !dirty.nodes().empty(); ++k) {
       const Node* level = at(k);
@@ -312,7 +313,7 @@ class SumTree {
     if (high_memory_) highest_ = highest(top() == 0 ? root.beside : high(top() - 1));
   }
 
-  // Two neighbours: compilers do not find these by themselves.
+  // Two neighbours: compilers do not vectorise these loops by themselves.
   typedef double Pair __attribute__((vector_size(16), may_alias));
   typedef int64_t PairBits __attribute__((vector_size(16), may_alias));
   static const Pair* pairs(const double* n) { return reinterpret_cast<const Pair*>(n); }
@@ -324,12 +325,12 @@ class SumTree {
     for (size_t j = 1; j < kWide; ++j) s += node[j];
     return s;
   }
-  // Of the numbers above 0. The number before 0 is not a number, which no comparison takes for the lower one.
+  // The lowest of the numbers above 0. The predecessor of 0 is a NaN, which no comparison takes for the lower one.
   static double lowest(const double* n) {
     const double least = lowest_rank(n);
     return least == kNone ? 0 : above(least);
   }
-  // The number before the lowest one; infinity where all are 0.
+  // The predecessor of the lowest number; infinity if all are 0.
   static double lowest_rank(const double* n) {
     Pair best = both(kNone);
     for (size_t j = 0; j < kWide / 2; ++j) {
@@ -362,8 +363,8 @@ class SumTree {
     return child;
   }
 
-  // Enters the sums of changed leaf nodes into the level above. Returns how many of them, which go to `lows`, may have
-  // another lowest number now.
+  // Enters the sums of changed leaf nodes into the level above. Returns how many of the nodes, which are written to `lows`, may
+  // have another lowest number now.
   static size_t enter_one_by_one(const Node* leaves, Node* above, const uint64_t* nodes, const double* from,
                                  const double* to, size_t n, uint64_t* lows) {
     size_t count = 0;
@@ -382,8 +383,8 @@ class SumTree {
       prefix[i] = std::min(prefix[i], below(total_));
     }
   }
-  // Goes down from nodes of a level: each `leaf` becomes the child in which its prefix falls, and with `next`, the level
-  // below, that is asked for; without it `value` is the child's number.
+  // Descends from nodes of a level: each `leaf` becomes the child in which its prefix falls. With `next`, the level below, that
+  // child is prefetched; without it `value` becomes the child's number.
   static void step_down_one_by_one(const Node* level, const Node* next, double* __restrict prefix, uint64_t* __restrict leaf,
                                    double* __restrict value, size_t n) {
     for (size_t i = 0; i < n; ++i) {
@@ -395,7 +396,7 @@ class SumTree {
     }
   }
 #ifdef ENGRAM_CHOOSES_VECTORS
-  // As those above, of some nodes at a time, which changes no bit.
+  // As the functions above, for several nodes at a time, which changes no bit.
   template <class Columns>
   [[gnu::always_inline]] static size_t enter_together(const Node* leaves, Node* above, const uint64_t* nodes,
                                                       const double* from, const double* to, size_t n, uint64_t* lows) {
@@ -494,7 +495,7 @@ class SumTree {
 #endif
 
   static constexpr double kNone = std::numeric_limits<double>::infinity();
-  std::vector<uint64_t> starts_, counts_, high_starts_;  // of each level, the leaves first: nodes
+  std::vector<uint64_t> starts_, counts_, high_starts_;  // nodes of each level, leaves first
   std::shared_ptr<MappedRegion> memory_, high_memory_;
   double total_ = 0, lowest_ = 0, highest_ = 0;
 };

@@ -38,17 +38,17 @@ static_assert(sizeof(Block) <= kBlockAlign);
 // The pool is never destroyed, because a tensor may outlive every other object of the process.
 class BlockPool {
  public:
-  static constexpr size_t kCap = size_t{512} << 20;  // bytes kept for later
+  static constexpr size_t kCap = size_t{512} << 20;  // bytes kept for later use
   static BlockPool& instance() {
     static BlockPool* pool = [] {
       auto* p = new BlockPool;
-      // A child may be forked while another thread holds the lock: it starts with an empty pool.
+      // A child may be forked while another thread holds the lock, so the child starts with an empty pool.
       ::pthread_atfork(nullptr, nullptr, [] { instance().forget(); });
       return p;
     }();
     return *pool;
   }
-  // A block with room for `bytes` after its first 64, for `users` tensors.
+  // A block with at least `bytes` bytes after its first 64, for `users` tensors.
   Block* take(size_t bytes, uint32_t users) {
     const uint32_t c = class_of(bytes + kBlockAlign);
     Block* b = nullptr;
@@ -127,7 +127,7 @@ struct DType {
   bool operator==(const DType& o) const { return code == o.code && bits == o.bits; }
 };
 
-// Strided memory that somebody else keeps alive.
+// Strided memory that another object keeps alive.
 struct Strided {
   const uint8_t* data = nullptr;
   DType dtype{};
@@ -137,8 +137,8 @@ struct Strided {
   bool in_bytes = false;             // strides count bytes
 };
 
-// What torch offers. Without the exchange API, tensors are read and made in Python (`describe`, `make`), which is slower;
-// nothing above this file needs to know.
+// The functions of torch. Without the exchange API, Python reads and makes tensors (`describe`, `make`), which is slower; code
+// above this file does not see the difference.
 struct Torch {
   PyTypeObject* tensor = nullptr;
   const DLPackExchangeAPI* api = nullptr;  // null: a torch without it
@@ -152,8 +152,8 @@ inline Torch& torch_api() {
   return torch;
 }
 
-// Where a tensor's dispatch keys are, which tell lazily negated and conjugated views from all others: to ask torch for them
-// takes a hundred times as long. Where they are is torch's affair: Python tries it out with tensors of all kinds.
+// Where a tensor's dispatch keys lie, which distinguish lazily negated and conjugated views from other tensors: asking torch
+// for them takes a hundred times as long. Their position is internal to torch: Python finds it with tensors of all kinds.
 class DispatchKeys {
  public:
   static DispatchKeys& instance() {
@@ -161,8 +161,8 @@ class DispatchKeys {
     return keys;
   }
   void forget() { known_ = false; }
-  // `tensors`: (tensor, address of torch's part of it, its keys). False: not all of them have their keys at one place, or
-  // there is another such place.
+  // `tensors`: (tensor, address of torch's part of it, its keys). False: the keys do not all lie at one position, or a second
+  // position fits as well.
   bool learn(nb::list tensors, uint64_t lazy) {
     known_ = false;
     const auto bytes = nb::cast<size_t>(nb::handle(reinterpret_cast<PyObject*>(torch_api().tensor)).attr("__basicsize__"));
@@ -180,14 +180,14 @@ class DispatchKeys {
     return known_ = true;
   }
   bool known() const { return known_; }
-  // Of a tensor.
+  // Whether the keys of a tensor mark a lazy view.
   bool are_lazy(PyObject* tensor) const {
     const auto part = reinterpret_cast<const void*>(word(tensor, object_));
-    return part && word(part, part_) & lazy_;  // a tensor that was made without its constructor has none
+    return part && word(part, part_) & lazy_;  // a tensor made without its constructor has no part
   }
 
  private:
-  static constexpr size_t kPartBytes = 176;  // no torch has less
+  static constexpr size_t kPartBytes = 176;  // a lower bound for every version of torch
   static bool is_plain(PyObject* o) { return Py_TYPE(o) == torch_api().tensor; }
   static uint64_t word(const void* of, size_t at) {
     uint64_t word;
@@ -201,11 +201,11 @@ class DispatchKeys {
   }
 
   bool known_ = false;
-  size_t object_ = 0, part_ = 0;  // bytes before torch's part in Python's object, and before the keys in that
+  size_t object_ = 0, part_ = 0;  // offsets of torch's part in Python's object, and of the keys in that part
   uint64_t lazy_ = 0;             // the keys of lazy views
 };
 
-// An error changes nothing.
+// If it raises, nothing has changed.
 inline void use_torch(nb::handle tensor_type, nb::handle exchange_api, nb::callable lazy_bits, nb::callable describe,
                       nb::callable make) {
   const DLPackExchangeAPI* api = nullptr;
@@ -234,8 +234,8 @@ class Tensor : public nb::object {
 // A plain tensor on the CPU as it lies in memory. The tensor must live as long as this is used.
 class TensorView : public Strided {
  public:
-  // False: it is no tensor, or its memory cannot be read as it is (sparse, meta, functorch, quantised, another device). The
-  // caller's slow path names the leaf.
+  // False: the object is not a tensor, or its memory cannot be read directly (sparse, meta, functorch, quantised, another
+  // device). The caller's slow path names the leaf.
   bool of(PyObject* o) {
     if (!is_tensor(o)) return false;
     return torch_api().api ? lent(o) : described(o);
@@ -251,7 +251,7 @@ class TensorView : public Strided {
     if (t.device.device_type != kDLCPU || t.dtype.lanes != 1) return false;
     data = static_cast<const uint8_t*>(t.data) + t.byte_offset;
     dtype = {t.dtype.code, t.dtype.bits}, ndim = t.ndim, shape = t.shape, strides = t.strides;
-    return t.data != nullptr || is_empty();  // a tensor of zeros may have no memory behind it
+    return t.data != nullptr || is_empty();  // an all-zero tensor may have no memory behind it
   }
   bool described(PyObject* o) {
     const nb::object answer = nb::handle(torch_api().describe)(nb::handle(o));
@@ -268,7 +268,7 @@ class TensorView : public Strided {
       if (shape[i] == 0) return true;
     return false;
   }
-  std::vector<int64_t> dims_;  // shape and strides that were described
+  std::vector<int64_t> dims_;  // shape and strides from `describe`
 };
 
 // ---- out ----
@@ -281,7 +281,7 @@ inline void out_tensor_deleter(DLManagedTensorVersioned* self) {
   BlockPool::instance().give(static_cast<OutTensor*>(self->manager_ctx)->block);
 }
 
-// Several tensors in one block of memory: plan their places, take the block, then make them.
+// Several tensors in one block of memory: first plans their places, then takes the block, then makes them.
 class OutBlock {
  public:
   explicit OutBlock(size_t expected = 1) { entries_.reserve(expected); }
@@ -347,7 +347,7 @@ class OutBlock {
     m.dl_tensor.shape = shape, m.dl_tensor.strides = strides;
     out->block = block_;
     void* tensor = nullptr;
-    // If torch refuses (no memory; unknown dtypes do not get here) it may or may not have taken the record: leaking the
+    // If torch refuses (out of memory; unknown dtypes do not get here) it may or may not have taken the record: leaking the
     // block is harmless.
     --left_;
     if (torch_api().api->managed_tensor_to_py_object_no_sync(&m, &tensor) != 0) throw nb::python_error();
@@ -411,11 +411,11 @@ class Buffer {
 };
 
 // ---- arrays out ----
-// A new array of numpy's; the memory of large ones comes from the pool, as fresh pages cost more than the copy into them.
+// Makes new numpy arrays; the memory of large ones comes from the pool, because fresh pages cost more than the copy into them.
 class ArrayMaker {
  public:
   static constexpr size_t kPooled = 256 << 10;  // bytes
-  // numpy's dtype; an invalid object: it has none.
+  // numpy's dtype; an invalid object: numpy has none.
   static nb::handle dtype(DType d) {
     static PyObject* dtypes[256][256] = {};  // never destroyed
     PyObject*& known = dtypes[d.code][d.bits];
@@ -427,7 +427,7 @@ class ArrayMaker {
     known = nb::module_::import_("numpy").attr("dtype")(name.c_str()).release().ptr();
     return known;
   }
-  // An array [n, inner...], and where its memory begins.
+  // Returns an array [n, inner...] and the address of its memory.
   static std::pair<nb::object, uint8_t*> make(DType d, size_t n, const std::vector<int64_t>& inner, size_t bytes) {
     const nb::object shape = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(1 + inner.size())));
     if (!shape.is_valid()) throw nb::python_error();

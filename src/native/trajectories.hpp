@@ -13,9 +13,9 @@ namespace nb = nanobind;
 template <typename T, int dims>
 using CpuArray = nb::ndarray<T, nb::ndim<dims>, nb::c_contig, nb::device::cpu>;
 
-// Gives the steps of n environments, [n, steps], the ids of their trajectories: new ones count up from `count` in the order of
-// their first steps, of equal ones by environment. `current` [n] has the id of each environment's last step, and `starts` [n]
-// says whose next step begins a trajectory; both are brought up to date. Returns the next id.
+// Gives the steps of n environments, [n, steps], the ids of their trajectories: new ids count up from `count` in the order of
+// the trajectories' first steps; ties go by environment. `current` [n] has the id of each environment's last step, and `starts`
+// [n] marks the environments whose next step begins a trajectory; both are updated. Returns the next id.
 inline int64_t number_trajectories(CpuArray<const bool, 2> done, CpuArray<int64_t, 1> current, CpuArray<bool, 1> starts,
                                    int64_t count, CpuArray<int64_t, 2> ids) {
   const size_t n = done.shape(0), steps = done.shape(1);
@@ -34,8 +34,8 @@ inline int64_t number_trajectories(CpuArray<const bool, 2> done, CpuArray<int64_
   return count;
 }
 
-// Adds rewards and flags of n environments, [n, steps], to the totals of their unfinished episodes, [n] each. Returns how
-// many episodes ended, and the returns and lengths of the last `most` of them, as they ended, of equal ones by environment.
+// Adds rewards and flags of n environments, [n, steps], to the totals of their unfinished episodes, [n] each. Returns how many
+// episodes ended, and the returns and lengths of the last `most` of them, in the order of their ends; ties go by environment.
 template <typename Reward>
 nb::tuple add_episodes(CpuArray<const Reward, 2> reward, CpuArray<const bool, 2> done, CpuArray<double, 1> totals,
                        CpuArray<int64_t, 1> lengths, size_t most) {
@@ -67,9 +67,9 @@ nb::tuple add_episodes(CpuArray<const Reward, 2> reward, CpuArray<const bool, 2>
 }
 
 // Takes the first `steps` waiting frames of each of n environments, oldest first. `idle` has one byte for each call and
-// environment, [calls, n]: whether the call only reset it, and is no frame. `taken` [n] says how many frames of each were
-// taken before. Writes which call made each frame to `taken_calls` [n, steps], and returns how many calls, from the oldest
-// on, hold no waiting frame any more; `taken` and `waiting` count without these calls afterwards.
+// environment, [calls, n]: whether the call only reset the environment, and so made no frame. `taken` [n] says how many frames
+// of each environment were taken before. Writes the call that made each frame to `taken_calls` [n, steps], and returns how many
+// calls, from the oldest on, have no waiting frame left; `taken` and `waiting` count without these calls afterwards.
 inline size_t take_frames(nb::bytes idle, CpuArray<int64_t, 1> taken, CpuArray<int64_t, 1> waiting,
                           CpuArray<int64_t, 2> taken_calls) {
   const size_t n = taken.shape(0), steps = taken_calls.shape(1);
@@ -79,7 +79,7 @@ inline size_t take_frames(nb::bytes idle, CpuArray<int64_t, 1> taken, CpuArray<i
   const char* only_reset = idle.c_str();
   size_t dropped = calls;
   for (size_t env = 0; env < n; ++env) {
-    int64_t number = -taken.data()[env];  // of the next frame, from the first one that waits
+    int64_t number = -taken.data()[env];  // of the next frame, counted from the first one that waits
     const auto count = static_cast<int64_t>(steps);
     size_t call = 0;
     for (; call < calls && number <= count; ++call) {

@@ -159,6 +159,25 @@ class Draw:
         return self
 
 
+class DrawnSequences:
+    """What knows which of the rows that were drawn by lane and sequence have been replaced since: `Draw.seen`.
+
+    Args:
+        sequences: of the draw's rows, int64 [n]; `Lanes.slots_of` gives their slots.
+    """
+
+    def __init__(self, sequences: Tensor) -> None:
+        self.sequences = sequences
+
+    def stale(self, store: _native.Store, slots: Tensor) -> list[int] | None:
+        """The positions of rows whose slots hold others, or none, by now; None: there are none."""
+        return (store.generations(slots) != self.sequences).nonzero().flatten().tolist() or None
+
+    def replace(self, positions: list[int], fresh: DrawnSequences) -> None:
+        """Other rows were drawn for those at these positions."""
+        self.sequences = self.sequences.index_copy(0, torch.tensor(positions), fresh.sequences)
+
+
 def put_rows(info: dict[str, Any], fresh: dict[str, Any], at: Tensor, n: int) -> None:
     """Puts the info of rows that were drawn again at their positions (int64) in the info of a batch of n rows."""
     for key, value in fresh.items():
