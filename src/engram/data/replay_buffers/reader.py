@@ -403,7 +403,7 @@ class BatchReader:
                 with self.sampler.lock:
                     [member] = self.members  # those of several do not join
                     member.draws = draws = member.draws + 1
-                    before = draws, self.cursor()
+                    before = draws, [member.plan.cursor()]
                     try:
                         batch = self._maker.sample(sources, n, as_numpy)
                     finally:
