@@ -373,7 +373,6 @@ class BatchMaker {
     const TakenScratch taken(*this);
     Scratch& scratch = *taken.scratch;
     size_t row_bytes = 0;
-    sources = held(std::move(sources));
     list_sources(sources, form, scratch.sources);
     for (const RowSource* source : scratch.sources) {
       source->store().check_file();
@@ -481,18 +480,16 @@ class BatchMaker {
     entries.emplace_back(key, group[0].second, std::move(group));
   }
 
-  // One source, or a tuple of sources, which no other code changes while they are used.
-  static nb::object held(nb::object sources) {
-    return nb::isinstance<RowSource>(sources) ? std::move(sources) : nb::object(nb::tuple(sources));
-  }
-  // The sources in `given`; the caller keeps the objects alive.
-  void list_sources(nb::handle given, size_t form, Sources& sources) const {
+  // The sources in `given`, which the caller keeps alive; several are a tuple from then on, which no other code changes
+  // while they are used.
+  void list_sources(nb::object& given, size_t form, Sources& sources) const {
     if (form >= forms_.size()) throw nb::index_error("no such form");
     sources.clear();
     RowSource* one = nullptr;
-    if (nb::isinstance<RowSource>(given)) {
-      sources.push_back(nb::cast<RowSource*>(given));
+    if (nb::try_cast(given, one) && one) {
+      sources.push_back(one);
     } else {
+      given = nb::tuple(given);
       for (nb::handle source : nb::borrow<nb::tuple>(given)) {
         if (!nb::try_cast(source, one) || !one) throw nb::type_error("a source is needed for each member, not None");
         sources.push_back(one);
@@ -543,7 +540,7 @@ class BatchMaker {
     if (store.read_only() && reader.rows_are_being_replaced()) return false;
     return draw.draw(store, n, drawn) && reader.locate(drawn.slots.data(), drawn.slots.size());
   }
-  SharedForm form_of(const Sources& sources, Form& form) {
+  const SharedForm& form_of(const Sources& sources, Form& form) {
     bool is_made = form.made != nullptr;
     for (size_t i = 0; i < sources.size() && is_made; ++i) is_made = form.made_of[i] == number(sources, i);
     if (is_made) return form.made;
@@ -585,13 +582,12 @@ class BatchMaker {
 
   // A drawn batch with tensors still to make, or rows still to copy.
   struct Unread {
-    Unread(const Drawn& drawn, bool joins, size_t leaves)
-        : each(drawn.each), rows(drawn.parts * drawn.each), lead(lead_of(drawn, joins)), form(drawn.form),
+    Unread(Drawn& drawn, bool joins, size_t leaves)
+        : each(drawn.each), rows(drawn.parts * drawn.each), lead(lead_of(drawn, joins)), form(std::move(drawn.form)),
           tensors(leaves + form->entries().size()), data(tensors.size()), memory(tensors.size()) {}
     static std::vector<int64_t> lead_of(const Drawn& drawn, bool joins) {
-      std::vector<int64_t> lead(1, static_cast<int64_t>(drawn.each));
-      if (joins) lead.insert(lead.begin(), static_cast<int64_t>(drawn.parts));
-      return lead;
+      const auto each = static_cast<int64_t>(drawn.each), parts = static_cast<int64_t>(drawn.parts);
+      return joins ? std::vector<int64_t>{parts, each} : std::vector<int64_t>{each};
     }
     const size_t each, rows;  // of each part, and of all parts
     const std::vector<int64_t> lead;
@@ -603,7 +599,7 @@ class BatchMaker {
     bool as_numpy = false, reuses = false, found = false;
   };
 
-  nb::object read(const Drawn& drawn, const std::vector<std::unique_ptr<ReadPart>>& parts, bool as_numpy) {
+  nb::object read(Drawn& drawn, const std::vector<std::unique_ptr<ReadPart>>& parts, bool as_numpy) {
     const Codec& codec = parts[0]->source->codec();
     const auto& leaves = codec.leaves();
     Unread batch(drawn, !chooser_.is_none(), leaves.size());
@@ -761,7 +757,7 @@ class BatchMaker {
 class PreparedBatch {
  public:
   PreparedBatch(nb::object maker, nb::object sources, size_t form)
-      : maker_object_(std::move(maker)), sources_object_(BatchMaker::held(std::move(sources))),
+      : maker_object_(std::move(maker)), sources_object_(std::move(sources)),
         maker_(nb::cast<BatchMaker&>(maker_object_)), form_(form) {
     maker_.list_sources(sources_object_, form, sources_);
   }

@@ -88,6 +88,7 @@ class Member:
         self.attaches_info = attach is not None and not plan.is_ours
         self.attach = attach if attach is None or plan.is_ours else partial(_attach_per_row, attach)
         self.draws = 0  # so far: who undoes one must know that it was the last
+        self._may_end = plan.has_epochs or not plan.is_ours
         self._items = storage.item_reader
         self._stacks_items = collate_fn is collate_items
 
@@ -126,7 +127,7 @@ class Member:
                 draw = storage.access.validated(lambda: self.plan.draw(n), errors_only=not self.plan.can_repeat)
             else:
                 draw = self.plan.draw(n)
-            draw.last, draw.incarnation = sampler.ran_out, incarnation
+            draw.last, draw.incarnation = self._may_end and sampler.ran_out, incarnation
         return draw
 
     def draw_exactly(self, n: int) -> Draw:
@@ -185,7 +186,7 @@ class Member:
 
     def _read_rows(
         self, draw: Draw, extra: dict[str, Any] | None, generations: bool, collated: bool
-    ) -> tuple[Any, list[int], list[int] | None, Tensor | None] | None:
+    ) -> tuple[Any, list[int] | None, list[int] | None, Tensor | None] | None:
         """Rows, the positions of those that do not exist any more or do not yet, of the latter alone, and generations.
 
         None: all rows of the storage have been replaced by others since they were drawn.
@@ -201,7 +202,8 @@ class Member:
             batch, overwritten, absent, generation = items.read_own(draw.slots, generations, may_reuse())
         if storage.access.incarnation != draw.incarnation:
             return None
-        return batch, draw.lost(overwritten, absent), absent, generation
+        is_whole = overwritten is None and absent is None and draw.seen is None
+        return batch, None if is_whole else draw.lost(overwritten, absent), absent, generation
 
     def _read_again(self, draw: Draw, lost: list[int], generations: bool) -> tuple[Draw, Any, Tensor | None] | None:
         """Draw, batch and generations with other rows at the positions whose rows do not exist any more."""
@@ -218,8 +220,10 @@ class Member:
             read = self._read_rows(draw, None, generations, False)
             if read is None:
                 return None
-            batch, lost, absent, generation = read
-            if not lost:
+            batch, now_lost, absent, generation = read
+            if now_lost:
+                lost = now_lost
+            else:
                 draw.index = storage.from_slots(draw.slots)
                 return draw, batch, generation
         if absent is not None and not self.plan.is_ours:
@@ -275,7 +279,7 @@ class BatchReader:
         self._reads_at_once = chooser is not None and alike and plainly and collate_fn is None
         self._maker = maker = self._native_maker(PREVENT_REUSE if reuse and why_not_reusable() is None else None)
         # Nothing that has this reader, which would be a cycle.
-        self.make = None if maker is None or self._has_epochs else maker.sample
+        self.make = None if maker is None or self._has_epochs or chooser is not None else maker.sample
         #: The members' sources when they were last looked at, and the same where rows of all go into one batch.
         self._joint_sources: tuple[list[Any], list[Any] | None] = [], None
 
@@ -321,12 +325,10 @@ class BatchReader:
         With `only_native` None where it cannot be.
         """
         if self._maker is not None:
-            sources = self._storage.native.source if self._chooser is None else self._sources()
+            sources = self._sources() if self._joined else self._storage.native.source
             if sources is not None:
-                if self.make is None or self._joined or self.transform.transforms:
-                    batch = self._make(sources, n)
-                else:
-                    batch = self.make(sources, n)
+                make = self.make
+                batch = self._make(sources, n) if make is None or self.transform.transforms else make(sources, n)
                 if batch is not None:
                     return batch
         return None if only_native else self.sample(n, generations=False)[0]
@@ -385,27 +387,29 @@ class BatchReader:
         transforms make of it.
         """
         assert self._maker is not None
-        joint = None
-        if any(member.transform.transforms for member in self._joined):
+        joint, transforms = None, self.transform.transforms
+        if self._joined and any(member.transform.transforms for member in self._joined):
             joint = self._joint_transform(self._joined)
             if joint is None:
                 return None
-        incarnations = self._incarnations()
+        changes = bool(transforms) or joint is not None
+        incarnations = self._incarnations() if changes else []
         before, batch = None, None
         try:
-            if self.make is not None:
-                batch = self.make(sources, n, as_numpy, 0 if joint is None else 1)
+            if not self._has_epochs:
+                batch = (self.make or self._maker.sample)(sources, n, as_numpy, 0 if joint is None else 1)
             else:
                 # Held until the rows are copied: nobody draws the rows behind those that are to be drawn again.
-                with self.lock:
-                    self.members[0].draws += 1
-                    before = self._draws(), self.cursor()
+                with self.sampler.lock:
+                    [member] = self.members  # those of several do not join
+                    member.draws = draws = member.draws + 1
+                    before = draws, [member.plan.cursor()]
                     try:
                         batch = self._maker.sample(sources, n, as_numpy)
                     finally:
                         if batch is None:
                             self._undo_draw(before)
-            if batch is None or not self._transforms():
+            if batch is None or not changes:
                 return batch
             batch = self._change(batch, joint)
         except MemoryError:
@@ -464,9 +468,9 @@ class BatchReader:
     # ---- step by step: this says what a batch is ----
     def draw(self, n: int) -> list[Draw]:
         """Draws n rows of one table, or members, and rows of each."""
+        if self._chooser is None:
+            return [self.members[0].draw(n)]
         with self.lock:
-            if self._chooser is None:
-                return [self.members[0].draw(n)]
             ids, rows = choose_checked(self._chooser, n)
             draws = [self.members[i].draw_exactly(rows) for i in ids]
         for i, draw in zip(ids, draws, strict=True):
@@ -494,7 +498,7 @@ class BatchReader:
                 self._undo_draw(before)
                 raise
             if batch_and_info is not None:
-                return batch_and_info, any(draw.last for draw in draws)
+                return batch_and_info, True in [draw.last for draw in draws]
 
     def cursor(self) -> list[Any]:
         """What a draw changes in the members' samplers, for `put_back`. The caller holds the lock."""
@@ -510,7 +514,7 @@ class BatchReader:
             member.plan.put_back(cursor)
 
     def _draws(self) -> int:
-        return sum(member.draws for member in self.members)
+        return sum([member.draws for member in self.members])
 
     def _undo_draw(self, before: tuple[int, Any] | None) -> None:
         """After a batch that there was no memory for: an epoch goes on with the rows that were drawn for it.
@@ -526,6 +530,8 @@ class BatchReader:
         """The batch of what was drawn, and its info; None: all rows of a storage were replaced by others since then."""
         if self._chooser is None:
             batch_and_info = self.members[0].read(draws[0], generations)
+            if not (self.transform.transforms or self.pin_memory):
+                return batch_and_info
         else:
             batch_and_info = self._read_at_once(draws, generations) or self._read_one_by_one(draws, generations)
         if batch_and_info is None:
