@@ -19,8 +19,8 @@ from torch import Tensor
 from contracts.power import MappedFile
 from crash import stores, tracer
 from engram.data import LazyMemmapStorage, ReplayBuffer
-from engram.data.replay_buffers.storages import memmap
 from engram.store import files as recovery
+from engram.store import places
 
 MAPPED = 1 << 40  # a mark that says where the store is mapped
 NUMBERS, STRANDS = 10**6, 10**7
@@ -299,7 +299,7 @@ class PowerCuts:
 
 
 def _set_boot(generation: int) -> None:
-    recovery.boot_id = memmap.boot_id = lambda: f"boot {generation:011d}".encode()  # type: ignore[assignment]
+    recovery.boot_id = places.boot_id = lambda: f"boot {generation:011d}".encode()  # type: ignore[assignment]
 
 
 def make(root: Path, shape: dict[str, int]) -> None:

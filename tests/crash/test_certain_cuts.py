@@ -13,9 +13,9 @@ import pytest
 from contracts.power import PAGE, MappedFile
 from crash import sessions, stores, tracer
 from engram.data import ReplayBuffer
-from engram.data.replay_buffers.storages import memmap
 from engram.errors import StorageError
 from engram.store import files as recovery
+from engram.store import places
 
 EVENTS = tracer.SYNC | tracer.STORE
 CLEAN = 336  # where the header says that its last user closed the store
@@ -23,7 +23,7 @@ CLEAN = 336  # where the header says that its last user closed the store
 
 @pytest.fixture(autouse=True)
 def boots(monkeypatch):
-    for module in (recovery, memmap):
+    for module in (recovery, places):
         monkeypatch.setattr(module, "boot_id", module.boot_id)
 
 

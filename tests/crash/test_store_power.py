@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from crash import sessions
-from engram.data.replay_buffers.storages import memmap
 from engram.store import files as recovery
+from engram.store import places
 
 pytestmark = pytest.mark.quick
 
@@ -21,7 +21,7 @@ SHAPES = [
 
 @pytest.fixture(autouse=True)
 def boots(monkeypatch):
-    for module in (recovery, memmap):
+    for module in (recovery, places):
         monkeypatch.setattr(module, "boot_id", module.boot_id)
 
 

@@ -177,9 +177,9 @@ def test_a_limit_for_files_is_a_memory_error_for_shared_memory():
 
 # ---- systems that say less ----
 def no_boot_id(monkeypatch):
-    from engram.data.replay_buffers.storages import memmap
+    from engram.store import places
 
-    for module in (recovery, memmap):
+    for module in (recovery, places):
         monkeypatch.setattr(module, "boot_id", lambda: bytes(16))
 
 

@@ -208,7 +208,7 @@ def test_a_checkpoint_without_a_description_is_loaded_as_far_as_it_says(tmp_path
         "transform": {"state": states["transform"]},
         "generator": {"state": None},
     }
-    save_snapshot(tmp_path, components, (rb.storage.checkpointer, rb.storage))
+    save_snapshot(tmp_path, components, (rb.storage.checkpointer, rb.storage.saved_form.source(background=False)))
     with pytest.warns(UserWarning, match="the batch size"):
         loaded = engram.load(tmp_path)
     torch.manual_seed(0)

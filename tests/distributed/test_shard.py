@@ -17,10 +17,9 @@ from engram.data import (
     SamplerWithoutReplacement,
     SliceSampler,
 )
-from engram.data.replay_buffers.storages import memmap
 from engram.distributed import ReplayShard, pack, unpack
 from engram.errors import IncarnationError, NoFreeLaneError, StorageError, StorageInUseError
-from engram.store import files
+from engram.store import files, places
 from engram.store.files import FILE_NAME
 from engram.store.layout import RowLayout
 
@@ -302,7 +301,7 @@ class TestLives:
         write(first, "a", rows(3, 8))
         first.close()
         (tmp_path / FILE_NAME).write_bytes(image)
-        for module in (files, memmap):
+        for module in (files, places):
             monkeypatch.setattr(module, "boot_id", lambda: bytes(range(16)))
         again = shard(scratch_dir=tmp_path)
         answer = again.extend(again.incarnation, "a", tenancy.number, 8, pack(LAYOUT, rows(8, 9)))
@@ -411,7 +410,7 @@ class TestPriorities:
         self.update(s, [0, 1, 6], [0.5, 2.0, 0.25])
         s.close()
         (tmp_path / FILE_NAME).write_bytes(image)
-        for module in (files, memmap):
+        for module in (files, places):
             monkeypatch.setattr(module, "boot_id", lambda: bytes(range(16)))
         s = self.shard(tmp_path)
         write(s, "b", rows(10, 14))

@@ -293,7 +293,7 @@ def test_a_state_that_says_nothing_of_transforms_is_refused(tmp_path):
     rb = buffer()
     rb.extend(stream([9])[:5])
     components = {name: {"kind": name, "state": {}} for name in ("sampler", "writer", "generator")}
-    save_snapshot(tmp_path, components, (rb.storage.checkpointer, rb.storage))
+    save_snapshot(tmp_path, components, (rb.storage.checkpointer, rb.storage.saved_form.source(background=False)))
     state = rb.state_dict()
     del state["transform"]
     for load in (lambda: rb.loads(tmp_path), lambda: rb.load_state_dict(state)):

@@ -161,7 +161,7 @@ def test_a_state_that_contains_itself_is_refused():
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/a", ".hidden", "a\n"])
 def test_a_component_name_that_is_no_file_name_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match="no name for a component"):
+    with pytest.raises(ValueError, match="not a name for a component"):
         save_snapshot(tmp_path, {name: 1})
 
 
