@@ -105,6 +105,10 @@ class StorageState(PartlyCopied):
     def empty(self) -> None:
         """Forgets what was stored."""
 
+    def copied(self) -> Self:
+        """Another one, for a copy of the sampler: what happens to one leaves the other as it is."""
+        return copy.copy(self)
+
 
 _NO_LOCK = contextlib.nullcontext()  # of a child whose constructor does not call that of its base, until it is used
 _NOTHING = StorageState()  # for all samplers that say what they know, if anything, with `state_dict` alone
@@ -353,7 +357,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         is_ours = self._built_in
         index, info = self.sample(storage, batch_size) if is_ours else sample_checked(self, storage, batch_size)
         slots = index if type(index) is Tensor else to_slots(index, storage.env_shape, storage.max_size or 0)
-        kind = type(user_object(self)).__name__
+        kind = type(self if is_ours else user_object(self)).__name__
         return Draw(index, slots, info, kind, partial(self._draw_batch, storage))
 
     def _split_among_workers(self, share: WorkerShare) -> None:
@@ -411,7 +415,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         with self.lock:
             state = super().__getstate__()
             if "storage_state" in state:
-                state["storage_state"] = copy.copy(self.storage_state)
+                state["storage_state"] = self.storage_state.copied()
             return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
