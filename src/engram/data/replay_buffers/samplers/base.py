@@ -8,7 +8,7 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -117,11 +117,17 @@ T = TypeVar("T")
 
 
 class StateSetting(Generic[T]):
-    """An attribute of a sampler that is one of what it knows of its storage."""
+    """An attribute of a sampler that is one of what it knows of its storage.
 
-    def __init__(self, doc: str, name: str | None = None) -> None:
+    Args:
+        name: of the attribute there; None: the same.
+        checked: makes of what is assigned the value that it has; None: any is one.
+    """
+
+    def __init__(self, doc: str, name: str | None = None, checked: Callable[[Any], T] | None = None) -> None:
         self.__doc__ = doc
         self._name = name or ""
+        self._checked = checked
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = self._name or name
@@ -132,7 +138,7 @@ class StateSetting(Generic[T]):
 
     def __set__(self, sampler: Any, value: T) -> None:
         with sampler.lock:
-            setattr(sampler.storage_state, self._name, value)
+            setattr(sampler.storage_state, self._name, value if self._checked is None else self._checked(value))
 
 
 @advised

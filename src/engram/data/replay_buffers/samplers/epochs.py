@@ -44,7 +44,7 @@ class Epochs(StorageState):
     _copied_as: ClassVar[Mapping[str, Any]] = {"walk": None}
 
     def __init__(self, shuffle: bool, drop_last: bool) -> None:
-        self.shuffle, self.drop_last = shuffle, drop_last
+        self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
         self.epoch: dict[str, Any] | None = None
         self.place = {"position": 0}
         self.walk: Any = None

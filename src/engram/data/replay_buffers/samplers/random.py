@@ -104,8 +104,8 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         self.storage_state = RowEpochs(shuffle, drop_last)
 
     storage_state: RowEpochs
-    drop_last = StateSetting[bool]("Whether a last batch that is not full is left out.")
-    shuffle = StateSetting[bool]("In random order; else in the order of slots.")
+    drop_last = StateSetting[bool]("Whether a last batch that is not full is left out.", checked=bool)
+    shuffle = StateSetting[bool]("In random order; else in the order of slots.", checked=bool)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         with self.lock:
