@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from operator import methodcaller
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -548,7 +547,7 @@ class _AdaptedSampler(Sampler):
         self._call("load_state_dict", state)
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return methodcaller(name, *args, **kwargs)(self._own) if name in self._has else None
+        return getattr(self._own, name)(*args, **kwargs) if name in self._has else None
 
     def __repr__(self) -> str:
         return repr(self._own)
