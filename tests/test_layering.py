@@ -266,7 +266,7 @@ def test_there_is_one_logger():
 
 #: What `make walls` counted last: none of it may grow, and where it shrinks, the new number goes here.
 WALLS = {
-    "copy and pickle dunders": 19,
+    "copy and pickle dunders": 18,
     "constructors of 20 arguments": 4,
     "probes by identity of a method": 0,
     "hasattr and getattr": 89,

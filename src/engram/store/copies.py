@@ -6,7 +6,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from engram.store.files import is_passing_fds
 
@@ -55,35 +55,49 @@ class CopiedAsPlain(MadeAnew):
         return plain, (plain(self),)
 
 
+class CopyForm(NamedTuple):
+    """What copies of an object are made of.
+
+    Attributes:
+        held_still: a block in which no other thread changes the object.
+        parts: inside that block, a function that makes a copy, and its arguments.
+        is_pickled: whether pickles have these parts; else they have the object's `__getstate__`, as it names a file, or
+            may be any object.
+        copied: inside that block, from the memo of `copy.deepcopy`, a deep copy. None: it is made of copies of `parts`.
+        check_sending: raises an error where the object must not be sent to another process.
+    """
+
+    held_still: Callable[[], AbstractContextManager[Any]]
+    parts: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+    is_pickled: bool = True
+    copied: Callable[[dict[int, Any]], Any] | None = None
+    check_sending: Callable[[], None] = lambda: None
+
+
 class MadeFromParts:
     """An object that copies make anew from copies of its parts; to other processes it is sent by its `__getstate__`."""
 
-    @property
     @abstractmethod
-    def _pickled_from_parts(self) -> bool:
-        """Whether pickles have its parts; else its `__getstate__`, as it names a file, or as any object."""
-
-    @abstractmethod
-    def _held_still(self) -> AbstractContextManager[Any]:
-        """A block in which no other thread changes it."""
-
-    @abstractmethod
-    def _copy_parts(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """A function that makes a copy, and its arguments."""
+    def _copy_form(self) -> CopyForm:
+        """What copies are made of."""
 
     def _check_sending(self) -> None:
-        """Called before it is sent to another process; an error where it must not be."""
+        self._copy_form().check_sending()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        form = self._copy_form()
         if is_passing_fds():
-            self._check_sending()
-        if is_passing_fds() or not self._pickled_from_parts:
+            form.check_sending()
+        if is_passing_fds() or not form.is_pickled:
             return super().__reduce_ex__(protocol)
-        with self._held_still():
-            return self._copy_parts()
+        with form.held_still():
+            return form.parts()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with self._held_still():
-            make, parts = self._copy_parts()
+        form = self._copy_form()
+        with form.held_still():
+            if form.copied is not None:
+                return form.copied(memo)
+            make, parts = form.parts()
             memo[id(self)] = twin = make(*copy.deepcopy(parts, memo))
         return twin

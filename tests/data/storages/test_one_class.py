@@ -6,7 +6,7 @@ from engram.data import LazyMemmapStorage, LazyTensorStorage, Storage, StorageEn
 
 # A storage of storages hands out members where others hand out rows.
 OF_MEMBERS = {"__getitem__", "attach", "contains", "get", "register_load_hook", "register_save_hook", "set", "__repr__"}
-OF_MEMBERS |= {"_after_fork", "_copy_parts", "__deepcopy__"}
+OF_MEMBERS |= {"_after_fork", "_copy_form"}
 
 
 def children(kind: type) -> list[type]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import textwrap
@@ -69,7 +68,7 @@ from engram.pytree import (
     move_dim,
 )
 from engram.pytree import describe as describe_batch
-from engram.store.copies import MadeFromParts, PartlyCopied
+from engram.store.copies import CopyForm, MadeFromParts, PartlyCopied
 from engram.store.episodes import EpisodeIndex
 from engram.store.files import pickle_by_state
 from engram.store.indexing import to_slots
@@ -1047,7 +1046,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state in memory: rows, counters, sampler, writer, transforms, generator, batch size."""
-        with self._held_still():
+        with self._parts.held_still():
             return buffer_state(self._saved_form)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -1068,25 +1067,16 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         super().__init_subclass__(**kwargs)
         pickle_by_state(cls)
 
-    @property
-    def _pickled_from_parts(self) -> bool:
-        return not self._storage.access.table.has_path
+    def _copy_form(self) -> CopyForm:
+        def parts() -> tuple[Any, tuple[Any, ...]]:
+            return _copied, (type(self), self.__getstate__(), copy.deepcopy(self._saved_form.states()))
 
-    @contextlib.contextmanager
-    def _held_still(self) -> Iterator[None]:
-        with self._parts.undisturbed(), self._storage.mutex:
-            yield
+        def check_sending() -> None:
+            self._sampler._check_sending()
+            self._writer._check_sending()
 
-    def _copy_parts(self) -> tuple[Any, tuple[Any, ...]]:
-        return _copied, (
-            type(self),
-            self.__getstate__(),
-            copy.deepcopy(self._saved_form.states()),
-        )
-
-    def _check_sending(self) -> None:
-        self._sampler._check_sending()
-        self._writer._check_sending()
+        is_pickled = not self._storage.access.table.has_path
+        return CopyForm(self._parts.held_still, parts, is_pickled, check_sending=check_sending)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_handed_out": BatchCount()}

@@ -133,6 +133,12 @@ class BufferParts(StorageUser):
 
     # ---- blocks in which nobody else uses them ----
     @contextlib.contextmanager
+    def held_still(self) -> Iterator[None]:
+        """No draws, changes of priorities or writes of this process inside the block."""
+        with self.undisturbed(), self.storage.mutex:
+            yield
+
+    @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
         """No draws or changes of priorities inside the block, and what was prepared ahead before is forgotten."""
         if not self._members and self.prefetcher is None:

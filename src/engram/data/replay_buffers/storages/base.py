@@ -11,7 +11,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -26,7 +25,7 @@ from engram.data.replay_buffers.state.plans import SavedStorage
 from engram.data.replay_buffers.storages.access import Access
 from engram.data.replay_buffers.storages.overrides import GetSetTable, InnerMethods, OuterMethods, OwnTable
 from engram.pytree import KeyPath
-from engram.store.copies import MadeFromParts
+from engram.store.copies import CopyForm, MadeFromParts
 from engram.store.files import pickle_by_state
 from engram.store.indexing import MissingRowError, check_stored, from_slots, look_again, select, unwritten
 from engram.store.lanes import Lanes
@@ -513,43 +512,18 @@ class Storage(MadeFromParts):
             return
         self._held_table.take_sent(state)
 
-    def _check_sending(self) -> None:
-        self._held_table.check_sending()
+    def _copy_form(self) -> CopyForm:
+        table = self._held_table
+        is_pickled = not table.has_path and table.arguments() is not None
 
-    @property
-    def _pickled_from_parts(self) -> bool:
-        return not self._held_table.has_path and self._held_table.arguments() is not None
+        def parts() -> tuple[Any, tuple[Any, ...]]:
+            state = self.state_dict() if len(self) or self.lanes is not None else None
+            form = self.saved_form.row_form()
+            return _unpickled, (type(self), table.arguments(), self._checkpointer, form, state)
 
-    def _held_still(self) -> AbstractContextManager[Any]:
-        return self.mutex
-
-    def _copy_parts(self) -> tuple[Any, tuple[Any, ...]]:
-        state = self.state_dict() if len(self) or self.lanes is not None else None
-        return _unpickled, (
-            type(self),
-            self._held_table.arguments(),
-            self._checkpointer,
-            self.saved_form.row_form(),
-            state,
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        arguments = self._held_table.arguments()
-        with self.mutex:
-            own = self._held_table.own_state() if "__getstate__" not in self._overrides else None
-            if own is not None:
-                memo[id(self)] = twin = type(self).__new__(type(self))
-                twin.__setstate__(copy.deepcopy(own, memo))
-                return twin
-        if arguments is None:
-            return copy._reconstruct(self, memo, *super().__reduce_ex__(4))  # type: ignore[attr-defined]
-        with self.mutex:
-            twin = _made_like(type(self), copy.deepcopy(arguments, memo), copy.deepcopy(self._checkpointer, memo))
-            memo[id(self)] = twin
-            if self.lanes is not None:
-                with twin.access.exclusive("copying"):
-                    self.saved_form.copy_to(twin, memo)
-        return twin
+        says_itself = "__getstate__" in self._overrides
+        copied = functools.partial(_deep_copy, self, table.own_state if not says_itself else None, self._checkpointer)
+        return CopyForm(lambda: self.mutex, parts, is_pickled, copied, table.check_sending)
 
     def __repr__(self) -> str:
         extra = self._held_table.extra
@@ -583,6 +557,26 @@ def _made_like(cls: Any, arguments: dict[str, Any], checkpointer: Any) -> Any:
     twin.__init__(**arguments)
     if checkpointer is not None:
         twin.checkpointer = checkpointer
+    return twin
+
+
+def _deep_copy(
+    storage: Storage, own_state: Callable[[], dict[str, Any] | None] | None, checkpointer: Any, memo: dict[int, Any]
+) -> Any:
+    """A deep copy of a storage whose mutex the caller holds; rows are copied block by block where a table has them."""
+    own = None if own_state is None else own_state()
+    if own is not None:
+        memo[id(storage)] = twin = type(storage).__new__(type(storage))
+        twin.__setstate__(copy.deepcopy(own, memo))
+        return twin
+    arguments = storage.access.table.arguments()
+    if arguments is None:
+        return copy._reconstruct(storage, memo, *object.__reduce_ex__(storage, 4))  # type: ignore[attr-defined]
+    twin = _made_like(type(storage), copy.deepcopy(arguments, memo), copy.deepcopy(checkpointer, memo))
+    memo[id(storage)] = twin
+    if storage.lanes is not None:
+        with twin.access.exclusive("copying"):
+            storage.saved_form.copy_to(twin, memo)
     return twin
 
 

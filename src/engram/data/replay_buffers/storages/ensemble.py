@@ -12,7 +12,7 @@ from torch import Tensor
 from engram.data.replay_buffers.state.members import SavedMembers
 from engram.data.replay_buffers.storages.access import Access
 from engram.data.replay_buffers.storages.base import Checked, Storage, as_storage
-from engram.store.copies import MadeFromParts
+from engram.store.copies import CopyForm
 from engram.store.lanes import Lanes
 from engram.store.table import Table
 
@@ -50,11 +50,9 @@ class StorageEnsemble(Storage):
         self.access = _MembersAccess(table)
 
     # ---- copies ----
-    _pickled_from_parts = True
-    __deepcopy__ = MadeFromParts.__deepcopy__
-
-    def _copy_parts(self) -> tuple[Any, tuple[Any, ...]]:
-        return _ensemble, (type(self), self._storages, self._transforms, self._checkpointer)
+    def _copy_form(self) -> CopyForm:
+        parts = type(self), self._storages, self._transforms, self._checkpointer
+        return CopyForm(lambda: self.mutex, lambda: (_ensemble, parts))
 
     # ---- facts ----
     @property

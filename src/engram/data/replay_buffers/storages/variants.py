@@ -53,7 +53,7 @@ class LazyStackStorage(ListStorage):
         compilable: bool = False,
     ) -> None:
         read_to = None if device is None else usable_device(device, "device")
-        collate = functools.partial(_lazy_stack, stack_dim, read_to)
+        collate = _LazyStack(stack_dim, read_to)
         arguments = {"stack_dim": stack_dim, "device": None if read_to is None else str(read_to)}
         self._hold_items(max_size, ItemCodec(check=_check_batch_size, collate=collate), checkpointer, arguments)
         self.stack_dim = stack_dim
@@ -68,11 +68,19 @@ def _check_batch_size(item: Any) -> None:
         )
 
 
-def _lazy_stack(stack_dim: int, device: torch.device | None, items: list[Any]) -> Any:
-    if device is not None:
-        items = [item.to(device) for item in items]
-    dim = stack_dim if stack_dim >= 0 else stack_dim + len(items[0].batch_size) + 1
-    return LazyStackedTensorDict.lazy_stack(items, dim)
+class _LazyStack:
+    """Makes a lazy stack of items, moved to a device where one is given."""
+
+    __name__ = "lazy_stack"  # as `repr` of a buffer shows it
+
+    def __init__(self, stack_dim: int, device: torch.device | None) -> None:
+        self._stack_dim, self._device = stack_dim, device
+
+    def __call__(self, items: list[Any]) -> Any:
+        if self._device is not None:
+            items = [item.to(self._device) for item in items]
+        dim = self._stack_dim if self._stack_dim >= 0 else self._stack_dim + len(items[0].batch_size) + 1
+        return LazyStackedTensorDict.lazy_stack(items, dim)
 
 
 @advised
