@@ -26,9 +26,19 @@ def row(part: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
+def must_define(base: type) -> set[str]:
+    """The methods without which a child of a base cannot be made."""
+    abstract = getattr(base, "__abstractmethods__", None)
+    if abstract is None:  # a Storage, whose children choose between two forms: its constructor looks
+        with pytest.raises(TypeError, match="Can't instantiate abstract class") as caught:
+            type("Bare", (base,), {})(10)
+        abstract = re.findall(r"\w+", str(caught.value).split("it has no ")[1])
+    return set(abstract)
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_the_methods_that_a_part_must_define_are_the_abstract_ones(part: str) -> None:
-    assert set(re.findall(r"`(\w+)`", row(part)[2])) == PARTS[part].__abstractmethods__
+    assert set(re.findall(r"`(\w+)`", row(part)[2])) == must_define(PARTS[part])
 
 
 @pytest.mark.parametrize("part", ["sampler", "writer", "transform", "environment", "storage"])
