@@ -60,7 +60,7 @@ NEEDED = {
     "specs/torchrl.py": ["import importlib.abc", "import importlib.machinery"],
     "envs/gym_make.py": ["import importlib", "importlib.import_module", "importlib.import_module"],
     "processes/worker.py": ["import pickle", "import cloudpickle"],
-    "data/replay_buffers/storages/base.py": [".__reduce_ex__"],
+    "data/replay_buffers/storages/base.py": ["object.__reduce_ex__"],
     "store/copies.py": [".__reduce_ex__"],
     "store/files.py": ["object.__reduce_ex__"],
 }
