@@ -176,6 +176,17 @@ def test_an_extend_around_the_parents_is_called_by_the_buffer():
     assert wide.extend(torch.arange(4).view(2, 2)).tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
 
 
+def test_write_of_a_built_in_child_is_called_for_every_batch():
+    class EverySecond(RoundRobinWriter, built_in=True):
+        def write(self, storage, items, single, time_dim):
+            return super().write(storage, items if single else items[::2], single, time_dim)
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), writer=EverySecond())
+    for start in (0, 4):
+        rb.extend(steps(start, start + 4))
+    assert numbers(rb[:]) == [0, 2, 4, 6]
+
+
 def test_a_class_with_neither_write_nor_add_and_extend_is_no_writer():
     class Nothing(Writer):
         def add(self, data):

@@ -76,8 +76,8 @@ class Writer(abc.ABC):
         else:
             ours = next(parent for parent in cls.__mro__ if parent is Writer or parent in BUILT_IN)
             cls._says_its_state = "state_dict" in overrides(cls, ours)
-            if cls.placing is Placing.BEHIND:  # a child may write otherwise
-                cls.placing = Placing.CHOSEN
+        if cls.placing is Placing.BEHIND and not (built_in and "placing" in vars(cls)):  # a child may write otherwise
+            cls.placing = Placing.CHOSEN
         own = overrides(cls, Writer)
         if "write" not in own and own >= {"add", "extend"}:
             cls._sets_rows = True
