@@ -6,7 +6,6 @@ import functools
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -293,10 +292,10 @@ SPEC_NAMES = ("observation_spec", "full_action_spec", "full_reward_spec", "full_
 
 def _unbatched(name: str) -> Any:
     """A property: a spec of one environment of the batch."""
-    whole = attrgetter(name)
 
     def of_one(env: EnvBase) -> Any:
-        return whole(env)[(0,) * len(env.batch_size)] if len(env.batch_size) else whole(env)
+        whole = getattr(env, name)
+        return whole[(0,) * len(env.batch_size)] if len(env.batch_size) else whole
 
     return property(of_one, doc=f"`{name}` of one environment of the batch.")
 
@@ -385,7 +384,8 @@ class EnvBase(nn.Module, HasSpaces):
     def _take_specs(self, one: Any, *batch: int) -> None:
         """Takes the specs of another environment, or of a description of one, `batch` dimensions before its own."""
         self._in_torchrl_form = False
-        for name, spec in zip(SPEC_NAMES, attrgetter(*SPEC_NAMES)(one), strict=True):
+        for name in SPEC_NAMES:
+            spec = getattr(one, name)
             self._specs[name] = spec.expand(*batch, *spec.shape)
         self._action_spec = one.action_spec.expand(*batch, *one.action_spec.shape)
         self._done_spec = one.done_spec.expand(*batch, *one.done_spec.shape)
@@ -504,7 +504,7 @@ class EnvBase(nn.Module, HasSpaces):
         return self._grouped("output_spec", "input_spec")
 
     def _grouped(self, *names: str) -> Composite:
-        specs = dict(zip(names, attrgetter(*names)(self), strict=True))
+        specs = {name: getattr(self, name) for name in names}
         return Composite(specs, shape=self.batch_size, device=self.device)
 
     def encoded_spaces(self) -> EncodedSpaces:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -197,7 +196,8 @@ def reject_shared_envs(envs: Iterable[EnvBase], first: int = 0) -> None:
 def check_same_specs(index: int, env: Any, first: Any) -> None:
     """Raises ValueError if environment `index` has other specs than the first."""
     names = ("batch_size", "device", "observation_spec", "action_spec", "reward_spec", "done_spec", *SPEC_NAMES)
-    for name, value, expected in zip(names, *(attrgetter(*names)(one) for one in (env, first)), strict=True):
+    for name in names:
+        value, expected = getattr(env, name), getattr(first, name)
         if value != expected:
             raise ValueError(
                 f"environment {index} has another {name} than environment 0.\n  found:   {value}\n  allowed: {expected}"

@@ -9,7 +9,6 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -350,12 +349,12 @@ def apply_to_composite(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any]
         >>> env.observation_spec["sine"].shape
         torch.Size([3])
     """
-    return _by_keys(change, attrgetter("in_keys", "out_keys"))
+    return _by_keys(change, lambda transform: (transform.in_keys, transform.out_keys))
 
 
 def apply_to_composite_inv(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """`apply_to_composite` for actions: maps specs of `in_keys_inv` to those of `out_keys_inv`."""
-    return _by_keys(change, attrgetter("in_keys_inv", "out_keys_inv"))
+    return _by_keys(change, lambda transform: (transform.in_keys_inv, transform.out_keys_inv))
 
 
 def _by_keys(change: Callable[[Any, Any], Any], keys_of: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:

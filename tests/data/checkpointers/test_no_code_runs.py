@@ -41,8 +41,7 @@ H5_OBJECTS = {"string_dtype", "vlen_dtype", "ref_dtype", "special_dtype", "regio
 # they are used, from a table that stands in the code; calls of a shard's actor, which Ray would send by pickle, too;
 # modules under other paths, from a table; a module below gymnasium, which the caller names, and `ale_py`; copies of an
 # environment for the worker processes of this program, and the errors that come back from them; texts of an HDF5 file
-# that is written; `eval` of a module; attributes of environments and transforms, and methods of a user's sampler, by
-# names that stand in the code.
+# that is written; `eval` of a module.
 NEEDED = {
     "_aliases.py": [
         *("import importlib", "import importlib.util", "import importlib.abc", "import importlib.machinery"),
@@ -56,16 +55,12 @@ NEEDED = {
     "data/datasets/atomic_files.py": ["import ctypes"],
     "data/datasets/h5_files.py": [".string_dtype", ".string_dtype"],
     "distributed/ray_buffer.py": ["import pickle"],
-    "envs/base.py": [".attrgetter", ".attrgetter", ".attrgetter"],
     "envs/gym.py": [".attrgetter"],
-    "envs/serial.py": [".attrgetter"],
-    "transforms/base.py": [".attrgetter", ".attrgetter"],
-    "data/replay_buffers/samplers/base.py": [".methodcaller"],
     "envs/policies.py": ["torch.compile"],
     "specs/torchrl.py": ["import importlib.abc", "import importlib.machinery"],
     "envs/gym_make.py": ["import importlib", "importlib.import_module", "importlib.import_module"],
     "processes/worker.py": ["import pickle", "import cloudpickle"],
-    "data/replay_buffers/storages/base.py": [".__reduce_ex__"],
+    "data/replay_buffers/storages/base.py": ["object.__reduce_ex__"],
     "store/copies.py": [".__reduce_ex__"],
     "store/files.py": ["object.__reduce_ex__"],
 }
@@ -76,6 +71,7 @@ COMPUTED = {
     ("checkpoint/hooks.py", "_apply"): "names that stand there",
     ("store/episodes.py", "_query"): "the methods that call it",
     ("_checks.py", "attribute"): "the functions that call it, in which paths stand",
+    ("data/replay_buffers/samplers/base.py", "_call"): "the methods that call it",
     ("data/replay_buffers/samplers/base.py", "__get__"): "the settings that stand there, at import",
     ("data/replay_buffers/samplers/base.py", "__set__"): "the settings that stand there, at import",
     ("data/replay_buffers/samplers/epochs.py", "of_earlier_pickle"): "a table that stands there",

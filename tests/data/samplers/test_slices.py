@@ -190,6 +190,51 @@ def test_a_span_leaves_something_of_every_slice():
     assert len(rb.sample(8)) <= 8
 
 
+@pytest.mark.parametrize("ask", [{}, {"return_info": True}])
+def test_a_setting_that_is_assigned_decides_the_next_draw(ask):
+    def rows():
+        drawn = [rb.sample(**ask) for _ in range(40)]
+        return {len(one[0] if ask else one) for one in drawn}
+
+    sampler = SliceSampler(num_slices=1, traj_key="episode", strict_length=False)
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=4)
+    rb.extend(TensorDict({"episode": torch.tensor([0, 0, 1, 1, 1, 1, 1])}, [7]))
+    assert rows() == {2, 4}
+    sampler.strict_length = True
+    assert rows() == {4}
+    sampler.span = (False, True)
+    assert rows() == {1, 2, 3, 4} and sampler.span == (False, True)
+    sampler.span = 1
+    assert sampler.span == (1, 1) and rows() == {3, 4}
+    with pytest.raises(ValueError, match="span is a bool, a number"):
+        sampler.span = "some"
+    sampler.span, sampler.strict_length, sampler.weight = False, False, "steps"
+    assert rows() == {1, 2, 3, 4}  # every step is a start
+    with pytest.raises(ValueError, match="weight must be one of"):
+        sampler.weight = "rows"
+    assert sampler.weight == "steps"
+    sampler.weight, sampler.strict_length = "trajectories", True
+    sampler.num_slices = 2
+    with pytest.raises(ValueError, match="num_slices must be a positive integer"):
+        sampler.num_slices = 0
+    assert len(rb.sample(8)) == 8 and sampler.num_slices == 2
+
+
+def test_a_burn_in_that_is_assigned_decides_the_next_draw():
+    sampler = SequenceSampler(num_slices=1, burn_in=3, traj_key="episode")
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=4)
+    rb.extend(TensorDict({"episode": torch.tensor([0, 0])}, [2]))
+    padding = {int((~rb.sample()["collector", "mask"]).sum()) for _ in range(40)}
+    assert padding == {2, 3}
+    sampler.burn_in = 2
+    assert {int((~rb.sample()["collector", "mask"]).sum()) for _ in range(40)} == {2}
+    with pytest.raises(ValueError, match="burn_in must be 0 or more"):
+        sampler.burn_in = -1
+    sampler.burn_in = 4
+    with pytest.raises(ValueError, match="leaves no row to train on"):
+        rb.sample()
+
+
 # ---- statistics ----
 def test_trajectories_are_uniform_and_starts_are_uniform():
     torch.manual_seed(0)

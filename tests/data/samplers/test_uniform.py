@@ -1,13 +1,16 @@
 """RandomSampler and SamplerWithoutReplacement: contract, epochs, and statistics at the 1e-6 level."""
 
+import copy
 import math
 import pickle
 import threading
 from collections import Counter
+from functools import partial
 from itertools import permutations
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from engram import _native
 from engram.data import (
@@ -163,6 +166,27 @@ def test_in_order_means_in_the_order_of_slots():
     rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(shuffle=False), batch_size=4)
     rb.extend(torch.arange(13))
     assert [batch.tolist() for batch in rb] == [[10, 11, 12, 3], [4, 5, 6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize("make", [SamplerWithoutReplacement, partial(SliceSamplerWithoutReplacement, slice_len=1)])
+def test_any_value_that_is_true_or_false_is_a_setting_of_epochs(make):
+    sampler = make(shuffle=0, drop_last=1)
+    assert (sampler.shuffle, sampler.drop_last) == (False, True)
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
+    rb.extend(TensorDict({"episode": torch.arange(10)}, [10]))
+    assert [len(batch) for batch in rb] == [4, 4]
+    sampler.shuffle, sampler.drop_last = 1, None
+    assert sampler.shuffle is True and sampler.drop_last is False
+    assert sum(len(batch) for batch in rb) == 10
+
+
+def test_what_a_copy_of_a_sampler_draws_leaves_the_epoch_of_the_other_where_it_is():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(shuffle=False), batch_size=3)
+    rb.extend(torch.arange(10))
+    rb.sample()
+    twin = ReplayBuffer(storage=rb.storage, sampler=copy.copy(rb.sampler), batch_size=3)
+    assert [twin.sample().tolist() for _ in range(2)] == [[3, 4, 5], [6, 7, 8]]
+    assert rb.sample().tolist() == [3, 4, 5]
 
 
 def test_steps_appended_in_an_epoch_join_the_next_one():

@@ -89,6 +89,8 @@ class Member:
         self.attach = attach if attach is None or plan.is_ours else partial(_attach_per_row, attach)
         self.draws = 0  # so far: who undoes one must know that it was the last
         self._may_end = plan.has_epochs or not plan.is_ours
+        # Whether it takes the lock by itself, which is all that a draw needs.
+        self._draws_plainly = plan.is_ours and not plan.has_epochs and not storage.read_only
         self._items = storage.item_reader
         self._stacks_items = collate_fn is collate_items
 
@@ -119,6 +121,12 @@ class Member:
     def draw(self, n: int) -> Draw:
         """Draws n rows. Somebody else may empty or replace the rows: the read finds out which exist."""
         storage, sampler = self.storage, self.sampler
+        if self._draws_plainly:
+            self.draws += 1
+            incarnation = storage.access.incarnation
+            plain = self.plan.draw(n)
+            plain.incarnation = incarnation
+            return plain
         with sampler.lock:  # samplers have state: one draw at a time
             self.draws += 1
             incarnation = storage.access.incarnation  # before the draw: a load that comes in between makes us draw anew
@@ -271,6 +279,9 @@ class BatchReader:
         self._storage = members[0].storage
         self._chooser = chooser
         self._has_epochs = any(member.plan.has_epochs for member in members)
+        # The one table, where a batch is what it gives: nothing is noted of a draw, or done with the batch.
+        plain = chooser is None and not self._has_epochs and not pin_memory
+        self._plain = members[0] if plain else None
         self._joined = () if chooser is None else members  # each through its own transform before
         self._attaches = all(member.attach is not None for member in members)
         # Whether rows of all members can go straight into one batch.
@@ -387,21 +398,20 @@ class BatchReader:
         transforms make of it.
         """
         assert self._maker is not None
-        joint, transforms = None, self.transform.transforms
+        joint, incarnations, before, batch = None, None, None, None
         if self._joined and any(member.transform.transforms for member in self._joined):
             joint = self._joint_transform(self._joined)
             if joint is None:
                 return None
-        changes = bool(transforms) or joint is not None
-        incarnations = self._incarnations() if changes else []
-        before, batch = None, None
+        if joint is not None or self.transform.transforms:
+            incarnations = self._incarnations()
         try:
             if not self._has_epochs:
                 batch = (self.make or self._maker.sample)(sources, n, as_numpy, 0 if joint is None else 1)
             else:
+                member = self.members[0]  # those of several do not join
                 # Held until the rows are copied: nobody draws the rows behind those that are to be drawn again.
-                with self.sampler.lock:
-                    [member] = self.members  # those of several do not join
+                with member.sampler.lock:
                     member.draws = draws = member.draws + 1
                     before = draws, [member.plan.cursor()]
                     try:
@@ -409,7 +419,7 @@ class BatchReader:
                     finally:
                         if batch is None:
                             self._undo_draw(before)
-            if batch is None or not changes:
+            if batch is None or incarnations is None:
                 return batch
             batch = self._change(batch, joint)
         except MemoryError:
@@ -427,7 +437,13 @@ class BatchReader:
 
     def sample(self, n: int, generations: bool) -> tuple[Any, dict[str, Any]]:
         """A batch of n and its info."""
-        return self._draw_and_read(n, generations)[0]
+        member = self._plain
+        if member is None or self.transform.transforms:
+            return self._draw_and_read(n, generations)[0]
+        batch_and_info = None
+        while batch_and_info is None:
+            batch_and_info = member.read(member.draw(n), generations)
+        return batch_and_info
 
     def next(self, n: int, generations: bool) -> tuple[Any, bool]:
         """A batch of n, and whether it is the last of its epoch."""
@@ -484,21 +500,26 @@ class BatchReader:
         while True:
             before = None
             try:
-                if self._has_epochs:
+                if not self._has_epochs:
+                    draws = self.draw(n)
+                elif self._chooser is None:
+                    [member] = self.members
+                    with member.sampler.lock:
+                        before = member.draws + 1, [member.plan.cursor()]
+                        draws = [member.draw(n)]
+                else:
                     with self.lock:
-                        cursor = self.cursor()
+                        cursors = self.cursor()
                         try:
                             draws = self.draw(n)
                         finally:
-                            before = self._draws(), cursor
-                else:
-                    draws = self.draw(n)
+                            before = self._draws(), cursors
                 batch_and_info = self.read(draws, generations)
             except MemoryError:
                 self._undo_draw(before)
                 raise
             if batch_and_info is not None:
-                return batch_and_info, True in [draw.last for draw in draws]
+                return batch_and_info, draws[0].last if self._chooser is None else any(draw.last for draw in draws)
 
     def cursor(self) -> list[Any]:
         """What a draw changes in the members' samplers, for `put_back`. The caller holds the lock."""

@@ -8,9 +8,8 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from operator import methodcaller
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -105,6 +104,10 @@ class StorageState(PartlyCopied):
     def empty(self) -> None:
         """Forgets what was stored."""
 
+    def copied(self) -> Self:
+        """Another one, for a copy of the sampler: what happens to one leaves the other as it is."""
+        return copy.copy(self)
+
 
 _NO_LOCK = contextlib.nullcontext()  # of a child whose constructor does not call that of its base, until it is used
 _NOTHING = StorageState()  # for all samplers that say what they know, if anything, with `state_dict` alone
@@ -113,11 +116,17 @@ T = TypeVar("T")
 
 
 class StateSetting(Generic[T]):
-    """An attribute of a sampler that is one of what it knows of its storage."""
+    """An attribute of a sampler that is one of what it knows of its storage.
 
-    def __init__(self, doc: str, name: str | None = None) -> None:
+    Args:
+        name: of the attribute there; None: the same.
+        checked: makes of what is assigned the value that it has; None: any is one.
+    """
+
+    def __init__(self, doc: str, name: str | None = None, checked: Callable[[Any], T] | None = None) -> None:
         self.__doc__ = doc
         self._name = name or ""
+        self._checked = checked
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = self._name or name
@@ -128,7 +137,7 @@ class StateSetting(Generic[T]):
 
     def __set__(self, sampler: Any, value: T) -> None:
         with sampler.lock:
-            setattr(sampler.storage_state, self._name, value)
+            setattr(sampler.storage_state, self._name, value if self._checked is None else self._checked(value))
 
 
 @advised
@@ -353,7 +362,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         is_ours = self._built_in
         index, info = self.sample(storage, batch_size) if is_ours else sample_checked(self, storage, batch_size)
         slots = index if type(index) is Tensor else to_slots(index, storage.env_shape, storage.max_size or 0)
-        kind = type(user_object(self)).__name__
+        kind = type(self if is_ours else user_object(self)).__name__
         return Draw(index, slots, info, kind, partial(self._draw_batch, storage))
 
     def _split_among_workers(self, share: WorkerShare) -> None:
@@ -411,7 +420,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         with self.lock:
             state = super().__getstate__()
             if "storage_state" in state:
-                state["storage_state"] = copy.copy(self.storage_state)
+                state["storage_state"] = self.storage_state.copied()
             return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -538,7 +547,7 @@ class _AdaptedSampler(Sampler):
         self._call("load_state_dict", state)
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return methodcaller(name, *args, **kwargs)(self._own) if name in self._has else None
+        return getattr(self._own, name)(*args, **kwargs) if name in self._has else None
 
     def __repr__(self) -> str:
         return repr(self._own)

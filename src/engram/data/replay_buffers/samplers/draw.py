@@ -86,7 +86,7 @@ class Draw:
         kind: of the sampler, for errors.
     """
 
-    last: bool
+    last: bool = False
     incarnation: int
     member: int = 0
     store: _native.Store

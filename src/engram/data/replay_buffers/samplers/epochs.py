@@ -35,7 +35,7 @@ class Epochs(StorageState):
         drop_last: whether a last batch that is not full is left out.
         epoch: what is saved of the running epoch beside its position, never changed in place; None: the next draw
             begins one.
-        position: how much of it was drawn.
+        place: its `position`, how much of it was drawn: all that a draw of native code changes.
         walk: its order, in this process; None: to be made of what is saved.
         id: names it in this process.
         ran_out: whether the last draw was the last of its epoch.
@@ -44,9 +44,9 @@ class Epochs(StorageState):
     _copied_as: ClassVar[Mapping[str, Any]] = {"walk": None}
 
     def __init__(self, shuffle: bool, drop_last: bool) -> None:
-        self.shuffle, self.drop_last = shuffle, drop_last
+        self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
         self.epoch: dict[str, Any] | None = None
-        self.position = 0
+        self.place = {"position": 0}
         self.walk: Any = None
         self.id = -1
         self.ran_out = False
@@ -68,7 +68,7 @@ class Epochs(StorageState):
     def _begin(self, epoch: dict[str, Any] | None) -> None:
         """Goes on with an epoch as it is saved, or with none."""
         self.epoch = epoch and {name: value for name, value in epoch.items() if name != "position"}
-        self.position = epoch["position"] if epoch else 0
+        self.place["position"] = epoch["position"] if epoch else 0
         self.walk = None
 
     def end(self) -> None:
@@ -115,7 +115,7 @@ class Epochs(StorageState):
         return {"shuffle": self.shuffle, "drop_last": self.drop_last}
 
     def state(self) -> dict[str, Any]:
-        return {"epoch": self.epoch and {**self.epoch, "position": self.position}, "ran_out": self.ran_out}
+        return {"epoch": self.epoch and {**self.epoch, "position": self.place["position"]}, "ran_out": self.ran_out}
 
     def restored(self, state: dict[str, Any]) -> Self:
         made = self._twin()
@@ -138,16 +138,22 @@ class Epochs(StorageState):
                 twin.resume(lanes)
             self.put_back(twin.cursor())
 
-    def cursor(self) -> dict[str, Any]:
-        return {**vars(self)}
+    def cursor(self) -> tuple[Any, ...]:
+        # Not `vars`: an object whose `vars` were asked for finds its attributes more slowly from then on.
+        return self.epoch, self.place["position"], self.walk, self.id, self.ran_out, self._store_id, self._is_loaded
 
-    def put_back(self, cursor: dict[str, Any]) -> None:
-        # Settings stay, which may have been assigned since.
-        vars(self).update({**cursor, "shuffle": self.shuffle, "drop_last": self.drop_last})
+    def put_back(self, cursor: tuple[Any, ...]) -> None:
+        self.epoch, position, self.walk, self.id, self.ran_out, self._store_id, self._is_loaded = cursor
+        self.place = {"position": position}
 
     def empty(self) -> None:
         self.end()
         self.ran_out = False
+
+    def copied(self) -> Self:
+        made = super().copied()
+        made.place = {**self.place}
+        return made
 
     def _twin(self) -> Self:
         twin = type(self)(self.shuffle, self.drop_last)
@@ -165,16 +171,17 @@ class RowEpochs(Epochs):
     Attributes:
         number: of the next epoch, where permutations come from a seed.
         stop: the position at which this sampler's part of the epoch ends.
+        lanes: gives those of the store that the epoch is about, while it lives.
     """
 
-    _copied_as: ClassVar[Mapping[str, Any]] = {**Epochs._copied_as, "_lanes": no_lanes}
+    _copied_as: ClassVar[Mapping[str, Any]] = {**Epochs._copied_as, "lanes": no_lanes}
 
     walk: _native.EpochWalk | ExplicitOrder | None
 
     def __init__(self, shuffle: bool, drop_last: bool) -> None:
         super().__init__(shuffle, drop_last)
         self.number = self.stop = 0
-        self._lanes: Callable[[], Lanes | None] = no_lanes  # of the store that the epoch is about, while it lives
+        self.lanes: Callable[[], Lanes | None] = no_lanes
 
     def go_on(self, storage: Storage, lanes: Lanes, key: Callable[[], int], share: Callable[[int], Any] | None) -> None:
         """Begins an epoch over the rows that exist, where none is running in this store.
@@ -183,7 +190,8 @@ class RowEpochs(Epochs):
             key: gives what its permutation is made from.
             share: from the number of rows, the positions from and up to which rows are drawn; None: all are.
         """
-        self.find_loaded(storage, lanes.store)
+        if self._is_loaded:
+            self.find_loaded(storage, lanes.store)
         goes_on = self.goes_on(lanes.store)
         self._store_id = lanes.store.store_id
         if not goes_on:
@@ -196,47 +204,38 @@ class RowEpochs(Epochs):
                 epoch["position"], epoch["stop"] = share(sum(max(0, n) for _, n in existing) * lanes.envs)
             self.number += 1
             self._begin(epoch)
-        self.resume(lanes)
+        if self.walk is None:
+            self.resume(lanes)
 
     def take(self, lanes: Lanes, n: int) -> Tensor:
         """The next n slots of the running epoch, or the last ones of it."""
         assert self.walk is not None
-        slots, self.position = self.walk.take(lanes.store, self.position, n, self.stop)
+        slots, self.place["position"] = self.walk.take(lanes.store, self.place["position"], n, self.stop)
         return slots
 
     def is_over(self, lanes: Lanes, n: int) -> bool:
         """Whether nothing (or, with `drop_last`, no full batch of n) is left of the running epoch."""
         assert self.walk is not None
         least = n if self.drop_last else 1
-        if self.stop - self.position >= n and not self._some_overwritten(lanes):
+        if self.stop - self.place["position"] >= n and not self._some_overwritten(lanes):
             return False
-        return len(self.walk.take(lanes.store, self.position, least, self.stop)[0]) < least
+        return len(self.walk.take(lanes.store, self.place["position"], least, self.stop)[0]) < least
 
     def take_more(self, lanes: Lanes | None, id: int | None, n: int) -> Tensor:
         """Up to n more slots of this epoch, such that a last batch remains, which says that it is the last."""
         if lanes is not None and self.walk is not None and self.is_running(id):
-            drawn, position = self.walk.take(lanes.store, self.position, n, self.stop)
+            drawn, position = self.walk.take(lanes.store, self.place["position"], n, self.stop)
             if len(self.walk.take(lanes.store, position, 1, self.stop)[0]):
-                self.position = position
+                self.place["position"] = position
                 return drawn
         return torch.empty(0, dtype=torch.int64)
 
     def rest(self) -> Tensor | None:
         """The slots that are left of the epoch, in their order; None before the first one, empty after a last batch."""
-        lanes = self._lanes()
+        lanes = self.lanes()
         if self.walk is None or self.epoch is None or lanes is None:
             return torch.empty(0, dtype=torch.int64) if self.ran_out else None
-        return self.walk.take(lanes.store, self.position, len(self.walk), self.stop)[0]
-
-    def running(self, lanes: Lanes | None) -> tuple[_native.EpochWalk, dict[str, Any]] | None:
-        """The order of the epoch that runs in a store, and what has its `position`; None: none does, in native code."""
-        walk = self.walk
-        if self.epoch is None or type(walk) is not _native.EpochWalk or lanes is None or self._lanes() is not lanes:
-            return None
-        if self.epoch["incarnation"] != lanes.store.incarnation:
-            return None
-        self.ran_out = False
-        return walk, vars(self)
+        return self.walk.take(lanes.store, self.place["position"], len(self.walk), self.stop)[0]
 
     def _some_overwritten(self, lanes: Lanes) -> bool:
         assert self.epoch is not None
@@ -264,9 +263,19 @@ class RowEpochs(Epochs):
                 epoch["moved"] + [0] * more,
             )
         self.stop = epoch.get("stop", len(self.walk))
-        self._lanes = weakref.ref(lanes)
+        self.lanes = weakref.ref(lanes)
 
     # ---- state ----
+    def cursor(self) -> tuple[Any, ...]:
+        return (
+            self.number, self.stop, self.lanes,
+            self.epoch, self.place["position"], self.walk, self.id, self.ran_out, self._store_id, self._is_loaded,
+        )  # fmt: skip
+
+    def put_back(self, cursor: tuple[Any, ...]) -> None:
+        self.number, self.stop, self.lanes = cursor[:3]
+        super().put_back(cursor[3:])
+
     def state(self) -> dict[str, Any]:
         state = super().state()
         if state["epoch"]:
@@ -357,7 +366,7 @@ class SliceEpochs(Epochs, RunSource):
             walk = episodes.begin_epoch(storage, rule, number, self.shuffle)
             if not len(walk):
                 return 0
-            self.position, self.walk, self.id = 0, walk, next(EpochInfo.ids)
+            self.place["position"], self.walk, self.id = 0, walk, next(EpochInfo.ids)
             self.epoch = {
                 "key": number, "incarnation": lanes.store.incarnation, "min_length": rule.min_length,
                 "counts": walk.counts, "lasts": walk.lasts, "lane_capacity": lanes.store.lane_capacity,
@@ -397,7 +406,9 @@ class SliceEpochs(Epochs, RunSource):
         """The next n slices of the running epoch, or the last ones, with which it ends."""
         assert self.walk is not None
         least = n if self.drop_last else 1
-        slices, self.position, more = episodes.take(storage, rule, self.walk, self.position, seed, n, least)
+        slices, self.place["position"], more = episodes.take(
+            storage, rule, self.walk, self.place["position"], seed, n, least
+        )
         self.drawn, self.ran_out = self.id, not more
         if self.ran_out:
             self.end()
@@ -408,10 +419,10 @@ class SliceEpochs(Epochs, RunSource):
     ) -> _native.SliceBatch | None:
         if self.walk is None or not self.is_running(epoch):
             return None
-        slices, position, more = episodes.take(storage, rule, self.walk, self.position, seed(), n, 1)
+        slices, position, more = episodes.take(storage, rule, self.walk, self.place["position"], seed(), n, 1)
         if not more:
             return None
-        self.position = position
+        self.place["position"] = position
         return slices
 
     def can_draw_runs(self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, n: int) -> bool:
@@ -429,7 +440,7 @@ class SliceEpochs(Epochs, RunSource):
         """The trajectories that are left of the epoch, in their order; None before the first one, empty after it."""
         if self.walk is None or self.epoch is None:
             return torch.empty(0, dtype=torch.int64) if self.ran_out else None
-        return self.walk.rest(self.position)
+        return self.walk.rest(self.place["position"])
 
     def _moved(self, epoch: dict[str, Any], shifts: list[int]) -> dict[str, Any]:
         lasts = epoch["lasts"]

@@ -104,8 +104,8 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         self.storage_state = RowEpochs(shuffle, drop_last)
 
     storage_state: RowEpochs
-    drop_last = StateSetting[bool]("Whether a last batch that is not full is left out.")
-    shuffle = StateSetting[bool]("In random order; else in the order of slots.")
+    drop_last = StateSetting[bool]("Whether a last batch that is not full is left out.", checked=bool)
+    shuffle = StateSetting[bool]("In random order; else in the order of slots.", checked=bool)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         with self.lock:
@@ -121,12 +121,12 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         if self._least_parts > 1:
             self._check_share(batch_size, len(lanes))
-        if self.drop_last and batch_size > len(lanes):
+        epochs = self.storage_state
+        if epochs.drop_last and batch_size > len(lanes):
             raise ValueError(
                 f"batch_size={batch_size} is greater than the storage capacity that is in use, {len(lanes)} steps, and "
                 "drop_last leaves out batches that are not full; sample fewer"
             )
-        epochs = self.storage_state
         share = self._share if self._least_parts > 1 else None
         for _ in range(100):  # an epoch can be over before it gave a row, when writers overwrite all of it
             epochs.go_on(storage, lanes, partial(self._next_key, storage, lanes), share)
@@ -136,7 +136,7 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
             epochs.ran_out = epochs.is_over(lanes, batch_size)
             if epochs.ran_out:
                 epochs.end()
-            if len(slots) and not (self.drop_last and len(slots) < batch_size):
+            if len(slots) and not (epochs.drop_last and len(slots) < batch_size):
                 return (storage.from_slots(slots) if storage.ndim > 1 else slots), info
         raise RuntimeError("writers overwrite the rows of every epoch before they can be read; use RandomSampler")
 
@@ -147,10 +147,20 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         )  # fmt: skip
 
     def _running(self, storage: Storage) -> tuple[_native.EpochWalk, dict[str, Any]] | None:
-        """As `RowEpochs.running`. A batch of it is not the last, or `sample` draws it."""
+        """The order of the running epoch, and what has its `position`; None: `sample` draws.
+
+        A batch of it is not the last, or `sample` draws it.
+        """
+        epochs = self.storage_state
+        epoch, walk, lanes = epochs.epoch, epochs.walk, epochs.lanes()
+        if epoch is None or type(walk) is not _native.EpochWalk or lanes is None or lanes is not storage.lanes:
+            return None
         if self._least_parts > 1:  # it is over before the walk is
             return None
-        return self.storage_state.running(storage.lanes)
+        if epoch["incarnation"] != lanes.store.incarnation:
+            return None
+        epochs.ran_out = False
+        return walk, epochs.place
 
     @property
     def _sample_list(self) -> Tensor | None:
@@ -162,7 +172,8 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
 
     def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
         draw = super()._draw_batch(storage, batch_size)
-        if isinstance(draw.info, EpochInfo) and not self.drop_last:  # a child of a user's own may give another info
+        # A child of a user's own may give another info.
+        if isinstance(draw.info, EpochInfo) and not self.storage_state.drop_last:
             draw.rest = partial(self._draw_more, storage, draw.info.epoch)
         return draw
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
 
@@ -58,8 +58,15 @@ Weight = Literal["trajectories", "steps"]
 Cut: TypeAlias = bool | int
 
 
-class MarkKey(Generic[T]):
-    """An attribute of a sampler that decides what is marked in batches."""
+class DrawSetting(Generic[T]):
+    """An attribute of a sampler that decides which slices are drawn, or what is marked in them: the next draw obeys it.
+
+    Args:
+        checked: makes of what is assigned the value that it has; ValueError where that is none. None: any is one.
+    """
+
+    def __init__(self, checked: Callable[[Any], T] | None = None) -> None:
+        self._checked = checked
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -68,9 +75,39 @@ class MarkKey(Generic[T]):
 
         def __get__(self, sampler: Any, owner: type | None = None) -> T: ...
 
-    def __set__(self, sampler: SliceSampler, value: T) -> None:  # read as any attribute
-        sampler.__dict__[self._name] = value
+    def __set__(self, sampler: SliceSampler, value: Any) -> None:  # read as any attribute
+        sampler.__dict__[self._name] = value if self._checked is None else self._checked(value)
         sampler._marking = sampler._plan = None
+
+
+def _positive(n: Any, name: str) -> int | None:
+    if n is None:
+        return None
+    if not is_integer(n, 1):
+        raise ValueError(f"{name} must be a positive integer, got {n!r}")
+    return int(n)
+
+
+def _pair(span: Any) -> tuple[Cut, Cut]:
+    pair = tuple(span) if isinstance(span, tuple | list) else (span, span)
+    if len(pair) != 2 or not all(isinstance(s, bool) or is_integer(s, 0) for s in pair):
+        raise ValueError(
+            f"span is a bool, a number of steps of 0 or more, or a pair of such (begin, end), got {span!r}"
+        )
+    begin, end = (s if isinstance(s, bool) else int(s) for s in pair)
+    return begin, end
+
+
+def _weight(weight: Any) -> Weight:
+    if weight not in get_args(Weight):
+        raise ValueError(f"weight must be one of {get_args(Weight)}, got {weight!r}")
+    return weight  # type: ignore[no-any-return]
+
+
+def _burn_in(rows: Any) -> int:
+    if not is_integer(rows, 0):
+        raise ValueError(f"burn_in must be 0 or more, got {rows!r}")
+    return int(rows)
 
 
 def _uniform_runs(attributes: dict[str, Any]) -> RunSource:
@@ -161,31 +198,34 @@ class SliceSampler(Sampler, built_in=True):
         Sampler.__init__(self, compilable)  # not the next class: a child that draws by priority has a table of its own
         if (num_slices is None) == (slice_len is None):
             raise TypeError(f"give exactly one of num_slices and slice_len, got {num_slices} and {slice_len}")
-        self.num_slices = _positive(num_slices, "num_slices")
-        self.slice_len = _positive(slice_len, "slice_len")
+        self.num_slices = num_slices
+        self.slice_len = slice_len
         self.episodes = EpisodeIndex(
             end_key=end_key, end_keys=end_keys, traj_key=traj_key, ends=ends, trajectories=trajectories
         )
         self.cache_values = cache_values
         self.truncated_key = None if truncated_key is None else as_path(truncated_key, "truncated_key")
         self.strict_length = strict_length
-        self.pad_output = bool(pad_output)
-        self.span = _pair(span)
+        self.pad_output = pad_output
+        self.span = span
         if self.slice_len is not None:
             _rows_cut(self.span, self.slice_len)
         self.slice_key = None if slice_key is None else as_path(slice_key, "slice_key")
         self.init_key = None if init_key is None else as_path(init_key, "init_key")
-        if weight not in get_args(Weight):
-            raise ValueError(f"weight must be one of {get_args(Weight)}, got {weight!r}")
         self.weight = weight
         self.storage_state = UniformRuns()
 
     storage_state: RunSource  # how runs are drawn
     _of_earlier_pickle = staticmethod(_uniform_runs)
-    truncated_key = MarkKey[KeyPath | None]()
-    pad_output = MarkKey[bool]()
-    slice_key = MarkKey[KeyPath | None]()
-    init_key = MarkKey[KeyPath | None]()
+    num_slices = DrawSetting[int | None](partial(_positive, name="num_slices"))
+    slice_len = DrawSetting[int | None](partial(_positive, name="slice_len"))
+    strict_length = DrawSetting[bool](bool)
+    span = DrawSetting[tuple[Cut, Cut]](_pair)
+    weight = DrawSetting[Weight](_weight)
+    truncated_key = DrawSetting[KeyPath | None]()
+    pad_output = DrawSetting[bool](bool)
+    slice_key = DrawSetting[KeyPath | None]()
+    init_key = DrawSetting[KeyPath | None]()
     _plan: tuple[int, int, _native.SliceRule] | None = None  # of the last batch size: it, slices, their rule
     # What is marked, and keys in info and paths in batches of flags that info gives, too; None: a setting has changed.
     _marking: tuple[tuple[Mark, ...], dict[Any, KeyPath]] | None = None
@@ -404,27 +444,9 @@ class SliceSampler(Sampler, built_in=True):
         return "" if self.weight == "trajectories" else f", weight={self.weight!r}"
 
 
-def _positive(n: Any, name: str) -> int | None:
-    if n is None:
-        return None
-    if not is_integer(n, 1):
-        raise ValueError(f"{name} must be a positive integer, got {n!r}")
-    return int(n)
-
-
 def _shown_key(path: KeyPath) -> Any:
     """A key as users write it: a string where it is one."""
     return path if len(path) > 1 else path[0]
-
-
-def _pair(span: Any) -> tuple[Cut, Cut]:
-    pair = tuple(span) if isinstance(span, tuple | list) else (span, span)
-    if len(pair) != 2 or not all(isinstance(s, bool) or is_integer(s, 0) for s in pair):
-        raise ValueError(
-            f"span is a bool, a number of steps of 0 or more, or a pair of such (begin, end), got {span!r}"
-        )
-    begin, end = (s if isinstance(s, bool) else int(s) for s in pair)
-    return begin, end
 
 
 def _rows_cut(span: tuple[Cut, Cut], length: int) -> tuple[int, int]:
@@ -459,8 +481,8 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
 
     _of_earlier_pickle = staticmethod(SliceEpochs.of_earlier_pickle)
     storage_state: SliceEpochs
-    drop_last = StateSetting[bool]("Whether a last batch that is not full is left out.")
-    shuffle = StateSetting[bool]("Trajectories in random order; else in the order of lanes.")
+    drop_last = StateSetting[bool]("Whether a last batch that is not full is left out.", checked=bool)
+    shuffle = StateSetting[bool]("Trajectories in random order; else in the order of lanes.", checked=bool)
 
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **slices: Any) -> None:
         if "weight" in slices:
@@ -545,15 +567,14 @@ class SequenceSampler(SliceSampler, built_in=True):
             )
         strict = weight == "trajectories" if strict_length is None else strict_length
         super().__init__(weight=weight, strict_length=strict, **slices)
-        if not is_integer(burn_in, 0):
-            raise ValueError(f"burn_in must be 0 or more, got {burn_in!r}")
-        self.burn_in = int(burn_in)
+        self.burn_in = burn_in
         if self.slice_len is not None:
             self._check_burn_in(self.slice_len)
         self.mask_key = as_path(mask_key, "mask_key")
         self.init_key = None if init_key is None else as_path(init_key, "init_key")
 
-    mask_key = MarkKey[KeyPath]()
+    burn_in = DrawSetting[int](_burn_in)
+    mask_key = DrawSetting[KeyPath]()
 
     def _make_marks(self) -> tuple[Mark, ...]:
         init = () if self.init_key is None else (("first", self.init_key),)
