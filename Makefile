@@ -22,7 +22,7 @@ help:
 	@echo "make demo       train an agent on CartPole from a mapped buffer that is killed in the middle (under half a minute)"
 	@echo "make test       the tests"
 	@echo "make check      ruff, mypy, pyright, layering, stubs"
-	@echo "make ci         all that runs on every submission, but for parts that nothing has changed (a quarter of an hour)"
+	@echo "make ci         all that runs on every submission, but for parts that nothing has changed (half an hour)"
 	@echo "make release-check  the same with every part"
 	@echo "make bench      ours against other replay libraries (about twenty minutes)"
 	@echo "make interop    code written for TorchRL, with only its imports changed (an environment of its own)"
@@ -71,10 +71,9 @@ test: $(VENV)/.engram $(VENV)/.dev
 test-deep: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "deep and not long" $(PYTEST)
 
-# Both in one run, which collects once. Deep tests wait for other processes for a third of their time: three for two cores.
-TIERS_WORKERS ?= 3
+# Both in one run, which collects once.
 test-tiers: $(VENV)/.engram $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -n $(TIERS_WORKERS) --dist worksteal -m "not long" --tiers --durations=20 $(PYTEST)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not long" --tiers --durations=20 $(PYTEST)
 
 test-long: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -o faulthandler_timeout=0 -m long $(PYTEST)

@@ -71,11 +71,6 @@ def nothing(*_: Any, **__: Any) -> None:
     """In the place of what should have happened."""
 
 
-def as_it_is(part: Any, *_: Any) -> Any:
-    """In the place of what should have made another one."""
-    return part
-
-
 def instead(owner: Any, name: str, method: Any) -> Callable[[Patch], None]:
     return lambda patch: patch.setattr(owner, name, method)
 
@@ -190,7 +185,7 @@ MUTANTS = {
     ),
     "the epoch": Mutant(loading(SamplerWithoutReplacement, without("epoch")), EPOCHS),
     "that an epoch ran out": Mutant(loading(SamplerWithoutReplacement, without("ran_out", value=False)), EPOCHS),
-    "that a store counts anew (epochs)": Mutant(instead(RowEpochs, "rebased", as_it_is), EPOCHS),
+    "that a store counts anew (epochs)": Mutant(instead(RowEpochs, "_move", nothing), EPOCHS),
     "copies of what parts say, for a state in memory": Mutant(
         lambda patch: _shared_with_a_late_save(patch),
         Combo(sampler="own, with state", way="in memory"),
@@ -205,7 +200,7 @@ MUTANTS = {
         loading(SliceSamplerWithoutReplacement, without("epoch", "lasts", value=lambda v: [-1] * len(v))), SLICE_EPOCHS
     ),
     "that a store counts anew (slice epochs)": Mutant(
-        instead(SliceEpochs, "rebased", as_it_is), SLICE_EPOCHS
+        instead(SliceEpochs, "_move", nothing), SLICE_EPOCHS
     ),
     "a priority": Mutant(loading(PrioritizedSampler, without("priorities", value=_half)), PRIORITIES),
     "the highest priority": Mutant(loading(PrioritizedSampler, without("max_priority", value=1.0)), PRIORITIES),

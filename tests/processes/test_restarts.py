@@ -147,11 +147,12 @@ def makers(folder, **second):
 
 
 def collected(collector, life=2, worker=1, more=2):
-    """Batches until a worker has been replaced so often, and some more of its."""
-    batches, seen = [], 0
-    while seen < more:
+    """Batches until a worker has been replaced so often, some more of its, and some of each of the two workers."""
+    batches, seen, workers = [], 0, set()
+    while seen < more or len(workers) < 2:
         batches.append(collector.rollout())
         rows = batches[-1].reshape(-1)
+        workers |= set(rows["worker"].flatten().tolist())
         seen += bool(((rows["worker"] == worker) & (rows["life"] >= life)).any())
         assert len(batches) < 10_000
     return batches

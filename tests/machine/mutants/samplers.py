@@ -54,7 +54,7 @@ def begins_at_the_second(begin: Any, epochs: Any, storage: Storage, lanes: Any, 
     before = epochs.epoch
     begin()
     if before is None and len(lanes) > 1:
-        epochs.position = 1
+        epochs.place["position"] = 1
 
 
 UNIFORM_MUTANTS = {
