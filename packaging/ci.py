@@ -1,9 +1,9 @@
 """Everything that runs on every submission: `.ci/run`, or `make ci`.
 
-    .ci/run, make ci      every part but for those that nothing has changed since they passed
-    make release-check    every part
-    .ci/run docs model    these parts, and those that they need
-    .ci/run --in-turn     one part after the other
+    .ci/run             every part, one after the other, but for those that nothing has changed since they passed
+    make ci             the same in two queues
+    make release-check  every part, in two queues
+    python packaging/ci.py docs model  these parts, and those that they need
 
 Two queues run beside each other, as tests wait for processes and parts for the network. The tests with Ray come after
 the others: their shards are given up where they do not answer in time. The output of a part comes when it ends, and
