@@ -12,6 +12,7 @@ returns.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,7 +40,25 @@ _NOT_COPIED = {"mutex", "native", "access", "_attached", "_held_table", "_outer_
 _NOT_COPIED |= {"_saved_as", "_of_data"}
 
 
-class OwnTable(Table):
+class _OfStorage:
+    """A part of a storage that calls its methods. It does not keep the storage alive: there would be a cycle, and rows,
+    locks and files of a storage that is dropped would wait for the garbage collector.
+    """
+
+    _ref: weakref.ref[Storage]
+
+    @property
+    def _storage(self) -> Storage:
+        storage = self._ref()
+        assert storage is not None
+        return storage
+
+    @_storage.setter
+    def _storage(self, storage: Storage) -> None:
+        self._ref = weakref.ref(storage)
+
+
+class OwnTable(_OfStorage, Table):
     """The table of a storage that defines our five methods."""
 
     def __init__(self, storage: Storage, max_size: int | None, own: frozenset[str]) -> None:
@@ -76,8 +95,13 @@ class OwnTable(Table):
     def take_sent(self, state: dict[str, Any]) -> None:
         vars(self._storage).update(state)
 
+    def after_fork(self, mutex: Any) -> None:
+        super().after_fork(mutex)
+        if (lanes := self._storage.lanes) is not None:  # which the storage has by itself
+            self._forked_from, lanes.mutex = 0, mutex
 
-class GetSetTable(Table):
+
+class GetSetTable(_OfStorage, Table):
     """The table of a storage that defines `get`, `set` and `__len__` in TorchRL's form."""
 
     def __init__(self, storage: Storage, max_size: int | None, own: frozenset[str]) -> None:
@@ -271,7 +295,7 @@ class _ToSet(NamedTuple):
     index_key: str | None
 
 
-class OuterMethods:
+class OuterMethods(_OfStorage):
     """What our methods do in a child of one of our storages that overrides `set`, `get`, `read` or `_empty`.
 
     Buffers call these methods, which call the child's; its own call those of ours, which use the table.
@@ -403,7 +427,7 @@ class OuterMethods:
         self._table.clear(reset_count)
 
 
-class _ReaderByOverride:
+class _ReaderByOverride(_OfStorage):
     """Reads items by the `read` or `get` of a user's child."""
 
     def __init__(self, storage: Storage, copied: Callable[[Any], Any]) -> None:
@@ -417,16 +441,21 @@ class _ReaderByOverride:
         return rows._replace(batch=[self._copied(item) for item in rows.batch])
 
 
-class InnerMethods:
+class InnerMethods(_OfStorage):
     """What `get` and `set` of ours call in a child that overrides some of our five methods: these, or the table's."""
 
     def __init__(self, table: Table, storage: Storage, own: frozenset[str]) -> None:
-        self._own = own
-        source: Any = storage
-        self.fit = source.check if "check" in own else table.fit
-        self.append = source.append if "append" in own else table.append
-        self.overwrite = source.overwrite if "overwrite" in own else table.overwrite
-        self.read = source.read if "read" in own else table.read
+        self._storage = storage
+        child: Callable[[], Any] = self._ref  # not `self`, which has these functions and would be in a cycle with them
+        self.fit, self.append, self.overwrite, self.read = table.fit, table.append, table.overwrite, table.read
+        if "check" in own:
+            self.fit = lambda *args: child().check(*args)
+        if "append" in own:
+            self.append = lambda *args: child().append(*args)
+        if "overwrite" in own:
+            self.overwrite = lambda *args: child().overwrite(*args)
+        if "read" in own:
+            self.read = lambda *args: child().read(*args)
         self.prepare_replace = table.prepare_replace
 
 
