@@ -103,7 +103,8 @@ class _Prepared(NamedTuple):
     has_info: bool
     cursor: Any  # the sampler's, before this draw
     generators: list[_Position]  # theirs then
-    last: bool
+    incarnations: list[int]  # of the storages then
+    draws: list[Draw]  # none where one native call has drawn: it leaves the last of an epoch to the sampler
 
 
 class Prefetcher:
@@ -234,6 +235,8 @@ class Prefetcher:
                     self._queue.appendleft(prepared)  # it is drawn again, too: each row comes once an epoch
                 self.drop()
                 raise
+            if prepared.incarnations != self._reader.incarnations():  # since they were read, too, by another buffer
+                batch_and_info = None
             if batch_and_info is None:  # its rows were replaced by others meanwhile
                 self._queue.appendleft(prepared)
                 self.drop()
@@ -246,7 +249,7 @@ class Prefetcher:
                 self._fill(details)
             self._waited.append(time.perf_counter() - start)
         batch, info = batch_and_info
-        return batch, info, prepared.last
+        return batch, info, any(draw.last for draw in prepared.draws)
 
     def _read(self, draws: list[Draw]) -> _Result:
         """The batch of what was drawn, as the reader gives it, and the seconds that it took; in a thread."""
@@ -266,7 +269,7 @@ class Prefetcher:
         assert self._batch_size is not None
         reader = self._reader
         with reader.lock:
-            cursor = reader.cursor()
+            cursor, incarnations = reader.cursor(), reader.incarnations()
             generators = [_position(generator) for generator in self._generators]
             try:
                 prepared = None if details else reader.prepare(self._batch_size, self._copy_threads)
@@ -284,9 +287,9 @@ class Prefetcher:
             work = copying = _Copying(reader, prepared)
             if prepared.transforms:
                 work = _InThread(self._threads.submit(copying.result), copying)
-        # The native call leaves the last of an epoch to the sampler.
-        last = prepared is None and any(draw.last for draw in draws)
-        self._queue.append(_Prepared(work, prepared is None, cursor, generators, last))
+        self._queue.append(
+            _Prepared(work, prepared is None, cursor, generators, incarnations, [] if prepared is not None else draws)
+        )
 
     def drop(self) -> None:
         """Forgets what was prepared; the sampler is where it was before."""

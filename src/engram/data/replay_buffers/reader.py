@@ -223,7 +223,9 @@ class Member:
                     return None
                 self.draws += 1
                 for part in [lost] if attempt < _ROUNDS else [[i] for i in reversed(lost)]:
+                    anew, last = draw.rest is not None and len(part) >= len(draw.slots), draw.last
                     draw = draw.redraw(part)
+                    draw.last = last or (anew and sampler.ran_out)  # the rows are those of another draw
             draw.incarnation = incarnation
             read = self._read_rows(draw, None, generations, False)
             if read is None:
@@ -388,7 +390,8 @@ class BatchReader:
         """What may be applied to the rows of these members at once; None: each one's part is changed by itself."""
         return joint_transform(members[0].storage, [member.transform for member in members])
 
-    def _incarnations(self) -> list[int]:
+    def incarnations(self) -> list[int]:
+        """Of the storages: what is another number after all rows were replaced."""
         return [member.storage.access.incarnation for member in self.members]
 
     def _make(self, sources: Any, n: int, as_numpy: bool = False) -> Any:
@@ -404,7 +407,7 @@ class BatchReader:
             if joint is None:
                 return None
         if joint is not None or self.transform.transforms:
-            incarnations = self._incarnations()
+            incarnations = self.incarnations()
         try:
             if not self._has_epochs:
                 batch = (self.make or self._maker.sample)(sources, n, as_numpy, 0 if joint is None else 1)
@@ -425,7 +428,7 @@ class BatchReader:
         except MemoryError:
             self._undo_draw(before)
             raise
-        return batch if self._incarnations() == incarnations else None  # else transforms may have learnt of other rows
+        return batch if self.incarnations() == incarnations else None  # else transforms may have learnt of other rows
 
     def _change(self, batch: Any, joint: Compose | None) -> Any:
         """A batch of the native call after all transforms, with `joint` for all members."""
@@ -472,14 +475,14 @@ class BatchReader:
             if joint is None:
                 return None
         self.members[0].draws += 1
-        incarnations = self._incarnations()
+        incarnations = self.incarnations()
         rows = self._maker.prepare(sources, n, threads, 0 if joint is None else 1)
         return None if rows is None else PreparedRows(rows, incarnations, joint, transforms)
 
     def finish(self, batch: Any, prepared: PreparedRows) -> Any:
         """The batch as it is handed out; None: all rows have been replaced by others since it was drawn."""
         batch = self._change(batch, prepared.joint)
-        return batch if self._incarnations() == prepared.incarnations else None
+        return batch if self.incarnations() == prepared.incarnations else None
 
     # ---- step by step: this says what a batch is ----
     def draw(self, n: int) -> list[Draw]:
@@ -520,6 +523,7 @@ class BatchReader:
                 raise
             if batch_and_info is not None:
                 return batch_and_info, draws[0].last if self._chooser is None else any(draw.last for draw in draws)
+            self._undo_draw(before)  # members whose rows are still there give the same again
 
     def cursor(self) -> list[Any]:
         """What a draw changes in the members' samplers, for `put_back`. The caller holds the lock."""

@@ -9,7 +9,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -404,14 +404,16 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         """As `DrawPlan.cursor`."""
         state = self.storage_state
         # Which may hold tensors that draws change in place.
-        return copy.deepcopy(self.state_dict()) if state is _NOTHING else state.cursor()
+        return copy.deepcopy(self.state_dict()) if state is _NOTHING else (state, state.cursor())
 
     def _put_back(self, cursor: Any) -> None:
         """As `DrawPlan.put_back`."""
         if self.storage_state is _NOTHING:
             return self.load_state_dict(cursor)
+        state, place = cursor
         with self.lock:
-            self.storage_state.put_back(cursor)
+            if state is self.storage_state:  # else another one was loaded since, which goes on from where it stands
+                state.put_back(place)
 
     def _check_sending(self) -> None:
         """Called before it is sent to another process, alone or in a buffer; a RuntimeError where it must not be."""
@@ -474,9 +476,9 @@ class _AdaptedSampler(Sampler):
         super().__init__()
         self._own = sampler
 
-    @cached_property
+    @property
     def _has(self) -> frozenset[str]:
-        """Those of the members that a user's own sampler may leave out that it has."""
+        """Those of the members that a user's own sampler may leave out that it has by now."""
         return frozenset(name for name in _OPTIONAL if getattr(self._own, name, None) is not None)
 
     @property
@@ -506,7 +508,7 @@ class _AdaptedSampler(Sampler):
 
     @property
     def ran_out(self) -> bool:
-        return "ran_out" in self._has and bool(self._own.ran_out)
+        return bool(getattr(self._own, "ran_out", False))  # which it may have from its first draw on
 
     def use_generator(self, generator: torch.Generator | Generator | None) -> None:
         self._call("use_generator", generator)
@@ -547,7 +549,8 @@ class _AdaptedSampler(Sampler):
         self._call("load_state_dict", state)
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._own, name)(*args, **kwargs) if name in self._has else None
+        method = getattr(self._own, name, None)
+        return None if method is None else method(*args, **kwargs)
 
     def __repr__(self) -> str:
         return repr(self._own)

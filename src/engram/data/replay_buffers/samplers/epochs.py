@@ -257,7 +257,7 @@ class RowEpochs(Epochs):
             self.walk = _native.EpochWalk(
                 lanes.store,
                 epoch["key"],
-                self.shuffle,
+                bool(epoch["key"]),  # `shuffle` may have been set since it began
                 ranges + [(0, 0)] * more,
                 epoch["ring"],
                 epoch["moved"] + [0] * more,
@@ -456,7 +456,7 @@ class SliceEpochs(Epochs, RunSource):
         # A store with more lanes than the one that was saved: they are not in the epoch.
         rest = store.lanes * store.envs - len(epoch["counts"])
         counts, lasts = epoch["counts"] + [0] * rest, epoch["lasts"] + [-1] * rest
-        self.walk = _native.SliceEpoch(epoch["key"], self.shuffle, counts, lasts)
+        self.walk = _native.SliceEpoch(epoch["key"], bool(epoch["key"]), counts, lasts)
 
     # ---- state ----
     def check_saved(self, state: dict[str, Any]) -> None:

@@ -249,6 +249,8 @@ class RunDraw(Draw):
                 fresh = self.again(len(which))
                 runs = runs.replaced(which[: len(fresh)], fresh)
                 which = which[len(fresh) :]
+                if which and self.rest is not None:  # the next epoch has no place in this batch
+                    runs, which = runs.without(which), []
         if runs is not self.runs:
             self.runs = self.seen = runs
             self.slots = runs.slots()
