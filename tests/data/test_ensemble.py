@@ -35,7 +35,7 @@ from engram.data import (
     TensorStorage,
     WriterEnsemble,
 )
-from engram.data.replay_buffers import joining, reader
+from engram.data.replay_buffers import joining, prefetch, reader
 from engram.data.replay_buffers.checkpointers import StorageEnsembleCheckpointer
 from engram.data.replay_buffers.parts import BufferParts
 from engram.envs import (
@@ -1031,3 +1031,37 @@ def test_ensembles_with_the_same_members_in_other_orders_do_not_wait_for_each_ot
     for thread in threads:
         thread.join(NEVER)
         assert not thread.is_alive()
+
+
+def test_epoch_of_one_member_keeps_its_rows_where_another_is_emptied_meanwhile():
+    calls = itertools.count()
+
+    def emptied_once(batch):
+        if next(calls) == 1:
+            other.empty()
+            other.extend(torch.full((12,), 100))
+        return batch
+
+    ordered = ReplayBuffer(storage=LazyTensorStorage(12), sampler=SamplerWithoutReplacement(shuffle=False))
+    ordered.extend(torch.arange(12))
+    other = ReplayBuffer(storage=LazyTensorStorage(12), transform=emptied_once)
+    other.extend(torch.full((12,), 50))
+    both = ReplayBufferEnsemble(ordered, other, sample_from_all=True, batch_size=8)
+    assert [both.sample()[0].tolist() for _ in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_prepared_batch_is_not_handed_out_after_its_member_was_emptied(monkeypatch):
+    monkeypatch.setattr(prefetch, "PAYS_FROM_S", 0)
+    members = [ReplayBuffer(storage=LazyTensorStorage(20)) for _ in range(2)]
+    for k, member in enumerate(members):
+        member.extend(torch.full((20,), k))
+    both = ReplayBufferEnsemble(
+        *members, sample_from_all=True, batch_size=8, prefetch=2, transform=lambda batch: batch + 0
+    )
+    for _ in range(3):
+        both.sample()
+    for prepared in both._parts.prefetcher._queue:
+        prepared.work.result()
+    members[1].empty()
+    members[1].extend(torch.full((20,), 7))
+    assert both.sample()[1].tolist() == [7, 7, 7, 7]

@@ -511,3 +511,23 @@ def test_with_several_environments_it_is_told_times_and_environments():
     rb = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2), sampler=Told())
     rb.extend({"n": torch.zeros(2, 2)})
     assert rb.sampler.told == [[[0, 0], [0, 1], [1, 0], [1, 1]]]
+
+
+def test_what_a_sampler_of_ones_own_gets_with_its_first_draw_is_asked_too():
+    class InTurn:
+        def __init__(self):
+            self.at = 0
+
+        def sample(self, storage, batch_size):
+            slots = torch.arange(self.at, min(self.at + batch_size, len(storage)))
+            self.at += batch_size
+            self.ran_out = self.at >= len(storage)  # the constructor has none
+            return slots, {}
+
+    sampler, told = InTurn(), []
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
+    rb.extend(torch.arange(10))
+    assert [len(batch) for batch in itertools.islice(rb, 10)] == [4, 4, 2]
+    sampler.update_priority = lambda index, priority, **more: told.append(priority)
+    rb.update_priority(torch.tensor([0]), 2.0)
+    assert told == [2.0]

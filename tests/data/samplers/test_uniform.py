@@ -24,6 +24,7 @@ from engram.data import (
     RoundRobinWriter,
     SamplerWithoutReplacement,
     SliceSamplerWithoutReplacement,
+    TensorDictReplayBuffer,
 )
 from engram.testing import SamplerContract, chi_square, env_steps, numbers, steps
 
@@ -374,3 +375,21 @@ def test_a_ring_of_one_row_never_looks_empty_while_it_is_written(sampler):
     rb.empty()
     with pytest.raises(RuntimeError, match="empty storage"):
         rb.sample()
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "state"])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("kind", [SamplerWithoutReplacement, SliceSamplerWithoutReplacement])
+def test_shuffle_that_is_set_in_an_epoch_counts_from_the_next_one(kind, shuffle, way):
+    slices = {} if kind is SamplerWithoutReplacement else {"slice_len": 2, "traj_key": "episode"}
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(12), sampler=kind(shuffle=shuffle, **slices), batch_size=4)
+    rb.extend(TensorDict({"x": torch.arange(12), "episode": torch.arange(12) // 2}, [12]))
+    given = rb.sample()["x"].tolist()
+    rb.sampler.shuffle = not shuffle
+    if way == "deepcopy":
+        rb = copy.deepcopy(rb)
+    else:
+        rb.load_state_dict(rb.state_dict())
+    for _ in range(2):
+        given += rb.sample()["x"].tolist()
+    assert sorted(given) == list(range(12))

@@ -1,7 +1,9 @@
 """Children of our storages that override methods in TorchRL's form: buffers call these."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -323,3 +325,24 @@ def test_one_step_of_all_environments_is_written_by_set():
         step = TensorDict({"x": torch.tensor([float(i), 10.0 + i])}, [2])
         assert torch.equal(rb.add(step), plain.add(step))
     assert torch.equal(rb[:]["x"], plain[:]["x"])
+
+
+class Checking(LazyTensorStorage):
+    """Overrides one of our five methods."""
+
+    def check(self, items, single, time_dim=0, index_key=None, index=None):
+        return super().check(items, single, time_dim, index_key, index)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, Checking])
+def test_dropped_storage_is_freed_without_the_garbage_collector(kind):
+    rb = ReplayBuffer(storage=kind(10), batch_size=2)
+    rb.extend(TensorDict({"x": torch.arange(4.0)}, [4]))
+    rb.sample()
+    alive = weakref.ref(rb.storage)
+    gc.disable()
+    try:
+        del rb
+        assert alive() is None
+    finally:
+        gc.enable()

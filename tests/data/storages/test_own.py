@@ -1,5 +1,7 @@
 """Storages of a user's own: five methods are enough, and what buffers cannot use is refused when a buffer is made."""
 
+import os
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -186,3 +188,11 @@ def test_steps_that_carry_their_own_sequences_are_not_saved_without_them(tmp_pat
     with pytest.raises(StorageError, match="a Own with rows that carry sequences needs a checkpointer of its own"):
         rb.dumps(tmp_path)
     assert numbers(rb) == [0, 1, 2, 3]
+
+
+def test_in_a_forked_child_its_lanes_have_the_mutex_of_the_storage():
+    storage = Own(10)
+    child = os.fork()
+    if not child:
+        os._exit(storage.lanes.mutex is not storage.mutex)
+    assert os.waitpid(child, 0)[1] == 0
