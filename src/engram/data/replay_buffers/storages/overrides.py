@@ -295,6 +295,21 @@ class _ToSet(NamedTuple):
     index_key: str | None
 
 
+def _comes_first(kind: type, name: str, others: set[str]) -> bool:
+    """Whether a user's class defines `name`, and neither that class nor a parent of it defines one of `others`.
+
+    A child that adds one of these calls ours by `super()`, which calls `name`.
+    """
+    for parent in reversed(kind.__mro__):
+        if parent.__module__.startswith("engram."):
+            continue
+        if others & vars(parent).keys():
+            return False
+        if name in vars(parent):
+            return True
+    return False
+
+
 class OuterMethods(_OfStorage):
     """What our methods do in a child of one of our storages that overrides `set`, `get`, `read` or `_empty`.
 
@@ -304,8 +319,8 @@ class OuterMethods(_OfStorage):
     def __init__(self, table: Table, storage: Storage, own: frozenset[str]) -> None:
         self._table, self._storage, self._own = table, storage, own
         #: Whether rows are written by `set`, as buffers of TorchRL's do it, and read by `get`.
-        self.writes_by_set = "set" in own and not own & {"check", "append"}
-        self._reads_by_get = "get" in own and "read" not in own
+        self.writes_by_set = _comes_first(type(storage), "set", {"check", "append"})
+        self._reads_by_get = _comes_first(type(storage), "get", {"read"})
         self._column_is_ours = not own & {"leaf", "column"}
 
     @property
@@ -448,13 +463,15 @@ class InnerMethods(_OfStorage):
         self._storage = storage
         child: Callable[[], Any] = self._ref  # not `self`, which has these functions and would be in a cycle with them
         self.fit, self.append, self.overwrite, self.read = table.fit, table.append, table.overwrite, table.read
-        if "check" in own:
+        # Where buffers write by `set`, or read by `get`, the child's other methods were called before these.
+        writes = own if not _comes_first(type(storage), "set", {"check", "append"}) else frozenset[str]()
+        if "check" in writes:
             self.fit = lambda *args: child().check(*args)
-        if "append" in own:
+        if "append" in writes:
             self.append = lambda *args: child().append(*args)
         if "overwrite" in own:
             self.overwrite = lambda *args: child().overwrite(*args)
-        if "read" in own:
+        if "read" in own and not _comes_first(type(storage), "get", {"read"}):
             self.read = lambda *args: child().read(*args)
         self.prepare_replace = table.prepare_replace
 
