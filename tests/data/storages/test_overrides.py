@@ -346,3 +346,20 @@ def test_dropped_storage_is_freed_without_the_garbage_collector(kind):
         assert alive() is None
     finally:
         gc.enable()
+
+
+class CheckedDoubling(DoublingTensors):
+    """Adds one of our methods to a class that has `set` and `get`."""
+
+    def check(self, items, single, time_dim=0, index_key=None, index=None):
+        return super().check(items, single, time_dim, index_key, index)
+
+    def read(self, slots, shape=None, extra=None, sequences=False):
+        return super().read(slots, shape, extra, sequences)
+
+
+def test_set_and_get_of_a_parent_are_called_beside_methods_that_a_child_adds():
+    rb = ReplayBuffer(storage=CheckedDoubling(10), batch_size=4)
+    rb.extend(TensorDict({"x": torch.ones(4)}, [4]))
+    assert len(rb.storage.sets) == 1
+    assert rb.sample()["x"].tolist() == [1.0] * 4 and stored(rb) == [2.0] * 4
