@@ -66,6 +66,8 @@ class StorageState(PartlyCopied):
     A load never changes one: it gives the sampler another. The caller holds the sampler's lock.
     """
 
+    number: int | None = None  # how many epochs have begun; None: there are none
+
     def settings(self) -> dict[str, Any]:
         """Those of its settings that decide which rows are drawn."""
         return {}
@@ -350,9 +352,10 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     def draw_plan(self, storage: Storage) -> DrawPlan:
         """How it draws from a storage, for the buffer that puts the two together."""
         own = self._own_methods
+        has_epochs = self._built_in and self.storage_state.number is not None
         return DrawPlan(
             partial(self._draw_batch, storage), _rows_of_batch, self._cursor, self._put_back, self._built_in,
-            has_epochs=self._built_in and "ran_out" in own, takes_priorities="checked_priorities" in own,
+            epoch=partial(_epoch_of, self) if has_epochs else None, takes_priorities="checked_priorities" in own,
             is_told="add" in own or "extend" in own,
         )  # fmt: skip
 
@@ -437,6 +440,10 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
 
 def _rows_of_batch(n: int) -> int:
     return n
+
+
+def _epoch_of(sampler: Sampler) -> int | None:
+    return sampler.storage_state.number
 
 
 class _SavedSampler(SavedPart):
