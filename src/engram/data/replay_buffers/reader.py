@@ -319,6 +319,9 @@ class BatchReader:
         alike = all((member.attach is None) == (members[0].attach is None) for member in members)
         plainly = all(member.collate_fn is None and not member.attaches_info for member in members)
         self._reads_at_once = chooser is not None and alike and plainly and collate_fn is None
+        if any(member.with_generation for member in members):  # then batches have it, whichever members they are of
+            for member in members:
+                member.with_generation = True
         self._maker = maker = self._native_maker(PREVENT_REUSE if reuse and why_not_reusable() is None else None)
         # Nothing that has this reader, which would be a cycle.
         self.make = None if maker is None or self._has_epochs or chooser is not None else maker.sample
