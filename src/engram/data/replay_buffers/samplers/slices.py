@@ -76,8 +76,29 @@ class DrawSetting(Generic[T]):
         def __get__(self, sampler: Any, owner: type | None = None) -> T: ...
 
     def __set__(self, sampler: SliceSampler, value: Any) -> None:  # read as any attribute
-        sampler.__dict__[self._name] = value if self._checked is None else self._checked(value)
-        sampler._marking = sampler._plan = None
+        value = value if self._checked is None else self._checked(value)
+        with sampler.lock:  # else a thread that is making a plan of the old settings could put it in place afterwards
+            sampler.__dict__[self._name] = value
+            sampler._marking = sampler._plan = None
+
+
+class SizeSetting(DrawSetting[int | None]):
+    """`num_slices` or `slice_len`: one of them decides the length of slices, so both are not None at the same time.
+
+    Args:
+        other: the name of the other one.
+    """
+
+    def __init__(self, other: str) -> None:
+        super().__init__()
+        self._other = other
+
+    def __set__(self, sampler: SliceSampler, value: Any) -> None:
+        size = _positive(value, self._name)
+        with sampler.lock:
+            if size is None and sampler.__dict__.get(self._other, 1) is None:
+                raise TypeError(f"{self._name} cannot be None where {self._other} is: assign {self._other} first")
+            super().__set__(sampler, size)
 
 
 def _positive(n: Any, name: str) -> int | None:
@@ -217,8 +238,8 @@ class SliceSampler(Sampler, built_in=True):
 
     storage_state: RunSource  # how runs are drawn
     _of_earlier_pickle = staticmethod(_uniform_runs)
-    num_slices = DrawSetting[int | None](partial(_positive, name="num_slices"))
-    slice_len = DrawSetting[int | None](partial(_positive, name="slice_len"))
+    num_slices = SizeSetting("slice_len")
+    slice_len = SizeSetting("num_slices")
     strict_length = DrawSetting[bool](bool)
     span = DrawSetting[tuple[Cut, Cut]](_pair)
     weight = DrawSetting[Weight](_weight)
