@@ -220,6 +220,20 @@ def test_a_setting_that_is_assigned_decides_the_next_draw(ask):
     assert len(rb.sample(8)) == 8 and sampler.num_slices == 2
 
 
+def test_sizes_of_slices_are_not_both_none():
+    sampler = SliceSampler(slice_len=2, traj_key="episode")
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler)
+    rb.extend(TensorDict({"episode": torch.zeros(9).long()}, [9]))
+    with pytest.raises(TypeError, match="slice_len cannot be None where num_slices is: assign num_slices first"):
+        sampler.slice_len = None
+    assert sampler.slice_len == 2 and rb.sample(6, return_info=True)[1]["slice_id"].tolist() == [0, 0, 1, 1, 2, 2]
+    sampler.num_slices, sampler.slice_len = 2, None
+    assert rb.sample(6, return_info=True)[1]["slice_id"].tolist() == [0, 0, 0, 1, 1, 1]
+    with pytest.raises(TypeError, match="num_slices cannot be None where slice_len is"):
+        sampler.num_slices = None
+    assert len(rb.sample(8)) == 8
+
+
 def test_a_burn_in_that_is_assigned_decides_the_next_draw():
     sampler = SequenceSampler(num_slices=1, burn_in=3, traj_key="episode")
     rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=4)
