@@ -406,7 +406,7 @@ def test_slices_that_came_as_rows_are_marked_as_those_of_a_buffer(kind):
         index, info = sampler.sample(rb.storage, 20)
         slices = info["slices"]
         expected, batch = rb[index], rb[index]
-        mark(expected, sampler._all_marks(), slices, {})
+        mark(expected, sampler.rule.marks, slices, {})
         mask = slices.mask() if ("collector", "mask") in info else None
         mark_rows(batch, sampler, slices.last().flatten(), mask)
         assert_equal(batch, expected)

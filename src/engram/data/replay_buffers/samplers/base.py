@@ -165,7 +165,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     # The generator comes with its buffer. Tensors that are sent to another process stay shared with it.
     _copied_as: ClassVar[Mapping[str, Any]] = dict.fromkeys(("lock", "_generator", "_seed", "_seed_view"))
     storage_state: StorageState = _NOTHING
-    # From the attributes of a sampler that an earlier version pickled, what it knows of its storage; takes them out.
+    # Brings the attributes of a sampler that an earlier version pickled to their present form; None: they have it.
     _of_earlier_pickle: ClassVar[Any] = None
     #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
     lock: Any = _NO_LOCK
@@ -431,8 +431,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         Sampler.__init__(self)
-        if self._of_earlier_pickle is not None and "storage_state" not in state:
-            self.storage_state = self._of_earlier_pickle(self.__dict__)
+        if self._of_earlier_pickle is not None:
+            self._of_earlier_pickle(self.__dict__)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -44,6 +44,8 @@ class Epochs(StorageState):
 
     _copied_as: ClassVar[Mapping[str, Any]] = {"walk": None}
 
+    number: int
+
     def __init__(self, shuffle: bool, drop_last: bool) -> None:
         self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
         self.epoch: dict[str, Any] | None = None
