@@ -5,7 +5,12 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from engram.store.lanes import Lanes
+from engram.store.tables import Checked, Rows
 
 
 class TooManyRowsError(Exception):
@@ -35,6 +40,37 @@ class RowsPlan(NamedTuple):
             raise
 
 
+class SavableStorage(Protocol):
+    """A storage, as saving and loading use it: the methods and attributes of `Storage` that have these names."""
+
+    mutex: Any
+    access: Any
+    checkpointer: Any
+
+    @property
+    def saved_form(self) -> SavedStorage: ...
+
+    @property
+    def max_size(self) -> int | None: ...
+
+    @property
+    def lanes(self) -> Lanes | None: ...
+
+    def __len__(self) -> int: ...
+
+    def check(self, items: Any, single: bool, /) -> Checked: ...
+
+    def append(self, checked: Checked, /) -> Tensor | int: ...
+
+    def read(self, slots: Tensor, /) -> Rows: ...
+
+    def empty(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
 class SavedStorage(abc.ABC):
     """A storage, as it is saved and loaded. The caller holds its mutex, and for a load uses it alone."""
 
@@ -44,6 +80,11 @@ class SavedStorage(abc.ABC):
     def is_empty(self) -> bool:
         """Whether there is nothing that a load would replace."""
         return not len(self._storage)
+
+    def incarnations(self) -> list[int | None]:
+        """What changes when all rows are replaced: of its counters, or of those of each member."""
+        lanes = self._storage.lanes
+        return [None if lanes is None else lanes.store.incarnation]
 
     @abc.abstractmethod
     def default_checkpointer(self) -> Any:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from engram.data.replay_buffers.storages.overrides import (
     CountedSets,
     GetSetTable,
     InnerMethods,
     OuterMethods,
+    UsersStorage,
 )
 from engram.data.replay_buffers.storages.setting import RowSetter
 from engram.store.table import Table
-
-if TYPE_CHECKING:
-    from engram.data.replay_buffers.storages.base import Storage
 
 _T = TypeVar("_T")
 
@@ -116,7 +114,7 @@ class Access:
                 self._sets_new_rows = before
 
     # ---- for the parts of a buffer ----
-    def for_own_writers(self, storage: Storage) -> Any:
+    def for_own_writers(self, storage: UsersStorage) -> Any:
         """What a writer of a user's own calls `set` of, given the storage."""
         return CountedSets(storage) if isinstance(self.table, GetSetTable) else storage
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,12 +32,46 @@ from engram.store.layout import LeafSpec
 from engram.store.table import NOT_SENT, ItemReader, Table
 from engram.store.tables import Checked, Rows, expand_slots
 
-if TYPE_CHECKING:
-    from engram.data.replay_buffers.storages.base import Storage
-
 # Each object has its own.
 _NOT_COPIED = {"mutex", "native", "access", "_attached", "_held_table", "_outer_methods", "_inner_methods"}
 _NOT_COPIED |= {"_saved_as", "_of_data"}
+
+
+class UsersStorage(Protocol):
+    """A storage of a user's class, as a table around its methods calls it."""
+
+    mutex: Any
+    access: Any
+
+    @property
+    def lanes(self) -> Lanes | None: ...
+
+    @property
+    def env_shape(self) -> tuple[int, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+    # ---- our methods ----
+    def check(self, *args: Any) -> Checked: ...
+
+    def append(self, *args: Any) -> Tensor | int: ...
+
+    def replace(self, checked: Checked, rows: Tensor, slots: Tensor, /) -> None: ...
+
+    def overwrite(self, *args: Any) -> None: ...
+
+    def read(self, *args: Any) -> Rows: ...
+
+    def from_slots(self, slots: Tensor, /) -> Any: ...
+
+    # ---- TorchRL's ----
+    def get(self, index: Any, /) -> Any: ...
+
+    def set(self, index: Any, data: Any, /) -> None: ...
+
+    def _empty(self) -> None: ...
 
 
 class _OfStorage:
@@ -45,23 +79,23 @@ class _OfStorage:
     locks and files of a storage that is dropped would wait for the garbage collector.
     """
 
-    _ref: weakref.ref[Storage]
+    _ref: weakref.ref[UsersStorage]
 
     @property
-    def _storage(self) -> Storage:
+    def _storage(self) -> UsersStorage:
         storage = self._ref()
         assert storage is not None
         return storage
 
     @_storage.setter
-    def _storage(self, storage: Storage) -> None:
+    def _storage(self, storage: UsersStorage) -> None:
         self._ref = weakref.ref(storage)
 
 
 class OwnTable(_OfStorage, Table):
     """The table of a storage that defines our five methods."""
 
-    def __init__(self, storage: Storage, max_size: int | None, own: frozenset[str]) -> None:
+    def __init__(self, storage: UsersStorage, max_size: int | None, own: frozenset[str]) -> None:
         super().__init__(max_size)
         self._storage, self._own = storage, own
         self.replaces_rows = "replace" in own
@@ -104,7 +138,7 @@ class OwnTable(_OfStorage, Table):
 class GetSetTable(_OfStorage, Table):
     """The table of a storage that defines `get`, `set` and `__len__` in TorchRL's form."""
 
-    def __init__(self, storage: Storage, max_size: int | None, own: frozenset[str]) -> None:
+    def __init__(self, storage: UsersStorage, max_size: int | None, own: frozenset[str]) -> None:
         super().__init__(max_size)
         self._storage, self._own = storage, own
         self.replaces_rows = "replace" in own
@@ -257,7 +291,7 @@ class GetSetTable(_OfStorage, Table):
 class CountedSets:
     """A storage whose class has a `set` of its own, for a writer: what the writer sets counts as stored."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: UsersStorage) -> None:
         self._given = storage
 
     def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> None:
@@ -316,7 +350,7 @@ class OuterMethods(_OfStorage):
     Buffers call these methods, which call the child's; its own call those of ours, which use the table.
     """
 
-    def __init__(self, table: Table, storage: Storage, own: frozenset[str]) -> None:
+    def __init__(self, table: Table, storage: UsersStorage, own: frozenset[str]) -> None:
         self._table, self._storage, self._own = table, storage, own
         #: Whether rows are written by `set`, as buffers of TorchRL's do it, and read by `get`.
         self.writes_by_set = _comes_first(type(storage), "set", {"check", "append"})
@@ -445,7 +479,7 @@ class OuterMethods(_OfStorage):
 class _ReaderByOverride(_OfStorage):
     """Reads items by the `read` or `get` of a user's child."""
 
-    def __init__(self, storage: Storage, copied: Callable[[Any], Any]) -> None:
+    def __init__(self, storage: UsersStorage, copied: Callable[[Any], Any]) -> None:
         self._storage, self._copied = storage, copied
 
     def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool) -> Rows:
@@ -459,7 +493,7 @@ class _ReaderByOverride(_OfStorage):
 class InnerMethods(_OfStorage):
     """What `get` and `set` of ours call in a child that overrides some of our five methods: these, or the table's."""
 
-    def __init__(self, table: Table, storage: Storage, own: frozenset[str]) -> None:
+    def __init__(self, table: Table, storage: UsersStorage, own: frozenset[str]) -> None:
         self._storage = storage
         child: Callable[[], Any] = self._ref  # not `self`, which has these functions and would be in a cycle with them
         self.fit, self.append, self.overwrite, self.read = table.fit, table.append, table.overwrite, table.read
