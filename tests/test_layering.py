@@ -27,7 +27,7 @@ LAYERS = [
     [f"{BUFFERS}.scheduler"],
     [f"{BUFFERS}.buffers"],
     [f"{BUFFERS}.reading"],
-    [f"{BUFFERS}.samplers", f"{BUFFERS}.state.buffers", f"{BUFFERS}.writers"],
+    [f"{BUFFERS}.samplers", f"{BUFFERS}.writers"],
     [f"{BUFFERS}.storages"],
     [f"{BUFFERS}.checkpointers", f"{BUFFERS}.state"],
     ["engram._progress", "engram.interop"],
