@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,13 @@ from engram.checkpoint.snapshot import save_snapshot
 from engram.data.replay_buffers.state.items import SavedSteps
 from engram.data.replay_buffers.state.plans import SavedStorage
 from engram.data.replay_buffers.storages.access import Access
-from engram.data.replay_buffers.storages.overrides import GetSetTable, InnerMethods, OuterMethods, OwnTable
+from engram.data.replay_buffers.storages.overrides import (
+    GetSetTable,
+    InnerMethods,
+    OuterMethods,
+    OwnTable,
+    UndefinedMethods,
+)
 from engram.pytree import KeyPath
 from engram.store.copies import CopyForm, MadeFromParts
 from engram.store.files import pickle_by_state
@@ -68,6 +74,8 @@ class Storage(MadeFromParts):
 
     #: Batch dimensions of the data; the last one is time.
     ndim: int = 1
+    #: Whether this process only reads the rows, which another one writes.
+    read_only: bool = False
     # What a child of the user's, of this class or one of its kind, has of its own.
     _overrides: ClassVar[frozenset[str]] = frozenset()
     # The table of a child of this class itself.
@@ -99,22 +107,23 @@ class Storage(MadeFromParts):
         """Begins with a table, which is saved and loaded in this form; `of_data` makes a storage around tensors."""
         self._of_data = of_data
         self._held_table, self._saved_as, self.native = table, saved_as, table.native
-        #: Whether this process only reads the rows, which another one writes.
-        self.read_only = table.is_read_only
-        # By what buffers write and read, and by what `set` and `get` do.
-        self._outer_methods: Table | OuterMethods = table
+        own, outer = self._overrides, cast("Table | OuterMethods", table)
+        # What `set` and `get` of ours call.
         self._inner_methods: Table | InnerMethods = table
-        own = self._overrides
-        if not isinstance(table, OwnTable | GetSetTable):
+        if own & {"check", "append", "overwrite", "read", "replace"}:
+            self._inner_methods = InnerMethods(table, self, own)
+        # What our methods do.
+        self._outer_methods: Table | OuterMethods | UndefinedMethods = table
+        if isinstance(table, OwnTable):
+            self._outer_methods = UndefinedMethods(table, type(self).__name__)
+        elif not isinstance(table, GetSetTable):
             self.ndim = table.ndim
             if own & {"set", "get", "read", "_empty"}:
-                self._outer_methods = OuterMethods(table, self, own)
-            if own & {"check", "append", "overwrite", "read"}:
-                self._inner_methods = InnerMethods(table, self, own)
+                self._outer_methods = outer = OuterMethods(table, self, own)
             reads = not own & {"get", "read", "column", "leaf"}
             self.native.limit(reads=reads, appends=not own & {"set", "check", "append"})
         #: The lock of its rows.
-        self.access = Access(table, self._outer_methods, self._inner_methods)
+        self.access = Access(table, outer, self._inner_methods)
         self._attached: weakref.WeakSet[StorageUser] = weakref.WeakSet()
         #: Held by writers, and by readers that need the rows not to change.
         self.mutex = threading.RLock()
@@ -137,8 +146,8 @@ class Storage(MadeFromParts):
     @property
     def lanes(self) -> Lanes | None:
         """Counters of the stored rows (`Lanes.in_memory` makes some); None before the first write."""
-        lanes = self._held_table.known_lanes
-        return self._held_table.lanes if lanes is None else lanes
+        lanes = self._outer_methods.known_lanes
+        return self._outer_methods.lanes if lanes is None else lanes
 
     @property
     def layout(self) -> RowLayout | None:
@@ -149,12 +158,12 @@ class Storage(MadeFromParts):
     @property
     def env_shape(self) -> tuple[int, ...]:
         """The shape of the environments: `()` with ndim=1, `(envs,)` with ndim=2."""
-        return self._held_table.env_shape
+        return self._outer_methods.env_shape
 
     @property
     def supports_conditional_update(self) -> bool:
         """Whether `update_if_present` of a buffer can write over its rows."""
-        return self._held_table.replaces_in_place and not self._overrides & {"set", "get"}
+        return self._held_table.replaces_in_place
 
     @property
     def shape(self) -> torch.Size:

@@ -12,9 +12,10 @@ returns.
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -58,13 +59,21 @@ class _OfStorage:
         self._ref = weakref.ref(storage)
 
 
-class OwnTable(_OfStorage, Table):
-    """The table of a storage that defines our five methods."""
+class _UsersTable(_OfStorage, Table):
+    """The table of a child of `Storage` itself."""
 
     def __init__(self, storage: Storage, max_size: int | None, own: frozenset[str]) -> None:
         super().__init__(max_size)
         self._storage, self._own = storage, own
         self.replaces_rows = "replace" in own
+
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> NoReturn:
+        kind = type(self._storage).__name__
+        raise NotImplementedError(f"a {kind} has no `replace`, which writers need that keep the best")
+
+
+class OwnTable(_UsersTable):
+    """The table of a storage that defines our five methods."""
 
     @property
     def lanes(self) -> Lanes | None:
@@ -72,19 +81,13 @@ class OwnTable(_OfStorage, Table):
 
     @property
     def env_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self._storage.env_shape if "env_shape" in self._own else ()
+        return self._storage.env_shape
 
     def fit(self, *args: Any) -> Checked:
         return self._storage.check(*args)
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         return self._storage.append(checked) if most is None else self._storage.append(checked, most)
-
-    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        if "replace" not in self._own:
-            kind = type(self._storage).__name__
-            raise NotImplementedError(f"a {kind} has no `replace`, which writers need that keep the best")
-        return lambda: self._storage.replace(checked, rows, slots)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         self._storage.overwrite(slots, items, index_key)
@@ -101,13 +104,44 @@ class OwnTable(_OfStorage, Table):
             self._forked_from, lanes.mutex = 0, mutex
 
 
-class GetSetTable(_OfStorage, Table):
+class UndefinedMethods:
+    """What our methods do in a storage that defines the five, which calls them by `super()`: there is nothing there.
+
+    What such a storage may leave out is made of its five.
+    """
+
+    known_lanes = lanes = None
+    env_shape = ()
+    item_reader = None
+
+    def __init__(self, table: OwnTable, name: str) -> None:
+        self._name = name
+        self.leaf, self.column, self.clear = table.leaf, table.column, table.clear
+
+    def fit(self, *args: Any) -> NoReturn:
+        raise self._is_undefined("check")
+
+    def append(self, *args: Any) -> NoReturn:
+        raise self._is_undefined("append")
+
+    def overwrite(self, *args: Any) -> NoReturn:
+        raise self._is_undefined("overwrite")
+
+    def read(self, *args: Any) -> NoReturn:
+        raise self._is_undefined("read")
+
+    def _is_undefined(self, name: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"Storage.{name} does nothing: a {self._name} defines {name} itself, and its super() is only there in a "
+            "child of LazyTensorStorage, ListStorage or another storage that has one"
+        )
+
+
+class GetSetTable(_UsersTable):
     """The table of a storage that defines `get`, `set` and `__len__` in TorchRL's form."""
 
     def __init__(self, storage: Storage, max_size: int | None, own: frozenset[str]) -> None:
-        super().__init__(max_size)
-        self._storage, self._own = storage, own
-        self.replaces_rows = "replace" in own
+        super().__init__(storage, max_size, own)
         self.collate = _collate_list
 
     @property
@@ -150,12 +184,6 @@ class GetSetTable(_OfStorage, Table):
             self._storage.set(slots[first:], items if bool(chosen.all()) else pytree.select_rows(items, chosen))
         self.lanes.advance(n)
         return slots
-
-    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        if "replace" not in self._own:
-            kind = type(self._storage).__name__
-            raise NotImplementedError(f"a {kind} has no `replace`, which writers need that keep the best")
-        return lambda: self._storage.replace(checked, rows, slots)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         lanes = self.lanes
@@ -327,6 +355,19 @@ class OuterMethods(_OfStorage):
     def _name(self) -> str:
         return type(self._storage).__name__
 
+    # ---- facts ----
+    @property
+    def known_lanes(self) -> Lanes | None:
+        return self._table.known_lanes
+
+    @property
+    def lanes(self) -> Lanes | None:
+        return self._table.lanes
+
+    @property
+    def env_shape(self) -> tuple[int, ...]:
+        return self._table.env_shape
+
     # ---- writing ----
     def fit(
         self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Tensor | None = None
@@ -372,11 +413,11 @@ class OuterMethods(_OfStorage):
         finally:
             access.index_key = before
 
-    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        return self._table.prepare_replace(checked, rows, slots)
-
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
-        self._table.overwrite(slots, items, index_key)
+        if self.writes_by_set and "overwrite" not in self._own:
+            self.set(self._storage.from_slots(slots), items, index_key)
+        else:
+            self._table.overwrite(slots, items, index_key)
 
     def expect_sequences(self, by_set: bool) -> None:
         if self.writes_by_set and not by_set:
@@ -457,7 +498,10 @@ class _ReaderByOverride(_OfStorage):
 
 
 class InnerMethods(_OfStorage):
-    """What `get` and `set` of ours call in a child that overrides some of our five methods: these, or the table's."""
+    """What `get` and `set` of ours call in a child that overrides some of our methods: these, or the table's.
+
+    A writer that keeps the best calls `prepare_replace`.
+    """
 
     def __init__(self, table: Table, storage: Storage, own: frozenset[str]) -> None:
         self._storage = storage
@@ -474,6 +518,8 @@ class InnerMethods(_OfStorage):
         if "read" in own and not _comes_first(type(storage), "get", {"read"}):
             self.read = lambda *args: child().read(*args)
         self.prepare_replace = table.prepare_replace
+        if "replace" in own:
+            self.prepare_replace = lambda *args: functools.partial(child().replace, *args)
 
 
 def rows_of(batch: Any, sequences: Tensor | None, shape: tuple[int, ...] | None, extra: dict[str, Any] | None) -> Rows:
