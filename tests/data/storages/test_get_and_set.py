@@ -175,6 +175,22 @@ def test_a_class_with_only_some_of_the_methods_is_no_storage():
     assert isinstance(LazyTensorStorage(10), Storage)
 
 
+@pytest.mark.parametrize("storage", [Emptied, ListedStorage])
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+def test_a_patch_of_some_entries_keeps_the_others(storage, cls):
+    rb = buffer(storage, cls)
+    rb.extend(steps(0, 13))
+    index = torch.tensor([1, 2, 4])
+    generation = rb.writer.generations_of(index) - torch.tensor([0, 10, 0])
+    result = rb.update_if_present(
+        index=index, generation=generation, patch={("next", "reward"): -torch.ones(3, 1, dtype=torch.float64)}
+    )
+    assert rb.storage.supports_conditional_update and result.updated.tolist() == [True, False, True]
+    rows = [rb.storage.rows[i] for i in range(10)]
+    assert [float(row["next", "reward"]) < 0 for row in rows] == [False, True, False, False, True] + [False] * 5
+    assert [int(row["n"]) for row in rows] == [10, 11, 12, *range(3, 10)] and "obs" in rows[1]
+
+
 class SettingWriter(Writer):
     """Stores every second step by `set` of its storage."""
 
