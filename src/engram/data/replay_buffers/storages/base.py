@@ -83,11 +83,12 @@ class Storage(MadeFromParts):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        pickle_by_state(cls)
         ours = next(kind for kind in cls.__mro__ if _is_ours(kind))
         cls._overrides = own = frozenset(name for kind in cls.__mro__[: cls.__mro__.index(ours)] for name in vars(kind))
         if ours is Storage and own >= {"get", "set"} and "append" not in own:
             cls._own_table = GetSetTable
+        if ours is not Storage or cls._own_table is GetSetTable or "__getstate__" not in own:
+            pickle_by_state(cls)  # else sent to processes as it is pickled
 
     def __init__(self, max_size: int | None, checkpointer: Any = None, compilable: bool = False) -> None:
         missing = _MUST_DEFINE - self._overrides
@@ -514,11 +515,8 @@ class Storage(MadeFromParts):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if not _is_direct(type(self)):
             self.__init__(**_opening_arguments(state))  # type: ignore[misc]
-        elif self._own_table is GetSetTable:
+        elif not vars(self):  # else `_begun` made it
             Storage.__init__(self, None)
-        else:
-            vars(self).update(state)
-            return
         self._held_table.take_sent(state)
 
     def _copy_form(self) -> CopyForm:
@@ -530,8 +528,16 @@ class Storage(MadeFromParts):
             form = self.saved_form.row_form()
             return _unpickled, (type(self), table.arguments(), self._checkpointer, form, state)
 
-        says_itself = "__getstate__" in self._overrides
-        copied = functools.partial(_deep_copy, self, table.own_state if not says_itself else None, self._checkpointer)
+        if isinstance(table, OwnTable | GetSetTable) and "__getstate__" in self._overrides:
+            by_class = functools.partial(_made_by_class, table)
+            return CopyForm(
+                lambda: self.mutex,
+                by_class,
+                True,
+                lambda memo: _reconstructed(self, memo, by_class()),
+                table.check_sending,
+            )
+        copied = functools.partial(_deep_copy, self, table.own_state, self._checkpointer)
         return CopyForm(lambda: self.mutex, parts, is_pickled, copied, table.check_sending)
 
     def __repr__(self) -> str:
@@ -569,18 +575,38 @@ def _made_like(cls: Any, arguments: dict[str, Any], checkpointer: Any) -> Any:
     return twin
 
 
+def _made_by_class(table: OwnTable | GetSetTable) -> tuple[Any, ...]:
+    """What a pickle has of a storage whose class has a `__getstate__`; a `__setstate__` finds parts that are new."""
+    kind, max_size, counted, state = table.copied_parts()
+    return _begun, (kind, max_size, counted), state
+
+
+def _begun(kind: type[Storage], max_size: int | None, counted: Any) -> Storage:
+    storage = kind.__new__(kind)
+    Storage.__init__(storage, max_size)
+    table = storage.access.table
+    assert isinstance(table, OwnTable | GetSetTable)
+    table.take_counted(counted)
+    return storage
+
+
+def _reconstructed(storage: Storage, memo: dict[int, Any], parts: tuple[Any, ...]) -> Any:
+    """A deep copy, as `copy` makes it of what `__reduce_ex__` returns."""
+    return copy._reconstruct(storage, memo, *parts)  # type: ignore[attr-defined]
+
+
 def _deep_copy(
-    storage: Storage, own_state: Callable[[], dict[str, Any] | None] | None, checkpointer: Any, memo: dict[int, Any]
+    storage: Storage, own_state: Callable[[], dict[str, Any] | None], checkpointer: Any, memo: dict[int, Any]
 ) -> Any:
     """A deep copy of a storage whose mutex the caller holds; rows are copied block by block where a table has them."""
-    own = None if own_state is None else own_state()
+    own = own_state()
     if own is not None:
         memo[id(storage)] = twin = type(storage).__new__(type(storage))
         twin.__setstate__(copy.deepcopy(own, memo))
         return twin
     arguments = storage.access.table.arguments()
     if arguments is None:
-        return copy._reconstruct(storage, memo, *object.__reduce_ex__(storage, 4))  # type: ignore[attr-defined]
+        return _reconstructed(storage, memo, object.__reduce_ex__(storage, 4))  # type: ignore[arg-type]
     twin = _made_like(type(storage), copy.deepcopy(arguments, memo), copy.deepcopy(checkpointer, memo))
     memo[id(storage)] = twin
     if storage.lanes is not None:

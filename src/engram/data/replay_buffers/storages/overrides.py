@@ -41,6 +41,12 @@ _NOT_COPIED = {"mutex", "native", "access", "_attached", "_held_table", "_outer_
 _NOT_COPIED |= {"_saved_as", "_of_data"}
 
 
+def _without_parts(storage: Storage, state: dict[str, Any]) -> dict[str, Any]:
+    """What its class keeps, of the attributes of a storage."""
+    parts = {name: part for name, part in vars(storage).items() if name in _NOT_COPIED}
+    return {name: value for name, value in state.items() if name not in parts or value is not parts[name]}
+
+
 class _OfStorage:
     """A part of a storage that calls its methods. It does not keep the storage alive: there would be a cycle, and rows,
     locks and files of a storage that is dropped would wait for the garbage collector.
@@ -71,6 +77,25 @@ class _UsersTable(_OfStorage, Table):
         kind = type(self._storage).__name__
         raise NotImplementedError(f"a {kind} has no `replace`, which writers need that keep the best")
 
+    @property
+    def counted(self) -> Any:
+        """What a copy must know of the rows besides what the user's class keeps."""
+        return None
+
+    def take_counted(self, counted: Any) -> None:
+        """In a copy: takes over what `counted` gave."""
+
+    def copied_parts(self) -> tuple[type[Storage], int | None, Any, Any]:
+        """What a copy of a storage is made of whose class has a `__getstate__`: its class, size, counters and state."""
+        storage = self._storage
+        state: Any = storage.__getstate__()
+        state = _without_parts(storage, state) if isinstance(state, dict) else state
+        return type(storage), self._max_size, self.counted, state
+
+    def take_sent(self, state: dict[str, Any]) -> None:
+        self._max_size = state.get("_max_size", self._max_size)
+        vars(self._storage).update({name: value for name, value in state.items() if name != "_max_size"})
+
 
 class OwnTable(_UsersTable):
     """The table of a storage that defines our five methods."""
@@ -94,9 +119,6 @@ class OwnTable(_UsersTable):
 
     def read(self, slots: Tensor, *args: Any) -> Rows:
         return self._storage.read(slots, *args)
-
-    def take_sent(self, state: dict[str, Any]) -> None:
-        vars(self._storage).update(state)
 
     def after_fork(self, mutex: Any) -> None:
         super().after_fork(mutex)
@@ -242,24 +264,12 @@ class GetSetTable(_UsersTable):
         return torch.as_tensor(values)
 
     # ---- copies: what the user's class keeps is copied as it is, and beside it the counters ----
-    def own_state(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self._storage).items() if name not in _NOT_COPIED}
+    @property
+    def counted(self) -> Any:
         lanes = self.known_lanes
-        counted = None if lanes is None else (lanes.capacity, lanes.saved_states()[0])
-        return {**state, "_max_size": self._max_size, "_own_lanes": counted}
+        return None if lanes is None else (lanes.capacity, lanes.saved_states()[0])
 
-    def check_sending(self) -> None:
-        raise StorageError(f"Cannot share a storage of type {type(self._storage).__name__}, {NOT_SENT}")
-
-    def sent_state(self, name: str) -> dict[str, Any]:
-        if is_passing_fds():
-            self.check_sending()
-        with self.mutex:  # the rows of one moment, whatever is written while they are pickled
-            return copy.deepcopy(self.own_state(), {id(self._storage): self._storage})
-
-    def take_sent(self, state: dict[str, Any]) -> None:
-        counted, self._max_size = state["_own_lanes"], state["_max_size"]
-        vars(self._storage).update({name: state[name] for name in state.keys() - {"_own_lanes", "_max_size"}})
+    def take_counted(self, counted: Any) -> None:
         if counted is None:
             return
         capacity, lane = counted
@@ -272,6 +282,26 @@ class GetSetTable(_UsersTable):
         )
         lanes.restore_lane(0, lane, 0)
         lanes.store.end_restore()
+
+    def own_state(self) -> dict[str, Any]:
+        return {
+            **_without_parts(self._storage, vars(self._storage)),
+            "_max_size": self._max_size,
+            "_own_lanes": self.counted,
+        }
+
+    def check_sending(self) -> None:
+        raise StorageError(f"Cannot share a storage of type {type(self._storage).__name__}, {NOT_SENT}")
+
+    def sent_state(self, name: str) -> dict[str, Any]:
+        if is_passing_fds():
+            self.check_sending()
+        with self.mutex:  # the rows of one moment, whatever is written while they are pickled
+            return copy.deepcopy(self.own_state(), {id(self._storage): self._storage})
+
+    def take_sent(self, state: dict[str, Any]) -> None:
+        super().take_sent({name: value for name, value in state.items() if name != "_own_lanes"})
+        self.take_counted(state.get("_own_lanes"))
 
     # ---- life ----
     def clear(self, reset_count: bool = True) -> None:
