@@ -230,6 +230,19 @@ class OwnState(Emptied):
         self.rows = dict(state["rows"])
 
 
+class AllAttributes(Emptied):
+    def __getstate__(self):
+        return vars(self)
+
+
+class UpdatedAttributes(Emptied):
+    def __getstate__(self):
+        return dict(self.__dict__)
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+
+
 def pickled(obj):
     return pickle.loads(pickle.dumps(obj))
 
@@ -278,6 +291,19 @@ class TestCopies:
         storage = OwnState(10)
         storage.set(torch.arange(3), steps(0, 3))
         assert numbers(copied(storage)[:]) == [0, 1, 2]
+
+    @pytest.mark.parametrize("storage", [AllAttributes, UpdatedAttributes])
+    @pytest.mark.parametrize("of_buffer", [False, True])
+    def test_a_class_may_say_that_all_its_attributes_are_copied(self, copied, storage, of_buffer):
+        rb = buffer(storage)
+        rb.extend(steps(0, 13))
+        rb.storage.note = {"seen": rb.storage}
+        twin = copied(rb) if of_buffer else buffer(lambda n: copied(rb.storage))
+        assert twin.storage.note["seen"] is twin.storage is not rb.storage
+        assert twin.storage.max_size == 10 and twin.storage.mutex is not rb.storage.mutex
+        twin.extend(steps(13, 15))
+        assert numbers(twin[:]) == [10, 11, 12, 13, 14, *range(5, 10)] and twin.write_count == 15
+        assert numbers(rb[:]) == [10, 11, 12, *range(3, 10)]
 
 
 def test_it_cannot_be_sent_to_a_process():

@@ -1,6 +1,9 @@
 """Storages of a user's own: five methods are enough, and what buffers cannot use is refused when a buffer is made."""
 
+import copy
 import os
+import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -254,3 +257,33 @@ def test_a_patch_of_some_entries_keeps_the_others_of_rows_of_any_layout():
     patch = {"n": torch.tensor([50, 60])}
     rb.update_if_present(index=index, generation=rb.writer.generations_of(index), patch=patch)
     assert numbers(rb) == [0, 50, 2, 3, 4, 60] and rb[:]["episode"].tolist() == [0, 0, 0, 0, 1, 1]
+
+
+class Kept(Own):
+    """Says itself what a copy is made of: all but its counters, which it makes anew."""
+
+    def __getstate__(self):
+        return {**vars(self), "_lanes": len(self)}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._lanes = Lanes.in_memory(self.max_size)
+        self._lanes.advance(state["_lanes"])
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        lambda part: pickle.loads(pickle.dumps(part)),
+        lambda part: pickle.loads(ForkingPickler.dumps(part)),
+    ],
+    ids=["deepcopy", "pickle", "sent"],
+)
+def test_class_may_say_that_all_its_attributes_are_copied(copied):
+    rb = buffer(Kept(10))
+    rb.extend(steps(0, 6))
+    twin = buffer(copied(rb.storage))
+    assert numbers(twin) == list(range(6)) and twin.storage.mutex is not rb.storage.mutex
+    twin.extend(steps(6, 8))
+    assert numbers(twin) == list(range(8)) and numbers(rb) == list(range(6))
