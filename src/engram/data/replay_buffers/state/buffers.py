@@ -141,7 +141,7 @@ class _Undo:
     def __init__(self, buffer: SavedBuffer, rows: RowsPlan | None) -> None:
         self._buffer, self._rows = buffer, rows
         self.has_rows = False  # whether other rows have taken the place of those of before
-        self._incarnations = buffer.storage.saved_form.incarnations()
+        self._incarnations = None if rows is None else rows.incarnations()
         self._parts = [part.restore_point() for part in buffer.parts.values()]
         # With rows that come back under another incarnation goes a sampler that is told so.
         goes_back = rows is not None and rows.undo is not None
@@ -149,7 +149,7 @@ class _Undo:
 
     def run(self) -> None:
         storage, sampler, rows = self._buffer.storage, self._buffer.parts["sampler"], self._rows
-        touched = rows is not None and (self.has_rows or storage.saved_form.incarnations() != self._incarnations)
+        touched = rows is not None and (self.has_rows or rows.incarnations() != self._incarnations)
         if rows is not None and touched and rows.undo is None:
             if not self.has_rows:  # they went in the middle of being replaced
                 for part in self._buffer.parts.values():
@@ -376,4 +376,4 @@ def load_buffer_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     load.check()
     with buffer.storage.access.exclusive("load_state_dict"):
         fill = functools.partial(buffer.storage.load_state_dict, state["storage"])
-        load.run(RowsPlan(fill, rows.restore_point(), not rows.is_empty()))
+        load.run(RowsPlan(fill, rows.restore_point(), not rows.is_empty(), rows.incarnations))

@@ -24,11 +24,13 @@ class RowsPlan(NamedTuple):
         commit: replaces them.
         undo: puts everything back as it was when this was made; None: there was too much to hold.
         replaces_rows: whether there are rows that are lost; else there was nothing to compare other parts with.
+        incarnations: what changes when rows are replaced, of each table.
     """
 
     commit: Callable[[], None]
     undo: Callable[[], None] | None
     replaces_rows: bool
+    incarnations: Callable[[], list[int | None]]
 
     def run(self) -> None:
         """Commits it; after an error the storage is as it was."""
@@ -82,7 +84,7 @@ class SavedStorage(abc.ABC):
         return not len(self._storage)
 
     def incarnations(self) -> list[int | None]:
-        """What changes when all rows are replaced: of its counters, or of those of each member."""
+        """What changes when rows are replaced, of each of its tables."""
         lanes = self._storage.lanes
         return [None if lanes is None else lanes.store.incarnation]
 
@@ -142,16 +144,18 @@ class SavedStorage(abc.ABC):
         Errors as `loads`.
         """
         load = functools.partial(saved.load_storage, self._storage.checkpointer)
-        if self.is_empty():
-            return RowsPlan(functools.partial(load, self.sink()), self.restore_point(), replaces_rows=False)
-        staging = self.staging()
+        is_empty = self.is_empty()
+        staging = None if is_empty else self.staging()
+        commit: Callable[[], None] | None = None
         if staging is not None:
             try:
                 load(staging)
-                return RowsPlan(staging.commit, self.restore_point(), replaces_rows=True)
+                commit = staging.commit
             except TooManyRowsError:  # they are verified, and then read a second time
                 pass
-        return RowsPlan(functools.partial(load, self.sink()), self.restore_point(), replaces_rows=True)
+        if commit is None:
+            commit = functools.partial(load, self.sink())
+        return RowsPlan(commit, self.restore_point(), not is_empty, self.incarnations)
 
 
 def has_hooks(checkpointer: Any) -> bool:
