@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, Generic, Literal, Protocol, TypeAlias, overload
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from typing_extensions import Self, TypedDict, TypeVar, Unpack
 
 from engram._advice import advised
 from engram._checks import is_integer
+from engram._copies import LEFT_OUT, Computed, CopyForm, MadeFromParts, PartlyCopied, pickle_by_state
 from engram._generator import Generator, is_state
 from engram._system import set_state, state_of
 from engram._text import warn_user
@@ -68,9 +69,7 @@ from engram.pytree import (
     move_dim,
 )
 from engram.pytree import describe as describe_batch
-from engram.store.copies import CopyForm, MadeFromParts, PartlyCopied
 from engram.store.episodes import EpisodeIndex
-from engram.store.files import pickle_by_state
 from engram.store.indexing import to_slots
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import Transform
@@ -296,6 +295,11 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     _entries: Entries | None = None  # that batches get at their root
     _make_default_writer: Callable[[], Writer] = RoundRobinWriter
     _is_shut_down = False
+    _copied_as: ClassVar[Mapping[str, Any]] = {
+        **dict.fromkeys(("_parts", "_iteration", "_is_shut_down"), LEFT_OUT),
+        "_handed_out": Computed(lambda buffer: BatchCount()),
+        "_generator": Computed(lambda buffer: _bytes_of(buffer.generator)),
+    }
 
     def _join_parts(self) -> BufferParts:
         """Puts the parts together; again after each change of one. A ValueError where they do not fit each other."""
@@ -1078,19 +1082,10 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         is_pickled = not self._storage.access.table.has_path
         return CopyForm(self._parts.held_still, parts, is_pickled, check_sending=check_sending)
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_handed_out": BatchCount()}
-        for name in ("_parts", "_iteration", "_is_shut_down"):
-            state.pop(name, None)
-        # As bytes: a tensor made here would be gone, with its memory, before another process had received it.
-        state["_generator"] = None if self._generator is None else state_of(self._generator).numpy().tobytes()
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        saved = state["_generator"]
-        self.__dict__.update(state)
+    def _complete_copy(self) -> None:
         # Steps that wait for their future are written by the process that they were given to.
         self._transform.empty()
+        saved: Any = self._generator
         if saved is not None:
             saved_state = torch.frombuffer(bytearray(saved), dtype=torch.uint8)
             self._generator = Generator() if is_state(saved_state) else torch.Generator()
@@ -1113,6 +1108,12 @@ def sent_to_writers(buffer: Any) -> Any:
     twin = object.__new__(type(buffer))
     twin.__dict__.update(buffer.__dict__, _sampler=RandomSampler(), _prefetch=0)
     return twin
+
+
+def _bytes_of(generator: torch.Generator | Generator | None) -> bytes | None:
+    """Its state; as bytes, as a tensor made here would be gone before another process had received it."""
+    state: bytes | None = None if generator is None else state_of(generator).numpy().tobytes()
+    return state
 
 
 def _make_part(part: Any, name: str, is_one: Callable[[Any], bool]) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engram import pytree
+from engram._copies import CopyForm, MadeFromParts, pickle_by_state
 from engram._system import fork_registry
 from engram.checkpoint.foreign import open_saved
 from engram.checkpoint.snapshot import save_snapshot
@@ -25,8 +26,6 @@ from engram.data.replay_buffers.state.plans import SavedStorage
 from engram.data.replay_buffers.storages.access import Access
 from engram.data.replay_buffers.storages.overrides import GetSetTable, InnerMethods, OuterMethods, OwnTable
 from engram.pytree import KeyPath
-from engram.store.copies import CopyForm, MadeFromParts
-from engram.store.files import pickle_by_state
 from engram.store.indexing import MissingRowError, check_stored, from_slots, look_again, select, unwritten
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
