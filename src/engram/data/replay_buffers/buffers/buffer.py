@@ -25,13 +25,14 @@ from engram._generator import Generator, is_state
 from engram._system import set_state, state_of
 from engram._text import warn_user
 from engram.checkpoint.protocols import StorageCheckpointerBase
-from engram.data.replay_buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
-from engram.data.replay_buffers.dataset import BatchDataset
-from engram.data.replay_buffers.delayed import delay, is_delayed
-from engram.data.replay_buffers.in_place import change_entries, grid_index, in_index_order, is_int
-from engram.data.replay_buffers.parts import BufferParts, Entries, PartSettings
-from engram.data.replay_buffers.reader import MANY_ROWS
-from engram.data.replay_buffers.reuse import why_not_reusable
+from engram.data.replay_buffers.buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
+from engram.data.replay_buffers.buffers.dataset import BatchDataset
+from engram.data.replay_buffers.buffers.delayed import delay, is_delayed
+from engram.data.replay_buffers.buffers.in_place import change_entries, grid_index, in_index_order, is_int
+from engram.data.replay_buffers.buffers.parts import BufferParts, Entries, PartSettings
+from engram.data.replay_buffers.buffers.stats import BatchCount, BufferStats, count_steps, shown_content
+from engram.data.replay_buffers.reading.reader import MANY_ROWS
+from engram.data.replay_buffers.reading.reuse import why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, user_object
 from engram.data.replay_buffers.samplers.random import RandomSampler
 from engram.data.replay_buffers.state.buffers import (
@@ -45,7 +46,6 @@ from engram.data.replay_buffers.state.buffers import (
     save_buffer,
     save_in_background,
 )
-from engram.data.replay_buffers.stats import BatchCount, BufferStats, count_steps, shown_content
 from engram.data.replay_buffers.storages.base import Storage, as_storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.storages.list import ListStorage
