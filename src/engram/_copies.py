@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import threading
 from abc import abstractmethod
@@ -107,9 +108,6 @@ class MadeFromParts(MadeAnew):
     def _copy_form(self) -> CopyForm:
         """What copies are made of."""
 
-    def _check_sending(self) -> None:
-        self._copy_form().check_sending()
-
     def _made_from(self) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
         form = self._copy_form()
         if is_passing_fds():
@@ -148,16 +146,17 @@ def passing_fds(descriptors: list[int]) -> Iterator[list[int]]:
         _passing.fds = before
 
 
-def pickle_by_state(cls: type) -> None:
+def pickle_by_state(cls: type, check: Callable[[Any], None]) -> None:
     """Sends objects of a class to other processes by their `__getstate__`, whatever `pickle` makes of them.
 
-    Their `_check_sending` is called first, which raises an error for what must not be sent.
+    Args:
+        check: raises an error for an object that must not be sent.
     """
-    reduction.ForkingPickler.register(cls, _reduce_by_state)
+    reduction.ForkingPickler.register(cls, functools.partial(_reduce_by_state, check))
 
 
-def _reduce_by_state(part: Any) -> Any:
-    part._check_sending()
+def _reduce_by_state(check: Callable[[Any], None], part: Any) -> Any:
+    check(part)
     return object.__reduce_ex__(part, 4)
 
 

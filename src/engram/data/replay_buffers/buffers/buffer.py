@@ -6,6 +6,7 @@ import copy
 import os
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, overload
@@ -28,7 +29,7 @@ from engram.checkpoint.protocols import StorageCheckpointerBase
 from engram.data.replay_buffers.buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
 from engram.data.replay_buffers.buffers.dataset import BatchDataset
 from engram.data.replay_buffers.buffers.delayed import delay, is_delayed
-from engram.data.replay_buffers.buffers.in_place import change_entries, grid_index, in_index_order, is_int
+from engram.data.replay_buffers.buffers.in_place import grid_index, in_index_order, is_int
 from engram.data.replay_buffers.buffers.parts import BufferParts, Entries, PartSettings
 from engram.data.replay_buffers.buffers.stats import BatchCount, BufferStats, count_steps, shown_content
 from engram.data.replay_buffers.reading.reader import MANY_ROWS
@@ -655,13 +656,15 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             >>> rb.set_("x", torch.ones(3)).set_at_("x", 5.0, [0, 2])[:]["x"]
             tensor([5., 1., 5.])
         """
-        return self._change_entries({key: value}, slice(None))
+        self._parts.change_entries({key: value}, slice(None))
+        return self
 
     def set_at_(self, key: Any, value: Any, index: Index) -> Self:
         """Sets one entry of the stored steps at an index, in place; value and errors as `set_`, in the form of
         `rb[index]`. Also an IndexError: a step that has not been written.
         """
-        return self._change_entries({key: value}, index)
+        self._parts.change_entries({key: value}, index)
+        return self
 
     def update_(
         self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None
@@ -680,12 +683,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             if absent:
                 raise KeyError(f"keys_to_update names {absent}, the data have {list(values)}; nothing was changed")
             values = {key: values[key] for key in chosen}
-        return self._change_entries(values, slice(None))
-
-    def _change_entries(self, values: Mapping[Any, Any], index: Any) -> Self:
-        self._writer.check_mutable("changing entries")
-        with self._parts.undisturbed(), self._storage.access.exclusive("changing entries"):
-            change_entries(self._storage, self._parts.time_dim, values, index, self._writer.index_key)
+        self._parts.change_entries(values, slice(None))
         return self
 
     def read_all_in_order(self, end: int | None = None) -> Any:
@@ -1071,18 +1069,14 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     # ---- copies: what `pickle` and `copy` make; what is sent to a process travels by `__getstate__` ----
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        pickle_by_state(cls)
+        pickle_by_state(cls, _check_sending)
 
     def _copy_form(self) -> CopyForm:
         def parts() -> tuple[Any, tuple[Any, ...]]:
             return _copied, (type(self), self.__getstate__(), copy.deepcopy(self._saved_form.states()))
 
-        def check_sending() -> None:
-            self._sampler._check_sending()
-            self._writer._check_sending()
-
         is_pickled = not self._storage.access.table.has_path
-        return CopyForm(self._parts.held_still, parts, is_pickled, check_sending=check_sending)
+        return CopyForm(self._parts.held_still, parts, is_pickled, check_sending=partial(_check_sending, self))
 
     def _complete_copy(self) -> None:
         # Steps that wait for their future are written by the process that they were given to.
@@ -1095,7 +1089,12 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         self._parts = self._join_parts()
 
 
-pickle_by_state(ReplayBuffer)  # as `__init_subclass__` does for its children
+def _check_sending(buffer: ReplayBuffer[Any]) -> None:
+    buffer._sampler._check_sending()
+    buffer._writer._check_sending()
+
+
+pickle_by_state(ReplayBuffer, _check_sending)  # as `__init_subclass__` does for its children
 
 
 def sent_to_writers(buffer: Any) -> Any:

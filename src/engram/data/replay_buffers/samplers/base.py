@@ -181,7 +181,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         own = overrides(cls, Sampler)
         if "_empty" in vars(cls) and "empty" not in own:
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
-        pickle_by_state(cls)
+        pickle_by_state(cls, cls._check_sending)
         cls._own_methods = own
 
     def __init__(self, compilable: bool = False) -> None:

@@ -87,7 +87,7 @@ class Storage(MadeFromParts):
         if ours is Storage and own >= {"get", "set"} and "append" not in own:
             cls._own_table = GetSetTable
         if ours is not Storage or cls._own_table is GetSetTable or "__getstate__" not in own:
-            pickle_by_state(cls)  # else sent to processes as it is pickled
+            pickle_by_state(cls, _check_sending)  # else sent to processes as it is pickled
 
     def __init__(self, max_size: int | None, checkpointer: Any = None, compilable: bool = False) -> None:
         missing = _MUST_DEFINE - self._overrides
@@ -542,6 +542,10 @@ class Storage(MadeFromParts):
     def __repr__(self) -> str:
         extra = self._held_table.extra
         return f"{type(self).__name__}(max_size={self.max_size}, len={len(self)}, ndim={self.ndim}{extra})"
+
+
+def _check_sending(storage: Storage) -> None:
+    storage.access.table.check_sending()
 
 
 _MUST_DEFINE = frozenset({"lanes", "check", "append", "overwrite", "read"})

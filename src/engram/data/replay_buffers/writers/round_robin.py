@@ -91,7 +91,7 @@ class Writer(abc.ABC):
             del cls._cursor
         if "_empty" in vars(cls) and "empty" not in own:
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
-        pickle_by_state(cls)
+        pickle_by_state(cls, cls._check_sending)
 
     def __init__(self, compilable: bool = False) -> None:
         pass
