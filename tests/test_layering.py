@@ -24,32 +24,19 @@ LAYERS = [
     ["engram.data"],  # the public names
     [BUFFERS],
     ["engram.envs"],
-    [f"{BUFFERS}.state.rebuild", f"{BUFFERS}.scheduler"],
-    [f"{BUFFERS}.schedulers"],
-    [f"{BUFFERS}.buffer", f"{BUFFERS}.tensordict", f"{BUFFERS}.ensemble"],
-    [
-        f"{BUFFERS}.batch_writer",
-        f"{BUFFERS}.conditional",
-        f"{BUFFERS}.dataset",
-        f"{BUFFERS}.delayed",
-        f"{BUFFERS}.in_place",
-        f"{BUFFERS}.joining",
-        f"{BUFFERS}.parts",
-        f"{BUFFERS}.prefetch",
-        f"{BUFFERS}.reader",
-        f"{BUFFERS}.state.buffers",
-        f"{BUFFERS}.stats",
-    ],
-    [f"{BUFFERS}.samplers", f"{BUFFERS}.writers"],
+    [f"{BUFFERS}.scheduler"],
+    [f"{BUFFERS}.buffers"],
+    [f"{BUFFERS}.reading"],
+    [f"{BUFFERS}.samplers", f"{BUFFERS}.state.buffers", f"{BUFFERS}.writers"],
     [f"{BUFFERS}.storages"],
     [f"{BUFFERS}.checkpointers", f"{BUFFERS}.state"],
     ["engram._progress", "engram.interop"],
     ["engram.kernel"],  # of rows and files
     ["engram.checkpoint"],
     ["engram.processes"],
-    [f"{BUFFERS}.reuse", f"{BUFFERS}.trajectories", f"{BUFFERS}.utils"],  # also the conversions under their public path
-    ["engram.store"],
+    [f"{BUFFERS}.utils"],  # the conversions under their public path
     ["engram.ted"],
+    ["engram.store"],
     ["engram.transforms"],
     ["engram.data.specs"],
     ["engram._hdf5"],
@@ -237,7 +224,7 @@ def test_engines_know_no_buffer(engine):
 
 def test_checkpointers_see_no_storage_class():
     for module, file in MODULES.items():
-        if module.startswith(f"{BUFFERS}.checkpointers"):
+        if module.startswith((f"{BUFFERS}.checkpointers", f"{BUFFERS}.state.checkpointers")):
             assert not any("storages" in name or name == "engram.store.tables" for name in imports(file)), module
 
 

@@ -27,7 +27,7 @@ from engram.data import (
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
-from engram.data.replay_buffers import prefetch
+from engram.data.replay_buffers.reading import prefetch
 from engram.data.replay_buffers.state.buffers import SaveHandle
 from engram.errors import CheckpointError, NoFreeLaneError, StorageError, StorageInUseError
 from engram.store.files import passing_fds

@@ -480,7 +480,7 @@ class ObservedTable(LazyTable):
 
     def __init__(self, size: TableSize, place: ObservedFile) -> None:
         super().__init__(size, place)
-        self._observed, self.is_read_only = place.lanes, True
+        self._observed = place.lanes
 
     def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
         return read() if self.known_lanes is None else self._observed.validated(read, errors_only)

@@ -149,7 +149,7 @@ class SavedItems(SavedStorage):
         self._table = table
 
     def default_checkpointer(self) -> Any:
-        from engram.data.replay_buffers.checkpointers.objects import ListStorageCheckpointer
+        from engram.data.replay_buffers.state.checkpointers.items import ListStorageCheckpointer
 
         return ListStorageCheckpointer()
 
@@ -205,7 +205,7 @@ class SavedSteps(SavedStorage):
     """Any other storage: its steps are saved as items, unless its checkpointer saves it in another way."""
 
     def default_checkpointer(self) -> Any:
-        from engram.data.replay_buffers.checkpointers.objects import ListStorageCheckpointer
+        from engram.data.replay_buffers.state.checkpointers.items import ListStorageCheckpointer
 
         return ListStorageCheckpointer()
 

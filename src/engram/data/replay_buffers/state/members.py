@@ -17,7 +17,7 @@ class SavedMembers(SavedStorage):
     """An ensemble: each member is saved and loaded in its own way."""
 
     def default_checkpointer(self) -> Any:
-        from engram.data.replay_buffers.checkpointers.ensemble import StorageEnsembleCheckpointer
+        from engram.data.replay_buffers.state.checkpointers.members import StorageEnsembleCheckpointer
 
         return StorageEnsembleCheckpointer()
 

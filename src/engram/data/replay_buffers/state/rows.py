@@ -306,7 +306,7 @@ class SavedRows(SavedStorage):
         return StoredRows(self._rows)
 
     def default_checkpointer(self) -> Any:
-        from engram.data.replay_buffers.checkpointers.rows import TensorStorageCheckpointer
+        from engram.data.replay_buffers.state.checkpointers.rows import TensorStorageCheckpointer
 
         return TensorStorageCheckpointer()
 

@@ -139,7 +139,7 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
         assert lanes is not None and self._heap is not None
         replace = None
         if rows is not None:  # all memory first: a batch is written whole or not at all
-            replace = storage.access.table.prepare_replace(checked, rows, targets)
+            replace = storage.access.prepare_replace(checked, rows, targets)
         if appended:
             storage.append(checked, appended)
         if replace is not None:

@@ -24,13 +24,14 @@ from engram._generator import Generator, is_state
 from engram._system import set_state, state_of
 from engram._text import warn_user
 from engram.checkpoint.protocols import StorageCheckpointerBase
-from engram.data.replay_buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
-from engram.data.replay_buffers.dataset import BatchDataset
-from engram.data.replay_buffers.delayed import delay, is_delayed
-from engram.data.replay_buffers.in_place import change_entries, grid_index, in_index_order, is_int
-from engram.data.replay_buffers.parts import BufferParts, Entries, PartSettings
-from engram.data.replay_buffers.reader import MANY_ROWS
-from engram.data.replay_buffers.reuse import why_not_reusable
+from engram.data.replay_buffers.buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
+from engram.data.replay_buffers.buffers.dataset import BatchDataset
+from engram.data.replay_buffers.buffers.delayed import delay, is_delayed
+from engram.data.replay_buffers.buffers.in_place import change_entries, grid_index, in_index_order, is_int
+from engram.data.replay_buffers.buffers.parts import BufferParts, Entries, PartSettings
+from engram.data.replay_buffers.buffers.stats import BatchCount, BufferStats, count_steps, shown_content
+from engram.data.replay_buffers.reading.reader import MANY_ROWS
+from engram.data.replay_buffers.reading.reuse import why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, user_object
 from engram.data.replay_buffers.samplers.random import RandomSampler
 from engram.data.replay_buffers.state.buffers import (
@@ -44,7 +45,6 @@ from engram.data.replay_buffers.state.buffers import (
     save_buffer,
     save_in_background,
 )
-from engram.data.replay_buffers.stats import BatchCount, BufferStats, count_steps, shown_content
 from engram.data.replay_buffers.storages.base import Storage, as_storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.storages.list import ListStorage
@@ -824,23 +824,24 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
 
     def set_rng(self, generator: torch.Generator | Generator | None) -> None:
         """Draws come from this generator from now on, and it is saved with the buffer; None: torch's global one."""
-        self._replace("_generator", generator)
+        self._replace({"_generator": generator})
 
     def set_sampler(self, sampler: Any) -> Any:
         """Uses another sampler from now on; returns the old one."""
-        old: Sampler = self._replace("_sampler", as_sampler(sampler))
+        old: Sampler = self._replace({"_sampler": as_sampler(sampler)})["_sampler"]
         return user_object(old)
 
     def set_writer(self, writer: Any) -> Any:
         """Uses another writer from now on; returns the old one."""
-        old: Writer = self._replace("_writer", as_writer(writer))
+        old: Writer = self._replace({"_writer": as_writer(writer)})["_writer"]
         return given_writer(old)
 
     def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
         """Uses another storage from now on; returns the old one."""
+        changed: dict[str, Any] = {"_storage": as_storage(storage)}
         if collate_fn is not None:
-            self._collate_fn = collate_fn
-        old: Storage = self._replace("_storage", as_storage(storage))
+            changed["_collate_fn"] = collate_fn
+        old: Storage = self._replace(changed)["_storage"]
         return old
 
     def share(self, shared: bool = True) -> Self:
@@ -883,15 +884,16 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         """Whether `shutdown` was not called."""
         return not self._is_shut_down
 
-    def _replace(self, name: str, part: Any) -> Any:
+    def _replace(self, changed: dict[str, Any]) -> dict[str, Any]:
+        """Exchanges parts and what belongs to them; returns the old ones, which stay where the new ones do not fit."""
         before = self._parts
         with before.undisturbed():
-            old = vars(self)[name]
-            vars(self)[name] = part
+            old = {name: vars(self)[name] for name in changed}
+            vars(self).update(changed)
             try:
                 self._parts = self._join_parts()
             except BaseException:  # the parts do not fit each other
-                vars(self)[name] = old
+                vars(self).update(old)
                 self._parts = self._join_parts()
                 raise
             finally:

@@ -12,9 +12,9 @@ import torch
 
 from engram._arguments import describe
 from engram._generator import Generator
-from engram.data.replay_buffers.batch_writer import BatchWriter, GivenPriorities
-from engram.data.replay_buffers.prefetch import Prefetcher
-from engram.data.replay_buffers.reader import BatchReader, Member
+from engram.data.replay_buffers.buffers.batch_writer import BatchWriter, GivenPriorities
+from engram.data.replay_buffers.reading.prefetch import Prefetcher
+from engram.data.replay_buffers.reading.reader import BatchReader, Member
 from engram.data.replay_buffers.samplers.base import Sampler, user_object
 from engram.data.replay_buffers.samplers.epochs import check_full_batches
 from engram.data.replay_buffers.state.buffers import SavedBuffer
