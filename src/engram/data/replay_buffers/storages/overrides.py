@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from engram import pytree
+from engram._copies import is_passing_fds
 from engram.data.replay_buffers.storages.setting import next_steps
 from engram.errors import StorageError
 from engram.pytree import KeyPath, format_key, get_entry
-from engram.store.files import is_passing_fds
 from engram.store.indexing import Selection, stored_generations, stored_slots
 from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
