@@ -13,8 +13,8 @@ from engram.data import (
     SamplerWithoutReplacement,
     SliceSamplerWithoutReplacement,
 )
-from engram.data.replay_buffers import prefetch
-from engram.data.replay_buffers.reader import Member
+from engram.data.replay_buffers.reading import prefetch
+from engram.data.replay_buffers.reading.reader import Member
 
 CAPACITY = 12
 

@@ -17,7 +17,7 @@ import torch
 from engram import _native
 from engram._generator import Generator
 from engram._system import fork_registry, notice_fork, set_state, state_of
-from engram.data.replay_buffers.reader import BatchReader, LoopEpochs, PreparedRows, check_epochs, epochs_of
+from engram.data.replay_buffers.reading.reader import BatchReader, LoopEpochs, PreparedRows, check_epochs, epochs_of
 from engram.data.replay_buffers.samplers.draw import Draw
 
 #: A batch that takes less is prepared by who wants it: handing it from thread to thread costs more. 0: never.
