@@ -171,7 +171,10 @@ def shown_key(path: KeyPath) -> Any:
 
 
 class RunSource(StorageState):
-    """A way to draw the runs of which slices are made: uniformly, in epochs or by priority; the state of a sampler."""
+    """A way to draw the runs of which slices are made: uniformly, in epochs, by priority or the newest ones.
+
+    It is the state of a sampler.
+    """
 
     def draw_runs(
         self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, seed: Seed, n: int
@@ -222,6 +225,25 @@ class UniformRuns(RunSource):
 
     def run_totals(self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, newest: bool) -> DrawTotals:
         return DrawTotals(float(episodes.choices(storage, rule)))
+
+
+class NewestRuns(RunSource):
+    """Runs of the newest trajectories, one of each, as near to its end as whole ones are; nothing is random.
+
+    First one of each environment's newest trajectory, then one of each one's second newest, and so on; from the newest
+    on again where there are fewer.
+    """
+
+    def draw_runs(
+        self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, seed: Seed, n: int
+    ) -> _native.SliceBatch:
+        return draw_beside_writers(storage, episodes, rule, lambda: episodes.newest(storage, rule, n))
+
+    def run_totals(self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, newest: bool) -> DrawTotals:
+        raise TypeError("draws of the newest runs cannot be divided among several storages")
+
+    def can_draw_runs(self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, n: int) -> bool:
+        return episodes.choices(storage, rule) > 0
 
 
 def draw_beside_writers(
