@@ -23,7 +23,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from engram.data.replay_buffers.samplers.runs import mark
+from engram.data.replay_buffers.samplers.runs import RunRule, mark
 from engram.data.replay_buffers.samplers.slices import mark_rows
 from engram.testing.helpers import assert_equal, numbers, steps
 from engram.testing.sampler import SamplerContract
@@ -218,6 +218,26 @@ def test_a_setting_that_is_assigned_decides_the_next_draw(ask):
     with pytest.raises(ValueError, match="num_slices must be a positive integer"):
         sampler.num_slices = 0
     assert len(rb.sample(8)) == 8 and sampler.num_slices == 2
+
+
+@pytest.mark.parametrize("ask", [{}, {"return_info": True}])
+def test_a_setting_that_is_assigned_while_a_plan_is_made_decides_the_next_draw(ask, monkeypatch):
+    sampler = SliceSampler(num_slices=1, traj_key="episode", strict_length=False)
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=4)
+    rb.extend(TensorDict({"episode": torch.tensor([0, 0, 1, 1, 1, 1, 1])}, [7]))
+    rb.sample(2, **ask)
+    plan = RunRule.plan
+
+    def plan_and_assign(rule, batch_size):  # as another thread may do at this moment
+        planned = plan(rule, batch_size)
+        monkeypatch.setattr(RunRule, "plan", plan)
+        sampler.strict_length = True
+        return planned
+
+    monkeypatch.setattr(RunRule, "plan", plan_and_assign)
+    rb.sample(**ask)
+    assert sampler.strict_length
+    assert {len(rb.sample(**ask)[0] if ask else rb.sample()) for _ in range(40)} == {4}
 
 
 def test_sizes_of_slices_are_not_both_none():
