@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
 from engram._arguments import BUILT_IN
 from engram._system import free_memory, human_bytes
 from engram.data.replay_buffers.reading.joining import (
