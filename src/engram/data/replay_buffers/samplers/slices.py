@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
 from engram._advice import advised
+from engram._arguments import BUILT_IN
 from engram._checks import is_integer
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
@@ -287,7 +288,7 @@ class SliceSampler(Sampler, built_in=True):
         return plan, slices.slots(), info
 
     def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
-        if self._built_in:
+        if type(self) in BUILT_IN:
             plan, slots, info = self._draw_runs(storage, batch_size)  # the buffer reads rows with their flags
             index: Index = storage.from_slots(slots) if storage.ndim > 1 else slots
             return self._draw_of(storage, plan, index, slots, info)
