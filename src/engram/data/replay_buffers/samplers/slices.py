@@ -280,9 +280,9 @@ class SliceSampler(Sampler, built_in=True):
     def _draw_runs(self, storage: Storage, batch_size: int) -> tuple[RunPlan, Tensor, dict[Any, Any]]:
         """Slots of a batch and what is said of them, without flags; by which plan they were drawn."""
         with self.lock:
-            plan = self._plan
-            if plan is None or plan.batch_size != batch_size or plan.rule is not self.rule:
-                self._plan = plan = self.rule.plan(batch_size)
+            plan, rule = self._plan, self.rule
+            if plan is None or plan.batch_size != batch_size or plan.rule is not rule:
+                self._plan = plan = rule.plan(batch_size)
             slices = self._slices(storage, plan.native, plan.n)
             info = self.storage_state.run_info({**self._entries(plan, slices), "slices": slices})
         return plan, slices.slots(), info
