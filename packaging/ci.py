@@ -71,6 +71,7 @@ def make(name: str, *targets: str, **settings: Any) -> Part:
 
 
 BUILT = ("environment",)
+PEERS = (*BUILT, "peers")
 ALL_TESTS = ("tests", "src", "docs", "examples", "README.md")
 #: In the order in which they start: what the others need, then the longest.
 PARTS = (
@@ -90,10 +91,11 @@ PARTS = (
         sees=("src", "benchmarks"),
     ),
     make("static", needs=BUILT),
+    make("peers", ".venv-bench/.engram", needs=BUILT),
     make("docs", sees=("docs", "mkdocs.yml", "src", "packaging", "examples", "benchmarks", "*.md")),
     make("tests", "test-tiers", needs=BUILT, alone=True),
-    make("interop", "interop", "PYTEST=-m 'not theirs'", needs=BUILT, sees=(*ALL_TESTS, "benchmarks"), alone=True),
-    make("theirs", "interop", "PYTEST=-m theirs", needs=BUILT, sees=ALL_TESTS, alone=True, of_releases=True),
+    make("interop", "interop", "PYTEST=-m 'not theirs'", needs=PEERS, sees=(*ALL_TESTS, "benchmarks"), alone=True),
+    make("theirs", "interop", "PYTEST=-m theirs", needs=PEERS, sees=ALL_TESTS, alone=True, of_releases=True),
 )
 
 

@@ -172,6 +172,13 @@ def test_every_path_that_a_part_sees_is_in_the_repository(ci):
         assert subprocess.run(["git", "ls-files", "--", path], cwd=ROOT, capture_output=True).stdout, path
 
 
+def test_each_part_comes_after_all_that_it_needs(ci):
+    before = set()
+    for part in ci.PARTS:
+        assert before.issuperset(part.needs), part.name
+        before.add(part.name)
+
+
 def test_parts_can_be_chosen_and_bring_those_that_they_need(ci):
     assert [part.name for part in ci.chosen(ci.PARTS, ["instructions"])] == ["environment", "tools", "instructions"]
     with pytest.raises(SystemExit, match=r"no part is called doc;.* docs"):
