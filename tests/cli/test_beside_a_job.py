@@ -43,7 +43,9 @@ def test_the_job_may_change_and_empty_its_store_while_somebody_reads_it(tmp_path
         assert len(observed) == 100
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=[pytest.mark.long] * (name in ("plot", "report"))) for name in COMMANDS]
+)
 def test_a_store_that_may_only_be_read_is_enough(tmp_path, command):
     store(tmp_path).storage.close()
     file = tmp_path / "store" / "rows.engram"

@@ -61,7 +61,7 @@ PARTS = {
 }  # fmt: skip
 
 
-def batches(monkeypatch, env, parts, *, later, n=5, frames=21, policy=None, **kwargs):
+def batches(monkeypatch, env, parts, *, later, n=4, frames=15, policy=None, **kwargs):
     """Of a collector that may let transforms follow, or may not."""
     with monkeypatch.context() as patch:
         if not later:

@@ -160,7 +160,7 @@ def test_a_policy_may_pause_the_background_and_load_a_state_while_it_acts():
 def test_updates_inside_a_pause_are_those_of_the_next_batch(path, given):
     policy, rb = Layers(), ReplayBuffer(storage=LazyTensorStorage(4000), batch_size=4)
     collector = SyncDataCollector(
-        envs(path), policy, frames_per_batch=4, replay_buffer=rb, total_frames=400, track_policy_version=True
+        envs(path), policy, frames_per_batch=4, replay_buffer=rb, total_frames=160, track_policy_version=True
     )
     collector.start()
     while collector.is_running():

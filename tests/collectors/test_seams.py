@@ -121,6 +121,7 @@ def test_rows_that_a_transform_holds_back_are_written_before_the_seam():
 BOTH = [MultiSyncDataCollector, MultiaSyncDataCollector]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("cls", BOTH)
 @pytest.mark.parametrize("name", ["memory", "shared"])
 @pytest.mark.parametrize("loads", [False, True])

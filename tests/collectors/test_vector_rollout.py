@@ -56,7 +56,7 @@ def test_batches_are_those_of_a_gymnasium_loop(mode, limit):
     limit=st.none() | st.integers(1, 7),
     mode=st.sampled_from(list(Autoreset)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_episodes_are_those_of_a_gymnasium_loop(lengths, steps, limit, mode):
     worlds, copies = ([Countdown(tuple(own)) for own in lengths] for _ in range(2))
     batches = collect(worlds, mode, Rule(), 3, steps=steps, max_frames_per_traj=limit)
@@ -70,7 +70,7 @@ def test_any_episodes_are_those_of_a_gymnasium_loop(lengths, steps, limit, mode)
     random_rows=st.integers(0, 20),
     mode=st.sampled_from(list(Autoreset)),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_exactly_the_first_rows_of_each_environment_are_random(lengths, steps, random_rows, mode):
     worlds = [Countdown(tuple(own)) for own in lengths]
 
@@ -159,7 +159,7 @@ resets_itself = pytest.mark.parametrize("mode", [Autoreset.NEXT_STEP, Autoreset.
     limit=st.integers(1, 5),
     random=st.integers(0, 12),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_cut_episodes_of_environments_that_only_reset_together_are_those_of_the_general_loop(
     mode, lengths, steps, limit, random
 ):

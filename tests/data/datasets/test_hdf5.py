@@ -39,7 +39,7 @@ def d4rl(path, terminals, timeouts, **more):
     return path
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8), compression=st.sampled_from([None, "gzip", "lzf"]))
 def test_trajectories_come_back_bit_by_bit(tmp_path_factory, lengths, compression):
     path = tmp_path_factory.mktemp("h") / "steps.hdf5"

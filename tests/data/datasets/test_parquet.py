@@ -44,7 +44,7 @@ def random_bits(dtype, shape, generator):
     return (raw > 127).reshape(shape) if dtype == torch.bool else raw.view(dtype).reshape(shape)
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     leaves=st.lists(
         st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 9), max_size=3)), min_size=1, max_size=4

@@ -196,7 +196,7 @@ def test_among_steps_of_priority_zero_the_highest_is_zero():
     assert rb.sampler.default_priority == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_within_the_buffer_it_does_not_matter_when_the_sampler_looks(data):
     a, b = (buffer(7, max_priority_within_buffer=True) for _ in range(2))
@@ -240,7 +240,7 @@ def test_more_changes_than_the_log_holds_make_every_step_new():
     assert set(priorities(rb)) == {7.0}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_priorities_are_those_of_a_plain_account(data):
     capacity, account, highest, written = data.draw(st.integers(1, 20)), {}, 1.0, 0
@@ -824,7 +824,7 @@ def test_threads_write_sample_and_update_at_once():
     threads = [threading.Thread(target=repeat, args=(w,)) for w in (learn, learn, lambda: rb.extend(steps(0, 7)))]
     for t in threads:
         t.start()
-    time.sleep(1.5)
+    time.sleep(0.4)
     comes(lambda: failed or rb.write_count >= 100)
     stop.set()
     for t in threads:

@@ -90,7 +90,7 @@ def check(rb, length, slices=40, alpha=1.0, beta=1.0, eps=1e-8, strict=True, spa
     return first
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_starts_are_those_of_a_plain_account_whatever_is_written(data_):
     capacity, length = data_.draw(st.integers(3, 25)), data_.draw(st.integers(1, 5))
