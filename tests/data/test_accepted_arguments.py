@@ -48,8 +48,10 @@ def test_every_part_takes_compilable(name):
         assert getattr(data, name)(**PARTS[name], compilable=compilable) is not None
 
 
-@pytest.mark.parametrize("sampler", [RandomSampler, lambda: PrioritizedSampler(20, 1.0, 1.0)])
-@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+@pytest.mark.parametrize(
+    ("storage", "sampler"),
+    [(LazyTensorStorage, RandomSampler), (ListStorage, lambda: PrioritizedSampler(20, 1.0, 1.0))],
+)
 def test_in_a_compiled_function_a_buffer_is_a_graph_break(storage, sampler):
     rb = TensorDictReplayBuffer(storage=storage(20, compilable=True), sampler=sampler(), batch_size=3, compilable=True)
 

@@ -287,7 +287,7 @@ def test_rows_that_a_failed_load_has_overwritten_come_back_from_the_file(storage
 
 @pytest.mark.parametrize("make", CHECKPOINTERS, ids=lambda c: c.__name__)
 def test_a_load_needs_little_memory_beside_the_rows(make, small_files, tmp_path):
-    n = 40_000
+    n = 16_000
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(n, checkpointer=make()), batch_size=4)
     rb.extend(steps(0, n))
     rb.dumps(tmp_path)

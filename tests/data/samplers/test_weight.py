@@ -213,7 +213,7 @@ def test_windows_are_uniform_while_the_ring_goes_round_and_steps_are_changed_in_
     sampler = SAMPLERS[kind]()
     rb = ReplayBuffer(storage=storage(15 if storage is ListStorage else 30), sampler=sampler)
     written = ids = seen = 0
-    rounds = 10 if storage is ListStorage else 40  # lists are slow to read
+    rounds = 10 if storage is ListStorage else 25  # lists are slow to read
     for k in range(rounds):
         n = random.choice([1, 1, 2, 3, 7, 13])
         steps, count = steps_of(n, written, ids)
@@ -269,7 +269,7 @@ def test_an_index_that_grew_draws_what_one_that_was_loaded_draws(kind, tmp_path)
         )  # fmt: skip
 
     rb = made()
-    for k in range(15):
+    for k in range(8):
         rb.extend(episodes([3, 5, 1, 2], start=11 * k, first_id=3 * k))
         rb.sample()
         if k % 4 == 3:
