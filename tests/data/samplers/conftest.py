@@ -9,9 +9,8 @@ from engram.testing import SamplerContract
 
 
 def _factors(item: pytest.Function) -> dict[str, str]:
-    test = item.originalname
-    values = {f"{test} {name}": repr(value) for name, value in item.callspec.params.items()}
-    return {"class": f"{item.path} {item.cls.__qualname__}", "test": test, **values}
+    values = {name: repr(value) for name, value in item.callspec.params.items()}
+    return {"class": f"{item.path} {item.cls.__qualname__}", "test": item.originalname, **values}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
