@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 
+from contracts.each import each
 from engram._advice import NAMES
 
 LATER = [
@@ -17,8 +18,8 @@ BELOW = {
 }
 
 
-@pytest.mark.parametrize("name", LATER)
-@pytest.mark.parametrize("module", ["engram.data", "engram.data.replay_buffers"])
+@each("name", LATER)
+@each("module", ["engram.data", "engram.data.replay_buffers"])
 def test_importing_a_name_of_a_later_release_says_so(module, name):
     with pytest.raises(ImportError, match=rf"{module} has no {name}: a later release has it; until then \w+"):
         exec(f"from {module} import {name}", {})

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from contracts.each import each
+
 SCHEDULERS = {"LambdaScheduler", "LinearScheduler", "ParameterScheduler", "SchedulerList", "StepScheduler"}
 BUFFERS = SCHEDULERS | {
     "CompressedListStorage", "LazyStackStorage",
@@ -115,7 +117,7 @@ OFFER_PARTS = [*PARTS, "engram.data", "engram.data.replay_buffers"]
 OF_AUTHORS = {"Checked", "Rows"}  # for who writes a storage: of `storages` alone
 
 
-@pytest.mark.parametrize("module", NAMES)
+@each("module", NAMES)
 def test_a_module_offers_these_names_and_no_others(module):
     found = importlib.import_module(module)
     kinds = PARTS if module in OFFER_PARTS else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from contracts.each import each
 from contracts.gym_loop import WORLDS, Proxy, Rule
 from contracts.gym_worlds import Countdown
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector
@@ -23,10 +24,8 @@ def serial():
     return SerialEnv(3, [lambda w=w: GymEnv(Countdown(w)) for w in WORLDS])
 
 
-@pytest.mark.parametrize("make", [countdown, serial, lambda: Proxy(serial())])
-@pytest.mark.parametrize(
-    "arguments", [{}, {"split_trajs": True}, {"trajs_per_batch": 2}, {"return_same_td": True}, {"compact_obs": True}]
-)
+@each("make", [countdown, serial, lambda: Proxy(serial())])
+@each("arguments", [{}, {"split_trajs": True}, {"trajs_per_batch": 2}, {"return_same_td": True}, {"compact_obs": True}])
 def test_the_last_dimension_of_a_batch_has_the_name_time(make, arguments):
     seen = []
     collector = SyncDataCollector(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import one_hot
 
+from contracts.each import each
 from contracts.gym_worlds import Countdown
 from contracts.waiting import allowed
 from engram.collectors import Evaluator
@@ -87,9 +88,9 @@ class ActsByMode(Always):
         return one_hot(self.action.long().expand(observation.shape[:-1]) + (not self.training), 3)
 
 
-@pytest.mark.parametrize("backend", ["thread", "process"])
-@pytest.mark.parametrize("of_factory", [False, True])
-@pytest.mark.parametrize("training", [False, True])
+@each("backend", ["thread", "process"])
+@each("of_factory", [False, True])
+@each("training", [False, True])
 def test_policies_act_in_eval_mode_and_the_callers_stays_in_its_own(backend, of_factory, training):
     policy = ActsByMode().train(training)
     given = {"policy_factory": lambda: policy} if of_factory else {"policy": policy}

@@ -13,6 +13,7 @@ from gymnasium.vector import AutoresetMode
 from tensordict.nn import TensorDictModule
 from torch import nn
 
+from contracts.each import each
 from engram.collectors import SyncDataCollector
 from engram.collectors.utils import split_trajectories
 from engram.data import LazyTensorStorage, ReplayBuffer
@@ -145,7 +146,7 @@ def policy(width):
     return TensorDictModule(nn.Linear(1, width), in_keys=["observation"], out_keys=["action"])
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         lambda s: s.pop("policy_state_dict"),

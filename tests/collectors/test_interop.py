@@ -15,6 +15,7 @@ from tensordict.nn import (
 )
 from torch import nn
 
+from contracts.each import each
 from contracts.gym_loop import Proxy
 from contracts.gym_worlds import SPACES, Echo
 from engram.collectors import SyncDataCollector
@@ -114,8 +115,8 @@ def modules():
     }
 
 
-@pytest.mark.parametrize("name", modules())
-@pytest.mark.parametrize("kind", ["RANDOM", "DETERMINISTIC"])
+@each("name", modules())
+@each("kind", ["RANDOM", "DETERMINISTIC"])
 def test_a_module_called_through_writes_what_it_writes_itself(name, kind):
     module, td = modules()[name], TensorDict({"observation": torch.randn(3, 2)}, batch_size=[3])
     call, results = fast_module_call(module), []

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
+from contracts.each import each
 from contracts.gym_loop import WORLDS, Proxy, Rule
 from contracts.gym_worlds import Countdown
 from engram._advice import ARGUMENTS
@@ -39,7 +40,7 @@ def serial():
     return SerialEnv(3, [lambda w=w: GymEnv(Countdown(w)) for w in WORLDS])
 
 
-@pytest.mark.parametrize("package", ["data", "envs", "collectors", "distributed", "transforms", "specs"])
+@each("package", ["data", "envs", "collectors", "distributed", "transforms", "specs"])
 def test_no_argument_of_a_constructor_is_taken_as_one_without_effect(package):
     module = importlib.import_module(f"engram.{package}")
     for name in ARGUMENTS.keys() & set(dir(module)):
@@ -294,7 +295,7 @@ class TestWorkers:
             collector.load_state_dict(state)
             assert collector.rollout()["weight"].flatten().tolist() == [3] * 4
 
-    @pytest.mark.parametrize(
+    @each(
         ("arguments", "error", "match"),
         [
             ({"policy": Rule(), "policy_factory": Rule}, TypeError, "cannot be used with policy"),

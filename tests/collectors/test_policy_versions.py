@@ -13,6 +13,7 @@ import torch
 from gymnasium.spaces import Box
 from torch import nn
 
+from contracts.each import each
 from contracts.gym_loop import Proxy
 from contracts.waiting import NEVER
 from engram.collectors import SyncDataCollector
@@ -117,8 +118,8 @@ def test_updates_of_a_policy_of_its_own_wait_for_the_next_batch_in_the_foregroun
         assert collector.state_dict()["policy_version"] > before
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("is_own", [False, True])
+@each("path", PATHS)
+@each("is_own", [False, True])
 def test_a_policy_that_updates_its_own_weights_acts_with_them_from_the_next_call_or_batch(path, is_own):
     def update():
         value = collector.policy_version + 1
@@ -155,8 +156,8 @@ def test_a_policy_may_pause_the_background_and_load_a_state_while_it_acts():
     assert loaded and collector.policy_version == 5
 
 
-@pytest.mark.parametrize("given", ["weights", "nothing"])
-@pytest.mark.parametrize("path", PATHS)
+@each("given", ["weights", "nothing"])
+@each("path", PATHS)
 def test_updates_inside_a_pause_are_those_of_the_next_batch(path, given):
     policy, rb = Layers(), ReplayBuffer(storage=LazyTensorStorage(4000), batch_size=4)
     collector = SyncDataCollector(
@@ -193,8 +194,8 @@ def test_threads_that_update_at_once_are_counted_one_by_one():
     assert collector.policy_version == 150
 
 
-@pytest.mark.parametrize("is_own", [False, True])
-@pytest.mark.parametrize(
+@each("is_own", [False, True])
+@each(
     ("wrong", "error"),
     [
         ({**weights(1), "layers.3": torch.ones(2)}, ValueError),

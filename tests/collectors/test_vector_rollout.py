@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from contracts.batch_worlds import LoopEngine, Together
+from contracts.each import each
 from contracts.gym_loop import WORLDS, Proxy, Rule, assert_same, on_tensordicts, reference, remembering
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.collectors import SyncDataCollector
@@ -278,9 +279,9 @@ def vector(mode, worlds):
     return gymnasium.vector.SyncVectorEnv([lambda w=w: w for w in worlds], autoreset_mode=mode)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("limit", [None, 2])
-@pytest.mark.parametrize("way", ["raw", "stepped"])
+@each("mode", MODES)
+@each("limit", [None, 2])
+@each("way", ["raw", "stepped"])
 def test_gymnasiums_vector_environments_give_what_a_gymnasium_loop_gives(mode, limit, way):
     class Changed(VectorEnv):
         """Not known to be stepped as its engine is."""

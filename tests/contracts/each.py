@@ -28,20 +28,21 @@ def each(names: str | Sequence[str], cases: Iterable[Any]) -> Callable[[Callable
 
         @functools.wraps(test)
         def run(*args: Any, **given: Any) -> None:
-            wrong: list[tuple[Any, BaseException]] = []
-            for case in all_cases:
+            wrong: list[tuple[int, Any, BaseException]] = []
+            for number, case in enumerate(all_cases):
                 values = case if len(wanted) > 1 else (case,)
                 try:
                     test(*args, **given, **dict(zip(wanted, values, strict=True)))
                 except (Exception, pytest.fail.Exception) as error:
-                    wrong.append((case, error))
+                    wrong.append((number, case, error))
             if wrong:
-                told = [
-                    f"{', '.join(wanted)} = {case!r}: {type(error).__name__}: {error}" for case, error in wrong[:LINES]
+                told = [  # with their place in the list: some values, such as functions, have no name
+                    f"case {number}: {', '.join(wanted)} = {case!r}: {type(error).__name__}: {error}"
+                    for number, case, error in wrong[:LINES]
                 ]
                 more = [f"and {len(wrong) - LINES} more"] if len(wrong) > LINES else []
                 count = f"{len(wrong)} of {len(all_cases)} cases failed"
-                raise AssertionError("\n".join([count, *told, *more])) from wrong[0][1]
+                raise AssertionError("\n".join([count, *told, *more])) from wrong[0][2]
 
         left = [parameter for name, parameter in signature.parameters.items() if name not in wanted]
         run.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]  # what pytest asks for fixtures

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram import data
 from engram.data import (
     LazyMemmapStorage,
@@ -42,7 +43,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
+@each("name", PARTS)
 def test_every_part_takes_compilable(name):
     for compilable in (True, False):
         assert getattr(data, name)(**PARTS[name], compilable=compilable) is not None

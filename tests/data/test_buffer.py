@@ -126,7 +126,7 @@ def test_a_list_of_items_is_the_batch_of_them(form, storage):
         assert_same(batch, make(info["index"]))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each("form", FORMS)
 def test_list_storages_split_a_batch_into_items(form):
     make = FORMS[form]
     if form in ("tuple of dicts and lists", "dict of TensorDicts"):
@@ -215,8 +215,8 @@ def test_a_transform_on_writing_gets_the_callers_own_object(storage):
     assert all((x == 1).all() for x in items) and (other[:] == 1).all()
 
 
-@pytest.mark.parametrize("storage", STORAGES, ids=lambda c: c.__name__)
-@pytest.mark.parametrize("prefetch", [0, 2])
+@each("storage", STORAGES)
+@each("prefetch", [0, 2])
 def test_a_transform_on_reading_changes_nothing_that_is_stored(storage, prefetch):
     rb = ReplayBuffer(storage=storage(10), batch_size=4, transform=add_one_in_place, prefetch=prefetch)
     rb.extend(torch.zeros(5, 2))
@@ -410,7 +410,7 @@ def test_a_conflict_of_batch_sizes_warns_and_the_call_wins(prefetch):
         assert len(rb.sample(3)) == 3 and len(rb.sample()) == 3
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.5, True, float("nan")])
+@each("size", [0, -1, 2.5, True, float("nan")])
 def test_a_batch_size_is_a_positive_integer(size):
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend(torch.arange(5))
@@ -456,8 +456,8 @@ def test_infos_say_the_generation_of_each_row_on_request():
         assert ("generation" in info) == told and torch.equal(info["generation"], batch)
 
 
-@pytest.mark.parametrize("storage", STORAGES, ids=lambda c: c.__name__)
-@pytest.mark.parametrize("form", ["tensor of numbers", "dict", "tuple", "TensorDict", "list"])
+@each("storage", STORAGES)
+@each("form", ["tensor of numbers", "dict", "tuple", "TensorDict", "list"])
 def test_rows_are_updated_only_if_they_are_still_there(storage, form):
     make = FORMS.get(form, lambda n: [{"a": x} for x in n])
     rb = ReplayBuffer(storage=storage(10), batch_size=4, track_generations=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import engram
+from contracts.each import each
 from engram.data import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -80,7 +81,7 @@ def test_rows_that_are_drawn_from_it_are_equally_likely():
     assert chi_square(torch.bincount(rb.sample(40_000)["index"], minlength=40)) > 1e-6
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@each("name", SAMPLERS)
 def test_every_sampler_draws_from_it_alone_and_the_same_again_from_the_same_seed(name):
     before = torch.get_rng_state()
     batches = drawn(buffer(name))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import (
     CompressedListStorage,
     FlatStorageCheckpointer,
@@ -123,7 +124,7 @@ def test_a_prioritized_buffer_has_its_sampler_and_takes_no_other():
 
 
 # ---- what can be sampled ----
-@pytest.mark.parametrize(
+@each(
     ("sampler", "expected"),
     [
         (RandomSampler, [False, True, True, True]),
@@ -252,7 +253,7 @@ def test_a_max_value_writer_says_where_an_item_would_go(storage):
 
 
 # ---- storages ----
-@pytest.mark.parametrize("storage", STORAGES)
+@each("storage", STORAGES)
 def test_contains_says_of_each_index_whether_it_is_stored(storage):
     storage = storage(10)
     assert not storage.contains(0) and storage.contains(torch.tensor([[0]])).tolist() == [[False]]

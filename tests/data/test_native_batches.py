@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, tensorclass
 
 from contracts.children import Child
+from contracts.each import each
 from engram import _native
 from engram.data import (
     LazyMemmapStorage,
@@ -903,8 +904,8 @@ def test_a_sampler_of_slices_in_two_buffers_draws_each_ones_trajectories():
             assert bool((batch["number"] // 1000 == k).all())
 
 
-@pytest.mark.parametrize("name", SLICES)
-@pytest.mark.parametrize("lengths", [[3, 4], [5] * 8, [7] * 17])
+@each("name", SLICES)
+@each("lengths", [[3, 4], [5] * 8, [7] * 17])
 def test_slices_that_a_writer_overwrites_between_the_draw_and_the_copy_are_refused(name, lengths):
     rb = ReplayBuffer(storage=LazyTensorStorage(40), sampler=SLICES[name]())
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from contracts.children import Child
+from contracts.each import each
 from contracts.programs import run_program
 from contracts.waiting import NEVER
 from engram.data import LazyTensorStorage, ListStorage, RandomSampler, ReplayBuffer, SamplerWithoutReplacement
@@ -28,9 +29,9 @@ def make(prefetch, sampler=SamplerWithoutReplacement, storage=LazyTensorStorage,
     return rb
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("depth", [1, 4])
+@each("sampler", SAMPLERS)
+@each("storage", STORAGES)
+@each("depth", [1, 4])
 def test_the_batches_are_those_without_it(sampler, storage, depth):
     with_, without = make(depth, sampler, storage), make(0, sampler, storage)
     for k in range(40):
@@ -68,8 +69,8 @@ def test_no_batch_is_lost_or_repeated_without_replacement():
         assert sorted(seen) == list(range(50))
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize(
+@each("sampler", SAMPLERS)
+@each(
     "change",
     [
         lambda rb: rb.__setitem__(0, torch.tensor(0)),
@@ -78,7 +79,6 @@ def test_no_batch_is_lost_or_repeated_without_replacement():
         lambda rb: rb.update_if_present(index=torch.tensor([0]), generation=torch.tensor([0]), patch=torch.tensor([0])),
         lambda rb: rb.set_writer(rb.writer),
     ],
-    ids=["rb[i]=", "transform", "loads", "update_if_present", "set_writer"],
 )
 def test_a_change_drops_what_was_prepared_and_rewinds(sampler, change):
     with_, without = make(4, sampler), make(0, sampler)

@@ -118,10 +118,8 @@ Pair = namedtuple("Pair", "a b")
 
 
 # ---- graphs ----
-@pytest.mark.parametrize(
-    "item", [lambda x: x, lambda x: {"x": x}, lambda x: TensorDict({"x": x}), lambda x: Step(x=x, batch_size=[])]
-)
-@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+@each("item", [lambda x: x, lambda x: {"x": x}, lambda x: TensorDict({"x": x}), lambda x: Step(x=x, batch_size=[])])
+@each("storage", [LazyTensorStorage, ListStorage])
 def test_nothing_that_is_stored_keeps_the_graph_that_it_was_computed_by(storage, item):
     weight = torch.ones(3, requires_grad=True)
     rb = ReplayBuffer(storage=storage(10), batch_size=2)
@@ -200,7 +198,7 @@ def test_a_list_storage_is_extended_by_batches_alone(data):
 
 
 # ---- priorities ----
-@pytest.mark.parametrize("index", [None, "a", [None], {}, object(), [[1], [1, 2]], 2**70, b"x", ...])
+@each("index", [None, "a", [None], {}, object(), [[1], [1, 2]], 2**70, b"x", ...])
 def test_what_is_no_index_of_priorities_is_named(index):
     rb = PrioritizedReplayBuffer(1.0, 1.0, storage=LazyTensorStorage(10))
     rb.extend(torch.arange(4))
@@ -223,7 +221,7 @@ def test_what_is_no_priority_is_named(priority):
     assert rb.sampler.priorities(index, storage=rb.storage).tolist() == [1.0] * 2
 
 
-@pytest.mark.parametrize("generation", ["a", object(), [None, 1], 1.5, [0.0, 1.0], torch.zeros(2), {}, True])
+@each("generation", ["a", object(), [None, 1], 1.5, [0.0, 1.0], torch.zeros(2), {}, True])
 def test_what_is_no_generation_is_named(generation):
     rb = PrioritizedReplayBuffer(1.0, 1.0, storage=LazyTensorStorage(10))
     index = rb.extend(torch.arange(2))

@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 import engram
+from contracts.each import each
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.data.replay_buffers import reuse
 
@@ -303,8 +304,8 @@ def pairs():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["batches", "items"])
-@pytest.mark.parametrize("name", DONE)
+@each("kind", ["batches", "items"])
+@each("name", DONE)
 def test_what_somebody_did_to_a_tensor_before_dropping_it_is_not_seen_later(name, kind):
     rb, other = pairs()[kind]
     for _ in range(5):

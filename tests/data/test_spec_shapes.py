@@ -153,9 +153,7 @@ def test_a_mask_that_does_not_fit_is_refused_and_the_old_one_stays(mask, error):
 
 
 # ---- all values ----
-@pytest.mark.parametrize(
-    "spec", [Categorical(3), OneHot(3), MultiOneHot([2, 3]), MultiCategorical([2, 3]), *MASKED], ids=str
-)
+@each("spec", [Categorical(3), OneHot(3), MultiOneHot([2, 3]), MultiCategorical([2, 3]), *MASKED])
 def test_enumeration_has_every_value_once(spec):
     values = spec.enumerate(use_mask=False)
     assert values.shape == (spec.cardinality(), *spec.shape) and values.dtype is spec.dtype

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tensordict import TensorDict, TensorDictBase
 
+from contracts.each import each
 from engram.data import Spec, space_from_spec, spec_from_space
 from engram.envs.codecs import codec_for
 from engram.specs import Binary, Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, Unbounded
@@ -129,7 +130,7 @@ def test_a_composite_refuses_an_entry_without_its_batch_dimensions():
         Composite(a=Unbounded((4,)), shape=(3,))
 
 
-@pytest.mark.parametrize(
+@each(
     "make",
     [
         lambda: Categorical(0),
@@ -188,7 +189,7 @@ def test_the_vector_of_a_choice_cannot_be_indexed():
     assert OneHot(3, (2, 3))[0] == OneHot(3)
 
 
-@pytest.mark.parametrize(("value", "nearest"), [(300.0, 255), (-1.0, 0), (2.6, 3), (torch.nan, 0), (torch.inf, 255)])
+@each(("value", "nearest"), [(300.0, 255), (-1.0, 0), (2.6, 3), (torch.nan, 0), (torch.inf, 255)])
 def test_a_float_becomes_the_nearest_integer(value, nearest):
     assert Bounded(0, 255, (), dtype=torch.uint8).project(torch.tensor(value)).item() == nearest
     assert Unbounded((), dtype=torch.uint8).project(torch.tensor(value)).item() == nearest

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -25,8 +26,8 @@ def steps(start, stop, **more):
     return TensorDict({"n": n, "next": {"done": (n % 4 == 3).unsqueeze(1)}, **more}, [stop - start])
 
 
-@pytest.mark.parametrize("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
-@pytest.mark.parametrize("sampler", [None, PrioritizedSampler, SliceSampler])
+@each("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
+@each("sampler", [None, PrioritizedSampler, SliceSampler])
 def test_they_follow_what_is_written_and_drawn(storage, sampler):
     arguments = {
         PrioritizedSampler: lambda: PrioritizedSampler(None, 0.7, 0.5),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from contracts.each import each
 from distributed.shards import LAYOUT, draw, rows, shard, whole, write
 from engram.data import PrioritizedSampler, PrioritizedSliceSampler, RandomSampler, SliceSampler
 from engram.distributed import ReplayShard, divide, draw_sequences, importance_weights, unpack
@@ -246,7 +247,7 @@ class Returns(RandomSampler):
         return self.index, {}
 
 
-@pytest.mark.parametrize(
+@each(
     "index",
     [torch.rand(4), torch.ones(4, dtype=torch.bool), [0.0] * 4, torch.full((4,), 10**6), torch.zeros(2, 2).long()],
 )

@@ -11,6 +11,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from contracts.each import each
 from engram.collectors import SyncDataCollector
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.envs import GymEnv, ParallelEnv, SerialEnv
@@ -63,8 +64,8 @@ def expected(t: torch.Tensor) -> Any:
     return np.array(WORDS, object)[t.squeeze(-1).long().numpy() % 5].tolist()
 
 
-@pytest.mark.parametrize("make", [lambda: Missions(), lambda: Missions(MissionSpace())], ids=["Text", "str"])
-@pytest.mark.parametrize(
+@each("make", [lambda: Missions(), lambda: Missions(MissionSpace())])
+@each(
     "together",
     [
         GymEnv,
@@ -72,7 +73,6 @@ def expected(t: torch.Tensor) -> Any:
         lambda env: GymEnv(SyncVectorEnv([lambda: env] * 1, autoreset_mode=AutoresetMode.SAME_STEP)),
         lambda env: GymEnv(SyncVectorEnv([lambda: env] * 1, autoreset_mode=AutoresetMode.NEXT_STEP)),
     ],
-    ids=["single", "serial", "same step", "next step"],
 )
 def test_collected_texts_are_those_of_their_steps(make, together):
     env = together(make())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.collectors import SyncDataCollector
 from engram.data import Composite, OneHot, Unbounded
@@ -46,7 +47,7 @@ def test_small_members(env):
     assert env.set_seed() is None and env.set_seed(None) is None
 
 
-@pytest.mark.parametrize("name", ["observation", "full_observation", "reward", "full_reward", "done", "full_done"])
+@each("name", ["observation", "full_observation", "reward", "full_reward", "done", "full_done"])
 def test_unbatched_specs_are_those_of_one_environment(name):
     env = SerialEnv(2, countdown)
     assert getattr(env, f"{name}_spec_unbatched") == getattr(countdown(), f"{name}_spec")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from contracts.each import each
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from contracts.vector_worlds import Native
 from engram.collectors import SyncDataCollector
@@ -277,8 +278,7 @@ def test_bounds_follow_the_values():
     assert TransformedEnv(pictures(), VecNorm("n")).observation_spec["n"] == Unbounded((3,))
 
 
-@pytest.mark.parametrize(
-    ("transform", "error", "words"),
+@each(("transform", "error", "words"),
     [
         (lambda: MultiStepTransform(3, 0.9), TypeError, "append it to the replay buffer"),
         (lambda: Reward2GoTransform(), TypeError, "append it to the replay buffer"),
@@ -295,8 +295,7 @@ def test_bounds_follow_the_values():
         (lambda: lambda td: None, TypeError, "must return a TensorDict"),
         (lambda: lambda td: td.select("observation"), KeyError, "removes 'done'"),
         (lambda: 3, TypeError, "Transform or a callable"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_cannot_work_is_refused_with_a_way_out(transform, error, words):
     with pytest.raises(error, match=words):
         TransformedEnv(GymEnv("CartPole-v1"), transform())

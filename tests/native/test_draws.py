@@ -29,7 +29,7 @@ def in_lane(lane: int, written: int, capacity: int) -> list[int]:
 
 
 class TestUniform:
-    @pytest.mark.parametrize(("capacity", "lanes", "strands", "written"), [
+    @each(("capacity", "lanes", "strands", "written"), [
         (64, 1, 1, [64]), (64, 1, 1, [150]), (64, 2, 1, [100, 30]), (20, 3, 2, [55, 3, 20]), (50, 1, 3, [17]),
         (10, 40, 1, [*range(40)]), (10, 40, 1, [0, 25, 0, 7] * 10), (10, 40, 1, [0, 0, 0, 3] * 5),
         (10, 300, 1, [30] * 300), (10, 40, 2, [13, 4] * 20), (5, 300, 1, [*[0] * 140, 9, *[0] * 150, 2]),
@@ -75,9 +75,7 @@ class TestPermutations:
         made = _native.testing.permutation(n * 31, n, 0, n)
         assert sorted(made) == list(range(n))
 
-    @pytest.mark.parametrize(
-        "n", [1, 5, 64, 65536, 65537, 100_003, (1 << 17) + 1, 1 << 24, (1 << 24) + 1, 60_000_000, (1 << 62) + 1]
-    )
+    @each("n", [1, 5, 64, 65536, 65537, 100_003, (1 << 17) + 1, 1 << 24, (1 << 24) + 1, 60_000_000, (1 << 62) + 1])
     def test_of_blocks_are_those_of_the_single_positions(self, n: int) -> None:
         for count in {1, 2, 63, 64}:
             if count <= n:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contracts.each import each
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
 from engram.transforms import CatFrames, InitTracker, Reward2GoTransform, RewardSum, StepCounter
 from transforms.data import steps
@@ -123,9 +124,7 @@ def test_large_returns_and_infinities_stay_in_their_trajectory():
     torch.testing.assert_close(total[-1], torch.tensor([200.0]), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.bool]
-)
+@each("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.bool])
 def test_sums_keep_floating_dtypes_and_widen_integers(dtype):
     batch = dict_of([False] * 5 + [True])
     batch["next"]["reward"] = torch.ones(6, 1).to(dtype)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import LazyTensorStorage, TensorDictReplayBuffer
 from engram.envs import TransformedEnv, check_env_specs
 from engram.testing.transform import Replayed
@@ -127,7 +128,7 @@ def sequences(*shape: int) -> TensorDict:
     return TensorDict({"x": torch.arange(n).reshape(shape), "y": torch.arange(n * 2).reshape(*shape, 2)}, shape)
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((9,), -1), ((5, 9), -1), ((9, 5), 0), ((2, 9, 3), 1), ((2, 3, 9), -1)])
+@each(("shape", "dim"), [((9,), -1), ((5, 9), -1), ((9, 5), 0), ((2, 9, 3), 1), ((2, 3, 9), -1)])
 def test_a_piece_of_each_sequence_is_taken_whole(shape, dim):
     torch.manual_seed(0)
     piece = RandomCropTensorDict(4, sample_dim=dim)(sequences(*shape))

@@ -328,8 +328,8 @@ def test_emptying_drops_what_waits():
     assert_n_step(rb[:], slow([4], stream([4]), 3, 0.9), 0.9)
 
 
-@pytest.mark.parametrize("before", [0, 1, 5])
-@pytest.mark.parametrize("what", ["dtype", "narrower dtype", "shape", "missing", "new"])
+@each("before", [0, 1, 5])
+@each("what", ["dtype", "narrower dtype", "shape", "missing", "new"])
 def test_a_refused_extend_leaves_what_waits_as_it_was(before, what):
     batch, rb = stream([12]), buffer()
     example = buffer()

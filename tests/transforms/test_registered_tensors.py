@@ -7,6 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import LazyTensorStorage, TensorDictReplayBuffer
 from engram.envs import EnvBase, GymEnv, TransformedEnv
 from engram.envs.transforms import Compose, Transform
@@ -146,7 +147,7 @@ def test_an_environment_moves_the_tensors_of_its_transforms():
     assert moved == [("cpu",)] and env.transform.mean.device.type == "cpu"
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "error"),
     [
         (("in_keys", torch.zeros(1)), KeyError),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.collectors import SyncDataCollector
 from engram.data import Composite, LazyTensorStorage, ReplayBuffer, Unbounded
 from engram.envs import GymEnv, ParallelEnv, SerialEnv, TransformedEnv, check_env_specs
@@ -185,7 +186,7 @@ def test_what_episodes_begin_with_is_given_drawn_or_computed():
         assert env.reset()["h"].shape == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "why"),
     [
         ({}, "needs a spec"),

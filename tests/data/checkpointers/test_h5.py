@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from contracts.checkpointer import data_files
 from contracts.corruption import forge_file, forge_state
+from contracts.each import each
 from contracts.ted_rings import TedRings
 from engram import _hdf5 as h5
 from engram.data import LazyTensorStorage, ReplayBuffer
@@ -322,7 +323,7 @@ def test_without_h5py_the_error_says_what_to_install(monkeypatch):
         H5StorageCheckpointer()
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "said"),
     [
         ({"h5_kwargs": {"chunks": True}}, "compression_opts, shuffle, fletcher32; found 'chunks'"),

@@ -123,15 +123,13 @@ def test_nothing_in_the_package_can_run_what_it_reads(file: Path) -> None:
     assert list(found_in(ast.parse(file.read_text()))) == NEEDED.get(str(file.relative_to(ROOT)), [])
 
 
-@pytest.mark.parametrize(
-    "code",
+@each("code",
     [
         "import pickle", "from pickle import loads", "import importlib.util", "importlib.import_module(n)", "eval(x)",
         "exec(x)", "builtins.eval(x)", "__import__(x)", "torch.load(f)", "np.load(f)", "load = torch.load",
         "read(f, allow_pickle=True)", "read(f, allow_pickle=flag)", "h5py.string_dtype()", "from h5py import Reference",
         "os.system(x)", "pickle.Unpickler(f)", "from torch import load", "from numpy import load as read_it",
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_the_search_finds_what_it_looks_for(code: str) -> None:
     assert list(found_in(ast.parse(code)))
 

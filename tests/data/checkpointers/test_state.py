@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from contracts.each import each
 from engram.checkpoint.encoding import EncodedArrays, Encoder, encode
 from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot
 from engram.errors import CorruptCheckpointError
@@ -146,7 +147,7 @@ class Int(int):
     pass
 
 
-@pytest.mark.parametrize("value", [Int(3), {1}, bytearray(b"a"), 1j, torch.float32, np.zeros(1, "i4,i4")])
+@each("value", [Int(3), {1}, bytearray(b"a"), 1j, torch.float32, np.zeros(1, "i4,i4")])
 def test_what_would_come_back_as_something_else_is_refused_with_its_place(value):
     with pytest.raises(TypeError, match=r"sampler\['a'\]\[1\] is a .* cannot be saved"):
         encode({"a": [0, value]}, EncodedArrays(), place="sampler")

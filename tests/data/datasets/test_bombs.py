@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from contracts.children import Child
+from contracts.each import each
 from data.datasets.support import assert_same_bits, steps
 from engram import _system
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
@@ -324,7 +325,7 @@ def test_reading_takes_at_most_twice_what_the_limit_counts(kind, tmp_path):
     assert peak_of(read) <= 2.1 * needed
 
 
-@pytest.mark.parametrize("kind", ["f4", "i1", "u2", "i8", "f2"])
+@each("kind", ["f4", "i1", "u2", "i8", "f2"])
 def test_decoded_values_are_handed_on_without_a_copy(kind):
     array = pa.array(np.arange(10, dtype=kind))
     assert parquet.values_of(array).data_ptr() == array.buffers()[1].address

@@ -65,9 +65,7 @@ def chi_square_limit(cells, p=1e-6):
 
 
 # ---- what is drawn ----
-@pytest.mark.parametrize(
-    "alpha, beta, eps", [(0.0, 0.5, 1e-8), (0.5, 1.0, 1e-8), (0.6, 0.4, 1e-8), (1.0, 0.0, 0.1), (1.7, 2.0, 0.5)]
-)
+@each("alpha, beta, eps", [(0.0, 0.5, 1e-8), (0.5, 1.0, 1e-8), (0.6, 0.4, 1e-8), (1.0, 0.0, 0.1), (1.7, 2.0, 0.5)])
 def test_steps_are_drawn_in_proportion_and_weighted_by_the_formula(alpha, beta, eps):
     torch.manual_seed(0)
     p = torch.rand(40, dtype=torch.float64) * 3
@@ -342,7 +340,7 @@ def in_another_form(index, priority):
     return index.tolist(), priority if isinstance(priority, float) else priority.tolist()
 
 
-@pytest.mark.parametrize("name", [name for name, case in BAD.items() if case[2] is None and torch.is_tensor(case[0])
+@each("name", [name for name, case in BAD.items() if case[2] is None and torch.is_tensor(case[0])
                                   and case[0].ndim == 1 and case[0].dtype == torch.int64])  # fmt: skip
 def test_plain_tensors_are_refused_in_the_same_words_as_any_other_form(name):
     index, priority, _, error, _ = BAD[name]
@@ -355,8 +353,8 @@ def test_plain_tensors_are_refused_in_the_same_words_as_any_other_form(name):
     assert str(plain.value) == str(other.value) and priorities(rb) == [1] * 6
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.6, 1.0, 1.7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each("alpha", [0.0, 0.5, 0.6, 1.0, 1.7])
+@each("dtype", [torch.float32, torch.float64])
 def test_plain_tensors_set_what_any_other_form_sets_bit_for_bit(alpha, dtype):
     torch.manual_seed(0)
     plain, other = buffer(300, alpha=alpha, eps=1e-6), buffer(300, alpha=alpha, eps=1e-6)
@@ -388,7 +386,7 @@ def test_a_leaf_has_the_same_bits_whichever_way_it_came(alpha):
     assert leaves[0] == leaves[1] == leaves[2] == leaves[3]
 
 
-@pytest.mark.parametrize("settings, said", [
+@each("settings, said", [
     ({"alpha": -1}, "alpha"), ({"alpha": math.nan}, "alpha"), ({"beta": -0.1}, "beta"), ({"eps": -1e-9}, "eps"),
     ({"eps": math.inf}, "eps"), ({"alpha": "high"}, "alpha"), ({"reduction": "sum"}, "reduction"),
     ({"dtype": torch.int64}, "dtype"), ({"max_capacity": 0}, "max_capacity"), ({"max_capacity": 1.5}, "max_capacity"),
@@ -695,8 +693,8 @@ def replace_the_first(rb, at=(0, 1, 2, 3)):
 EVERY_PRIORITY = {**dict.fromkeys([4, 5, 6, 7, 8, 13], 1.0), **dict.fromkeys([10, 11, 12], 2.0), 9: 0.001}
 
 
-@pytest.mark.parametrize("prefetch", [None, 1])
-@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, ListStorage, "columns"])
+@each("prefetch", [None, 1])
+@each("kind", [LazyTensorStorage, LazyMemmapStorage, ListStorage, "columns"])
 def test_a_row_that_came_in_the_place_of_the_drawn_one_never_has_its_weight(kind, prefetch):
     torch.manual_seed(0)
     if kind == "columns":
@@ -903,7 +901,7 @@ def test_a_state_of_other_settings_is_refused(tmp_path):
             other.sampler.load_state_dict(rb.sampler.state_dict())
 
 
-@pytest.mark.parametrize("change", [
+@each("change", [
     {"priorities": torch.tensor([1.0, -1.0, 1.0])}, {"priorities": torch.tensor([1.0, math.nan, 1.0])},
     {"priorities": torch.ones(2)}, {"seen": [[3, 0]]}, {"max_priority": math.inf}, {"max_priority": -1.0},
     {"seen": [[0, 1 << 60]]},

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from contracts.children import Child
+from contracts.each import each
 from data.samplers.test_slices import SliceContract
 from data.samplers.test_uniform import assert_uniform
 from engram import _native
@@ -272,7 +273,7 @@ def test_a_saved_state_goes_on_the_same(tmp_path, prefetch):
         assert torch.equal(third.priorities(slice(None), storage=rb.storage), rb.sampler.priorities(slice(None)))
 
 
-@pytest.mark.parametrize("settings, said", [
+@each("settings, said", [
     ({"span": 3}, "span"), ({"span": (False, -1)}, "span"), ({"alpha": -1.0}, "alpha"),
     ({"length": 0}, "slice_len"),
     ({"capacity": 0}, "max_capacity"), ({"num_slices": 3}, "exactly one"),

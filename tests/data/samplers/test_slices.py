@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict, tensorclass
 
+from contracts.each import each
 from data.samplers.episode_data import episodes, slices_of
 from data.samplers.test_uniform import assert_uniform
 from engram.data import (
@@ -156,7 +157,7 @@ SPANS = {
 }
 
 
-@pytest.mark.parametrize("span", SPANS)
+@each("span", SPANS)
 def test_a_span_lets_windows_reach_over_the_ends_of_a_trajectory(span):
     torch.manual_seed(0)
     rb = ReplayBuffer(storage=LazyTensorStorage(30), sampler=SliceSampler(slice_len=4, span=span))
@@ -348,8 +349,8 @@ def test_first_step_of_each_slice_is_marked_as_init_and_the_stored_row_stays(kin
         assert all(torch.equal(old, step["is_init"]) for old, step in zip(before, rb[:], strict=True))
 
 
-@pytest.mark.parametrize("shape", FLAG_SHAPES.values(), ids=FLAG_SHAPES)
-@pytest.mark.parametrize("kind", ["uniform", "by priority"])
+@each("shape", FLAG_SHAPES.values())
+@each("kind", ["uniform", "by priority"])
 def test_init_flags_of_any_shape_are_marked_with_environments_and_ahead(kind, shape):
     storage = LazyTensorStorage(40, ndim=2)
     rb = TensorDictReplayBuffer(storage=storage, sampler=ALL_SLICES[kind](), batch_size=12, prefetch=2)
@@ -445,8 +446,8 @@ def test_a_tensordict_buffer_attaches_the_index_and_what_is_asked_for():
 
 
 # ---- where trajectories end ----
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.uint8, torch.int32, torch.int64])
-@pytest.mark.parametrize("key", ["episode", ("collector", "traj_ids"), ("some", "where", "deep")])
+@each("dtype", [torch.int8, torch.int16, torch.uint8, torch.int32, torch.int64])
+@each("key", ["episode", ("collector", "traj_ids"), ("some", "where", "deep")])
 def test_ids_of_any_integer_dtype_and_place_begin_trajectories(dtype, key):
     ids = torch.tensor([5, 5, 5, 5, 2, 2, 2, 2, 5, 5, 5, 5], dtype=dtype)
     known = key != ("some", "where", "deep")
@@ -492,8 +493,8 @@ def of_any_steps(storage, n, **how):
     return ReplayBuffer(storage=storage(n), sampler=SliceSampler(**how))
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage, LazyMemmapStorage])
-@pytest.mark.parametrize("how", [{}, {"end_key": "over"}])
+@each("storage", [LazyTensorStorage, ListStorage, LazyMemmapStorage])
+@each("how", [{}, {"end_key": "over"}])
 def test_flags_decide_where_the_steps_lack_the_ids_that_are_named_and_a_warning_says_so_once(storage, how):
     rb = of_any_steps(storage, 20, slice_len=4, traj_key="which", **how)
     data = episodes([4, 6, 4])

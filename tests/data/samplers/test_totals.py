@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import (
     DrawTotals,
     LazyTensorStorage,
@@ -58,7 +59,7 @@ def test_what_came_since_the_last_draw_is_left_out_on_request() -> None:
     assert share(rb, newest=False) == 4 and share(rb) == 6 and share(rb, newest=False) == 6
 
 
-@pytest.mark.parametrize(
+@each(
     ("sampler", "choices"),
     [
         (SliceSampler(slice_len=3), 3),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram import _native
 from engram.data import (
     LazyMemmapStorage,
@@ -377,9 +378,9 @@ def test_a_ring_of_one_row_never_looks_empty_while_it_is_written(sampler):
         rb.sample()
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "state"])
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("kind", [SamplerWithoutReplacement, SliceSamplerWithoutReplacement])
+@each("way", ["deepcopy", "state"])
+@each("shuffle", [True, False])
+@each("kind", [SamplerWithoutReplacement, SliceSamplerWithoutReplacement])
 def test_shuffle_that_is_set_in_an_epoch_counts_from_the_next_one(kind, shuffle, way):
     slices = {} if kind is SamplerWithoutReplacement else {"slice_len": 2, "traj_key": "episode"}
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(12), sampler=kind(shuffle=shuffle, **slices), batch_size=4)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.errors import StorageError
 from engram.pytree import collate_items
@@ -194,7 +195,7 @@ def test_by_default_a_list_holds_copies():
     assert [int(rb[slot]["n"]) for slot in range(4)] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
+@each(
     ("items", "difference"),
     [
         ([torch.zeros(1), torch.zeros(2)], r"it is torch.float32 \[2\] in item 1, and torch.float32 \[1\] in item 0"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram._system import parse_bytes
 from engram.data import (
     LazyMemmapStorage,
@@ -31,12 +32,12 @@ def rows(n: int) -> TensorDict:
     return TensorDict({"x": torch.arange(3.0 * n).reshape(n, 3), "y": torch.arange(n)}, [n])
 
 
-@pytest.mark.parametrize("text", SIZES)
+@each("text", SIZES)
 def test_sizes_are_read_as_people_write_them(text):
     assert parse_bytes(text, "max_bytes") == SIZES[text]
 
 
-@pytest.mark.parametrize("bad", ["8", "GB", "-1GB", "8 GBit", "", 0, "0GB", True, 1.5, None, "1e3MB"])
+@each("bad", ["8", "GB", "-1GB", "8 GBit", "", 0, "0GB", True, 1.5, None, "1e3MB"])
 def test_what_is_no_size_is_refused_by_name(bad):
     with pytest.raises((ValueError, TypeError), match="max_bytes"):
         parse_bytes(bad, "max_bytes")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -73,8 +74,8 @@ def steps(first, n):
     return TensorDict({"x": torch.arange(first, first + n, dtype=torch.float)}, [n])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer, TensorDictPrioritizedReplayBuffer])
+@each("kind", KINDS)
+@each("buffer", [ReplayBuffer, TensorDictReplayBuffer, TensorDictPrioritizedReplayBuffer])
 def test_batches_are_written_by_set_and_read_by_get(kind, buffer):
     arguments = {"alpha": 0.7, "beta": 0.5} if buffer is TensorDictPrioritizedReplayBuffer else {}
     rb = buffer(storage=kind(8), batch_size=32, **arguments)
@@ -285,8 +286,8 @@ class NarrowItems(Narrow, ListStorage):
 NARROW = [(NarrowTensors, LazyTensorStorage), (NarrowFile, LazyMemmapStorage), (NarrowItems, ListStorage)]
 
 
-@pytest.mark.parametrize(("kind", "ours"), NARROW)
-@pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
+@each(("kind", "ours"), NARROW)
+@each("buffer", [ReplayBuffer, TensorDictReplayBuffer])
 def test_what_a_set_hands_on_is_what_is_stored(kind, ours, buffer):
     rb = buffer(storage=kind(6), batch_size=16)
     rb.extend(steps(0, 3).set("t", torch.zeros(3)))
@@ -334,7 +335,7 @@ class Checking(LazyTensorStorage):
         return super().check(items, single, time_dim, index_key, index)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, Checking])
+@each("kind", [*KINDS, Checking])
 def test_dropped_storage_is_freed_without_the_garbage_collector(kind):
     rb = ReplayBuffer(storage=kind(10), batch_size=2)
     rb.extend(TensorDict({"x": torch.arange(4.0)}, [4]))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler, TensorDictMaxValueWriter
 from engram.errors import NoFreeLaneError, StorageError
 from engram.store.episodes import EpisodeIndex
@@ -215,9 +216,7 @@ class TestReading:
         with pytest.raises(ValueError, match="own sequence"):
             storage.append_packed(storage.lanes.hold(), rows)
 
-    @pytest.mark.parametrize(
-        ("lane", "sequences", "env"), [(4, [0], 0), (-1, [0], 0), (0, [-1], 0), (0, [1 << 62], 0), (0, [0], 1)]
-    )
+    @each(("lane", "sequences", "env"), [(4, [0], 0), (-1, [0], 0), (0, [-1], 0), (0, [1 << 62], 0), (0, [0], 1)])
     def test_rows_that_cannot_exist_have_no_slots(self, lane: int, sequences: list[int], env: int) -> None:
         with pytest.raises(IndexError, match="is not one of"):
             shared().lanes.slots_of(lane, torch.tensor(sequences), env)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from contracts.children import Child, Signal
+from contracts.each import each
 from contracts.pairwise import pairwise_product
 from engram.data import (
     FlatStorageCheckpointer,
@@ -206,7 +207,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@each("wrong", WRONG)
 def test_a_state_that_cannot_be_is_refused_and_the_rows_stay(wrong):
     rb, twin = (ReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2))
     rb.extend(one_trajectory(0, 5))

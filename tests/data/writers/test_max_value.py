@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from tensordict import TensorDict, tensorclass
 
 from contracts.children import Signal
+from contracts.each import each
 from contracts.kills import killed_after
 from engram import _native
 from engram._native import FIRST_REPLACED
@@ -123,7 +124,7 @@ class TestWhatStays:
 
 
 class TestRanks:
-    @pytest.mark.parametrize(
+    @each(
         ("reduction", "stays"),
         [("sum", [1, 3]), ("mean", [1, 3]), ("max", [1, 2]), ("min", [0, 1]), ("median", [0, 3])],
     )
@@ -138,7 +139,7 @@ class TestRanks:
         rb.extend(TensorDict({"r": torch.tensor([[2.0, 2.0], [9.0, 1.0]])}, [2]))
         assert rb[0]["r"].tolist() == [2.0, 2.0]
 
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, torch.bool, torch.float32])
+    @each("dtype", [torch.float16, torch.bfloat16, torch.int8, torch.bool, torch.float32])
     def test_any_real_numbers_do(self, dtype):
         rb = make(capacity=2, rank_key="r")
         rb.extend(TensorDict({"r": torch.tensor([0, 1, 0, 1]).to(dtype).requires_grad_(False)}, [4]))

@@ -132,10 +132,8 @@ def test_random_writes_are_those_of_the_two_calls(kind: Any, storage: str, form:
             twins.write("extend", data)
 
 
-@pytest.mark.parametrize(
-    "change", ["missing", "new", "missing inside", "new inside", "another for one that is missing"]
-)
-@pytest.mark.parametrize("form", ["td", "dict"])
+@each("change", ["missing", "new", "missing inside", "new inside", "another for one that is missing"])
+@each("form", ["td", "dict"])
 def test_other_keys_than_those_of_the_layout_are_refused(change: str, form: str) -> None:
     def step() -> dict[str, Any]:
         return {"a": torch.zeros(1), "b": {"c": torch.zeros(1), "d": torch.zeros(1)}}

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contracts.each import each
 from engram import _native
 from native.core.support import file_store, store
 
@@ -104,7 +105,7 @@ class TestRowsGoToTheirPlaces:
 
 
 class TestRefused:
-    @pytest.mark.parametrize("shape", [(2, 3, 20), (1, 11, 20), (1, 3, 21), (1, 3, 19), (0, 3, 20)], ids=str)
+    @each("shape", [(2, 3, 20), (1, 11, 20), (1, 3, 21), (1, 3, 19), (0, 3, 20)])
     def test_blocks_of_another_shape(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(ValueError, match="no more steps"):
             store(20, 10).put(0, 0, made(0, *shape))
