@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from gymnasium import spaces
 
 from contracts.each import each
+from contracts.folded import assert_contract
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from contracts.vector_worlds import Native
 from engram.collectors import SyncDataCollector
@@ -94,17 +96,23 @@ TRANSFORMS = {
 }
 
 
-class TestTransformedEnv(EnvContract):
-    @pytest.fixture(params=TRANSFORMS)
-    def env(self, request):
-        env = TransformedEnv(pictures(), TRANSFORMS[request.param]())
-        yield env
-        env.close()
+class WithTransform(EnvContract):
+    def __init__(self, transform):
+        self._transform = transform
+
+    def make(self):
+        return TransformedEnv(pictures(), TRANSFORMS[self._transform]())
 
     def test_equal_seeds_give_equal_episodes(self, env):
         if any(isinstance(part, VecNorm) for part in env.transform.parts()):
             pytest.skip("it learns from the first run")
         super().test_equal_seeds_give_equal_episodes(env)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_an_environment_with_any_transform_keeps_the_contract(transform):
+    contract = WithTransform(transform)
+    assert assert_contract(contract, {"env": lambda: closing(contract.make())}) >= 12
 
 
 class TestTransformedSerialEnv(EnvContract):

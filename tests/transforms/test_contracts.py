@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from contracts.folded import assert_contract, contracts_in
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.specs import Unbounded
 from engram.testing import TransformContract
@@ -446,3 +449,23 @@ class TestCatFrames(Steps, KeyedTransformContract, TimedTransformContract):
 class TestCatFramesWithConstants(TestCatFrames):
     def make(self):
         return CatFrames(4, -1, ["x"], ["y"], padding="constant", padding_value=-7)
+
+
+CONTRACTS = contracts_in(dict(globals()), TransformContract)
+
+
+@contextmanager
+def in_environments(contract: Any) -> Iterator[None]:
+    if not contract.environments:
+        pytest.skip("it does not work in environments")
+    yield
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_a_transform_keeps_its_contract(contract, tmp_path_factory):
+    of = CONTRACTS[contract]()
+    fixtures = {
+        "in_env": lambda: in_environments(of),
+        "tmp_path": lambda: nullcontext(tmp_path_factory.mktemp("saved")),
+    }
+    assert assert_contract(of, fixtures) >= 20
