@@ -29,10 +29,10 @@ class Bad(Contract):
         pytest.fail("not that")
 
 
-def run(contract):
+def run(contract, **how):
     contract.ran = []
     fixtures = {"first": lambda: nullcontext(contract.ran.append("first")), "other": lambda: nullcontext("other")}
-    return assert_contract(contract, fixtures)
+    return assert_contract(contract, fixtures, **how)
 
 
 def test_every_case_of_every_test_runs_and_each_that_failed_is_named():
@@ -46,6 +46,18 @@ def test_the_tests_that_passed_are_counted_and_those_that_were_skipped_are_not(m
     contract = Contract()
     monkeypatch.setattr(Contract, "test_product", lambda self: None)
     assert run(contract) == 2
+
+
+def test_in_turns_one_case_of_each_test_runs_and_each_case_has_its_turn():
+    contract, seen = Contract(), []
+    for turn in range(4):
+        if turn == 3:
+            with pytest.raises(AssertionError, match="1 of 2 tests failed"):
+                run(contract, turn=turn)
+        else:
+            assert run(contract, turn=turn) == 2
+        seen.append(contract.ran[0])
+    assert sorted(seen) == [(1, 2, 5), (1, 2, 6), (3, 4, 5), (3, 4, 6)]
 
 
 def test_classes_that_implement_a_contract_are_found_and_not_collected():

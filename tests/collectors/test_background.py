@@ -92,17 +92,17 @@ def test_the_rows_are_those_that_are_collected_in_the_foreground(path, storage):
 
 def test_the_buffer_is_sampled_while_it_is_filled():
     rb = buffer(sampler=SliceSampler(slice_len=8))
-    collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=50, total_frames=5000, replay_buffer=rb)
+    collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=50, total_frames=2000, replay_buffer=rb)
     collector.start()
     samples = 0
     assert comes(lambda: rb.write_count >= 50)
     while collector.is_running() or not samples:
         rows = rb.sample().reshape(2, 8)
         assert torch.equal(rows["next", "observation"][:, :-1], rows["observation"][:, 1:])
-        assert collector.stats.frames <= 5000
+        assert collector.stats.frames <= 2000
         samples += 1
     collector.async_shutdown()
-    assert collector.frames == rb.write_count == 5000
+    assert collector.frames == rb.write_count == 2000
 
 
 def test_nothing_is_collected_in_a_pause_and_it_goes_on_after_it():

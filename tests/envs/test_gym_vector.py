@@ -69,8 +69,12 @@ class TestSyncDisabled(EnvContract):
 
 
 class TestAsync(EnvContract):
-    def make(self):
-        return made("engram/Nested-v0", AutoresetMode.NEXT_STEP, "async")
+    @pytest.fixture(scope="class")  # whose processes are slow to start
+    @classmethod
+    def env(cls):
+        env = made("engram/Nested-v0", AutoresetMode.NEXT_STEP, "async")
+        yield env
+        env.close()
 
 
 class TestSerialEnvOfVectors(EnvContract):
@@ -333,9 +337,9 @@ def test_equal_seeds_give_equal_episodes_over_resets(kind):
     for _ in range(2):
         env = GymEnv("CartPole-v1", num_envs=3, vectorization_mode=kind)
         assert env.set_seed(11) == 14
-        batches.append(env.rollout(50, lean_policy, break_when_any_done=False))
+        batches.append(env.rollout(25, lean_policy, break_when_any_done=False))
         env.set_seed(11)
-        batches.append(env.rollout(50, lean_policy, break_when_any_done=False))
+        batches.append(env.rollout(25, lean_policy, break_when_any_done=False))
         env.close()
     assert batches[0]["next", "done"].any()
     assert all(bool((batch == batches[0]).all()) for batch in batches[1:])

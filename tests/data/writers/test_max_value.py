@@ -452,7 +452,7 @@ class Oracle:
 
 @pytest.mark.parametrize("storage", STORAGES)
 @given(ops=OPS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=18, deadline=None)
 def test_any_sequence_of_writes_leaves_what_an_oracle_has(tmp_path_factory, storage, ops):
     rb, oracle, number, tokens = make(storage, 5), Oracle(5), 0, {}
     for op, *args in ops:
