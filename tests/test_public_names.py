@@ -4,8 +4,6 @@ import importlib
 import subprocess
 import sys
 
-import pytest
-
 from contracts.each import each
 
 SCHEDULERS = {"LambdaScheduler", "LinearScheduler", "ParameterScheduler", "SchedulerList", "StepScheduler"}
@@ -128,7 +126,7 @@ def test_a_module_offers_these_names_and_no_others(module):
         assert getattr(found, name) is not None
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@each("name", MEMBERS)
 def test_a_class_offers_what_the_specification_names(name):
     assert MEMBERS[name] <= set(dir(getattr(importlib.import_module("engram.data"), name)))
 

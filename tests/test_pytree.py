@@ -107,7 +107,7 @@ def test_a_missing_entry_is_an_error_with_the_keys_that_exist(kind):
         pytree.require_tensor(nested(kind, 3), "reward", "RewardSum")
 
 
-@pytest.mark.parametrize("kind", ["TensorDict", "dict", "dict of TensorDicts", "ordered dict"])
+@each("kind", ["TensorDict", "dict", "dict of TensorDicts", "ordered dict"])
 def test_entries_are_set_and_removed_in_place(kind):
     batch = nested(kind, 3)
     for key in ("z", ("next", "z"), ("new", "deep", "z")):
@@ -135,7 +135,7 @@ def test_an_entry_is_added_to_a_copy(kind):
     assert pytree.get_entry(batch, key) is before
 
 
-@pytest.mark.parametrize("kind", ["TensorDict", "dict", "dict of TensorDicts", "ordered dict"])
+@each("kind", ["TensorDict", "dict", "dict of TensorDicts", "ordered dict"])
 def test_entries_are_left_out_of_a_copy(kind):
     batch = nested(kind, 3)
     rest = pytree.without_entries(batch, [("next", "y")])
@@ -237,7 +237,7 @@ def test_a_copy_of_containers_shares_the_leaves_and_no_container(kind):
     assert_equal(parts(kind, batch), parts(kind, nested(kind, 3)))
 
 
-@pytest.mark.parametrize("kind", ["TensorDict", "dict", "tuple", "list"])
+@each("kind", ["TensorDict", "dict", "tuple", "list"])
 def test_bytes_of_all_tensors_are_counted(kind):
     assert pytree.count_bytes(nested(kind, 3)) == 3 * 8 + 6 * 4
 

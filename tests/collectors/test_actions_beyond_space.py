@@ -147,8 +147,8 @@ def test_with_a_buffer_only_rows_before_the_refused_action_are_stored(path, case
     env.close()
 
 
-@pytest.mark.parametrize("cls", [MultiSyncDataCollector, MultiaSyncDataCollector])
-@pytest.mark.parametrize("has_buffer", [False, True])
+@each("cls", [MultiSyncDataCollector, MultiaSyncDataCollector])
+@each("has_buffer", [False, True])
 def test_a_worker_refuses_an_action_beyond_the_space_and_says_which(cls, has_buffer):
     rb = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=4) if has_buffer else None
     policy = Acts(tensor(1), tensor(7), 0)
@@ -235,7 +235,7 @@ class Agents(EnvBase):
         pass
 
 
-@pytest.mark.parametrize(("key", "wrong"), [("turn", 1), ("push", NAN), ("say", 4)])
+@each(("key", "wrong"), [("turn", 1), ("push", NAN), ("say", 4)])
 def test_actions_of_agents_are_refused_by_their_keys(key, wrong):
     calls = []
 

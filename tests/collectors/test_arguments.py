@@ -208,8 +208,8 @@ def test_without_resets_the_environment_decides_what_follows_an_end():
     assert batch["collector", "traj_ids"].tolist() == [0] * 5
 
 
-@pytest.mark.parametrize("envs", [1, 3])
-@pytest.mark.parametrize("ndim", [1, 2])
+@each("envs", [1, 3])
+@each("ndim", [1, 2])
 def test_a_prioritized_buffer_takes_batches_and_keeps_their_ids(envs, ndim):
     rb = TensorDictPrioritizedReplayBuffer(
         alpha=0.7, beta=0.5, storage=LazyTensorStorage(60, ndim=ndim), batch_size=8, priority_key="td_error"

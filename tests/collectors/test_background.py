@@ -16,6 +16,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from contracts.children import Child
+from contracts.each import each
 from contracts.gym_loop import WORLDS, Proxy, Rule
 from contracts.gym_worlds import Countdown
 from contracts.waiting import NEVER, comes
@@ -73,8 +74,8 @@ def ended(collector):
     return collector
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
-@pytest.mark.parametrize("path", ["raw", "stepped"])
+@each("storage", [LazyTensorStorage, ListStorage])
+@each("path", ["raw", "stepped"])
 def test_the_rows_are_those_that_are_collected_in_the_foreground(path, storage):
     def make():
         env = SerialEnv(3, [lambda w=w: GymEnv(Countdown(w)) for w in WORLDS])
@@ -505,7 +506,7 @@ print("end")
     assert (result.returncode, result.stdout, result.stderr) == (0, "end\nFalse\n", "")
 
 
-@pytest.mark.parametrize(("total", "count"), [(20, 4), (22, 5), (5, 1)])
+@each(("total", "count"), [(20, 4), (22, 5), (5, 1)])
 @pytest.mark.filterwarnings("ignore:total_frames")
 def test_its_length_is_the_number_of_batches(total, count):
     collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=5, total_frames=total)

@@ -120,7 +120,7 @@ class Held:
         return {}
 
 
-@pytest.mark.parametrize("busy", ["skip", "queue", "error"])
+@each("busy", ["skip", "queue", "error"])
 def test_while_it_is_busy(busy):
     held, results = Held(), []
     evaluator = Evaluator(
@@ -186,7 +186,7 @@ def test_a_shutdown_drops_evaluations_that_have_not_begun():
     assert evaluator.wait()["eval/step"] == 0 and evaluator.wait() is None
 
 
-@pytest.mark.parametrize("arguments", [{"num_trajectories": 0}, {"busy_policy": "wait"}, {"backend": "ray"}])
+@each("arguments", [{"num_trajectories": 0}, {"busy_policy": "wait"}, {"backend": "ray"}])
 def test_settings_that_cannot_work_are_refused(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         Evaluator(countdown, **arguments)

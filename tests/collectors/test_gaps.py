@@ -41,9 +41,7 @@ class Clock(gymnasium.Env):
         return self.shown(), 1.0, False, False, {}
 
 
-@pytest.mark.parametrize(
-    "make", [lambda env: None, lambda env: RandomPolicy(env.action_spec), lambda env: env.rand_step]
-)
+@each("make", [lambda env: None, lambda env: RandomPolicy(env.action_spec), lambda env: env.rand_step])
 def test_a_series_of_one_keeps_its_dimension(make):
     env = SerialEnv(1, lambda: GymEnv(Clock()))
     batch = SyncDataCollector(env, make(env), frames_per_batch=5).rollout()

@@ -73,7 +73,7 @@ class ForeignEnv:
 POLICIES = [None, nn.Linear(1, 1), TensorDictModule(nn.Linear(1, 1), ["observation"], ["action"])]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@each("policy", POLICIES)
 def test_an_environment_with_only_the_tensordict_interface_is_collected(policy):
     collector = SyncDataCollector(ForeignEnv, policy, frames_per_batch=4)
     batches = [collector.rollout() for _ in range(2)]
@@ -157,7 +157,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@each("name", CHANGES)
 def test_a_module_that_was_changed_is_called_as_it_is(name):
     module = changed(CHANGES[name])
     td = TensorDict({"observation": torch.randn(2)})

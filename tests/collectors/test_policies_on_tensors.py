@@ -53,8 +53,8 @@ def check_several(batches):
         assert bool(batch["action"][..., 0].all())
 
 
-@pytest.mark.parametrize("adapt", [lambda env: env, Proxy], ids=["raw", "stepped"])
-@pytest.mark.parametrize("n", [1, 3])
+@each("adapt", [lambda env: env, Proxy])
+@each("n", [1, 3])
 def test_outputs_after_the_action_are_entries_of_the_batch(n, adapt):
     policy = Several()
     check_several(collect(adapt(worlds(n)), policy))

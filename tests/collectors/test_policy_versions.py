@@ -89,7 +89,7 @@ class FromAnotherThread:
         self.threads[-1].join(0.002)  # the time in which it would write into a policy that nothing guards
 
 
-@pytest.mark.parametrize("path", PATHS)
+@each("path", PATHS)
 def test_an_update_of_a_shared_policy_waits_for_its_present_call(path):
     updates = FromAnotherThread()
     collector = updates.collector = SyncDataCollector(
@@ -103,7 +103,7 @@ def test_an_update_of_a_shared_policy_waits_for_its_present_call(path):
     assert collector.policy_version > 0 and versions.max() > 0
 
 
-@pytest.mark.parametrize("path", PATHS)
+@each("path", PATHS)
 def test_updates_of_a_policy_of_its_own_wait_for_the_next_batch_in_the_foreground_too(path):
     updates = FromAnotherThread()
     collector = updates.collector = SyncDataCollector(
@@ -265,9 +265,7 @@ def test_an_update_by_a_thread_for_which_the_policy_waits_follows_the_call():
     assert (actions == versions.unsqueeze(-1)).all()
 
 
-@pytest.mark.parametrize(
-    ("version", "error"), [(-1, ValueError), (2**63, ValueError), (1.5, TypeError), ("1", TypeError)]
-)
+@each(("version", "error"), [(-1, ValueError), (2**63, ValueError), (1.5, TypeError), ("1", TypeError)])
 def test_a_version_that_rows_cannot_have_is_refused_and_changes_nothing(version, error):
     collector = SyncDataCollector(envs("single"), Layers(), frames_per_batch=4, track_policy_version=True)
     with pytest.raises(error, match="version of weights"):

@@ -99,8 +99,8 @@ def test_every_kind_of_policy_gives_the_same_batches(policy, worlds):
     assert all(bool((a == b).all()) for a, b in zip(ours, plain, strict=True))
 
 
-@pytest.mark.parametrize("worlds", [1, 3])
-@pytest.mark.parametrize("random_frames", [None, 8])
+@each("worlds", [1, 3])
+@each("random_frames", [None, 8])
 def test_what_a_policy_writes_is_stored_and_handed_on_the_same_way_on_both_paths(worlds, random_frames):
     torch.manual_seed(0)
     both = [
@@ -133,8 +133,8 @@ def test_every_space_is_collected(name, categorical, way):
     assert len(world.actions) == 12
 
 
-@pytest.mark.parametrize("name", ["dict", "tuple"])
-@pytest.mark.parametrize("envs", [1, 2])
+@each("name", ["dict", "tuple"])
+@each("envs", [1, 2])
 def test_nested_spaces_are_collected(name, envs):
     env = SerialEnv(envs, lambda: GymEnv(Echo(SPACES[name], SPACES[name])))
     batch = SyncDataCollector(env, frames_per_batch=12).rollout()
@@ -215,7 +215,7 @@ def test_without_total_frames_it_never_ends():
     assert [next(batches).shape for _ in range(50)] == [(1,)] * 50
 
 
-@pytest.mark.parametrize(
+@each(
     "make_policy",
     [
         lambda env: None,

@@ -77,7 +77,7 @@ def test_a_mapped_storage_is_on_the_cpu():
             LazyMemmapStorage(10, device=device)
 
 
-@pytest.mark.parametrize("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
+@each("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
 def test_a_storage_knows_its_shape_and_which_steps_it_has(storage):
     storage = storage(10)
     assert storage.shape == (0,) and 0 not in storage

@@ -275,7 +275,7 @@ class Noted(Transform):
         return batch
 
 
-@pytest.mark.parametrize("storage", STORAGES, ids=lambda c: c.__name__)
+@each("storage", STORAGES)
 def test_each_way_in_and_out_goes_through_all_transforms_in_its_order(storage):
     notes = []
     rb = ReplayBuffer(storage=storage(10), transform=Compose(Noted("a", notes), Noted("b", notes)), batch_size=2)
@@ -430,7 +430,7 @@ def test_iterating_over_random_draws_never_ends():
             break
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 5])
+@each("prefetch", [0, 1, 5])
 def test_iterating_without_replacement_is_an_epoch(prefetch):
     rb = ReplayBuffer(
         storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=4, prefetch=prefetch
@@ -650,7 +650,7 @@ def test_threads_that_draw_with_a_sampler_of_ones_own_take_turns_also_through_an
     assert most == [1]
 
 
-@pytest.mark.parametrize("storage", STORAGES, ids=lambda c: c.__name__)
+@each("storage", STORAGES)
 def test_a_sampler_that_returns_what_is_not_there_is_an_error(storage):
     at = [0]
 

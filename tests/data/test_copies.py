@@ -276,7 +276,7 @@ def test_a_deep_copy_of_a_named_store_has_a_temporary_file(tmp_path):
 
 
 # ---- sending ----
-@pytest.mark.parametrize("storage, said", [
+@each("storage, said", [
     ("list", "Cannot share a storage of type ListStorage"),
     ("tensors", "Cannot share a storage of type TensorStorage"),
     ("rows", r"Cannot share a storage of type LazyTensorStorage.* shared=True"),

@@ -49,7 +49,7 @@ def delayed(cls=ReplayBuffer, storage=ten_steps, **arguments):
     return cls(storage=storage, delayed_init=True, **arguments)
 
 
-@pytest.mark.parametrize(
+@each(
     ("cls", "arguments"),
     [
         (ReplayBuffer, {}),

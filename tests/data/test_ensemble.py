@@ -116,7 +116,7 @@ class TestSampling:
         for _ in range(10):
             assert rb.sample(return_info=True)[1]["buffer_ids"].tolist() == [[0] * 5, [1] * 5]
 
-    @pytest.mark.parametrize("p", [None, [1, 3], [0.0, 2.0], torch.tensor([0.9, 0.1])])
+    @each("p", [None, [1, 3], [0.0, 2.0], torch.tensor([0.9, 0.1])])
     def test_members_are_drawn_by_their_weights(self, p):
         torch.manual_seed(0)
         sampler = SamplerEnsemble(RandomSampler(), RandomSampler(), p=p, num_buffer_sampled=1000)
@@ -318,7 +318,7 @@ class TestPriorities:
             track_generations=True, **kwargs,
         )  # fmt: skip
 
-    @pytest.mark.parametrize("how", ["info", "ids", "batch"])
+    @each("how", ["info", "ids", "batch"])
     def test_updates_go_to_the_members_that_the_rows_came_from(self, how):
         rb = self.make(sample_from_all=True)
         batch, info = rb.sample(return_info=True)

@@ -130,7 +130,7 @@ def test_copies_and_pickles_of_a_buffer_go_on_where_it_stood(copied):
     assert drawn(other) == drawn(rb)
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))])
+@each("copied", [copy.copy, copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))])
 def test_copies_and_pickles_of_a_generator_stand_where_it_does_and_go_on_alone(copied):
     generator = engram.Generator(3)
     generator.next()
@@ -153,7 +153,7 @@ def test_its_state_has_16_bytes_and_is_taken_over_whole_or_not_at_all():
     assert torch.equal(other.get_state(), before)
 
 
-@pytest.mark.parametrize("seed", [None, 1.5, "1", True])
+@each("seed", [None, 1.5, "1", True])
 def test_a_seed_is_an_integer(seed):
     with pytest.raises(TypeError, match="a seed is an integer"):
         engram.Generator(seed)

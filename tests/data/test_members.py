@@ -92,7 +92,7 @@ def test_write_all_replaces_what_read_all_in_order_gives(cls):
         rb.write_all(steps(0, 3))
 
 
-@pytest.mark.parametrize(
+@each(
     ("cls", "arguments", "names"),
     [
         (ReplayBuffer, {}, {"add": "data", "extend": "data"}),
@@ -308,7 +308,7 @@ def test_a_checkpointer_of_another_kind_of_storage_is_refused(tmp_path):
     assert storage.checkpointer is own
 
 
-@pytest.mark.parametrize("item", [torch.zeros(2), {"a": (torch.zeros(2), "text")}, steps(0, 1)[0]])
+@each("item", [torch.zeros(2), {"a": (torch.zeros(2), "text")}, steps(0, 1)[0]])
 def test_a_list_storage_with_a_device_moves_what_is_written(item):
     storage = ListStorage(10, device="meta")
     for _ in range(2):  # a new item, then another in its place

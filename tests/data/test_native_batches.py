@@ -969,7 +969,7 @@ def test_slices_by_priority_are_those_of_trajectories():
     assert bool((rb.sample()["number"].reshape(3, 4).diff() == 1).all())
 
 
-@pytest.mark.parametrize("form", ["memory", "shared", "file"])
+@each("form", ["memory", "shared", "file"])
 def test_a_forked_child_is_given_native_batches_from_its_second_on(form):
     kinds = {"memory": LazyTensorStorage, "shared": partial(LazyTensorStorage, shared=True), "file": LazyMemmapStorage}
     rb = ReplayBuffer(storage=kinds[form](20), batch_size=4)

@@ -41,7 +41,7 @@ def test_the_batches_are_those_without_it(sampler, storage, depth):
             assert with_.sample().tolist() == without.sample().tolist()
 
 
-@pytest.mark.parametrize("depth", [0, 1, 4])
+@each("depth", [0, 1, 4])
 def test_a_batch_that_got_no_memory_is_drawn_again(depth):
     plain, failed = make(0), []
     third = [plain.sample().tolist() for _ in range(3)][-1]

@@ -310,8 +310,8 @@ def equal_joint(a, b):
     return (a == b).all() and torch.equal(a["index", "index"], b["index", "index"])
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("sampler", ["uniform", "priorities"])
+@each("depth", [1, 3])
+@each("sampler", ["uniform", "priorities"])
 def test_batches_of_an_ensemble_are_those_without_it(sampler, depth):
     before = set(threading.enumerate())
     ahead, plain = pair(depth, sampler), pair(0, sampler)

@@ -78,7 +78,7 @@ def test_any_number_of_any_sampler_can_be_scheduled():
     assert rb.sampler.temperature == 4
 
 
-@pytest.mark.parametrize("make", [
+@each("make", [
     lambda s: LinearScheduler(s, "beta", 1.0, 7), lambda s: StepScheduler(s, "beta", 0.9, 2),
     lambda s: LambdaScheduler(s, "beta", lambda i: 1 / i),
     lambda s: SchedulerList([LinearScheduler(s, "alpha", 0.0, 5), StepScheduler(s, "beta", 0.5)]),

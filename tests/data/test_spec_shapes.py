@@ -65,7 +65,7 @@ def test_reshaped_values_lie_in_the_reshaped_spec(spec, change):
     assert type(changed) is type(spec)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.batch_ndim < spec.ndim], ids=str)
+@each("spec", [spec for spec in SPECS if spec.batch_ndim < spec.ndim])
 def test_the_last_dimension_of_vectors_cannot_be_reshaped(spec):
     for change in (lambda: spec.reshape(-1), lambda: spec.flatten(0, 2), lambda: spec.unbind(-1)):
         with pytest.raises(ValueError, match="must remain unchanged"):
@@ -137,7 +137,7 @@ def test_projection_goes_to_the_nearest_choice_that_is_allowed():
     assert OneHot(3, mask=torch.tensor([True, False, True])).project(scores).tolist() == [False, False, True]
 
 
-@pytest.mark.parametrize(
+@each(
     ("mask", "error"),
     [
         (torch.ones(4, dtype=torch.bool), ValueError),

@@ -92,7 +92,7 @@ def test_another_dtype_or_shape_does_not_lie_in_the_domain():
     assert not spec.is_in("a string")
 
 
-@pytest.mark.parametrize("value", [[0, 0, 0], [1, 1, 0], [2, 0, 0], [-1, 1, 1]])
+@each("value", [[0, 0, 0], [1, 1, 0], [2, 0, 0], [-1, 1, 1]])
 def test_a_one_hot_vector_has_exactly_one_one(value):
     assert not OneHot(3, dtype=torch.int64).is_in(torch.tensor(value))
 
@@ -109,7 +109,7 @@ def test_a_composite_draws_a_tensordict_of_its_shape():
     assert spec.is_in(drawn) and not spec.is_in(TensorDict({"a": drawn["a"]}, batch_size=[5, 2]))
 
 
-@pytest.mark.parametrize("method", ["keys", "values", "items"])
+@each("method", ["keys", "values", "items"])
 def test_every_entry_of_a_composite_may_change_in_a_step(method):
     listed = getattr(Composite(a=Binary(1), b=Composite(c=Binary(1))), method)
     assert len(listed(True, True)) == 2 and listed(True, True, step_mdp_static_only=True) == listed(True, True)
@@ -160,7 +160,7 @@ def test_entries_of_a_composite_come_and_go():
     assert clone.empty() == Composite() and clone.values(leaves_only=True) == [Unbounded((4,))]
 
 
-@pytest.mark.parametrize("key", ["x", ("b", "x"), ("a", "x")])
+@each("key", ["x", ("b", "x"), ("a", "x")])
 def test_a_missing_entry_of_a_composite_is_a_key_error(key):
     spec = Composite(a=Unbounded((4,)), b=Composite(c=Categorical(2)))
     with pytest.raises(KeyError, match="there is no entry"):
@@ -386,14 +386,13 @@ def test_a_clone_is_equal_and_its_own(space, categorical, seed):
     assert repr(spec.clone()) == repr(spec)
 
 
-@pytest.mark.parametrize(
+@each(
     "space",
     [
         spaces.Graph(spaces.Box(0, 1, (2,)), None),
         spaces.Sequence(spaces.Discrete(2)),
         spaces.OneOf([spaces.Discrete(2), spaces.Discrete(3)]),
     ],
-    ids=lambda space: type(space).__name__,
 )
 def test_spaces_without_a_tensor_form_say_what_to_do(space):
     for within in (space, spaces.Dict({"a": space}), spaces.Tuple([space])):

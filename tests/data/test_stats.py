@@ -55,9 +55,7 @@ def test_episodes_are_those_of_the_slice_sampler_where_it_has_its_own_keys():
         assert rb.stats().episodes == episodes
 
 
-@pytest.mark.parametrize(
-    "data", [torch.arange(5), TensorDict({"next": {"done": torch.zeros(5, 2, 1).bool()}}, [5]), ["a"]]
-)
+@each("data", [torch.arange(5), TensorDict({"next": {"done": torch.zeros(5, 2, 1).bool()}}, [5]), ["a"]])
 def test_no_number_of_episodes_where_steps_do_not_say_it(data):
     rb = ReplayBuffer(storage=ListStorage(9) if type(data) is list else LazyTensorStorage(9))
     rb.extend(data)

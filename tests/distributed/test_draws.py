@@ -224,7 +224,7 @@ def test_a_shard_without_a_share_gives_nothing() -> None:
     assert divide([0.0, 2.0, 0.0], 1000).tolist() == [0, 1000, 0]
 
 
-@pytest.mark.parametrize("shares", [[-1.0, 2.0], [float("nan")], [float("inf"), 1.0]])
+@each("shares", [[-1.0, 2.0], [float("nan")], [float("inf"), 1.0]])
 def test_shares_that_are_none_are_refused(shares: list[float]) -> None:
     with pytest.raises(ValueError, match="finite and 0 or more"):
         divide(shares, 3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from contracts.each import each
@@ -45,7 +44,7 @@ def test_there_are_no_more_pieces_than_the_size_says(n: int) -> None:
     assert len(_to_send(answer(n), 40)) <= _pieces_for(n * (66 + 24))
 
 
-@pytest.mark.parametrize(("n", "most"), [(16_384, 1), (16_384, 8), (1_000_000, _MOST_PIECES)])
+@each(("n", "most"), [(16_384, 1), (16_384, 8), (1_000_000, _MOST_PIECES)])
 def test_a_message_that_is_too_large_for_its_pieces_is_one_object(n: int, most: int) -> None:
     (whole,) = _to_send(answer(n), most)
     assert isinstance(whole, tuple) and isinstance(whole[1], np.ndarray)  # tensors are arrays, without a copy

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from distributed.shards import LAYOUT, Link, client, read, rows, shard, whole, write
 from engram.data import PrioritizedSampler, RandomSampler, SliceSampler
 from engram.distributed import ReplayShard, priority_updates, unpack
@@ -316,7 +317,7 @@ class TestPriorities:
         with pytest.warns(RuntimeWarning, match="8 priorities of rows of shard 0 were dropped"):
             rb.flush_priorities()
 
-    @pytest.mark.parametrize("priority", [-1.0, float("nan"), torch.ones(3)])
+    @each("priority", [-1.0, float("nan"), torch.ones(3)])
     def test_wrong_ones_are_refused(self, priority: Any) -> None:
         with pytest.raises(ValueError):
             self.buffer()[1].update_priority(torch.arange(2), priority)
@@ -353,7 +354,7 @@ class TestPriorities:
         with pytest.warns(RuntimeWarning, match="the oldest 10 priorities were dropped"):
             rb.update_priority(torch.arange(10), 2.0)
 
-    @pytest.mark.parametrize("end", ["extend", "flush", "close"])
+    @each("end", ["extend", "flush", "close"])
     def test_updates_of_a_producer_that_never_draws_are_sent(self, end: str) -> None:
         ls = links(1, self.sampler)
         rb = client(ls, sampler=self.sampler())

@@ -259,7 +259,7 @@ def test_a_number_that_has_no_place_in_an_integer_space_is_refused(found):
             SyncDataCollector(GymEnv(Bytes()), policy, frames_per_batch=4).rollout()
 
 
-@pytest.mark.parametrize(("flag", "expected"), [(np.True_, True), (1, True), (np.array(True), True), (0, False)])
+@each(("flag", "expected"), [(np.True_, True), (1, True), (np.array(True), True), (0, False)])
 def test_flags_of_any_kind_are_taken_as_they_are(flag, expected):
     batch = SyncDataCollector(GymEnv(Honest(terminated=flag)), frames_per_batch=4).rollout()
     assert batch["next", "done"].flatten().tolist() == [False, False, expected, False]

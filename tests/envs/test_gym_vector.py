@@ -10,6 +10,7 @@ from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 from torch.nn.functional import one_hot
 
+from contracts.each import each
 from contracts.gym_worlds import Countdown
 from contracts.vector_worlds import Native, Nested
 from engram.envs import EnvBase, GymEnv, SerialEnv, check_env_specs, step_mdp
@@ -331,7 +332,7 @@ def test_tensors_that_were_given_away_may_be_written_to(mode):
     assert [left for left in seen if left is not None][:6] == [[2, 2], [1, 1], [3, 3], [2, 2], [1, 1], [2, 2]]
 
 
-@pytest.mark.parametrize("kind", [None, "sync", "async"])
+@each("kind", [None, "sync", "async"])
 def test_equal_seeds_give_equal_episodes_over_resets(kind):
     batches = []
     for _ in range(2):
@@ -401,7 +402,7 @@ def test_the_outputs_of_several_environments_move_to_a_device():
     assert batch.device == torch.device("cpu") and batch["next"].device == torch.device("cpu")
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "error", "message"),
     [
         ({"frame_skip": 2}, ValueError, "exists already"),

@@ -180,14 +180,14 @@ def test_the_width_is_what_the_longest_text_of_the_space_needs():
     assert spec_from_space(space_from_spec(spec)) == spec
 
 
-@pytest.mark.parametrize("make", [lambda: Text(0), lambda: Text(4, shape=(3,)), lambda: Text(4, dtype=torch.int64)])
+@each("make", [lambda: Text(0), lambda: Text(4, shape=(3,)), lambda: Text(4, dtype=torch.int64)])
 def test_a_text_spec_that_cannot_be_is_refused(make):
     with pytest.raises(ValueError):
         make()
 
 
 # ---- spaces of no fixed form ----
-@pytest.mark.parametrize(
+@each(
     ("space", "reason"),
     [
         (spaces.Sequence(spaces.Discrete(3)), "any length"),
@@ -205,7 +205,7 @@ def test_values_of_no_fixed_form_are_refused_with_the_storage_that_holds_them(sp
     assert all(type(item["observation"]) is type(value) for item in buffer.sample())
 
 
-@pytest.mark.parametrize("value", [b"go", None, 5, ["go", ["left"]]])
+@each("value", [b"go", None, 5, ["go", ["left"]]])
 def test_text_refuses_to_encode_what_is_no_text(value):
     with pytest.raises(TypeError, match="a text is a str, found a"):
         Text(8).encode(value)

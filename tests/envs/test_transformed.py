@@ -109,7 +109,7 @@ class WithTransform(EnvContract):
         super().test_equal_seeds_give_equal_episodes(env)
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@each("transform", TRANSFORMS)
 def test_an_environment_with_any_transform_keeps_the_contract(transform):
     contract = WithTransform(transform)
     assert assert_contract(contract, {"env": lambda: closing(contract.make())}) >= 12

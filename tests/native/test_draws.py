@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import pytest
 import torch
 
 from contracts.each import each
@@ -58,7 +57,7 @@ class TestUniform:
         assert store(8, 4).uniform(slots(1), 3) is None
         assert store(8, 4, lanes=100).uniform(slots(1), 3) is None
 
-    @pytest.mark.parametrize("lanes", [1, 2, 16])
+    @each("lanes", [1, 2, 16])
     def test_of_one_or_a_few_lanes_the_slots_of_a_seed_are_those_of_the_counts(self, lanes: int) -> None:
         code, width = words(1)
         s = store(width, 30, lanes=lanes)
@@ -91,7 +90,7 @@ class TestPermutations:
             made = _native.testing.permutation(3, n, n - 5000, 5000)
             assert len(set(made)) == 5000 and max(made) < n
 
-    @pytest.mark.parametrize("n", [3, 4, 5])
+    @each("n", [3, 4, 5])
     def test_of_few_numbers_are_equally_likely(self, n: int) -> None:
         counts: dict[tuple[int, ...], int] = {}
         for key in range(20_000):

@@ -51,7 +51,7 @@ def test_sums_counts_marks_and_returns_are_those_of_a_loop(done, gamma):
         torch.testing.assert_close(found.flatten(), torch.tensor(to_go).double())
 
 
-@pytest.mark.parametrize("done_key", ["done", ("next", "done"), None])
+@each("done_key", ["done", ("next", "done"), None])
 def test_rewards_to_go_end_at_the_flag_of_their_own_step(done_key):
     done = torch.tensor([False, True, False, True]).unsqueeze(-1)
     batch = {"done": done.roll(1, 0), "next": {"reward": torch.ones(4, 1), "done": done}}

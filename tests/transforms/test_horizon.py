@@ -71,9 +71,7 @@ def test_it_needs_a_step_counter_before_it():
         TransformedEnv(Noting(), Compose(RandomTruncationTransform(1, 2), StepCounter()))
 
 
-@pytest.mark.parametrize(
-    "arguments", [(0, 5), (5, 2), (1, 2, 1.5), (1, 2, 0.0, -1.0)], ids=["below 1", "crossed", "prob", "first"]
-)
+@each("arguments", [(0, 5), (5, 2), (1, 2, 1.5), (1, 2, 0.0, -1.0)])
 def test_horizons_and_probabilities_that_cannot_be_are_refused(arguments):
     with pytest.raises(ValueError, match="must be"):
         RandomTruncationTransform(*arguments)
@@ -208,7 +206,7 @@ def test_statistics_are_learnt_from_what_a_step_returns():
     assert norm.loc["a"].item() == 3
 
 
-@pytest.mark.parametrize("refused", [{"stateful": False}, {"lock": object()}, {"shared_data": TensorDict()}])
+@each("refused", [{"stateful": False}, {"lock": object()}, {"shared_data": TensorDict()}])
 def test_statistics_of_several_processes_or_in_steps_are_refused(refused):
     with pytest.raises(TypeError, match=next(iter(refused))):
         VecNormV2(["a"], **refused)

@@ -416,7 +416,7 @@ def test_steps_of_several_environments_are_held_back(make, dim_extend):
     assert rb.storage.get(slice(None))["x"].squeeze(-1).tolist() == [[0, 10], [1, 11]]
 
 
-@pytest.mark.parametrize("make", DELAYING)
+@each("make", DELAYING)
 def test_a_refused_write_leaves_what_is_held_back(make):
     transform = make()
     rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=transform)
@@ -431,7 +431,7 @@ def test_a_refused_write_leaves_what_is_held_back(make):
     assert stored(rb)["x"].flatten().tolist() == list(range(9))
 
 
-@pytest.mark.parametrize("make", DELAYING)
+@each("make", DELAYING)
 def test_no_steps_are_an_error_and_not_nothing_for_now(make):
     rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=make())
     with pytest.raises(ValueError, match="nothing to add"):
@@ -613,7 +613,7 @@ def test_what_cannot_be_honoured_is_named_and_changes_nothing(transform, said, w
     assert len(rb.transform) == 0
 
 
-@pytest.mark.parametrize("data", [{"x": torch.zeros(3)}, torch.zeros(3), [{"x": torch.zeros(3)}]])
+@each("data", [{"x": torch.zeros(3)}, torch.zeros(3), [{"x": torch.zeros(3)}]])
 def test_what_works_on_tensordicts_names_itself_for_other_data(data):
     rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=Form(["x"], ["x"]))
     with pytest.raises(TypeError, match=r"Form takes TensorDicts, and a (dict|Tensor) is written"):
@@ -686,7 +686,7 @@ class ChildTurned(ChildByCall):
     _inv_call = Turned._inv_call
 
 
-@pytest.mark.parametrize("make", [Turned, ChildTurned, lambda: Compose(Turned())])
+@each("make", [Turned, ChildTurned, lambda: Compose(Turned())])
 def test_actions_go_through_the_inverse(make):
     env, bare = TransformedEnv(GymEnv("Pendulum-v1"), make()), GymEnv("Pendulum-v1")
     for one in (env, bare):

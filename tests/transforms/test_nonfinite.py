@@ -154,7 +154,7 @@ def test_statistics_that_cannot_be_are_refused(state):
     assert norm.state_dict() == {}
 
 
-@pytest.mark.parametrize("value", BAD)
+@each("value", BAD)
 def test_statistics_are_not_taken_from_data_that_are_not_finite(value):
     norm = ObservationNorm(in_keys=["x"], standard_normal=True)
     norm.init_stats(steps(6))
@@ -199,7 +199,7 @@ def test_a_reward_that_is_not_finite_is_in_the_return_of_its_own_episode_only(va
     np.testing.assert_equal(list(episodes.returns), [3, value, 9, value, 7, 1])
 
 
-@pytest.mark.parametrize("value", BAD)
+@each("value", BAD)
 def test_a_sum_of_rewards_that_is_not_finite_ends_with_its_trajectory(value):
     data = spoilt(2, 20, rows=(3,), value=value, key="x")
     data["next", "reward"][0, 3] = value

@@ -117,7 +117,7 @@ def test_a_tensor_that_is_assigned_later_is_saved_from_then_on():
     assert other.scale is None
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), Transform.clone])
+@each("copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), Transform.clone])
 def test_copies_have_tensors_of_their_own(copied):
     transform = Centred(2.0)
     other = copied(transform)

@@ -205,7 +205,7 @@ class Counting(Transform):
         return batch
 
 
-@pytest.mark.parametrize("name", [REGISTERED, MEMORY, "_modules", "_forward_hooks"])
+@each("name", [REGISTERED, MEMORY, "_modules", "_forward_hooks"])
 def test_no_state_sets_what_a_transform_consists_of(name: str) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=Counting(), batch_size=2)
     rb.extend(TensorDict({"a": torch.zeros(3)}, [3]))

@@ -151,7 +151,7 @@ class TestIndex:
         joint = in_an_ensemble(Own(draw))()
         assert joint["index", "index"][0].tolist() == joint["n"][0].tolist() == [0, 1, 2, 3]
 
-    @pytest.mark.parametrize("n", [1, 3, 6])
+    @each("n", [1, 3, 6])
     def test_draw_may_have_fewer_rows_or_more(self, n):
         batch = buffer(Own(lambda _: torch.arange(n))).sample()
         assert batch["n"].tolist() == list(range(n))

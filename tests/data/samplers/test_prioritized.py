@@ -89,7 +89,7 @@ def test_steps_are_drawn_in_proportion_and_weighted_by_the_formula(alpha, beta, 
     assert torch.allclose(weights, (leaf[drawn] / leaf.min()) ** -beta, rtol=3e-7 * (1 + beta), atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@each("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_weights_have_the_dtype_that_was_asked_for(dtype):
     rb = buffer(dtype=dtype)
     rb.extend(torch.arange(5))
@@ -144,7 +144,7 @@ def test_beta_alpha_and_eps_can_be_changed_on_the_way():
     assert priorities(rb) == [1, 4]
 
 
-@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.6, 1.0])
+@each("alpha", [0.3, 0.5, 0.6, 1.0])
 def test_priorities_as_small_and_as_large_as_floats_are_told_apart(alpha):
     rb = buffer(alpha=alpha, eps=0.0, dtype=torch.float64)
     rb.update_priority(rb.extend(torch.arange(3)), torch.tensor([1e-200, 1e-20, 1e200], dtype=torch.float64))
@@ -160,7 +160,7 @@ def test_priorities_as_small_and_as_large_as_floats_are_told_apart(alpha):
 STORAGES = [ListStorage, LazyTensorStorage, LazyMemmapStorage]
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@each("storage", STORAGES)
 def test_new_steps_get_the_highest_priority_seen(storage):
     rb = buffer(storage=storage)
     rb.extend(torch.arange(4.0))
@@ -219,7 +219,7 @@ def columns(n):
     return TensorStorage(torch.zeros(6))
 
 
-@pytest.mark.parametrize("storage", [*STORAGES, columns])
+@each("storage", [*STORAGES, columns])
 def test_steps_changed_in_place_get_the_priority_of_new_ones(storage):
     rb = buffer(storage=storage)
     rb.update_priority(rb.extend(torch.arange(6.0)), torch.tensor([3.0, 0.5, 0.5, 0.5, 0.5, 0.5]))
@@ -295,7 +295,7 @@ def test_indices_and_priorities_come_in_any_form(index, priority):
     assert priorities(rb) == [1, 1, 1, 2, 1]
 
 
-@pytest.mark.parametrize("name, expected", [("max", 6.0), ("min", 1.0), ("mean", 3.0), ("median", 2.0)])
+@each("name, expected", [("max", 6.0), ("min", 1.0), ("mean", 3.0), ("median", 2.0)])
 def test_priorities_with_more_dimensions_are_reduced(name, expected):
     rb = buffer(reduction=name)
     rb.extend(torch.arange(5))
@@ -370,7 +370,7 @@ def test_plain_tensors_set_what_any_other_form_sets_bit_for_bit(alpha, dtype):
         assert plain.sampler.default_priority == other.sampler.default_priority
 
 
-@pytest.mark.parametrize("alpha", [0.5, 0.6, 1.0])
+@each("alpha", [0.5, 0.6, 1.0])
 def test_a_leaf_has_the_same_bits_whichever_way_it_came(alpha):
     index, priority = torch.arange(150), torch.rand(150, dtype=torch.float64)
     together, single, assigned, loaded = (buffer(150, alpha=alpha) for _ in range(4))
@@ -409,8 +409,8 @@ def test_an_alpha_that_stored_priorities_do_not_bear_is_refused():
     assert rb.sampler.alpha == 1 and rb.sample() is not None
 
 
-@pytest.mark.parametrize("sampler", [PrioritizedSampler, lambda *args: PrioritizedSliceSampler(*args, slice_len=1)])
-@pytest.mark.parametrize("transform", [None, RewardScaling(0.0, 1.0)])
+@each("sampler", [PrioritizedSampler, lambda *args: PrioritizedSliceSampler(*args, slice_len=1)])
+@each("transform", [None, RewardScaling(0.0, 1.0)])
 def test_a_capacity_below_that_of_the_storage_warns_and_what_is_stored_beyond_it_is_refused(sampler, transform):
     def batch(n):
         following = {"done": torch.ones(n, 1, dtype=torch.bool), "reward": torch.ones(n, 1)}
@@ -527,7 +527,7 @@ def data(n, **more):
     return TensorDict({"x": torch.arange(n), **more}, [n])
 
 
-@pytest.mark.parametrize("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
+@each("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
 def test_priorities_in_the_data_are_those_of_their_steps(storage):
     rb = TensorDictPrioritizedReplayBuffer(1.0, 1.0, storage=storage(10), batch_size=4)
     rb.extend(data(4, td_error=torch.tensor([[4.0], [3.0], [2.0], [1.0]])))

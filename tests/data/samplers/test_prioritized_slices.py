@@ -117,7 +117,7 @@ def test_starts_are_those_of_a_plain_account_whatever_is_written(data_):
         check(rb, length, strict=strict, span=span)
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+@each("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
 def test_starts_are_drawn_in_proportion_among_those_that_fit(storage):
     torch.manual_seed(0)
     rb = buffer(30, storage, alpha=0.6, beta=0.4)
@@ -137,7 +137,7 @@ def test_starts_are_drawn_in_proportion_among_those_that_fit(storage):
     assert statistic < k * (1 - 2 / (9 * k) + z * math.sqrt(2 / (9 * k))) ** 3
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+@each("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
 def test_only_shorter_trajectories_are_short_slices_and_these_are_whole(storage):
     torch.manual_seed(0)
     rb = buffer(100, storage, length=5, strict_length=False)

@@ -384,7 +384,7 @@ def test_init_flags_are_not_added_and_those_of_whole_trajectories_stay(kind):
             assert not bool(rb.sample(4)["is_init"].any()) and not bool(rb.sample(4, True)[0]["is_init"].any())
 
 
-@pytest.mark.parametrize("kind", ["uniform", "padded", "by priority", "sequences"])
+@each("kind", ["uniform", "padded", "by priority", "sequences"])
 def test_slices_that_came_as_rows_are_marked_as_those_of_a_buffer(kind):
     sampler = ALL_SLICES[kind](slice_key="slice")
     for data in (with_init([7, 9, 4, 2]), episodes([7, 9, 4, 2])):
@@ -509,7 +509,7 @@ def test_flags_decide_where_the_steps_lack_the_ids_that_are_named_and_a_warning_
         ReplayBuffer(storage=rb.storage, sampler=rb.sampler).sample(8)
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage, LazyMemmapStorage])
+@each("storage", [LazyTensorStorage, ListStorage, LazyMemmapStorage])
 def test_any_of_several_flags_ends_a_trajectory(storage):
     rb = of_any_steps(storage, 40, slice_len=3, end_keys=[("next", "done"), "cut", "missing"])
     for _ in range(4):
@@ -861,8 +861,8 @@ class TestSequenceSampler(SliceContract):
         return SequenceSampler(slice_len=2, end_key="done", truncated_key=None)
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
-@pytest.mark.parametrize("strict", [True, False])
+@each("storage", [LazyTensorStorage, ListStorage])
+@each("strict", [True, False])
 def test_a_window_is_burn_in_and_training_steps_with_padding_around(storage, strict):
     sampler = SequenceSampler(slice_len=6, burn_in=2, strict_length=strict)
     rb = ReplayBuffer(storage=storage(40), sampler=sampler)

@@ -269,8 +269,8 @@ def test_members_made_of_parts_know_the_batch_size_of_their_ensemble():
     assert rb.sample().shape == (2, 3)
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("ndim", [1, 2])
+@each("shuffle", [True, False])
+@each("ndim", [1, 2])
 def test_what_is_left_of_an_epoch_can_be_looked_at(shuffle, ndim):
     sampler = SamplerWithoutReplacement(shuffle=shuffle)
     rb = ReplayBuffer(storage=LazyTensorStorage(12, ndim=ndim), sampler=sampler, batch_size=5)

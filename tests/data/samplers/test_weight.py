@@ -230,7 +230,7 @@ def test_windows_are_uniform_while_the_ring_goes_round_and_steps_are_changed_in_
     assert seen > rounds * 3 / 4
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
+@each("kind", SAMPLERS)
 def test_windows_are_uniform_over_environments(kind):
     sampler = SAMPLERS[kind]()
     rb = ReplayBuffer(storage=LazyTensorStorage(36, ndim=2), sampler=sampler)

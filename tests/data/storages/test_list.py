@@ -117,7 +117,7 @@ def test_the_live_view_is_the_list():
     assert rb.storage._storage == ["d", "b", "c"]
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.5, True])
+@each("size", [0, -1, 2.5, True])
 def test_a_bad_size_is_refused(size):
     with pytest.raises(ValueError, match="max_size"):
         ListStorage(size)
@@ -226,7 +226,7 @@ def test_a_batch_of_list_items_for_which_there_is_no_memory_says_so_and_not_that
         collate_items([huge, huge])
 
 
-@pytest.mark.parametrize("how", ["same", "dtypes", "shapes", "few"])
+@each("how", ["same", "dtypes", "shapes", "few"])
 def test_tensors_that_a_collate_function_gets_are_copies_of_their_own_form(how):
     items = [torch.full((2,), float(n)) for n in range(3 if how == "few" else 20)]
     if how != "few":

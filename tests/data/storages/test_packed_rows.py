@@ -200,7 +200,7 @@ class TestReading:
         other.append_leaves(3, parts)
         assert numbers(other[:]) == [0, 1, 2, 3, 4]
 
-    @pytest.mark.parametrize("spoil", [lambda p: p[:-1], lambda p: [*p[:-1], p[-1][:2]], lambda p: p[::-1]])
+    @each("spoil", [lambda p: p[:-1], lambda p: [*p[:-1], p[-1][:2]], lambda p: p[::-1]])
     def test_leaves_that_do_not_fit_are_refused(self, spoil) -> None:
         storage = shared()
         storage.lanes.hold_lane(0)

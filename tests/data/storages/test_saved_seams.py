@@ -219,10 +219,8 @@ def test_a_state_that_cannot_be_is_refused_and_the_rows_stay(wrong):
     assert twin[:]["n"].tolist() == [50, 51, 52] and lengths(twin) == [3]
 
 
-@pytest.mark.parametrize(
-    "wrong", [lambda state: state["items"].pop(), lambda state: state["counters"]["lanes"][0].update(base=7),
-              lambda state: state["counters"]["lanes"].pop(), lambda state: state.pop("items")],
-)  # fmt: skip
+@each("wrong", [lambda state: state["items"].pop(), lambda state: state["counters"]["lanes"][0].update(base=7),
+              lambda state: state["counters"]["lanes"].pop(), lambda state: state.pop("items")])  # fmt: skip
 def test_a_state_of_a_list_that_cannot_be_is_refused_and_the_items_stay(wrong):
     rb, twin = (ReplayBuffer(storage=ListStorage(10), collate_fn=list) for _ in range(2))
     rb.extend([1, 2, 3, 4, 5])

@@ -527,7 +527,7 @@ class Ranked:
     rank: torch.Tensor
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@each("storage", STORAGES)
 def test_items_of_a_tensorclass_without_a_field_for_their_index_are_ranked_and_stored_without_it(storage):
     rb = ReplayBuffer(storage=storage(2), writer=TensorDictMaxValueWriter(rank_key="rank"), batch_size=8)
     ranks = torch.tensor([1.0, 5.0, 0.0, 3.0])

@@ -152,8 +152,8 @@ def test_other_keys_than_those_of_the_layout_are_refused(change: str, form: str)
     assert twins.write("extend", [shaped(step())[0] if form == "td" else step(), shaped(data)])[0] is RuntimeError
 
 
-@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("time_dim", [0, 1])
+@each("kind", [ReplayBuffer, TensorDictReplayBuffer])
+@each("time_dim", [0, 1])
 def test_environments_by_time(kind: Any, time_dim: int) -> None:
     twins = Twins(kind, lambda: LazyTensorStorage(30, ndim=2), dim_extend=time_dim)
     for n in (1, 4, 12, 2):

@@ -165,7 +165,7 @@ class TestBounds:
         with pytest.raises(MemoryError, match=r"no memory to map \d{16,} bytes"):
             store(1 << 20, 1 << 30)
 
-    @pytest.mark.parametrize("alignment", [8, 16, 32, 64])
+    @each("alignment", [8, 16, 32, 64])
     def test_every_leaf_can_be_viewed_in_place(self, alignment: int) -> None:
         for trailer in (False, True):
             s = store(24, 100, alignment=alignment, trailer=trailer)

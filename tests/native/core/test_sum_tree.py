@@ -87,7 +87,7 @@ def test_every_way_down_the_tree_finds_the_same_leaves(size):
         assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("size", [600, 5000, 70_000])
+@each("size", [600, 5000, 70_000])
 def test_the_lowest_follows_leaves_that_come_go_and_are_set_twice(size):
     draw = np.random.default_rng(size)
     leaves = np.ones(size)
