@@ -18,7 +18,8 @@ from torch import Tensor
 from typing_extensions import Self
 
 from engram._advice import advised
-from engram._arguments import KeepsArguments
+from engram._arguments import BUILT_IN, KeepsArguments
+from engram._copies import Computed, PartlyCopied, pickle_by_state
 from engram._generator import Generator
 from engram._overrides import overrides
 from engram._system import drawing, fork_registry
@@ -26,8 +27,6 @@ from engram.checkpoint.snapshot import load_part, save_part
 from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, Index
 from engram.data.replay_buffers.samplers.draw import EpochInfo as EpochInfo  # pickled infos name it here
 from engram.data.replay_buffers.state.parts import SavedPart
-from engram.store.copies import PartlyCopied
-from engram.store.files import pickle_by_state
 from engram.store.indexing import tensor_of, to_slots
 
 if TYPE_CHECKING:
@@ -140,6 +139,11 @@ class StateSetting(Generic[T]):
             setattr(sampler.storage_state, self._name, value if self._checked is None else self._checked(value))
 
 
+def _copied_state(sampler: Sampler) -> StorageState:
+    with sampler.lock:
+        return sampler.storage_state.copied()
+
+
 @advised
 class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     """Chooses which stored steps a batch is made of.
@@ -154,14 +158,13 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     `compilable=`, without effect: under `torch.compile` each draw is a graph break.
     """
 
-    #: Whether the library may rely on what it keeps to in its own classes: `sample` takes the lock, and gives slots
-    #: where a storage has one dimension; loading a state assigns attributes, and changes none in place; an exception at
-    #: a saved state means that this is damaged. Of a child that a user writes none of this holds, whatever its base.
-    _built_in = False
     # The names of methods that it has in place of those of `Sampler`, or beside them.
     _own_methods: ClassVar[frozenset[str]] = frozenset()
     # The generator comes with its buffer. Tensors that are sent to another process stay shared with it.
-    _copied_as: ClassVar[Mapping[str, Any]] = dict.fromkeys(("lock", "_generator", "_seed", "_seed_view"))
+    _copied_as: ClassVar[Mapping[str, Any]] = {
+        **dict.fromkeys(("lock", "_generator", "_seed", "_seed_view")),
+        "storage_state": Computed(_copied_state),
+    }
     storage_state: StorageState = _NOTHING
     # From the attributes of a sampler that an earlier version pickled, what it knows of its storage; takes them out.
     _of_earlier_pickle: ClassVar[Any] = None
@@ -170,11 +173,10 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
 
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(built_in=built_in, **kwargs)
-        cls._built_in = built_in
         own = overrides(cls, Sampler)
         if "_empty" in vars(cls) and "empty" not in own:
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
-        pickle_by_state(cls)
+        pickle_by_state(cls, cls._check_sending)
         cls._own_methods = own
 
     def __init__(self, compilable: bool = False) -> None:
@@ -345,21 +347,21 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     def saved_form(self) -> SavedPart:
         """This sampler, as it is saved and loaded with a buffer."""
         form = SavedPart if self.storage_state is _NOTHING else _SavedSampler
-        return form(self, type(self).__name__, is_ours=self._built_in, settings=self._config(), owner="sampler")
+        return form(self, type(self).__name__, is_ours=type(self) in BUILT_IN, settings=self._config(), owner="sampler")
 
     def draw_plan(self, storage: Storage) -> DrawPlan:
         """How it draws from a storage, for the buffer that puts the two together."""
-        own = self._own_methods
+        own, is_ours = self._own_methods, type(self) in BUILT_IN
         return DrawPlan(
-            partial(self._draw_batch, storage), _rows_of_batch, self._cursor, self._put_back, self._built_in,
-            has_epochs=self._built_in and "ran_out" in own, takes_priorities="checked_priorities" in own,
+            partial(self._draw_batch, storage), _rows_of_batch, self._cursor, self._put_back, is_ours,
+            has_epochs=is_ours and "ran_out" in own, takes_priorities="checked_priorities" in own,
             is_told="add" in own or "extend" in own,
         )  # fmt: skip
 
     # ---- between the parts of a buffer: drawing ----
     def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
         """Draws a batch, with all that is needed to read it; errors as `checked_draw`."""
-        is_ours = self._built_in
+        is_ours = type(self) in BUILT_IN
         index, info = self.sample(storage, batch_size) if is_ours else sample_checked(self, storage, batch_size)
         slots = index if type(index) is Tensor else to_slots(index, storage.env_shape, storage.max_size or 0)
         kind = type(self if is_ours else user_object(self)).__name__
@@ -374,7 +376,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
             RuntimeError: it cannot be told apart from the copies of the other workers.
         """
         self._check_sending()
-        if self._built_in and "ran_out" in self._own_methods and share.workers > 1:
+        if type(self) in BUILT_IN and "ran_out" in self._own_methods and share.workers > 1:
             raise RuntimeError(
                 f"every worker of this data loader would give all of the epochs of a {type(self).__name__}; use "
                 "num_workers=1, or a SamplerWithoutReplacement, of whose epochs each worker gives a part"
@@ -418,18 +420,10 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     def _check_sending(self) -> None:
         """Called before it is sent to another process, alone or in a buffer; a RuntimeError where it must not be."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        with self.lock:
-            state = super().__getstate__()
-            if "storage_state" in state:
-                state["storage_state"] = self.storage_state.copied()
-            return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+    def _complete_copy(self) -> None:
         Sampler.__init__(self)
-        if self._of_earlier_pickle is not None and "storage_state" not in state:
-            self.storage_state = self._of_earlier_pickle(self.__dict__)
+        if self._of_earlier_pickle is not None and "storage_state" not in vars(self):
+            self.storage_state = self._of_earlier_pickle(vars(self))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -591,7 +585,7 @@ def as_sampler(sampler: Any) -> Sampler:
 def sample_checked(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
     """What `sample` returns, in the form that the library's own samplers give it; errors as `checked_draw`."""
     drawn = sampler.sample(storage, batch_size)
-    return drawn if sampler._built_in else checked_draw(drawn, storage, type(user_object(sampler)).__name__)
+    return drawn if type(sampler) in BUILT_IN else checked_draw(drawn, storage, type(user_object(sampler)).__name__)
 
 
 def checked_draw(drawn: Any, storage: Storage, kind: str) -> tuple[Index, dict[str, Any]]:
