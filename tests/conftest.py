@@ -190,13 +190,20 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def seed_torch() -> Callable[[int], object]:
-    """Seeds torch's generators: without a device only the CPU's, as `torch.manual_seed` notes stacks for others."""
+def seed_torch() -> Iterator[Callable[[int], object]]:
+    """Seeds torch's generators: without a device only the CPU's, as `torch.manual_seed` notes stacks for others.
+
+    So it is replaced: a stack takes longer than many a test, and all of them are kept.
+    """
     if not TORCH:
-        return lambda seed: None
+        yield lambda seed: None
+        return
     import torch  # late: two seconds, which the process that only hands tests to others does without
 
-    return torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.accelerator.is_available():
+            patch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
+        yield torch.manual_seed
 
 
 @pytest.fixture(autouse=True)

@@ -37,3 +37,5 @@ def test_in_turns_each_value_is_tested_with_one_setting_and_each_setting_with_so
     cases = in_turns("abcd", [(1, 2), (3, 4), (5, 6)])
     assert len({case.values for case in cases}) == 12
     assert [case.values for case in cases if not case.marks] == [("a", 1, 2), ("b", 3, 4), ("c", 5, 6), ("d", 1, 2)]
+    kept = [case.values for case in in_turns("abc", [(1,), (2,), (3,)], keep=2) if not case.marks]
+    assert kept == [("a", 1), ("a", 2), ("b", 1), ("b", 3), ("c", 2), ("c", 3)]

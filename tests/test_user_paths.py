@@ -60,15 +60,14 @@ ALLOWED = {
 def opens(module: str, tree: ast.AST) -> Iterator[tuple[str, str, str]]:
     """Every call that opens a file by a name: module, function, what is called."""
 
-    def visit(node: ast.AST, function: str) -> Iterator[tuple[str, str, str]]:
+    waiting: list[tuple[ast.AST, str]] = [(tree, "")]
+    while waiting:
+        node, function = waiting.pop()
         if isinstance(node, ast.FunctionDef):
             function = node.name
         if isinstance(node, ast.Call) and is_bare(node):
             yield module, function, ast.unparse(node.func)
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, function)
-
-    yield from visit(tree, "")
+        waiting += [(child, function) for child in ast.iter_child_nodes(node)]
 
 
 def is_bare(call: ast.Call) -> bool:

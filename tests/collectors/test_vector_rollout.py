@@ -86,6 +86,7 @@ def test_exactly_the_first_rows_of_each_environment_are_random(lengths, steps, r
         assert batches["action"][:, :random_rows].argmax(-1).unique().tolist() == [0, 1, 2]
 
 
+@pytest.mark.pairwise
 @modes
 @pytest.mark.parametrize("policy", [on_tensordicts, remembering], ids=["plain", "remembering"])
 @pytest.mark.parametrize("limit", [None, 2])

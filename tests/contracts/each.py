@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ LINES = 20
 def each(names: str | Sequence[str], cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Like `pytest.mark.parametrize`, but all cases are one test, whose error names every case that failed.
 
-    For parameters that are files or plain values. Fixtures are shared by the cases, so a test that leaves something
-    behind in one needs `parametrize`.
+    For parameters that are files or plain values. Each case has a folder of its own in `tmp_path` and `ram_path`, and
+    what it does with `monkeypatch` ends with it. Other fixtures are shared by the cases: a test that leaves something
+    behind in one of them needs `parametrize`.
     """
     wanted = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     all_cases = list(cases)
@@ -32,7 +34,9 @@ def each(names: str | Sequence[str], cases: Iterable[Any]) -> Callable[[Callable
             for number, case in enumerate(all_cases):
                 values = case if len(wanted) > 1 else (case,)
                 try:
-                    test(*args, **given, **dict(zip(wanted, values, strict=True)))
+                    with ExitStack() as stack:
+                        own = {name: _own(name, fixture, number, stack) for name, fixture in given.items()}
+                        test(*args, **own, **dict(zip(wanted, values, strict=True)))
                 except (Exception, pytest.fail.Exception) as error:
                     wrong.append((number, case, error))
             if wrong:
@@ -49,3 +53,12 @@ def each(names: str | Sequence[str], cases: Iterable[Any]) -> Callable[[Callable
         return run
 
     return together
+
+
+def _own(name: str, fixture: Any, number: int, stack: ExitStack) -> Any:
+    """What the case of this number has of a fixture."""
+    if name in ("tmp_path", "ram_path"):
+        folder = fixture / f"case-{number}"
+        folder.mkdir()
+        return folder
+    return stack.enter_context(fixture.context()) if name == "monkeypatch" else fixture

@@ -42,10 +42,10 @@ def pairwise_product(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
     return [rows[k] for k in pairwise([{str(f): place for f, place in enumerate(row)} for row in places])]
 
 
-def in_turns(values: Iterable[Any], settings: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Each value with each of these settings: one of them with `make test`, in turns, and the others long."""
+def in_turns(values: Iterable[Any], settings: Sequence[tuple[Any, ...]], keep: int = 1) -> list[Any]:
+    """Each value with each of these settings: so many of them with `make test`, in turns, and the others long."""
     return [
-        pytest.param(value, *setting, marks=[pytest.mark.long] * (at % len(settings) != turn))
+        pytest.param(value, *setting, marks=[pytest.mark.long] * ((turn - at * keep) % len(settings) >= keep))
         for at, value in enumerate(values)
         for turn, setting in enumerate(settings)
     ]

@@ -14,6 +14,7 @@ import torch
 from tensordict import LazyStackedTensorDict, MemoryMappedTensor, NonTensorData, TensorClass, TensorDict
 
 import engram
+from contracts.pairwise import in_turns
 from engram import verify
 from engram.checkpoint import encoding, writer
 from engram.checkpoint import hooks as through_hooks
@@ -121,12 +122,15 @@ def same(rb, twin):
 PARTLY_FULL, FULL, WRAPPED, TWICE_WRAPPED = 3, 10, 13, 25
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("there, back, n", [
+HOOKS = [
     *[(TED2Flat, Flat2TED, n) for n in (PARTLY_FULL, FULL, WRAPPED, TWICE_WRAPPED)],
     (TED2Nested, Nested2TED, WRAPPED), (H5Split, H5Combine, PARTLY_FULL),
-], ids=lambda value: getattr(value, "__name__", value))  # fmt: skip
-@pytest.mark.parametrize("kind", KINDS)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind, there, back, n", in_turns(KINDS, HOOKS, keep=2), ids=lambda value: getattr(value, "__name__", value)
+)
 def test_hooks_for_episode_data_are_undone_exactly(there, back, kind, n, tmp_path):
     rb, twin = (buffer(KINDS[kind](tmp_path), there(), back()) for _ in range(2))
     write(rb, n)
