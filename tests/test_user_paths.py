@@ -131,7 +131,7 @@ def loop(path: Path) -> None:
 PLANTS = [pipe, bound_socket, device, loop, Path.mkdir]
 
 
-@pytest.mark.parametrize("plant", PLANTS)
+@each("plant", PLANTS)
 def test_what_is_no_regular_file_is_an_error_at_once(plant, tmp_path):
     plant(tmp_path / "it")
     for follow_links in (False, True):

@@ -232,7 +232,7 @@ def test_errors_that_name_keys_act_on_no_terminal(case):
     assert not acting(texts_of(ROWS[case]))
 
 
-@pytest.mark.parametrize("case", FILES)
+@each("case", FILES)
 def test_errors_and_warnings_that_name_files_act_on_no_terminal(case, tmp_path):
     assert not acting(texts_of(lambda: FILES[case](tmp_path / FILE)))
 

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 
 from cli.support import episodes, store
+from contracts.each import each
 from engram.cli import convert, diff, head, info, plot, report, sample, verify
 from engram.data import LazyMemmapStorage
 
@@ -20,7 +21,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@each("command", COMMANDS)
 def test_a_command_changes_no_byte_of_a_store_in_use(tmp_path, command):
     rb = store(tmp_path)
     file = tmp_path / "store" / "rows.engram"

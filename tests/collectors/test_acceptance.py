@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from contracts.each import each
 from contracts.pairwise import pairwise_product
 from engram.collectors import SyncDataCollector
 from engram.data import (
@@ -37,9 +38,7 @@ CHECKPOINTERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "make, storage, envs", pairwise_product(CHECKPOINTERS, [LazyMemmapStorage, LazyTensorStorage], [1, 3])
-)
+@each("make, storage, envs", pairwise_product(CHECKPOINTERS, [LazyMemmapStorage, LazyTensorStorage], [1, 3]))
 def test_a_twin_is_equal_after_every_batch_whatever_saves_it(tmp_path, envs, storage, make):
     torch.manual_seed(0)
     make = CHECKPOINTERS[make]

@@ -129,8 +129,8 @@ def test_a_module_called_through_writes_what_it_writes_itself(name, kind):
     assert bool((results[0] == results[1]).all())
 
 
-@pytest.mark.parametrize("name", modules())
-@pytest.mark.parametrize("path", ["raw", "stepped"])
+@each("name", modules())
+@each("path", ["raw", "stepped"])
 def test_no_call_of_a_policy_searches_for_a_package(name, path, monkeypatch):
     env = GymEnv(Echo(SPACES["box"], SPACES["box"], 1000))
     env.gym_env.step = lambda action, step=env.gym_env.step: step(action.clip(-1, 1))

@@ -518,8 +518,8 @@ class TestSaving:
         rb[2].extend(steps(2000, 2008))
         rb[1].update_priority(torch.arange(5), torch.arange(5.0))
 
-    @pytest.mark.parametrize("prefetch", [0, 2])
-    @pytest.mark.parametrize("memory", [False, True])
+    @each("prefetch", [0, 2])
+    @each("memory", [False, True])
     def test_a_twin_goes_on_the_same(self, tmp_path, prefetch, memory):
         rb, twin = self.make(prefetch=prefetch), self.make(prefetch=prefetch, p=None)
         self.fill(rb)
@@ -753,8 +753,8 @@ class TestNativeBatches:
             ]  # fmt: skip
             assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
-    @pytest.mark.parametrize("seed", range(2))
-    @pytest.mark.parametrize("cls", [TensorDictReplayBuffer, by_priority, tensordicts_by_priority])
+    @each("seed", range(2))
+    @each("cls", [TensorDictReplayBuffer, by_priority, tensordicts_by_priority])
     def test_all_three_ways_give_the_same_while_members_are_written(self, cls, seed, monkeypatch):
         """One native call; drawing, then reading all members at once; drawing, then reading one after the other."""
         random = torch.Generator().manual_seed(seed)
@@ -890,8 +890,8 @@ class TestTransformsOfAllMembers:
         ExcludeTransform("obs", ("next", "small")),
     )
 
-    @pytest.mark.parametrize("cls", [TensorDictReplayBuffer, ReplayBuffer])
-    @pytest.mark.parametrize("transform", CHANGES, ids=repr)
+    @each("cls", [TensorDictReplayBuffer, ReplayBuffer])
+    @each("transform", CHANGES)
     def test_they_give_what_each_member_would(self, transform, cls, monkeypatch):
         rb = ReplayBufferEnsemble(*(member(100 * k, 12, cls=cls, transform=transform) for k in range(3)), batch_size=12)
         torch.manual_seed(2)

@@ -99,8 +99,8 @@ def test_ensembles_draw_from_it(own):
     torch.set_rng_state(before)
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize("prefetch", [None, 3])
+@each("name", SAMPLERS)
+@each("prefetch", [None, 3])
 def test_a_loaded_buffer_goes_on_where_the_saved_one_stood(name, prefetch, tmp_path):
     rb = buffer(name, prefetch=prefetch)
     drawn(rb)

@@ -51,7 +51,7 @@ def test_a_named_store_is_reopened_with_the_same_keys(tmp_path):
     check(LazyMemmapStorage.open(tmp_path).get(slice(None)), 4)
 
 
-@pytest.mark.parametrize(
+@each(
     "checkpointer",
     [TensorStorageCheckpointer, FlatStorageCheckpointer, NestedStorageCheckpointer, H5StorageCheckpointer],
 )

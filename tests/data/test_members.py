@@ -271,8 +271,8 @@ def test_contains_with_environments_takes_time_and_environment():
     assert storage.contains(index).tolist() == [True, True, False, False]
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize(("save", "load"), [("dumps", "loads"), ("dump", "load"), ("save", "load")])
+@each("storage", STORAGES)
+@each(("save", "load"), [("dumps", "loads"), ("dump", "load"), ("save", "load")])
 def test_a_storage_is_saved_under_each_name(tmp_path, storage, save, load):
     written, read = storage(10), storage(10)
     written.set(range(3), steps(0, 3))
@@ -281,7 +281,7 @@ def test_a_storage_is_saved_under_each_name(tmp_path, storage, save, load):
     assert numbers(read[:]) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
+@each(
     ("checkpointer", "storage"),
     [
         (TensorStorageCheckpointer, LazyTensorStorage),

@@ -213,8 +213,8 @@ STORAGES = {
 }
 
 
-@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("name", STORAGES)
+@each("kind", [ReplayBuffer, TensorDictReplayBuffer])
+@each("name", STORAGES)
 def test_every_storage_gives_the_same_batches_with_and_without_their_info(name, kind, tmp_path):
     paths = iter([tmp_path / "a", tmp_path / "b"])
     twins = Twins(kind, lambda: STORAGES[name](next(paths)))

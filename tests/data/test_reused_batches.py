@@ -406,7 +406,7 @@ def test_a_buffer_warns_where_no_batch_can_be_reused(monkeypatch):
     assert len({batch["obs"].data_ptr() for batch in held}) == 3
 
 
-@pytest.mark.parametrize("name", [*reuse._HELD, *reuse._CHANGED])
+@each("name", [*reuse._HELD, *reuse._CHANGED])
 def test_whatever_must_be_seen_in_a_tensor_is_tried_before_any_is_reused(name, monkeypatch):
     table = reuse._HELD if name in reuse._HELD else reuse._CHANGED
     monkeypatch.setitem(table, name, lambda tensor: None)  # as if the native core did not see it

@@ -434,8 +434,8 @@ class TestPrioritiesThatComeWithRows:
         link.shard = self.shard(tmp_path)
         assert self.priorities(link, torch.cat(index)) == [0.5, 4.0, 0.25, 4.0, 4.0, 2.0, 2.0, 0.125]
 
-    @pytest.mark.parametrize("fate", ["call", "answer"])
-    @pytest.mark.parametrize("local", [False, True])
+    @each("fate", ["call", "answer"])
+    @each("local", [False, True])
     def test_they_are_set_once_though_the_call_is_made_again(self, tmp_path: Path, fate: str, local: bool) -> None:
         link, rb = self.buffer(tmp_path, local)
         lost = iter([fate, fate])
@@ -465,7 +465,7 @@ class TestPrioritiesThatComeWithRows:
         rb.flush()
         assert stored(link) == list(range(6)) and self.priorities(link, index) == [0.5, 4.0, 3.0, 8.0]
 
-    @pytest.mark.parametrize("priority", [-1.0, float("nan"), torch.ones(3), torch.tensor([1.0, float("inf")])])
+    @each("priority", [-1.0, float("nan"), torch.ones(3), torch.tensor([1.0, float("inf")])])
     def test_wrong_ones_are_refused_with_their_rows(self, tmp_path: Path, priority: Any) -> None:
         link, rb = self.buffer(tmp_path)
         with pytest.raises(ValueError):

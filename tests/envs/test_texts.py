@@ -137,7 +137,7 @@ def test_actions_may_be_texts():
     assert env.action_spec.decode(next(iter(collector))["action"]) == ["policy"] * 4 and parrot.heard == "policy"
 
 
-@pytest.mark.parametrize(
+@each(
     ("word", "message"),
     [("x" * 300, "300 bytes"), ("a\0b", "character 0"), (7, "space says text"), (None, "space says text")],
 )

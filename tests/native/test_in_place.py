@@ -180,7 +180,7 @@ class TestKills:
         assert s.finish_interrupted() and s.epoch()[1] == before + 2
         os.close(fd)
 
-    @pytest.mark.parametrize("byte", [4, 8, 16, 24, 32, 40, 60, 80])
+    @each("byte", [4, 8, 16, 24, 32, 40, 60, 80])
     def test_an_entry_that_is_not_whole_is_dropped(self, tmp_path: Path, byte: int) -> None:
         image, at = self.marked(tmp_path / "s")
         image[at + byte] ^= 1

@@ -451,8 +451,8 @@ def test_held_back_steps_are_forgotten_where_the_rows_are(make):
     assert sent[0].transform._buffer["x"].flatten().tolist() == [100, 101]
 
 
-@pytest.mark.parametrize("make", [Delayed, Silent])
-@pytest.mark.parametrize("way", ["dumps", "state_dict"])
+@each("make", [Delayed, Silent])
+@each("way", ["dumps", "state_dict"])
 def test_held_back_steps_are_saved(make, way, tmp_path):
     rb, twin, other = (ReplayBuffer(storage=LazyTensorStorage(30), transform=make()) for _ in range(3))
     rb.extend(running(5))

@@ -269,7 +269,7 @@ FORGERIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("edit", FORGERIES, ids=lambda edit: edit.__name__)
+@each("edit", FORGERIES)
 def test_a_forged_file_is_refused_by_name_and_changes_nothing(tmp_path, edit):
     save_snapshot(tmp_path, {}, (H5StorageCheckpointer(), filled()))
     file = forged(tmp_path, edit)
@@ -288,7 +288,7 @@ def test_a_file_that_is_not_hdf5_is_refused(tmp_path):
         load(tmp_path, TedRings(200))
 
 
-@pytest.mark.parametrize(
+@each(
     "edit",
     [
         lambda d: d.update(lanes=[]),

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 from contracts.checkpointer import CheckpointerContract, RowRings, data_files
 from contracts.corruption import forge_file, forge_state
+from contracts.each import each
 from contracts.ted_rings import TedRings, ted_steps
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from engram.data.replay_buffers.checkpointers import (
@@ -323,8 +324,8 @@ def saved_bytes(data, checkpointer, path) -> int:
     return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
 
 
-@pytest.mark.parametrize(("rows", "n", "most"), [(cartpole, 20_000, 0.65), (pixels, 200, 0.55)])
-@pytest.mark.parametrize("make", [FlatStorageCheckpointer, NestedStorageCheckpointer, H5StorageCheckpointer])
+@each(("rows", "n", "most"), [(cartpole, 20_000, 0.65), (pixels, 200, 0.55)])
+@each("make", [FlatStorageCheckpointer, NestedStorageCheckpointer, H5StorageCheckpointer])
 def test_the_second_copy_of_the_observations_is_not_on_disk(rows, n, most, make, tmp_path):
     torch.manual_seed(0)
     data = rows(n)

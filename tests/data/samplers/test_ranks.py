@@ -72,7 +72,7 @@ def test_an_epoch_is_chosen_by_its_number():
         buffers[0].sampler.set_epoch(-1)
 
 
-@pytest.mark.parametrize("drawn", range(6))
+@each("drawn", range(6))
 def test_a_saved_learner_goes_on_in_its_part(drawn, tmp_path):
     for rank, buffer in enumerate(learners(2)):
         for _ in range(drawn):

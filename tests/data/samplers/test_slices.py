@@ -328,8 +328,8 @@ def assert_init_marked(batch, slice_id, mask=None):
     assert torch.equal(batch["is_init"].reshape(len(first), -1).any(1), expected)
 
 
-@pytest.mark.parametrize("kind", ALL_SLICES)
-@pytest.mark.parametrize("storage", STORAGES)
+@each("kind", ALL_SLICES)
+@each("storage", STORAGES)
 def test_first_step_of_each_slice_is_marked_as_init_and_the_stored_row_stays(kind, storage, tmp_path):
     for truncated_key in (None, ("next", "truncated")):
         sampler = ALL_SLICES[kind](truncated_key=truncated_key)

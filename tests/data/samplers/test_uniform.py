@@ -84,7 +84,7 @@ BUFFERS = {
 }
 
 
-@pytest.mark.parametrize("name", BUFFERS)
+@each("name", BUFFERS)
 def test_random_draws_are_uniform_over_what_is_stored(tmp_path, name):
     torch.manual_seed(0)
     rb = filled(tmp_path, **BUFFERS[name])
@@ -139,8 +139,8 @@ def test_places_in_a_large_permutation_are_uniform():
 
 
 # ---- epochs ----
-@pytest.mark.parametrize("name", BUFFERS)
-@pytest.mark.parametrize("shuffle", [True, False])
+@each("name", BUFFERS)
+@each("shuffle", [True, False])
 def test_every_step_is_drawn_once_in_each_epoch(tmp_path, name, shuffle):
     rb = filled(tmp_path, **BUFFERS[name])
     rb.set_sampler(SamplerWithoutReplacement(shuffle=shuffle))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict, tensorclass
 
+from contracts.each import each
 from contracts.pairwise import in_turns
 from engram import _native
 from engram.data import (
@@ -179,7 +180,7 @@ def test_random_programs_give_the_same_with_rows_as_with_objects(kind: str, buff
         assert packed(twins.rows.storage) == len(twins.rows)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FORMS[:-1] if "class" not in kind])  # which no file holds
+@each("kind", [kind for kind in FORMS[:-1] if "class" not in kind])  # which no file holds
 def test_saves_copies_and_states_are_those_of_objects(kind: str, tmp_path: Any) -> None:
     rng, batch = random.Random(0), steps_of(60)
     twins = Twins(TensorDictReplayBuffer, batch_size=6)

@@ -43,8 +43,8 @@ def test_what_is_no_size_is_refused_by_name(bad):
         parse_bytes(bad, "max_bytes")
 
 
-@pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("nbytes", [200_000, 345_679, "1MB"])
+@each("kind", MAKE)
+@each("nbytes", [200_000, 345_679, "1MB"])
 def test_as_many_steps_fit_as_the_bytes_have_room_for(kind, nbytes, tmp_path):
     storage = MAKE[kind](tmp_path, max_bytes=nbytes)
     assert storage.max_size is None and len(storage) == 0
@@ -59,7 +59,7 @@ def test_as_many_steps_fit_as_the_bytes_have_room_for(kind, nbytes, tmp_path):
     assert len(rb) == capacity and storage._is_full
 
 
-@pytest.mark.parametrize("kind", MAKE)
+@each("kind", MAKE)
 def test_a_size_below_one_step_is_refused_at_the_first_write(kind, tmp_path):
     rb = ReplayBuffer(storage=MAKE[kind](tmp_path, max_bytes=100))
     with pytest.raises(
@@ -79,8 +79,8 @@ def test_exactly_one_size_is_given(cls):
         ReplayBuffer(100, storage=cls(max_bytes="1MB"))
 
 
-@pytest.mark.parametrize("kind", ["memory", "temporary file", "named file"])
-@pytest.mark.parametrize("written", [0, 20])
+@each("kind", ["memory", "temporary file", "named file"])
+@each("written", [0, 20])
 def test_copies_have_as_much_room_and_equal_rows(kind, written, tmp_path):
     rb = TensorDictReplayBuffer(storage=MAKE[kind](tmp_path, max_bytes="200KB"))
     if written:

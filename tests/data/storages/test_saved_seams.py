@@ -53,7 +53,7 @@ CHECKPOINTERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("how, checkpointer, capacity", pairwise_product(SAVED, CHECKPOINTERS, [10, 12]))
+@each("how, checkpointer, capacity", pairwise_product(SAVED, CHECKPOINTERS, [10, 12]))
 def test_a_save_before_the_first_write_of_a_store_that_was_opened_again_cuts_where_that_write_does(
     tmp_path, how, checkpointer, capacity
 ):
@@ -117,8 +117,8 @@ def test_a_store_of_many_writers_is_saved_with_every_row_and_every_seam(tmp_path
         assert (batch[:, 1] - batch[:, 0] == 1).all() and len(batch[:, 0].unique()) == n + 1
 
 
-@pytest.mark.parametrize("capacity", [1000, 150, None])
-@pytest.mark.parametrize("how", SAVED)
+@each("capacity", [1000, 150, None])
+@each("how", SAVED)
 def test_a_list_of_many_writers_is_saved_with_every_item_and_every_seam(tmp_path, how, capacity):
     rb, twin = (ReplayBuffer(storage=ListStorage(capacity), collate_fn=list) for _ in range(2))
     last = 400

@@ -73,7 +73,7 @@ class TestRowsGoToTheirPlaces:
                 whole = [(lane * strands + e) * capacity + slot for e in range(strands) for slot in new]
                 assert all(_native.testing.is_whole(s, row) for row in whole)
 
-    @pytest.mark.parametrize("payload", [1, 71, 4080, 5000, 300_000], ids=str)
+    @each("payload", [1, 71, 4080, 5000, 300_000])
     def test_when_they_take_many_writes(self, payload: int, tmp_path: Path) -> None:
         n = 3_000_000 // (payload + 16)
         rows = made(payload, 1, n, payload)
