@@ -269,7 +269,7 @@ class _Tenancies:
         return record
 
     def write(self, record: _Record | None = None) -> None:
-        """Puts a record in force: in the file, whole or not at all, and then here. None: the same, of a changed store."""
+        """Puts a record in force, in the file and then here, whole or not at all; None: the same in a changed store."""
         record = self.record if record is None else record
         record = dataclasses.replace(record, store=_store_identity(self._storage))
         if self._folder is not None and self._storage.lanes is not None:
