@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.errors import StorageError
 from engram.pytree import collate_items
@@ -116,7 +117,7 @@ def test_the_live_view_is_the_list():
     assert rb.storage._storage == ["d", "b", "c"]
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.5, True])
+@each("size", [0, -1, 2.5, True])
 def test_a_bad_size_is_refused(size):
     with pytest.raises(ValueError, match="max_size"):
         ListStorage(size)
@@ -125,6 +126,14 @@ def test_a_bad_size_is_refused(size):
 def test_it_cannot_be_sent_to_another_process_and_says_what_can():
     with pytest.raises(StorageError, match="LazyTensorStorage"):
         ForkingPickler.dumps(ListStorage(3))
+
+
+def test_column_that_an_item_lacks_is_an_error():
+    rb = ReplayBuffer(storage=ListStorage(10))
+    rb.extend([{"a": torch.tensor(1)}, {"b": torch.tensor(2)}])
+    assert rb.storage.column(("a",), torch.tensor([0])).tolist() == [1]
+    with pytest.raises(KeyError, match="some of the stored items have no 'a'"):
+        rb.storage.column(("a",), torch.tensor([0, 1]))
 
 
 def test_a_place_that_is_not_there_leaves_the_others_as_they_were():
@@ -194,7 +203,7 @@ def test_by_default_a_list_holds_copies():
     assert [int(rb[slot]["n"]) for slot in range(4)] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
+@each(
     ("items", "difference"),
     [
         ([torch.zeros(1), torch.zeros(2)], r"it is torch.float32 \[2\] in item 1, and torch.float32 \[1\] in item 0"),
@@ -225,7 +234,7 @@ def test_a_batch_of_list_items_for_which_there_is_no_memory_says_so_and_not_that
         collate_items([huge, huge])
 
 
-@pytest.mark.parametrize("how", ["same", "dtypes", "shapes", "few"])
+@each("how", ["same", "dtypes", "shapes", "few"])
 def test_tensors_that_a_collate_function_gets_are_copies_of_their_own_form(how):
     items = [torch.full((2,), float(n)) for n in range(3 if how == "few" else 20)]
     if how != "few":
