@@ -162,7 +162,7 @@ def may_be_used(place: str, name: str) -> bool:
     if place.split(".")[0] != "engram" or is_satellite(place) or is_satellite(full) or {place, full} & {*OPEN}:
         return True
     if place == "engram":
-        return name == "__version__" or full in FACES
+        return name in ("__version__", "load") or full in FACES
     is_public = place in FACES or place.startswith("engram.kernel.")
     return is_public and name in importlib.import_module(place).__all__
 
