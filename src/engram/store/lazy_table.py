@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from engram import pytree
+from engram._copies import share_fd
 from engram.errors import StorageError
 from engram.pytree import KeyPath, TreeSpec
-from engram.store.files import StoreSpec, open_passed_store, refuse_if_memory_is_short, share_fd
+from engram.store.files import StoreSpec, open_passed_store, refuse_if_memory_is_short
 from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout

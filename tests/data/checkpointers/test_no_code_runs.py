@@ -61,8 +61,7 @@ NEEDED = {
     "envs/gym_make.py": ["import importlib", "importlib.import_module", "importlib.import_module"],
     "processes/worker.py": ["import pickle", "import cloudpickle"],
     "data/replay_buffers/storages/base.py": ["object.__reduce_ex__"],
-    "store/copies.py": [".__reduce_ex__"],
-    "store/files.py": ["object.__reduce_ex__"],
+    "_copies.py": ["object.__reduce_ex__", ".__reduce_ex__"],
 }
 # Functions that compute the name of an attribute, and where the name comes from: never from a file.
 COMPUTED = {

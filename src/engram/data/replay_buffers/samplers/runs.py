@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from engram import _native
+from engram._copies import CopiedAsPlain
 from engram.data.replay_buffers.samplers.base import EMPTY, DrawTotals, StorageState
 from engram.data.replay_buffers.samplers.draw import Draw, EpochInfo, Mark, is_per_row
 from engram.pytree import KeyPath, format_key, get_entry, has_batch_size, has_keys, set_entry
-from engram.store.copies import CopiedAsPlain
 from engram.store.episodes import EpisodeIndex
 
 if TYPE_CHECKING:

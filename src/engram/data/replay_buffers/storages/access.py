@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -14,13 +14,11 @@ from engram.data.replay_buffers.storages.overrides import (
     GetSetTable,
     InnerMethods,
     OuterMethods,
+    UsersStorage,
 )
 from engram.data.replay_buffers.storages.setting import RowSetter
 from engram.store.table import Table
 from engram.store.tables import Checked
-
-if TYPE_CHECKING:
-    from engram.data.replay_buffers.storages.base import Storage
 
 _T = TypeVar("_T")
 
@@ -126,7 +124,7 @@ class Access:
         """
         return self._inner.prepare_replace(checked, rows, slots)
 
-    def for_own_writers(self, storage: Storage) -> Any:
+    def for_own_writers(self, storage: UsersStorage) -> Any:
         """What a writer of a user's own calls `set` of, given the storage."""
         return CountedSets(storage) if isinstance(self.table, GetSetTable) else storage
 

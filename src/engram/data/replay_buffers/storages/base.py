@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engram import pytree
+from engram._copies import CopyForm, MadeFromParts, pickle_by_state
 from engram._system import fork_registry
 from engram.checkpoint.foreign import open_saved
 from engram.checkpoint.snapshot import save_snapshot
@@ -31,8 +32,6 @@ from engram.data.replay_buffers.storages.overrides import (
     UndefinedMethods,
 )
 from engram.pytree import KeyPath
-from engram.store.copies import CopyForm, MadeFromParts
-from engram.store.files import pickle_by_state
 from engram.store.indexing import MissingRowError, check_stored, from_slots, look_again, select, unwritten
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
@@ -88,7 +87,7 @@ class Storage(MadeFromParts):
         if ours is Storage and own >= {"get", "set"} and "append" not in own:
             cls._own_table = GetSetTable
         if ours is not Storage or cls._own_table is GetSetTable or "__getstate__" not in own:
-            pickle_by_state(cls)  # else sent to processes as it is pickled
+            pickle_by_state(cls, _check_sending)  # else sent to processes as it is pickled
 
     def __init__(self, max_size: int | None, checkpointer: Any = None, compilable: bool = False) -> None:
         missing = _MUST_DEFINE - self._overrides
@@ -543,6 +542,10 @@ class Storage(MadeFromParts):
     def __repr__(self) -> str:
         extra = self._held_table.extra
         return f"{type(self).__name__}(max_size={self.max_size}, len={len(self)}, ndim={self.ndim}{extra})"
+
+
+def _check_sending(storage: Storage) -> None:
+    storage.access.table.check_sending()
 
 
 _MUST_DEFINE = frozenset({"lanes", "check", "append", "overwrite", "read"})

@@ -15,17 +15,17 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engram import pytree
+from engram._copies import is_passing_fds
 from engram.data.replay_buffers.storages.setting import next_steps
 from engram.errors import StorageError
 from engram.pytree import KeyPath, format_key, get_entry
-from engram.store.files import is_passing_fds
 from engram.store.indexing import Selection, stored_generations, stored_slots
 from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
@@ -33,18 +33,52 @@ from engram.store.layout import LeafSpec
 from engram.store.table import NOT_SENT, ItemReader, Table
 from engram.store.tables import Checked, Rows, expand_slots
 
-if TYPE_CHECKING:
-    from engram.data.replay_buffers.storages.base import Storage
-
 # Each object has its own.
 _NOT_COPIED = {"mutex", "native", "access", "_attached", "_held_table", "_outer_methods", "_inner_methods"}
 _NOT_COPIED |= {"_saved_as", "_of_data"}
 
 
-def _without_parts(storage: Storage, state: dict[str, Any]) -> dict[str, Any]:
+def _without_parts(storage: UsersStorage, state: dict[str, Any]) -> dict[str, Any]:
     """What its class keeps, of the attributes of a storage."""
     parts = {name: part for name, part in vars(storage).items() if name in _NOT_COPIED}
     return {name: value for name, value in state.items() if name not in parts or value is not parts[name]}
+
+
+class UsersStorage(Protocol):
+    """A storage of a user's class, as a table around its methods calls it."""
+
+    mutex: Any
+    access: Any
+
+    @property
+    def lanes(self) -> Lanes | None: ...
+
+    @property
+    def env_shape(self) -> tuple[int, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+    # ---- our methods ----
+    def check(self, *args: Any) -> Checked: ...
+
+    def append(self, *args: Any) -> Tensor | int: ...
+
+    def replace(self, checked: Checked, rows: Tensor, slots: Tensor, /) -> None: ...
+
+    def overwrite(self, *args: Any) -> None: ...
+
+    def read(self, *args: Any) -> Rows: ...
+
+    def from_slots(self, slots: Tensor, /) -> Any: ...
+
+    # ---- TorchRL's ----
+    def get(self, index: Any, /) -> Any: ...
+
+    def set(self, index: Any, data: Any, /) -> None: ...
+
+    def _empty(self) -> None: ...
 
 
 class _OfStorage:
@@ -52,23 +86,23 @@ class _OfStorage:
     locks and files of a storage that is dropped would wait for the garbage collector.
     """
 
-    _ref: weakref.ref[Storage]
+    _ref: weakref.ref[UsersStorage]
 
     @property
-    def _storage(self) -> Storage:
+    def _storage(self) -> UsersStorage:
         storage = self._ref()
         assert storage is not None
         return storage
 
     @_storage.setter
-    def _storage(self, storage: Storage) -> None:
+    def _storage(self, storage: UsersStorage) -> None:
         self._ref = weakref.ref(storage)
 
 
 class _UsersTable(_OfStorage, Table):
     """The table of a child of `Storage` itself."""
 
-    def __init__(self, storage: Storage, max_size: int | None, own: frozenset[str]) -> None:
+    def __init__(self, storage: UsersStorage, max_size: int | None, own: frozenset[str]) -> None:
         super().__init__(max_size)
         self._storage, self._own = storage, own
         self.replaces_rows = "replace" in own
@@ -85,10 +119,10 @@ class _UsersTable(_OfStorage, Table):
     def take_counted(self, counted: Any) -> None:
         """In a copy: takes over what `counted` gave."""
 
-    def copied_parts(self) -> tuple[type[Storage], int | None, Any, Any]:
+    def copied_parts(self) -> tuple[type[UsersStorage], int | None, Any, Any]:
         """What a copy of a storage is made of whose class has a `__getstate__`: its class, size, counters and state."""
-        storage = self._storage
-        state: Any = storage.__getstate__()
+        storage: Any = self._storage
+        state = storage.__getstate__()
         state = _without_parts(storage, state) if isinstance(state, dict) else state
         return type(storage), self._max_size, self.counted, state
 
@@ -162,7 +196,7 @@ class UndefinedMethods:
 class GetSetTable(_UsersTable):
     """The table of a storage that defines `get`, `set` and `__len__` in TorchRL's form."""
 
-    def __init__(self, storage: Storage, max_size: int | None, own: frozenset[str]) -> None:
+    def __init__(self, storage: UsersStorage, max_size: int | None, own: frozenset[str]) -> None:
         super().__init__(storage, max_size, own)
         self.collate = _collate_list
 
@@ -315,7 +349,7 @@ class GetSetTable(_UsersTable):
 class CountedSets:
     """A storage whose class has a `set` of its own, for a writer: what the writer sets counts as stored."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: UsersStorage) -> None:
         self._given = storage
 
     def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> None:
@@ -374,7 +408,7 @@ class OuterMethods(_OfStorage):
     Buffers call these methods, which call the child's; its own call those of ours, which use the table.
     """
 
-    def __init__(self, table: Table, storage: Storage, own: frozenset[str]) -> None:
+    def __init__(self, table: Table, storage: UsersStorage, own: frozenset[str]) -> None:
         self._table, self._storage, self._own = table, storage, own
         #: Whether rows are written by `set`, as buffers of TorchRL's do it, and read by `get`.
         self.writes_by_set = _comes_first(type(storage), "set", {"check", "append"})
@@ -516,7 +550,7 @@ class OuterMethods(_OfStorage):
 class _ReaderByOverride(_OfStorage):
     """Reads items by the `read` or `get` of a user's child."""
 
-    def __init__(self, storage: Storage, copied: Callable[[Any], Any]) -> None:
+    def __init__(self, storage: UsersStorage, copied: Callable[[Any], Any]) -> None:
         self._storage, self._copied = storage, copied
 
     def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool) -> Rows:
@@ -533,7 +567,7 @@ class InnerMethods(_OfStorage):
     A writer that keeps the best calls `prepare_replace`.
     """
 
-    def __init__(self, table: Table, storage: Storage, own: frozenset[str]) -> None:
+    def __init__(self, table: Table, storage: UsersStorage, own: frozenset[str]) -> None:
         self._storage = storage
         child: Callable[[], Any] = self._ref  # not `self`, which has these functions and would be in a cycle with them
         self.fit, self.append, self.overwrite, self.read = table.fit, table.append, table.overwrite, table.read

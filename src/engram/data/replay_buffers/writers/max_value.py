@@ -10,10 +10,10 @@ from torch import Tensor
 
 from engram import _native, pytree
 from engram._arguments import BUILT_IN
+from engram._copies import PartlyCopied
 from engram.data.replay_buffers.storages.setting import next_steps
 from engram.data.replay_buffers.writers.round_robin import Placing, SavedWriter, Writer
 from engram.errors import StorageInUseError
-from engram.store.copies import PartlyCopied
 from engram.store.indexing import stored_slots
 from engram.store.layout import is_lazy
 
