@@ -530,11 +530,11 @@ class Storage(MadeFromParts):
         if isinstance(table, OwnTable | GetSetTable) and "__getstate__" in self._overrides:
             by_class = functools.partial(_made_by_class, table)
             return CopyForm(
-                lambda: self.mutex,
-                by_class,
-                True,
-                lambda memo: _reconstructed(self, memo, by_class()),
-                table.check_sending,
+                held_still=lambda: self.mutex,
+                parts=by_class,
+                copied=lambda memo: _reconstructed(self, memo, by_class()),
+                check_sending=table.check_sending,
+                is_sent=True,
             )
         copied = functools.partial(_deep_copy, self, table.own_state, self._checkpointer)
         return CopyForm(lambda: self.mutex, parts, is_pickled, copied, table.check_sending)
