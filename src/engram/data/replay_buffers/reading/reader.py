@@ -91,7 +91,7 @@ class Member:
         self._may_end = plan.has_epochs or not plan.is_ours
         # Whether it takes the lock by itself, which is all that a draw needs.
         self._draws_plainly = plan.is_ours and not plan.has_epochs and not storage.read_only
-        self._items = storage.item_reader
+        self._items = storage.access.item_reader
         self._stacks_items = collate_fn is collate_items
 
     @property

@@ -34,7 +34,7 @@ from engram.store.table import NOT_SENT, ItemReader, Table
 from engram.store.tables import Checked, Rows, expand_slots
 
 # Each object has its own.
-_NOT_COPIED = {"mutex", "native", "access", "_attached", "_held_table", "_outer_methods", "_inner_methods"}
+_NOT_COPIED = {"mutex", "native", "access", "_attached", "_held_table", "_outer_methods"}
 _NOT_COPIED |= {"_saved_as", "_of_data"}
 
 
@@ -168,7 +168,6 @@ class UndefinedMethods:
 
     known_lanes = lanes = None
     env_shape = ()
-    item_reader = None
 
     def __init__(self, table: OwnTable, name: str) -> None:
         self._name = name
