@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
 from engram._copies import MadeAnew, passing_fds
 from engram.errors import WorkerError
 from engram.processes.timeouts import CallTimer

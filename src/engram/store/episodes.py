@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
 from engram._copies import PartlyCopied
 from engram.pytree import SIGNED, Key, KeyPath, as_path, format_key
 from engram.store.lanes import Lanes

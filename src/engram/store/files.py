@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engram import _native
+import engram._native as _native
 from engram._system import boot_id, free_memory, human_bytes, open_regular, sync_directory
 from engram._text import log, visible, warn_user
 from engram.errors import StorageError

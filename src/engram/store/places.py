@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
 from engram._copies import is_passing_fds
 from engram._system import boot_id, parse_bytes
 from engram._text import log

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from engram import _native
+import engram._native as _native
 from engram._copies import MadeAnew, share_fd
 from engram._system import fork_registry, notice_fork
 from engram.errors import StorageError, StorageInUseError

@@ -598,9 +598,8 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     def __init__(
         self, in_keys: Keys = None, out_keys: Keys = None, in_keys_inv: Keys = None, out_keys_inv: Keys = None
     ) -> None:
-        kind = type(self)
-        is_keyed = kind._overrides.isdisjoint(_OF_VALUES)
-        self.in_keys, self.out_keys = _pair(in_keys, out_keys, "", must_fit=kind in BUILT_IN or is_keyed)
+        is_keyed = self._overrides.isdisjoint(_OF_VALUES)
+        self.in_keys, self.out_keys = _pair(in_keys, out_keys, "", must_fit=type(self) in BUILT_IN or is_keyed)
         self.in_keys_inv, self.out_keys_inv = _pair(in_keys_inv, out_keys_inv, "_inv")
 
     def clone(self: Self) -> Self:

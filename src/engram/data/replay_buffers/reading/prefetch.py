@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from engram import _native
+import engram._native as _native
 from engram._generator import Generator
 from engram._system import fork_registry, notice_fork, set_state, state_of
 from engram.data.replay_buffers.reading.reader import BatchReader, PreparedRows

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
 from engram._advice import advised
 from engram._checks import is_integer
 from engram._copies import Computed, CopiedAsPlain

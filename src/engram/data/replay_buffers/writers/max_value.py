@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from engram import _native, pytree
+import engram._native as _native
+from engram import pytree
 from engram._arguments import BUILT_IN
 from engram._copies import PartlyCopied
 from engram.data.replay_buffers.storages.setting import next_steps
