@@ -244,7 +244,7 @@ class RowTable:
         """
         with self.lanes.mutex, self.lanes.turn():  # the mutex of a forked child is another one than its caller holds
             lane = self.lanes.hold()
-            self.lanes.warn_of_evictions()
+            self.lanes.evictions.warn(lane, len(self.lanes), self.lanes.capacity)
             slots = self._store.append(lane, plan, most)
         if slots is None:
             raise IndexTakenError(
@@ -547,9 +547,9 @@ class ColumnTable:
             newest = [column[(published - 1) % capacity] for column in self._columns]
             begins = border.begins(newest, new)
             border.learn(newest, new, begins)
-            lanes.note_border(begins)
+            lanes.pending_borders.add(begins, lanes.mutex)
         border.learn_all(new, torch.arange(len(new[0]), device=self._device))
-        lanes.note_evidence(published + len(new[0]) - 1, border.evidence)
+        lanes.pending_borders.set_evidence(published + len(new[0]) - 1, border.evidence)
 
     def overwrite(
         self, slots: Tensor, leaves: list[Tensor], rows: Tensor | None = None, first: int | None = None
