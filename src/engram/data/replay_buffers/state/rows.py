@@ -109,7 +109,8 @@ class _Sink(StoredRows):
         envs = math.prod(env_shape)
         if counters["envs"] != envs:
             differences.append(f"counters of {counters['envs']} environments, but a layout of {envs} there")
-        room = table.lane_room(saved, env_shape)
+        known, size = table.known_lanes, table.size
+        room = size.lane_capacity(saved, env_shape, table.place) if known is None else known.store.lane_capacity
         rows = [lane["published"] - lane["base"] for lane in lanes]
         if len(lanes) > table.size.lanes:
             differences.append(f"{table.size.lanes} lanes here, {len(lanes)} there")
