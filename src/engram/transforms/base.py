@@ -561,7 +561,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     in_keys_inv: Sequence[Key] = ()
     out_keys_inv: Sequence[Key] = ()
 
-    # What `stream` says; a class may set them.
+    # The values in `stream`; a class may set them.
     inverse_in_order = False
     forward_in_order = False
     can_flush = True
@@ -772,7 +772,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
 
     @property
     def stream(self) -> StreamTraits:
-        """What a buffer has to know of it before it writes."""
+        """The facts that a buffer needs before it writes."""
         return StreamTraits(self.inverse_in_order, self.forward_in_order, self.can_flush)
 
     def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
@@ -1062,7 +1062,7 @@ Snapshot = list[dict[str, tuple[Any, Any]]]  # for each namespace: each attribut
 
 MEMORY = "_memory_of_writes"  # the attribute in which a transform keeps its `AttributeMemory`
 _LEFT_OUT = frozenset([*vars(nn.Module()), MEMORY, REGISTERED])
-_NO_SETTINGS = frozenset([*vars(nn.Module()), "_arguments"])  # attributes that are no settings
+_NO_SETTINGS = frozenset([*vars(nn.Module()), "_arguments"])  # attributes that are not settings
 
 
 class _ABSENT:

@@ -573,7 +573,7 @@ class ClipTransform(Transform, built_in=True):
 
 
 def _checked_limits(transform: Transform, **limits: Any) -> tuple[float | None, float | None]:
-    """The limits as numbers. Raises TypeError if both are None or one is no number; ValueError for a wrong order."""
+    """The limits as numbers. Raises TypeError if both are None or one is not a number; ValueError for a wrong order."""
     (first, given_low), (second, given_high) = limits.items()
     low, high = _checked_limit(first, given_low), _checked_limit(second, given_high)
     if low is None and high is None:
