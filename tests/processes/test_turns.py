@@ -36,7 +36,7 @@ from engram.store.files import StoreSession
 from engram.store.indexing import stored_slots
 from engram.store.lanes import Turns
 from engram.store.locks import LaneLocks
-from engram.store.tables import RowTable
+from engram.store.row_table import RowTable
 from engram.testing import env_steps, numbers, steps
 
 SECOND = pytest.mark.filterwarnings("ignore:this process and process:RuntimeWarning")

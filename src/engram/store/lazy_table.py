@@ -19,13 +19,15 @@ from engram import pytree
 from engram._copies import share_fd
 from engram.errors import StorageError
 from engram.pytree import KeyPath, TreeSpec
+from engram.store.column_table import ColumnTable
 from engram.store.files import StoreSpec, open_passed_store, refuse_if_memory_is_short
 from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.places import READ_ONLY, FirstWriters, NewTable, ObservedFile, OpenedTable, Place, TableSize, locks_of
+from engram.store.row_table import RowTable
+from engram.store.rows import Checked, MadeTable, Rows, expand_slots, warn_of_items
 from engram.store.table import Replacing, Table
-from engram.store.tables import Checked, ColumnTable, MadeTable, Rows, RowTable, expand_slots, warn_of_items
 
 _T = TypeVar("_T")
 _NO_STEPS = "nothing to add: the batch has no steps"

@@ -41,7 +41,7 @@ from engram.pytree import (
     no_array_error,
     set_per_item,
 )
-from engram.store.tables import RowTable
+from engram.store.row_table import RowTable
 from engram.transforms.compose import Compose
 
 _ROUNDS = 8  # of drawing again whole batches; then row by row

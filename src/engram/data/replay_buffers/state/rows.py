@@ -18,12 +18,13 @@ from engram.checkpoint.protocols import Rows, RowSource
 from engram.data.replay_buffers.state.checkpointers.rows import TensorStorageCheckpointer
 from engram.data.replay_buffers.state.plans import SavedStorage, TooManyRowsError
 from engram.errors import CheckpointError, CheckpointMisfitError, StorageError, StorageInUseError
+from engram.store.column_table import ColumnTable
 from engram.store.counters import Counters
 from engram.store.lanes import Lanes
 from engram.store.layout import LayoutState, MalformedLayoutError, RowLayout
 from engram.store.lazy_table import LazyTable
 from engram.store.places import READ_ONLY
-from engram.store.tables import ColumnTable, RowTable
+from engram.store.row_table import RowTable
 from engram.store.views import ChangeTracker, ColumnSnapshot, EmptySource, PrivateRows, RowSnapshot
 
 _COPY_BLOCK_BYTES = 16 << 20

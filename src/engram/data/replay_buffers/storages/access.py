@@ -19,8 +19,8 @@ from engram.data.replay_buffers.storages.overrides import (
 )
 from engram.data.replay_buffers.storages.setting import RowSetter
 from engram.store.indexing import MissingRowError, look_again, select, unwritten
+from engram.store.rows import Checked, Rows
 from engram.store.table import ItemReader, Table
-from engram.store.tables import Checked, Rows
 
 _T = TypeVar("_T")
 

@@ -36,8 +36,8 @@ from engram.store.indexing import check_stored, from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.places import checked_max_size
+from engram.store.rows import Checked, Rows
 from engram.store.table import Table
-from engram.store.tables import Checked, Rows
 
 _T = TypeVar("_T")
 

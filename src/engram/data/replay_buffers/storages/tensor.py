@@ -16,6 +16,7 @@ from engram._advice import advised, with_argument
 from engram.data.replay_buffers.state.rows import SavedRows
 from engram.data.replay_buffers.storages.base import Storage
 from engram.errors import StorageError
+from engram.store.column_table import ColumnTable
 from engram.store.lanes import Lanes
 from engram.store.layout import RowLayout
 from engram.store.lazy_table import LazyTable
@@ -30,7 +31,8 @@ from engram.store.places import (
     TableSize,
     memory_device,
 )
-from engram.store.tables import ColumnTable, Rows, RowTable
+from engram.store.row_table import RowTable
+from engram.store.rows import Rows
 from engram.store.unmade import UnmadeStore
 
 
