@@ -999,6 +999,22 @@ class TestTransformsOfAllMembers:
         assert torch.equal(batch["priority_weight"], info["priority_weight"])
 
 
+@pytest.mark.parametrize("tracks", [(True, False), (False, True)])
+@pytest.mark.parametrize("transform", [None, lambda batch: batch])
+def test_batches_have_generations_where_one_member_tracks_them(tracks, transform):
+    rbs = [
+        TensorDictReplayBuffer(storage=LazyTensorStorage(20), transform=transform, track_generations=this)
+        for this in tracks
+    ]
+    for rb in rbs:
+        rb.extend(steps(0, 12))
+    both = ReplayBufferEnsemble(*rbs, batch_size=4)
+    for _ in range(20):
+        batch, info = both.sample(return_info=True)
+        assert torch.equal(batch["generation"], info["generation"])
+        assert torch.equal(info["index_generation"], info["generation"])
+
+
 def test_ensembles_over_the_same_storages_in_other_orders_lock_them_in_one_order(tmp_path):
     storages = [LazyTensorStorage(20) for _ in range(2)]
     ensembles = [

@@ -23,7 +23,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from engram.data.replay_buffers.samplers.runs import mark
+from engram.data.replay_buffers.samplers.runs import RunRule, mark
 from engram.data.replay_buffers.samplers.slices import mark_rows
 from engram.testing.helpers import assert_equal, numbers, steps
 from engram.testing.sampler import SamplerContract
@@ -220,6 +220,40 @@ def test_a_setting_that_is_assigned_decides_the_next_draw(ask):
     assert len(rb.sample(8)) == 8 and sampler.num_slices == 2
 
 
+@pytest.mark.parametrize("ask", [{}, {"return_info": True}])
+def test_a_setting_that_is_assigned_while_a_plan_is_made_decides_the_next_draw(ask, monkeypatch):
+    sampler = SliceSampler(num_slices=1, traj_key="episode", strict_length=False)
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=4)
+    rb.extend(TensorDict({"episode": torch.tensor([0, 0, 1, 1, 1, 1, 1])}, [7]))
+    rb.sample(2, **ask)
+    plan = RunRule.plan
+
+    def plan_and_assign(rule, batch_size):  # as another thread may do at this moment
+        planned = plan(rule, batch_size)
+        monkeypatch.setattr(RunRule, "plan", plan)
+        sampler.strict_length = True
+        return planned
+
+    monkeypatch.setattr(RunRule, "plan", plan_and_assign)
+    rb.sample(**ask)
+    assert sampler.strict_length
+    assert {len(rb.sample(**ask)[0] if ask else rb.sample()) for _ in range(40)} == {4}
+
+
+def test_sizes_of_slices_are_not_both_none():
+    sampler = SliceSampler(slice_len=2, traj_key="episode")
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler)
+    rb.extend(TensorDict({"episode": torch.zeros(9).long()}, [9]))
+    with pytest.raises(TypeError, match="slice_len cannot be None where num_slices is: assign num_slices first"):
+        sampler.slice_len = None
+    assert sampler.slice_len == 2 and rb.sample(6, return_info=True)[1]["slice_id"].tolist() == [0, 0, 1, 1, 2, 2]
+    sampler.num_slices, sampler.slice_len = 2, None
+    assert rb.sample(6, return_info=True)[1]["slice_id"].tolist() == [0, 0, 0, 1, 1, 1]
+    with pytest.raises(TypeError, match="num_slices cannot be None where slice_len is"):
+        sampler.num_slices = None
+    assert len(rb.sample(8)) == 8
+
+
 def test_a_burn_in_that_is_assigned_decides_the_next_draw():
     sampler = SequenceSampler(num_slices=1, burn_in=3, traj_key="episode")
     rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=4)
@@ -392,7 +426,7 @@ def test_slices_that_came_as_rows_are_marked_as_those_of_a_buffer(kind):
         index, info = sampler.sample(rb.storage, 20)
         slices = info["slices"]
         expected, batch = rb[index], rb[index]
-        mark(expected, sampler._all_marks(), slices, {})
+        mark(expected, sampler.rule.marks, slices, {})
         mask = slices.mask() if ("collector", "mask") in info else None
         mark_rows(batch, sampler, slices.last().flatten(), mask)
         assert_equal(batch, expected)

@@ -492,12 +492,6 @@ class SumTreeView:
         return float(self[torch.arange(begin, end)].sum()) if begin < end else 0.0
 
 
-def _table_of(attributes: dict[str, Any]) -> PriorityTable:
-    """The table of a sampler whose pickle names it otherwise."""
-    table: PriorityTable = attributes.pop("_table")
-    return table
-
-
 @advised
 class PrioritizedSampler(Sampler, built_in=True):
     """Draws a step with probability proportional to `(p + eps) ** alpha` (Schaul et al., 2016), with replacement.
@@ -546,7 +540,6 @@ class PrioritizedSampler(Sampler, built_in=True):
         self.storage_state = PriorityTable(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
 
     storage_state: PriorityTable
-    _of_earlier_pickle = staticmethod(_table_of)
     alpha = StateSetting[float]("How much priorities count. Assigning it takes time in proportion to the storage.")
     beta = StateSetting[float]("How much weights correct for the priorities.")
     eps = StateSetting[float]("What is added to each priority. Assigning it takes time in proportion to the storage.")
@@ -672,6 +665,11 @@ class PrioritizedSampler(Sampler, built_in=True):
 
     def _check_sending(self) -> None:
         raise priorities_stay_here(self)
+
+    @classmethod
+    def _of_earlier_pickle(cls, attributes: dict[str, Any]) -> None:
+        if "storage_state" not in attributes:
+            attributes["storage_state"] = attributes.pop("_table")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.storage_state.settings_shown()})"
