@@ -5,8 +5,6 @@ import functools
 import importlib
 from pathlib import Path
 
-import pytest
-
 import engram
 import walls
 from contracts.each import each
@@ -220,7 +218,7 @@ def test_an_optional_package_is_imported_by_its_owners_only(package):
             assert package not in {name.split(".")[0] for name in imports(file)}, module
 
 
-@pytest.mark.parametrize("engine", ["store", "checkpoint", "processes", "ted", "interop"])
+@each("engine", ["store", "checkpoint", "processes", "ted", "interop"])
 def test_engines_know_no_buffer(engine):
     for module, file in MODULES.items():
         if module.startswith(f"engram.{engine}."):

@@ -60,15 +60,14 @@ ALLOWED = {
 def opens(module: str, tree: ast.AST) -> Iterator[tuple[str, str, str]]:
     """Every call that opens a file by a name: module, function, what is called."""
 
-    def visit(node: ast.AST, function: str) -> Iterator[tuple[str, str, str]]:
+    waiting: list[tuple[ast.AST, str]] = [(tree, "")]
+    while waiting:
+        node, function = waiting.pop()
         if isinstance(node, ast.FunctionDef):
             function = node.name
         if isinstance(node, ast.Call) and is_bare(node):
             yield module, function, ast.unparse(node.func)
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, function)
-
-    yield from visit(tree, "")
+        waiting += [(child, function) for child in ast.iter_child_nodes(node)]
 
 
 def is_bare(call: ast.Call) -> bool:
@@ -132,7 +131,7 @@ def loop(path: Path) -> None:
 PLANTS = [pipe, bound_socket, device, loop, Path.mkdir]
 
 
-@pytest.mark.parametrize("plant", PLANTS)
+@each("plant", PLANTS)
 def test_what_is_no_regular_file_is_an_error_at_once(plant, tmp_path):
     plant(tmp_path / "it")
     for follow_links in (False, True):

@@ -66,9 +66,7 @@ MAKERS = {
 }
 
 
-@pytest.fixture(
-    params=[name if name in ("store", "parquet") else pytest.param(name, marks=pytest.mark.deep) for name in MAKERS]
-)
+@pytest.fixture(params=[name if name == "store" else pytest.param(name, marks=pytest.mark.deep) for name in MAKERS])
 def hostile(request, tmp_path):
     """A path of such a name that holds such keys."""
     folder = tmp_path / KEY

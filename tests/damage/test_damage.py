@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from contracts.corruption import DAMAGES, EVERY_BYTE, Budget, Saved, damage
+from contracts.each import each
 from damage.formats import BUFFERS, DATASETS, TORCHRL, Buffers, Dataset, Snapshots, Store, TorchRL
 from engram.data.replay_buffers.checkpointers import rows
 
@@ -34,14 +35,14 @@ def some(names: Iterable[str], quick: Callable[[str], bool]) -> list[Any]:
     return [pytest.param(name, marks=[pytest.mark.quick] if quick(name) else []) for name in names]
 
 
-@pytest.mark.parametrize("form", some(FORMATS, lambda form: form in QUICK))
+@each("form", some(FORMATS, lambda form: form in QUICK))
 def test_damage_of_every_kind_is_noticed_and_named(form: str, ram_path: Path) -> None:
     saved = FORMATS[form](ram_path)
     for kind in DAMAGES:
         assert damage(saved, kind) or does_nothing(form, kind), f"{kind}: nothing was damaged"
 
 
-@pytest.mark.parametrize("kind", some(DAMAGES, lambda kind: kind != "changed bytes"))
+@each("kind", some(DAMAGES, lambda kind: kind != "changed bytes"))
 def test_damage_of_every_byte_of_a_small_checkpoint_is_noticed(
     kind: str, ram_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -109,7 +110,7 @@ class TestLedger:
         return {check.what for check in verify(ledger, buffer) if not check.holds}
 
     @pytest.mark.quick
-    @pytest.mark.parametrize("batches", [1, 2, 3, 7])
+    @each("batches", [1, 2, 3, 7])
     def test_a_whole_buffer_passes_before_and_after_it_went_round(self, tmp_path: Path, batches: int) -> None:
         buffer, ledger = self.written(tmp_path, batches)
         assert self.failed(ledger, buffer) == set()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from contracts.waiting import NEVER
 from engram.data import (
     LazyMemmapStorage,
@@ -703,7 +704,7 @@ def test_call_during_a_load_waits_for_its_end(what, name, tmp_path, monkeypatch)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", sorted(SAMPLERS.keys() - {"epochs", "slice epochs"}))
+@each("name", sorted(SAMPLERS.keys() - {"epochs", "slice epochs"}))
 def test_who_has_begun_to_draw_when_a_load_begins_waits_for_its_end(name, tmp_path, monkeypatch):
     rb = buffer(name)
     loading = Loading(rb, tmp_path, monkeypatch)

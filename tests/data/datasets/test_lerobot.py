@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from contracts.each import each
 from data.datasets.lerobot_files import CAMERA, TASKS, columns_of, write
 from engram import pytree
 from engram.data import LazyTensorStorage, ReplayBuffer, SliceSampler, Text
@@ -21,8 +22,8 @@ def read(folder, **options):
     return rb[:]
 
 
-@pytest.mark.parametrize("files", [1, 2, 3])
-@pytest.mark.parametrize("block", [1, 100, 1 << 20])
+@each("files", [1, 2, 3])
+@each("block", [1, 100, 1 << 20])
 def test_steps_have_the_observation_of_the_frame_after_within_their_episode(tmp_path, monkeypatch, files, block):
     monkeypatch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", block)
     found = read(write(tmp_path, files=files))
@@ -44,8 +45,8 @@ def flags_of(batch):
     )]  # fmt: skip
 
 
-@pytest.mark.parametrize("block", [1, 1 << 20])
-@pytest.mark.parametrize(
+@each("block", [1, 1 << 20])
+@each(
     ("last_step", "states", "flags"),
     [
         ("truncated", [0, 1, 2, 3, 4, 5, 6, 7], ["--", "--", "-c", "-c", "--", "--", "--", "-c"]),
@@ -128,8 +129,7 @@ def swapped(name, a, b):
     return {name: columns[name]}
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
+@each(("given", "said"),
     [
         ({"codebase_version": "v2.1"}, r"info\.json: says codebase_version 'v2\.1'; engram reads v3\.0"),
         ({"total_frames": 9}, r"meta/episodes: has 8 frames, meta/info\.json says 9"),
@@ -147,8 +147,7 @@ def swapped(name, a, b):
         ({"columns": swapped("frame_index", 5, 6)}, r"frame 2 of episode 2 where meta/episodes has frame 1 of epis"),
         ({"columns": swapped("index", 1, 2)}, r"has index 2 in frame 1 of the dataset; exclude=\['index'\] passes"),
         ({"columns": {"task_index": np.full(8, 5)}}, r"tasks\.parquet: has no task 5, which frames have"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_tables_that_do_not_fit_are_named(tmp_path, given, said):
     with pytest.raises(DatasetError, match=said):
         read(write(tmp_path, **given))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram._copies import passing_fds
 from engram.data import (
     LazyTensorStorage,
@@ -157,7 +158,7 @@ def test_another_storages_checkpointer_is_refused():
         Own(10).checkpointer = TensorStorageCheckpointer()
 
 
-@pytest.mark.parametrize("given", [[1, 2], torch.zeros(3), steps(0, 3), 5], ids=lambda g: type(g).__name__)
+@each("given", [[1, 2], torch.zeros(3), steps(0, 3), 5])
 def test_what_is_no_storage_is_refused_with_what_to_use(given):
     with pytest.raises(TypeError, match=r"storage must be a storage.*TensorStorage"):
         ReplayBuffer(storage=given)
