@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -131,9 +132,10 @@ class StateSetting(Generic[T]):
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = self._name or name
+        self._read = attrgetter(f"storage_state.{self._name}")
 
     def __get__(self, sampler: Any, owner: type | None = None) -> T:
-        value: Any = self if sampler is None else getattr(sampler.storage_state, self._name)
+        value: Any = self if sampler is None else self._read(sampler)
         return value  # type: ignore[no-any-return]
 
     def __set__(self, sampler: Any, value: T) -> None:
@@ -354,7 +356,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     def draw_plan(self, storage: Storage) -> DrawPlan:
         """How it draws from a storage, for the buffer that puts the two together."""
         own, is_ours = self._own_methods, type(self) in BUILT_IN
-        has_epochs = is_ours and self.storage_state.number is not None
+        has_epochs = self.storage_state.number is not None
         return DrawPlan(
             partial(self._draw_batch, storage), _rows_of_batch, partial(_cursor, self), partial(_put_back, self),
             is_ours=is_ours, epoch=partial(_epoch_of, self) if has_epochs else None,

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 _WEIGHTS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _REDUCTIONS = ("max", "min", "mean", "median")
-_CONFIG = ("alpha", "eps", "reduction", "max_priority_within_buffer")
 
 
 def _checked(name: str, value: Any) -> float:
@@ -357,7 +356,10 @@ class PriorityTable(RunSource):
 
     def settings(self) -> dict[str, Any]:
         """The settings that decide which rows are drawn."""
-        return {name: getattr(self, name) for name in _CONFIG}
+        return {
+            "alpha": self._alpha, "eps": self._eps, "reduction": self.reduction,
+            "max_priority_within_buffer": self.max_priority_within_buffer,
+        }  # fmt: skip
 
     @staticmethod
     def check_saved(state: dict[str, Any]) -> None:
