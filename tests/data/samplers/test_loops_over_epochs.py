@@ -19,6 +19,10 @@ from engram.data.replay_buffers.reading.reader import Member
 CAPACITY = 12
 
 
+class OwnEpochs(SamplerWithoutReplacement):
+    """A sampler that a user derives from ours."""
+
+
 @pytest.fixture(params=[0, 1])
 def ahead(request, monkeypatch):
     """How many batches are prepared ahead."""
@@ -26,8 +30,8 @@ def ahead(request, monkeypatch):
     return request.param
 
 
-def rows(**settings):
-    sampler = SamplerWithoutReplacement(shuffle=False)
+def rows(kind=SamplerWithoutReplacement, **settings):
+    sampler = kind(shuffle=False)
     return ReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=sampler, batch_size=4, **settings)
 
 
@@ -76,6 +80,16 @@ def test_loop_ends_where_the_rest_of_its_epoch_was_overwritten(make, ahead):
             filled(rb, 60)
     assert 4 <= len(seen) <= 4 * (1 + ahead) and max(seen) < CAPACITY
     assert_one_epoch(rb, make)
+
+
+@pytest.mark.parametrize("settings", [{}, {"drop_last": True}])
+@pytest.mark.parametrize("kind", [SamplerWithoutReplacement, OwnEpochs])
+def test_loop_with_other_settings_ends_where_the_rest_of_its_epoch_was_overwritten(kind, settings):
+    rb = filled(rows(lambda **order: kind(**order, **settings)))
+    for i, batch in enumerate(rb):
+        assert i == 0 and max(numbers(batch)) < CAPACITY
+        filled(rb, 60)
+    assert_one_epoch(rb, rows)
 
 
 def test_loop_over_an_ensemble_ends_where_the_rest_of_an_epoch_was_overwritten():

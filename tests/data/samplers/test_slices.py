@@ -24,6 +24,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from engram.data.replay_buffers.samplers.frames import FrameStackSampler
 from engram.data.replay_buffers.samplers.runs import RunRule, mark
 from engram.data.replay_buffers.samplers.slices import mark_rows
 from engram.testing.helpers import assert_equal, numbers, steps
@@ -219,6 +220,23 @@ def test_a_setting_that_is_assigned_decides_the_next_draw(ask):
     with pytest.raises(ValueError, match="num_slices must be a positive integer"):
         sampler.num_slices = 0
     assert len(rb.sample(8)) == 8 and sampler.num_slices == 2
+
+
+def test_pickles_of_samplers_that_had_their_settings_as_attributes_are_read():
+    samplers = [
+        SliceSampler(slice_len=3, span=(1, True), pad_output=True, slice_key="s", weight="steps"),
+        SliceSamplerWithoutReplacement(num_slices=2, truncated_key=None),
+        SequenceSampler(slice_len=4, burn_in=2, mask_key="m", init_key=None),
+        PrioritizedSliceSampler(50, 0.7, 0.5, num_slices=2, strict_length=False),
+        FrameStackSampler(slice_len=3),
+    ]
+    for sampler in samplers:
+        state = sampler.__getstate__()
+        rule = state.pop("rule")
+        shown = {name: value for name, value in rule._asdict().items() if hasattr(type(sampler), name)}
+        read = type(sampler).__new__(type(sampler))
+        read.__setstate__({**state, **shown})
+        assert read.rule == rule and repr(read) == repr(sampler) and not shown.keys() & vars(read).keys()
 
 
 @pytest.mark.parametrize("ask", [{}, {"return_info": True}])
