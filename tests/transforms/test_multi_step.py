@@ -253,7 +253,7 @@ def test_an_extend_that_leads_to_nothing_to_write_returns_no_indices():
             rb.extend(stream([9])[:2])
 
 
-def test_what_waits_is_a_copy():
+def test_waiting_steps_are_copies():
     rb, batch = buffer(), stream([6])
     piece = batch[:4].clone()
     rb.extend(piece)
@@ -570,7 +570,7 @@ class TestFlushing:
 
     @pytest.mark.parametrize("envs", [0, 2])
     @pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
-    def test_it_writes_what_an_end_of_the_trajectories_would_have_written(self, envs, storage):
+    def test_flush_writes_what_an_end_of_the_trajectories_would(self, envs, storage):
         if envs and storage is ListStorage:
             pytest.skip("a list has one dimension")
         ended, flushed = (

@@ -258,7 +258,7 @@ def test_saves_in_the_background_hold_what_was_there_when_they_began(make, tmp_p
     assert all(twin[:][k].numpy().tobytes() == before[k].numpy().tobytes() for k in names) and len(twin) == 50
 
 
-def test_a_storage_takes_another_checkpointer_and_says_so_to_who_loads_with_the_wrong_one(tmp_path):
+def test_loading_with_another_checkpointer_names_the_one_that_saved(tmp_path):
     rb, twin = (ReplayBuffer(storage=LazyTensorStorage(50)) for _ in range(2))
     rb.extend(few_rows())
     rb.storage.checkpointer = NestedStorageCheckpointer()
