@@ -107,7 +107,7 @@ def round_trip(checkpointer, rings, like):
     base=s.integers(0, 20),
     chunk_bytes=s.sampled_from([200, 2000, 1 << 24]),
 )
-@settings(max_examples=36, deadline=None)
+@settings(max_examples=24, deadline=None)
 def test_rings_of_any_state_come_back(kind, counts, strands, capacity, exceptions, length, base, chunk_bytes):
     make = TensorStorageCheckpointer if kind == "rows" else MAKERS[kind]
     with pytest.MonkeyPatch.context() as patch:
