@@ -207,7 +207,7 @@ def test_a_batch_that_a_writer_overtook_is_drawn_again_and_nobody_waits_for_ever
     for storage, names in ((LazyTensorStorage(50), ["read"]), (ListStorage(50), ["read_batch", "read_own"])):
         rb = ReplayBuffer(storage=storage, prefetch=2, batch_size=7)
         rb.extend(torch.arange(50))
-        reads, torn = storage.item_reader or storage, []
+        reads, torn = storage.access.item_reader or storage, []
 
         def torn_at_first(read, _torn=torn):
             def read_torn(slots, *args, **kwargs):

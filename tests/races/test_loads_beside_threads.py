@@ -35,7 +35,7 @@ from engram.data import (
 from engram.data.replay_buffers.samplers.base import WorkerShare
 from engram.data.replay_buffers.samplers.runs import mark
 from engram.store.items import ItemTable
-from engram.store.tables import RowTable
+from engram.store.row_table import RowTable
 
 ROWS = 64
 STATES = (1, 2, 3)

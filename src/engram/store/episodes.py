@@ -286,7 +286,7 @@ class _Settled:
     def __enter__(self) -> None:
         self._mutex = self._lanes.mutex
         self._mutex.acquire()
-        self._lanes.settle_borders()
+        self._lanes.pending_borders.settle(self._lanes.mutex)
 
     def __exit__(self, *_: object) -> None:
         self._mutex.release()

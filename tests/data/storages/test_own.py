@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from contracts.each import each
+from engram._copies import passing_fds
 from engram.data import (
     LazyTensorStorage,
     ListStorage,
@@ -272,14 +273,20 @@ class Kept(Own):
         self._lanes.advance(state["_lanes"])
 
 
+def passed(part):
+    with passing_fds([]):
+        return pickle.loads(pickle.dumps(part))
+
+
 @pytest.mark.parametrize(
     "copied",
     [
         copy.deepcopy,
         lambda part: pickle.loads(pickle.dumps(part)),
         lambda part: pickle.loads(ForkingPickler.dumps(part)),
+        passed,
     ],
-    ids=["deepcopy", "pickle", "sent"],
+    ids=["deepcopy", "pickle", "sent", "passed"],
 )
 def test_class_may_say_that_all_its_attributes_are_copied(copied):
     rb = buffer(Kept(10))

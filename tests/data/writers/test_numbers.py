@@ -35,7 +35,7 @@ from engram.data.datasets import write_hdf5, write_parquet
 from engram.errors import CheckpointMisfitError, StorageError
 from engram.store import files
 from engram.store.lanes import Lanes
-from engram.store.tables import RowTable
+from engram.store.row_table import RowTable
 
 STORAGES: dict[str, Callable[[int, Path], Any]] = {
     "list": lambda n, path: ListStorage(n),

@@ -42,7 +42,7 @@ from engram.pytree import (
     no_array_error,
     set_per_item,
 )
-from engram.store.tables import RowTable
+from engram.store.row_table import RowTable
 from engram.transforms.compose import Compose
 
 _ROUNDS = 8  # of drawing again whole batches; then row by row
@@ -112,7 +112,7 @@ class Member:
         self._may_end = plan.epoch is not None or not plan.is_ours
         # Whether it takes the lock by itself, which is all that a draw needs.
         self._draws_plainly = plan.is_ours and plan.epoch is None and not storage.read_only
-        self._items = storage.item_reader
+        self._items = storage.access.item_reader
         self._stacks_items = collate_fn is collate_items
 
     @property
