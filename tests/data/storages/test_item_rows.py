@@ -417,3 +417,25 @@ def test_bad_arguments_of_the_native_rows_are_errors() -> None:
 
 def _with_sequence() -> Any:
     return PackedItems({"a": torch.zeros(0)}, Lanes.in_memory(10)).layout.with_sequence().codec
+
+
+def test_rows_without_a_limit_take_memory_as_they_are_written() -> None:
+    rb = ReplayBuffer(storage=ListStorage(), batch_size=4)
+    for first in range(0, 40_000, 500):
+        rb.extend([{"a": torch.full((3,), i), "b": torch.tensor(-i)} for i in range(first, first + 500)])
+    assert packed(rb.storage) == len(rb) == 40_000
+    store = rb.storage._held_table.by_slot.packed._store
+    assert rb.storage.nbytes == 40_000 * 32 and 40_000 <= store.room < 100_000
+    assert all(rb[i]["a"].tolist() == [i] * 3 and rb[i]["b"] == -i for i in (0, 1, 499, 500, 20_000, 39_999))
+    with pytest.raises(IndexError):
+        rb[40_000]
+
+
+def test_objects_between_rows_are_no_rows_wherever_they_are() -> None:
+    rb = ReplayBuffer(storage=ListStorage(5000), collate_fn=lambda items: items)
+    rb.add({"a": torch.zeros(1)})
+    rb.extend([str(i) for i in range(4000)])
+    rb.add({"a": torch.ones(1)})
+    assert packed(rb.storage) == 2 and rb[4001] == {"a": torch.ones(1)} and rb[3000] == "2999"
+    rb[2000] = {"a": torch.full((1,), 2.0)}
+    assert rb[2000] == {"a": torch.full((1,), 2.0)} and packed(rb.storage) == 3
