@@ -1,9 +1,22 @@
-"""Both tiers in one run: each worker runs its share of the quick tests first, and then its share of the deep ones."""
+"""Which cases run in CI and which at night, and the order of quick and deep tests in one run: quick ones first."""
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import pytest
 
 Item = TypeVar("Item")
+
+
+def in_ci(cases: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
+    """The cases for `parametrize`: those that are kept stay in their tier, the others are long."""
+    every, some = list(cases), list(kept)
+    assert some and all(case in every for case in some), f"{some} are not among {every}"
+    long = pytest.mark.long
+    return [
+        case if case in some else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=long)
+        for case in every
+    ]
 
 
 def in_tiers(quick: Sequence[Item], deep: Sequence[Item], longest: Sequence[Item], workers: int) -> list[Item]:
