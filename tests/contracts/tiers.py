@@ -1,6 +1,7 @@
 """Which cases run in CI and which at night, and the order of quick and deep tests in one run: quick ones first."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import product
 from typing import Any, TypeVar
 
 import pytest
@@ -17,6 +18,16 @@ def in_ci(cases: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
         case if case in some else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=long)
         for case in every
     ]
+
+
+def in_turns(*factors: Collection[Any]) -> list[Any]:
+    """All rows of a product; CI has those in which the values of each factor take turns, so that every value is in one.
+
+    Fewer than pairs: for factors that have nothing to do with each other.
+    """
+    values = [list(factor) for factor in factors]
+    turns = range(max(map(len, values)))
+    return in_ci(product(*values), [tuple(each[k % len(each)] for each in values) for k in turns])
 
 
 def in_tiers(quick: Sequence[Item], deep: Sequence[Item], longest: Sequence[Item], workers: int) -> list[Item]:
