@@ -71,7 +71,9 @@ def run_page(path: str, folder: Path) -> None:
         for line in text.splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["engram"]:
-                _run([sys.executable, "-m", "engram.cli", *words[1:]], path, folder)
+                command = folder / "command.py"
+                command.write_text("import runpy\nrunpy.run_module('engram.cli', run_name='__main__')\n")
+                _check(finished(Program(command, *words[1:], cwd=folder)), path)
             elif words[:1] == ["make"]:
                 done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
                 assert done.returncode == 0, f"{path}: `{line}`: {done.stderr}"
