@@ -22,7 +22,7 @@ help:
 	@echo "make demo       train an agent on CartPole from a mapped buffer that is killed in the middle (under half a minute)"
 	@echo "make test       the tests"
 	@echo "make check      ruff, mypy, pyright, layering, stubs"
-	@echo "make ci         all that runs on every submission, but for parts that nothing has changed (twenty minutes)"
+	@echo "make ci         all that runs on every submission, but for parts that nothing has changed (fifteen minutes)"
 	@echo "make release-check  the same with every part"
 	@echo "make bench      ours against other replay libraries (about twenty minutes)"
 	@echo "make interop    code written for TorchRL, with only its imports changed (an environment of its own)"

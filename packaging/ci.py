@@ -1,14 +1,12 @@
 """Everything that runs on every submission: `.ci/run`, or `make ci`.
 
-    .ci/run             every part, one after the other, but for those that nothing has changed since they passed
-    make ci             the same in two queues
-    make release-check  every part, in two queues
+    .ci/run, make ci    every part, but for those that nothing has changed since they passed
+    make release-check  every part
     python packaging/ci.py docs model  these parts, and those that they need
 
-Two queues run beside each other, as tests wait for processes and parts for the network. The tests with Ray come after
-the others: their shards are given up where they do not answer in time. The output of a part comes when it ends, and
-stays in build/ci. A fault stops no other part; at the end there is a table of all parts, and the last lines of those
-that failed.
+Two parts run beside each other: most use one core, or wait for processes and the network. Parts that are `alone` use
+both cores, and their tests have limits of time. The output of a part comes when it ends, and stays in build/ci. A fault
+stops no other part; at the end there is a table of all parts, and the last lines of those that failed.
 
 A part is skipped if all that it can see is as it was when the part last passed. The hashes of that are kept beside the
 layers of environments (packaging/environment.py); in a clean clone without such a folder every part runs.
@@ -45,6 +43,7 @@ EVERY = (
     "packaging/requirements-*.txt",
     "benchmarks/requirements-peers.txt",
 )
+BESIDE = 2
 KILLED_AFTER_S = 10
 TOLD_EACH_S = 60
 LAST_LINES = 60
@@ -52,31 +51,33 @@ LAST_LINES = 60
 
 @dataclass(frozen=True)
 class Part:
-    """A command. `sees` are the paths, beside EVERY, that can change its outcome; without them it is never skipped."""
+    """A command, which runs after the parts that it `needs`.
+
+    `sees` are the paths, beside EVERY, that can change its outcome; without them it is never skipped. No other part
+    runs beside one that is `alone`.
+    """
 
     name: str
     command: tuple[str, ...]
     needs: tuple[str, ...] = ()
     sees: tuple[str, ...] = ()
+    alone: bool = False
 
 
-def make(name: str, *targets: str, needs: tuple[str, ...] = (), sees: tuple[str, ...] = ()) -> Part:
-    return Part(name, ("make", *(targets or (name,))), needs, sees)
+def make(
+    name: str, *targets: str, needs: tuple[str, ...] = (), sees: tuple[str, ...] = (), alone: bool = False
+) -> Part:
+    return Part(name, ("make", *(targets or (name,))), needs, sees, alone)
 
 
 BUILT = ("environment",)
 ALL_TESTS = ("tests", "src", "docs", "examples", "README.md")
-TESTS = (
+#: In the order in which they start: what the others need, then the longest.
+PARTS = (
     make("environment"),
-    make("static", needs=BUILT),
-    make("tests", "test-tiers", needs=BUILT),
-    make("test-ray", needs=BUILT, sees=(*ALL_TESTS, "benchmarks")),
-)
-OTHERS = (
     Part("tools", (".ci/tools",)),
-    make("docs", sees=("docs", "mkdocs.yml", "src", "packaging", "examples", "benchmarks", "*.md")),
     make("model", needs=("tools",), sees=("tests/model", "src/native")),
-    make("interop", needs=BUILT, sees=(*ALL_TESTS, "benchmarks")),
+    make("test-ray", needs=BUILT, sees=(*ALL_TESTS, "benchmarks")),
     make(
         "wheel-check",
         sees=("src", "packaging", "tests/native", "tests/conftest.py", "tests/contracts", "*.md", "LICENSE"),
@@ -88,6 +89,10 @@ OTHERS = (
         needs=("tools", *BUILT),
         sees=("src", "benchmarks"),
     ),
+    make("static", needs=BUILT),
+    make("docs", sees=("docs", "mkdocs.yml", "src", "packaging", "examples", "benchmarks", "*.md")),
+    make("tests", "test-tiers", needs=BUILT, alone=True),
+    make("interop", needs=BUILT, sees=(*ALL_TESTS, "benchmarks"), alone=True),
 )
 
 
@@ -131,14 +136,15 @@ class Outcome:
 
 @dataclass
 class Run:
-    """Queues of parts, and what became of each."""
+    """Parts, at most BESIDE beside each other, and what became of each."""
 
-    queues: Sequence[Sequence[Part]]
+    parts: Sequence[Part]
     root: Path
     kept: Path
     on: str
     everything: bool = False
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    taken: dict[str, Part] = field(default_factory=dict)
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
     stopped: bool = False
@@ -146,7 +152,7 @@ class Run:
 
     def __call__(self) -> bool:
         """Whether every part passed, or was skipped."""
-        threads = [threading.Thread(target=self._queue, args=(queue,)) for queue in self.queues]
+        threads = [threading.Thread(target=self._work) for _ in range(BESIDE)]
         self.logs.mkdir(parents=True, exist_ok=True)
         try:
             for thread in threads:
@@ -181,8 +187,9 @@ class Run:
         for process in running:
             _signal(process, signal.SIGKILL)
 
-    def _queue(self, parts: Sequence[Part]) -> None:
-        for part in parts:
+    def _work(self) -> None:
+        """Does one part after the other until all are taken."""
+        while part := self._take():
             try:
                 outcome = self._do(part)
             except Exception:
@@ -192,11 +199,23 @@ class Run:
                 self.outcomes[part.name] = outcome
                 self.changed.notify_all()
 
+    def _take(self) -> Part | None:
+        """The first part that may start, as soon as there is one; None where no part is left or the run is stopped."""
+        with self.changed:
+            while not self.stopped and (left := [part for part in self.parts if part.name not in self.taken]):
+                if part := next(filter(self._may_start, left), None):
+                    self.taken[part.name] = part
+                    return part
+                self.changed.wait()
+            return None
+
+    def _may_start(self, part: Part) -> bool:
+        beside = [other for other in self.taken.values() if other.name not in self.outcomes]
+        alone = not beside if part.alone else not any(other.alone for other in beside)
+        return alone and all(need in self.outcomes for need in part.needs)
+
     def _do(self, part: Part) -> Outcome:
         with self.changed:
-            self.changed.wait_for(lambda: self.stopped or all(need in self.outcomes for need in part.needs))
-            if self.stopped:
-                return Outcome("not run")
             if any(self.outcomes[need].word not in ("passed", "skipped") for need in part.needs):
                 return Outcome("not run")
         before = state(part, self.root, self.on)
@@ -247,11 +266,10 @@ class Run:
 
     def _report(self) -> None:
         print(f"\n{'part':<14}{'':<10}{'began':>7}{'took':>8}{'CPU':>8}")
-        for queue in self.queues:
-            for part in queue:
-                outcome = self.outcomes.get(part.name, Outcome("not run"))
-                times = "".join(f"{_clock(t):>8}" for t in (outcome.began, outcome.took, outcome.cpu))
-                print(f"{part.name:<14}{outcome.word:<9}{times if outcome.took else ''}")
+        for part in self.parts:
+            outcome = self.outcomes.get(part.name, Outcome("not run"))
+            times = "".join(f"{_clock(t):>8}" for t in (outcome.began, outcome.took, outcome.cpu))
+            print(f"{part.name:<14}{outcome.word:<9}{times if outcome.took else ''}")
         print(f"{'all':<14}{'':<9}{'':>8}{_clock(time.monotonic() - self.began):>8}")
         for name, outcome in self.outcomes.items():
             if outcome.word == "failed":
@@ -274,31 +292,28 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def chosen(queues: Sequence[Sequence[Part]], names: Sequence[str]) -> list[list[Part]]:
+def chosen(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
     """The parts of these names and those that they need; all without names."""
-    parts = {part.name: part for queue in queues for part in queue}
-    if unknown := set(names) - set(parts):
-        raise SystemExit(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
-    wanted = set(names or parts)
+    known = {part.name: part for part in parts}
+    if unknown := set(names) - set(known):
+        raise SystemExit(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    wanted = set(names or known)
     for name in list(wanted):
-        wanted.update(parts[name].needs)
-    return [[part for part in queue if part.name in wanted] for queue in queues]
+        wanted.update(known[name].needs)
+    return [part for part in parts if part.name in wanted]
 
 
 def _stop_by_signal(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def main(queues: Sequence[Sequence[Part]] = (TESTS, OTHERS), on: Callable[[], str] = machine) -> None:
+def main(parts: Sequence[Part] = PARTS, on: Callable[[], str] = machine) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART")
     parser.add_argument("--all", action="store_true", help="also parts that nothing has changed since they passed")
-    parser.add_argument("--in-turn", action="store_true", help="one part after the other")
     asked = parser.parse_args()
-    if asked.in_turn:
-        queues = [[part for queue in queues for part in queue]]
     signal.signal(signal.SIGTERM, _stop_by_signal)
-    run = Run(chosen(queues, asked.parts), ROOT, kept_in(), on(), asked.all)
+    run = Run(chosen(parts, asked.parts), ROOT, kept_in(), on(), asked.all)
     sys.exit(0 if run() else 1)
 
 

@@ -172,7 +172,7 @@ def prefetching():
     """Batches of a buffer with `prefetch` are prepared by threads also where they are as quick as those of tests."""
     with pytest.MonkeyPatch.context() as patch:
         if TORCH:
-            from engram.data.replay_buffers import prefetch  # late, as above
+            from engram.data.replay_buffers.reading import prefetch  # late, as above
 
             patch.setattr(prefetch, "PAYS_FROM_S", 0.0)
         yield

@@ -38,10 +38,10 @@ def clone(tmp_path):
 
 @pytest.fixture
 def run(ci, clone, tmp_path):
-    """`run(part, ...)` runs queues of one part each, and gives each part's outcome in a word."""
+    """`run(part, ...)` runs these parts, and gives each part's outcome in a word."""
 
     def start(*parts, on="this machine", everything=False):
-        it = ci.Run([[part] for part in parts], clone, tmp_path / "kept", on, everything)
+        it = ci.Run(parts, clone, tmp_path / "kept", on, everything)
         whole = it()
         words = {name: outcome.word for name, outcome in it.outcomes.items()}
         assert whole == (set(words.values()) <= {"passed", "skipped"})
@@ -50,8 +50,8 @@ def run(ci, clone, tmp_path):
     return start
 
 
-def shell(ci, name, text, needs=(), sees=()):
-    return ci.Part(name, ("sh", "-c", text), needs, sees)
+def shell(ci, name, text, needs=(), sees=(), alone=False):
+    return ci.Part(name, ("sh", "-c", text), needs, sees, alone)
 
 
 def test_failed_part_stops_no_other_part_and_its_last_lines_are_shown_at_the_end(ci, run, capsys):
@@ -79,11 +79,34 @@ def test_part_starts_after_the_parts_that_it_needs(ci, run, clone):
     assert run(after, shell(ci, "first", "sleep 0.1; touch made")) == {"first": "passed", "after": "passed"}
 
 
-def test_queues_run_beside_each_other(ci, run, clone):
+def test_two_parts_run_beside_each_other(ci, run, clone):
     os.mkfifo(clone / "one")
     os.mkfifo(clone / "other")
     here, there = "echo x >one; cat other", "cat one; echo x >other"
     assert set(run(shell(ci, "here", here), shell(ci, "there", there)).values()) == {"passed"}
+
+
+def test_no_part_runs_beside_one_that_is_alone_nor_three_beside_each_other(ci, run, clone):
+    (clone / "now").mkdir()
+    count = "touch now/$0; sleep 0.02; ls now | wc -l >>$1; sleep 0.02; rm now/$0"
+    parts = [
+        ci.Part(f"{kind}{k}", ("sh", "-c", count, f"{kind}{k}", kind), alone=kind == "alone")
+        for k in range(3)
+        for kind in ("alone", "beside")
+    ]
+    assert set(run(*parts).values()) == {"passed"}
+    assert (clone / "alone").read_text().split() == ["1"] * 3
+    assert set((clone / "beside").read_text().split()) <= {"1", "2"}
+
+
+def test_part_that_may_start_does_not_wait_for_those_before_it(ci, run, clone):
+    waits = shell(ci, "waits", "test -e made", needs=("first",))
+    parts = [
+        shell(ci, "first", "until test -e late; do sleep 0.01; done; touch made"),
+        waits,
+        shell(ci, "last", "touch late"),
+    ]
+    assert set(run(*parts).values()) == {"passed"}
 
 
 CHANGES = {
@@ -145,16 +168,18 @@ def test_every_path_that_a_part_sees_is_in_the_repository(ci):
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True)
     if listed.returncode or not listed.stdout:
         pytest.skip("this is no clone")
-    parts = [part for queue in (ci.TESTS, ci.OTHERS) for part in queue]
-    for path in {*ci.EVERY, *(path for part in parts for path in part.sees)}:
+    for path in {*ci.EVERY, *(path for part in ci.PARTS for path in part.sees)}:
         assert subprocess.run(["git", "ls-files", "--", path], cwd=ROOT, capture_output=True).stdout, path
 
 
 def test_parts_can_be_chosen_and_bring_those_that_they_need(ci):
-    chosen = ci.chosen((ci.TESTS, ci.OTHERS), ["instructions"])
-    assert [[part.name for part in queue] for queue in chosen] == [["environment"], ["tools", "instructions"]]
+    assert [part.name for part in ci.chosen(ci.PARTS, ["instructions"])] == ["environment", "tools", "instructions"]
     with pytest.raises(SystemExit, match=r"no part is called doc;.* docs"):
-        ci.chosen((ci.TESTS, ci.OTHERS), ["doc"])
+        ci.chosen(ci.PARTS, ["doc"])
+
+
+def test_tests_with_limits_of_time_on_both_cores_are_alone(ci):
+    assert {part.name for part in ci.PARTS if part.alone} == {"tests", "interop"}
 
 
 def test_process_that_a_part_left_behind_is_ended(ci, run, clone):
@@ -170,7 +195,7 @@ def test_status_of_the_program_is_1_where_a_part_failed(ci, clone, monkeypatch, 
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as ended:
-            ci.main([[shell(ci, "only", command)]], lambda: "")
+            ci.main([shell(ci, "only", command)], lambda: "")
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended.value.code == code
@@ -187,7 +212,7 @@ import ci
 ci.ROOT = Path({str(clone)!r})
 sleeps = "trap 'touch told.$0; exit' TERM; sleep 1000 & echo $! >$0.new; mv $0.new $0; wait"
 parts = [ci.Part(name, ("sh", "-c", sleeps, name)) for name in "ab"]
-ci.main([[parts[0], ci.Part("c", ("touch", "c"))], [parts[1]]], lambda: "")
+ci.main([*parts, ci.Part("c", ("touch", "c"))], lambda: "")
 """
     environ = {**os.environ, "ENGRAM_ENVIRONMENTS": str(clone / "build" / "kept")}
     program = subprocess.Popen([sys.executable, "-c", driver], env=environ, stdout=subprocess.PIPE, text=True)

@@ -42,4 +42,4 @@ def test_there_are_examples():
     finder = doctest.DocTestFinder(exclude_empty=True)
     modules = [m for m in MODULES if m not in NEEDS]
     counts = {m: sum(len(t.examples) for t in finder.find(importlib.import_module(m), m)) for m in modules}
-    assert sum(counts.values()) > 40 and counts["engram.data.replay_buffers.buffer"] > 0
+    assert sum(counts.values()) > 40 and counts["engram.data.replay_buffers.buffers.buffer"] > 0

@@ -110,6 +110,6 @@ def load(path: str | os.PathLike[str], **options: Any) -> Any:
         >>> again.sampler, again.batch_size, len(again)
         (SamplerWithoutReplacement(drop_last=False, shuffle=True), 2, 5)
     """
-    from engram.data.replay_buffers.state.rebuild import load as load_buffer
+    from engram.data.replay_buffers.buffers.rebuild import load as load_buffer
 
     return load_buffer(path, **options)

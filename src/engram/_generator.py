@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from engram import _native
+import engram._native as _native
 from engram._checks import is_integer
 
 _STATE_BYTES = 16

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from engram import _native
+import engram._native as _native
 from engram._checks import is_integer
 
 if TYPE_CHECKING:

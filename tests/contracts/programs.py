@@ -1,4 +1,4 @@
-"""Programs in processes of their own that start at once: forks of one process that has imported torch and engram.
+"""Programs in processes of their own that start at once: forks of a process that has imported torch and engram.
 
 A test that asks what an import itself does starts Python instead.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import os
 import pickle
 import select
@@ -26,20 +27,27 @@ from typing import IO, Any
 
 _DIES_WITH_ITS_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 _TESTS = str(Path(__file__).parents[1])
+#: What has been imported where a program begins.
+ENGRAM = ("engram.collectors", "engram.data", "engram.envs")
 
 
 class Program:
     """A Python file that runs; what is used of `subprocess.Popen` in text mode with pipes."""
 
     def __init__(
-        self, file: Path, *arguments: Any, env: Mapping[str, str] | None = None, cwd: Path | None = None
+        self,
+        file: Path,
+        *arguments: Any,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        imported: tuple[str, ...] = ENGRAM,
     ) -> None:
         pipes = [os.pipe() for _ in range(3)]
         self._status, status = socket.socketpair()
         theirs = [pipes[0][0], pipes[1][1], pipes[2][1], status.fileno()]
         argv = [str(file), *map(str, arguments)]
         environment = dict(os.environ if env is None else env)
-        socket.send_fds(_template(), [pickle.dumps((argv, str(cwd or os.getcwd()), environment))], theirs)
+        socket.send_fds(_template(imported), [pickle.dumps((argv, str(cwd or os.getcwd()), environment))], theirs)
         for fd in theirs[:3]:
             os.close(fd)
         status.close()
@@ -87,13 +95,17 @@ class Program:
 
 
 def run_program(
-    code: str, *arguments: Any, env: Mapping[str, str] | None = None, timeout: float = 300
+    code: str,
+    *arguments: Any,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 300,
+    imported: tuple[str, ...] = ENGRAM,
 ) -> subprocess.CompletedProcess[str]:
     """Runs this code to its end."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "program.py"
         file.write_text(textwrap.dedent(code))
-        return finished(Program(file, *arguments, env=env), timeout)
+        return finished(Program(file, *arguments, env=env, imported=imported), timeout)
 
 
 def finished(program: Program, timeout: float = 300) -> subprocess.CompletedProcess[str]:
@@ -113,23 +125,22 @@ def _read(pipe: IO[str], texts: list[str], k: int) -> None:
     texts[k] = "" if pipe.closed else pipe.read()
 
 
-# ---- the process that they are forks of ----
-_connection: socket.socket | None = None
+# ---- the processes that they are forks of ----
+_connections: dict[tuple[str, ...], socket.socket] = {}
 
 
-def _template() -> socket.socket:
-    """The way to it; starts it at the first call."""
-    global _connection
-    if _connection is None:
-        _connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        code = "import sys; sys.path.append(sys.argv[1]); from contracts.programs import serve; serve(int(sys.argv[2]))"
+def _template(imported: tuple[str, ...]) -> socket.socket:
+    """The way to the one that has imported these modules; starts it at the first call."""
+    if imported not in _connections:
+        _connections[imported], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        code = "import sys; sys.path.append(sys.argv[1]); from contracts.programs import serve; serve(*sys.argv[2:])"
         subprocess.Popen(
-            [sys.executable, "-c", code, _TESTS, str(theirs.fileno())],
+            [sys.executable, "-c", code, _TESTS, str(theirs.fileno()), *imported],
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
             preexec_fn=_die_with_parent,
         )  # fmt: skip
         theirs.close()
-    return _connection
+    return _connections[imported]
 
 
 def _die_with_parent() -> None:
@@ -137,15 +148,13 @@ def _die_with_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell that runs tests in the background ignores it
 
 
-def serve(fd: int) -> None:
+def serve(fd: str, *imported: str) -> None:
     """Forks itself for every program that is asked for; in the fork, runs it in an empty `__main__` and returns."""
-    import engram.collectors
-    import engram.data
-    import engram.envs  # noqa: F401
-
+    for name in imported:
+        importlib.import_module(name)
     # At its end each fork looks for cycles in its own objects only: in those of torch that takes a second.
     gc.freeze()
-    connection = socket.socket(fileno=fd)
+    connection = socket.socket(fileno=int(fd))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         request, fds, _, _ = socket.recv_fds(connection, 1 << 20, 4)

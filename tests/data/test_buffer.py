@@ -24,6 +24,7 @@ from engram.data import (
     Sampler,
     SamplerEnsemble,
     SamplerWithoutReplacement,
+    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorStorage,
     WriterEnsemble,
@@ -519,6 +520,15 @@ def test_setting_a_part_returns_the_old_one():
     rb.set_storage(ListStorage(5), collate_fn=lambda items: len(items))
     rb.extend(torch.arange(3))
     assert rb.sample() == 3
+
+
+@pytest.mark.parametrize("storage", [object(), LazyTensorStorage(8, ndim=2)], ids=["no storage", "two dimensions"])
+def test_refused_storage_leaves_the_collate_function(storage):
+    rb = ReplayBuffer(storage=ListStorage(5), writer=TensorDictMaxValueWriter(rank_key="r"), batch_size=2)
+    rb.extend([TensorDict({"r": torch.tensor(1.0)}), TensorDict({"r": torch.tensor(2.0)})])
+    with pytest.raises((TypeError, ValueError)):
+        rb.set_storage(storage, collate_fn=len)
+    assert rb.sample().shape == (2,) and len(rb[:]) == 2
 
 
 def test_a_capacity_that_the_storage_contradicts_is_refused():

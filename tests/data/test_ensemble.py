@@ -35,9 +35,9 @@ from engram.data import (
     TensorStorage,
     WriterEnsemble,
 )
-from engram.data.replay_buffers import joining, prefetch, reader
+from engram.data.replay_buffers.buffers.parts import BufferParts
 from engram.data.replay_buffers.checkpointers import StorageEnsembleCheckpointer
-from engram.data.replay_buffers.parts import BufferParts
+from engram.data.replay_buffers.reading import joining, prefetch, reader
 from engram.envs import (
     ClipTransform,
     Compose,

@@ -22,7 +22,7 @@ from engram.data import (
     SliceSamplerWithoutReplacement,
     TensorStorage,
 )
-from engram.data.replay_buffers import reader as reading
+from engram.data.replay_buffers.reading import reader as reading
 
 HUGE = [4 * 10**10, 4 * 10**12, 4 * 10**18, 4 * 10**30]
 REFUSED = {  # whose batches have as many rows as are asked for

@@ -33,7 +33,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from engram.data.replay_buffers.reader import BatchReader
+from engram.data.replay_buffers.reading.reader import BatchReader
 from engram.envs.transforms import RewardScaling, Transform
 
 

@@ -11,7 +11,7 @@ from contracts.children import Child
 from contracts.programs import run_program
 from contracts.waiting import NEVER
 from engram.data import LazyTensorStorage, ListStorage, RandomSampler, ReplayBuffer, SamplerWithoutReplacement
-from engram.data.replay_buffers import prefetch
+from engram.data.replay_buffers.reading import prefetch
 
 pytestmark = pytest.mark.usefixtures("lock_order")
 

@@ -221,7 +221,7 @@ def test_a_storage_that_is_closed_while_its_rows_are_copied_stays_mapped_until_t
     code = """
         import torch
         from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
-        from engram.data.replay_buffers import prefetch
+        from engram.data.replay_buffers.reading import prefetch
         prefetch.PAYS_FROM_S = 0.0
         rows = torch.zeros(64, 1 << 16)
         for storage in [LazyTensorStorage] * 3 + [LazyMemmapStorage]:
@@ -271,7 +271,7 @@ def test_the_interpreter_exits_while_rows_are_copied(end):
     code = f"""
         import os, signal, sys, torch
         from engram.data import LazyTensorStorage, ReplayBuffer
-        from engram.data.replay_buffers import prefetch
+        from engram.data.replay_buffers.reading import prefetch
         prefetch.PAYS_FROM_S = 0.0
         rb = ReplayBuffer(storage=LazyTensorStorage(64), prefetch=4, batch_size=64)
         rb.extend(torch.zeros(64, 1 << 17))

@@ -19,7 +19,7 @@ from tensordict import TensorDict, lazy_stack
 
 import engram
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
-from engram.data.replay_buffers import reuse
+from engram.data.replay_buffers.reading import reuse
 
 N, BATCH = 1000, 64
 pytestmark = pytest.mark.skipif(
@@ -397,8 +397,8 @@ def test_while_torch_compiles_each_batch_is_new(rb, monkeypatch):
 
 
 def test_a_buffer_warns_where_no_batch_can_be_reused(monkeypatch):
-    monkeypatch.setattr("engram.data.replay_buffers.buffer.why_not_reusable", lambda: "the reason")
-    monkeypatch.setattr("engram.data.replay_buffers.reader.why_not_reusable", lambda: "the reason")
+    monkeypatch.setattr("engram.data.replay_buffers.buffers.buffer.why_not_reusable", lambda: "the reason")
+    monkeypatch.setattr("engram.data.replay_buffers.reading.reader.why_not_reusable", lambda: "the reason")
     with pytest.warns(UserWarning, match="reuse_batches=True does nothing here: the reason"):
         rb = buffer()
     held = [rb.sample() for _ in range(3)]

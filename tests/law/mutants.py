@@ -15,10 +15,10 @@ from engram.data import (
     SamplerWithoutReplacement,
     SliceSamplerWithoutReplacement,
 )
-from engram.data.replay_buffers.checkpointers.ted import FlatChunkCodec, NestedChunkCodec
-from engram.data.replay_buffers.prefetch import Prefetcher
+from engram.data.replay_buffers.reading.prefetch import Prefetcher
 from engram.data.replay_buffers.samplers.epochs import RowEpochs, SliceEpochs
 from engram.data.replay_buffers.state import buffers as saving
+from engram.data.replay_buffers.state.checkpointers.ted import FlatChunkCodec, NestedChunkCodec
 from engram.data.replay_buffers.state.generators import SavedGenerator
 from engram.data.replay_buffers.state.parts import SavedTransforms
 from engram.data.replay_buffers.state.rows import RowLoad

@@ -19,7 +19,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from engram import _native
 from engram.data import ReplayBuffer, Storage, TensorDictReplayBuffer, TensorStorage
-from engram.data.replay_buffers import prefetch
+from engram.data.replay_buffers.reading import prefetch
 from law.combos import CAPACITY, CHECKPOINTERS, SAMPLERS, TRANSFORMS, WRITERS, Combo
 
 # ---- steps as environments bring them: every value follows from the time and the environment ----

@@ -14,11 +14,12 @@ import torch
 from tensordict import TensorDict
 
 from contracts.waiting import NEVER
+from engram._copies import passing_fds
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.data.replay_buffers.state.rows import RowLoad
 from engram.errors import StorageError, StorageInUseError
 from engram.store import unmade
-from engram.store.files import StoreSpec, passing_fds
+from engram.store.files import StoreSpec
 from engram.store.layout import RowLayout
 
 FORK = multiprocessing.get_context("fork")

@@ -19,6 +19,7 @@ import torch
 
 from contracts.children import Child, Signal
 from engram import _native
+from engram._copies import passing_fds
 from engram.collectors.background import BackgroundThread
 from engram.data import (
     LazyMemmapStorage,
@@ -27,10 +28,9 @@ from engram.data import (
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
-from engram.data.replay_buffers import prefetch
+from engram.data.replay_buffers.reading import prefetch
 from engram.data.replay_buffers.state.buffers import SaveHandle
 from engram.errors import CheckpointError, NoFreeLaneError, StorageError, StorageInUseError
-from engram.store.files import passing_fds
 from engram.store.locks import FileLock
 from engram.testing import env_steps, numbers, steps
 

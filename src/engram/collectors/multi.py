@@ -57,7 +57,7 @@ from engram.collectors.worker import (
     WroteFrames,
     run_worker,
 )
-from engram.data.replay_buffers.buffer import ReplayBuffer, sent_to_writers
+from engram.data.replay_buffers.buffers.buffer import ReplayBuffer, sent_to_writers
 from engram.envs.base import with_time_named
 from engram.envs.policies import ExplorationType, acts_at_random
 from engram.errors import WorkerError

@@ -36,7 +36,7 @@ from engram.data.replay_buffers.samplers import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
-from engram.data.replay_buffers.schedulers import (
+from engram.data.replay_buffers.scheduler import (
     LambdaScheduler,
     LinearScheduler,
     ParameterScheduler,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram._advice import advised
+from engram._copies import PartlyCopied
 from engram.envs.base import EnvBase
 from engram.envs.from_torchrl import as_env
 from engram.pytree import Key
@@ -23,7 +24,7 @@ Self = TypeVar("Self", bound="TransformedEnv")
 
 
 @advised
-class TransformedEnv(EnvBase):
+class TransformedEnv(PartlyCopied, EnvBase):
     """An environment whose observations, rewards and actions go through a transform, a list of them, or a callable.
 
     Transforms change the root that a reset returns and the `"next"` that a step returns, in order; the action goes
@@ -52,6 +53,8 @@ class TransformedEnv(EnvBase):
     """
 
     _base: EnvBase
+    _parents: dict[int, EnvBase]  # the environments before the transforms, by the transform's position
+    _copied_as: ClassVar[Mapping[str, Any]] = {"_parents": None}
 
     def __init__(self, base_env: Any, transform: Any = None, *, device: Any = None) -> None:
         base_env = as_env(base_env, "TransformedEnv")
@@ -109,7 +112,7 @@ class TransformedEnv(EnvBase):
         """Sets the transforms; the first `n_attached` of them are already attached."""
         before, specs = self._parts, self._base_specs()
         self._parts = []  # the attached ones, for the `parent` of the next one
-        self._parents: dict[int, EnvBase] = {}
+        self._parents = {}
         try:
             for i, part in enumerate(parts):
                 own = part if i < n_attached else part.for_env(specs)
@@ -135,8 +138,8 @@ class TransformedEnv(EnvBase):
             self._parents[n] = parent
         return self._parents[n]
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _parents={})
+    def _complete_copy(self) -> None:
+        self._parents = {}
         for part in self._parts:
             part.set_container(self)
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from engram._copies import MadeAnew, share_fd
 from engram._system import free_memory, human_bytes
-from engram.store.copies import MadeAnew
-from engram.store.files import share_fd
 
 Array = np.ndarray[Any, Any]
 ALIGNMENT = 64

@@ -30,12 +30,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
+from engram._copies import MadeAnew, passing_fds
 from engram.errors import WorkerError
 from engram.processes.timeouts import CallTimer
 from engram.pytree import SIGNED
-from engram.store.copies import MadeAnew
-from engram.store.files import passing_fds
 
 CLOSE_TIMEOUT = 5.0  # seconds that a worker has to end by itself
 ERROR_CLOSE_TIMEOUT = 0.2  # the same while an exception is on its way to the user

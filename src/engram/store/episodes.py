@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
+from engram._copies import PartlyCopied
 from engram.pytree import SIGNED, Key, KeyPath, as_path, format_key
-from engram.store.copies import PartlyCopied
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
 

@@ -9,14 +9,11 @@ import json
 import os
 import resource
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
-from engram import _native
+import engram._native as _native
 from engram._system import boot_id, free_memory, human_bytes, open_regular, sync_directory
 from engram._text import log, visible, warn_user
 from engram.errors import StorageError
@@ -486,65 +483,6 @@ class StoreSession:
         if self._machine_stopped(clean, boot, unless_known=True):
             self.dropped = self.store.recover()
             note_node(self.store, boot_id())  # opened again in this boot, it is not scanned again
-
-
-class _Passing(threading.local):
-    fds: list[int] | None = None  # the descriptors that travel with what is being pickled or unpickled
-
-
-_passing = _Passing()
-
-
-@contextmanager
-def passing_fds(descriptors: list[int]) -> Iterator[list[int]]:
-    """A block for a channel that sends descriptors itself: pickling in it appends to the list, unpickling reads it."""
-    before = _passing.fds
-    _passing.fds = descriptors
-    try:
-        yield descriptors
-    finally:
-        _passing.fds = before
-
-
-def pickle_by_state(cls: type) -> None:
-    """Sends objects of a class to other processes by their `__getstate__`, whatever `pickle` makes of them.
-
-    Their `_check_sending` is called first, which raises an error for what must not be sent.
-    """
-    reduction.ForkingPickler.register(cls, _reduce_by_state)
-
-
-def _reduce_by_state(part: Any) -> Any:
-    part._check_sending()
-    return object.__reduce_ex__(part, 4)
-
-
-def is_passing_fds() -> bool:
-    """Whether this thread pickles or unpickles inside `passing_fds`."""
-    return _passing.fds is not None
-
-
-class PassedFd:
-    """A descriptor by its position in the list of `passing_fds`."""
-
-    def __init__(self, position: int) -> None:
-        self._position = position
-
-    def detach(self) -> int:
-        assert _passing.fds is not None
-        return os.dup(_passing.fds[self._position])
-
-
-def share_fd(fd: int) -> Any:
-    """An object that gives another process the same file: its `detach()` there is a descriptor.
-
-    It travels through `multiprocessing`'s own channels, or in a `passing_fds` block.
-    """
-    fds = _passing.fds
-    if fds is None:
-        return reduction.DupFd(fd)
-    fds.append(fd)
-    return PassedFd(len(fds) - 1)
 
 
 def open_passed_store(handle: Any) -> tuple[_native.Store, LaneLocks, RowLayout]:

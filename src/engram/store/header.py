@@ -9,7 +9,7 @@ import errno
 import os
 from pathlib import Path
 
-from engram import _native
+import engram._native as _native
 from engram._system import boot_id, open_regular
 from engram.errors import StorageError, StorageInUseError
 from engram.store.locks import has_writer, is_open_elsewhere

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
 from engram.errors import is_masked
 from engram.store.lanes import Lanes
 

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
 from engram.pytree import is_tensorclass, repeat_per_step
 from engram.store.layout import RowLayout
 

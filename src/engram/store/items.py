@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from engram._copies import CopiedAsPlain
 from engram.pytree import (
     KeyPath,
     as_tensor,
@@ -30,7 +31,6 @@ from engram.pytree import (
     with_entry,
 )
 from engram.store.border import ItemBorder
-from engram.store.copies import CopiedAsPlain
 from engram.store.indexing import Selection
 from engram.store.item_rows import ROW, ItemRows, NewItemRows
 from engram.store.lanes import Lanes

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
 from engram._system import fork_registry, notice_fork, run_after_fork
 from engram._text import warn_user
 from engram.errors import NoFreeLaneError, StorageInUseError

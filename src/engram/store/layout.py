@@ -14,7 +14,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from engram import _native, pytree
+import engram._native as _native
+from engram import pytree
 from engram.pytree import KeyPath, TreeSpec
 
 

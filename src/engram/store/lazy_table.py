@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from engram import pytree
+from engram._copies import share_fd
 from engram.errors import StorageError
 from engram.pytree import KeyPath, TreeSpec
-from engram.store.files import StoreSpec, open_passed_store, refuse_if_memory_is_short, share_fd
+from engram.store.files import StoreSpec, open_passed_store, refuse_if_memory_is_short
 from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
@@ -480,7 +481,7 @@ class ObservedTable(LazyTable):
 
     def __init__(self, size: TableSize, place: ObservedFile) -> None:
         super().__init__(size, place)
-        self._observed, self.is_read_only = place.lanes, True
+        self._observed = place.lanes
 
     def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
         return read() if self.known_lanes is None else self._observed.validated(read, errors_only)

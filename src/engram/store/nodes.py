@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from engram import _native
+import engram._native as _native
 from engram._text import warn_user
 from engram.errors import StorageInUseError
 

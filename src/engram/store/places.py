@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
+from engram._copies import is_passing_fds
 from engram._system import boot_id, parse_bytes
 from engram._text import log
 from engram.errors import StorageError, StorageInUseError
@@ -26,7 +27,6 @@ from engram.store.files import (
     StoreSession,
     StoreSpec,
     create_named,
-    is_passing_fds,
     open_shared_memory,
     open_temporary,
     refuse_if_memory_is_short,

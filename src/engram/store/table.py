@@ -70,8 +70,6 @@ class Table(abc.ABC):
         self.native = NativeRows()
         #: What makes a batch of what was read; None: it is one.
         self.collate: Callable[[Any], Any] | None = None
-        #: Whether another process writes the rows.
-        self.is_read_only = False
         #: Whether rows can be written over others out of turn (`prepare_replace`).
         self.replaces_rows = True
         #: Whether `update_if_present` of a buffer can write over rows.

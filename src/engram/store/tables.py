@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _native, pytree
+import engram._native as _native
+from engram import pytree
 from engram._text import warn_user
 from engram.errors import StorageError, StorageInUseError
 from engram.store.border import LOOK_BACK, Border, ColumnBorder

@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from engram import _native
+import engram._native as _native
+from engram._copies import MadeAnew, share_fd
 from engram._system import fork_registry, notice_fork
 from engram.errors import StorageError, StorageInUseError
-from engram.store.copies import MadeAnew
-from engram.store.files import StoreSpec, open_unnamed, refuse_if_memory_is_short, reserve, share_fd
+from engram.store.files import StoreSpec, open_unnamed, refuse_if_memory_is_short, reserve
 from engram.store.locks import LaneLocks, _close, _lock
 
 _MADE = b"\1"

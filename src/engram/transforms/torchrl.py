@@ -6,11 +6,13 @@ TorchRL is never imported here: a user of its transforms has imported it.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from tensordict import TensorDictBase
 
+from engram._copies import Computed, PartlyCopied
 from engram._overrides import overrides
 from engram.pytree import Key
 from engram.specs.torchrl import spec_from_torchrl
@@ -18,12 +20,17 @@ from engram.transforms.base import Transform, TransformStep
 from engram.transforms.env_specs import EnvSpecs
 
 
-class TorchRLTransform(Transform, built_in=True):
+class TorchRLTransform(PartlyCopied, Transform, built_in=True):
     """Adapts a TorchRL transform, or a user's subclass of one, to an environment.
 
     Its `parent` is the environment before it, in TorchRL's form. Rewards that it adds are rewards of the
     environment. Other attributes are those of the wrapped transform.
     """
+
+    _copied_as: ClassVar[Mapping[str, Any]] = {
+        "_env": None,  # its class is created in this process
+        "transform": Computed(lambda adapter: adapter.transform.clone()),
+    }
 
     def __init__(self, transform: Any, root: Any) -> None:
         self.transform = transform
@@ -161,10 +168,6 @@ class TorchRLTransform(Transform, built_in=True):
         if name.startswith("_") or name == "transform":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.transform, name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Without its parent, whose class is created in this process.
-        return {**vars(self), "_env": None, "transform": self.transform.clone()}
 
 
 def primed_keys(transform: Any) -> list[Key]:

@@ -15,8 +15,8 @@ from contracts.children import Child
 from engram import verify
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer
 from engram.data.replay_buffers.checkpointers import open_snapshot, rows, save_snapshot
-from engram.data.replay_buffers.checkpointers.objects import ITEMS_PER_CHUNK, ListStorageCheckpointer
-from engram.data.replay_buffers.checkpointers.rows import TensorStorageCheckpointer
+from engram.data.replay_buffers.state.checkpointers.items import ITEMS_PER_CHUNK, ListStorageCheckpointer
+from engram.data.replay_buffers.state.checkpointers.rows import TensorStorageCheckpointer
 from engram.errors import CorruptCheckpointError
 from engram.testing.helpers import state_of, steps
 

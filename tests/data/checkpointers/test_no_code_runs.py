@@ -61,8 +61,7 @@ NEEDED = {
     "envs/gym_make.py": ["import importlib", "importlib.import_module", "importlib.import_module"],
     "processes/worker.py": ["import pickle", "import cloudpickle"],
     "data/replay_buffers/storages/base.py": ["object.__reduce_ex__"],
-    "store/copies.py": [".__reduce_ex__"],
-    "store/files.py": ["object.__reduce_ex__"],
+    "_copies.py": ["object.__reduce_ex__", ".__reduce_ex__"],
 }
 # Functions that compute the name of an attribute, and where the name comes from: never from a file.
 COMPUTED = {
@@ -76,8 +75,8 @@ COMPUTED = {
     ("data/replay_buffers/samplers/base.py", "__set__"): "the settings that stand there, at import",
     ("data/replay_buffers/samplers/epochs.py", "of_earlier_pickle"): "a table that stands there",
     ("data/replay_buffers/writers/round_robin.py", "_optional"): "the functions that call it",
-    ("data/replay_buffers/schedulers.py", "__init__"): "the caller, who names a setting of his sampler",
-    ("data/replay_buffers/schedulers.py", "_set"): "the caller, who names a setting of his sampler",
+    ("data/replay_buffers/scheduler.py", "__init__"): "the caller, who names a setting of his sampler",
+    ("data/replay_buffers/scheduler.py", "_set"): "the caller, who names a setting of his sampler",
     ("data/replay_buffers/storages/overrides.py", "__getattr__"): "a user's own writer, which asks for an attribute",
     ("transforms/torchrl.py", "__getattr__"): "the transform, which asks for an attribute of the environment",
     ("transforms/base.py", "state_settings"): "_state_settings of the class",

@@ -24,7 +24,7 @@ from engram.data import (
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
-from engram.data.replay_buffers import prefetch
+from engram.data.replay_buffers.reading import prefetch
 from engram.envs import MultiStepTransform
 
 

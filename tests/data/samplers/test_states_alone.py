@@ -141,7 +141,7 @@ def test_state_of_a_loaded_buffer_goes_back_into_it(tmp_path, sampler):
 
 @pytest.mark.parametrize("ahead", [None, 2])
 def test_draw_that_is_undone_right_after_loading(tmp_path, monkeypatch, sampler, ahead):
-    monkeypatch.setattr("engram.data.replay_buffers.prefetch.PAYS_FROM_S", 0.0)
+    monkeypatch.setattr("engram.data.replay_buffers.reading.prefetch.PAYS_FROM_S", 0.0)
 
     def make(transform=None):
         storage = LazyTensorStorage(20)

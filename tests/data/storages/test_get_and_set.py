@@ -175,6 +175,22 @@ def test_a_class_with_only_some_of_the_methods_is_no_storage():
     assert isinstance(LazyTensorStorage(10), Storage)
 
 
+@pytest.mark.parametrize("storage", [Emptied, ListedStorage])
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+def test_a_patch_of_some_entries_keeps_the_others(storage, cls):
+    rb = buffer(storage, cls)
+    rb.extend(steps(0, 13))
+    index = torch.tensor([1, 2, 4])
+    generation = rb.writer.generations_of(index) - torch.tensor([0, 10, 0])
+    result = rb.update_if_present(
+        index=index, generation=generation, patch={("next", "reward"): -torch.ones(3, 1, dtype=torch.float64)}
+    )
+    assert rb.storage.supports_conditional_update and result.updated.tolist() == [True, False, True]
+    rows = [rb.storage.rows[i] for i in range(10)]
+    assert [float(row["next", "reward"]) < 0 for row in rows] == [False, True, False, False, True] + [False] * 5
+    assert [int(row["n"]) for row in rows] == [10, 11, 12, *range(3, 10)] and "obs" in rows[1]
+
+
 class SettingWriter(Writer):
     """Stores every second step by `set` of its storage."""
 
@@ -212,6 +228,19 @@ class OwnState(Emptied):
     def __setstate__(self, state):
         self.__init__(10)
         self.rows = dict(state["rows"])
+
+
+class AllAttributes(Emptied):
+    def __getstate__(self):
+        return vars(self)
+
+
+class UpdatedAttributes(Emptied):
+    def __getstate__(self):
+        return dict(self.__dict__)
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
 
 
 def pickled(obj):
@@ -262,6 +291,19 @@ class TestCopies:
         storage = OwnState(10)
         storage.set(torch.arange(3), steps(0, 3))
         assert numbers(copied(storage)[:]) == [0, 1, 2]
+
+    @pytest.mark.parametrize("storage", [AllAttributes, UpdatedAttributes])
+    @pytest.mark.parametrize("of_buffer", [False, True])
+    def test_a_class_may_say_that_all_its_attributes_are_copied(self, copied, storage, of_buffer):
+        rb = buffer(storage)
+        rb.extend(steps(0, 13))
+        rb.storage.note = {"seen": rb.storage}
+        twin = copied(rb) if of_buffer else buffer(lambda n: copied(rb.storage))
+        assert twin.storage.note["seen"] is twin.storage is not rb.storage
+        assert twin.storage.max_size == 10 and twin.storage.mutex is not rb.storage.mutex
+        twin.extend(steps(13, 15))
+        assert numbers(twin[:]) == [10, 11, 12, 13, 14, *range(5, 10)] and twin.write_count == 15
+        assert numbers(rb[:]) == [10, 11, 12, *range(3, 10)]
 
 
 def test_it_cannot_be_sent_to_a_process():

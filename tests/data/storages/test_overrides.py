@@ -363,3 +363,70 @@ def test_set_and_get_of_a_parent_are_called_beside_methods_that_a_child_adds():
     rb.extend(TensorDict({"x": torch.ones(4)}, [4]))
     assert len(rb.storage.sets) == 1
     assert rb.sample()["x"].tolist() == [1.0] * 4 and stored(rb) == [2.0] * 4
+
+
+@pytest.mark.parametrize("ours", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
+def test_replace_of_a_child_is_called_by_a_writer_that_keeps_the_best(ours):
+    class Noting(ours):
+        def replace(self, checked, rows, slots):
+            self.replaced = [*getattr(self, "replaced", []), *slots.tolist()]
+            super().replace(checked, rows, slots)
+
+    rb = TensorDictReplayBuffer(storage=Noting(3), writer=TensorDictMaxValueWriter(rank_key="x"), batch_size=8)
+    rb.extend(steps(0, 3))
+    rb.extend(steps(7, 2))
+    assert rb.storage.replaced == [0, 1]
+    assert sorted(float(row["x"]) for row in rb.storage.get(torch.arange(3))) == [2.0, 7.0, 8.0]
+
+
+def test_replace_of_a_child_is_called_for_new_rows_that_a_writer_sets():
+    class Noting(ListStorage):
+        replaced = 0
+
+        def replace(self, *args):
+            self.replaced += 1
+            super().replace(*args)
+
+    rb = ReplayBuffer(storage=Noting(8), writer=CursorWriter(), batch_size=4)
+    rb.extend(steps(0, 3))
+    rb.writer.at = 1
+    rb.extend(steps(50, 1))
+    assert rb.storage.replaced == 1 and float(rb[1]["x"]) == 50.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", [dict, TensorDict])
+def test_conditional_updates_are_written_by_set(kind, form):
+    rb = TensorDictReplayBuffer(storage=kind(8), batch_size=4)
+    rb.extend(steps(0, 4))
+    rb.storage.sets.clear()
+    index, patch = torch.tensor([1, 3]), {"x": torch.tensor([50.0, 60.0])}
+    result = rb.update_if_present(
+        index=index,
+        generation=rb.writer.generations_of(index),
+        patch=patch if form is dict else TensorDict(patch, [2]),
+    )
+    assert rb.storage.supports_conditional_update and result.applied == 2 and len(rb.storage.sets) == 1
+    assert stored(rb) == [0.0, 100.0, 4.0, 120.0] and rb[index[1]]["x"] == 60.0
+
+
+def test_conditional_updates_of_environments_are_written_by_set():
+    rb = TensorDictReplayBuffer(storage=DoublingTensors(6, ndim=2), batch_size=16)
+    rb.extend(TensorDict({"x": torch.arange(6.0).reshape(2, 3)}, [2, 3]))
+    index = torch.tensor([[1, 0], [2, 1]])
+    generations = rb.writer.generations_of(index)
+    rb.update_if_present(index=index, generation=generations, patch={"x": torch.tensor([50.0, 60.0])})
+    assert rb[:]["x"].tolist() == [[0.0, 50.0, 2.0], [3.0, 4.0, 60.0]]
+
+
+def test_child_that_overrides_set_and_overwrite_writes_updates_by_overwrite():
+    class Both(DoublingTensors):
+        def overwrite(self, slots, items, index_key=None):
+            super().overwrite(slots, scaled(items, 3.0), index_key)
+
+    rb = TensorDictReplayBuffer(storage=Both(4), batch_size=4)
+    rb.extend(steps(0, 4))
+    index = torch.tensor([2])
+    patch = TensorDict({"x": torch.tensor([5.0])}, [1])
+    rb.update_if_present(index=index, generation=rb.writer.generations_of(index), patch=patch)
+    assert stored(rb) == [0.0, 2.0, 15.0, 6.0]

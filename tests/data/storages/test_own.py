@@ -1,6 +1,9 @@
 """Storages of a user's own: five methods are enough, and what buffers cannot use is refused when a buffer is made."""
 
+import copy
 import os
+import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -196,3 +199,91 @@ def test_in_a_forked_child_its_lanes_have_the_mutex_of_the_storage():
     if not child:
         os._exit(storage.lanes.mutex is not storage.mutex)
     assert os.waitpid(child, 0)[1] == 0
+
+
+class Asking(Own):
+    """Asks `Storage` first, in the methods and properties that it defines."""
+
+    @property
+    def lanes(self):
+        assert super(Own, self).lanes is None
+        return self._lanes
+
+    @property
+    def env_shape(self):
+        return super().env_shape
+
+    @property
+    def read_only(self):
+        return False
+
+
+def test_properties_of_storage_are_there_for_a_child_that_overrides_them():
+    rb = buffer(Asking(10))
+    rb.extend(steps(0, 6))
+    assert numbers(rb) == list(range(6)) and rb.storage.env_shape == ()
+    rb[2] = steps(50, 51)[0]
+    assert numbers(rb) == [0, 1, 50, 3, 4, 5] and rb.sample()["n"].shape == (8,)
+
+
+def test_methods_that_a_child_must_define_are_errors_in_storage():
+    storage, slots = Own(10), torch.tensor([0])
+    checked = storage.check(steps(0, 1), False)
+    storage.append(checked)
+    calls = {
+        "check": (steps(0, 1), False), "append": (checked,), "overwrite": (slots, steps(0, 1)), "read": (slots,),
+        "replace": (checked, slots, slots),
+    }  # fmt: skip
+    for name, args in calls.items():
+        with pytest.raises(NotImplementedError, match=name):
+            getattr(super(Own, storage), name)(*args)
+
+
+def test_child_of_a_storage_with_a_layout_may_define_read_only():
+    class Frozen(LazyTensorStorage):
+        @property
+        def read_only(self):
+            return False
+
+    rb = buffer(Frozen(10))
+    rb.extend(steps(0, 4))
+    assert numbers(rb) == [0, 1, 2, 3]
+
+
+def test_a_patch_of_some_entries_keeps_the_others_of_rows_of_any_layout():
+    rb = buffer()
+    rb.extend(steps(0, 6))
+    index = torch.tensor([1, 5])
+    patch = {"n": torch.tensor([50, 60])}
+    rb.update_if_present(index=index, generation=rb.writer.generations_of(index), patch=patch)
+    assert numbers(rb) == [0, 50, 2, 3, 4, 60] and rb[:]["episode"].tolist() == [0, 0, 0, 0, 1, 1]
+
+
+class Kept(Own):
+    """Says itself what a copy is made of: all but its counters, which it makes anew."""
+
+    def __getstate__(self):
+        return {**vars(self), "_lanes": len(self)}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._lanes = Lanes.in_memory(self.max_size)
+        self._lanes.advance(state["_lanes"])
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        lambda part: pickle.loads(pickle.dumps(part)),
+        lambda part: pickle.loads(ForkingPickler.dumps(part)),
+    ],
+    ids=["deepcopy", "pickle", "sent"],
+)
+def test_class_may_say_that_all_its_attributes_are_copied(copied):
+    rb = buffer(Kept(10))
+    rb.extend(steps(0, 6))
+    twin = buffer(copied(rb.storage))
+    assert numbers(twin) == list(range(6)) and twin.storage.mutex is not rb.storage.mutex
+    twin.extend(steps(6, 8))
+    assert numbers(twin) == list(range(8)) and numbers(rb) == list(range(6))

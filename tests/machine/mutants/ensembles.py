@@ -6,7 +6,7 @@ from typing import Any
 
 from engram import _native
 from engram.data import SamplerEnsemble, StorageEnsemble, WriterEnsemble
-from engram.data.replay_buffers import reader
+from engram.data.replay_buffers.reading import reader
 from machine.mutants.base import Patch, around
 
 

@@ -17,7 +17,7 @@ from engram.data import (
     SliceSamplerWithoutReplacement,
     Storage,
 )
-from engram.data.replay_buffers import reader
+from engram.data.replay_buffers.reading import reader
 from engram.data.replay_buffers.samplers.epochs import RowEpochs
 from engram.pytree import get_entry
 from machine.mutants.base import Mutant, around

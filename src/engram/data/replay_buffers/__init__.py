@@ -5,7 +5,15 @@ A part that is public in its package (`samplers`, `storages`, `writers`, ...) is
 
 from engram._advice import advise_on_names
 from engram.data.replay_buffers import samplers, scheduler, storages, utils, writers
-from engram.data.replay_buffers.buffer import ReplayBuffer
+from engram.data.replay_buffers.buffers.buffer import ReplayBuffer
+from engram.data.replay_buffers.buffers.conditional import UpdateResult
+from engram.data.replay_buffers.buffers.ensemble import ReplayBufferEnsemble
+from engram.data.replay_buffers.buffers.stats import BufferStats
+from engram.data.replay_buffers.buffers.tensordict import (
+    PrioritizedReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
 from engram.data.replay_buffers.checkpointers import (
     FlatStorageCheckpointer,
     H5StorageCheckpointer,
@@ -15,20 +23,12 @@ from engram.data.replay_buffers.checkpointers import (
     StorageEnsembleCheckpointer,
     TensorStorageCheckpointer,
 )
-from engram.data.replay_buffers.conditional import UpdateResult
-from engram.data.replay_buffers.ensemble import ReplayBufferEnsemble
 from engram.data.replay_buffers.samplers import *  # noqa: F403
 from engram.data.replay_buffers.scheduler import *  # noqa: F403
-from engram.data.replay_buffers.stats import BufferStats
 from engram.data.replay_buffers.storages import *  # noqa: F403
-from engram.data.replay_buffers.tensordict import (
-    PrioritizedReplayBuffer,
-    TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
-)
-from engram.data.replay_buffers.trajectories import Trajectory, iter_trajectories
 from engram.data.replay_buffers.utils import *  # noqa: F403
 from engram.data.replay_buffers.writers import *  # noqa: F403
+from engram.ted.trajectories import Trajectory, iter_trajectories
 
 __all__ = [
     "BufferStats",

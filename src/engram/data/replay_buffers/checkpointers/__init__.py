@@ -5,13 +5,13 @@
 from engram.checkpoint.protocols import ItemSink, ItemSource, RowSink, RowSource, StorageCheckpointerBase
 from engram.checkpoint.reader import VerificationReport, verify
 from engram.checkpoint.snapshot import Snapshot, open_snapshot, save_snapshot
-from engram.data.replay_buffers.checkpointers.ensemble import (
+from engram.data.replay_buffers.state.checkpointers.items import ListStorageCheckpointer
+from engram.data.replay_buffers.state.checkpointers.members import (
     StorageEnsembleCheckpointer,
 )
-from engram.data.replay_buffers.checkpointers.objects import ListStorageCheckpointer
-from engram.data.replay_buffers.checkpointers.rows import TensorStorageCheckpointer
-from engram.data.replay_buffers.checkpointers.ted import FlatStorageCheckpointer, NestedStorageCheckpointer
-from engram.data.replay_buffers.checkpointers.ted_h5 import H5StorageCheckpointer
+from engram.data.replay_buffers.state.checkpointers.rows import TensorStorageCheckpointer
+from engram.data.replay_buffers.state.checkpointers.ted import FlatStorageCheckpointer, NestedStorageCheckpointer
+from engram.data.replay_buffers.state.checkpointers.ted_h5 import H5StorageCheckpointer
 
 __all__ = [
     "FlatStorageCheckpointer",

@@ -19,6 +19,7 @@ from typing_extensions import Self
 
 from engram._advice import advised
 from engram._arguments import KeepsArguments
+from engram._copies import Computed, PartlyCopied, pickle_by_state
 from engram._generator import Generator
 from engram._overrides import overrides
 from engram._system import drawing, fork_registry
@@ -26,8 +27,6 @@ from engram.checkpoint.snapshot import load_part, save_part
 from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, Index
 from engram.data.replay_buffers.samplers.draw import EpochInfo as EpochInfo  # pickled infos name it here
 from engram.data.replay_buffers.state.parts import SavedPart
-from engram.store.copies import PartlyCopied
-from engram.store.files import pickle_by_state
 from engram.store.indexing import tensor_of, to_slots
 
 if TYPE_CHECKING:
@@ -140,6 +139,11 @@ class StateSetting(Generic[T]):
             setattr(sampler.storage_state, self._name, value if self._checked is None else self._checked(value))
 
 
+def _copied_state(sampler: Sampler) -> StorageState:
+    with sampler.lock:
+        return sampler.storage_state.copied()
+
+
 @advised
 class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     """Chooses which stored steps a batch is made of.
@@ -161,7 +165,10 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     # The names of methods that it has in place of those of `Sampler`, or beside them.
     _own_methods: ClassVar[frozenset[str]] = frozenset()
     # The generator comes with its buffer. Tensors that are sent to another process stay shared with it.
-    _copied_as: ClassVar[Mapping[str, Any]] = dict.fromkeys(("lock", "_generator", "_seed", "_seed_view"))
+    _copied_as: ClassVar[Mapping[str, Any]] = {
+        **dict.fromkeys(("lock", "_generator", "_seed", "_seed_view")),
+        "storage_state": Computed(_copied_state),
+    }
     storage_state: StorageState = _NOTHING
     # From the attributes of a sampler that an earlier version pickled, what it knows of its storage; takes them out.
     _of_earlier_pickle: ClassVar[Any] = None
@@ -174,7 +181,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         own = overrides(cls, Sampler)
         if "_empty" in vars(cls) and "empty" not in own:
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
-        pickle_by_state(cls)
+        pickle_by_state(cls, cls._check_sending)
         cls._own_methods = own
 
     def __init__(self, compilable: bool = False) -> None:
@@ -418,18 +425,10 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     def _check_sending(self) -> None:
         """Called before it is sent to another process, alone or in a buffer; a RuntimeError where it must not be."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        with self.lock:
-            state = super().__getstate__()
-            if "storage_state" in state:
-                state["storage_state"] = self.storage_state.copied()
-            return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+    def _complete_copy(self) -> None:
         Sampler.__init__(self)
-        if self._of_earlier_pickle is not None and "storage_state" not in state:
-            self.storage_state = self._of_earlier_pickle(self.__dict__)
+        if self._of_earlier_pickle is not None and "storage_state" not in vars(self):
+            self.storage_state = self._of_earlier_pickle(vars(self))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
 from engram.pytree import KeyPath
 from engram.store.episodes import EpisodeIndex
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from engram import _native
+import engram._native as _native
 from engram.data.replay_buffers.samplers.base import StorageState, check_counts
 from engram.data.replay_buffers.samplers.draw import EpochInfo
 from engram.data.replay_buffers.samplers.runs import RunSource, Seed, nothing_to_draw

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
 from engram._advice import advised
 from engram._checks import is_integer
+from engram._copies import Computed, CopiedAsPlain
 from engram._system import drawing
 from engram._text import warn_user
 from engram.data.replay_buffers.samplers.base import (
@@ -29,7 +30,6 @@ from engram.data.replay_buffers.samplers.base import (
 from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, Index
 from engram.data.replay_buffers.samplers.runs import RunSource, Seed, draw_beside_writers
 from engram.errors import is_masked, masked_array
-from engram.store.copies import CopiedAsPlain
 from engram.store.episodes import EpisodeIndex
 from engram.store.indexing import select, tensor_of, to_slots
 
@@ -51,6 +51,12 @@ class DrawnInfo(CopiedAsPlain, dict[str, Any]):
     store: _native.Store
 
 
+def _copied_state(table: PriorityTable) -> dict[str, Any]:
+    """Its state, with memory of its own: shared with another process it would be gone before it arrives."""
+    state = table.state()
+    return {**state, "priorities": state["priorities"].numpy().copy()}
+
+
 class PriorityTable(RunSource):
     """A priority for each stored step of one storage, for the sampler that holds it.
 
@@ -60,6 +66,12 @@ class PriorityTable(RunSource):
         starts_only: draw only steps at which slices can start.
         Others: as PrioritizedSampler.
     """
+
+    _copied_as: ClassVar[Mapping[str, Any]] = {
+        **dict.fromkeys(("_priorities", "_storage", "_attached", "_found_in")),
+        "_fits": False,
+        "_waiting": Computed(_copied_state),
+    }
 
     def __init__(
         self,
@@ -451,22 +463,7 @@ class PriorityTable(RunSource):
         table._priorities, table._waiting, table._found_in = self._new_priorities(), waiting, None
         return table
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.state()
-        # With memory of its own: shared with another process it would be gone before it arrives.
-        state["priorities"] = state["priorities"].numpy().copy()
-        return {
-            **self.__dict__,
-            "_priorities": None,
-            "_storage": None,
-            "_attached": None,
-            "_fits": False,
-            "_waiting": state,
-            "_found_in": None,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+    def _complete_copy(self) -> None:
         self._priorities = self._new_priorities()
         assert self._waiting is not None
         self._waiting = {**self._waiting, "priorities": torch.from_numpy(self._waiting["priorities"])}

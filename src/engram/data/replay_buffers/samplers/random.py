@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,

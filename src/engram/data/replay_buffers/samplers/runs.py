@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
+from engram._copies import CopiedAsPlain
 from engram.data.replay_buffers.samplers.base import EMPTY, DrawTotals, StorageState
 from engram.data.replay_buffers.samplers.draw import Draw, EpochInfo, Mark, is_per_row
 from engram.pytree import KeyPath, format_key, get_entry, has_batch_size, has_keys, set_entry
-from engram.store.copies import CopiedAsPlain
 from engram.store.episodes import EpisodeIndex
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, Ty
 import torch
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
 from engram._advice import advised
 from engram._checks import is_integer
 from engram._system import drawing

@@ -17,9 +17,7 @@ from engram.checkpoint.foreign import Part, Receiver, open_saved
 from engram.checkpoint.snapshot import as_damage, save_snapshot
 from engram.checkpoint.writer import SnapshotWriter
 from engram.data.replay_buffers.state.parts import SavedPart, logging_errors
-from engram.data.replay_buffers.state.plans import RowsPlan
-from engram.data.replay_buffers.storages.base import Storage
-from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
+from engram.data.replay_buffers.state.plans import RowsPlan, SavableStorage
 from engram.errors import CheckpointError, CheckpointMisfitError, differences_of
 
 Malformed = Callable[[str], Exception]
@@ -34,7 +32,7 @@ class SavedBuffer(NamedTuple):
         description: makes what a checkpoint says of it, for who makes it anew (`engram.load`), of the user's sampler.
     """
 
-    storage: Storage
+    storage: SavableStorage
     parts: dict[str, SavedPart]
     index_key: str | None
     batch_size: int | None
@@ -143,7 +141,7 @@ class _Undo:
     def __init__(self, buffer: SavedBuffer, rows: RowsPlan | None) -> None:
         self._buffer, self._rows = buffer, rows
         self.has_rows = False  # whether other rows have taken the place of those of before
-        self._incarnations = _incarnations(buffer.storage)
+        self._incarnations = None if rows is None else rows.incarnations()
         self._parts = [part.restore_point() for part in buffer.parts.values()]
         # With rows that come back under another incarnation goes a sampler that is told so.
         goes_back = rows is not None and rows.undo is not None
@@ -151,7 +149,7 @@ class _Undo:
 
     def run(self) -> None:
         storage, sampler, rows = self._buffer.storage, self._buffer.parts["sampler"], self._rows
-        touched = rows is not None and (self.has_rows or _incarnations(storage) != self._incarnations)
+        touched = rows is not None and (self.has_rows or rows.incarnations() != self._incarnations)
         if rows is not None and touched and rows.undo is None:
             if not self.has_rows:  # they went in the middle of being replaced
                 for part in self._buffer.parts.values():
@@ -166,12 +164,6 @@ class _Undo:
         with logging_errors(sampler.given):
             sampler.load(self._sampler)
             sampler.rebase(storage)
-
-
-def _incarnations(storage: Any) -> list[int | None]:
-    """What changes when rows are replaced, of a storage or of each of an ensemble's."""
-    members = storage.storages if isinstance(storage, StorageEnsemble) else [storage]
-    return [None if one.lanes is None else one.lanes.store.incarnation for one in members]
 
 
 class SaveHandle:
@@ -384,4 +376,4 @@ def load_buffer_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     load.check()
     with buffer.storage.access.exclusive("load_state_dict"):
         fill = functools.partial(buffer.storage.load_state_dict, state["storage"])
-        load.run(RowsPlan(fill, rows.restore_point(), not rows.is_empty()))
+        load.run(RowsPlan(fill, rows.restore_point(), not rows.is_empty(), rows.incarnations))

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engram import pytree
-from engram.data.replay_buffers.state.plans import SavedStorage
+from engram.data.replay_buffers.state.checkpointers.items import ListStorageCheckpointer
+from engram.data.replay_buffers.state.plans import SavableStorage, SavedStorage
 from engram.errors import CheckpointMisfitError, StorageError
 from engram.store.counters import Counters, check_sequences
 from engram.store.views import ItemSnapshot
 
 if TYPE_CHECKING:
-    from engram.data.replay_buffers.storages.base import Storage
     from engram.store.items import ItemTable
 
 
@@ -26,7 +26,7 @@ class StepsAsItems:
     For storages of one dimension and one lane, whose rows carry no sequences of their own.
     """
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: SavableStorage) -> None:
         self._storage = storage
 
     def __len__(self) -> int:
@@ -102,7 +102,7 @@ class StepsAsItems:
 class ItemLoad:
     """The ItemSink of a storage of items: saved ones replace all that it has."""
 
-    def __init__(self, storage: Storage, table: ItemTable) -> None:
+    def __init__(self, storage: SavableStorage, table: ItemTable) -> None:
         self._storage, self._table = storage, table
 
     def __len__(self) -> int:
@@ -144,13 +144,11 @@ class StagedItems:
 class SavedItems(SavedStorage):
     """A storage of items, which are saved and loaded as they are."""
 
-    def __init__(self, storage: Storage, table: ItemTable) -> None:
+    def __init__(self, storage: SavableStorage, table: ItemTable) -> None:
         super().__init__(storage)
         self._table = table
 
     def default_checkpointer(self) -> Any:
-        from engram.data.replay_buffers.checkpointers.objects import ListStorageCheckpointer
-
         return ListStorageCheckpointer()
 
     def source(self, background: bool) -> ItemSnapshot:
@@ -205,8 +203,6 @@ class SavedSteps(SavedStorage):
     """Any other storage: its steps are saved as items, unless its checkpointer saves it in another way."""
 
     def default_checkpointer(self) -> Any:
-        from engram.data.replay_buffers.checkpointers.objects import ListStorageCheckpointer
-
         return ListStorageCheckpointer()
 
     def source(self, background: bool) -> Any:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from engram.data.replay_buffers.state.checkpointers.members import StorageEnsembleCheckpointer
 from engram.data.replay_buffers.state.plans import SavedStorage
 from engram.errors import CheckpointMisfitError, differences_of
 from engram.store.views import EnsembleSnapshot
@@ -17,12 +18,13 @@ class SavedMembers(SavedStorage):
     """An ensemble: each member is saved and loaded in its own way."""
 
     def default_checkpointer(self) -> Any:
-        from engram.data.replay_buffers.checkpointers.ensemble import StorageEnsembleCheckpointer
-
         return StorageEnsembleCheckpointer()
 
     def is_empty(self) -> bool:
         return all(member.saved_form.is_empty() for member in self._storage.storages)
+
+    def incarnations(self) -> list[int | None]:
+        return [one for member in self._storage.storages for one in member.saved_form.incarnations()]
 
     def source(self, background: bool) -> EnsembleSnapshot:
         return EnsembleSnapshot([(m.checkpointer, m.saved_form.source(background)) for m in self._storage.storages])

@@ -5,7 +5,12 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from engram.store.lanes import Lanes
+from engram.store.tables import Checked, Rows
 
 
 class TooManyRowsError(Exception):
@@ -19,11 +24,13 @@ class RowsPlan(NamedTuple):
         commit: replaces them.
         undo: puts everything back as it was when this was made; None: there was too much to hold.
         replaces_rows: whether there are rows that are lost; else there was nothing to compare other parts with.
+        incarnations: what changes when rows are replaced, of each table.
     """
 
     commit: Callable[[], None]
     undo: Callable[[], None] | None
     replaces_rows: bool
+    incarnations: Callable[[], list[int | None]]
 
     def run(self) -> None:
         """Commits it; after an error the storage is as it was."""
@@ -35,6 +42,37 @@ class RowsPlan(NamedTuple):
             raise
 
 
+class SavableStorage(Protocol):
+    """A storage, as saving and loading use it: the methods and attributes of `Storage` that have these names."""
+
+    mutex: Any
+    access: Any
+    checkpointer: Any
+
+    @property
+    def saved_form(self) -> SavedStorage: ...
+
+    @property
+    def max_size(self) -> int | None: ...
+
+    @property
+    def lanes(self) -> Lanes | None: ...
+
+    def __len__(self) -> int: ...
+
+    def check(self, items: Any, single: bool, /) -> Checked: ...
+
+    def append(self, checked: Checked, /) -> Tensor | int: ...
+
+    def read(self, slots: Tensor, /) -> Rows: ...
+
+    def empty(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
 class SavedStorage(abc.ABC):
     """A storage, as it is saved and loaded. The caller holds its mutex, and for a load uses it alone."""
 
@@ -44,6 +82,11 @@ class SavedStorage(abc.ABC):
     def is_empty(self) -> bool:
         """Whether there is nothing that a load would replace."""
         return not len(self._storage)
+
+    def incarnations(self) -> list[int | None]:
+        """What changes when rows are replaced, of each of its tables."""
+        lanes = self._storage.lanes
+        return [None if lanes is None else lanes.store.incarnation]
 
     @abc.abstractmethod
     def default_checkpointer(self) -> Any:
@@ -101,16 +144,18 @@ class SavedStorage(abc.ABC):
         Errors as `loads`.
         """
         load = functools.partial(saved.load_storage, self._storage.checkpointer)
-        if self.is_empty():
-            return RowsPlan(functools.partial(load, self.sink()), self.restore_point(), replaces_rows=False)
-        staging = self.staging()
+        is_empty = self.is_empty()
+        staging = None if is_empty else self.staging()
+        commit: Callable[[], None] | None = None
         if staging is not None:
             try:
                 load(staging)
-                return RowsPlan(staging.commit, self.restore_point(), replaces_rows=True)
+                commit = staging.commit
             except TooManyRowsError:  # they are verified, and then read a second time
                 pass
-        return RowsPlan(functools.partial(load, self.sink()), self.restore_point(), replaces_rows=True)
+        if commit is None:
+            commit = functools.partial(load, self.sink())
+        return RowsPlan(commit, self.restore_point(), not is_empty, self.incarnations)
 
 
 def has_hooks(checkpointer: Any) -> bool:

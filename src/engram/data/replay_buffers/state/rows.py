@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engram.checkpoint.protocols import Rows, RowSource
+from engram.data.replay_buffers.state.checkpointers.rows import TensorStorageCheckpointer
 from engram.data.replay_buffers.state.plans import SavedStorage, TooManyRowsError
 from engram.errors import CheckpointError, CheckpointMisfitError, StorageError, StorageInUseError
 from engram.store.counters import Counters
@@ -306,8 +307,6 @@ class SavedRows(SavedStorage):
         return StoredRows(self._rows)
 
     def default_checkpointer(self) -> Any:
-        from engram.data.replay_buffers.checkpointers.rows import TensorStorageCheckpointer
-
         return TensorStorageCheckpointer()
 
     def hands_out(self, needs: str) -> bool:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from engram.data.replay_buffers.storages.overrides import (
     CountedSets,
     GetSetTable,
     InnerMethods,
     OuterMethods,
+    UsersStorage,
 )
 from engram.data.replay_buffers.storages.setting import RowSetter
 from engram.store.table import Table
-
-if TYPE_CHECKING:
-    from engram.data.replay_buffers.storages.base import Storage
+from engram.store.tables import Checked
 
 _T = TypeVar("_T")
 
@@ -27,12 +28,12 @@ class Access:
 
     Args:
         table: of the storage.
-        methods: by what buffers write: the table, or methods of a user's child.
-        inner: by what `set` writes: the table, or methods of a user's child.
+        outer: what buffers call: the table, or methods of a user's child.
+        inner: what `set` calls, and a writer that keeps the best: the table, or methods of a user's child.
     """
 
-    def __init__(self, table: Table, methods: Table | OuterMethods, inner: Table | InnerMethods) -> None:
-        self.table, self._methods, self._inner = table, methods, inner
+    def __init__(self, table: Table, outer: Table | OuterMethods, inner: Table | InnerMethods) -> None:
+        self.table, self._outer, self._inner = table, outer, inner
         #: Where each row stores its own index, in a `set` that a child overrides.
         self.index_key: str | None = None
         self._sets_new_rows = False
@@ -97,8 +98,8 @@ class Access:
     def assign(self, index: Any, items: Any, index_key: str | None) -> None:
         """Replaces stored rows for `rb[index] = items`."""
         with self.table.mutex:
-            if isinstance(self._methods, OuterMethods) and self._methods.writes_by_set:
-                self._methods.set(index, items, index_key)
+            if isinstance(self._outer, OuterMethods) and self._outer.writes_by_set:
+                self._outer.set(index, items, index_key)
             else:
                 self._setter().replace(index, items, index_key)
 
@@ -116,7 +117,14 @@ class Access:
                 self._sets_new_rows = before
 
     # ---- for the parts of a buffer ----
-    def for_own_writers(self, storage: Storage) -> Any:
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        """As `replace` of a storage, in two steps: what may fail for want of memory is done here.
+
+        What is returned writes.
+        """
+        return self._inner.prepare_replace(checked, rows, slots)
+
+    def for_own_writers(self, storage: UsersStorage) -> Any:
         """What a writer of a user's own calls `set` of, given the storage."""
         return CountedSets(storage) if isinstance(self.table, GetSetTable) else storage
 
@@ -126,7 +134,7 @@ class Access:
         Raises:
             TypeError: this storage does not let the writer do that.
         """
-        self._methods.expect_sequences(by_set)
+        self._outer.expect_sequences(by_set)
 
     def carry_sequences(self) -> None:
         """Before the first row is written over another one out of turn: makes room for the sequences of rows.

@@ -11,22 +11,27 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from engram import pytree
+from engram._copies import CopyForm, MadeFromParts, pickle_by_state
 from engram._system import fork_registry
 from engram.checkpoint.foreign import open_saved
 from engram.checkpoint.snapshot import save_snapshot
 from engram.data.replay_buffers.state.items import SavedSteps
 from engram.data.replay_buffers.state.plans import SavedStorage
 from engram.data.replay_buffers.storages.access import Access
-from engram.data.replay_buffers.storages.overrides import GetSetTable, InnerMethods, OuterMethods, OwnTable
+from engram.data.replay_buffers.storages.overrides import (
+    GetSetTable,
+    InnerMethods,
+    OuterMethods,
+    OwnTable,
+    UndefinedMethods,
+)
 from engram.pytree import KeyPath
-from engram.store.copies import CopyForm, MadeFromParts
-from engram.store.files import pickle_by_state
 from engram.store.indexing import MissingRowError, check_stored, from_slots, look_again, select, unwritten
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
@@ -68,6 +73,8 @@ class Storage(MadeFromParts):
 
     #: Batch dimensions of the data; the last one is time.
     ndim: int = 1
+    #: Whether this process only reads the rows, which another one writes.
+    read_only: bool = False
     # What a child of the user's, of this class or one of its kind, has of its own.
     _overrides: ClassVar[frozenset[str]] = frozenset()
     # The table of a child of this class itself.
@@ -75,11 +82,12 @@ class Storage(MadeFromParts):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        pickle_by_state(cls)
         ours = next(kind for kind in cls.__mro__ if _is_ours(kind))
         cls._overrides = own = frozenset(name for kind in cls.__mro__[: cls.__mro__.index(ours)] for name in vars(kind))
         if ours is Storage and own >= {"get", "set"} and "append" not in own:
             cls._own_table = GetSetTable
+        if ours is not Storage or cls._own_table is GetSetTable or "__getstate__" not in own:
+            pickle_by_state(cls, _check_sending)  # else sent to processes as it is pickled
 
     def __init__(self, max_size: int | None, checkpointer: Any = None, compilable: bool = False) -> None:
         missing = _MUST_DEFINE - self._overrides
@@ -99,22 +107,23 @@ class Storage(MadeFromParts):
         """Begins with a table, which is saved and loaded in this form; `of_data` makes a storage around tensors."""
         self._of_data = of_data
         self._held_table, self._saved_as, self.native = table, saved_as, table.native
-        #: Whether this process only reads the rows, which another one writes.
-        self.read_only = table.is_read_only
-        # By what buffers write and read, and by what `set` and `get` do.
-        self._outer_methods: Table | OuterMethods = table
+        own, outer = self._overrides, cast("Table | OuterMethods", table)
+        # What `set` and `get` of ours call.
         self._inner_methods: Table | InnerMethods = table
-        own = self._overrides
-        if not isinstance(table, OwnTable | GetSetTable):
+        if own & {"check", "append", "overwrite", "read", "replace"}:
+            self._inner_methods = InnerMethods(table, self, own)
+        # What our methods do.
+        self._outer_methods: Table | OuterMethods | UndefinedMethods = table
+        if isinstance(table, OwnTable):
+            self._outer_methods = UndefinedMethods(table, type(self).__name__)
+        elif not isinstance(table, GetSetTable):
             self.ndim = table.ndim
             if own & {"set", "get", "read", "_empty"}:
-                self._outer_methods = OuterMethods(table, self, own)
-            if own & {"check", "append", "overwrite", "read"}:
-                self._inner_methods = InnerMethods(table, self, own)
+                self._outer_methods = outer = OuterMethods(table, self, own)
             reads = not own & {"get", "read", "column", "leaf"}
             self.native.limit(reads=reads, appends=not own & {"set", "check", "append"})
         #: The lock of its rows.
-        self.access = Access(table, self._outer_methods, self._inner_methods)
+        self.access = Access(table, outer, self._inner_methods)
         self._attached: weakref.WeakSet[StorageUser] = weakref.WeakSet()
         #: Held by writers, and by readers that need the rows not to change.
         self.mutex = threading.RLock()
@@ -137,8 +146,8 @@ class Storage(MadeFromParts):
     @property
     def lanes(self) -> Lanes | None:
         """Counters of the stored rows (`Lanes.in_memory` makes some); None before the first write."""
-        lanes = self._held_table.known_lanes
-        return self._held_table.lanes if lanes is None else lanes
+        lanes = self._outer_methods.known_lanes
+        return self._outer_methods.lanes if lanes is None else lanes
 
     @property
     def layout(self) -> RowLayout | None:
@@ -149,12 +158,12 @@ class Storage(MadeFromParts):
     @property
     def env_shape(self) -> tuple[int, ...]:
         """The shape of the environments: `()` with ndim=1, `(envs,)` with ndim=2."""
-        return self._held_table.env_shape
+        return self._outer_methods.env_shape
 
     @property
     def supports_conditional_update(self) -> bool:
         """Whether `update_if_present` of a buffer can write over its rows."""
-        return self._held_table.replaces_in_place and not self._overrides & {"set", "get"}
+        return self._held_table.replaces_in_place
 
     @property
     def shape(self) -> torch.Size:
@@ -505,11 +514,8 @@ class Storage(MadeFromParts):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if not _is_direct(type(self)):
             self.__init__(**_opening_arguments(state))  # type: ignore[misc]
-        elif self._own_table is GetSetTable:
+        elif not vars(self):  # else `_begun` made it
             Storage.__init__(self, None)
-        else:
-            vars(self).update(state)
-            return
         self._held_table.take_sent(state)
 
     def _copy_form(self) -> CopyForm:
@@ -521,13 +527,25 @@ class Storage(MadeFromParts):
             form = self.saved_form.row_form()
             return _unpickled, (type(self), table.arguments(), self._checkpointer, form, state)
 
-        says_itself = "__getstate__" in self._overrides
-        copied = functools.partial(_deep_copy, self, table.own_state if not says_itself else None, self._checkpointer)
+        if isinstance(table, OwnTable | GetSetTable) and "__getstate__" in self._overrides:
+            by_class = functools.partial(_made_by_class, table)
+            return CopyForm(
+                lambda: self.mutex,
+                by_class,
+                True,
+                lambda memo: _reconstructed(self, memo, by_class()),
+                table.check_sending,
+            )
+        copied = functools.partial(_deep_copy, self, table.own_state, self._checkpointer)
         return CopyForm(lambda: self.mutex, parts, is_pickled, copied, table.check_sending)
 
     def __repr__(self) -> str:
         extra = self._held_table.extra
         return f"{type(self).__name__}(max_size={self.max_size}, len={len(self)}, ndim={self.ndim}{extra})"
+
+
+def _check_sending(storage: Storage) -> None:
+    storage.access.table.check_sending()
 
 
 _MUST_DEFINE = frozenset({"lanes", "check", "append", "overwrite", "read"})
@@ -560,18 +578,38 @@ def _made_like(cls: Any, arguments: dict[str, Any], checkpointer: Any) -> Any:
     return twin
 
 
+def _made_by_class(table: OwnTable | GetSetTable) -> tuple[Any, ...]:
+    """What a pickle has of a storage whose class has a `__getstate__`; a `__setstate__` finds parts that are new."""
+    kind, max_size, counted, state = table.copied_parts()
+    return _begun, (kind, max_size, counted), state
+
+
+def _begun(kind: type[Storage], max_size: int | None, counted: Any) -> Storage:
+    storage = kind.__new__(kind)
+    Storage.__init__(storage, max_size)
+    table = storage.access.table
+    assert isinstance(table, OwnTable | GetSetTable)
+    table.take_counted(counted)
+    return storage
+
+
+def _reconstructed(storage: Storage, memo: dict[int, Any], parts: tuple[Any, ...]) -> Any:
+    """A deep copy, as `copy` makes it of what `__reduce_ex__` returns."""
+    return copy._reconstruct(storage, memo, *parts)  # type: ignore[attr-defined]
+
+
 def _deep_copy(
-    storage: Storage, own_state: Callable[[], dict[str, Any] | None] | None, checkpointer: Any, memo: dict[int, Any]
+    storage: Storage, own_state: Callable[[], dict[str, Any] | None], checkpointer: Any, memo: dict[int, Any]
 ) -> Any:
     """A deep copy of a storage whose mutex the caller holds; rows are copied block by block where a table has them."""
-    own = None if own_state is None else own_state()
+    own = own_state()
     if own is not None:
         memo[id(storage)] = twin = type(storage).__new__(type(storage))
         twin.__setstate__(copy.deepcopy(own, memo))
         return twin
     arguments = storage.access.table.arguments()
     if arguments is None:
-        return copy._reconstruct(storage, memo, *object.__reduce_ex__(storage, 4))  # type: ignore[attr-defined]
+        return _reconstructed(storage, memo, object.__reduce_ex__(storage, 4))  # type: ignore[arg-type]
     twin = _made_like(type(storage), copy.deepcopy(arguments, memo), copy.deepcopy(checkpointer, memo))
     memo[id(storage)] = twin
     if storage.lanes is not None:

@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from engram._copies import CopyForm
 from engram.data.replay_buffers.state.members import SavedMembers
 from engram.data.replay_buffers.storages.access import Access
 from engram.data.replay_buffers.storages.base import Checked, Storage, as_storage
-from engram.store.copies import CopyForm
 from engram.store.lanes import Lanes
 from engram.store.table import Table
 

@@ -43,7 +43,7 @@ class ObservedMemmapStorage(TableStorage):
     """
 
     def __init__(self, scratch_dir: str | os.PathLike[str], *, checkpointer: Any = None) -> None:
-        self.scratch_dir = Path(scratch_dir)
+        self.scratch_dir, self.read_only = Path(scratch_dir), True
         self._file = ObservedFile(self.scratch_dir)
         opened = self._file.opened
         size = TableSize(opened.lanes.capacity, None, opened.ndim, None)

@@ -12,19 +12,20 @@ returns.
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engram import pytree
+from engram._copies import is_passing_fds
 from engram.data.replay_buffers.storages.setting import next_steps
 from engram.errors import StorageError
 from engram.pytree import KeyPath, format_key, get_entry
-from engram.store.files import is_passing_fds
 from engram.store.indexing import Selection, stored_generations, stored_slots
 from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
@@ -32,12 +33,52 @@ from engram.store.layout import LeafSpec
 from engram.store.table import NOT_SENT, ItemReader, Table
 from engram.store.tables import Checked, Rows, expand_slots
 
-if TYPE_CHECKING:
-    from engram.data.replay_buffers.storages.base import Storage
-
 # Each object has its own.
 _NOT_COPIED = {"mutex", "native", "access", "_attached", "_held_table", "_outer_methods", "_inner_methods"}
 _NOT_COPIED |= {"_saved_as", "_of_data"}
+
+
+def _without_parts(storage: UsersStorage, state: dict[str, Any]) -> dict[str, Any]:
+    """What its class keeps, of the attributes of a storage."""
+    parts = {name: part for name, part in vars(storage).items() if name in _NOT_COPIED}
+    return {name: value for name, value in state.items() if name not in parts or value is not parts[name]}
+
+
+class UsersStorage(Protocol):
+    """A storage of a user's class, as a table around its methods calls it."""
+
+    mutex: Any
+    access: Any
+
+    @property
+    def lanes(self) -> Lanes | None: ...
+
+    @property
+    def env_shape(self) -> tuple[int, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+    # ---- our methods ----
+    def check(self, *args: Any) -> Checked: ...
+
+    def append(self, *args: Any) -> Tensor | int: ...
+
+    def replace(self, checked: Checked, rows: Tensor, slots: Tensor, /) -> None: ...
+
+    def overwrite(self, *args: Any) -> None: ...
+
+    def read(self, *args: Any) -> Rows: ...
+
+    def from_slots(self, slots: Tensor, /) -> Any: ...
+
+    # ---- TorchRL's ----
+    def get(self, index: Any, /) -> Any: ...
+
+    def set(self, index: Any, data: Any, /) -> None: ...
+
+    def _empty(self) -> None: ...
 
 
 class _OfStorage:
@@ -45,26 +86,53 @@ class _OfStorage:
     locks and files of a storage that is dropped would wait for the garbage collector.
     """
 
-    _ref: weakref.ref[Storage]
+    _ref: weakref.ref[UsersStorage]
 
     @property
-    def _storage(self) -> Storage:
+    def _storage(self) -> UsersStorage:
         storage = self._ref()
         assert storage is not None
         return storage
 
     @_storage.setter
-    def _storage(self, storage: Storage) -> None:
+    def _storage(self, storage: UsersStorage) -> None:
         self._ref = weakref.ref(storage)
 
 
-class OwnTable(_OfStorage, Table):
-    """The table of a storage that defines our five methods."""
+class _UsersTable(_OfStorage, Table):
+    """The table of a child of `Storage` itself."""
 
-    def __init__(self, storage: Storage, max_size: int | None, own: frozenset[str]) -> None:
+    def __init__(self, storage: UsersStorage, max_size: int | None, own: frozenset[str]) -> None:
         super().__init__(max_size)
         self._storage, self._own = storage, own
         self.replaces_rows = "replace" in own
+
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> NoReturn:
+        kind = type(self._storage).__name__
+        raise NotImplementedError(f"a {kind} has no `replace`, which writers need that keep the best")
+
+    @property
+    def counted(self) -> Any:
+        """What a copy must know of the rows besides what the user's class keeps."""
+        return None
+
+    def take_counted(self, counted: Any) -> None:
+        """In a copy: takes over what `counted` gave."""
+
+    def copied_parts(self) -> tuple[type[UsersStorage], int | None, Any, Any]:
+        """What a copy of a storage is made of whose class has a `__getstate__`: its class, size, counters and state."""
+        storage: Any = self._storage
+        state = storage.__getstate__()
+        state = _without_parts(storage, state) if isinstance(state, dict) else state
+        return type(storage), self._max_size, self.counted, state
+
+    def take_sent(self, state: dict[str, Any]) -> None:
+        self._max_size = state.get("_max_size", self._max_size)
+        vars(self._storage).update({name: value for name, value in state.items() if name != "_max_size"})
+
+
+class OwnTable(_UsersTable):
+    """The table of a storage that defines our five methods."""
 
     @property
     def lanes(self) -> Lanes | None:
@@ -72,7 +140,7 @@ class OwnTable(_OfStorage, Table):
 
     @property
     def env_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self._storage.env_shape if "env_shape" in self._own else ()
+        return self._storage.env_shape
 
     def fit(self, *args: Any) -> Checked:
         return self._storage.check(*args)
@@ -80,20 +148,11 @@ class OwnTable(_OfStorage, Table):
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         return self._storage.append(checked) if most is None else self._storage.append(checked, most)
 
-    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        if "replace" not in self._own:
-            kind = type(self._storage).__name__
-            raise NotImplementedError(f"a {kind} has no `replace`, which writers need that keep the best")
-        return lambda: self._storage.replace(checked, rows, slots)
-
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         self._storage.overwrite(slots, items, index_key)
 
     def read(self, slots: Tensor, *args: Any) -> Rows:
         return self._storage.read(slots, *args)
-
-    def take_sent(self, state: dict[str, Any]) -> None:
-        vars(self._storage).update(state)
 
     def after_fork(self, mutex: Any) -> None:
         super().after_fork(mutex)
@@ -101,13 +160,44 @@ class OwnTable(_OfStorage, Table):
             self._forked_from, lanes.mutex = 0, mutex
 
 
-class GetSetTable(_OfStorage, Table):
+class UndefinedMethods:
+    """What our methods do in a storage that defines the five, which calls them by `super()`: there is nothing there.
+
+    What such a storage may leave out is made of its five.
+    """
+
+    known_lanes = lanes = None
+    env_shape = ()
+    item_reader = None
+
+    def __init__(self, table: OwnTable, name: str) -> None:
+        self._name = name
+        self.leaf, self.column, self.clear = table.leaf, table.column, table.clear
+
+    def fit(self, *args: Any) -> NoReturn:
+        raise self._is_undefined("check")
+
+    def append(self, *args: Any) -> NoReturn:
+        raise self._is_undefined("append")
+
+    def overwrite(self, *args: Any) -> NoReturn:
+        raise self._is_undefined("overwrite")
+
+    def read(self, *args: Any) -> NoReturn:
+        raise self._is_undefined("read")
+
+    def _is_undefined(self, name: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"Storage.{name} does nothing: a {self._name} defines {name} itself, and its super() is only there in a "
+            "child of LazyTensorStorage, ListStorage or another storage that has one"
+        )
+
+
+class GetSetTable(_UsersTable):
     """The table of a storage that defines `get`, `set` and `__len__` in TorchRL's form."""
 
-    def __init__(self, storage: Storage, max_size: int | None, own: frozenset[str]) -> None:
-        super().__init__(max_size)
-        self._storage, self._own = storage, own
-        self.replaces_rows = "replace" in own
+    def __init__(self, storage: UsersStorage, max_size: int | None, own: frozenset[str]) -> None:
+        super().__init__(storage, max_size, own)
         self.collate = _collate_list
 
     @property
@@ -150,12 +240,6 @@ class GetSetTable(_OfStorage, Table):
             self._storage.set(slots[first:], items if bool(chosen.all()) else pytree.select_rows(items, chosen))
         self.lanes.advance(n)
         return slots
-
-    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        if "replace" not in self._own:
-            kind = type(self._storage).__name__
-            raise NotImplementedError(f"a {kind} has no `replace`, which writers need that keep the best")
-        return lambda: self._storage.replace(checked, rows, slots)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         lanes = self.lanes
@@ -214,24 +298,12 @@ class GetSetTable(_OfStorage, Table):
         return torch.as_tensor(values)
 
     # ---- copies: what the user's class keeps is copied as it is, and beside it the counters ----
-    def own_state(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self._storage).items() if name not in _NOT_COPIED}
+    @property
+    def counted(self) -> Any:
         lanes = self.known_lanes
-        counted = None if lanes is None else (lanes.capacity, lanes.saved_states()[0])
-        return {**state, "_max_size": self._max_size, "_own_lanes": counted}
+        return None if lanes is None else (lanes.capacity, lanes.saved_states()[0])
 
-    def check_sending(self) -> None:
-        raise StorageError(f"Cannot share a storage of type {type(self._storage).__name__}, {NOT_SENT}")
-
-    def sent_state(self, name: str) -> dict[str, Any]:
-        if is_passing_fds():
-            self.check_sending()
-        with self.mutex:  # the rows of one moment, whatever is written while they are pickled
-            return copy.deepcopy(self.own_state(), {id(self._storage): self._storage})
-
-    def take_sent(self, state: dict[str, Any]) -> None:
-        counted, self._max_size = state["_own_lanes"], state["_max_size"]
-        vars(self._storage).update({name: state[name] for name in state.keys() - {"_own_lanes", "_max_size"}})
+    def take_counted(self, counted: Any) -> None:
         if counted is None:
             return
         capacity, lane = counted
@@ -245,6 +317,26 @@ class GetSetTable(_OfStorage, Table):
         lanes.restore_lane(0, lane, 0)
         lanes.store.end_restore()
 
+    def own_state(self) -> dict[str, Any]:
+        return {
+            **_without_parts(self._storage, vars(self._storage)),
+            "_max_size": self._max_size,
+            "_own_lanes": self.counted,
+        }
+
+    def check_sending(self) -> None:
+        raise StorageError(f"Cannot share a storage of type {type(self._storage).__name__}, {NOT_SENT}")
+
+    def sent_state(self, name: str) -> dict[str, Any]:
+        if is_passing_fds():
+            self.check_sending()
+        with self.mutex:  # the rows of one moment, whatever is written while they are pickled
+            return copy.deepcopy(self.own_state(), {id(self._storage): self._storage})
+
+    def take_sent(self, state: dict[str, Any]) -> None:
+        super().take_sent({name: value for name, value in state.items() if name != "_own_lanes"})
+        self.take_counted(state.get("_own_lanes"))
+
     # ---- life ----
     def clear(self, reset_count: bool = True) -> None:
         if "_empty" not in self._own:
@@ -257,7 +349,7 @@ class GetSetTable(_OfStorage, Table):
 class CountedSets:
     """A storage whose class has a `set` of its own, for a writer: what the writer sets counts as stored."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: UsersStorage) -> None:
         self._given = storage
 
     def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> None:
@@ -316,7 +408,7 @@ class OuterMethods(_OfStorage):
     Buffers call these methods, which call the child's; its own call those of ours, which use the table.
     """
 
-    def __init__(self, table: Table, storage: Storage, own: frozenset[str]) -> None:
+    def __init__(self, table: Table, storage: UsersStorage, own: frozenset[str]) -> None:
         self._table, self._storage, self._own = table, storage, own
         #: Whether rows are written by `set`, as buffers of TorchRL's do it, and read by `get`.
         self.writes_by_set = _comes_first(type(storage), "set", {"check", "append"})
@@ -326,6 +418,19 @@ class OuterMethods(_OfStorage):
     @property
     def _name(self) -> str:
         return type(self._storage).__name__
+
+    # ---- facts ----
+    @property
+    def known_lanes(self) -> Lanes | None:
+        return self._table.known_lanes
+
+    @property
+    def lanes(self) -> Lanes | None:
+        return self._table.lanes
+
+    @property
+    def env_shape(self) -> tuple[int, ...]:
+        return self._table.env_shape
 
     # ---- writing ----
     def fit(
@@ -372,11 +477,11 @@ class OuterMethods(_OfStorage):
         finally:
             access.index_key = before
 
-    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        return self._table.prepare_replace(checked, rows, slots)
-
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
-        self._table.overwrite(slots, items, index_key)
+        if self.writes_by_set and "overwrite" not in self._own:
+            self.set(self._storage.from_slots(slots), items, index_key)
+        else:
+            self._table.overwrite(slots, items, index_key)
 
     def expect_sequences(self, by_set: bool) -> None:
         if self.writes_by_set and not by_set:
@@ -445,7 +550,7 @@ class OuterMethods(_OfStorage):
 class _ReaderByOverride(_OfStorage):
     """Reads items by the `read` or `get` of a user's child."""
 
-    def __init__(self, storage: Storage, copied: Callable[[Any], Any]) -> None:
+    def __init__(self, storage: UsersStorage, copied: Callable[[Any], Any]) -> None:
         self._storage, self._copied = storage, copied
 
     def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool) -> Rows:
@@ -457,9 +562,12 @@ class _ReaderByOverride(_OfStorage):
 
 
 class InnerMethods(_OfStorage):
-    """What `get` and `set` of ours call in a child that overrides some of our five methods: these, or the table's."""
+    """What `get` and `set` of ours call in a child that overrides some of our methods: these, or the table's.
 
-    def __init__(self, table: Table, storage: Storage, own: frozenset[str]) -> None:
+    A writer that keeps the best calls `prepare_replace`.
+    """
+
+    def __init__(self, table: Table, storage: UsersStorage, own: frozenset[str]) -> None:
         self._storage = storage
         child: Callable[[], Any] = self._ref  # not `self`, which has these functions and would be in a cycle with them
         self.fit, self.append, self.overwrite, self.read = table.fit, table.append, table.overwrite, table.read
@@ -474,6 +582,8 @@ class InnerMethods(_OfStorage):
         if "read" in own and not _comes_first(type(storage), "get", {"read"}):
             self.read = lambda *args: child().read(*args)
         self.prepare_replace = table.prepare_replace
+        if "replace" in own:
+            self.prepare_replace = lambda *args: functools.partial(child().replace, *args)
 
 
 def rows_of(batch: Any, sequences: Tensor | None, shape: tuple[int, ...] | None, extra: dict[str, Any] | None) -> Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ class _Methods(Protocol):
         self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Tensor | None = None
     ) -> Checked: ...
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int: ...
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]: ...
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None: ...
 
 
@@ -115,7 +117,7 @@ class RowSetter:
             raise ValueError(f"{len(slots)} steps are indexed, the data have {checked.steps}; nothing was written")
         with table.exclusive("replacing rows"):
             assert table.lanes is not None
-            table.prepare_replace(checked, torch.arange(len(slots)), slots)()
+            self._methods.prepare_replace(checked, torch.arange(len(slots)), slots)()
             table.lanes.store.count_replaced(slots)
 
     def _are_stored(self, steps: Tensor) -> Tensor:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from engram import _native, pytree
+import engram._native as _native
+from engram import pytree
 from engram._arguments import BUILT_IN
+from engram._copies import PartlyCopied
 from engram.data.replay_buffers.storages.setting import next_steps
 from engram.data.replay_buffers.writers.round_robin import Placing, SavedWriter, Writer
 from engram.errors import StorageInUseError
-from engram.store.copies import PartlyCopied
 from engram.store.indexing import stored_slots
 from engram.store.layout import is_lazy
 
@@ -139,7 +140,7 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
         assert lanes is not None and self._heap is not None
         replace = None
         if rows is not None:  # all memory first: a batch is written whole or not at all
-            replace = storage.access.table.prepare_replace(checked, rows, targets)
+            replace = storage.access.prepare_replace(checked, rows, targets)
         if appended:
             storage.append(checked, appended)
         if replace is not None:

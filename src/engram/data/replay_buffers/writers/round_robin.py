@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from engram._arguments import BUILT_IN
+from engram._copies import pickle_by_state
 from engram._overrides import overrides
 from engram.checkpoint.snapshot import load_part, save_part
 from engram.data.replay_buffers.state.parts import SavedPart
 from engram.pytree import move_dim
-from engram.store.files import pickle_by_state
 from engram.store.indexing import generations_at, returned_index, to_slots
 from engram.store.tables import IndexTakenError, expand_slots
 
@@ -91,7 +91,7 @@ class Writer(abc.ABC):
             del cls._cursor
         if "_empty" in vars(cls) and "empty" not in own:
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
-        pickle_by_state(cls)
+        pickle_by_state(cls, cls._check_sending)
 
     def __init__(self, compilable: bool = False) -> None:
         pass

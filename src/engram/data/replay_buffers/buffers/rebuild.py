@@ -18,7 +18,12 @@ from engram.checkpoint.directory import HOOKED
 from engram.checkpoint.reader import Checkpoint
 from engram.checkpoint.snapshot import open_snapshot
 from engram.data.replay_buffers import checkpointers, samplers, storages, writers
-from engram.data.replay_buffers.buffer import ReplayBuffer
+from engram.data.replay_buffers.buffers.buffer import ReplayBuffer
+from engram.data.replay_buffers.buffers.tensordict import (
+    PrioritizedReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
 from engram.data.replay_buffers.checkpointers import (
     ListStorageCheckpointer,
     StorageCheckpointerBase,
@@ -33,11 +38,6 @@ from engram.data.replay_buffers.storages import (
     Storage,
     StorageEnsemble,
     TensorStorage,
-)
-from engram.data.replay_buffers.tensordict import (
-    PrioritizedReplayBuffer,
-    TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
 )
 from engram.data.replay_buffers.writers import Writer, WriterEnsemble
 from engram.errors import CheckpointError

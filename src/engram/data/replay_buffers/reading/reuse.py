@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from engram import _native
+import engram._native as _native
 from engram.store.layout import has_exchange_api
 
 #: While one of these says yes, batches get new tensors.

@@ -37,7 +37,7 @@ from engram.checkpoint.protocols import (
 )
 from engram.checkpoint.reader import SnapshotReader
 from engram.checkpoint.writer import SnapshotWriter
-from engram.data.replay_buffers.checkpointers.rows import (
+from engram.data.replay_buffers.state.checkpointers.rows import (
     WHOLE,
     Details,
     column_of,
@@ -50,7 +50,7 @@ from engram.data.replay_buffers.checkpointers.rows import (
     read_rows,
     rows_per_chunk,
 )
-from engram.data.replay_buffers.checkpointers.ted import EpisodeLayout, check_covered
+from engram.data.replay_buffers.state.checkpointers.ted import EpisodeLayout, check_covered
 from engram.errors import CorruptCheckpointError
 from engram.pytree import Key
 from engram.store.counters import Counters

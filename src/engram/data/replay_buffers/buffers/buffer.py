@@ -6,9 +6,10 @@ import copy
 import os
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, Generic, Literal, Protocol, TypeAlias, overload
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,17 +21,19 @@ from typing_extensions import Self, TypedDict, TypeVar, Unpack
 
 from engram._advice import advised
 from engram._checks import is_integer
+from engram._copies import LEFT_OUT, Computed, CopyForm, MadeFromParts, PartlyCopied, pickle_by_state
 from engram._generator import Generator, is_state
 from engram._system import set_state, state_of
 from engram._text import warn_user
 from engram.checkpoint.protocols import StorageCheckpointerBase
-from engram.data.replay_buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
-from engram.data.replay_buffers.dataset import BatchDataset
-from engram.data.replay_buffers.delayed import delay, is_delayed
-from engram.data.replay_buffers.in_place import change_entries, grid_index, in_index_order, is_int
-from engram.data.replay_buffers.parts import BufferParts, Entries, PartSettings
-from engram.data.replay_buffers.reader import MANY_ROWS
-from engram.data.replay_buffers.reuse import why_not_reusable
+from engram.data.replay_buffers.buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
+from engram.data.replay_buffers.buffers.dataset import BatchDataset
+from engram.data.replay_buffers.buffers.delayed import delay, is_delayed
+from engram.data.replay_buffers.buffers.in_place import grid_index, in_index_order, is_int
+from engram.data.replay_buffers.buffers.parts import BufferParts, Entries, PartSettings
+from engram.data.replay_buffers.buffers.stats import BatchCount, BufferStats, count_steps, shown_content
+from engram.data.replay_buffers.reading.reader import MANY_ROWS
+from engram.data.replay_buffers.reading.reuse import why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, user_object
 from engram.data.replay_buffers.samplers.random import RandomSampler
 from engram.data.replay_buffers.state.buffers import (
@@ -44,7 +47,6 @@ from engram.data.replay_buffers.state.buffers import (
     save_buffer,
     save_in_background,
 )
-from engram.data.replay_buffers.stats import BatchCount, BufferStats, count_steps, shown_content
 from engram.data.replay_buffers.storages.base import Storage, as_storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.storages.list import ListStorage
@@ -68,9 +70,7 @@ from engram.pytree import (
     move_dim,
 )
 from engram.pytree import describe as describe_batch
-from engram.store.copies import CopyForm, MadeFromParts, PartlyCopied
 from engram.store.episodes import EpisodeIndex
-from engram.store.files import pickle_by_state
 from engram.store.indexing import to_slots
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import Transform
@@ -296,6 +296,11 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     _entries: Entries | None = None  # that batches get at their root
     _make_default_writer: Callable[[], Writer] = RoundRobinWriter
     _is_shut_down = False
+    _copied_as: ClassVar[Mapping[str, Any]] = {
+        **dict.fromkeys(("_parts", "_iteration", "_is_shut_down"), LEFT_OUT),
+        "_handed_out": Computed(lambda buffer: BatchCount()),
+        "_generator": Computed(lambda buffer: _bytes_of(buffer.generator)),
+    }
 
     def _join_parts(self) -> BufferParts:
         """Puts the parts together; again after each change of one. A ValueError where they do not fit each other."""
@@ -651,13 +656,15 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             >>> rb.set_("x", torch.ones(3)).set_at_("x", 5.0, [0, 2])[:]["x"]
             tensor([5., 1., 5.])
         """
-        return self._change_entries({key: value}, slice(None))
+        self._parts.change_entries({key: value}, slice(None))
+        return self
 
     def set_at_(self, key: Any, value: Any, index: Index) -> Self:
         """Sets one entry of the stored steps at an index, in place; value and errors as `set_`, in the form of
         `rb[index]`. Also an IndexError: a step that has not been written.
         """
-        return self._change_entries({key: value}, index)
+        self._parts.change_entries({key: value}, index)
+        return self
 
     def update_(
         self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None
@@ -676,12 +683,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             if absent:
                 raise KeyError(f"keys_to_update names {absent}, the data have {list(values)}; nothing was changed")
             values = {key: values[key] for key in chosen}
-        return self._change_entries(values, slice(None))
-
-    def _change_entries(self, values: Mapping[Any, Any], index: Any) -> Self:
-        self._writer.check_mutable("changing entries")
-        with self._parts.undisturbed(), self._storage.access.exclusive("changing entries"):
-            change_entries(self._storage, self._parts.time_dim, values, index, self._writer.index_key)
+        self._parts.change_entries(values, slice(None))
         return self
 
     def read_all_in_order(self, end: int | None = None) -> Any:
@@ -824,23 +826,24 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
 
     def set_rng(self, generator: torch.Generator | Generator | None) -> None:
         """Draws come from this generator from now on, and it is saved with the buffer; None: torch's global one."""
-        self._replace("_generator", generator)
+        self._replace({"_generator": generator})
 
     def set_sampler(self, sampler: Any) -> Any:
         """Uses another sampler from now on; returns the old one."""
-        old: Sampler = self._replace("_sampler", as_sampler(sampler))
+        old: Sampler = self._replace({"_sampler": as_sampler(sampler)})["_sampler"]
         return user_object(old)
 
     def set_writer(self, writer: Any) -> Any:
         """Uses another writer from now on; returns the old one."""
-        old: Writer = self._replace("_writer", as_writer(writer))
+        old: Writer = self._replace({"_writer": as_writer(writer)})["_writer"]
         return given_writer(old)
 
     def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
         """Uses another storage from now on; returns the old one."""
+        changed: dict[str, Any] = {"_storage": as_storage(storage)}
         if collate_fn is not None:
-            self._collate_fn = collate_fn
-        old: Storage = self._replace("_storage", as_storage(storage))
+            changed["_collate_fn"] = collate_fn
+        old: Storage = self._replace(changed)["_storage"]
         return old
 
     def share(self, shared: bool = True) -> Self:
@@ -883,15 +886,16 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         """Whether `shutdown` was not called."""
         return not self._is_shut_down
 
-    def _replace(self, name: str, part: Any) -> Any:
+    def _replace(self, changed: dict[str, Any]) -> dict[str, Any]:
+        """Exchanges parts and what belongs to them; returns the old ones, which stay where the new ones do not fit."""
         before = self._parts
         with before.undisturbed():
-            old = vars(self)[name]
-            vars(self)[name] = part
+            old = {name: vars(self)[name] for name in changed}
+            vars(self).update(changed)
             try:
                 self._parts = self._join_parts()
             except BaseException:  # the parts do not fit each other
-                vars(self)[name] = old
+                vars(self).update(old)
                 self._parts = self._join_parts()
                 raise
             finally:
@@ -1065,32 +1069,19 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     # ---- copies: what `pickle` and `copy` make; what is sent to a process travels by `__getstate__` ----
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        pickle_by_state(cls)
+        pickle_by_state(cls, _check_sending)
 
     def _copy_form(self) -> CopyForm:
         def parts() -> tuple[Any, tuple[Any, ...]]:
             return _copied, (type(self), self.__getstate__(), copy.deepcopy(self._saved_form.states()))
 
-        def check_sending() -> None:
-            self._sampler._check_sending()
-            self._writer._check_sending()
-
         is_pickled = not self._storage.access.table.has_path
-        return CopyForm(self._parts.held_still, parts, is_pickled, check_sending=check_sending)
+        return CopyForm(self._parts.held_still, parts, is_pickled, check_sending=partial(_check_sending, self))
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_handed_out": BatchCount()}
-        for name in ("_parts", "_iteration", "_is_shut_down"):
-            state.pop(name, None)
-        # As bytes: a tensor made here would be gone, with its memory, before another process had received it.
-        state["_generator"] = None if self._generator is None else state_of(self._generator).numpy().tobytes()
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        saved = state["_generator"]
-        self.__dict__.update(state)
+    def _complete_copy(self) -> None:
         # Steps that wait for their future are written by the process that they were given to.
         self._transform.empty()
+        saved: Any = self._generator
         if saved is not None:
             saved_state = torch.frombuffer(bytearray(saved), dtype=torch.uint8)
             self._generator = Generator() if is_state(saved_state) else torch.Generator()
@@ -1098,7 +1089,12 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         self._parts = self._join_parts()
 
 
-pickle_by_state(ReplayBuffer)  # as `__init_subclass__` does for its children
+def _check_sending(buffer: ReplayBuffer[Any]) -> None:
+    buffer._sampler._check_sending()
+    buffer._writer._check_sending()
+
+
+pickle_by_state(ReplayBuffer, _check_sending)  # as `__init_subclass__` does for its children
 
 
 def sent_to_writers(buffer: Any) -> Any:
@@ -1113,6 +1109,12 @@ def sent_to_writers(buffer: Any) -> Any:
     twin = object.__new__(type(buffer))
     twin.__dict__.update(buffer.__dict__, _sampler=RandomSampler(), _prefetch=0)
     return twin
+
+
+def _bytes_of(generator: torch.Generator | Generator | None) -> bytes | None:
+    """Its state; as bytes, as a tensor made here would be gone before another process had received it."""
+    state: bytes | None = None if generator is None else state_of(generator).numpy().tobytes()
+    return state
 
 
 def _make_part(part: Any, name: str, is_one: Callable[[Any], bool]) -> Any:

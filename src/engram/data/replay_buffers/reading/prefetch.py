@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from engram import _native
+import engram._native as _native
 from engram._generator import Generator
 from engram._system import fork_registry, notice_fork, set_state, state_of
-from engram.data.replay_buffers.reader import BatchReader, PreparedRows
+from engram.data.replay_buffers.reading.reader import BatchReader, PreparedRows
 from engram.data.replay_buffers.samplers.draw import Draw
 
 #: A batch that takes less is prepared by who wants it: handing it from thread to thread costs more. 0: never.

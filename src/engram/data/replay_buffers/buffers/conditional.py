@@ -149,7 +149,7 @@ def write_if_present(
 
 
 class _RowPatch:
-    """A patch for a storage whose rows all have one layout: some of their entries, or whole rows of any form.
+    """A patch for a storage whose rows all have one form: some of their entries, or whole rows of any form.
 
     Args:
         n: the number of records.
@@ -166,8 +166,12 @@ class _RowPatch:
             return
         root, entries = describe(patch, 1)
         self._entries = {path: _checked_entry(storage, path, value, n) for path, value in entries}
-        stored = set() if storage.layout is None else {*storage.layout.paths} - {(index_key,)}
-        self.is_whole = stored <= self._entries.keys()
+        layout = storage.layout
+        self.is_whole = (
+            layout is not None
+            and root.kind == layout.root.kind
+            and {*layout.paths} - {(index_key,)} <= self._entries.keys()
+        )
         if not self.is_whole and _has_constants(root):
             raise TypeError("a value that is no tensor is the same in all steps: a patch of some entries has none")
 
@@ -177,6 +181,8 @@ class _RowPatch:
             mask = torch.zeros(self._n, dtype=torch.bool)
             mask[positions] = True
             return select_rows(self._patch, mask)
+        if isinstance(stored, list):
+            return _ItemPatch(self._patch, self._n).applied(stored, positions)
         root, entries = describe(stored, 1)
         leaves = [
             self._entries[path][positions].to(value.device) if path in self._entries else value

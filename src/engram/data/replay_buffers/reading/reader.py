@@ -11,16 +11,16 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
 from engram._system import free_memory, human_bytes
-from engram.data.replay_buffers.joining import (
+from engram.data.replay_buffers.reading.joining import (
     joint_tables,
     joint_transform,
     put_index,
     stack_batches,
     transform_parts,
 )
-from engram.data.replay_buffers.reuse import PREVENT_REUSE, may_reuse, why_not_reusable
+from engram.data.replay_buffers.reading.reuse import PREVENT_REUSE, may_reuse, why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.samplers.draw import Draw, is_per_row
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, choose_checked, ids_of, joined

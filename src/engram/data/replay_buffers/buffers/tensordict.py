@@ -10,8 +10,8 @@ from tensordict import TensorDictBase
 from typing_extensions import TypeVar, Unpack
 
 from engram._advice import advised, with_argument
-from engram.data.replay_buffers.buffer import BufferArguments, ReplayBuffer
-from engram.data.replay_buffers.reader import index_and_weight
+from engram.data.replay_buffers.buffers.buffer import BufferArguments, ReplayBuffer
+from engram.data.replay_buffers.reading.reader import index_and_weight
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.writers.round_robin import TensorDictRoundRobinWriter

@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from engram._advice import advised
-from engram.data.replay_buffers.buffer import ReplayBuffer, shown_buffer
-from engram.data.replay_buffers.parts import BufferParts, PartSettings
-from engram.data.replay_buffers.reader import BatchReader
+from engram.data.replay_buffers.buffers.buffer import ReplayBuffer, shown_buffer
+from engram.data.replay_buffers.buffers.parts import BufferParts, PartSettings
+from engram.data.replay_buffers.buffers.stats import BufferStats
+from engram.data.replay_buffers.reading.reader import BatchReader
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble
-from engram.data.replay_buffers.stats import BufferStats
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.writers.ensemble import WriterEnsemble
 from engram.transforms.base import Transform

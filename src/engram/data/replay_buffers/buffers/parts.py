@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -12,9 +12,10 @@ import torch
 
 from engram._arguments import describe
 from engram._generator import Generator
-from engram.data.replay_buffers.batch_writer import BatchWriter, GivenPriorities
-from engram.data.replay_buffers.prefetch import Prefetcher
-from engram.data.replay_buffers.reader import BatchReader, Member
+from engram.data.replay_buffers.buffers.batch_writer import BatchWriter, GivenPriorities
+from engram.data.replay_buffers.buffers.in_place import change_entries
+from engram.data.replay_buffers.reading.prefetch import Prefetcher
+from engram.data.replay_buffers.reading.reader import BatchReader, Member
 from engram.data.replay_buffers.samplers.base import Sampler, user_object
 from engram.data.replay_buffers.samplers.epochs import check_full_batches
 from engram.data.replay_buffers.state.buffers import SavedBuffer
@@ -165,6 +166,13 @@ class BufferParts(StorageUser):
         """Ends the threads that prepare batches."""
         if self.prefetcher is not None:
             self.prefetcher.close()
+
+    # ---- stored steps ----
+    def change_entries(self, values: Mapping[Any, Any], index: Any) -> None:
+        """Sets some entries of the stored steps at an index."""
+        self.writer.check_mutable("changing entries")
+        with self.undisturbed(), self.storage.access.exclusive("changing entries"):
+            change_entries(self.storage, self.time_dim, values, index, self.writer.index_key)
 
     # ---- state ----
     def saved_form(self, kind: str, batch_size: int | None) -> SavedBuffer:

@@ -18,7 +18,7 @@ from engram.checkpoint.protocols import (
 )
 from engram.checkpoint.reader import JSON_AS_OBJECTS, SnapshotReader
 from engram.checkpoint.writer import SnapshotWriter
-from engram.data.replay_buffers.checkpointers.rows import ReusableChunks
+from engram.data.replay_buffers.state.checkpointers.rows import ReusableChunks
 from engram.store.counters import Counters, check_sequences
 
 ITEMS_PER_CHUNK = 4096

@@ -10,7 +10,7 @@ import numpy as np
 
 from engram.checkpoint.protocols import Rows
 from engram.checkpoint.writer import Block
-from engram.data.replay_buffers.checkpointers.rows import (
+from engram.data.replay_buffers.state.checkpointers.rows import (
     WHOLE,
     ChunkCodec,
     ChunkedStorageCheckpointer,

@@ -1,0 +1,1 @@
+"""What encodes the rows of a storage for disk, in one form each."""
