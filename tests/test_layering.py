@@ -266,8 +266,8 @@ WALLS = {
     "probes by identity of a method": 0,
     "hasattr and getattr": 90,
     "classes of 45 methods": 11,
-    "uses of another object's private name": 61,
-    "class flags that others ask": 2,
+    "uses of another object's private name": 44,
+    "class flags that others ask": 1,
 }
 
 

@@ -22,6 +22,7 @@ THEIRS = frozenset(
         _td_dim_names _device _is_locked _parent _base _modules _buffers _parameters _getframe _exit
         _tensor _rng _len _init _ragged_idx _meta _save_only_last_obs _set_batch_for_children
         _is_zerotensor _functorch _from_tensordict _get_str _version _reset_env_preprocess
+        _dispatch_keys _neg_view _cdata _non_tensordict _reconstruct
         """,
     )
 )

@@ -14,8 +14,9 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 #: The classes of parts that are the library's own (`class X(Base, built_in=True)`): loading a state assigns attributes,
-#: and changes none in place; an exception at a saved state means that this is damaged. Neither is guaranteed for a
-#: class that a user derives from one.
+#: and changes none in place; an exception at a saved state means that this is damaged; `sample` of a sampler takes the
+#: lock, and gives slots where a storage has one dimension. None of this is guaranteed for a class that a user derives
+#: from one.
 BUILT_IN: set[type] = set()
 
 

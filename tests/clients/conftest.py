@@ -6,6 +6,8 @@ import pytest
 
 TORCHRL = importlib.util.find_spec("torchrl") is not None
 collect_ignore_glob = [] if TORCHRL else ["test_*.py"]
+if TORCHRL:
+    import clients.forked_workers  # noqa: F401
 #: Rows of the tables that are printed at the end: the table's title, the row's name, the package, what came out.
 RESULTS = pytest.StashKey[list[tuple[str, str, str, str]]]()
 

@@ -1,4 +1,4 @@
-"""From one form of stored episodes to another: stores, checkpoints, TorchRL's directories and dataset files."""
+"""Converts stored episodes from one form to another: stores, checkpoints, TorchRL's directories, dataset files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from engram.kernel.rows import IDS
 from engram.kernel.tools import visible
 from engram.pytree import KeyPath
 
-#: What can be written, by the words of `--to`.
+#: The kinds that can be written, by the words of `--to`.
 TARGETS: dict[str, Kind] = {
     "store": "store",
     "checkpoint": "checkpoint",
@@ -85,7 +85,7 @@ def convert(
 ) -> Conversion:
     """Writes the steps at a path in another form, trajectory by trajectory, oldest first.
 
-    What the new form cannot hold is named in an error, and nothing is written; `drop` allows each by its name. The
+    An error names everything that the new form cannot hold, and nothing is written; `drop` leaves it out by name. The
     target appears whole or not at all. Steps of several environments or writers follow one another.
 
     Args:

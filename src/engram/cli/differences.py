@@ -1,4 +1,4 @@
-"""In what two stores, checkpoints or datasets differ: keys, parts, rows."""
+"""The differences of two stores, checkpoints or datasets: keys, parts, rows."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def diff(
     with ExitStack() as stack:
         snapshot_a, snapshot_b = (stack.enter_context(one_snapshot(*x)) for x in ((a, snapshot_a), (b, snapshot_b)))
         one = stack.enter_context(open_rows(a, snapshot_a, progress=progress))
-        # Two looks at a store that a job writes would be of two moments.
+        # Opened twice, a store that a job writes would be read at two moments.
         other = one if _is_same_store(a, b) else stack.enter_context(open_rows(b, snapshot_b, progress=progress))
         comparison = _Comparison(one, other, by)
         with progress_bar(f"comparing {a} and {b}", comparison.total, progress) as advance:
@@ -177,7 +177,7 @@ class _Comparison:
         age, sequence = _Pairs.by_age(a, b, *rows), _Pairs.by_sequence(a, b, *rows)
         if by == SEQUENCE and sequence is None:
             raise ValueError(f"the lanes or environments of a and b differ: rows can be compared by {AGE} only")
-        # A copy counts its rows anew: what rows are the same ones, the rows say.
+        # A copy counts its rows anew: which rows correspond follows from their values.
         if by is None and sequence is not None:
             by = SEQUENCE if self._equal(sequence.probe()) >= self._equal(age.probe()) else AGE
         self.by = AGE if sequence is None or by == AGE else SEQUENCE

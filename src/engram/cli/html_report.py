@@ -1,4 +1,4 @@
-"""A page about what is stored: figures, plots, images and rows in one HTML file that loads nothing."""
+"""A report of stored rows: facts, plots, images and rows in one HTML file that loads nothing."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def report(
 
 
 def _escape(text: str) -> str:
-    """Text as HTML; what acts on nothing but a terminal, or turns its direction, is made visible."""
+    """Text as HTML; control characters, and those that turn its direction, are made visible."""
     return escape_markup(visible(text))
 
 
@@ -164,7 +164,7 @@ def _sections(storage: Storage, progress: bool) -> Iterator[str]:
 
 
 def _drawable(storage: Storage, name: str, progress: bool) -> Iterator[Series]:
-    """The picture of a key; None where it cannot be drawn."""
+    """The values of a key to plot; none where they cannot be drawn."""
     try:
         yield series(storage, name, progress)
     except ValueError:  # no episodes, no rewards, complex numbers

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from engram.kernel.disk import Checkpoint, StoreFile
 from engram.kernel.tools import open_regular, visible
 
-#: What a path can hold: "store", "checkpoint", "TorchRL directory", or the `kind` of a format of datasets.
+#: The kinds of a path: "store", "checkpoint", "TorchRL directory", or the `kind` of a format of datasets.
 Kind: TypeAlias = str
 
 
@@ -61,16 +61,16 @@ def _kind_of_file(place: Path) -> Kind | None:
 
 
 def store_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder of the store that a path means: itself, or that of the store's file."""
+    """The folder of a store, from its path or that of the store's file."""
     place = Path(path)
     return place if place.is_dir() else place.absolute().parent
 
 
 @contextmanager
 def one_snapshot(path: str | os.PathLike[str], snapshot: str | None = None) -> Iterator[str | None]:
-    """A block in which all that is read of a checkpoint is of one snapshot, which no save removes: yields its name.
+    """A block that reads one snapshot of a checkpoint, which no save removes meanwhile: yields the snapshot's name.
 
-    Of anything else yields None.
+    Yields None for every other kind.
 
     Raises:
         CheckpointError: there is no such snapshot.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DONE, DIFFERENT, FAILED = 0, 1, 2
 FORMS = ("store", "checkpoint", "torchrl", "minari", "hdf5", "parquet")  # that `convert` writes
 
-# What a path, a snapshot or an installation can be the cause of; anything else is an error of ours, and shown whole.
+# Errors that a path, a snapshot or an installation can cause. Any other is a fault of engram: its traceback is shown.
 _EXPECTED = (EngramError, OSError, ValueError, TypeError, KeyError, ImportError, MemoryError)
 
 
@@ -83,7 +83,7 @@ def command() -> typer.Typer:
 
     @app.command("verify")
     def verify_command(path: str = a_path, json: bool = as_json) -> None:
-        """Compares everything with its checksums; exit code 1 and the damaged files and rows where they differ."""
+        """Compares everything with its checksums; lists damaged files and rows; exit code 1 if there are any."""
         with _errors_shown():
             result = cli.verify(path, progress=not json)
         _show(result.to_json() if json else None, lambda: tables.show_verification(result))
@@ -92,13 +92,13 @@ def command() -> typer.Typer:
     @app.command("diff")
     def diff_command(
         a: str = a_path,
-        b: str = typer.Argument(..., help="What it is compared with."),
+        b: str = typer.Argument(..., help="The path to compare it with."),
         by: str = typer.Option(None, "--by", help="sequence or age, instead of what makes more rows equal."),
         snapshot_a: str = typer.Option(None, "--snapshot-a", help="Of a checkpoint, another snapshot of A."),
         snapshot_b: str = typer.Option(None, "--snapshot-b", help="The same of B."),
         json: bool = as_json,
     ) -> None:
-        """In what two things differ: keys, rows, parts of checkpoints; exit code 1 where they do."""
+        """Lists the differences of two paths: keys, rows, parts of checkpoints; exit code 1 if there are any."""
         with _errors_shown():
             result = cli.diff(a, b, by=by, snapshot_a=snapshot_a, snapshot_b=snapshot_b, progress=not json)
         _show(result.to_json() if json else None, lambda: tables.show_differences(result))
@@ -190,7 +190,7 @@ def command() -> typer.Typer:
         snapshot: str = of_snapshot,
         json: bool = as_json,
     ) -> None:
-        """One HTML page that stands alone: what it holds, plots, images, rows."""
+        """Writes one self-contained HTML page: keys, lanes, plots, images, rows."""
         with _errors_shown():
             file = cli.report(path, output=output, snapshot=snapshot, progress=not json)
         _show(
@@ -203,7 +203,7 @@ def command() -> typer.Typer:
 
 @contextmanager
 def _errors_shown() -> Iterator[None]:
-    """Around work: an error that the user can do something about is one line, not a traceback."""
+    """A block whose expected errors are printed as one line, without a traceback."""
     try:
         yield
     except _EXPECTED as error:

@@ -20,7 +20,7 @@ from engram.kernel.tools import open_regular
 
 _BEGINNING = 4096  # bytes, in which the mark of a file lies
 
-#: Of the directories that `convert` writes for TorchRL, the file that says so, and how it begins.
+#: The file that marks a directory that `convert` wrote for TorchRL, and the first bytes of this file.
 BUFFER, CONVERTED = "buffer_metadata.json", b'{"generator": "engram '
 
 
@@ -39,7 +39,7 @@ PICTURE = replaceable_file("a picture that engram drew", _begins(b"\x89PNG", b"t
 
 
 def check_target(path: Path, replaceable: Replaceable) -> None:
-    """FileExistsError where something else stands at a path that `write_target` will be given."""
+    """Raises FileExistsError where a path, to be given to `write_target`, holds anything else."""
     refuse_existing(path, True, replaceable)
 
 
@@ -75,7 +75,7 @@ def _checkpoint_refusal(path: Path) -> str | None:
 def _torchrl_refusal(path: Path) -> str | None:
     if not _is_converted(path / BUFFER):
         return f"{BUFFER} does not say that engram wrote it"
-    with torchrl_steps(path) as (steps, _):  # it refuses what the JSON files do not name, but for hidden files
+    with torchrl_steps(path) as (steps, _):  # refuses all but hidden files that the JSON files do not name
         del steps
     own = {"storage", "sampler", "writer", "writer/metadata.json", BUFFER}
     other = _other_than(path, own | {name for name, _ in _entries(path) if name.startswith("storage/")})

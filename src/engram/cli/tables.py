@@ -36,7 +36,7 @@ def show_info(result: Info) -> None:
 
 
 def facts(result: Info) -> Iterator[tuple[str, str]]:
-    """Names and values of what there is to say beside keys and lanes."""
+    """Names and values of the facts beside keys and lanes."""
     if result.rows is not None:
         share = f" of {result.capacity:,} ({result.rows / result.capacity:.0%})" if result.capacity else ""
         yield "rows", f"{result.rows:,}{share}"

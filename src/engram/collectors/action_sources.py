@@ -201,7 +201,7 @@ class ModuleActions(ActionSource):
 
 
 class TensorDictActions(ActionSource):
-    """Actions of a policy on TensorDicts. What else it writes is stored, and is in its input at the next step."""
+    """Actions of a policy on TensorDicts. Its other entries are stored, and are in its input at the next step."""
 
     def __init__(
         self,

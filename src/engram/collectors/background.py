@@ -47,7 +47,7 @@ class BackgroundThread:
         """In a process that was forked the thread does not run."""
         self._turn = threading.Condition()
         self._thread = None
-        # By hold, the thread that waits for this one to pause, or goes on while it does.
+        # By hold, the thread that waits for this one to pause, or runs while it is paused.
         self._holds: dict[object, int] = {}
         self._had: set[int] = set()  # threads that have held this one since its last turn
         self._is_between = True  # between two calls, or not running
@@ -189,7 +189,7 @@ class BackgroundCollector:
     """Base of the collectors: with a replay buffer they can collect while the caller does other things.
 
     While one does (`start`), a batch after the other is written into the buffer until there are `total_frames`, and
-    `rollout` and iterating raise RuntimeError. What asks for the state (`state_dict`, `set_seed`, `reset`, ...) waits
+    `rollout` and iterating raise RuntimeError. Methods of the state (`state_dict`, `set_seed`, `reset`, ...) wait
     until the batch that is being collected is written. An error of an environment, the policy or the buffer is logged
     at once and raised by the next call of the collector. Python's threads take turns: see to it that the buffer is
     sampled in batches that are worth it.
@@ -284,7 +284,7 @@ class BackgroundCollector:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """`with collector.pause():` nothing is collected, and what was begun is in the buffer; then it goes on.
+        """`with collector.pause():` a block in which nothing is collected; begun batches are in the buffer.
 
         Between two pauses at least a batch is collected.
         """
@@ -329,7 +329,7 @@ class BackgroundCollector:
         """Waits for batches that were begun ahead."""
 
     def _refuse_beside_background(self) -> None:
-        """Raises what has ended collecting in the background, and RuntimeError while it goes on."""
+        """Raises the error that ended collecting in the background, and RuntimeError while it runs."""
         if self._background is None or self._background.is_current:
             return
         if self._background.is_active:

@@ -33,7 +33,7 @@ Metrics = dict[str, Any]
 
 
 class EvaluationSettings(NamedTuple):
-    """What every evaluation of an `Evaluator` has in common; functions of the user go to a worker in wrappers."""
+    """The settings of all evaluations of an `Evaluator`; the user's functions go to a worker in wrappers."""
 
     trajectories: int
     collector: dict[str, Any]
@@ -98,7 +98,7 @@ def _metrics(batch: TensorDictBase, reward_key: Key, seconds: float) -> Metrics:
 
 
 class _Failure(NamedTuple):
-    """What a worker sends in the place of the result of an evaluation that raised an error."""
+    """The message of a worker whose evaluation raised an error, in place of a result."""
 
     packed: bytes
 
@@ -125,7 +125,7 @@ def run_evaluations(channel: Channel, *parts: Any) -> None:
 
 @advised
 class Evaluator:
-    """Evaluates a policy on whole trajectories while training goes on, one evaluation at a time.
+    """Evaluates a policy on whole trajectories while training continues, one evaluation at a time.
 
     `trigger_eval` starts one with a copy of the weights of that moment, `poll` or `wait` gives its result: a dict of
     `"eval/reward"` (mean of the returns), `"eval/reward_std"`, `"eval/num_episodes"`, `"eval/episode_length"`,

@@ -79,7 +79,7 @@ class GymRollout:
         return RolloutResult(self._batch_of(batch, rewards.values, steps))
 
     def _cut_short(self, batch: _StepBuffer, rewards: Rewards, error: BaseException) -> RolloutResult:
-        """Makes a batch of the whole rows before an error, and restarts: no trajectory goes on after it."""
+        """Makes a batch of the whole rows before an error, and restarts: no trajectory continues after it."""
         self.restart()
         error = error if rewards.error is None else rewards.error  # the earlier one
         steps = len(rewards.values) // len(self._engines)
@@ -241,7 +241,7 @@ class _StepBuffer:
         self._ends: list[tuple[int, bool, bool]] = []  # slot, terminated, truncated
 
     def end(self, slot: int, terminated: Any, truncated: Any, *, is_cut: bool) -> bool:
-        """Records and returns whether an episode ends with a step. Raises ValueError for flags that are no bools."""
+        """Records and returns whether an episode ends with a step. Raises ValueError for flags that are not bools."""
         is_terminated, is_truncated = flag_of(terminated, "terminated"), flag_of(truncated, "truncated") or is_cut
         if is_terminated or is_truncated:
             self._ends.append((slot, is_terminated, is_truncated))

@@ -20,7 +20,7 @@ WorkerLayout = tuple[int, _Layout]
 
 
 def layout_of(batch: TensorDictBase) -> _Layout:
-    """What each step of a batch has, by key; nothing of agents that differ."""
+    """The entries of each step of a batch, by key; none of agents that differ."""
     if is_ragged(batch):
         return {}
     return {key: f"{leaf.dtype} {list(leaf.shape[batch.ndim :])}" for key, leaf in batch.items(True, True)}
@@ -56,7 +56,7 @@ def padded(batch: TensorDictBase, length: int) -> TensorDictBase:
 def joined(first: TensorDictBase | WroteFrames, rest: TensorDictBase | WroteFrames) -> TensorDictBase | WroteFrames:
     """A batch whose first steps are of a worker that failed, and whose rest is of the one that replaced it.
 
-    The last of the first steps is marked as truncated: the trajectory goes on nowhere.
+    The last of the first steps is marked as truncated: the trajectory is not continued.
     """
     if isinstance(first, WroteFrames) or isinstance(rest, WroteFrames):
         return WroteFrames(sum(part.frames for part in (first, rest) if isinstance(part, WroteFrames)))

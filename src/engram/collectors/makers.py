@@ -1,4 +1,4 @@
-"""What each worker of a collector is made from: its environment, its policy, and the arguments that are its own."""
+"""The arguments of each worker of a collector: its environment, its policy, and settings of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def makers_of_workers(
 ) -> tuple[list[Callable[[], Any]], list[Callable[[], Any] | None]]:
     """For each worker a callable that makes its environment, and one that makes its policy, or None.
 
-    Raises ValueError for another number of them than `num_workers`, TypeError for what is no callable.
+    Raises ValueError for another number of them than `num_workers`, TypeError for values that are not callable.
     """
     makers = _with_arguments(_env_makers(create_env_fn, num_workers), create_env_kwargs)
     return makers, _policy_makers(policy, policy_factory, len(makers))

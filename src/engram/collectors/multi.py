@@ -87,7 +87,7 @@ class Arrived(NamedTuple):
 
 @dataclass
 class Member:
-    """What is known of a worker, over all its lives.
+    """The record of a worker, over all its lives.
 
     Attributes:
         frames, envs: of each of its batches; known after its Hello.
@@ -594,7 +594,7 @@ class MultiCollector(PooledCollector, HasSpaces):
         TensorDict of parameters; `policy_or_weights`, `weights`, `policy` and `weights_dict["policy"]` are other names.
         Nothing is pickled: they are copied into memory that all workers share. Raises TypeError without weights,
         ValueError for those of another policy, another `model_id` than "policy", and for `worker_ids`,
-        and either for a `version` that is no integer from 0 to below 2**63.
+        and either for a `version` that is not an integer from 0 to below 2**63.
         """
         self._raise_background_failure()
         version = version_argument(version)
@@ -739,7 +739,7 @@ class MultiCollector(PooledCollector, HasSpaces):
         return [{**part, "policy_version": version, "policy_state_dict": weights} for part in parts]
 
     def _request(self, k: int, method: Callable[..., Any], *args: Any) -> Any:
-        """What a method of worker k's process returns; batches that come before it are received."""
+        """The result of a method of worker k's process; batches that come before it are received."""
         while self._members[k].pending:  # a large message would wait for a worker that waits to send a large batch
             if self._wait_for_any([k]):
                 self._receive_message(k)
@@ -963,7 +963,7 @@ class MultiaSyncDataCollector(MultiCollector):
     A worker goes on while its batch waits and while the caller learns, up to two batches ahead: a batch may have been
     made with weights that are two updates old. Batches are `[time]`, or `[envs, time]`, of
     `frames_per_batch` frames, rounded up to whole rows. Trajectory ids count in the order in which batches are handed
-    out. What is collected at the end and was not handed out is lost.
+    out. Batches that were collected at the end and not handed out are lost.
 
     Args:
         create_env_fn: a callable for each worker that makes its environment (lambdas too), or one and `num_workers`.
@@ -1057,7 +1057,7 @@ class MultiaSyncDataCollector(MultiCollector):
 
 
 def validate_threshold(preemptive_threshold: float | None) -> None:
-    """Raises ValueError for what is no fraction."""
+    """Raises ValueError for a number that is not a fraction."""
     if preemptive_threshold is not None and not 0 <= preemptive_threshold <= 1:
         raise ValueError(f"preemptive_threshold must be in [0, 1], or None, got {preemptive_threshold}")
 

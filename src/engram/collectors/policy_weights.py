@@ -90,7 +90,7 @@ class PolicyWeights:
         asked for by the call itself, or the call does not end (it may wait for a lock that the caller of this has), the
         update follows it.
 
-        Raises TypeError for a policy without weights and a version that is no integer, ValueError for weights of
+        Raises TypeError for a policy without weights and a version that is not an integer, ValueError for weights of
         another policy and a version out of range; nothing is changed then.
         """
         version = version_argument(version)
@@ -140,7 +140,7 @@ class PolicyWeights:
             self.newest_version = version
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The state of the policy that acts; None for a policy that is no module."""
+        """The state of the policy that acts; None for a policy that is not a module."""
         return self.policy.state_dict() if isinstance(self.policy, nn.Module) else None
 
     def _values_of(self, weights: Any) -> State | None:
@@ -161,7 +161,7 @@ _live: weakref.WeakSet[PolicyWeights] = fork_registry(PolicyWeights.after_fork)
 
 
 def version_argument(version: Any) -> int | None:
-    """The version of an update, or None. TypeError: it is no integer; ValueError: it is no int64 of 0 or more."""
+    """The version of an update, or None. TypeError: it is not an integer; ValueError: it is outside 0 to 2**63 - 1."""
     if version is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What collectors with workers have in common, wherever these run: asking, waiting, replacing, shutting down."""
+"""The base of collectors with workers, wherever these run: asking, waiting, replacing, shutting down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rollout is, the rollout of any environment through its TensorDict interface, and what the others share."""
+"""The protocol of rollouts, the rollout of any environment through its TensorDict interface, and shared functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a collector does, as data: validated where it is given, and sent to the processes that step."""
+"""The settings of collectors as data: validated once, and sent to the worker processes."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
             other releases' collectors have besides is a TypeError that says what to use instead.
 
     Gymnasium environments, alone, in a `SerialEnv` or stepped together, are stepped with raw values; tensors are made
-    once a batch. What an environment gives must be of its spaces: a ValueError names the key otherwise.
+    once a batch. Values of an environment must be of its spaces: a ValueError names the key otherwise.
     Actions are compared with the action space before each step: numbers beyond it, vectors that are not one-hot, and
     NaN, are errors of the policy, which name the entry, the environment and the step. A Box's bounds are left to the
     environment.
@@ -839,7 +839,7 @@ class OtherBufferWriter(BufferWriter):
 
 
 def buffer_writer(replay_buffer: Any) -> BufferWriter:
-    """What writes into a buffer of this library or of another."""
+    """A writer into a buffer of this library or of another."""
     return (BufferWriter if isinstance(replay_buffer, ReplayBuffer) else OtherBufferWriter)(replay_buffer)
 
 

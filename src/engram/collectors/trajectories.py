@@ -66,7 +66,7 @@ class EpisodeSteps:
     """
 
     def __init__(self, envs: int) -> None:
-        self._made = np.zeros(envs, np.int64)  # steps of the episode that goes on
+        self._made = np.zeros(envs, np.int64)  # steps of the running episode
 
     def restart(self, envs: Sequence[int] | slice = slice(None)) -> None:
         """The next step of these environments is the first one of an episode."""
@@ -190,7 +190,7 @@ class GlobalTrajectoryIds:
         reserved = {(worker, own): first + k for k, (_, _, own, worker) in enumerate(sorted(new))}
         for worker, batch, ids, _, inverse in seen:
             before = self._global_ids.get(worker, {})
-            # a trajectory that is not in this batch has ended: an environment that goes on is in every batch
+            # a trajectory that is not in this batch has ended: a running environment is in every batch
             self._global_ids[worker] = {int(i): reserved.get((worker, int(i)), before.get(int(i), -1)) for i in ids}
             replaced = np.array([self._global_ids[worker][int(i)] for i in ids], np.int64)
             batch.set(IDS, torch.from_numpy(replaced[inverse.reshape(-1)]).reshape(batch.shape))

@@ -42,12 +42,12 @@ MOST_AHEAD = 100_000  # frames that an environment may have more than another on
 class VectorRollout:
     """Steps environments of a `VectorEngine` together; key by key the same as `TensorDictRollout`.
 
-    A call that only resets an environment (NEXT_STEP) is no frame of it: environments whose episodes are long then have
+    A call that only resets an environment (NEXT_STEP) is not a frame of it: environments with long episodes then have
     more frames than others, and a batch is complete when each has its steps. **Frames beyond those open the next batch,
     in their order**; `restart` drops them.
 
     Where `max_frames_per_traj` cuts an episode and the environment cannot be reset without the others, its steps until
-    the episode ends by itself are no frames. When all wait for that at once, all are reset.
+    the episode ends by itself are not frames. When all wait for that at once, all are reset.
     """
 
     def __init__(
@@ -262,9 +262,9 @@ class _LastObservations(NamedTuple):
 
 
 class StepLog:
-    """What each call of `VectorEngine.step` gave, until its frames are in a batch.
+    """The results of calls of `VectorEngine.step`, until their frames are in a batch.
 
-    A *frame* is a step of one environment; a call that only resets an environment is no frame of it. Row c of the
+    A *frame* is a step of one environment; a call that only resets an environment is not a frame of it. Row c of the
     observations is what the environments showed before call c, row c + 1 what they showed after it; where a reset wrote
     over the latter, the last observation of the episode is kept apart. All arrays are copied at once.
     """

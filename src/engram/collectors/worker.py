@@ -77,7 +77,7 @@ class BatchReady(NamedTuple):
 
 
 class Predecessor(NamedTuple):
-    """What a worker takes over from the one that it replaces.
+    """The state that a worker takes over from the one that it replaces.
 
     The number of its frames, which were random first, and arguments of `set_seed` (None: there was no call of it).
     `has_own_weights`: its policy was made by the policy's factory and was never updated.
@@ -97,7 +97,7 @@ class WorkerCalls(NamedTuple):
 
 
 class WorkerConfig(NamedTuple):
-    """What a worker process is made from."""
+    """The arguments of a worker process."""
 
     make_env: CloudpickleWrapper
     policy_factory: CloudpickleWrapper | None
@@ -112,7 +112,7 @@ class WorkerConfig(NamedTuple):
 
 
 class SteppingCollector(SyncDataCollector):
-    """The collector inside a worker process: its steps are timed, and it goes on where another one was lost."""
+    """The collector inside a worker process: its steps are timed, and it continues for a worker that was lost."""
 
     def __init__(
         self, env: Any, policy: Any, settings: CollectorSettings, clock: CallTimer | None, frames_before: int

@@ -25,7 +25,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
 
     Args:
         storage: makes the storage: called with a number of steps and `ndim=2`. With
-            `functools.partial(LazyMemmapStorage, scratch_dir=..., existsok=True)` a training goes on with the rows of
+            `functools.partial(LazyMemmapStorage, scratch_dir=..., existsok=True)` a training continues with the rows of
             one that was killed.
         n_steps, gamma: rewards of so many steps are added up, each `gamma` times less, as in NStepReplayBuffer; also
             for dict observations.

@@ -155,7 +155,7 @@ class _WritesRows(_Behind):  # type: ignore[misc]
         super().reset(keep_statistics)
         for rows in self.rows:
             rows.empty()
-        if "weight" in vars(self):  # priorities: tianshou itself goes on drawing what it has forgotten
+        if "weight" in vars(self):  # priorities: tianshou itself continues to draw rows that it has forgotten
             self.weight[np.arange(self.maxsize)] = 0.0
             self._max_prio = self._min_prio = 1.0
 

@@ -279,7 +279,7 @@ def finish_all(calls: Sequence[tuple[ShardClient, PendingCall]], deadline: float
     """The answers of calls of several shards, which wait beside each other; None for a shard that is away.
 
     They are looked at in turn, so one that does not come takes no time from the others; and a shard that has not
-    answered an earlier call is not waited for again. What a shard raised is raised here.
+    answered an earlier call is not waited for again. Errors of a shard are raised here.
     """
     answers: list[Any] = [None] * len(calls)
     waiting, patience = list(range(len(calls))), _PAUSE
@@ -544,7 +544,7 @@ class Producer:
                 told = ended is not None and ended[0] == before.number
                 count = max(self._acknowledged, ended[1] if told and ended is not None else 0)
             self._before += count
-            # What is left gets new numbers, from where the old tenancy ended.
+            # The remaining rows get new numbers, from where the old tenancy ended.
             self._sent = collections.deque(_SentBlock(sent.first - count, sent.rows, None) for sent in self._sent)
             self._next -= count
             count, self._tenancy, self._acknowledged = tenancy.rows, tenancy, tenancy.rows

@@ -242,8 +242,8 @@ class RayCollector(PooledCollector):
 
     A collector that dies, alone or with its node, is made anew, with a RuntimeWarning. It continues where its rows
     ended, with new trajectories and a seam before them: the lane has counted which rows are in, so `frames` has each
-    row of the replay buffer once, whenever it died. What it had not written is collected anew, and what its transforms
-    held back is lost. With `batch_timeout` one that hangs is ended and made anew in the same way.
+    row of the replay buffer once, whenever it died. Steps that it had not written are collected anew; those that its
+    transforms held back are lost. With `batch_timeout` one that hangs is ended and made anew in the same way.
 
     Args:
         create_env_fn: makes the environment of a collector, or a list with one for each.

@@ -40,7 +40,7 @@ def save_shards(shards: Sequence[ShardClient], path: str | os.PathLike[str], kee
 
     Raises:
         ShardUnavailableError: a shard is away, or has not saved within so many seconds.
-        CheckpointError: one cannot save, or another save runs here. What was saved before is still in force.
+        CheckpointError: one cannot save, or another save runs here. The save before it is still in force.
     """
     deadline = time.monotonic() + timeout
     with saving(path, keep_last=keep_last) as writer:

@@ -47,7 +47,7 @@ def await_shard(shard: ShardClient, watch: FolderWatch, deadline: float, written
 class LocalProducer:
     """A producer that writes to its lane of a shard's store itself; used as `Producer`.
 
-    What it wrote is in when `extend` returns, and stays in if this process or the shard's dies. While the shard is away
+    Its rows are in when `extend` returns, and stay in if this process or the shard's dies. While the shard is away
     nothing is written.
     """
 

@@ -470,7 +470,7 @@ class ReplayShard:
     # ---- producers ----
     @_call
     def adopt(self, incarnation: int, layout: bytes) -> None:
-        """Makes the store for rows of this layout (`RowLayout.to_bytes`); the same again is no error.
+        """Makes the store for rows of this layout (`RowLayout.to_bytes`); the same again is not an error.
 
         Raises:
             ValueError: it has another layout; every difference is listed.
@@ -539,7 +539,7 @@ class ReplayShard:
         """Lets a process of this machine write to the lane of its tenancy itself; returns the folder of the store.
 
         The process opens the store, takes the lane (`Lanes.hold_lane`; `goes_on`: the tenancy has rows), and appends.
-        What is in is counted by the lane as ever. When the process has let the lane go, or has died, calls by this
+        The lane counts stored rows as ever. When the process has let the lane go, or has died, calls by this
         producer's name
         go on as before.
 

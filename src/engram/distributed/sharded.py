@@ -659,7 +659,7 @@ class ShardedReplayBuffer:
 
         Raises:
             ShardUnavailableError: a shard is away, or has not saved in time.
-            CheckpointError: a shard cannot save, or another save runs here. What was saved before is still in force.
+            CheckpointError: a shard cannot save, or another save runs here. The save before it is still in force.
         """
         with self._writing, self._lock:
             self.flush()

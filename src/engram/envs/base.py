@@ -826,7 +826,7 @@ class EnvBase(nn.Module, HasSpaces):
 
         Ends after the first step that is done in any environment (with `break_when_all_done`: in all), or
         (`break_when_any_done=False`) resets those that are done and continues. Rows that only reset (`"_idle"`, see
-        `VectorEnv`) are no steps: the rollout continues until every environment has its steps, and drops what others
+        `VectorEnv`) are not steps: the rollout continues until every environment has its steps, and drops what others
         have beyond. The batch is contiguous, whatever `return_contiguous` says.
 
         Args:

@@ -152,7 +152,7 @@ def rewards_of(values: Sequence[Any]) -> Rewards:
 def reward_row(value: Any, n: int) -> Array:
     """The rewards `[n]` of environments that step together, float32 if they have that dtype, else float64.
 
-    Raises ValueError for another shape and for values that are no numbers.
+    Raises ValueError for another shape and for values that are not numbers.
     """
     if type(value) is np.ndarray and value.dtype.kind in "biuf" and value.shape == (n,):
         return value.astype(SINGLE if value.dtype == SINGLE else DOUBLE, copy=False)

@@ -176,7 +176,7 @@ def make_info_reader(
 ) -> InfoReader | None:
     """The reader of `keys`; for keys without specs, `probe` is called for infos to derive the specs from.
 
-    Raises KeyError for a key that these infos lack, TypeError for a value that is no array of numbers.
+    Raises KeyError for a key that these infos lack, TypeError for a value that is not an array of numbers.
     """
     if not keys:
         return None

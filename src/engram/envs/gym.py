@@ -63,7 +63,7 @@ class GymEnv(EnvBase, HasEngines):
             created by `gymnasium.make_vec`: by the environment's vector entry point if it has one, else in sync;
             `vectorization_mode=` is "sync", "async" or "vector_entry_point". Sync and async environments reset in the
             step that ends an episode unless `vector_kwargs={"autoreset_mode": ...}` is given. Where a vector entry
-            point needs a call for a reset (CartPole), steps may have rows that are no steps: see `VectorEnv`.
+            point needs a call for a reset (CartPole), steps may have rows that are not steps: see `VectorEnv`.
         from_pixels: uint8 `pixels` `[H, W, 3]` instead of the observation; with `pixels_only=False`, beside it.
         frame_skip: repeats each action so many times and adds up the rewards. An environment whose constructor has the
             parameter `frameskip` (Atari's) gets it, instead of its own default; otherwise, like `from_pixels`, it does

@@ -743,15 +743,15 @@ class ParallelEnv(EnvBase):
 
     A worker that is replaced costs the open episodes of its environments. With `restarts` there is one more entry,
     `"_idle"` (bool `[n, *batch of one, 1]`), as in `VectorEnv`: where it holds at the root, the step found that the
-    worker was gone, and only reset the environment. Such a row is no step: its action was not taken, its reward is 0,
-    and its `("next", "truncated")` is set so that a reset follows, which returns the first observation. `rollout` and
-    the collectors leave these rows out, and mark the step before as truncated, or, where that is in an earlier batch,
+    worker was gone, and only reset the environment. Such a row is not a step: its action was not taken, its reward
+    is 0, and its `("next", "truncated")` is set so that a reset follows, which returns the first observation. `rollout`
+    and the collectors leave these rows out, and mark the step before as truncated, or, where it is in an earlier batch,
     begin a new trajectory id, with a seam in the replay buffer; your own loops must, too. After `set_seed`, new
     environments have seeds that follow from the seed and the number of restarts of their worker.
 
     Raises:
         ValueError: different specs, a list of another length, unknown start methods or cores, a timeout of 0 or less.
-        TypeError: a timeout that is no number.
+        TypeError: a timeout that is not a number.
         WorkerError: an environment failed in its worker, with the worker's traceback, or a worker was killed. The
             environment cannot be used any more: every call but `close` raises the error again.
         RuntimeError: this is a fork of the process that created it; a step without a reset after `close`, which

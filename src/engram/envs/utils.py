@@ -26,7 +26,7 @@ def check_env_specs(
 
     It also checks that TensorDicts have the environment's `batch_size` and device, that flags agree, and that
     environments which are not reset continue from their last step. The first reset gets `tensordict`. Raises ValueError
-    with the key, the value and what its spec allows, TypeError for objects that are no environment of engram or
+    with the key, the value and what its spec allows, TypeError for objects that are not environments of engram or
     TorchRL. The environment is left in the middle of an episode. `return_contiguous`, `check_dtype` and
     `break_when_any_done` have no effect: dtypes are always checked, and environments that are done are reset.
 

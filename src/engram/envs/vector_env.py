@@ -154,7 +154,7 @@ class VectorEnv(EnvBase):
     `step` to reset one: to begin the next episode (NEXT_STEP), or until an episode that is cut short is over. Its
     environment has one more entry, `"_idle"` (bool `[n, 1]`): where it holds at the root, the step only resets, or
     waits for that. `reset` sets it for environments that could not be reset yet; a reset of all resets them at once.
-    Such a row is no step: its action is ignored, its reward is 0, and its `("next", "truncated")` is set so that a
+    Such a row is not a step: its action is ignored, its reward is 0, and its `("next", "truncated")` is set so that a
     reset follows, which returns the first observation. `rollout` and the collectors leave these rows out; your own
     loops must, too.
 

@@ -184,11 +184,12 @@ class Composite(Spec):
     def __getitem__(self, key: Any) -> Any:
         if not _is_key(key):
             return self.with_batch(self.ndim, lambda tensor: tensor[key])
-        entry: Any = self
-        for name in key_path(key):
-            if not isinstance(entry, Composite) or name not in entry._entries:
-                raise KeyError(f"there is no entry {key!r}, there are {list(self.leaves())}")
-            entry = entry._entries[name]
+        name, *rest = key_path(key)
+        entry: Any = self._entries.get(name, _NOTHING)
+        if rest:
+            entry = entry.get(tuple(rest), _NOTHING) if isinstance(entry, Composite) else _NOTHING
+        if entry is _NOTHING:
+            raise KeyError(f"there is no entry {key!r}, there are {list(self.leaves())}")
         return entry
 
     def __delitem__(self, key: Key) -> None:

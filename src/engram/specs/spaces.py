@@ -203,7 +203,7 @@ _SPACES: dict[type, Callable[[Any, Any], Any]] = {
 
 
 class EncodedSpaces(NamedTuple):
-    """What the tensors of an environment's observations and actions stand for."""
+    """The spaces that the tensors of an environment's observations and actions stand for."""
 
     specs: Mapping[KeyPath, Spec]  #: the spec of each entry, by key
     batch_dims: int  #: the first dimensions of these specs, which are those of the environment's batch

@@ -27,7 +27,7 @@ def stack_specs(specs: Sequence[Any], dim: int = 0) -> Any:
     Raises:
         RuntimeError: there are no specs, or they differ in dtype, device, number of dimensions or batch shape, or a
             Composite is among leaves.
-        IndexError: `dim` is no batch dimension.
+        IndexError: `dim` is not a batch dimension.
 
     >>> from engram.specs import Unbounded
     >>> spec = torch.stack([Composite(obs=Unbounded((3,))), Composite(obs=Unbounded((5,)))], 0)
@@ -171,7 +171,7 @@ class Stacked(Spec):
         return torch.nested.nested_tensor(list(values))
 
     def _apart(self, value: Any) -> Sequence[Tensor] | None:
-        """The members' values; None where this is no value of such a stack."""
+        """The members' values; None where this is not a value of such a stack."""
         if isinstance(value, list | tuple):
             return value if len(value) == len(self.specs) else None
         if not isinstance(value, Tensor):
@@ -339,7 +339,7 @@ class StackedComposite(Composite):
         return all(one.is_empty(recurse) for one in self.specs)
 
     def parts_of(self, value: TensorDictBase) -> Sequence[TensorDictBase] | None:
-        """The members' parts of a stacked TensorDict; None where it is no stack of as many."""
+        """The members' parts of a stacked TensorDict; None where it is not a stack of as many."""
         at = value.ndim - self.ndim + self.dim
         if at < 0 or value.batch_size[at] != len(self.specs):
             return None

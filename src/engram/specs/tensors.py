@@ -32,7 +32,7 @@ def usable_device(device: Device, name: str) -> torch.device | None:
 
     Raises:
         ValueError: this machine, or this build of torch, has no such device.
-        TypeError: the argument is no device.
+        TypeError: the argument is not a device.
     """
     if device is None:
         return None
@@ -245,7 +245,7 @@ class Spec(ABC):
         return self.ndim
 
     def reshape(self: Self, *shape: Any) -> Self:
-        """The spec of a tensor that was reshaped, one size may be -1; what is no batch dimension must stay.
+        """The spec of a tensor that was reshaped, one size may be -1; others than batch dimensions must stay.
 
         >>> OneHot(4, (2, 3, 4)).reshape(-1, 4).shape
         torch.Size([6, 4])
@@ -294,7 +294,7 @@ class Spec(ABC):
         return tuple(self.with_batch(self.batch_ndim, operator.itemgetter(place)) for place in places)
 
     def _batch_dim(self, dim: int) -> int:
-        """A batch dimension as a number of 0 or more. Raises IndexError, or ValueError for one that is no batch's."""
+        """A batch dimension as a number of 0 or more. Raises IndexError, or ValueError for another dimension."""
         if not -self.ndim <= dim < self.ndim:
             raise IndexError(f"dim must be {-self.ndim} to {self.ndim - 1}, got {dim}")
         at = dim % self.ndim
@@ -324,7 +324,7 @@ class LeafTensorSpec(Spec):
     batch dimension and cannot be indexed.
     """
 
-    domain_ndim = 0  # trailing dimensions that are no batch dimensions: 1 for vectors like one-hot
+    domain_ndim = 0  # trailing dimensions that are not batch dimensions: 1 for vectors like one-hot
 
     def __init__(self, shape: Sequence[int] | int, device: Device, dtype: torch.dtype) -> None:
         self.shape = as_shape(shape)

@@ -38,7 +38,7 @@ def bytes_of_text(text: str, width: int, what: str = "the value") -> Array:
 
 
 def text_of_bytes(row: Array) -> str:
-    """The text of uint8 `[width]`; bytes that are no UTF-8 become U+FFFD.
+    """The text of uint8 `[width]`; bytes that are not UTF-8 become U+FFFD.
 
     >>> text_of_bytes(bytes_of_text("größer", 16))
     'größer'
@@ -99,7 +99,7 @@ class Text(LeafTensorSpec):
     def encode(self, val: Any, *, ignore_device: bool = False) -> Tensor:
         """A text, nested lists or an array of texts, or a tensor of this spec, as a tensor of this spec.
 
-        Raises ValueError for a text that is too long, TypeError for what is no text.
+        Raises ValueError for a text that is too long, TypeError for values of other types.
         """
         if isinstance(val, Tensor):
             return super().encode(val, ignore_device=ignore_device)
@@ -133,6 +133,6 @@ class Text(LeafTensorSpec):
 
 
 def _rewritten(row: Array) -> Array:
-    """The bytes of the row's text without what is no UTF-8, and without zeros before its end."""
+    """The bytes of the row's text without bytes that are not UTF-8, and without zeros before its end."""
     kept = row.tobytes().replace(b"\0", b"").decode(errors="ignore").encode()
     return np.frombuffer(kept.ljust(len(row), b"\0"), np.uint8)

@@ -1,7 +1,7 @@
-"""Specs beside TorchRL's: its type checks, its registry of action spaces and its Composites accept the classes of here.
+"""Specs beside TorchRL's: its type checks, its registry of action spaces and its Composites accept engram's.
 
-A spec of here that is put into one of TorchRL's Composites (where its environments keep theirs) becomes TorchRL's, and
-one of TorchRL's in a Composite of here becomes one of here. TorchRL is never imported from here. Where somebody else
+A spec of engram in one of TorchRL's Composites (where its environments keep theirs) becomes TorchRL's, and
+one of TorchRL's in a Composite of engram becomes engram's. engram never imports TorchRL. Where another package
 imports it, before or after, the classes are registered then.
 """
 
@@ -115,7 +115,7 @@ def own_spec(spec: Any) -> Any:
 def spec_from_torchrl(spec: Any) -> Any:
     """A spec of TorchRL's as one of here; of kinds that are not here, an Unbounded of the same shape.
 
-    None for values that are no tensors.
+    None for values that are not tensors.
     """
     theirs: Any = sys.modules["torchrl.data.tensor_specs"]
     kinds = _OWN_CLASSES

@@ -561,7 +561,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     in_keys_inv: Sequence[Key] = ()
     out_keys_inv: Sequence[Key] = ()
 
-    # What `stream` says; a class may set them.
+    # The values in `stream`; a class may set them.
     inverse_in_order = False
     forward_in_order = False
     can_flush = True
@@ -598,9 +598,8 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     def __init__(
         self, in_keys: Keys = None, out_keys: Keys = None, in_keys_inv: Keys = None, out_keys_inv: Keys = None
     ) -> None:
-        kind = type(self)
-        is_keyed = kind._overrides.isdisjoint(_OF_VALUES)
-        self.in_keys, self.out_keys = _pair(in_keys, out_keys, "", must_fit=kind in BUILT_IN or is_keyed)
+        is_keyed = self._overrides.isdisjoint(_OF_VALUES)
+        self.in_keys, self.out_keys = _pair(in_keys, out_keys, "", must_fit=type(self) in BUILT_IN or is_keyed)
         self.in_keys_inv, self.out_keys_inv = _pair(in_keys_inv, out_keys_inv, "_inv")
 
     def clone(self: Self) -> Self:
@@ -773,7 +772,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
 
     @property
     def stream(self) -> StreamTraits:
-        """What a buffer has to know of it before it writes."""
+        """The facts that a buffer needs before it writes."""
         return StreamTraits(self.inverse_in_order, self.forward_in_order, self.can_flush)
 
     def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
@@ -1063,7 +1062,7 @@ Snapshot = list[dict[str, tuple[Any, Any]]]  # for each namespace: each attribut
 
 MEMORY = "_memory_of_writes"  # the attribute in which a transform keeps its `AttributeMemory`
 _LEFT_OUT = frozenset([*vars(nn.Module()), MEMORY, REGISTERED])
-_NO_SETTINGS = frozenset([*vars(nn.Module()), "_arguments"])  # attributes that are no settings
+_NO_SETTINGS = frozenset([*vars(nn.Module()), "_arguments"])  # attributes that are not settings
 
 
 class _ABSENT:

@@ -27,7 +27,7 @@ class RandomCropTensorDict(Transform, built_in=True):
     Raises:
         ValueError: `sub_seq_len` is below 1.
         RuntimeError: a sequence is shorter than a piece.
-        TypeError: the batch is no TensorDict.
+        TypeError: the batch is not a TensorDict.
 
     Example:
         >>> batch = TensorDict({"x": torch.arange(20).reshape(2, 10)}, [2, 10])

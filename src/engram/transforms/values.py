@@ -504,7 +504,7 @@ class SignTransform(Transform, built_in=True):
         return Bounded(-1, 1, mapped.shape, mapped.device, mapped.dtype) if signed else mapped
 
     def transform_action_spec(self, action_spec: Spec) -> Spec:
-        return self._mapped_action(action_spec, lambda spec: _mapped_number(self, spec))
+        return self._mapped_action(action_spec, lambda spec: self._mapped(_number_spec(self, spec)))
 
     def _apply_transform(self, value: Tensor) -> Tensor:
         return value.sign()
@@ -554,7 +554,7 @@ class ClipTransform(Transform, built_in=True):
         return _limited(super()._mapped(spec), self.low, self.high)
 
     def transform_action_spec(self, action_spec: Spec) -> Spec:
-        return self._mapped_action(action_spec, lambda spec: _mapped_number(self, spec))
+        return self._mapped_action(action_spec, lambda spec: self._mapped(_number_spec(self, spec)))
 
     def _apply_transform(self, value: Tensor) -> Tensor:
         return torch.clamp(value, self.low, self.high)
@@ -573,7 +573,7 @@ class ClipTransform(Transform, built_in=True):
 
 
 def _checked_limits(transform: Transform, **limits: Any) -> tuple[float | None, float | None]:
-    """The limits as numbers. Raises TypeError if both are None or one is no number; ValueError for a wrong order."""
+    """The limits as numbers. Raises TypeError if both are None or one is not a number; ValueError for a wrong order."""
     (first, given_low), (second, given_high) = limits.items()
     low, high = _checked_limit(first, given_low), _checked_limit(second, given_high)
     if low is None and high is None:
@@ -600,11 +600,11 @@ def _checked_limit(name: str, limit: Any) -> float | None:
     return number
 
 
-def _mapped_number(transform: Transform, spec: Any) -> Spec:
-    """The spec of the caller's actions. Raises ValueError for choices, which have no order."""
+def _number_spec(transform: Transform, spec: Spec) -> Spec:
+    """The spec of an action. Raises ValueError for choices, which have no order."""
     if not isinstance(spec, Bounded | Unbounded):
         raise ValueError(f"{type(transform).__name__} cannot be used on an action of {spec}")
-    return transform._mapped(spec)
+    return spec
 
 
 class CatTensors(Transform, built_in=True):

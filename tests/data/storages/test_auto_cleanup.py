@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 import time
+from threading import Thread
 
 import pytest
 import torch
@@ -48,6 +49,17 @@ class _Reader:
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "made" / "store"
+
+
+def test_close_waits_until_the_call_of_another_thread_is_over(folder):
+    storage = made(folder, auto_cleanup=True)
+    closing = Thread(target=storage.close)
+    with storage.mutex:  # as in every call that reads or writes
+        closing.start()
+        closing.join(0.1)
+        assert len(storage) == 7 and folder.exists()
+    closing.join()
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("way", ["close", "collected"])

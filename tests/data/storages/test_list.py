@@ -127,6 +127,14 @@ def test_it_cannot_be_sent_to_another_process_and_says_what_can():
         ForkingPickler.dumps(ListStorage(3))
 
 
+def test_column_that_an_item_lacks_is_an_error():
+    rb = ReplayBuffer(storage=ListStorage(10))
+    rb.extend([{"a": torch.tensor(1)}, {"b": torch.tensor(2)}])
+    assert rb.storage.column(("a",), torch.tensor([0])).tolist() == [1]
+    with pytest.raises(KeyError, match="some of the stored items have no 'a'"):
+        rb.storage.column(("a",), torch.tensor([0, 1]))
+
+
 def test_a_place_that_is_not_there_leaves_the_others_as_they_were():
     rb = ReplayBuffer(storage=ListStorage(5), collate_fn=list)
     rb.extend(["a", "b"])

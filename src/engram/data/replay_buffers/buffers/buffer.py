@@ -20,6 +20,7 @@ from torch._dynamo import trace_rules
 from typing_extensions import Self, TypedDict, TypeVar, Unpack
 
 from engram._advice import advised
+from engram._arguments import BUILT_IN
 from engram._checks import is_integer
 from engram._copies import LEFT_OUT, Computed, CopyForm, MadeFromParts, PartlyCopied, pickle_by_state
 from engram._generator import Generator, is_state
@@ -783,7 +784,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         sampler = self._sampler
         if self._storage.ndim > 1:
             priority = in_index_order(self._storage, self._parts.time_dim, index, priority)
-        if sampler._built_in:  # which takes its lock itself
+        if type(sampler) in BUILT_IN:  # which takes its lock itself
             sampler.update_priority(index, priority, generation=generation, storage=self._storage)
             return
         with sampler.lock:

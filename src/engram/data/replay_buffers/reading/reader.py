@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 import engram._native as _native
+from engram._arguments import BUILT_IN
 from engram._system import free_memory, human_bytes
 from engram.data.replay_buffers.reading.joining import (
     joint_tables,
@@ -302,7 +303,7 @@ class BatchReader:
         This is the one place where it is decided: when the parts are put together, and by what they are. Transforms are
         applied to what comes out.
         """
-        if self.pin_memory or not (self._chooser is None or (self._reads_at_once and self._chooser._built_in)):
+        if self.pin_memory or not (self._chooser is None or (self._reads_at_once and type(self._chooser) in BUILT_IN)):
             return None
         draws = []
         for member in self.members:

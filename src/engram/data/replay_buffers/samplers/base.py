@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from engram._advice import advised
-from engram._arguments import KeepsArguments
+from engram._arguments import BUILT_IN, KeepsArguments
 from engram._copies import Computed, PartlyCopied, pickle_by_state
 from engram._generator import Generator
 from engram._overrides import overrides
@@ -158,10 +158,6 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     `compilable=`, without effect: under `torch.compile` each draw is a graph break.
     """
 
-    #: Whether the library may rely on what it keeps to in its own classes: `sample` takes the lock, and gives slots
-    #: where a storage has one dimension; loading a state assigns attributes, and changes none in place; an exception at
-    #: a saved state means that this is damaged. Of a child that a user writes none of this holds, whatever its base.
-    _built_in = False
     # The names of methods that it has in place of those of `Sampler`, or beside them.
     _own_methods: ClassVar[frozenset[str]] = frozenset()
     # The generator comes with its buffer. Tensors that are sent to another process stay shared with it.
@@ -177,7 +173,6 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
 
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(built_in=built_in, **kwargs)
-        cls._built_in = built_in
         own = overrides(cls, Sampler)
         if "_empty" in vars(cls) and "empty" not in own:
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
@@ -352,21 +347,21 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     def saved_form(self) -> SavedPart:
         """This sampler, as it is saved and loaded with a buffer."""
         form = SavedPart if self.storage_state is _NOTHING else _SavedSampler
-        return form(self, type(self).__name__, is_ours=self._built_in, settings=self._config(), owner="sampler")
+        return form(self, type(self).__name__, is_ours=type(self) in BUILT_IN, settings=self._config(), owner="sampler")
 
     def draw_plan(self, storage: Storage) -> DrawPlan:
         """How it draws from a storage, for the buffer that puts the two together."""
-        own = self._own_methods
+        own, is_ours = self._own_methods, type(self) in BUILT_IN
         return DrawPlan(
-            partial(self._draw_batch, storage), _rows_of_batch, self._cursor, self._put_back, self._built_in,
-            has_epochs=self._built_in and "ran_out" in own, takes_priorities="checked_priorities" in own,
+            partial(self._draw_batch, storage), _rows_of_batch, self._cursor, self._put_back, is_ours,
+            has_epochs=is_ours and "ran_out" in own, takes_priorities="checked_priorities" in own,
             is_told="add" in own or "extend" in own,
         )  # fmt: skip
 
     # ---- between the parts of a buffer: drawing ----
     def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
         """Draws a batch, with all that is needed to read it; errors as `checked_draw`."""
-        is_ours = self._built_in
+        is_ours = type(self) in BUILT_IN
         index, info = self.sample(storage, batch_size) if is_ours else sample_checked(self, storage, batch_size)
         slots = index if type(index) is Tensor else to_slots(index, storage.env_shape, storage.max_size or 0)
         kind = type(self if is_ours else user_object(self)).__name__
@@ -381,7 +376,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
             RuntimeError: it cannot be told apart from the copies of the other workers.
         """
         self._check_sending()
-        if self._built_in and "ran_out" in self._own_methods and share.workers > 1:
+        if type(self) in BUILT_IN and "ran_out" in self._own_methods and share.workers > 1:
             raise RuntimeError(
                 f"every worker of this data loader would give all of the epochs of a {type(self).__name__}; use "
                 "num_workers=1, or a SamplerWithoutReplacement, of whose epochs each worker gives a part"
@@ -590,7 +585,7 @@ def as_sampler(sampler: Any) -> Sampler:
 def sample_checked(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
     """What `sample` returns, in the form that the library's own samplers give it; errors as `checked_draw`."""
     drawn = sampler.sample(storage, batch_size)
-    return drawn if sampler._built_in else checked_draw(drawn, storage, type(user_object(sampler)).__name__)
+    return drawn if type(sampler) in BUILT_IN else checked_draw(drawn, storage, type(user_object(sampler)).__name__)
 
 
 def checked_draw(drawn: Any, storage: Storage, kind: str) -> tuple[Index, dict[str, Any]]:

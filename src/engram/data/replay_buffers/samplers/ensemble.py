@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engram._arguments import BUILT_IN
 from engram._checks import is_integer
 from engram._generator import Generator
 from engram._system import drawing
@@ -235,7 +236,7 @@ class SamplerEnsemble(Sampler, built_in=True):
     def saved_form(self) -> SavedPart:
         settings = {"sample_from_all": self.sample_from_all, "num_buffer_sampled": self.num_buffer_sampled}
         members = [sampler.saved_form for sampler in self.members]
-        return _SavedSamplers("samplers", self, is_ours=self._built_in, members=members, settings=settings)
+        return _SavedSamplers("samplers", self, is_ours=type(self) in BUILT_IN, members=members, settings=settings)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         different = self.saved_form.differences(state)
@@ -255,7 +256,7 @@ class SamplerEnsemble(Sampler, built_in=True):
 def choose_checked(sampler: SamplerEnsemble, batch_size: int) -> tuple[list[int], int]:
     """What `choose` gives; ValueError where that of a user's own class is not what it must be."""
     ids, rows = sampler.choose(batch_size)
-    if sampler._built_in:
+    if type(sampler) in BUILT_IN:
         return ids, rows
     members = len(sampler)
     whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < members for i in ids)

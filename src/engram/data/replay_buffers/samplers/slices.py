@@ -11,6 +11,7 @@ from torch import Tensor
 
 import engram._native as _native
 from engram._advice import advised
+from engram._arguments import BUILT_IN
 from engram._checks import is_integer
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
@@ -264,7 +265,7 @@ class SliceSampler(Sampler, built_in=True):
 
     def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
         anew = None
-        if self._built_in:
+        if type(self) in BUILT_IN:
             index, info = self._sample_rows(storage, batch_size)  # the buffer reads rows with their flags
             slots = index if type(index) is Tensor else to_slots(index, storage.env_shape, storage.max_size or 0)
         else:
