@@ -76,7 +76,7 @@ test-tiers: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not long" --tiers --durations=20 $(PYTEST)
 
 test-long: $(VENV)/.engram $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -o faulthandler_timeout=0 -m long $(PYTEST)
+	$(VENV)/bin/python -m pytest --hang-timeout=0 -m long $(PYTEST)
 
 mutants: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -q -n $(WORKERS) -m mutant --mutants $(PYTEST)

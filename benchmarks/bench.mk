@@ -30,7 +30,7 @@ $(BENCH_FLOOR): benchmarks/native/floor.cpp $(wildcard benchmarks/native/*.hpp)
 	$(CXX) -std=c++20 -O3 -Wall -Wextra -shared -fPIC $< -o $@
 
 # Code that was written for TorchRL, with only its imports changed, and trainers of other libraries with our buffers; the
-# tables at the end say what passes, and why not.
+# tables at the end say what passes, and why not. Each submission runs what is not `theirs`.
 .PHONY: interop
 interop: $(BENCH_VENV)/.engram
 	$(BENCH_PYTHON) -m pytest -n $(or $(WORKERS),2) --dist worksteal tests/clients $(PYTEST)

@@ -1,6 +1,6 @@
 """Everything that runs on every submission: `.ci/run`, or `make ci`.
 
-    .ci/run, make ci    every part, but for those that nothing has changed since they passed
+    .ci/run, make ci    every part of a submission, but for those that nothing has changed since they passed
     make release-check  every part
     python packaging/ci.py docs model  these parts, and those that they need
 
@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from environment import ROOT, kept_in, system
 
@@ -54,7 +55,7 @@ class Part:
     """A command, which runs after the parts that it `needs`.
 
     `sees` are the paths, beside EVERY, that can change its outcome; without them it is never skipped. No other part
-    runs beside one that is `alone`.
+    runs beside one that is `alone`. One `of_releases` runs in `make release-check`, and where it is asked for.
     """
 
     name: str
@@ -62,15 +63,15 @@ class Part:
     needs: tuple[str, ...] = ()
     sees: tuple[str, ...] = ()
     alone: bool = False
+    of_releases: bool = False
 
 
-def make(
-    name: str, *targets: str, needs: tuple[str, ...] = (), sees: tuple[str, ...] = (), alone: bool = False
-) -> Part:
-    return Part(name, ("make", *(targets or (name,))), needs, sees, alone)
+def make(name: str, *targets: str, **settings: Any) -> Part:
+    return Part(name, ("make", *(targets or (name,))), **settings)
 
 
 BUILT = ("environment",)
+PEERS = (*BUILT, "peers")
 ALL_TESTS = ("tests", "src", "docs", "examples", "README.md")
 #: In the order in which they start: what the others need, then the longest.
 PARTS = (
@@ -90,9 +91,11 @@ PARTS = (
         sees=("src", "benchmarks"),
     ),
     make("static", needs=BUILT),
+    make("peers", ".venv-bench/.engram", needs=BUILT),
     make("docs", sees=("docs", "mkdocs.yml", "src", "packaging", "examples", "benchmarks", "*.md")),
     make("tests", "test-tiers", needs=BUILT, alone=True),
-    make("interop", needs=BUILT, sees=(*ALL_TESTS, "benchmarks"), alone=True),
+    make("interop", "interop", "PYTEST=-m 'not theirs'", needs=PEERS, sees=(*ALL_TESTS, "benchmarks"), alone=True),
+    make("theirs", "interop", "PYTEST=-m theirs", needs=PEERS, sees=ALL_TESTS, alone=True, of_releases=True),
 )
 
 
@@ -292,12 +295,12 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def chosen(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
-    """The parts of these names and those that they need; all without names."""
+def chosen(parts: Sequence[Part], names: Sequence[str], everything: bool = False) -> list[Part]:
+    """The parts of these names and those that they need; without names those of a submission, or everything."""
     known = {part.name: part for part in parts}
     if unknown := set(names) - set(known):
         raise SystemExit(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    wanted = set(names or known)
+    wanted = set(names) or {part.name for part in parts if everything or not part.of_releases}
     for name in list(wanted):
         wanted.update(known[name].needs)
     return [part for part in parts if part.name in wanted]
@@ -310,10 +313,12 @@ def _stop_by_signal(number: int, frame: object) -> None:
 def main(parts: Sequence[Part] = PARTS, on: Callable[[], str] = machine) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART")
-    parser.add_argument("--all", action="store_true", help="also parts that nothing has changed since they passed")
+    parser.add_argument(
+        "--all", action="store_true", help="every part, also those that nothing has changed since they passed"
+    )
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, _stop_by_signal)
-    run = Run(chosen(parts, asked.parts), ROOT, kept_in(), on(), asked.all)
+    run = Run(chosen(parts, asked.parts, asked.all), ROOT, kept_in(), on(), asked.all)
     sys.exit(0 if run() else 1)
 
 

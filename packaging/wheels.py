@@ -69,7 +69,7 @@ def build(versions: tuple[str, ...]) -> None:
         (sdist,) = DIST.glob("*.tar.gz")
         for version, python in interpreters(versions):
             start, raw = time.monotonic(), scratch / version
-            of_version = environment(scratch / f"python{version}", python)
+            of_version = tools if version == OWN else environment(scratch / f"python{version}", python)
             subprocess.run(
                 [of_version, "-m", "pip", "wheel", "-q", "--no-deps", "-w", raw, sdist], check=True, env=isolated
             )

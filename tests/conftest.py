@@ -5,6 +5,7 @@ one of each kind, so that a fault shows in `make test`, too. Of what is marked `
 two values of its parameters meet are quick or deep, and the others long. (`make test-search` looks for new examples.)
 """
 
+import faulthandler
 import gc
 import importlib.util
 import logging
@@ -12,8 +13,10 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -107,7 +110,43 @@ def _put_in_tiers(config: pytest.Config, items: list[pytest.Item]) -> None:
 MUTANTS = _HERE / "mutants.txt"
 
 
+class HangWatch:
+    """A test that hangs shows where every thread is, and ends the process.
+
+    It is armed at most once a minute: pytest's own is armed for each test, and waits each time until a thread ends.
+    """
+
+    EVERY_S = 60.0
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout, self._armed = timeout, -self.EVERY_S
+        self._stderr = os.dup(sys.__stderr__.fileno())  # which is not captured while pytest is configured
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self) -> Iterator[None]:
+        now = time.monotonic()
+        if now - self._armed >= self.EVERY_S:
+            faulthandler.dump_traceback_later(self._timeout + 2 * self.EVERY_S, file=self._stderr, exit=True)
+            self._armed = now
+        return (yield)
+
+    def pytest_exception_interact(self) -> None:
+        self._armed = -self.EVERY_S  # pytest disarms it
+
+    def pytest_unconfigure(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        os.close(self._stderr)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--hang-timeout"):
+        config.pluginmanager.register(HangWatch(config.getoption("--hang-timeout")))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--hang-timeout", type=float, default=600.0, help="seconds after which a test that runs is one that hangs"
+    )
     parser.addoption("--mutants", action="store_true", help="list the planted errors that were found, and compare")
     parser.addoption("--tiers", action="store_true", help="quick tests first, then the deep ones, the longest first")
 
@@ -151,13 +190,20 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def seed_torch() -> Callable[[int], object]:
-    """Seeds torch's generators: without a device only the CPU's, as `torch.manual_seed` notes stacks for others."""
+def seed_torch() -> Iterator[Callable[[int], object]]:
+    """Seeds torch's generators: without a device only the CPU's, as `torch.manual_seed` notes stacks for others.
+
+    So it is replaced: a stack takes longer than many a test, and all of them are kept.
+    """
     if not TORCH:
-        return lambda seed: None
+        yield lambda seed: None
+        return
     import torch  # late: two seconds, which the process that only hands tests to others does without
 
-    return torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.accelerator.is_available():
+            patch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
+        yield torch.manual_seed
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 
+from contracts.each import each
 from engram._advice import NAMES
 
 LATER = [
@@ -17,14 +18,14 @@ BELOW = {
 }
 
 
-@pytest.mark.parametrize("name", LATER)
-@pytest.mark.parametrize("module", ["engram.data", "engram.data.replay_buffers"])
+@each("name", LATER)
+@each("module", ["engram.data", "engram.data.replay_buffers"])
 def test_importing_a_name_of_a_later_release_says_so(module, name):
     with pytest.raises(ImportError, match=rf"{module} has no {name}: a later release has it; until then \w+"):
         exec(f"from {module} import {name}", {})
 
 
-@pytest.mark.parametrize("module", NAMES)
+@each("module", NAMES)
 def test_every_name_with_advice_is_an_import_error_that_gives_it(module):
     for place in (module, *BELOW[module]):
         for name, advice in NAMES[module].items():
@@ -40,7 +41,7 @@ def test_a_name_that_stays_torchrls_is_imported_from_there():
         from engram.data import TensorDictTokenizer  # noqa: F401
 
 
-@pytest.mark.parametrize("module", ["engram.data", "engram.data.replay_buffers", "engram.envs", "engram.collectors"])
+@each("module", ["engram.data", "engram.data.replay_buffers", "engram.envs", "engram.collectors"])
 def test_an_unknown_name_is_an_attribute_error(module):
     found = importlib.import_module(module)
     assert not hasattr(found, "Bufer")

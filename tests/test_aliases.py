@@ -33,7 +33,7 @@ WHERE_USERS_LOOK = {
 }
 
 
-@pytest.mark.parametrize("module", WHERE_USERS_LOOK)
+@each("module", WHERE_USERS_LOOK)
 def test_names_are_where_users_look_for_them(module):
     found = importlib.import_module(f"engram.{module}")
     for name in WHERE_USERS_LOOK[module].split():

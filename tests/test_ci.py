@@ -172,14 +172,28 @@ def test_every_path_that_a_part_sees_is_in_the_repository(ci):
         assert subprocess.run(["git", "ls-files", "--", path], cwd=ROOT, capture_output=True).stdout, path
 
 
+def test_each_part_comes_after_all_that_it_needs(ci):
+    before = set()
+    for part in ci.PARTS:
+        assert before.issuperset(part.needs), part.name
+        before.add(part.name)
+
+
 def test_parts_can_be_chosen_and_bring_those_that_they_need(ci):
     assert [part.name for part in ci.chosen(ci.PARTS, ["instructions"])] == ["environment", "tools", "instructions"]
     with pytest.raises(SystemExit, match=r"no part is called doc;.* docs"):
         ci.chosen(ci.PARTS, ["doc"])
 
 
+def test_part_of_releases_runs_when_it_or_everything_is_asked_for(ci):
+    parts = [shell(ci, "docs", "true"), ci.Part("long", ("true",), of_releases=True)]
+    assert [part.name for part in ci.chosen(parts, [])] == ["docs"]
+    assert [part.name for part in ci.chosen(parts, ["long"])] == ["long"]
+    assert [part.name for part in ci.chosen(parts, [], everything=True)] == ["docs", "long"]
+
+
 def test_tests_with_limits_of_time_on_both_cores_are_alone(ci):
-    assert {part.name for part in ci.PARTS if part.alone} == {"tests", "interop"}
+    assert {part.name for part in ci.PARTS if part.alone} == {"tests", "interop", "theirs"}
 
 
 def test_process_that_a_part_left_behind_is_ended(ci, run, clone):

@@ -24,9 +24,15 @@ def test_every_case_runs_and_each_that_failed_is_named():
 
 
 @each("number", range(3))
-def test_fixtures_are_given_beside_the_cases(number, tmp_path):
+def test_fixtures_are_given_beside_the_cases(number, tmp_path_factory):
+    assert tmp_path_factory.getbasetemp().exists()
+
+
+@each("number", range(3))
+def test_each_case_has_a_folder_and_patches_of_its_own(number, tmp_path, monkeypatch):
+    assert list(tmp_path.iterdir()) == [] and not hasattr(each, "patched")
     (tmp_path / str(number)).touch()
-    assert len(list(tmp_path.iterdir())) == number + 1
+    monkeypatch.setattr(each, "patched", True, raising=False)
 
 
 def test_a_name_that_the_test_does_not_take_is_refused():

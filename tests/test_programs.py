@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from contracts.each import each
 from contracts.programs import run_program
 
 ENDS = {
@@ -23,7 +24,7 @@ import atexit; atexit.register(print, 'before')""",
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@each("end", ENDS)
 def test_a_program_ends_as_one_that_python_starts(end, tmp_path):
     file = tmp_path / "program.py"
     file.write_text("import os, sys, time\n" + ENDS[end])

@@ -4,7 +4,7 @@ import importlib
 import subprocess
 import sys
 
-import pytest
+from contracts.each import each
 
 SCHEDULERS = {"LambdaScheduler", "LinearScheduler", "ParameterScheduler", "SchedulerList", "StepScheduler"}
 BUFFERS = SCHEDULERS | {
@@ -115,7 +115,7 @@ OFFER_PARTS = [*PARTS, "engram.data", "engram.data.replay_buffers"]
 OF_AUTHORS = {"Checked", "Rows"}  # for who writes a storage: of `storages` alone
 
 
-@pytest.mark.parametrize("module", NAMES)
+@each("module", NAMES)
 def test_a_module_offers_these_names_and_no_others(module):
     found = importlib.import_module(module)
     kinds = PARTS if module in OFFER_PARTS else []
@@ -126,7 +126,7 @@ def test_a_module_offers_these_names_and_no_others(module):
         assert getattr(found, name) is not None
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@each("name", MEMBERS)
 def test_a_class_offers_what_the_specification_names(name):
     assert MEMBERS[name] <= set(dir(getattr(importlib.import_module("engram.data"), name)))
 

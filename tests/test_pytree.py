@@ -7,6 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict, tensorclass
 
+from contracts.each import each
 from engram import pytree
 from engram.testing.helpers import assert_equal
 
@@ -76,7 +77,7 @@ def test_a_key_of_one_string_is_that_string():
     assert pytree.as_keys(("next", "c")) == [("next", "c")] and pytree.as_keys(None) == []
 
 
-@pytest.mark.parametrize("key", [1, (), ("a", 1), ["a"], None])
+@each("key", [1, (), ("a", 1), ["a"], None])
 def test_what_is_no_key_is_refused_with_the_name_of_the_argument(key):
     with pytest.raises(TypeError, match=r"^a key is a string or a tuple of strings"):
         pytree.as_key(key)
@@ -85,7 +86,7 @@ def test_what_is_no_key_is_refused_with_the_name_of_the_argument(key):
 
 
 # ---- entries ----
-@pytest.mark.parametrize("kind", ALL)
+@each("kind", ALL)
 def test_entries_are_read_by_path(kind):
     batch = nested(kind, 3)
     assert all(torch.equal(a, b) for a, b in zip(parts(kind, batch), leaves(3), strict=True))
@@ -100,13 +101,13 @@ def test_numbers_and_arrays_are_read_as_tensors():
     assert pytree.get_tensor(batch, "text") == "t" and pytree.get_tensor(batch, "none") is None
 
 
-@pytest.mark.parametrize("kind", KEYED)
+@each("kind", KEYED)
 def test_a_missing_entry_is_an_error_with_the_keys_that_exist(kind):
     with pytest.raises(KeyError, match=r"RewardSum needs the key 'reward'.*'x', \('next', 'y'\)"):
         pytree.require_tensor(nested(kind, 3), "reward", "RewardSum")
 
 
-@pytest.mark.parametrize("kind", ["TensorDict", "dict", "dict of TensorDicts", "ordered dict"])
+@each("kind", ["TensorDict", "dict", "dict of TensorDicts", "ordered dict"])
 def test_entries_are_set_and_removed_in_place(kind):
     batch = nested(kind, 3)
     for key in ("z", ("next", "z"), ("new", "deep", "z")):
@@ -126,7 +127,7 @@ def test_a_tensorclass_keeps_its_fields():
         pytree.remove_entry(batch, "x")
 
 
-@pytest.mark.parametrize("kind", KEYED)
+@each("kind", KEYED)
 def test_an_entry_is_added_to_a_copy(kind):
     batch, key = nested(kind, 3), "x" if kind == "tensorclass" else "z"
     before = pytree.get_entry(batch, key)
@@ -134,7 +135,7 @@ def test_an_entry_is_added_to_a_copy(kind):
     assert pytree.get_entry(batch, key) is before
 
 
-@pytest.mark.parametrize("kind", ["TensorDict", "dict", "dict of TensorDicts", "ordered dict"])
+@each("kind", ["TensorDict", "dict", "dict of TensorDicts", "ordered dict"])
 def test_entries_are_left_out_of_a_copy(kind):
     batch = nested(kind, 3)
     rest = pytree.without_entries(batch, [("next", "y")])
@@ -152,7 +153,7 @@ def test_a_value_for_each_item_is_repeated_for_its_steps():
 
 
 # ---- whole batches ----
-@pytest.mark.parametrize("kind", ALL)
+@each("kind", ALL)
 def test_dimensions_are_moved_and_flattened_in_every_form(kind):
     batch, (x, y) = nested(kind, 3, 4), leaves(3, 4)
     moved = parts(kind, pytree.move_dim(batch, 0, 1))
@@ -162,14 +163,14 @@ def test_dimensions_are_moved_and_flattened_in_every_form(kind):
     assert pytree.move_dim(batch, 1, 1) is batch and pytree.flatten_dims(batch, 0, 0) is batch
 
 
-@pytest.mark.parametrize("kind", ALL)
+@each("kind", ALL)
 def test_one_step_is_expanded_to_many(kind):
     step = pytree.map_outermost(nested(kind, 3), lambda part: part[1])
     for part, leaf in zip(parts(kind, pytree.expand(step, 5)), leaves(3), strict=True):
         assert torch.equal(part, leaf[1].expand(5, *leaf.shape[1:]))
 
 
-@pytest.mark.parametrize("kind", ALL)
+@each("kind", ALL)
 def test_containers_are_rebuilt_as_they_were(kind):
     batch = nested(kind, 3)
     doubled = pytree.map_outermost(batch, lambda part: part + part if isinstance(part, torch.Tensor) else part)
@@ -181,7 +182,7 @@ def test_a_leaf_that_is_no_tensor_is_named():
         pytree.flatten_dims({"a": [torch.zeros(2, 2), "text"]}, 0, 1)
 
 
-@pytest.mark.parametrize("kind", ["TensorDict", "dict", "tensorclass", "tuple", "named tuple"])
+@each("kind", ["TensorDict", "dict", "tensorclass", "tuple", "named tuple"])
 def test_rows_are_selected_by_a_mask(kind):
     mask = torch.tensor([True, False, True])
     for part, leaf in zip(parts(kind, pytree.select_rows(nested(kind, 3), mask)), leaves(3), strict=True):
@@ -190,7 +191,7 @@ def test_rows_are_selected_by_a_mask(kind):
         pytree.select_rows(nested(kind, 2), mask)
 
 
-@pytest.mark.parametrize("kind", ["TensorDict", "dict", "dict of TensorDicts", "tensorclass", "tuple"])
+@each("kind", ["TensorDict", "dict", "dict of TensorDicts", "tensorclass", "tuple"])
 def test_items_are_stacked_and_taken_apart_again(kind):
     batch = nested(kind, 3)
     items = pytree.unstack(batch, 0)
@@ -218,7 +219,7 @@ def test_what_does_not_stack_is_collated_to_a_list():
         pytree.collate_items([np.ma.masked_array([1.0], [True])])
 
 
-@pytest.mark.parametrize("kind", ALL)
+@each("kind", ALL)
 def test_a_clone_shares_no_memory(kind):
     batch = nested(kind, 3)
     twin = pytree.clone(batch)
@@ -227,7 +228,7 @@ def test_a_clone_shares_no_memory(kind):
         assert torch.equal(part, copy) and part.data_ptr() != copy.data_ptr()
 
 
-@pytest.mark.parametrize("kind", KEYED)
+@each("kind", KEYED)
 def test_a_copy_of_containers_shares_the_leaves_and_no_container(kind):
     batch = nested(kind, 3)
     twin = pytree.copy_containers(batch)
@@ -236,13 +237,13 @@ def test_a_copy_of_containers_shares_the_leaves_and_no_container(kind):
     assert_equal(parts(kind, batch), parts(kind, nested(kind, 3)))
 
 
-@pytest.mark.parametrize("kind", ["TensorDict", "dict", "tuple", "list"])
+@each("kind", ["TensorDict", "dict", "tuple", "list"])
 def test_bytes_of_all_tensors_are_counted(kind):
     assert pytree.count_bytes(nested(kind, 3)) == 3 * 8 + 6 * 4
 
 
 # ---- the form without the data ----
-@pytest.mark.parametrize("kind", [k for k in ALL if k not in ("named tuple", "ordered dict")])
+@each("kind", [k for k in ALL if k not in ("named tuple", "ordered dict")])
 def test_a_form_takes_a_batch_apart_and_puts_it_together(kind):
     batch = nested(kind, 3)
     form, found = pytree.describe(batch, 1)

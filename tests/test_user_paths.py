@@ -32,21 +32,21 @@ ALLOWED = {
     ("_system", "_read", "open"): "a file of the kernel's",
     ("_system", "open_regular", "os.open"): "this is the check",
     ("_hdf5", "opened", "h5py.File"): "a file that is open",
-    ("data.datasets.h5_files", "open_foreign", "h5py.File"): "the descriptor of a file that was checked",
-    ("data.datasets.h5_files", "is_ours", "import_h5py(NEEDED_BY).File"): "the descriptor of a file that was checked",
+    ("datasets.h5_files", "open_foreign", "h5py.File"): "the descriptor of a file that was checked",
+    ("datasets.h5_files", "is_ours", "import_h5py(NEEDED_BY).File"): "the descriptor of a file that was checked",
     ("_hdf5", "__init__", "io.FileIO"): "a new file in the folder of a new snapshot",
     ("_hdf5", "create_checked", "h5py.File"): "a file that is open",
-    ("data.datasets.h5_files", "create_plain", "h5py.File"): "a new file in a new folder",
+    ("datasets.h5_files", "create_plain", "h5py.File"): "a new file in a new folder",
     ("checkpoint.hooks", "room", "np.memmap"): "a file that is open",
     ("checkpoint.reader", "_copied", "open"): "mode x: a new file",
     ("checkpoint.writer", "_create", "os.open"): "flags with O_EXCL: a new file",
     ("cli.conversion", "_write_json", "file.write_text"): "a new file in a new folder",
     ("cli.own_files", "write_target", "new.write_bytes"): "a new file in a new folder",
     ("cli.plots", "png_of_figure", "fig.savefig"): "into memory",
-    ("data.datasets.minari", "write_minari", "(new / 'data' / METADATA).write_text"): "a new file in a new folder",
-    ("data.datasets.parquet", "_is_ours", "import_pyarrow().parquet.ParquetFile"): "a file that is open",
-    ("data.datasets.parquet", "_arrow_file", "parquet.ParquetFile"): "the descriptor of a file that was checked",
-    ("data.datasets.parquet", "_begin", "import_pyarrow().parquet.ParquetWriter"): "a new file in a new folder",
+    ("datasets.minari", "write_minari", "(new / 'data' / METADATA).write_text"): "a new file in a new folder",
+    ("datasets.parquet", "_is_ours", "import_pyarrow().parquet.ParquetFile"): "a file that is open",
+    ("datasets.parquet", "_arrow_file", "parquet.ParquetFile"): "the descriptor of a file that was checked",
+    ("datasets.parquet", "_begin", "import_pyarrow().parquet.ParquetWriter"): "a new file in a new folder",
     ("distributed.node_folders", "_began", "Path(f'/proc/{process}/stat').read_text"): "a file of the kernel's",
     ("distributed.node_folders", "_is_abandoned", "mark.touch"): "makes or marks, and reads nothing",
     ("distributed.priority_file", "__init__", "np.memmap"): "a file that is open",
@@ -60,15 +60,14 @@ ALLOWED = {
 def opens(module: str, tree: ast.AST) -> Iterator[tuple[str, str, str]]:
     """Every call that opens a file by a name: module, function, what is called."""
 
-    def visit(node: ast.AST, function: str) -> Iterator[tuple[str, str, str]]:
+    waiting: list[tuple[ast.AST, str]] = [(tree, "")]
+    while waiting:
+        node, function = waiting.pop()
         if isinstance(node, ast.FunctionDef):
             function = node.name
         if isinstance(node, ast.Call) and is_bare(node):
             yield module, function, ast.unparse(node.func)
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, function)
-
-    yield from visit(tree, "")
+        waiting += [(child, function) for child in ast.iter_child_nodes(node)]
 
 
 def is_bare(call: ast.Call) -> bool:
@@ -132,7 +131,7 @@ def loop(path: Path) -> None:
 PLANTS = [pipe, bound_socket, device, loop, Path.mkdir]
 
 
-@pytest.mark.parametrize("plant", PLANTS)
+@each("plant", PLANTS)
 def test_what_is_no_regular_file_is_an_error_at_once(plant, tmp_path):
     plant(tmp_path / "it")
     for follow_links in (False, True):

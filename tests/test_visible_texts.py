@@ -68,16 +68,13 @@ def test_what_a_terminal_acts_on_is_shown_as_its_escape(character):
 
 
 # ---- errors ----
-@pytest.mark.parametrize(
-    "error",
+@each("error",
     [
         EngramError(EVIL), StorageError(f"{EVIL}\nengram: all is well"), CheckpointError(EVIL, EVIL),
         CorruptCheckpointError(EVIL, EVIL, EVIL, EVIL), CheckpointMisfitError(EVIL, [EVIL], EVIL),
         DatasetError(EVIL, EVIL, 3), WorkerError(EVIL, EVIL), WorkerError(EVIL, reason=EVIL),
         ShardUnavailableError(EVIL),
-    ],
-    ids=lambda error: type(error).__name__,
-)  # fmt: skip
+    ])  # fmt: skip
 def test_the_text_of_an_error_acts_on_no_terminal(error):
     for one in (error, pickle.loads(pickle.dumps(error.with_traceback(None)))):
         assert "\\x1b[2J" in str(one) and not acting(str(one))
@@ -230,12 +227,12 @@ def texts_of(call) -> str:
     return "".join(texts)
 
 
-@pytest.mark.parametrize("case", ROWS)
+@each("case", ROWS)
 def test_errors_that_name_keys_act_on_no_terminal(case):
     assert not acting(texts_of(ROWS[case]))
 
 
-@pytest.mark.parametrize("case", FILES)
+@each("case", FILES)
 def test_errors_and_warnings_that_name_files_act_on_no_terminal(case, tmp_path):
     assert not acting(texts_of(lambda: FILES[case](tmp_path / FILE)))
 

@@ -92,6 +92,7 @@ class CopyForm(NamedTuple):
             may be any object.
         copied: inside that block, from the memo of `copy.deepcopy`, a deep copy. None: it is made of copies of `parts`.
         check_sending: raises an error where the object must not be sent to another process.
+        is_sent: whether other processes get these parts, too; else they get the object's `__getstate__`.
     """
 
     held_still: Callable[[], AbstractContextManager[Any]]
@@ -99,6 +100,7 @@ class CopyForm(NamedTuple):
     is_pickled: bool = True
     copied: Callable[[dict[int, Any]], Any] | None = None
     check_sending: Callable[[], None] = lambda: None
+    is_sent: bool = False
 
 
 class MadeFromParts(MadeAnew):
@@ -112,7 +114,7 @@ class MadeFromParts(MadeAnew):
         form = self._copy_form()
         if is_passing_fds():
             form.check_sending()
-        if is_passing_fds() or not form.is_pickled:
+        if not (form.is_sent if is_passing_fds() else form.is_pickled):
             return None
         with form.held_still():
             return form.parts()

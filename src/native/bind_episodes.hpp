@@ -112,6 +112,24 @@ class Episodes {
         draw_some(all, rule, seed, from, std::min(n, from + kAskedTogether), slices);
     return true;
   }
+  // The n slices that end last: one of each environment's newest trajectory that is long enough, then one of each one's
+  // second newest, and so on; from the newest on again where there are fewer. None: no trajectory is long enough.
+  std::optional<SliceBatch> newest(Store& store, const SliceRule& rule, size_t n, nb::handle fetch) {
+    const ForkSafeMutex::Lock lock(mutex_);
+    poll(store, fetch);
+    const EligibleTrajectories& all = eligible(rule);
+    if (all.total() == 0) return std::nullopt;
+    if (n > kMostBytes / sizeof(Slice)) throw std::bad_alloc();
+    SliceBatch batch = empty_batch(store, rule);
+    batch.slices.reserve(n);
+    for (uint64_t age = 0; batch.slices.size() < n; ++age) {
+      const size_t before = batch.slices.size();
+      for (uint64_t k = 0; k < index_.envs() && batch.slices.size() < n; ++k)
+        if (age < all.count(k)) batch.slices.push_back(last_slice(rule, all.at(index_, k, all.count(k) - 1 - age)));
+      if (batch.slices.size() == before) age = static_cast<uint64_t>(-1);  // begins again
+    }
+    return batch;
+  }
   // The number of trajectories or, by window, of windows that `draw` chooses from.
   uint64_t choices(Store& store, const SliceRule& rule, nb::handle fetch) {
     const ForkSafeMutex::Lock lock(mutex_);
@@ -317,12 +335,13 @@ class SliceDraw final : public RowDraw {
   }
   bool renew(Store& store, size_t n) {
     store_ = nullptr, n_ = 0;
+    // Read before the plan is made: a change meanwhile, by another thread, is seen at the next batch.
+    for (auto& [name, value] : watched_) value = attribute(sampler_, name.ptr());
     const nb::object plan = planned_(n);
     if (plan.is_none()) return false;
     auto [episodes, of_store, slices, rule, marks] =
         nb::cast<std::tuple<nb::object, nb::object, size_t, SliceRule, nb::tuple>>(plan);
     if (nb::cast<Store*>(of_store) != &store) return false;
-    for (auto& [name, value] : watched_) value = attribute(sampler_, name.ptr());
     if (!marks_.is_valid() || !marks_.equal(marks)) marks_ = marks, ++version_;
     nb::cast<Episodes&>(episodes);
     slices_ = {std::move(episodes), rule, slices, 0};
@@ -442,6 +461,7 @@ inline void bind_episodes(nb::module_& m) {
       .def(nb::init<bool, std::optional<uint64_t>, uint64_t>(), "by_id"_a, "offset"_a.none(), "bytes"_a)
       .def("draw", nb::overload_cast<Store&, const SliceRule&, nb::handle, size_t, nb::handle>(&Episodes::draw), "store"_a,
            "rule"_a, "seed"_a, "n"_a, "fetch"_a.none() = nb::none())
+      .def("newest", &Episodes::newest, "store"_a, "rule"_a, "n"_a, "fetch"_a.none() = nb::none())
       .def("choices", &Episodes::choices, "store"_a, "rule"_a, "fetch"_a.none() = nb::none())
       .def("trajectories", &Episodes::trajectories, "store"_a, "fetch"_a.none() = nb::none())
       .def("trajectories_and_rows", &Episodes::trajectories_and_rows, "store"_a, "fetch"_a.none() = nb::none())

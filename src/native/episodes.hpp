@@ -467,12 +467,24 @@ class EligibleTrajectories {
   std::vector<uint64_t> before_ = {0};
 };
 
+// The first and the last window that the rule allows in a trajectory.
+inline std::pair<int64_t, int64_t> windows_of(const SliceRule& rule, const Trajectory& t) {
+  const int64_t low = static_cast<int64_t>(t.start) - static_cast<int64_t>(rule.before);
+  const int64_t last = static_cast<int64_t>(t.stop) - static_cast<int64_t>(rule.length);
+  return {low, std::max(low, last + static_cast<int64_t>(rule.after))};
+}
+
 // A window drawn uniformly among those that the rule allows in a trajectory.
 inline Slice draw_slice(const SliceRule& rule, const Trajectory& t, uint64_t random) {
-  const auto length = static_cast<int64_t>(rule.length);
-  const int64_t low = static_cast<int64_t>(t.start) - static_cast<int64_t>(rule.before);
-  const int64_t high = std::max(low, static_cast<int64_t>(t.stop) - length + static_cast<int64_t>(rule.after));
+  const auto [low, high] = windows_of(rule, t);
   return slice_of(rule, t, low + static_cast<int64_t>(below(random, static_cast<uint64_t>(high - low + 1))));
+}
+
+// The last window with as many rows of a trajectory as any has.
+inline Slice last_slice(const SliceRule& rule, const Trajectory& t) {
+  const auto [low, high] = windows_of(rule, t);
+  const int64_t last = static_cast<int64_t>(t.stop) - static_cast<int64_t>(rule.length);
+  return slice_of(rule, t, std::clamp(last, low, high));
 }
 
 // The i-th random number of a seed.

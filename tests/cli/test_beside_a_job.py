@@ -5,6 +5,7 @@ import contextlib
 import pytest
 
 from cli.support import episodes, store
+from contracts.each import each
 from engram.cli import convert, diff, head, info, plot, report, sample, verify
 from engram.data import LazyMemmapStorage
 
@@ -20,7 +21,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@each("command", COMMANDS)
 def test_a_command_changes_no_byte_of_a_store_in_use(tmp_path, command):
     rb = store(tmp_path)
     file = tmp_path / "store" / "rows.engram"
@@ -43,7 +44,9 @@ def test_the_job_may_change_and_empty_its_store_while_somebody_reads_it(tmp_path
         assert len(observed) == 100
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=[pytest.mark.long] * (name in ("plot", "report"))) for name in COMMANDS]
+)
 def test_a_store_that_may_only_be_read_is_enough(tmp_path, command):
     store(tmp_path).storage.close()
     file = tmp_path / "store" / "rows.engram"

@@ -8,6 +8,7 @@ from tensordict import TensorDict
 
 from cli.support import episodes, store
 from cli.test_command import call
+from contracts.each import each
 from data.datasets.support import assert_same_bits
 from engram.cli import convert, diff, head, info, verify
 from engram.cli.conversion import TARGETS
@@ -24,7 +25,7 @@ def test_the_command_offers_what_the_function_writes():
     assert tuple(TARGETS) == FORMS
 
 
-@pytest.mark.parametrize("to", TARGETS)
+@each("to", TARGETS)
 def test_steps_and_episodes_go_to_each_form_and_back(tmp_path, to):
     rb = store(tmp_path, steps=550, capacity=450)  # a ring that has gone round, whose first episode is cut
     target = tmp_path / f"target{SUFFIX.get(to, '')}"
@@ -42,7 +43,7 @@ def test_steps_and_episodes_go_to_each_form_and_back(tmp_path, to):
     assert to == "torchrl" or verify(target).ok
 
 
-@pytest.mark.parametrize("saved_as", ["checkpoint", "flat", "several writers", "torchrl", "parquet"])
+@each("saved_as", ["checkpoint", "flat", "several writers", "torchrl", "parquet"])
 def test_rows_too_large_for_memory_are_copied_through_a_temporary_file(tmp_path, monkeypatch, saved_as):
     monkeypatch.setattr("engram.cli.sources.free_memory", lambda: 1000)
     rb = store(tmp_path, lanes=2) if saved_as == "several writers" else store(tmp_path)

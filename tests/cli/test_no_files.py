@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from cli.support import store
+from contracts.each import each
 from engram import cli
 from engram.data.datasets import write_hdf5, write_minari, write_parquet
 from engram.errors import EngramError
@@ -33,8 +34,8 @@ def planted(tmp_path):
     return plant
 
 
-@pytest.mark.parametrize("plant", [plant for plant in PLANTS if plant.__name__ != "mkdir"])
-@pytest.mark.parametrize("reader", READERS)
+@each("plant", [plant for plant in PLANTS if plant.__name__ != "mkdir"])
+@each("reader", READERS)
 def test_a_path_that_is_no_file_is_refused_at_once(reader, plant, tmp_path):
     plant(tmp_path / "it")
     with pytest.raises((OSError, ValueError)):
@@ -68,8 +69,8 @@ def test_files_inside_of_what_is_read_are_refused_at_once(plant, tmp_path, plant
             shutil.rmtree(copy)
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-@pytest.mark.parametrize(
+@each("plant", PLANTS)
+@each(
     ("write", "name"), [(write_parquet, "it.parquet"), (write_hdf5, "it.hdf5"), (write_minari, "it"), (cli.report, "")]
 )
 def test_nothing_but_a_file_of_its_own_is_written_over(write, name, plant, tmp_path):

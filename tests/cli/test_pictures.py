@@ -9,6 +9,7 @@ import torch
 
 from cli.support import store
 from cli.test_command import call
+from contracts.each import each
 from engram.cli import head, plot, report
 from engram.cli.pixels import image_grid, png_of
 from engram.cli.plots import series
@@ -75,7 +76,7 @@ def test_the_command_prints_the_file(tmp_path):
 
 
 # ---- images ----
-@pytest.mark.parametrize(
+@each(
     ("shape", "size"),
     [
         ((8, 10), (34, 18)),  # three columns, two lines, two pixels between them

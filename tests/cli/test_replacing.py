@@ -12,7 +12,8 @@ from contracts.children import Child, Signal
 from data.datasets.support import steps
 from engram import _native, cli
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
-from engram.data.datasets import atomic_files, write_hdf5, write_minari, write_parquet
+from engram.data.datasets import write_hdf5, write_minari, write_parquet
+from engram.datasets import atomic_files
 from engram.store import header, nodes
 
 FORMS = {"store": "store", "checkpoint": "checkpoint", "torchrl": "torchrl", "minari": "minari"}

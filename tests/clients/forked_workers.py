@@ -6,4 +6,4 @@ engram's workers do not go by this setting.
 import multiprocessing
 
 multiprocessing.set_start_method("forkserver")
-multiprocessing.set_forkserver_preload(["torchrl.collectors", "torchrl.envs", "torchrl.modules"])
+multiprocessing.set_forkserver_preload(["torchrl.collectors", "torchrl.envs", "torchrl.modules", "engram.data"])

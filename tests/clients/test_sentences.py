@@ -19,7 +19,7 @@ def test_every_sentence_has_lines_of_its_own():
     assert len({sentence.text for sentence in SENTENCES}) == len({s.lines.__name__ for s in SENTENCES}) == len(ALL)
 
 
-@pytest.mark.parametrize("package", ["engram", "torchrl"])
+@pytest.mark.parametrize("package", ["engram", pytest.param("torchrl", marks=pytest.mark.theirs)])
 @pytest.mark.parametrize("sentence", ALL)
 def test_a_sentence_is_true(sentence: Sentence, package: str, tell, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

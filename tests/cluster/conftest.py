@@ -48,7 +48,10 @@ def cluster() -> Iterator[Nodes]:
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # sockets have short names
     os.makedirs(os.path.join(folder, "ray"))
     os.environ["RAY_TMPDIR"] = folder
-    head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 200 << 20, "_system_config": _HEALTH}
+    head = {
+        "num_cpus": 1, "include_dashboard": False, "object_store_memory": 200 << 20, "_system_config": _HEALTH,
+        "include_log_monitor": False,  # which looks for something new in all logs all the time
+    }  # fmt: skip
     made = Cluster(initialize_head=True, head_node_args=head)
     nodes = Nodes(made)
     ray.init(address=made.address, log_to_driver=False, logging_level=logging.ERROR)

@@ -96,8 +96,8 @@ def width(path):
     return 0 if path in ("single", "stepped") else 2
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("path", PATHS[:-1])
+@each("case", CASES)
+@each("path", PATHS[:-1])
 def test_an_action_beyond_the_space_is_refused_with_its_step_and_environment(path, case):
     space, categorical, sound, wrong = CASES[case]
     n = width(path)
@@ -112,8 +112,8 @@ def test_an_action_beyond_the_space_is_refused_with_its_step_and_environment(pat
     assert batch["next", "observation"].reshape(max(1, n), -1)[:, 0].tolist() == [AT] * max(1, n)
 
 
-@pytest.mark.parametrize("space", [Discrete(3), MultiDiscrete([2, 3])])
-@pytest.mark.parametrize("path", PATHS[:-1])
+@each("space", [Discrete(3), MultiDiscrete([2, 3])])
+@each("path", PATHS[:-1])
 def test_numbers_where_one_hot_vectors_are_taken_are_refused_with_what_to_pass(path, space):
     env = made(path, space, False)
     numbers = torch.ones((*env.batch_size, *space.shape), dtype=torch.int64)
@@ -130,8 +130,8 @@ def test_numbers_where_one_hot_vectors_are_taken_are_refused_with_what_to_pass(p
     env.close()
 
 
-@pytest.mark.parametrize("case", ["a number beyond", "two ones", "NaN"])
-@pytest.mark.parametrize("path", PATHS)
+@each("case", ["a number beyond", "two ones", "NaN"])
+@each("path", PATHS)
 def test_with_a_buffer_only_rows_before_the_refused_action_are_stored(path, case):
     space, categorical, sound, wrong = CASES[case]
     rb, n = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=4), width(path)
@@ -147,8 +147,8 @@ def test_with_a_buffer_only_rows_before_the_refused_action_are_stored(path, case
     env.close()
 
 
-@pytest.mark.parametrize("cls", [MultiSyncDataCollector, MultiaSyncDataCollector])
-@pytest.mark.parametrize("has_buffer", [False, True])
+@each("cls", [MultiSyncDataCollector, MultiaSyncDataCollector])
+@each("has_buffer", [False, True])
 def test_a_worker_refuses_an_action_beyond_the_space_and_says_which(cls, has_buffer):
     rb = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=4) if has_buffer else None
     policy = Acts(tensor(1), tensor(7), 0)
@@ -162,8 +162,8 @@ def test_a_worker_refuses_an_action_beyond_the_space_and_says_which(cls, has_buf
         assert (len(rb) if has_buffer else frames) == AT - 1
 
 
-@pytest.mark.parametrize("path", PATHS[:-1])
-@pytest.mark.parametrize("value", [5.0, float("inf"), -float("inf")])
+@each("path", PATHS[:-1])
+@each("value", [5.0, float("inf"), -float("inf")])
 def test_the_bounds_of_a_box_are_left_to_the_environment(path, value):
     n = width(path)
     policy = Acts(tensor([0.0, 0.0]), tensor([0.0, value]), n)
@@ -235,7 +235,7 @@ class Agents(EnvBase):
         pass
 
 
-@pytest.mark.parametrize(("key", "wrong"), [("turn", 1), ("push", NAN), ("say", 4)])
+@each(("key", "wrong"), [("turn", 1), ("push", NAN), ("say", 4)])
 def test_actions_of_agents_are_refused_by_their_keys(key, wrong):
     calls = []
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
+from contracts.each import each
 from engram.collectors import MultiSyncDataCollector, SyncDataCollector
 from engram.collectors.worker import SharedBatchReader, SharedBatchWriter
 from engram.data import Categorical, Composite, LazyTensorStorage, SliceSampler, TensorDictReplayBuffer, Unbounded
@@ -72,8 +73,8 @@ def check(batch, length=4):
 KINDS = {"one": Agents, "lazy": lambda: Agents(lazy=True), "no root flags": lambda: WithoutRootFlags()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length", [4, 3])
+@each("kind", KINDS)
+@each("length", [4, 3])
 def test_they_are_collected_with_their_groups(kind, length):
     limit = None if length == 4 else length
     with SyncDataCollector(KINDS[kind](), None, frames_per_batch=9, max_frames_per_traj=limit) as collector:

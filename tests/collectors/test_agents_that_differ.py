@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
+from contracts.each import each
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector
 from engram.collectors.utils import split_trajectories
 from engram.data import (
@@ -247,8 +248,8 @@ def test_trajectories_are_split_and_returns_summed():
     assert summed["next", "agents", "reward"][0, :, 0].flatten().tolist() == [3, 5, 7, 9, 5, 1]
 
 
-@pytest.mark.parametrize("make", [Team, lambda: SerialEnv(2, Team), lambda: TransformedEnv(Team(), StepCounter())])
-@pytest.mark.parametrize(
+@each("make", [Team, lambda: SerialEnv(2, Team), lambda: TransformedEnv(Team(), StepCounter())])
+@each(
     "arguments",
     [
         {"max_frames_per_traj": 2},

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import nn
 
+from contracts.each import each
 from contracts.gym_loop import WORLDS, Proxy, Rule
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.collectors import SyncDataCollector
@@ -45,7 +46,7 @@ def test_whole_trajectories_come_in_the_order_in_which_they_ended():
     steps=st.integers(1, 9),
     trajs=st.integers(1, 5),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_whole_trajectories_are_those_of_long_batches(lengths, steps, trajs):
     def make(**arguments):
         env = serial([tuple(own) for own in lengths])
@@ -54,7 +55,7 @@ def test_whole_trajectories_are_those_of_long_batches(lengths, steps, trajs):
     made = make(trajs_per_batch=trajs)
     whole = [made.rollout() for _ in range(3)]
     plain = make()
-    everything = torch.cat([plain.rollout() for _ in range(60)], -1).reshape(len(lengths), -1)
+    everything = torch.cat([plain.rollout() for _ in range(90 // steps + 1)], -1).reshape(len(lengths), -1)
     for batch in whole:
         mask = batch["collector", "mask"]
         for row, m in zip(batch.exclude(("collector", "mask")), mask, strict=True):
@@ -102,7 +103,7 @@ def test_a_state_without_waiting_trajectories_drops_those_that_wait():
     assert int(made.rollout()["collector", "traj_ids"][:, 0].min()) >= state["trajectories"]
 
 
-@pytest.mark.parametrize(
+@each(
     "damage",
     [
         lambda waiting: {**waiting, "lengths": [3]},
@@ -189,8 +190,8 @@ def gaussian():
     )
 
 
-@pytest.mark.parametrize("kind", ["RANDOM", "MODE", "MEAN", "DETERMINISTIC"])
-@pytest.mark.parametrize("path", ["raw", "stepped"])
+@each("kind", ["RANDOM", "MODE", "MEAN", "DETERMINISTIC"])
+@each("path", ["raw", "stepped"])
 def test_exploration_types_decide_how_a_distribution_acts(kind, path):
     env = GymEnv(Echo(SPACES["box"], SPACES["box"]))
     env = env if path == "raw" else Proxy(env)
@@ -207,8 +208,8 @@ def test_without_resets_the_environment_decides_what_follows_an_end():
     assert batch["collector", "traj_ids"].tolist() == [0] * 5
 
 
-@pytest.mark.parametrize("envs", [1, 3])
-@pytest.mark.parametrize("ndim", [1, 2])
+@each("envs", [1, 3])
+@each("ndim", [1, 2])
 def test_a_prioritized_buffer_takes_batches_and_keeps_their_ids(envs, ndim):
     rb = TensorDictPrioritizedReplayBuffer(
         alpha=0.7, beta=0.5, storage=LazyTensorStorage(60, ndim=ndim), batch_size=8, priority_key="td_error"
@@ -323,8 +324,8 @@ class Noisy(Echo):
         return self.np_random.random(2).astype(np.float32)
 
 
-@pytest.mark.parametrize("envs", [1, 3])
-@pytest.mark.parametrize("batches", [0, 1, 3])
+@each("envs", [1, 3])
+@each("batches", [0, 1, 3])
 def test_a_resumed_collector_gives_the_batches_that_would_have_followed(envs, batches):
     def make():
         env = SerialEnv(envs, lambda: GymEnv(Noisy(SPACES["box"], SPACES["box"])))
@@ -376,7 +377,7 @@ def test_vectorised_environments_resume_too(mode):
     assert bool((both[0] == both[1]).all())
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "message"),
     [
         ({"frames": -1}, "'frames' of 0 or more"),
@@ -402,7 +403,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change, messag
     assert after == before and all(torch.equal(policy[key], old[key]) for key in old)
 
 
-@pytest.mark.parametrize(
+@each(
     "arguments",
     [
         {},

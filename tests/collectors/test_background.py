@@ -16,6 +16,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from contracts.children import Child
+from contracts.each import each
 from contracts.gym_loop import WORLDS, Proxy, Rule
 from contracts.gym_worlds import Countdown
 from contracts.waiting import NEVER, comes
@@ -73,8 +74,8 @@ def ended(collector):
     return collector
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
-@pytest.mark.parametrize("path", ["raw", "stepped"])
+@each("storage", [LazyTensorStorage, ListStorage])
+@each("path", ["raw", "stepped"])
 def test_the_rows_are_those_that_are_collected_in_the_foreground(path, storage):
     def make():
         env = SerialEnv(3, [lambda w=w: GymEnv(Countdown(w)) for w in WORLDS])
@@ -92,17 +93,17 @@ def test_the_rows_are_those_that_are_collected_in_the_foreground(path, storage):
 
 def test_the_buffer_is_sampled_while_it_is_filled():
     rb = buffer(sampler=SliceSampler(slice_len=8))
-    collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=50, total_frames=5000, replay_buffer=rb)
+    collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=50, total_frames=2000, replay_buffer=rb)
     collector.start()
     samples = 0
     assert comes(lambda: rb.write_count >= 50)
     while collector.is_running() or not samples:
         rows = rb.sample().reshape(2, 8)
         assert torch.equal(rows["next", "observation"][:, :-1], rows["observation"][:, 1:])
-        assert collector.stats.frames <= 5000
+        assert collector.stats.frames <= 2000
         samples += 1
     collector.async_shutdown()
-    assert collector.frames == rb.write_count == 5000
+    assert collector.frames == rb.write_count == 2000
 
 
 def test_nothing_is_collected_in_a_pause_and_it_goes_on_after_it():
@@ -505,7 +506,7 @@ print("end")
     assert (result.returncode, result.stdout, result.stderr) == (0, "end\nFalse\n", "")
 
 
-@pytest.mark.parametrize(("total", "count"), [(20, 4), (22, 5), (5, 1)])
+@each(("total", "count"), [(20, 4), (22, 5), (5, 1)])
 @pytest.mark.filterwarnings("ignore:total_frames")
 def test_its_length_is_the_number_of_batches(total, count):
     collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=5, total_frames=total)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from contracts.each import each
 from contracts.gym_loop import WORLDS, Proxy, Rule
 from contracts.gym_worlds import Countdown
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector
@@ -23,10 +24,8 @@ def serial():
     return SerialEnv(3, [lambda w=w: GymEnv(Countdown(w)) for w in WORLDS])
 
 
-@pytest.mark.parametrize("make", [countdown, serial, lambda: Proxy(serial())])
-@pytest.mark.parametrize(
-    "arguments", [{}, {"split_trajs": True}, {"trajs_per_batch": 2}, {"return_same_td": True}, {"compact_obs": True}]
-)
+@each("make", [countdown, serial, lambda: Proxy(serial())])
+@each("arguments", [{}, {"split_trajs": True}, {"trajs_per_batch": 2}, {"return_same_td": True}, {"compact_obs": True}])
 def test_the_last_dimension_of_a_batch_has_the_name_time(make, arguments):
     seen = []
     collector = SyncDataCollector(
@@ -61,7 +60,7 @@ def test_the_name_changes_nothing_of_what_a_buffer_stores(storage):
         assert named.storage._storage.packed is not None  # rows: copied and sampled in one call
 
 
-@pytest.mark.parametrize("limit", NO_LIMIT)
+@each("limit", NO_LIMIT)
 def test_a_limit_of_none_of_these_forms_is_none(limit):
     collector = SyncDataCollector(lambda: countdown((9,)), Rule(), frames_per_batch=9, max_frames_per_traj=limit)
     batch = collector.rollout()
@@ -108,7 +107,7 @@ def test_counts_go_on_over_batches_and_start_anew_after_an_error():
     assert counts(collector.rollout())[0] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("make", [countdown, serial, lambda: Proxy(countdown())])
+@each("make", [countdown, serial, lambda: Proxy(countdown())])
 def test_compact_batches_lack_the_observations_under_next_alone(make):
     plain, compact = (
         SyncDataCollector(make, Rule(), frames_per_batch=12, compact_obs=value).rollout() for value in (False, True)

@@ -13,6 +13,7 @@ from torch import nn
 
 from collectors.failing import raises
 from contracts.batch_worlds import LoopEngine
+from contracts.each import each
 from contracts.gym_loop import Proxy
 from contracts.gym_worlds import Countdown
 from contracts.waiting import comes
@@ -274,8 +275,8 @@ def after_that(file, what):
     return later
 
 
-@pytest.mark.parametrize("cls", BOTH)
-@pytest.mark.parametrize("shared", [False, True])
+@each("cls", BOTH)
+@each("shared", [False, True])
 def test_workers_write_the_rows_before_an_error_into_the_buffer(cls, shared):
     storage = LazyTensorStorage(1000, shared=shared, lanes=1) if shared else LazyTensorStorage(1000)
     rb = ReplayBuffer(storage=storage, batch_size=4)

@@ -9,6 +9,7 @@ import torch
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 
+from contracts.each import each
 from contracts.vector_worlds import Native
 from engram.collectors import SyncDataCollector, sync
 from engram.collectors.rollout import TensorDictRollout
@@ -61,7 +62,7 @@ PARTS = {
 }  # fmt: skip
 
 
-def batches(monkeypatch, env, parts, *, later, n=5, frames=21, policy=None, **kwargs):
+def batches(monkeypatch, env, parts, *, later, n=4, frames=15, policy=None, **kwargs):
     """Of a collector that may let transforms follow, or may not."""
     with monkeypatch.context() as patch:
         if not later:
@@ -127,7 +128,7 @@ def hooked():
     return module
 
 
-@pytest.mark.parametrize(
+@each(
     "policy",
     [
         Reader(),
@@ -156,7 +157,7 @@ class Counted(TransformedEnv):
         return super()._step(td)
 
 
-@pytest.mark.parametrize(
+@each(
     "env",
     [
         lambda: TransformedEnv(GymEnv(Walk()), Own()),

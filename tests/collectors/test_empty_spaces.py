@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gymnasium
 import numpy as np
-import pytest
 from gymnasium.spaces import Box, Dict, Discrete, Tuple
 from torch import nn
 
+from contracts.each import each
 from contracts.gym_loop import Proxy
 from engram.collectors import SyncDataCollector
 from engram.data import LazyTensorStorage, ReplayBuffer
@@ -55,8 +55,8 @@ SPACES = {
 }
 
 
-@pytest.mark.parametrize("space", SPACES)
-@pytest.mark.parametrize("path", PATHS)
+@each("space", SPACES)
+@each("path", PATHS)
 def test_observations_without_a_number_are_collected(path, space):
     env, rb = made(path, SPACES[space], Discrete(2)), ReplayBuffer(storage=LazyTensorStorage(100), batch_size=8)
     collector = SyncDataCollector(env, frames_per_batch=20, total_frames=60, replay_buffer=rb)
@@ -74,8 +74,8 @@ class NoNumbers(nn.Module):
         return observation[..., :0]
 
 
-@pytest.mark.parametrize("policy", [None, NoNumbers()])
-@pytest.mark.parametrize("path", PATHS)
+@each("policy", [None, NoNumbers()])
+@each("path", PATHS)
 def test_actions_without_a_number_are_taken(path, policy):
     env = made(path, box(2), box(0))
     batch = SyncDataCollector(env, policy, frames_per_batch=20).rollout()

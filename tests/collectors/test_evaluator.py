@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import one_hot
 
+from contracts.each import each
 from contracts.gym_worlds import Countdown
 from contracts.waiting import allowed
 from engram.collectors import Evaluator
@@ -87,9 +88,9 @@ class ActsByMode(Always):
         return one_hot(self.action.long().expand(observation.shape[:-1]) + (not self.training), 3)
 
 
-@pytest.mark.parametrize("backend", ["thread", "process"])
-@pytest.mark.parametrize("of_factory", [False, True])
-@pytest.mark.parametrize("training", [False, True])
+@each("backend", ["thread", "process"])
+@each("of_factory", [False, True])
+@each("training", [False, True])
 def test_policies_act_in_eval_mode_and_the_callers_stays_in_its_own(backend, of_factory, training):
     policy = ActsByMode().train(training)
     given = {"policy_factory": lambda: policy} if of_factory else {"policy": policy}
@@ -119,7 +120,7 @@ class Held:
         return {}
 
 
-@pytest.mark.parametrize("busy", ["skip", "queue", "error"])
+@each("busy", ["skip", "queue", "error"])
 def test_while_it_is_busy(busy):
     held, results = Held(), []
     evaluator = Evaluator(
@@ -185,7 +186,7 @@ def test_a_shutdown_drops_evaluations_that_have_not_begun():
     assert evaluator.wait()["eval/step"] == 0 and evaluator.wait() is None
 
 
-@pytest.mark.parametrize("arguments", [{"num_trajectories": 0}, {"busy_policy": "wait"}, {"backend": "ray"}])
+@each("arguments", [{"num_trajectories": 0}, {"busy_policy": "wait"}, {"backend": "ray"}])
 def test_settings_that_cannot_work_are_refused(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         Evaluator(countdown, **arguments)

@@ -13,6 +13,7 @@ from gymnasium.vector import AutoresetMode
 from tensordict.nn import TensorDictModule
 from torch import nn
 
+from contracts.each import each
 from engram.collectors import SyncDataCollector
 from engram.collectors.utils import split_trajectories
 from engram.data import LazyTensorStorage, ReplayBuffer
@@ -40,9 +41,7 @@ class Clock(gymnasium.Env):
         return self.shown(), 1.0, False, False, {}
 
 
-@pytest.mark.parametrize(
-    "make", [lambda env: None, lambda env: RandomPolicy(env.action_spec), lambda env: env.rand_step]
-)
+@each("make", [lambda env: None, lambda env: RandomPolicy(env.action_spec), lambda env: env.rand_step])
 def test_a_series_of_one_keeps_its_dimension(make):
     env = SerialEnv(1, lambda: GymEnv(Clock()))
     batch = SyncDataCollector(env, make(env), frames_per_batch=5).rollout()
@@ -145,7 +144,7 @@ def policy(width):
     return TensorDictModule(nn.Linear(1, width), in_keys=["observation"], out_keys=["action"])
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         lambda s: s.pop("policy_state_dict"),

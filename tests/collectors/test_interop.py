@@ -15,6 +15,7 @@ from tensordict.nn import (
 )
 from torch import nn
 
+from contracts.each import each
 from contracts.gym_loop import Proxy
 from contracts.gym_worlds import SPACES, Echo
 from engram.collectors import SyncDataCollector
@@ -72,7 +73,7 @@ class ForeignEnv:
 POLICIES = [None, nn.Linear(1, 1), TensorDictModule(nn.Linear(1, 1), ["observation"], ["action"])]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@each("policy", POLICIES)
 def test_an_environment_with_only_the_tensordict_interface_is_collected(policy):
     collector = SyncDataCollector(ForeignEnv, policy, frames_per_batch=4)
     batches = [collector.rollout() for _ in range(2)]
@@ -114,8 +115,8 @@ def modules():
     }
 
 
-@pytest.mark.parametrize("name", modules())
-@pytest.mark.parametrize("kind", ["RANDOM", "DETERMINISTIC"])
+@each("name", modules())
+@each("kind", ["RANDOM", "DETERMINISTIC"])
 def test_a_module_called_through_writes_what_it_writes_itself(name, kind):
     module, td = modules()[name], TensorDict({"observation": torch.randn(3, 2)}, batch_size=[3])
     call, results = fast_module_call(module), []
@@ -128,8 +129,8 @@ def test_a_module_called_through_writes_what_it_writes_itself(name, kind):
     assert bool((results[0] == results[1]).all())
 
 
-@pytest.mark.parametrize("name", modules())
-@pytest.mark.parametrize("path", ["raw", "stepped"])
+@each("name", modules())
+@each("path", ["raw", "stepped"])
 def test_no_call_of_a_policy_searches_for_a_package(name, path, monkeypatch):
     env = GymEnv(Echo(SPACES["box"], SPACES["box"], 1000))
     env.gym_env.step = lambda action, step=env.gym_env.step: step(action.clip(-1, 1))
@@ -156,7 +157,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@each("name", CHANGES)
 def test_a_module_that_was_changed_is_called_as_it_is(name):
     module = changed(CHANGES[name])
     td = TensorDict({"observation": torch.randn(2)})

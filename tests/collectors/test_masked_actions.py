@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
+from contracts.each import each
 from engram.collectors import SyncDataCollector
 from engram.envs import GymEnv, SerialEnv
 
 ONLY_FIRST = torch.tensor([True, False])
 
 
-@pytest.mark.parametrize("categorical", [False, True])
-@pytest.mark.parametrize(
+@each("categorical", [False, True])
+@each(
     "make",
     [
         lambda **encoding: GymEnv("CartPole-v1", **encoding),
         lambda **encoding: SerialEnv(2, lambda: GymEnv("CartPole-v1", **encoding)),
         lambda **encoding: GymEnv("CartPole-v1", num_envs=2, vectorization_mode="sync", **encoding),
     ],
-    ids=["single", "serial", "vector"],
 )
-@pytest.mark.parametrize("later", [False, True])
+@each("later", [False, True])
 def test_masked_actions_are_not_drawn(make, categorical, later):
     env = make(categorical_action_encoding=categorical)
     if not later:

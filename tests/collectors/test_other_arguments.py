@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
+from contracts.each import each
 from contracts.gym_loop import WORLDS, Proxy, Rule
 from contracts.gym_worlds import Countdown
 from engram._advice import ARGUMENTS
@@ -39,7 +40,7 @@ def serial():
     return SerialEnv(3, [lambda w=w: GymEnv(Countdown(w)) for w in WORLDS])
 
 
-@pytest.mark.parametrize("package", ["data", "envs", "collectors", "distributed", "transforms", "specs"])
+@each("package", ["data", "envs", "collectors", "distributed", "transforms", "specs"])
 def test_no_argument_of_a_constructor_is_taken_as_one_without_effect(package):
     module = importlib.import_module(f"engram.{package}")
     for name in ARGUMENTS.keys() & set(dir(module)):
@@ -62,7 +63,7 @@ class TestOneProcess:
         with pytest.raises(TypeError, match="must be a callable"):
             SyncDataCollector(countdown, policy_factory=3, frames_per_batch=4)
 
-    @pytest.mark.parametrize("make", [countdown, serial, lambda: Proxy(countdown())])
+    @each("make", [countdown, serial, lambda: Proxy(countdown())])
     def test_without_ids_batches_are_the_same_but_for_them(self, make):
         batches = [
             SyncDataCollector(make(), Rule(), frames_per_batch=12, track_traj_ids=tracks).rollout()
@@ -160,7 +161,7 @@ class TestOneProcess:
         plain = SyncDataCollector(serial(), policy(), frames_per_batch=12)
         assert bool((compiled.rollout() == plain.rollout()).all()) and calls
 
-    @pytest.mark.parametrize("name", ["use_buffers", "trust_policy", "local_init_rb", "extend_buffer"])
+    @each("name", ["use_buffers", "trust_policy", "local_init_rb", "extend_buffer"])
     def test_what_needs_nothing_here_is_accepted(self, name):
         assert SyncDataCollector(countdown, frames_per_batch=4, **{name: True}).rollout().shape == (4,)
 
@@ -175,12 +176,12 @@ class TestOneProcess:
         with pytest.raises(TypeError, match=rf"{cls.__name__}\({name}=.*: allowed (is|are) .*; (use|leave|a batch)"):
             cls([countdown] if cls in MULTI else countdown, frames_per_batch=4, **{name: value})
 
-    @pytest.mark.parametrize("cls", [SyncDataCollector, *MULTI])
+    @each("cls", [SyncDataCollector, *MULTI])
     def test_unknown_arguments_are_type_errors(self, cls):
         with pytest.raises(TypeError, match="unexpected keyword argument 'frames'"):
             cls([countdown] if cls in MULTI else countdown, frames_per_batch=4, frames=3)
 
-    @pytest.mark.parametrize("cls", [SyncDataCollector, *MULTI])
+    @each("cls", [SyncDataCollector, *MULTI])
     def test_the_warning_of_a_remainder_points_at_the_line_that_made_the_collector(self, cls):
         with pytest.warns(UserWarning, match="not a multiple") as warned:
             cls([countdown] if cls in MULTI else countdown, frames_per_batch=4, total_frames=6).shutdown()
@@ -232,8 +233,8 @@ class Foreign:
         """Nothing to close."""
 
 
-@pytest.mark.parametrize("wrap", [lambda env: env, Foreign])
-@pytest.mark.parametrize("envs", [(), (2,)])
+@each("wrap", [lambda env: env, Foreign])
+@each("envs", [(), (2,)])
 def test_episodes_without_truncated_are_cut_and_get_one(wrap, envs):
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
     collector = SyncDataCollector(wrap(Endless(envs)), frames_per_batch=7 * (2 if envs else 1), max_frames_per_traj=3)
@@ -263,7 +264,7 @@ def constant(value=0.0):
 
 
 class TestWorkers:
-    @pytest.mark.parametrize("sync", [True, False, None])
+    @each("sync", [True, False, None])
     def test_the_base_makes_either(self, sync):
         given = {} if sync is None else {"sync": sync}
         with MultiCollector([countdown], Rule(), frames_per_batch=4, **given) as collector:
@@ -294,7 +295,7 @@ class TestWorkers:
             collector.load_state_dict(state)
             assert collector.rollout()["weight"].flatten().tolist() == [3] * 4
 
-    @pytest.mark.parametrize(
+    @each(
         ("arguments", "error", "match"),
         [
             ({"policy": Rule(), "policy_factory": Rule}, TypeError, "cannot be used with policy"),

@@ -6,6 +6,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
+from contracts.each import each
 from contracts.gym_loop import WORLDS, Proxy
 from contracts.gym_worlds import Countdown
 from engram.collectors import Collector, MultiSyncCollector
@@ -52,8 +53,8 @@ def check_several(batches):
         assert bool(batch["action"][..., 0].all())
 
 
-@pytest.mark.parametrize("adapt", [lambda env: env, Proxy], ids=["raw", "stepped"])
-@pytest.mark.parametrize("n", [1, 3])
+@each("adapt", [lambda env: env, Proxy])
+@each("n", [1, 3])
 def test_outputs_after_the_action_are_entries_of_the_batch(n, adapt):
     policy = Several()
     check_several(collect(adapt(worlds(n)), policy))
@@ -88,9 +89,9 @@ def test_a_rollout_of_the_environment_has_the_outputs():
     check_several([worlds(1).rollout(6, Several(), break_when_any_done=False)])
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("policy", [Counts(), Counts().forward, lambda step_count, observation: Counts()(
-    observation, step_count)], ids=["module", "method", "function"])  # fmt: skip
+@each("n", [1, 3])
+@each("policy", [Counts(), Counts().forward, lambda step_count, observation: Counts()(
+    observation, step_count)])  # fmt: skip
 def test_parameters_with_the_names_of_observations_get_these(n, policy):
     env = TransformedEnv(worlds(n), StepCounter())
     for batch in collect(env, policy):

@@ -13,6 +13,7 @@ import torch
 from gymnasium.spaces import Box
 from torch import nn
 
+from contracts.each import each
 from contracts.gym_loop import Proxy
 from contracts.waiting import NEVER
 from engram.collectors import SyncDataCollector
@@ -88,7 +89,7 @@ class FromAnotherThread:
         self.threads[-1].join(0.002)  # the time in which it would write into a policy that nothing guards
 
 
-@pytest.mark.parametrize("path", PATHS)
+@each("path", PATHS)
 def test_an_update_of_a_shared_policy_waits_for_its_present_call(path):
     updates = FromAnotherThread()
     collector = updates.collector = SyncDataCollector(
@@ -102,7 +103,7 @@ def test_an_update_of_a_shared_policy_waits_for_its_present_call(path):
     assert collector.policy_version > 0 and versions.max() > 0
 
 
-@pytest.mark.parametrize("path", PATHS)
+@each("path", PATHS)
 def test_updates_of_a_policy_of_its_own_wait_for_the_next_batch_in_the_foreground_too(path):
     updates = FromAnotherThread()
     collector = updates.collector = SyncDataCollector(
@@ -117,8 +118,8 @@ def test_updates_of_a_policy_of_its_own_wait_for_the_next_batch_in_the_foregroun
         assert collector.state_dict()["policy_version"] > before
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("is_own", [False, True])
+@each("path", PATHS)
+@each("is_own", [False, True])
 def test_a_policy_that_updates_its_own_weights_acts_with_them_from_the_next_call_or_batch(path, is_own):
     def update():
         value = collector.policy_version + 1
@@ -155,12 +156,12 @@ def test_a_policy_may_pause_the_background_and_load_a_state_while_it_acts():
     assert loaded and collector.policy_version == 5
 
 
-@pytest.mark.parametrize("given", ["weights", "nothing"])
-@pytest.mark.parametrize("path", PATHS)
+@each("given", ["weights", "nothing"])
+@each("path", PATHS)
 def test_updates_inside_a_pause_are_those_of_the_next_batch(path, given):
     policy, rb = Layers(), ReplayBuffer(storage=LazyTensorStorage(4000), batch_size=4)
     collector = SyncDataCollector(
-        envs(path), policy, frames_per_batch=4, replay_buffer=rb, total_frames=400, track_policy_version=True
+        envs(path), policy, frames_per_batch=4, replay_buffer=rb, total_frames=160, track_policy_version=True
     )
     collector.start()
     while collector.is_running():
@@ -193,8 +194,8 @@ def test_threads_that_update_at_once_are_counted_one_by_one():
     assert collector.policy_version == 150
 
 
-@pytest.mark.parametrize("is_own", [False, True])
-@pytest.mark.parametrize(
+@each("is_own", [False, True])
+@each(
     ("wrong", "error"),
     [
         ({**weights(1), "layers.3": torch.ones(2)}, ValueError),
@@ -264,9 +265,7 @@ def test_an_update_by_a_thread_for_which_the_policy_waits_follows_the_call():
     assert (actions == versions.unsqueeze(-1)).all()
 
 
-@pytest.mark.parametrize(
-    ("version", "error"), [(-1, ValueError), (2**63, ValueError), (1.5, TypeError), ("1", TypeError)]
-)
+@each(("version", "error"), [(-1, ValueError), (2**63, ValueError), (1.5, TypeError), ("1", TypeError)])
 def test_a_version_that_rows_cannot_have_is_refused_and_changes_nothing(version, error):
     collector = SyncDataCollector(envs("single"), Layers(), frames_per_batch=4, track_policy_version=True)
     with pytest.raises(error, match="version of weights"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from contracts.each import each
 from contracts.gym_worlds import Countdown
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
@@ -40,7 +41,7 @@ def assert_slices_are_whole(rb, steps):
         assert torch.equal(rows["next", "observation"][:, :-1], rows["observation"][:, 1:])
 
 
-@pytest.mark.parametrize("name", STORAGES)
+@each("name", STORAGES)
 def test_two_collectors_one_after_the_other(name):
     rb, make = buffer_of(name), several if name == "two dimensions" else endless
     for _ in range(2):
@@ -52,7 +53,7 @@ def test_two_collectors_one_after_the_other(name):
     assert_slices_are_whole(rb, 96)
 
 
-@pytest.mark.parametrize("name", STORAGES)
+@each("name", STORAGES)
 def test_rows_before_and_after_a_reset(name):
     rb, make = buffer_of(name), several if name == "two dimensions" else endless
     collector = SyncDataCollector(make(), frames_per_batch=24, replay_buffer=rb)
@@ -121,6 +122,7 @@ def test_rows_that_a_transform_holds_back_are_written_before_the_seam():
 BOTH = [MultiSyncDataCollector, MultiaSyncDataCollector]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("cls", BOTH)
 @pytest.mark.parametrize("name", ["memory", "shared"])
 @pytest.mark.parametrize("loads", [False, True])

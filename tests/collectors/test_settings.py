@@ -6,8 +6,7 @@ import dataclasses
 import inspect
 import pickle
 
-import pytest
-
+from contracts.each import each
 from engram.collectors import MultiCollector, SyncDataCollector
 from engram.collectors.settings import CollectorSettings
 
@@ -45,7 +44,7 @@ def test_settings_go_to_another_process_and_become_the_same_arguments():
     assert settings.arguments() == GIVEN and CollectorSettings(**settings.arguments()) == settings
 
 
-@pytest.mark.parametrize("unset", [None, 0, -1])
+@each("unset", [None, 0, -1])
 def test_counts_that_stand_for_no_number_are_none(unset):
     settings = CollectorSettings.of(
         {"frames_per_batch": 8, "total_frames": None, "max_frames_per_traj": unset, "init_random_frames": unset}

@@ -15,6 +15,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torch.nn.functional import one_hot
 
+from contracts.each import each
 from contracts.gym_loop import WORLDS, Proxy, Rule, assert_same, on_tensordicts, reference, remembering
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.collectors import Collector, RandomPolicy, SyncDataCollector
@@ -83,24 +84,23 @@ def test_random_episodes_are_those_of_a_gymnasium_loop_with_the_same_actions(len
         assert_same(batch, {key: value[0] for key, value in expected.items()})
 
 
-@pytest.mark.parametrize(
+@each(
     "policy",
     [
         TensorDictModule(Rule(), in_keys=["observation"], out_keys=["action"]),
         TensorDictSequential(TensorDictModule(Rule(), in_keys=["observation"], out_keys=["action"])),
         on_tensordicts,
     ],
-    ids=["module", "sequence", "function"],
 )
-@pytest.mark.parametrize("worlds", [1, 3])
+@each("worlds", [1, 3])
 def test_every_kind_of_policy_gives_the_same_batches(policy, worlds):
     ours = collect([Countdown(w) for w in WORLDS[:worlds]], policy)
     plain = collect([Countdown(w) for w in WORLDS[:worlds]], Rule())
     assert all(bool((a == b).all()) for a, b in zip(ours, plain, strict=True))
 
 
-@pytest.mark.parametrize("worlds", [1, 3])
-@pytest.mark.parametrize("random_frames", [None, 8])
+@each("worlds", [1, 3])
+@each("random_frames", [None, 8])
 def test_what_a_policy_writes_is_stored_and_handed_on_the_same_way_on_both_paths(worlds, random_frames):
     torch.manual_seed(0)
     both = [
@@ -133,8 +133,8 @@ def test_every_space_is_collected(name, categorical, way):
     assert len(world.actions) == 12
 
 
-@pytest.mark.parametrize("name", ["dict", "tuple"])
-@pytest.mark.parametrize("envs", [1, 2])
+@each("name", ["dict", "tuple"])
+@each("envs", [1, 2])
 def test_nested_spaces_are_collected(name, envs):
     env = SerialEnv(envs, lambda: GymEnv(Echo(SPACES[name], SPACES[name])))
     batch = SyncDataCollector(env, frames_per_batch=12).rollout()
@@ -215,7 +215,7 @@ def test_without_total_frames_it_never_ends():
     assert [next(batches).shape for _ in range(50)] == [(1,)] * 50
 
 
-@pytest.mark.parametrize(
+@each(
     "make_policy",
     [
         lambda env: None,
@@ -392,7 +392,7 @@ def test_a_collector_that_nobody_holds_closes_its_environment():
     assert env.is_closed
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"frames_per_batch": 0}, "frames_per_batch must be 1 or more"),
@@ -450,25 +450,23 @@ class Drifts(Echo):
         return self.shown, *super().step(action)[1:]
 
 
-@pytest.mark.parametrize("name", DRIFTED)
-@pytest.mark.parametrize("policy", [None, nn.Sequential(nn.Linear(4, 2), nn.Tanh())], ids=["random", "module"])
+@each("name", DRIFTED)
+@each("policy", [None, nn.Sequential(nn.Linear(4, 2), nn.Tanh())])
 def test_an_observation_of_another_kind_than_its_space_is_stored_as_numpy_assigns_it(name, policy):
     batch = SyncDataCollector(GymEnv(Drifts(DRIFTED[name])), policy, frames_per_batch=8).rollout()
     assert torch.equal(batch["next", "observation"], torch.tensor(VALUES, dtype=torch.float32).expand(8, 4))
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (2,), (8,), (0,)])
-@pytest.mark.parametrize("policy", [None, nn.Sequential(nn.Linear(4, 2), nn.Tanh())], ids=["random", "module"])
+@each("shape", [(2, 2), (4, 1), (2,), (8,), (0,)])
+@each("policy", [None, nn.Sequential(nn.Linear(4, 2), nn.Tanh())])
 def test_an_observation_that_changes_its_shape_within_an_episode_is_refused(shape, policy):
     world = GymEnv(Drifts(np.zeros(shape, np.float32)))
     with pytest.raises(ValueError, match=r"'observation' of shape .* its space says"):
         SyncDataCollector(world, policy, frames_per_batch=8).rollout()
 
 
-@pytest.mark.parametrize(
-    "rewards",
-    [[1.0, 0.1], [1.0, np.float32(0.1)], [1.0, 2], [1, 0.5], [1.0, True], [np.array([1.0]), np.array([0.1])]],
-    ids=repr,
+@each(
+    "rewards", [[1.0, 0.1], [1.0, np.float32(0.1)], [1.0, 2], [1, 0.5], [1.0, True], [np.array([1.0]), np.array([0.1])]]
 )
 def test_rewards_of_any_kind_are_stored_as_single_floats(rewards):
     class Pays(Echo):

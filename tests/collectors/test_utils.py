@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.collectors.utils import split_trajectories
 from engram.data import LazyTensorStorage, ReplayBuffer, SliceSampler
 
@@ -71,7 +72,7 @@ def test_nested_trajectories_are_the_padded_ones_without_padding():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("ids", [[[0, 0], [1, 1]], [[0, 0, 0]], [[0, 1]]])
+@each("ids", [[[0, 0], [1, 1]], [[0, 0, 0]], [[0, 1]]])
 def test_nested_trajectories_of_one_length_say_that_length(ids):
     batch = make(ids)
     trajectories = len({trajectory for row in ids for trajectory in row})
@@ -101,7 +102,7 @@ def test_ids_that_are_not_under_the_prefix_are_made_from_the_ends_of_episodes():
     assert split["a", "b", "mask"].tolist() == [[True, True], [True, False]] and "a" not in batch.keys()
 
 
-@pytest.mark.parametrize(
+@each(
     ("entries", "arguments", "ids_key"),
     [
         ({}, {}, "traj_ids"),
@@ -122,7 +123,7 @@ def test_ids_and_mask_stand_where_the_batch_has_a_collector_entry_or_at_the_root
     assert added == {mask_key} if "traj_ids" in entries else added == {mask_key, ids_key}
 
 
-@pytest.mark.parametrize("done_key", ["over", ("next", "over"), ("agents", "over"), "ended"])
+@each("done_key", ["over", ("next", "over"), ("agents", "over"), "ended"])
 def test_done_key_is_read_under_next_and_at_the_root_where_there_is_none(done_key):
     over, wrong = torch.tensor([[False, True, False]]).unsqueeze(-1), torch.ones(1, 3, 1).bool()
     next_td = {"done": wrong, "over": over, "agents": {"over": over}}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from contracts.batch_worlds import LoopEngine, Together
+from contracts.each import each
 from contracts.gym_loop import WORLDS, Proxy, Rule, assert_same, on_tensordicts, reference, remembering
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.collectors import SyncDataCollector
@@ -56,7 +57,7 @@ def test_batches_are_those_of_a_gymnasium_loop(mode, limit):
     limit=st.none() | st.integers(1, 7),
     mode=st.sampled_from(list(Autoreset)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_episodes_are_those_of_a_gymnasium_loop(lengths, steps, limit, mode):
     worlds, copies = ([Countdown(tuple(own)) for own in lengths] for _ in range(2))
     batches = collect(worlds, mode, Rule(), 3, steps=steps, max_frames_per_traj=limit)
@@ -70,7 +71,7 @@ def test_any_episodes_are_those_of_a_gymnasium_loop(lengths, steps, limit, mode)
     random_rows=st.integers(0, 20),
     mode=st.sampled_from(list(Autoreset)),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_exactly_the_first_rows_of_each_environment_are_random(lengths, steps, random_rows, mode):
     worlds = [Countdown(tuple(own)) for own in lengths]
 
@@ -85,6 +86,7 @@ def test_exactly_the_first_rows_of_each_environment_are_random(lengths, steps, r
         assert batches["action"][:, :random_rows].argmax(-1).unique().tolist() == [0, 1, 2]
 
 
+@pytest.mark.pairwise
 @modes
 @pytest.mark.parametrize("policy", [on_tensordicts, remembering], ids=["plain", "remembering"])
 @pytest.mark.parametrize("limit", [None, 2])
@@ -159,7 +161,7 @@ resets_itself = pytest.mark.parametrize("mode", [Autoreset.NEXT_STEP, Autoreset.
     limit=st.integers(1, 5),
     random=st.integers(0, 12),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_cut_episodes_of_environments_that_only_reset_together_are_those_of_the_general_loop(
     mode, lengths, steps, limit, random
 ):
@@ -278,9 +280,9 @@ def vector(mode, worlds):
     return gymnasium.vector.SyncVectorEnv([lambda w=w: w for w in worlds], autoreset_mode=mode)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("limit", [None, 2])
-@pytest.mark.parametrize("way", ["raw", "stepped"])
+@each("mode", MODES)
+@each("limit", [None, 2])
+@each("way", ["raw", "stepped"])
 def test_gymnasiums_vector_environments_give_what_a_gymnasium_loop_gives(mode, limit, way):
     class Changed(VectorEnv):
         """Not known to be stepped as its engine is."""

@@ -92,7 +92,9 @@ class Order:
 def locks_of(file: Path) -> dict[int, str]:
     """By line: the attribute or variable that a lock which is made there is assigned to."""
     found: dict[int, str] = {}
-    _find(ast.parse(file.read_text()), "", {}, found)
+    text = file.read_text()
+    if any(factory in text for factory in FACTORIES):
+        _find(ast.parse(text), "", {}, found)
     return found
 
 

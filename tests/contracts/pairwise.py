@@ -6,6 +6,8 @@ from heapq import heapify, heappop, heappush
 from itertools import combinations, product
 from typing import Any
 
+import pytest
+
 
 def pairwise(rows: Sequence[Mapping[str, Hashable]]) -> list[int]:
     """Which of these rows to keep so that every pair of values that one of them holds is held by one that is kept.
@@ -38,3 +40,12 @@ def pairwise_product(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
     rows = list(product(*map(list, factors)))
     places = product(*(range(len(list(values))) for values in factors))
     return [rows[k] for k in pairwise([{str(f): place for f, place in enumerate(row)} for row in places])]
+
+
+def in_turns(values: Iterable[Any], settings: Sequence[tuple[Any, ...]], keep: int = 1) -> list[Any]:
+    """Each value with each of these settings: so many of them with `make test`, in turns, and the others long."""
+    return [
+        pytest.param(value, *setting, marks=[pytest.mark.long] * ((turn - at * keep) % len(settings) >= keep))
+        for at, value in enumerate(values)
+        for turn, setting in enumerate(settings)
+    ]

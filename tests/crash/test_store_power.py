@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from contracts.each import each
 from crash import sessions
 from engram.store import files as recovery
 from engram.store import places
@@ -44,7 +45,7 @@ def _states(path, shape):
     return found
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['lanes']}x{s['capacity']}x{s['envs']}x{s['width']}")
+@each("shape", SHAPES)
 def test_rows_that_come_back_after_a_power_cut_are_whole_and_none_flushed_is_missing(ram_path, shape):
     done = cuts(ram_path / "p", shape, 1, 2, 0.2)
     assert done.images > 10 and done.rows["durable"] > 20

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 
 from contracts.children import Child
 from contracts.corruption import KINDS, OUTSIDE, plant, within
+from contracts.each import each
 from contracts.waiting import NEVER
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from engram.errors import CheckpointError, StorageError
@@ -30,7 +31,7 @@ def made(folder, lanes=1):
     return rb
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "hard link"])
+@each("kind", [kind for kind in KINDS if kind != "hard link"])
 def test_only_a_file_is_opened_as_a_store(kind, tmp_path):
     folder = tmp_path / "store"
     made(folder).storage.close()
@@ -60,7 +61,7 @@ def test_a_folder_that_is_a_link_is_opened(tmp_path):
     assert len(LazyMemmapStorage.open(tmp_path / "link")) == 20
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_what_lies_there_under_the_name_of_a_file_being_made_is_never_opened_for_writing(kind, tmp_path, monkeypatch):
     """A file system without nameless files: a store is made under a temporary name."""
     monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY | os.O_WRONLY)

@@ -18,6 +18,7 @@ import torch
 
 from contracts.children import Child
 from contracts.corruption import NASTY, exchanged, limit_memory, places
+from contracts.each import each
 from damage.store_file import BLOCKS, SEAM, Place, StoreImage, damages, declared_fields
 from engram import _native
 from engram.cli import info, verify
@@ -43,7 +44,7 @@ def test_every_field_that_the_source_declares_is_damaged() -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("block", BLOCKS)
+@each("block", BLOCKS)
 def test_fields_do_not_overlap_and_lie_within_their_block(block: str) -> None:
     size, fields = BLOCKS[block]
     at = 512 if block == "StoreHeader" else 0  # behind the shape

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram import data
 from engram.data import (
     LazyMemmapStorage,
@@ -42,14 +43,16 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
+@each("name", PARTS)
 def test_every_part_takes_compilable(name):
     for compilable in (True, False):
         assert getattr(data, name)(**PARTS[name], compilable=compilable) is not None
 
 
-@pytest.mark.parametrize("sampler", [RandomSampler, lambda: PrioritizedSampler(20, 1.0, 1.0)])
-@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+@pytest.mark.parametrize(
+    ("storage", "sampler"),
+    [(LazyTensorStorage, RandomSampler), (ListStorage, lambda: PrioritizedSampler(20, 1.0, 1.0))],
+)
 def test_in_a_compiled_function_a_buffer_is_a_graph_break(storage, sampler):
     rb = TensorDictReplayBuffer(storage=storage(20, compilable=True), sampler=sampler(), batch_size=3, compilable=True)
 
@@ -74,7 +77,7 @@ def test_a_mapped_storage_is_on_the_cpu():
             LazyMemmapStorage(10, device=device)
 
 
-@pytest.mark.parametrize("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
+@each("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
 def test_a_storage_knows_its_shape_and_which_steps_it_has(storage):
     storage = storage(10)
     assert storage.shape == (0,) and 0 not in storage

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler, TensorStorage
 from engram.store.episodes import EpisodeIndex
 
@@ -273,7 +274,7 @@ SCALARS: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SCALARS)
+@each("kind", SCALARS)
 def test_observations_of_items_are_compared_whatever_numbers_they_are(kind: str) -> None:
     make, rb = SCALARS[kind], ReplayBuffer(storage=ListStorage(CAPACITY))
 

@@ -127,7 +127,7 @@ def test_a_list_of_items_is_the_batch_of_them(form, storage):
         assert_same(batch, make(info["index"]))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each("form", FORMS)
 def test_list_storages_split_a_batch_into_items(form):
     make = FORMS[form]
     if form in ("tuple of dicts and lists", "dict of TensorDicts"):
@@ -216,8 +216,8 @@ def test_a_transform_on_writing_gets_the_callers_own_object(storage):
     assert all((x == 1).all() for x in items) and (other[:] == 1).all()
 
 
-@pytest.mark.parametrize("storage", STORAGES, ids=lambda c: c.__name__)
-@pytest.mark.parametrize("prefetch", [0, 2])
+@each("storage", STORAGES)
+@each("prefetch", [0, 2])
 def test_a_transform_on_reading_changes_nothing_that_is_stored(storage, prefetch):
     rb = ReplayBuffer(storage=storage(10), batch_size=4, transform=add_one_in_place, prefetch=prefetch)
     rb.extend(torch.zeros(5, 2))
@@ -276,7 +276,7 @@ class Noted(Transform):
         return batch
 
 
-@pytest.mark.parametrize("storage", STORAGES, ids=lambda c: c.__name__)
+@each("storage", STORAGES)
 def test_each_way_in_and_out_goes_through_all_transforms_in_its_order(storage):
     notes = []
     rb = ReplayBuffer(storage=storage(10), transform=Compose(Noted("a", notes), Noted("b", notes)), batch_size=2)
@@ -411,7 +411,7 @@ def test_a_conflict_of_batch_sizes_warns_and_the_call_wins(prefetch):
         assert len(rb.sample(3)) == 3 and len(rb.sample()) == 3
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.5, True, float("nan")])
+@each("size", [0, -1, 2.5, True, float("nan")])
 def test_a_batch_size_is_a_positive_integer(size):
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend(torch.arange(5))
@@ -431,7 +431,7 @@ def test_iterating_over_random_draws_never_ends():
             break
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 5])
+@each("prefetch", [0, 1, 5])
 def test_iterating_without_replacement_is_an_epoch(prefetch):
     rb = ReplayBuffer(
         storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=4, prefetch=prefetch
@@ -457,8 +457,8 @@ def test_infos_say_the_generation_of_each_row_on_request():
         assert ("generation" in info) == told and torch.equal(info["generation"], batch)
 
 
-@pytest.mark.parametrize("storage", STORAGES, ids=lambda c: c.__name__)
-@pytest.mark.parametrize("form", ["tensor of numbers", "dict", "tuple", "TensorDict", "list"])
+@each("storage", STORAGES)
+@each("form", ["tensor of numbers", "dict", "tuple", "TensorDict", "list"])
 def test_rows_are_updated_only_if_they_are_still_there(storage, form):
     make = FORMS.get(form, lambda n: [{"a": x} for x in n])
     rb = ReplayBuffer(storage=storage(10), batch_size=4, track_generations=True)
@@ -660,7 +660,7 @@ def test_threads_that_draw_with_a_sampler_of_ones_own_take_turns_also_through_an
     assert most == [1]
 
 
-@pytest.mark.parametrize("storage", STORAGES, ids=lambda c: c.__name__)
+@each("storage", STORAGES)
 def test_a_sampler_that_returns_what_is_not_there_is_an_error(storage):
     at = [0]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict, tensorclass
 
+from contracts.each import each
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -199,7 +200,7 @@ class Step:
     value: torch.Tensor
 
 
-@pytest.mark.parametrize("storage", ["list", "rows", "mapped"])
+@each("storage", ["list", "rows", "mapped"])
 def test_steps_of_a_class_keep_it(storage):
     rb = ReplayBuffer(storage=STORAGES[storage]())
     index = rb.extend(Step(n=torch.arange(3), value=torch.zeros(3), batch_size=[3]))
@@ -214,7 +215,7 @@ def test_dicts_with_tuples_in_them_are_patched_too():
     assert rb[:]["n"].tolist() == [0, 7, 8] and rb[:]["pair"][1].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("on", ["buffer", "writer", "buffer, then another writer"])
+@each("on", ["buffer", "writer", "buffer, then another writer"])
 def test_tracking_is_one_switch_wherever_it_is(on):
     writer = TensorDictRoundRobinWriter(track_generations=on == "writer")
     rb = TensorDictReplayBuffer(

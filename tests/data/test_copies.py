@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict, tensorclass
 
+from contracts.each import each
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -275,7 +276,7 @@ def test_a_deep_copy_of_a_named_store_has_a_temporary_file(tmp_path):
 
 
 # ---- sending ----
-@pytest.mark.parametrize("storage, said", [
+@each("storage, said", [
     ("list", "Cannot share a storage of type ListStorage"),
     ("tensors", "Cannot share a storage of type TensorStorage"),
     ("rows", r"Cannot share a storage of type LazyTensorStorage.* shared=True"),
@@ -304,8 +305,8 @@ def test_what_is_sent_has_the_same_rows(storage):
 PRIORITIES = ("priorities", "prioritized slices")
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("alone", [False, True], ids=["in a buffer", "alone"])
+@each("sampler", SAMPLERS)
+@each("alone", [False, True])
 def test_priorities_stay_in_their_process(sampler, alone):
     rb = used(STORAGES["shared"](), SAMPLERS[sampler])
     part = rb.sampler if alone else rb
@@ -317,7 +318,7 @@ def test_priorities_stay_in_their_process(sampler, alone):
     assert len(pickle.loads(bytes(ForkingPickler.dumps(rb.storage)))) == N
 
 
-@pytest.mark.parametrize("kind", ["buffer", "writer", "child", "ensemble", "ensemble of samplers"])
+@each("kind", ["buffer", "writer", "child", "ensemble", "ensemble of samplers"])
 def test_what_would_drift_apart_is_not_sent(kind):
     writer = {"child": OwnBest}.get(kind, TensorDictMaxValueWriter)(rank_key="n")
     rb = ReplayBuffer(storage=LazyTensorStorage(10, shared=True), writer=writer, batch_size=4)

@@ -45,8 +45,10 @@ def test_without_workers_it_is_iterating_over_the_buffer():
     assert len(drawn) == 3 and torch.equal(drawn[0], buffer().sample())
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(
+    ("workers", "shuffle"),
+    [(1, False), (2, True), *[pytest.param(w, s, marks=pytest.mark.long) for w, s in ((1, True), (2, False))]],
+)
 def test_workers_share_an_epoch_and_give_each_row_once(workers, shuffle):
     rb = buffer(SamplerWithoutReplacement(shuffle=shuffle))
     first, second = (flat(batches(rb, workers)) for _ in range(2))

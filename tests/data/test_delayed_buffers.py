@@ -11,6 +11,7 @@ import warnings
 import pytest
 
 from contracts import children
+from contracts.each import each
 from engram.data import (
     FlatStorageCheckpointer,
     LazyMemmapStorage,
@@ -48,7 +49,7 @@ def delayed(cls=ReplayBuffer, storage=ten_steps, **arguments):
     return cls(storage=storage, delayed_init=True, **arguments)
 
 
-@pytest.mark.parametrize(
+@each(
     ("cls", "arguments"),
     [
         (ReplayBuffer, {}),
@@ -67,7 +68,7 @@ def test_parts_are_made_once_at_the_first_use(cls, arguments):
     assert storage.calls == writer.calls == 1
 
 
-@pytest.mark.parametrize(
+@each(
     "use",
     [
         len,
@@ -78,7 +79,6 @@ def test_parts_are_made_once_at_the_first_use(cls, arguments):
         pickle.dumps,
         copy.deepcopy,
     ],
-    ids=["len", "storage", "_storage", "append_transform", "_transform", "pickle", "deepcopy"],
 )
 def test_any_use_makes_the_parts(use):
     rb = delayed()

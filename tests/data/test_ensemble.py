@@ -86,8 +86,8 @@ def check(rb, batch, info):
 
 
 class TestSampling:
-    @pytest.mark.parametrize("prefetch", [0, 2])
-    @pytest.mark.parametrize("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage], ids=lambda s: s.__name__)
+    @each("prefetch", [0, 2])
+    @each("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
     def test_a_batch_is_members_by_rows_and_info_says_whose(self, storage, prefetch):
         rb = ensemble(member(0, 10, storage), member(1000, 15, storage), prefetch=prefetch)
         seen = set()
@@ -116,7 +116,7 @@ class TestSampling:
         for _ in range(10):
             assert rb.sample(return_info=True)[1]["buffer_ids"].tolist() == [[0] * 5, [1] * 5]
 
-    @pytest.mark.parametrize("p", [None, [1, 3], [0.0, 2.0], torch.tensor([0.9, 0.1])])
+    @each("p", [None, [1, 3], [0.0, 2.0], torch.tensor([0.9, 0.1])])
     def test_members_are_drawn_by_their_weights(self, p):
         torch.manual_seed(0)
         sampler = SamplerEnsemble(RandomSampler(), RandomSampler(), p=p, num_buffer_sampled=1000)
@@ -269,11 +269,11 @@ class TestTransformsAndCollate:
                 assert isinstance(found, torch.Tensor) or set(found.keys(True)) == set(expected.keys(True))
                 assert (found == expected).all()
 
-    @pytest.mark.parametrize("classes", [
+    @each("classes", [
         (ReplayBuffer, ReplayBuffer), (TensorDictReplayBuffer, ReplayBuffer), (TensorDictReplayBuffer, by_priority),
         (by_priority, tensordicts_by_priority),
     ])  # fmt: skip
-    @pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+    @each("storage", [LazyTensorStorage, ListStorage])
     def test_members_of_every_class_say_index_and_member_at_the_root_of_the_batch(self, classes, storage):
         rb = ensemble(*(member(1000 * k, 10, storage, cls=cls) for k, cls in enumerate(classes)), sample_from_all=True)
         batch, info = rb.sample(return_info=True)
@@ -318,7 +318,7 @@ class TestPriorities:
             track_generations=True, **kwargs,
         )  # fmt: skip
 
-    @pytest.mark.parametrize("how", ["info", "ids", "batch"])
+    @each("how", ["info", "ids", "batch"])
     def test_updates_go_to_the_members_that_the_rows_came_from(self, how):
         rb = self.make(sample_from_all=True)
         batch, info = rb.sample(return_info=True)
@@ -448,7 +448,7 @@ class TestMembers:
 
 
 class TestSettings:
-    @pytest.mark.parametrize(
+    @each(
         ("settings", "said"),
         [
             ({"p": [1, 1], "sample_from_all": True}, "leave p out"),
@@ -518,8 +518,8 @@ class TestSaving:
         rb[2].extend(steps(2000, 2008))
         rb[1].update_priority(torch.arange(5), torch.arange(5.0))
 
-    @pytest.mark.parametrize("prefetch", [0, 2])
-    @pytest.mark.parametrize("memory", [False, True])
+    @each("prefetch", [0, 2])
+    @each("memory", [False, True])
     def test_a_twin_goes_on_the_same(self, tmp_path, prefetch, memory):
         rb, twin = self.make(prefetch=prefetch), self.make(prefetch=prefetch, p=None)
         self.fill(rb)
@@ -725,8 +725,8 @@ class TestNativeBatches:
         torch.manual_seed(seed)
         return zip(natively, [rb.sample(return_info=True) for _ in range(rounds)], strict=True)
 
-    @pytest.mark.parametrize("transform", [None, RewardScaling(1.0, 2.0), SelectTransform("obs")], ids=repr)
-    @pytest.mark.parametrize("cls", [TensorDictReplayBuffer, ReplayBuffer, by_priority, tensordicts_by_priority])
+    @each("transform", [None, RewardScaling(1.0, 2.0), SelectTransform("obs")])
+    @each("cls", [TensorDictReplayBuffer, ReplayBuffer, by_priority, tensordicts_by_priority])
     def test_it_is_what_reading_step_by_step_gives(self, cls, transform):
         rb = ReplayBufferEnsemble(
             *(member(100 * k, 9 + k, cls=cls, transform=transform) for k in range(3)), batch_size=12, p=[1, 2, 3]
@@ -753,8 +753,8 @@ class TestNativeBatches:
             ]  # fmt: skip
             assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
-    @pytest.mark.parametrize("seed", range(6))
-    @pytest.mark.parametrize("cls", [TensorDictReplayBuffer, by_priority, tensordicts_by_priority])
+    @each("seed", range(2))
+    @each("cls", [TensorDictReplayBuffer, by_priority, tensordicts_by_priority])
     def test_all_three_ways_give_the_same_while_members_are_written(self, cls, seed, monkeypatch):
         """One native call; drawing, then reading all members at once; drawing, then reading one after the other."""
         random = torch.Generator().manual_seed(seed)
@@ -813,7 +813,7 @@ class TestNativeBatches:
         b.extend(steps(200, 212))
         assert rb.sample()[1]["n"].min() >= 200
 
-    @pytest.mark.parametrize("other", ["keys", "list", "slices", "epochs", "empty"])
+    @each("other", ["keys", "list", "slices", "epochs", "empty"])
     def test_other_members_are_read_step_by_step(self, other):
         made = {
             "keys": lambda: TensorDictReplayBuffer(storage=LazyTensorStorage(20)),
@@ -890,8 +890,8 @@ class TestTransformsOfAllMembers:
         ExcludeTransform("obs", ("next", "small")),
     )
 
-    @pytest.mark.parametrize("cls", [TensorDictReplayBuffer, ReplayBuffer])
-    @pytest.mark.parametrize("transform", CHANGES, ids=repr)
+    @each("cls", [TensorDictReplayBuffer, ReplayBuffer])
+    @each("transform", CHANGES)
     def test_they_give_what_each_member_would(self, transform, cls, monkeypatch):
         rb = ReplayBufferEnsemble(*(member(100 * k, 12, cls=cls, transform=transform) for k in range(3)), batch_size=12)
         torch.manual_seed(2)
@@ -905,7 +905,7 @@ class TestTransformsOfAllMembers:
         for key in one_by_one.keys(True, True):
             assert together[key].dtype is one_by_one[key].dtype, key
 
-    @pytest.mark.parametrize(
+    @each(
         ("transform", "calls"),
         [
             (RewardScaling(1.0, 2.0), 1),
@@ -915,7 +915,6 @@ class TestTransformsOfAllMembers:
             (VecNorm(in_keys=["obs"]), 2),
             (Compose(RewardScaling(1.0, 2.0), lambda batch: batch), 2),
         ],
-        ids=repr,
     )
     def test_only_what_acts_by_row_sees_the_rows_of_all(self, transform, calls):
         rb = ReplayBufferEnsemble(*(member(100 * k, 12, transform=transform) for k in range(2)), batch_size=8)
@@ -941,7 +940,7 @@ class TestTransformsOfAllMembers:
         for k in range(2):
             assert torch.equal(batch[k]["next", "reward"], reward[info["index"][k]] + info["buffer_ids"][k, 0] + 1)
 
-    @pytest.mark.parametrize(
+    @each(
         ("make", "is_same"),
         [
             (lambda k: RewardScaling(1.0, 2.0), True),
@@ -997,6 +996,22 @@ class TestTransformsOfAllMembers:
         assert torch.equal(batch["next", "reward"], rows * 2 + 1)
         assert torch.equal(batch["generation"], info["generation"]) and batch["priority_weight"].shape == (4, 2)
         assert torch.equal(batch["priority_weight"], info["priority_weight"])
+
+
+@pytest.mark.parametrize("tracks", [(True, False), (False, True)])
+@pytest.mark.parametrize("transform", [None, lambda batch: batch])
+def test_batches_have_generations_where_one_member_tracks_them(tracks, transform):
+    rbs = [
+        TensorDictReplayBuffer(storage=LazyTensorStorage(20), transform=transform, track_generations=this)
+        for this in tracks
+    ]
+    for rb in rbs:
+        rb.extend(steps(0, 12))
+    both = ReplayBufferEnsemble(*rbs, batch_size=4)
+    for _ in range(20):
+        batch, info = both.sample(return_info=True)
+        assert torch.equal(batch["generation"], info["generation"])
+        assert torch.equal(info["index_generation"], info["generation"])
 
 
 def test_ensembles_over_the_same_storages_in_other_orders_lock_them_in_one_order(tmp_path):

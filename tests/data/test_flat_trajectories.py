@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as s
 from tensordict import TensorDict, tensorclass
 
+from contracts.each import each
 from engram.data import LazyTensorStorage, ReplayBuffer, find_start_stop_traj, iter_trajectories
 
 
@@ -20,7 +21,7 @@ def by_hand(ends, at_capacity, cursor):
 
 
 @given(s.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_they_are_those_of_a_loop(data):
     n, envs = data.draw(s.integers(1, 12)), data.draw(s.integers(1, 3))
     flags = data.draw(s.lists(s.lists(s.booleans(), min_size=envs, max_size=envs), min_size=n, max_size=n))
@@ -45,7 +46,7 @@ def test_ids_end_where_another_one_follows_around_the_ring_too():
     assert found == [[[0], [2], [4]], [[1], [3], [4]], [2, 2, 1]]
 
 
-@pytest.mark.parametrize("cursor", [2, torch.tensor(2), torch.tensor([1, 2]), range(1, 3)])
+@each("cursor", [2, torch.tensor(2), torch.tensor([1, 2]), range(1, 3)])
 def test_a_cursor_is_the_last_step_that_was_written(cursor):
     _, stop, _ = find_start_stop_traj(end=torch.zeros(6).bool(), at_capacity=True, cursor=cursor)
     assert stop.tolist() == [[2]]

@@ -66,7 +66,7 @@ def test_entries_of_dicts_are_stored_with_their_dtype_and_copied(kind, storage, 
     assert len(rb) == 4 and stored["obs"].dtype == expected.dtype
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+@each("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
 def test_batches_of_arrays_without_a_shape_are_stored(storage):
     rb = ReplayBuffer(storage=storage(10), batch_size=4)
     rb.extend({"obs": WithoutShape(np.arange(6.0).reshape(3, 2)), "number": WithoutShape(np.arange(3))})

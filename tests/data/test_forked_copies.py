@@ -4,11 +4,11 @@ import os
 import time
 import warnings
 
-import pytest
 import torch
 from tensordict import TensorDict
 
 from contracts.children import Child, alone_after_fork
+from contracts.each import each
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
 
 STEPS = TensorDict({"n": torch.arange(20)}, [20])
@@ -49,8 +49,8 @@ def told(work):
     return Child(listen).result()
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("storage", PRIVATE)
+@each("use", USES)
+@each("storage", PRIVATE)
 def test_a_child_that_uses_a_copy_is_told_and_pointed_to_shared(storage, use):
     rb = buffer(PRIVATE[storage]())
     said = told(lambda: USES[use](rb))
@@ -67,8 +67,8 @@ def test_a_child_is_told_once_for_all_its_buffers():
     assert len(told(lambda: [one.extend(STEPS), other.extend(STEPS), one.sample(), len(other)])) == 1
 
 
-@pytest.mark.parametrize("use", ["extend", "add", "len"])
-@pytest.mark.parametrize("make", [
+@each("use", ["extend", "add", "len"])
+@each("make", [
     lambda: LazyTensorStorage(100), lambda: LazyTensorStorage(100, shared=True), lambda: LazyMemmapStorage(100)
 ])  # fmt: skip
 def test_a_child_of_before_the_first_write_is_told_that_it_has_a_buffer_of_its_own(make, use):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import engram
+from contracts.each import each
 from engram.data import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -80,7 +81,7 @@ def test_rows_that_are_drawn_from_it_are_equally_likely():
     assert chi_square(torch.bincount(rb.sample(40_000)["index"], minlength=40)) > 1e-6
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@each("name", SAMPLERS)
 def test_every_sampler_draws_from_it_alone_and_the_same_again_from_the_same_seed(name):
     before = torch.get_rng_state()
     batches = drawn(buffer(name))
@@ -98,8 +99,8 @@ def test_ensembles_draw_from_it(own):
     torch.set_rng_state(before)
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize("prefetch", [None, 3])
+@each("name", SAMPLERS)
+@each("prefetch", [None, 3])
 def test_a_loaded_buffer_goes_on_where_the_saved_one_stood(name, prefetch, tmp_path):
     rb = buffer(name, prefetch=prefetch)
     drawn(rb)
@@ -129,7 +130,7 @@ def test_copies_and_pickles_of_a_buffer_go_on_where_it_stood(copied):
     assert drawn(other) == drawn(rb)
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))])
+@each("copied", [copy.copy, copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))])
 def test_copies_and_pickles_of_a_generator_stand_where_it_does_and_go_on_alone(copied):
     generator = engram.Generator(3)
     generator.next()
@@ -152,7 +153,7 @@ def test_its_state_has_16_bytes_and_is_taken_over_whole_or_not_at_all():
     assert torch.equal(other.get_state(), before)
 
 
-@pytest.mark.parametrize("seed", [None, 1.5, "1", True])
+@each("seed", [None, 1.5, "1", True])
 def test_a_seed_is_an_integer(seed):
     with pytest.raises(TypeError, match="a seed is an integer"):
         engram.Generator(seed)

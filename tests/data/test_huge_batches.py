@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 
+from contracts.each import each
 from data.samplers.episode_data import episodes
 from engram import errors
 from engram.data import (
@@ -75,7 +76,7 @@ def test_a_batch_larger_than_memory_is_an_error_that_says_so_and_the_next_batche
         assert rb.sample(8)["n"].tolist() == twin.sample(8)["n"].tolist()
 
 
-@pytest.mark.parametrize("sampler", SHORT)
+@each("sampler", SHORT)
 def test_samplers_that_give_what_there_is_give_it(sampler):
     rb = filled(SHORT[sampler])
     assert 0 < len(rb.sample(4 * 10**12)) <= 80

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 
+from contracts.each import each
 from engram.data import (
     FlatStorageCheckpointer,
     H5StorageCheckpointer,
@@ -27,7 +28,7 @@ def check(rows, n):
     assert torch.equal(rows[0], torch.arange(n)) and torch.equal(rows["inner"][7], torch.arange(n) * 2.0)
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+@each("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
 def test_rows_come_back_under_the_same_keys(storage):
     rb = ReplayBuffer(storage=storage(10), batch_size=3)
     rb.extend(batch(4))
@@ -50,7 +51,7 @@ def test_a_named_store_is_reopened_with_the_same_keys(tmp_path):
     check(LazyMemmapStorage.open(tmp_path).get(slice(None)), 4)
 
 
-@pytest.mark.parametrize(
+@each(
     "checkpointer",
     [TensorStorageCheckpointer, FlatStorageCheckpointer, NestedStorageCheckpointer, H5StorageCheckpointer],
 )

@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 
 import engram
+from contracts.each import each
 from engram.data import (
     CompressedListStorage,
     LazyMemmapStorage,
@@ -69,7 +70,7 @@ SAMPLERS = [
 ]
 
 
-@pytest.mark.parametrize("make", SAMPLERS)
+@each("make", SAMPLERS)
 def test_each_sampler_comes_back_with_its_settings_and_draws_the_same(tmp_path, make):
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(30), sampler=make(), batch_size=4)
     rb.extend(steps())

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -287,7 +288,7 @@ def test_rows_that_a_failed_load_has_overwritten_come_back_from_the_file(storage
 
 @pytest.mark.parametrize("make", CHECKPOINTERS, ids=lambda c: c.__name__)
 def test_a_load_needs_little_memory_beside_the_rows(make, small_files, tmp_path):
-    n = 40_000
+    n = 16_000
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(n, checkpointer=make()), batch_size=4)
     rb.extend(steps(0, n))
     rb.dumps(tmp_path)
@@ -416,7 +417,7 @@ def test_a_part_that_refuses_its_state(kind, storage, late, tmp_path, monkeypatc
         assert same(before, observed(rb))
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@each("storage", STORAGES)
 def test_a_part_that_refuses_its_state_in_a_buffer_without_rows(storage, tmp_path, monkeypatch):
     path = saved(lambda: buffer(tmp_path, storage, **own("sampler")), tmp_path)
     fresh, empty = (
@@ -560,7 +561,7 @@ def test_of_more_rows_than_are_kept_aside_what_was_loaded_stays_where_a_part_ref
     assert same(observed(rb), observed(twin))
 
 
-@pytest.mark.parametrize("replaced", [-1, 1.0, None, 1 << 62, "1"])
+@each("replaced", [-1, 1.0, None, 1 << 62, "1"])
 def test_a_state_in_memory_with_an_impossible_count_of_replaced_rows_changes_nothing(replaced, tmp_path):
     rb = used(buffer(tmp_path), (0, 55))
     state = rb.state_dict()

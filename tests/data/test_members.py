@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import (
     CompressedListStorage,
     FlatStorageCheckpointer,
@@ -91,7 +92,7 @@ def test_write_all_replaces_what_read_all_in_order_gives(cls):
         rb.write_all(steps(0, 3))
 
 
-@pytest.mark.parametrize(
+@each(
     ("cls", "arguments", "names"),
     [
         (ReplayBuffer, {}, {"add": "data", "extend": "data"}),
@@ -123,7 +124,7 @@ def test_a_prioritized_buffer_has_its_sampler_and_takes_no_other():
 
 
 # ---- what can be sampled ----
-@pytest.mark.parametrize(
+@each(
     ("sampler", "expected"),
     [
         (RandomSampler, [False, True, True, True]),
@@ -252,7 +253,7 @@ def test_a_max_value_writer_says_where_an_item_would_go(storage):
 
 
 # ---- storages ----
-@pytest.mark.parametrize("storage", STORAGES)
+@each("storage", STORAGES)
 def test_contains_says_of_each_index_whether_it_is_stored(storage):
     storage = storage(10)
     assert not storage.contains(0) and storage.contains(torch.tensor([[0]])).tolist() == [[False]]
@@ -270,8 +271,8 @@ def test_contains_with_environments_takes_time_and_environment():
     assert storage.contains(index).tolist() == [True, True, False, False]
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize(("save", "load"), [("dumps", "loads"), ("dump", "load"), ("save", "load")])
+@each("storage", STORAGES)
+@each(("save", "load"), [("dumps", "loads"), ("dump", "load"), ("save", "load")])
 def test_a_storage_is_saved_under_each_name(tmp_path, storage, save, load):
     written, read = storage(10), storage(10)
     written.set(range(3), steps(0, 3))
@@ -280,7 +281,7 @@ def test_a_storage_is_saved_under_each_name(tmp_path, storage, save, load):
     assert numbers(read[:]) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
+@each(
     ("checkpointer", "storage"),
     [
         (TensorStorageCheckpointer, LazyTensorStorage),
@@ -307,7 +308,7 @@ def test_a_checkpointer_of_another_kind_of_storage_is_refused(tmp_path):
     assert storage.checkpointer is own
 
 
-@pytest.mark.parametrize("item", [torch.zeros(2), {"a": (torch.zeros(2), "text")}, steps(0, 1)[0]])
+@each("item", [torch.zeros(2), {"a": (torch.zeros(2), "text")}, steps(0, 1)[0]])
 def test_a_list_storage_with_a_device_moves_what_is_written(item):
     storage = ListStorage(10, device="meta")
     for _ in range(2):  # a new item, then another in its place

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, tensorclass
 
 from contracts.children import Child
+from contracts.each import each
 from engram import _native
 from engram.data import (
     LazyMemmapStorage,
@@ -144,7 +145,7 @@ PROGRAM = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     capacity=st.integers(1, 33),
     kind=st.sampled_from([ReplayBuffer, TensorDictReplayBuffer]),
@@ -212,8 +213,8 @@ STORAGES = {
 }
 
 
-@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("name", STORAGES)
+@each("kind", [ReplayBuffer, TensorDictReplayBuffer])
+@each("name", STORAGES)
 def test_every_storage_gives_the_same_batches_with_and_without_their_info(name, kind, tmp_path):
     paths = iter([tmp_path / "a", tmp_path / "b"])
     twins = Twins(kind, lambda: STORAGES[name](next(paths)))
@@ -532,7 +533,7 @@ STATEFUL = st.lists(
 
 
 @pytest.mark.filterwarnings("ignore:sample was called with batch_size")
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     capacity=st.integers(1, 60),
     kind=st.sampled_from([ReplayBuffer, TensorDictReplayBuffer]),
@@ -776,7 +777,7 @@ def outcome(call):
 
 
 @pytest.mark.filterwarnings("ignore:sample was called with batch_size", "ignore:.*no trajectory ids")
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     sampler=slice_samplers(),
     capacity=st.integers(5, 90),
@@ -903,8 +904,8 @@ def test_a_sampler_of_slices_in_two_buffers_draws_each_ones_trajectories():
             assert bool((batch["number"] // 1000 == k).all())
 
 
-@pytest.mark.parametrize("name", SLICES)
-@pytest.mark.parametrize("lengths", [[3, 4], [5] * 8, [7] * 17])
+@each("name", SLICES)
+@each("lengths", [[3, 4], [5] * 8, [7] * 17])
 def test_slices_that_a_writer_overwrites_between_the_draw_and_the_copy_are_refused(name, lengths):
     rb = ReplayBuffer(storage=LazyTensorStorage(40), sampler=SLICES[name]())
     torch.manual_seed(0)
@@ -920,12 +921,12 @@ def test_slices_that_a_writer_overwrites_between_the_draw_and_the_copy_are_refus
         return True
 
     maker = _native.BatchMaker([(rb.sampler.draw_plan(rb.storage).native, rb.sampler)], reuse=(overwrite,))
-    for _ in range(60):
+    for _ in range(30):
         batch = maker.sample(rb.storage.native.source, 16)
         refused += batch is None
         if batch is not None:
             assert bool((batch["number"] >= rb.write_count - 40).all())
-    assert refused >= (10 if sum(lengths) < 40 else 60)
+    assert refused >= (5 if sum(lengths) < 40 else 30)
 
 
 @pytest.mark.quick
@@ -968,7 +969,7 @@ def test_slices_by_priority_are_those_of_trajectories():
     assert bool((rb.sample()["number"].reshape(3, 4).diff() == 1).all())
 
 
-@pytest.mark.parametrize("form", ["memory", "shared", "file"])
+@each("form", ["memory", "shared", "file"])
 def test_a_forked_child_is_given_native_batches_from_its_second_on(form):
     kinds = {"memory": LazyTensorStorage, "shared": partial(LazyTensorStorage, shared=True), "file": LazyMemmapStorage}
     rb = ReplayBuffer(storage=kinds[form](20), batch_size=4)

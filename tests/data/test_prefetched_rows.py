@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 import engram
 from contracts.children import Child
+from contracts.each import each
 from contracts.programs import run_program
 from contracts.waiting import comes
 from engram import _native
@@ -79,9 +80,9 @@ def equal(a, b):
     return sorted(a.keys()) == sorted(b.keys()) and all(torch.equal(a[key], b[key]) for key in a.keys())
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@each("depth", [1, 3])
+@each("storage", STORAGES)
+@each("sampler", SAMPLERS)
 def test_the_batches_are_those_without_it(sampler, storage, depth):
     ahead, plain = filled(depth, sampler, storage), filled(0, sampler, storage)
     for _ in range(20):
@@ -309,8 +310,8 @@ def equal_joint(a, b):
     return (a == b).all() and torch.equal(a["index", "index"], b["index", "index"])
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("sampler", ["uniform", "priorities"])
+@each("depth", [1, 3])
+@each("sampler", ["uniform", "priorities"])
 def test_batches_of_an_ensemble_are_those_without_it(sampler, depth):
     before = set(threading.enumerate())
     ahead, plain = pair(depth, sampler), pair(0, sampler)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import (
     LazyTensorStorage,
     ListStorage,
@@ -28,8 +29,8 @@ def of_steps(rb, index):
     return (rb.sampler.priorities(index, storage=rb.storage) - stored).tolist()
 
 
-@pytest.mark.parametrize("dim_extend", [None, 0])
-@pytest.mark.parametrize("envs", [2, 4])
+@each("dim_extend", [None, 0])
+@each("envs", [2, 4])
 def test_priorities_in_the_form_of_the_data_go_to_their_steps(dim_extend, envs):
     rb, index, priorities = of_environments(dim_extend, envs, 4 if envs == 2 else 3)
     rb.update_priority(index, priorities)
@@ -62,8 +63,8 @@ def test_for_another_order_or_a_part_of_a_step_they_are_refused():
     assert of_steps(rb, index) == [1.0] * 8
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
-@pytest.mark.parametrize("transform", [None, lambda: RewardScaling(0.0, 1.0, in_keys=["n"], out_keys=["m"])])
+@each("storage", [LazyTensorStorage, ListStorage])
+@each("transform", [None, lambda: RewardScaling(0.0, 1.0, in_keys=["n"], out_keys=["m"])])
 def test_with_update_priority_false_data_get_the_priority_of_new_steps(storage, transform):
     sampler = PrioritizedSampler(20, 1.0, 1.0, 0.0)
     rb = TensorDictReplayBuffer(

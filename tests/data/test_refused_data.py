@@ -36,8 +36,8 @@ def uneven(nested=False):
     return lazy_stack([TensorDict({"next": one}) if nested else TensorDict(one) for one in (first, second)])
 
 
-@pytest.mark.parametrize("storage", TABLES)
-@pytest.mark.parametrize("nested, name", [(False, "'b'"), (True, r"\('next', 'b'\)")])
+@each("storage", TABLES)
+@each("nested, name", [(False, "'b'"), (True, r"\('next', 'b'\)")])
 def test_an_entry_that_only_some_members_of_a_lazy_stack_have_is_refused_by_name(storage, nested, name):
     rb = ReplayBuffer(storage=storage(10))
     for _ in range(2):  # as the first batch, and as a later one
@@ -75,7 +75,7 @@ def test_a_list_keeps_the_entries_of_each_member():
 
 
 # ---- masked arrays ----
-@pytest.mark.parametrize("storage", [*TABLES, ListStorage])
+@each("storage", [*TABLES, ListStorage])
 def test_masked_arrays_are_refused_wherever_data_come_in(storage):
     rb, fresh = ReplayBuffer(storage=storage(10)), ReplayBuffer(storage=storage(10))
     rb.extend({"a": np.zeros((4, 3))})
@@ -118,10 +118,8 @@ Pair = namedtuple("Pair", "a b")
 
 
 # ---- graphs ----
-@pytest.mark.parametrize(
-    "item", [lambda x: x, lambda x: {"x": x}, lambda x: TensorDict({"x": x}), lambda x: Step(x=x, batch_size=[])]
-)
-@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+@each("item", [lambda x: x, lambda x: {"x": x}, lambda x: TensorDict({"x": x}), lambda x: Step(x=x, batch_size=[])])
+@each("storage", [LazyTensorStorage, ListStorage])
 def test_nothing_that_is_stored_keeps_the_graph_that_it_was_computed_by(storage, item):
     weight = torch.ones(3, requires_grad=True)
     rb = ReplayBuffer(storage=storage(10), batch_size=2)
@@ -133,7 +131,7 @@ def test_nothing_that_is_stored_keeps_the_graph_that_it_was_computed_by(storage,
         assert not leaf.requires_grad and leaf.grad_fn is None
 
 
-@pytest.mark.parametrize(
+@each(
     "kind",
     [lambda x: Pair(x, [x]), lambda x: OrderedDict(a=x), lambda x: defaultdict(list, a=x), lambda x: deque([x], 2)],
 )
@@ -163,7 +161,7 @@ def test_nor_does_what_transforms_carry_on():
 
 
 # ---- shapes ----
-@pytest.mark.parametrize("data", [{"a": [1, 2, 3]}, {"a": (1, 2, 3)}, {"next": {"a": [1, 2, 3]}}])
+@each("data", [{"a": [1, 2, 3]}, {"a": (1, 2, 3)}, {"next": {"a": [1, 2, 3]}}])
 def test_a_list_of_numbers_in_a_batch_is_told_from_a_column(data):
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     with pytest.raises(ValueError, match=r"'a'.* is a list or tuple, .*give a tensor or an array"):
@@ -174,15 +172,13 @@ def test_a_list_of_numbers_in_a_batch_is_told_from_a_column(data):
 ONE_D = TensorDict({"a": torch.zeros(4, 3)}, [4])
 
 
-@pytest.mark.parametrize(
-    "first, write, said",
+@each("first, write, said",
     [
         (ONE_D, lambda rb: rb.extend(torch.stack([ONE_D, ONE_D])), "2 batch dimensions instead of 1.*ndim=2"),
         (torch.zeros(4), lambda rb: rb.extend(torch.zeros(4, 2)), "2 batch dimensions instead of 1.*ndim=2"),
         (ONE_D, lambda rb: rb.add(ONE_D), "a batch of steps is for extend"),
         (ONE_D, lambda rb: rb.extend(ONE_D[0]), "one step is for add"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_data_with_other_batch_dimensions_say_what_to_do(first, write, said):
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend(first)
@@ -191,7 +187,7 @@ def test_data_with_other_batch_dimensions_say_what_to_do(first, write, said):
     assert len(rb) == 4
 
 
-@pytest.mark.parametrize("data", [torch.tensor(3.0), {"a": torch.tensor(3.0)}, TensorDict({"a": torch.zeros(3)}, [])])
+@each("data", [torch.tensor(3.0), {"a": torch.tensor(3.0)}, TensorDict({"a": torch.zeros(3)}, [])])
 def test_a_list_storage_is_extended_by_batches_alone(data):
     rb = ReplayBuffer(storage=ListStorage(10))
     with pytest.raises(ValueError, match="use add"):
@@ -200,7 +196,7 @@ def test_a_list_storage_is_extended_by_batches_alone(data):
 
 
 # ---- priorities ----
-@pytest.mark.parametrize("index", [None, "a", [None], {}, object(), [[1], [1, 2]], 2**70, b"x", ...])
+@each("index", [None, "a", [None], {}, object(), [[1], [1, 2]], 2**70, b"x", ...])
 def test_what_is_no_index_of_priorities_is_named(index):
     rb = PrioritizedReplayBuffer(1.0, 1.0, storage=LazyTensorStorage(10))
     rb.extend(torch.arange(4))
@@ -223,7 +219,7 @@ def test_what_is_no_priority_is_named(priority):
     assert rb.sampler.priorities(index, storage=rb.storage).tolist() == [1.0] * 2
 
 
-@pytest.mark.parametrize("generation", ["a", object(), [None, 1], 1.5, [0.0, 1.0], torch.zeros(2), {}, True])
+@each("generation", ["a", object(), [None, 1], 1.5, [0.0, 1.0], torch.zeros(2), {}, True])
 def test_what_is_no_generation_is_named(generation):
     rb = PrioritizedReplayBuffer(1.0, 1.0, storage=LazyTensorStorage(10))
     index = rb.extend(torch.arange(2))
@@ -232,7 +228,7 @@ def test_what_is_no_generation_is_named(generation):
     assert rb.sampler.priorities(index, storage=rb.storage).tolist() == [1.0] * 2
 
 
-@pytest.mark.parametrize("batch", [None, 1, torch.ones(2), [1, 2]])
+@each("batch", [None, 1, torch.ones(2), [1, 2]])
 def test_what_has_no_keys_has_no_priorities(batch):
     rb = TensorDictPrioritizedReplayBuffer(1.0, 1.0, storage=LazyTensorStorage(10))
     rb.extend(TensorDict({"a": torch.arange(2)}, [2]))

@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 import engram
+from contracts.each import each
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.data.replay_buffers.reading import reuse
 
@@ -303,8 +304,8 @@ def pairs():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["batches", "items"])
-@pytest.mark.parametrize("name", DONE)
+@each("kind", ["batches", "items"])
+@each("name", DONE)
 def test_what_somebody_did_to_a_tensor_before_dropping_it_is_not_seen_later(name, kind):
     rb, other = pairs()[kind]
     for _ in range(5):
@@ -405,7 +406,7 @@ def test_a_buffer_warns_where_no_batch_can_be_reused(monkeypatch):
     assert len({batch["obs"].data_ptr() for batch in held}) == 3
 
 
-@pytest.mark.parametrize("name", [*reuse._HELD, *reuse._CHANGED])
+@each("name", [*reuse._HELD, *reuse._CHANGED])
 def test_whatever_must_be_seen_in_a_tensor_is_tried_before_any_is_reused(name, monkeypatch):
     table = reuse._HELD if name in reuse._HELD else reuse._CHANGED
     monkeypatch.setitem(table, name, lambda tensor: None)  # as if the native core did not see it

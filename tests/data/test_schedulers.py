@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from contracts.each import each
 from engram.data import (
     LambdaScheduler,
     LazyTensorStorage,
@@ -77,7 +78,7 @@ def test_any_number_of_any_sampler_can_be_scheduled():
     assert rb.sampler.temperature == 4
 
 
-@pytest.mark.parametrize("make", [
+@each("make", [
     lambda s: LinearScheduler(s, "beta", 1.0, 7), lambda s: StepScheduler(s, "beta", 0.9, 2),
     lambda s: LambdaScheduler(s, "beta", lambda i: 1 / i),
     lambda s: SchedulerList([LinearScheduler(s, "alpha", 0.0, 5), StepScheduler(s, "beta", 0.5)]),
@@ -104,7 +105,7 @@ def test_a_list_steps_all_of_its_schedulers():
     assert (s.alpha, s.beta, len(schedulers)) == (pytest.approx(0.4), pytest.approx(0.7), 2)
 
 
-@pytest.mark.parametrize("wrong, error, match", [
+@each("wrong, error, match", [
     (lambda s: LinearScheduler(s, "gamma", 1.0, 4), ValueError, "does not have an attribute 'gamma'"),
     (lambda s: LinearScheduler(s, "reduction", 1.0, 4), ValueError, "does not have an attribute 'reduction'"),
     (lambda s: LinearScheduler(3, "beta", 1.0, 4), TypeError, "pass one, or its replay buffer, got a int"),
@@ -120,7 +121,7 @@ def test_what_cannot_be_scheduled_is_refused(wrong, error, match):
         wrong(sampler())
 
 
-@pytest.mark.parametrize("change", [
+@each("change", [
     {"param_name": "alpha"}, {"initial_value": None}, {"initial_value": float("inf")}, {"steps": -1}, {"steps": True},
     {"steps": 0.5},
 ])  # fmt: skip

@@ -65,7 +65,7 @@ def test_reshaped_values_lie_in_the_reshaped_spec(spec, change):
     assert type(changed) is type(spec)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.batch_ndim < spec.ndim], ids=str)
+@each("spec", [spec for spec in SPECS if spec.batch_ndim < spec.ndim])
 def test_the_last_dimension_of_vectors_cannot_be_reshaped(spec):
     for change in (lambda: spec.reshape(-1), lambda: spec.flatten(0, 2), lambda: spec.unbind(-1)):
         with pytest.raises(ValueError, match="must remain unchanged"):
@@ -137,7 +137,7 @@ def test_projection_goes_to_the_nearest_choice_that_is_allowed():
     assert OneHot(3, mask=torch.tensor([True, False, True])).project(scores).tolist() == [False, False, True]
 
 
-@pytest.mark.parametrize(
+@each(
     ("mask", "error"),
     [
         (torch.ones(4, dtype=torch.bool), ValueError),
@@ -153,9 +153,7 @@ def test_a_mask_that_does_not_fit_is_refused_and_the_old_one_stays(mask, error):
 
 
 # ---- all values ----
-@pytest.mark.parametrize(
-    "spec", [Categorical(3), OneHot(3), MultiOneHot([2, 3]), MultiCategorical([2, 3]), *MASKED], ids=str
-)
+@each("spec", [Categorical(3), OneHot(3), MultiOneHot([2, 3]), MultiCategorical([2, 3]), *MASKED])
 def test_enumeration_has_every_value_once(spec):
     values = spec.enumerate(use_mask=False)
     assert values.shape == (spec.cardinality(), *spec.shape) and values.dtype is spec.dtype

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tensordict import TensorDict, TensorDictBase
 
+from contracts.each import each
 from engram.data import Spec, space_from_spec, spec_from_space
 from engram.envs.codecs import codec_for
 from engram.specs import Binary, Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, Unbounded
@@ -59,6 +60,7 @@ def test_what_lies_in_the_domain_is_projected_on_itself(spec):
 
 
 @every_spec
+@settings(max_examples=20)
 @given(seed=st.integers(0, 1000), scale=st.floats(0.1, 1e4))
 def test_whatever_is_projected_lies_in_the_domain(spec, seed, scale):
     value = torch.randn(7, *spec.shape, generator=torch.Generator().manual_seed(seed)) * scale
@@ -90,7 +92,7 @@ def test_another_dtype_or_shape_does_not_lie_in_the_domain():
     assert not spec.is_in("a string")
 
 
-@pytest.mark.parametrize("value", [[0, 0, 0], [1, 1, 0], [2, 0, 0], [-1, 1, 1]])
+@each("value", [[0, 0, 0], [1, 1, 0], [2, 0, 0], [-1, 1, 1]])
 def test_a_one_hot_vector_has_exactly_one_one(value):
     assert not OneHot(3, dtype=torch.int64).is_in(torch.tensor(value))
 
@@ -107,7 +109,7 @@ def test_a_composite_draws_a_tensordict_of_its_shape():
     assert spec.is_in(drawn) and not spec.is_in(TensorDict({"a": drawn["a"]}, batch_size=[5, 2]))
 
 
-@pytest.mark.parametrize("method", ["keys", "values", "items"])
+@each("method", ["keys", "values", "items"])
 def test_every_entry_of_a_composite_may_change_in_a_step(method):
     listed = getattr(Composite(a=Binary(1), b=Composite(c=Binary(1))), method)
     assert len(listed(True, True)) == 2 and listed(True, True, step_mdp_static_only=True) == listed(True, True)
@@ -129,7 +131,7 @@ def test_a_composite_refuses_an_entry_without_its_batch_dimensions():
         Composite(a=Unbounded((4,)), shape=(3,))
 
 
-@pytest.mark.parametrize(
+@each(
     "make",
     [
         lambda: Categorical(0),
@@ -158,7 +160,7 @@ def test_entries_of_a_composite_come_and_go():
     assert clone.empty() == Composite() and clone.values(leaves_only=True) == [Unbounded((4,))]
 
 
-@pytest.mark.parametrize("key", ["x", ("b", "x"), ("a", "x")])
+@each("key", ["x", ("b", "x"), ("a", "x")])
 def test_a_missing_entry_of_a_composite_is_a_key_error(key):
     spec = Composite(a=Unbounded((4,)), b=Composite(c=Categorical(2)))
     with pytest.raises(KeyError, match="there is no entry"):
@@ -188,7 +190,7 @@ def test_the_vector_of_a_choice_cannot_be_indexed():
     assert OneHot(3, (2, 3))[0] == OneHot(3)
 
 
-@pytest.mark.parametrize(("value", "nearest"), [(300.0, 255), (-1.0, 0), (2.6, 3), (torch.nan, 0), (torch.inf, 255)])
+@each(("value", "nearest"), [(300.0, 255), (-1.0, 0), (2.6, 3), (torch.nan, 0), (torch.inf, 255)])
 def test_a_float_becomes_the_nearest_integer(value, nearest):
     assert Bounded(0, 255, (), dtype=torch.uint8).project(torch.tensor(value)).item() == nearest
     assert Unbounded((), dtype=torch.uint8).project(torch.tensor(value)).item() == nearest
@@ -384,14 +386,13 @@ def test_a_clone_is_equal_and_its_own(space, categorical, seed):
     assert repr(spec.clone()) == repr(spec)
 
 
-@pytest.mark.parametrize(
+@each(
     "space",
     [
         spaces.Graph(spaces.Box(0, 1, (2,)), None),
         spaces.Sequence(spaces.Discrete(2)),
         spaces.OneOf([spaces.Discrete(2), spaces.Discrete(3)]),
     ],
-    ids=lambda space: type(space).__name__,
 )
 def test_spaces_without_a_tensor_form_say_what_to_do(space):
     for within in (space, spaces.Dict({"a": space}), spaces.Tuple([space])):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -25,8 +26,8 @@ def steps(start, stop, **more):
     return TensorDict({"n": n, "next": {"done": (n % 4 == 3).unsqueeze(1)}, **more}, [stop - start])
 
 
-@pytest.mark.parametrize("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
-@pytest.mark.parametrize("sampler", [None, PrioritizedSampler, SliceSampler])
+@each("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
+@each("sampler", [None, PrioritizedSampler, SliceSampler])
 def test_they_follow_what_is_written_and_drawn(storage, sampler):
     arguments = {
         PrioritizedSampler: lambda: PrioritizedSampler(None, 0.7, 0.5),
@@ -54,9 +55,7 @@ def test_episodes_are_those_of_the_slice_sampler_where_it_has_its_own_keys():
         assert rb.stats().episodes == episodes
 
 
-@pytest.mark.parametrize(
-    "data", [torch.arange(5), TensorDict({"next": {"done": torch.zeros(5, 2, 1).bool()}}, [5]), ["a"]]
-)
+@each("data", [torch.arange(5), TensorDict({"next": {"done": torch.zeros(5, 2, 1).bool()}}, [5]), ["a"]])
 def test_no_number_of_episodes_where_steps_do_not_say_it(data):
     rb = ReplayBuffer(storage=ListStorage(9) if type(data) is list else LazyTensorStorage(9))
     rb.extend(data)

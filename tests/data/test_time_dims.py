@@ -100,7 +100,7 @@ def assert_like(rb: TensorDictReplayBuffer, stream: Stream, written: int, rows, 
     assert shown.flatten().tolist() == [row[0] for _, row in in_order]
 
 
-@settings(max_examples=60)
+@settings(max_examples=24)
 @given(data=st.data())
 def test_wherever_time_runs_each_step_keeps_its_priority_its_index_and_its_history(data):
     inner = data.draw(st.sampled_from([(), (1,), (2,), (3,), (2, 2)]))
@@ -190,7 +190,7 @@ def test_rewards_to_go_of_environments_are_those_of_their_steps_and_their_priori
         )
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(ranks=st.lists(st.integers(0, 9), min_size=1, max_size=30), n_steps=st.sampled_from([None, 2]), data=st.data())
 def test_rows_that_a_max_value_writer_keeps_have_their_own_priorities(ranks, n_steps, data):
     rb = TensorDictReplayBuffer(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.distributed import Block, pack, unpack
 from engram.store.layout import RowLayout
 
@@ -30,8 +31,8 @@ def small(n: int = 4) -> TensorDict:
     return images(n).exclude("pixels")
 
 
-@pytest.mark.parametrize("data", [images, small])
-@pytest.mark.parametrize("n", [0, 1, 7])
+@each("data", [images, small])
+@each("n", [0, 1, 7])
 def test_a_batch_comes_back(data, n):
     batch = data(n)
     layout = RowLayout.of(batch, 1)
@@ -78,8 +79,8 @@ def test_bytes_that_lie_at_odd_addresses_are_read():
     assert torch.equal(unpack(layout, Block(tuple(odd)))["half"], batch["half"])
 
 
-@pytest.mark.parametrize("data", [images, small])
-@pytest.mark.parametrize(
+@each("data", [images, small])
+@each(
     "spoil",
     [
         lambda parts: (),

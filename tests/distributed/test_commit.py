@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from contracts.each import each
 from contracts.waiting import NEVER
 from distributed.shards import Link, client, read, rows, shard, write
 from engram.distributed import ReplayShard
@@ -141,8 +142,8 @@ def test_a_save_of_one_buffer_is_none_of_shards(tmp_path: Path) -> None:
         rb.loads(tmp_path)
 
 
-@pytest.mark.parametrize("fate", ["call", "answer"])
-@pytest.mark.parametrize("method", ["verify", "loads"])
+@each("fate", ["call", "answer"])
+@each("method", ["verify", "loads"])
 def test_a_shard_that_was_away_in_the_middle_of_a_load_loads_when_it_is_back(
     tmp_path: Path, method: str, fate: str
 ) -> None:

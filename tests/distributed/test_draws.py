@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from contracts.each import each
 from distributed.shards import LAYOUT, draw, rows, shard, whole, write
 from engram.data import PrioritizedSampler, PrioritizedSliceSampler, RandomSampler, SliceSampler
 from engram.distributed import ReplayShard, divide, draw_sequences, importance_weights, unpack
@@ -223,7 +224,7 @@ def test_a_shard_without_a_share_gives_nothing() -> None:
     assert divide([0.0, 2.0, 0.0], 1000).tolist() == [0, 1000, 0]
 
 
-@pytest.mark.parametrize("shares", [[-1.0, 2.0], [float("nan")], [float("inf"), 1.0]])
+@each("shares", [[-1.0, 2.0], [float("nan")], [float("inf"), 1.0]])
 def test_shares_that_are_none_are_refused(shares: list[float]) -> None:
     with pytest.raises(ValueError, match="finite and 0 or more"):
         divide(shares, 3)
@@ -246,7 +247,7 @@ class Returns(RandomSampler):
         return self.index, {}
 
 
-@pytest.mark.parametrize(
+@each(
     "index",
     [torch.rand(4), torch.ones(4, dtype=torch.bool), [0.0] * 4, torch.full((4,), 10**6), torch.zeros(2, 2).long()],
 )

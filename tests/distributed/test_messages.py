@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
+from contracts.each import each
 from engram.data.replay_buffers.samplers import DrawTotals
 from engram.distributed import Block
 from engram.distributed.ray_buffer import _MOST_PIECES, _pieces_for, _received, _to_send
@@ -27,7 +27,7 @@ def tensors(message: Any) -> list[Any]:
     return [message.slots, message.generation, message.ratio, torch.from_numpy(message.block.parts[0])]
 
 
-@pytest.mark.parametrize("n", [0, 1, 1000, 1093, 16_384, 30_000])
+@each("n", [0, 1, 1000, 1093, 16_384, 30_000])
 def test_pieces_are_small_and_what_comes_is_what_was_sent(n: int) -> None:
     message = answer(n)
     pieces = _to_send(message, 40)
@@ -39,12 +39,12 @@ def test_pieces_are_small_and_what_comes_is_what_was_sent(n: int) -> None:
     assert torch.equal(came.totals.ranges, message.totals.ranges) and came.totals.draws == message.totals.draws
 
 
-@pytest.mark.parametrize("n", [0, 1, 954, 955, 1000, 1093, 16_384, 30_000])
+@each("n", [0, 1, 954, 955, 1000, 1093, 16_384, 30_000])
 def test_there_are_no_more_pieces_than_the_size_says(n: int) -> None:
     assert len(_to_send(answer(n), 40)) <= _pieces_for(n * (66 + 24))
 
 
-@pytest.mark.parametrize(("n", "most"), [(16_384, 1), (16_384, 8), (1_000_000, _MOST_PIECES)])
+@each(("n", "most"), [(16_384, 1), (16_384, 8), (1_000_000, _MOST_PIECES)])
 def test_a_message_that_is_too_large_for_its_pieces_is_one_object(n: int, most: int) -> None:
     (whole,) = _to_send(answer(n), most)
     assert isinstance(whole, tuple) and isinstance(whole[1], np.ndarray)  # tensors are arrays, without a copy

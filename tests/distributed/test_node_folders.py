@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from contracts.each import each
 from distributed.shards import read, rows, shard, write
 from engram.data import PrioritizedSampler
 from engram.distributed.node_folders import FolderOwner, claim_folder, remove_abandoned_folders
@@ -105,7 +106,7 @@ def test_one_of_processes_that_cannot_be_seen_stays(tmp_path: Path) -> None:
     assert removed(tmp_path) == []
 
 
-@pytest.mark.parametrize("owner", [None, "", "{}", '{"cluster": 3}'])
+@each("owner", [None, "", "{}", '{"cluster": 3}'])
 def test_one_of_nobody_knows_whom_stays(tmp_path: Path, owner: str | None) -> None:
     folder = left_behind(tmp_path, None)
     (folder / "owner.json").unlink() if owner is None else (folder / "owner.json").write_text(owner)
@@ -124,15 +125,15 @@ def test_pipes_in_a_nodes_memory_hold_nobody_up(tmp_path):
         claim_folder(tmp_path / "engram-owner.json.new", FolderOwner.of_this_process(HERE, "a namespace", "a name"))
 
 
-@pytest.mark.parametrize("name", ["shard.json", "shard.lock", "priorities"])
-@pytest.mark.parametrize("plant", PLANTS)
+@each("name", ["shard.json", "shard.lock", "priorities"])
+@each("plant", PLANTS)
 def test_a_shard_whose_file_is_something_else_says_so_at_once(name, plant, tmp_path):
     plant(tmp_path / name)
     with pytest.raises(OSError if name == "shard.lock" else StorageError, match=name):
         shard(scratch_dir=tmp_path, sampler=PrioritizedSampler(400, 0.6, 0.4))
 
 
-@pytest.mark.parametrize("plant", PLANTS)
+@each("plant", PLANTS)
 def test_the_next_record_of_a_shard_replaces_whatever_has_its_name_but_a_folder(plant, tmp_path):
     plant(tmp_path / "shard.json.new")
     if (tmp_path / "shard.json.new").is_dir():

@@ -457,7 +457,7 @@ class TestTaking:
         taken = s.take(s.incarnation, torch.tensor([0, 1]), torch.tensor([0, 0]))
         assert taken.present.tolist() == [True, False]
 
-    @pytest.mark.parametrize(("lane", "sequence"), [(4, 0), (-1, 0), (0, -1)])
+    @each(("lane", "sequence"), [(4, 0), (-1, 0), (0, -1)])
     def test_what_cannot_exist_is_refused(self, lane: int, sequence: int) -> None:
         s = shard()
         write(s, "a", rows(0, 1))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from distributed.shards import LAYOUT, Link, client, read, rows, shard, whole, write
 from engram.data import PrioritizedSampler, RandomSampler, SliceSampler
 from engram.distributed import ReplayShard, priority_updates, unpack
@@ -316,7 +317,7 @@ class TestPriorities:
         with pytest.warns(RuntimeWarning, match="8 priorities of rows of shard 0 were dropped"):
             rb.flush_priorities()
 
-    @pytest.mark.parametrize("priority", [-1.0, float("nan"), torch.ones(3)])
+    @each("priority", [-1.0, float("nan"), torch.ones(3)])
     def test_wrong_ones_are_refused(self, priority: Any) -> None:
         with pytest.raises(ValueError):
             self.buffer()[1].update_priority(torch.arange(2), priority)
@@ -353,7 +354,7 @@ class TestPriorities:
         with pytest.warns(RuntimeWarning, match="the oldest 10 priorities were dropped"):
             rb.update_priority(torch.arange(10), 2.0)
 
-    @pytest.mark.parametrize("end", ["extend", "flush", "close"])
+    @each("end", ["extend", "flush", "close"])
     def test_updates_of_a_producer_that_never_draws_are_sent(self, end: str) -> None:
         ls = links(1, self.sampler)
         rb = client(ls, sampler=self.sampler())
@@ -433,8 +434,8 @@ class TestPrioritiesThatComeWithRows:
         link.shard = self.shard(tmp_path)
         assert self.priorities(link, torch.cat(index)) == [0.5, 4.0, 0.25, 4.0, 4.0, 2.0, 2.0, 0.125]
 
-    @pytest.mark.parametrize("fate", ["call", "answer"])
-    @pytest.mark.parametrize("local", [False, True])
+    @each("fate", ["call", "answer"])
+    @each("local", [False, True])
     def test_they_are_set_once_though_the_call_is_made_again(self, tmp_path: Path, fate: str, local: bool) -> None:
         link, rb = self.buffer(tmp_path, local)
         lost = iter([fate, fate])
@@ -464,7 +465,7 @@ class TestPrioritiesThatComeWithRows:
         rb.flush()
         assert stored(link) == list(range(6)) and self.priorities(link, index) == [0.5, 4.0, 3.0, 8.0]
 
-    @pytest.mark.parametrize("priority", [-1.0, float("nan"), torch.ones(3), torch.tensor([1.0, float("inf")])])
+    @each("priority", [-1.0, float("nan"), torch.ones(3), torch.tensor([1.0, float("inf")])])
     def test_wrong_ones_are_refused_with_their_rows(self, tmp_path: Path, priority: Any) -> None:
         link, rb = self.buffer(tmp_path)
         with pytest.raises(ValueError):

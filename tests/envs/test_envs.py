@@ -228,8 +228,8 @@ def test_an_environment_is_a_class_with_three_methods():
     assert EnvBase.__abstractmethods__ == {"_reset", "_step", "_set_seed"}
 
 
-@pytest.mark.parametrize("make", [SerialEnv, lambda n, make_env: ParallelEnv(n, make_env, num_workers=1)])
-@pytest.mark.parametrize("is_within", [False, True])
+@each("make", [SerialEnv, lambda n, make_env: ParallelEnv(n, make_env, num_workers=1)])
+@each("is_within", [False, True])
 def test_one_environment_given_twice_is_refused(make, is_within):
     env = GymEnv("CartPole-v1")
     with pytest.raises((ValueError, WorkerError), match="environments 0 and 1 are one and the same GymEnv"):

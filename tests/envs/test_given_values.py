@@ -209,8 +209,8 @@ def test_a_reward_beyond_float32_after_float32_rewards_is_refused_behind_them():
         collector.rollout()
 
 
-@pytest.mark.parametrize("name", ["observation", "reward", "terminated"])
-@pytest.mark.parametrize("kind", [GymEnv, lambda env: Proxy(GymEnv(env))], ids=["raw", "TensorDicts"])
+@each("name", ["observation", "reward", "terminated"])
+@each("kind", [GymEnv, lambda env: Proxy(GymEnv(env))])
 def test_a_worker_of_a_parallel_env_refuses_them_too(name, kind):
     env = ParallelEnv(2, [lambda: kind(Honest()), lambda: kind(Honest(**{name: None}))], num_workers=2)
     with pytest.raises(WorkerError, match=f"gave.*{name}") as caught:
@@ -234,7 +234,7 @@ def test_a_reset_that_gives_text_is_refused():
             use(GymEnv(Text()))
 
 
-@pytest.mark.parametrize(
+@each(
     "found",
     [np.array([1.5, 2.0]), [1, 2], torch.tensor([1.0, 2.0]), np.array([1, 2], np.int8), np.float64([np.inf, 1])],
 )
@@ -243,7 +243,7 @@ def test_numbers_of_another_dtype_are_taken_as_they_are(found):
     assert batch["next", "observation"][2:].tolist() == [[float(x) for x in found]] * 2
 
 
-@pytest.mark.parametrize("found", [300, -1, 0.5, float("nan"), [300]])
+@each("found", [300, -1, 0.5, float("nan"), [300]])
 def test_a_number_that_has_no_place_in_an_integer_space_is_refused(found):
     class Bytes(Honest):
         observation_space = spaces.Box(0, 255, (1,) if isinstance(found, list) else (), np.uint8)
@@ -259,7 +259,7 @@ def test_a_number_that_has_no_place_in_an_integer_space_is_refused(found):
             SyncDataCollector(GymEnv(Bytes()), policy, frames_per_batch=4).rollout()
 
 
-@pytest.mark.parametrize(("flag", "expected"), [(np.True_, True), (1, True), (np.array(True), True), (0, False)])
+@each(("flag", "expected"), [(np.True_, True), (1, True), (np.array(True), True), (0, False)])
 def test_flags_of_any_kind_are_taken_as_they_are(flag, expected):
     batch = SyncDataCollector(GymEnv(Honest(terminated=flag)), frames_per_batch=4).rollout()
     assert batch["next", "done"].flatten().tolist() == [False, False, expected, False]
@@ -299,7 +299,7 @@ class Own(EnvBase):
         pass
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "value"),
     [
         ("two", torch.ones(())),
@@ -366,9 +366,8 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("case", CHOICES)
-@pytest.mark.parametrize("make", [lambda env: env(), lambda env: SerialEnv(1, env), lambda env: ParallelEnv(1, env)],
-                         ids=["one", "in a series", "in workers"])  # fmt: skip
+@each("case", CHOICES)
+@each("make", [lambda env: env(), lambda env: SerialEnv(1, env), lambda env: ParallelEnv(1, env)])  # fmt: skip
 def test_a_choice_that_the_space_has_not_is_refused_and_the_steps_before_it_are_handed_out(case, make):
     env = make(lambda: GymEnv(Choosing(*CHOICES[case])))
     frames = 0

@@ -10,6 +10,7 @@ from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 from torch.nn.functional import one_hot
 
+from contracts.each import each
 from contracts.gym_worlds import Countdown
 from contracts.vector_worlds import Native, Nested
 from engram.envs import EnvBase, GymEnv, SerialEnv, check_env_specs, step_mdp
@@ -69,8 +70,12 @@ class TestSyncDisabled(EnvContract):
 
 
 class TestAsync(EnvContract):
-    def make(self):
-        return made("engram/Nested-v0", AutoresetMode.NEXT_STEP, "async")
+    @pytest.fixture(scope="class")  # whose processes are slow to start
+    @classmethod
+    def env(cls):
+        env = made("engram/Nested-v0", AutoresetMode.NEXT_STEP, "async")
+        yield env
+        env.close()
 
 
 class TestSerialEnvOfVectors(EnvContract):
@@ -327,15 +332,15 @@ def test_tensors_that_were_given_away_may_be_written_to(mode):
     assert [left for left in seen if left is not None][:6] == [[2, 2], [1, 1], [3, 3], [2, 2], [1, 1], [2, 2]]
 
 
-@pytest.mark.parametrize("kind", [None, "sync", "async"])
+@each("kind", [None, "sync", "async"])
 def test_equal_seeds_give_equal_episodes_over_resets(kind):
     batches = []
     for _ in range(2):
         env = GymEnv("CartPole-v1", num_envs=3, vectorization_mode=kind)
         assert env.set_seed(11) == 14
-        batches.append(env.rollout(50, lean_policy, break_when_any_done=False))
+        batches.append(env.rollout(25, lean_policy, break_when_any_done=False))
         env.set_seed(11)
-        batches.append(env.rollout(50, lean_policy, break_when_any_done=False))
+        batches.append(env.rollout(25, lean_policy, break_when_any_done=False))
         env.close()
     assert batches[0]["next", "done"].any()
     assert all(bool((batch == batches[0]).all()) for batch in batches[1:])
@@ -397,7 +402,7 @@ def test_the_outputs_of_several_environments_move_to_a_device():
     assert batch.device == torch.device("cpu") and batch["next"].device == torch.device("cpu")
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "error", "message"),
     [
         ({"frame_skip": 2}, ValueError, "exists already"),

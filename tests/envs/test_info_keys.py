@@ -7,6 +7,7 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 
+from contracts.each import each
 from contracts.vector_worlds import Native, Nested
 from engram.collectors import SyncDataCollector
 from engram.envs import GymEnv, SerialEnv, check_env_specs, step_mdp
@@ -49,8 +50,8 @@ def test_a_single_environment_gives_its_entries_with_their_own_shapes_and_dtypes
     assert_true(batch)
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-@pytest.mark.parametrize("mode", AutoresetMode)
+@each("kind", ["sync", "async"])
+@each("mode", AutoresetMode)
 def test_several_environments_give_each_their_own(kind, mode):
     options = {"vectorization_mode": kind, "vector_kwargs": {"autoreset_mode": mode}}
     env = GymEnv("engram/Nested-v0", num_envs=3, info_keys=KEYS, **options)
@@ -85,7 +86,7 @@ def test_without_keys_raw_observations_are_the_environments_own():
     assert set(engine.reset()) == {"left", "inner"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("keys", "error", "message"),
     [
         (["unknown"], KeyError, "no 'unknown' after a reset and a step.*'deep', 'place', 'until'"),

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from contracts.each import each
 from contracts.gym_worlds import Countdown
 from engram.data import Categorical, Composite, Unbounded
 from engram.envs import EnvBase, GymEnv, ParallelEnv, SerialEnv, TransformedEnv, check_env_specs
@@ -165,7 +166,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_reset_after_close_opens_again(kind):
     env = KINDS[kind]()
     td = env.rollout(2)

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
+from contracts.each import each
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.data import Categorical, Composite, Unbounded
 from engram.envs import EnvBase, GymEnv, SerialEnv, step_mdp
@@ -18,7 +19,7 @@ def cart_pole(**kwargs):
     return GymEnv("CartPole-v1", categorical_action_encoding=True, **kwargs)
 
 
-@pytest.mark.parametrize(
+@each(
     "given",
     [
         [1, 0, 1],
@@ -26,7 +27,6 @@ def cart_pole(**kwargs):
         torch.tensor([1, 0, 1]),
         (TensorDict({"action": torch.tensor(a)}) for a in [1, 0, 1]),
     ],
-    ids=["numbers", "array", "tensor", "TensorDicts"],
 )
 def test_rollout_takes_recorded_actions_and_ends_with_the_last(given):
     assert cart_pole().rollout(10, actions=given)["action"].tolist() == [1, 0, 1]
@@ -43,7 +43,7 @@ def test_recorded_actions_of_a_batch_and_of_floats():
     assert torch.equal(batch["action"].transpose(0, 1), torch.as_tensor(actions, dtype=torch.float32))
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "message"),
     [
         ({"actions": []}, "one action a step"),
@@ -148,13 +148,13 @@ class Counter(EnvBase):
         pass
 
 
-@pytest.mark.parametrize(("set_state", "first"), [(None, 5.0), (True, 5.0), (False, 0.0)])
+@each(("set_state", "first"), [(None, 5.0), (True, 5.0), (False, 0.0)])
 def test_set_state_says_whether_a_reset_reads_the_state(set_state, first):
     state = TensorDict({"count": torch.tensor(5.0)})
     assert Counter().rollout(2, tensordict=state, set_state=set_state)["count"][0] == first
 
 
-@pytest.mark.parametrize(("settings", "steps"), [({}, 5), ({"break_when_all_done": True}, 5), ({"actions": [1]}, 1)])
+@each(("settings", "steps"), [({}, 5), ({"break_when_all_done": True}, 5), ({"actions": [1]}, 1)])
 def test_callback_is_called_between_two_steps_with_the_next_root(settings, steps):
     env, seen = GymEnv(Countdown(lengths=(5,)), categorical_action_encoding=True), []
 

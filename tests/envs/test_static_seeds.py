@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from contracts.each import each
 from engram.collectors import Collector
 from engram.envs import GymEnv, ParallelEnv, SerialEnv, StepCounter, TransformedEnv
 
@@ -24,7 +25,7 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("kind", BATCHES)
+@each("kind", BATCHES)
 def test_all_environments_begin_as_one_with_this_seed_does(kind):
     env, single = BATCHES[kind](), cartpole()
     single.set_seed(5)

@@ -11,6 +11,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from contracts.each import each
 from engram.collectors import SyncDataCollector
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.envs import GymEnv, ParallelEnv, SerialEnv
@@ -63,8 +64,8 @@ def expected(t: torch.Tensor) -> Any:
     return np.array(WORDS, object)[t.squeeze(-1).long().numpy() % 5].tolist()
 
 
-@pytest.mark.parametrize("make", [lambda: Missions(), lambda: Missions(MissionSpace())], ids=["Text", "str"])
-@pytest.mark.parametrize(
+@each("make", [lambda: Missions(), lambda: Missions(MissionSpace())])
+@each(
     "together",
     [
         GymEnv,
@@ -72,7 +73,6 @@ def expected(t: torch.Tensor) -> Any:
         lambda env: GymEnv(SyncVectorEnv([lambda: env] * 1, autoreset_mode=AutoresetMode.SAME_STEP)),
         lambda env: GymEnv(SyncVectorEnv([lambda: env] * 1, autoreset_mode=AutoresetMode.NEXT_STEP)),
     ],
-    ids=["single", "serial", "same step", "next step"],
 )
 def test_collected_texts_are_those_of_their_steps(make, together):
     env = together(make())
@@ -137,7 +137,7 @@ def test_actions_may_be_texts():
     assert env.action_spec.decode(next(iter(collector))["action"]) == ["policy"] * 4 and parrot.heard == "policy"
 
 
-@pytest.mark.parametrize(
+@each(
     ("word", "message"),
     [("x" * 300, "300 bytes"), ("a\0b", "character 0"), (7, "space says text"), (None, "space says text")],
 )
@@ -180,14 +180,14 @@ def test_the_width_is_what_the_longest_text_of_the_space_needs():
     assert spec_from_space(space_from_spec(spec)) == spec
 
 
-@pytest.mark.parametrize("make", [lambda: Text(0), lambda: Text(4, shape=(3,)), lambda: Text(4, dtype=torch.int64)])
+@each("make", [lambda: Text(0), lambda: Text(4, shape=(3,)), lambda: Text(4, dtype=torch.int64)])
 def test_a_text_spec_that_cannot_be_is_refused(make):
     with pytest.raises(ValueError):
         make()
 
 
 # ---- spaces of no fixed form ----
-@pytest.mark.parametrize(
+@each(
     ("space", "reason"),
     [
         (spaces.Sequence(spaces.Discrete(3)), "any length"),
@@ -205,7 +205,7 @@ def test_values_of_no_fixed_form_are_refused_with_the_storage_that_holds_them(sp
     assert all(type(item["observation"]) is type(value) for item in buffer.sample())
 
 
-@pytest.mark.parametrize("value", [b"go", None, 5, ["go", ["left"]]])
+@each("value", [b"go", None, 5, ["go", ["left"]]])
 def test_text_refuses_to_encode_what_is_no_text(value):
     with pytest.raises(TypeError, match="a text is a str, found a"):
         Text(8).encode(value)

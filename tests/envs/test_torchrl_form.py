@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.collectors import SyncDataCollector
 from engram.data import Bounded, Categorical, Composite, Unbounded
 from engram.envs import (
@@ -126,7 +127,7 @@ def test_the_batch_size_of_a_rollout_is_that_of_what_it_starts_from():
     assert check.shape == (2, 2)
 
 
-@pytest.mark.parametrize("kind", ["alone", "in series", "parallel", "below transforms", "transforms in series"])
+@each("kind", ["alone", "in series", "parallel", "below transforms", "transforms in series"])
 def test_a_reset_of_some_rows_reads_their_state(kind):
     with contextlib.ExitStack() as stack:
         if kind == "alone":

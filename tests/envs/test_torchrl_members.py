@@ -10,6 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.collectors import SyncDataCollector
 from engram.data import Composite, OneHot, Unbounded
@@ -35,7 +36,7 @@ def countdown(**kwargs):
 
 
 # ---- every environment ----
-@pytest.mark.parametrize("env", [countdown(), SerialEnv(2, countdown), TransformedEnv(countdown(), StepCounter())])
+@each("env", [countdown(), SerialEnv(2, countdown), TransformedEnv(countdown(), StepCounter())])
 def test_small_members(env):
     td = env.rollout(3)[..., -1]
     assert env.any_done(td["next"]) and not env.any_done(env.reset())
@@ -46,7 +47,7 @@ def test_small_members(env):
     assert env.set_seed() is None and env.set_seed(None) is None
 
 
-@pytest.mark.parametrize("name", ["observation", "full_observation", "reward", "full_reward", "done", "full_done"])
+@each("name", ["observation", "full_observation", "reward", "full_reward", "done", "full_done"])
 def test_unbatched_specs_are_those_of_one_environment(name):
     env = SerialEnv(2, countdown)
     assert getattr(env, f"{name}_spec_unbatched") == getattr(countdown(), f"{name}_spec")
@@ -76,7 +77,7 @@ def test_gymnasium_members_are_read_through():
         countdown().set_info_dict_reader  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["name_or_env", "env_name", "env"])
+@each("name", ["name_or_env", "env_name", "env"])
 def test_name_has_three_names(name):
     assert GymEnv(**{name: "CartPole-v1"}).env_name == "CartPole-v1"
 
@@ -220,7 +221,7 @@ def test_variant_of_a_creator_has_other_arguments():
         creator.meta_data  # noqa: B018
 
 
-@pytest.mark.parametrize("backend", ["gym", "gymnasium", gymnasium, lambda: gymnasium])
+@each("backend", ["gym", "gymnasium", gymnasium, lambda: gymnasium])
 def test_backend_is_gymnasium(backend):
     chosen = set_gym_backend(backend)
     assert chosen.backend is chosen.clone().backend is gym_backend() is gymnasium

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import closing
 
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 
+from contracts.each import each
+from contracts.folded import assert_contract
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from contracts.vector_worlds import Native
 from engram.collectors import SyncDataCollector
@@ -93,17 +96,23 @@ TRANSFORMS = {
 }
 
 
-class TestTransformedEnv(EnvContract):
-    @pytest.fixture(params=TRANSFORMS)
-    def env(self, request):
-        env = TransformedEnv(pictures(), TRANSFORMS[request.param]())
-        yield env
-        env.close()
+class WithTransform(EnvContract):
+    def __init__(self, transform):
+        self._transform = transform
+
+    def make(self):
+        return TransformedEnv(pictures(), TRANSFORMS[self._transform]())
 
     def test_equal_seeds_give_equal_episodes(self, env):
         if any(isinstance(part, VecNorm) for part in env.transform.parts()):
             pytest.skip("it learns from the first run")
         super().test_equal_seeds_give_equal_episodes(env)
+
+
+@each("transform", TRANSFORMS)
+def test_an_environment_with_any_transform_keeps_the_contract(transform):
+    contract = WithTransform(transform)
+    assert assert_contract(contract, {"env": lambda: closing(contract.make())}) >= 12
 
 
 class TestTransformedSerialEnv(EnvContract):
@@ -277,8 +286,7 @@ def test_bounds_follow_the_values():
     assert TransformedEnv(pictures(), VecNorm("n")).observation_spec["n"] == Unbounded((3,))
 
 
-@pytest.mark.parametrize(
-    ("transform", "error", "words"),
+@each(("transform", "error", "words"),
     [
         (lambda: MultiStepTransform(3, 0.9), TypeError, "append it to the replay buffer"),
         (lambda: Reward2GoTransform(), TypeError, "append it to the replay buffer"),
@@ -295,8 +303,7 @@ def test_bounds_follow_the_values():
         (lambda: lambda td: None, TypeError, "must return a TensorDict"),
         (lambda: lambda td: td.select("observation"), KeyError, "removes 'done'"),
         (lambda: 3, TypeError, "Transform or a callable"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_cannot_work_is_refused_with_a_way_out(transform, error, words):
     with pytest.raises(error, match=words):
         TransformedEnv(GymEnv("CartPole-v1"), transform())

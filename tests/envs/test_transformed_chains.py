@@ -109,7 +109,7 @@ def as_list(td, key):
     return td[key].squeeze(-1).tolist()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     lengths=episodes,
     chain=chains,
@@ -137,7 +137,7 @@ def test_any_chain_is_that_of_plain_python(lengths, chain, cut, actions):
     check_env_specs(env)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(lengths=episodes, chain=chains)
 def test_a_rollout_with_transforms_is_what_they_make_of_stored_steps(lengths, chain):
     chain = [(name, None if name == "count" else value) for name, value in chain]  # truncation is known live only

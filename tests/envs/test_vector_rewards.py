@@ -11,6 +11,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
+from contracts.each import each
 from engram.collectors import SyncDataCollector
 from engram.data import LazyTensorStorage, TensorDictReplayBuffer
 from engram.envs import Compose, GymEnv, ParallelEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv
@@ -48,7 +49,7 @@ def make() -> GymEnv:
     return GymEnv(TwoObjectives())
 
 
-@pytest.mark.parametrize(
+@each(
     "make_env",
     [
         make,
@@ -56,7 +57,6 @@ def make() -> GymEnv:
         lambda: ParallelEnv(2, make),
         lambda: TransformedEnv(make(), Compose(StepCounter(3), RewardSum())),
     ],
-    ids=["single", "serial", "parallel", "transformed"],
 )
 def test_vectors_are_collected_and_sampled(make_env):
     env = make_env()

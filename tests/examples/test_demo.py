@@ -10,6 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from contracts.programs import Program, finished
 from engram.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 
@@ -108,7 +109,7 @@ class TestLedger:
         return {check.what for check in verify(ledger, buffer) if not check.holds}
 
     @pytest.mark.quick
-    @pytest.mark.parametrize("batches", [1, 2, 3, 7])
+    @each("batches", [1, 2, 3, 7])
     def test_a_whole_buffer_passes_before_and_after_it_went_round(self, tmp_path: Path, batches: int) -> None:
         buffer, ledger = self.written(tmp_path, batches)
         assert self.failed(ledger, buffer) == set()

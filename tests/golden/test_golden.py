@@ -15,6 +15,7 @@ import torch
 
 import engram.data
 import engram.envs.transforms
+from contracts.each import each
 from engram import verify
 from engram._native import FIRST_REPLACED
 from engram.checkpoint.directory import from_checksummed_json
@@ -62,7 +63,7 @@ def test_a_checkpoint_gives_back_rows_counters_and_the_batches_that_follow(name:
     assert unlike(observed(rb, recipe.batch_size, recipe.more), expected(name)) == []
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@each("name", RECIPES)
 def test_a_checkpoint_verifies_and_nothing_is_written_by_that_or_by_loads(name: str) -> None:
     before = {path: path.stat().st_mtime_ns for path in (DATA / name).rglob("*")}
     report = verify(DATA / name / "checkpoint")

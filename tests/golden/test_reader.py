@@ -7,10 +7,10 @@ import inspect
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 
+from contracts.each import each
 from engram.data import ListStorage
 from engram.data.replay_buffers.checkpointers import open_snapshot
 from golden import reader
@@ -33,7 +33,7 @@ def test_the_reader_imports_nothing_of_engram() -> None:
     assert not {name for name in imported if name.startswith(("engram", "torch", "tensordict"))}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_the_reader_finds_the_rows_that_engram_loads(name: str) -> None:
     rb = RECIPES[name].fresh()
     rb.loads(DATA / name / "checkpoint")
@@ -62,7 +62,7 @@ def assert_same_lanes(lanes: list[Lane], storage: Any) -> None:
             assert lane.columns[leaf.path].tobytes() == ours, leaf.path
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@each("name", RECIPES)
 def test_the_reader_finds_the_states_of_the_components(name: str) -> None:
     found = snapshot(name)
     with open_snapshot(DATA / name / "checkpoint") as ours:

@@ -25,7 +25,7 @@ from engram.data.replay_buffers.state.rows import RowLoad
 from engram.envs.transforms import CatFrames, Compose, MultiStepTransform, RewardSum, StepCounter, VecNorm
 from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
-from engram.store.tables import RowTable
+from engram.store.row_table import RowTable
 from engram.store.views import ChangeTracker
 from law.combos import Combo
 from law.own_parts import OwnSamplerWithState, OwnTransform

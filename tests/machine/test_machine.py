@@ -11,7 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:sample was called with batch_siz
 
 
 def runs(n):
-    """Of 51 planted errors 50 are found by six runs with each sampler, ten with each storage and 14 with each writer."""
+    """Six with each sampler, ten with each storage and 14 with each writer find 50 of the 51 planted errors."""
     return pytest.mark.parametrize("runs", [n, pytest.param(100, marks=pytest.mark.long)])
 
 

@@ -49,7 +49,7 @@ def record(mutants: list[Mutant], core: Path, folder: Path, tier: str, workers: 
             return
         log, scratch = result.with_suffix(".log"), result.with_suffix(".tmp")
         own = {name: str(path) for name, path in {**names, "ENGRAM_REACH": result}.items()}
-        arguments = ["-m", tier, "-o", "faulthandler_timeout=0", f"--basetemp={scratch}", name]
+        arguments = ["-m", tier, "--hang-timeout=0", f"--basetemp={scratch}", name]
         status = yield runs.Run(arguments, own, LONGEST_FILE, log)
         shutil.rmtree(scratch, ignore_errors=True)
         last = "ended after an hour" if status is None else log.read_text(errors="replace").strip().split("\n")[-1]

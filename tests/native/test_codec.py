@@ -128,15 +128,13 @@ class TestArraysAndNumbers:
             back = {k: v[0].item() for k, v in kept(data, 0, 0, form).items()}
             assert back == {"f": 1.5, "d": 2.0, "i": -3, "s": 127, "b": True, "u": 255}
 
-    @pytest.mark.parametrize("bad", [128, -129, 1 << 70, True, 1.0, "1", None, 1j])
+    @each("bad", [128, -129, 1 << 70, True, 1.0, "1", None, 1j])
     def test_numbers_that_do_not_fit_are_refused(self, bad: Any) -> None:
         layout = RowLayout.of({"x": torch.tensor(0, dtype=torch.int8)}, 0)
         with pytest.raises((ValueError, TypeError, OverflowError, RuntimeError)):
             layout.plan({"x": bad}, 0, 0)
 
-    @pytest.mark.parametrize(
-        "bad", [np.array(["a", "b"]), np.array([None, 1]), np.array([1, 2], "M8[s]"), np.zeros(2, "f4,i4"), object()]
-    )
+    @each("bad", [np.array(["a", "b"]), np.array([None, 1]), np.array([1, 2], "M8[s]"), np.zeros(2, "f4,i4"), object()])
     def test_what_no_tensor_holds_is_refused_by_name(self, bad: Any) -> None:
         with pytest.raises(TypeError, match="'x'"):
             RowLayout.of({"x": bad}, 1)
@@ -170,7 +168,7 @@ class TestRefusals:
         with pytest.raises(TypeError, match="functorch"):
             torch.func.grad(use)(torch.zeros(4, 2))
 
-    @pytest.mark.parametrize("change", [
+    @each("change", [
         lambda d: d.pop("a"), lambda d: d.update(c=torch.zeros(3)), lambda d: d.update(a=torch.zeros(3, 3)),
         lambda d: d.update(a=torch.zeros(3, 2, dtype=torch.float64)), lambda d: d.update(a=torch.zeros(2, 2)),
         lambda d: d.update(a=torch.zeros(3)), lambda d: d.update(a={"x": torch.zeros(3, 2)}),
@@ -213,13 +211,13 @@ class TestRefusals:
         layout = RowLayout.of({"a": torch.zeros(3, 1), "b": torch.zeros(3, 1 << 12)}, 1)
         assert layout.codec.check(data, 1, 0) is None
 
-    @pytest.mark.parametrize("dims", [(-1, 0), (3, 0), (1, 1), (1, -2), (2, -1), (2, 2)])
+    @each("dims", [(-1, 0), (3, 0), (1, 1), (1, -2), (2, -1), (2, 2)])
     def test_dimensions_that_do_not_exist_are_refused(self, dims: tuple[int, int]) -> None:
         code, _ = codec((torch.float32, (2,)))
         with pytest.raises(ValueError, match="batch_dims"):
             code.check_list([torch.zeros(3, 2)], *dims)
 
-    @pytest.mark.parametrize("leaf", [
+    @each("leaf", [
         (2, 12, (2,), 0), (9, 32, (2,), 0), (2, 32, (-1,), 0), (2, 32, (1 << 50,), 0), (2, 32, (0, 1 << 50), 0),
         (2, 32, (1 << 30, 1 << 30), 0), (2, 32, (2,), (1 << 64) - 4), (2, 32, (2,)),
     ])  # fmt: skip
@@ -227,7 +225,7 @@ class TestRefusals:
         with pytest.raises(ValueError):
             _native.Codec([leaf], None, TensorDict, None, torch.Size, np.ndarray, np.generic)
 
-    @pytest.mark.parametrize("tree", [
+    @each("tree", [
         ("leaf",), ("leaf", 1), ("leaf", 0), ("dict", (("a", ("leaf", 0)), ("b", ("leaf", 0)))), ("set", ()),
         ("td", (("a", ("leaf", 0)), ("b", ("leaf", 1)))), ("dict", (("a",),)),
     ])  # fmt: skip

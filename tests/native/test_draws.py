@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import pytest
 import torch
 
 from contracts.each import each
@@ -29,7 +28,7 @@ def in_lane(lane: int, written: int, capacity: int) -> list[int]:
 
 
 class TestUniform:
-    @pytest.mark.parametrize(("capacity", "lanes", "strands", "written"), [
+    @each(("capacity", "lanes", "strands", "written"), [
         (64, 1, 1, [64]), (64, 1, 1, [150]), (64, 2, 1, [100, 30]), (20, 3, 2, [55, 3, 20]), (50, 1, 3, [17]),
         (10, 40, 1, [*range(40)]), (10, 40, 1, [0, 25, 0, 7] * 10), (10, 40, 1, [0, 0, 0, 3] * 5),
         (10, 300, 1, [30] * 300), (10, 40, 2, [13, 4] * 20), (5, 300, 1, [*[0] * 140, 9, *[0] * 150, 2]),
@@ -58,7 +57,7 @@ class TestUniform:
         assert store(8, 4).uniform(slots(1), 3) is None
         assert store(8, 4, lanes=100).uniform(slots(1), 3) is None
 
-    @pytest.mark.parametrize("lanes", [1, 2, 16])
+    @each("lanes", [1, 2, 16])
     def test_of_one_or_a_few_lanes_the_slots_of_a_seed_are_those_of_the_counts(self, lanes: int) -> None:
         code, width = words(1)
         s = store(width, 30, lanes=lanes)
@@ -75,9 +74,7 @@ class TestPermutations:
         made = _native.testing.permutation(n * 31, n, 0, n)
         assert sorted(made) == list(range(n))
 
-    @pytest.mark.parametrize(
-        "n", [1, 5, 64, 65536, 65537, 100_003, (1 << 17) + 1, 1 << 24, (1 << 24) + 1, 60_000_000, (1 << 62) + 1]
-    )
+    @each("n", [1, 5, 64, 65536, 65537, 100_003, (1 << 17) + 1, 1 << 24, (1 << 24) + 1, 60_000_000, (1 << 62) + 1])
     def test_of_blocks_are_those_of_the_single_positions(self, n: int) -> None:
         for count in {1, 2, 63, 64}:
             if count <= n:
@@ -93,7 +90,7 @@ class TestPermutations:
             made = _native.testing.permutation(3, n, n - 5000, 5000)
             assert len(set(made)) == 5000 and max(made) < n
 
-    @pytest.mark.parametrize("n", [3, 4, 5])
+    @each("n", [3, 4, 5])
     def test_of_few_numbers_are_equally_likely(self, n: int) -> None:
         counts: dict[tuple[int, ...], int] = {}
         for key in range(20_000):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from contracts.each import each
 from engram import _native
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.store.episodes import EpisodeIndex
@@ -40,7 +41,7 @@ def test_what_is_fetched_must_have_the_size_of_the_rows():
             index.trajectories(store, fetch=lambda lane, start, stop, wrong=wrong: wrong)
 
 
-@pytest.mark.parametrize("rule", [(0, 1), (4, 0), (4, 1, 4), (4, 1, 0, 4)])
+@each("rule", [(0, 1), (4, 0), (4, 1, 4), (4, 1, 0, 4)])
 def test_rules_whose_windows_may_hold_no_row_are_refused(rule):
     with pytest.raises(ValueError, match="at least one row"):
         _native.SliceRule(*rule)
@@ -51,9 +52,7 @@ def test_a_rule_of_windows_longer_than_any_memory_is_refused():
         _native.SliceRule(2**60, 1)
 
 
-@pytest.mark.parametrize(
-    ("length", "least", "before", "after"), [(4, 3, 0, 0), (4, 1, 2, 0), (4, 2, 0, 1), (9, 1, 4, 3)]
-)
+@each(("length", "least", "before", "after"), [(4, 3, 0, 0), (4, 1, 2, 0), (4, 2, 0, 1), (9, 1, 4, 3)])
 def test_windows_can_only_be_drawn_by_a_rule_that_leaves_each_trajectory_one(length, least, before, after):
     with pytest.raises(ValueError, match="each trajectory that is long enough has a window"):
         _native.SliceRule(length, least, before, after, by_window=True)

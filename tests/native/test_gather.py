@@ -7,7 +7,6 @@ import mmap
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,7 +71,7 @@ def test_runs_of_every_length_at_every_distance_from_the_end(run: int, lead: int
             check(np.random.default_rng(n).integers(0, 256, (n, size), np.uint8), all_leaves)
 
 
-@pytest.mark.parametrize("run", [2, 6, 7, 8, 9])
+@each("run", [2, 6, 7, 8, 9])
 def test_no_byte_before_or_behind_the_rows_is_read(run: int) -> None:
     page, n = mmap.PAGESIZE, 16
     size, libc = max(8, run), ctypes.CDLL(None, use_errno=True)

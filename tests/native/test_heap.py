@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram import _native
 from native.core.support import store as store_of_words
 from native.support import append_words, slots, words
@@ -26,7 +27,7 @@ def ranks(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("capacity", [1, 7, 8, 9, 64, 65, 700])
+@each("capacity", [1, 7, 8, 9, 64, 65, 700])
 def test_each_replacement_takes_the_lowest_rank_and_slot(capacity):
     rng = random.Random(capacity)
     heap, s = _native.RankHeap(capacity), store(capacity)
@@ -105,12 +106,9 @@ def test_a_heap_refuses_what_it_cannot_hold():
         heap.place(s, ranks(1), "best")
 
 
-@pytest.mark.parametrize(
-    "values",
+@each("values",
     [torch.zeros(4, 2).t(), torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.complex64), "no", [1.0],
-     torch.zeros(4, device="meta"), torch.zeros(3).to_sparse(), np.zeros((4, 2)).T],
-    ids=str,
-)  # fmt: skip
+     torch.zeros(4, device="meta"), torch.zeros(3).to_sparse(), np.zeros((4, 2)).T])  # fmt: skip
 def test_values_that_are_no_plain_numbers_are_refused(values):
     with pytest.raises(TypeError):
         _native.ranks(values, "sum")
@@ -124,8 +122,8 @@ def test_values_without_rows_or_numbers_are_refused():
     assert _native.ranks(torch.zeros(0, 3), "sum") == []
 
 
-@pytest.mark.parametrize("make", [torch.tensor, np.array], ids=["tensor", "array"])
-@pytest.mark.parametrize("reduction", ["sum", "mean", "max", "min", "median"])
+@each("make", [torch.tensor, np.array])
+@each("reduction", ["sum", "mean", "max", "min", "median"])
 def test_a_nan_among_the_values_is_the_rank(make, reduction):
     for row in ([1.0, float("nan"), 3.0], [float("nan"), 1.0, 2.0], [1.0, 2.0, float("nan")]):
         found = _native.ranks(make([row, [1.0, 2.0, 6.0]]), reduction)
@@ -183,9 +181,7 @@ def test_a_longer_copy_of_a_store_has_its_rows_counters_and_identity():
     assert longer.lane(0) == s.lane(0) and longer.log(0) == [2] and longer.layout == b"{}"
 
 
-@pytest.mark.parametrize(
-    "move", [(0, 0, 9), (9, 0, 1), (0, 9, 8), (2**64 - 1, 0, 2), (0, 2**64 - 1, 2), (0, 0, 2**64 - 1)]
-)
+@each("move", [(0, 0, 9), (9, 0, 1), (0, 9, 8), (2**64 - 1, 0, 2), (0, 2**64 - 1, 2), (0, 0, 2**64 - 1)])
 def test_a_longer_copy_never_takes_bytes_from_outside_of_a_row(move):
     s, _ = word_store(4)
     with pytest.raises(ValueError, match="outside the row"):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from contracts.each import each
 from contracts.kills import killed_after
 from engram import _native
 from native.core.support import EDITS, file_store, open_image, store
@@ -76,7 +77,7 @@ class TestOverwriting:
         s.overwrite(torch.arange(24), code.check_list([torch.arange(24).reshape(24, 1)], 1, 0))
         assert s.gather(code, torch.arange(24))[0][0].flatten().tolist() == list(range(24))
 
-    @pytest.mark.parametrize("bad", [-1, 8, 1 << 62, -(1 << 63)])
+    @each("bad", [-1, 8, 1 << 62, -(1 << 63)])
     def test_slots_outside_the_store_are_refused(self, bad: int) -> None:
         code, width = words(1)
         s = store(width, 8)
@@ -179,7 +180,7 @@ class TestKills:
         assert s.finish_interrupted() and s.epoch()[1] == before + 2
         os.close(fd)
 
-    @pytest.mark.parametrize("byte", [4, 8, 16, 24, 32, 40, 60, 80])
+    @each("byte", [4, 8, 16, 24, 32, 40, 60, 80])
     def test_an_entry_that_is_not_whole_is_dropped(self, tmp_path: Path, byte: int) -> None:
         image, at = self.marked(tmp_path / "s")
         image[at + byte] ^= 1

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from contracts.each import each
 from engram import _native
 from engram.data.replay_buffers.storages import LazyTensorStorage
 from engram.store.layout import RowLayout
@@ -53,7 +54,7 @@ def test_rows_with_gaps_between_them_are_unpacked() -> None:
     assert numbers(LAYOUT.unpack(packed(0, 10)[::3])) == [0, 3, 6, 9]
 
 
-@pytest.mark.parametrize(
+@each(
     "rows",
     [
         np.zeros((3, LAYOUT.payload_bytes - 1), np.uint8),
@@ -61,7 +62,6 @@ def test_rows_with_gaps_between_them_are_unpacked() -> None:
         np.zeros((3, 2 * LAYOUT.payload_bytes), np.uint8)[:, ::2],
         np.zeros((LAYOUT.payload_bytes, 3), np.uint8).T,
     ],
-    ids=["short", "long", "with gaps", "by columns"],
 )
 def test_rows_of_another_form_are_refused(rows: np.ndarray) -> None:
     with pytest.raises(ValueError, match="bytes"):
@@ -73,7 +73,7 @@ def test_rows_of_another_form_are_refused(rows: np.ndarray) -> None:
     assert len(storage) == 0
 
 
-@pytest.mark.parametrize("rows", [np.zeros((3, 5), np.int8), np.zeros(5, np.uint8), [[1, 2]]], ids=str)
+@each("rows", [np.zeros((3, 5), np.int8), np.zeros(5, np.uint8), [[1, 2]]])
 def test_what_are_no_bytes_is_no_row(rows: object) -> None:
     with pytest.raises(TypeError):
         LAYOUT.unpack(rows)  # type: ignore[arg-type]

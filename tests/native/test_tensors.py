@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from contracts.each import each
 from native.core.support import store
 from native.support import append_words, codec, words
 
 
-@pytest.mark.parametrize("bad", [
+@each("bad", [
     torch.zeros(1), torch.zeros(1, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int64).t(), torch.arange(8)[::2],
     torch.zeros(2, dtype=torch.int64, device="meta"), [0], None, b"12345678", np.arange(8)[::2], np.arange(2.0),
 ])  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from contracts.children import Child, alone_after_fork
+from contracts.each import each
 from engram._system import drawing
 from engram.data import (
     LazyTensorStorage,
@@ -65,7 +66,7 @@ def test_a_fork_waits_until_no_thread_draws():
     assert child.result() == 8
 
 
-@pytest.mark.parametrize("sampler", [*SAMPLERS, "ensemble"])
+@each("sampler", [*SAMPLERS, "ensemble"])
 def test_every_draw_is_made_where_a_fork_waits_for_it(sampler):
     if sampler == "ensemble":
         rb = ReplayBufferEnsemble(buffer(RandomSampler), buffer(RandomSampler), batch_size=8)

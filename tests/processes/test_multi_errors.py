@@ -13,6 +13,7 @@ import pytest
 from gymnasium.spaces import Box, Dict, Discrete
 
 from collectors.failing import Fails, cartpole, raises
+from contracts.each import each
 from contracts.tiers import in_ci
 from contracts.waiting import NEVER, allowed
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector
@@ -233,7 +234,7 @@ def test_workers_with_other_numbers_of_environments_fill_a_buffer():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
+@each(
     ("signum", "advice"),
     [
         (signal.SIGKILL, "is there memory enough"),

@@ -12,6 +12,7 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 
+from contracts.each import each
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from contracts.tiers import in_ci, in_turns
 from engram.collectors import SyncDataCollector
@@ -254,7 +255,7 @@ def test_it_says_what_it_is(parallel):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
+@each(
     "settings, message",
     [
         ({"n": 0}, "ParallelEnv needs 1 environment or more, got 0"),

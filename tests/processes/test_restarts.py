@@ -21,6 +21,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from collectors.failing import cartpole
+from contracts.each import each
 from contracts.tiers import in_ci, in_turns
 from contracts.waiting import NEVER
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector
@@ -539,10 +540,9 @@ def test_whole_trajectories_of_a_lost_worker_end_where_it_was_lost(cls, how, tmp
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
+@each(
     "settings",
     [{"split_trajs": True}, {"reset_at_each_iter": True}, {"set_truncated": True}, {"reset_when_done": False}],
-    ids=str,
 )
 def test_settings_that_do_not_go_with_whole_trajectories_are_refused(settings):
     with pytest.raises(ValueError, match="trajs_per_batch gives whole trajectories"):

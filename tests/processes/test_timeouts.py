@@ -11,6 +11,7 @@ import gymnasium
 import pytest
 
 from contracts.batch_worlds import LoopEngine
+from contracts.each import each
 from contracts.gym_worlds import Countdown
 from contracts.tiers import in_turns
 from contracts.waiting import is_gone
@@ -178,8 +179,8 @@ def test_shutdown_leaves_no_process_of_one_that_hangs_without_a_timeout(cls, han
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("kind", [ParallelEnv, *BOTH])
-@pytest.mark.parametrize(("timeout", "error"), [(0, ValueError), (-1.0, ValueError), (float("nan"), ValueError)])
+@each("kind", [ParallelEnv, *BOTH])
+@each(("timeout", "error"), [(0, ValueError), (-1.0, ValueError), (float("nan"), ValueError)])
 def test_a_timeout_that_is_no_time_is_refused(kind, timeout, error):
     def make(timeout):
         if kind is ParallelEnv:

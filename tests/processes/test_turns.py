@@ -34,9 +34,9 @@ from engram.store import lanes as lanes_module
 from engram.store.episodes import EpisodeIndex
 from engram.store.files import StoreSession
 from engram.store.indexing import stored_slots
-from engram.store.lanes import Lanes
+from engram.store.lanes import Turns
 from engram.store.locks import LaneLocks
-from engram.store.tables import RowTable
+from engram.store.row_table import RowTable
 from engram.testing import env_steps, numbers, steps
 
 SECOND = pytest.mark.filterwarnings("ignore:this process and process:RuntimeWarning")
@@ -349,15 +349,15 @@ def test_a_takeover_that_fails_is_made_again_by_the_next(tmp_path, monkeypatch):
     rb.extend(steps(0, 3))
     die_in_turn(rb)
     lanes, term = rb.storage.lanes, rb.storage.lanes.states()[0]["term"]
-    on_take = lanes._on_take
+    on_take = lanes._turns._on_take
 
     def fail(lane):
         raise StorageError("the disk failed")
 
-    lanes._on_take = fail
+    lanes._turns._on_take = fail
     with pytest.raises(StorageError, match="the disk failed"):
         rb.extend(steps(3, 4))
-    lanes._on_take = on_take
+    lanes._turns._on_take = on_take
     assert rb.extend(steps(3, 4)).tolist() == [3]
     assert lanes.states()[0]["term"] == term + 1
 
@@ -612,12 +612,12 @@ def test_rows_store_their_own_index_though_another_writes_between_check_and_appe
 
 
 # ---- protections taken out ----
-def _take_over_without_a_new_term(lanes, lane, dead):
-    return not lanes.store.begin_turn(lane, dead)
+def _take_over_without_a_new_term(turns, lane, dead):
+    return not turns._store.begin_turn(lane, dead)
 
 
-def _every_writer_has_one_number(lanes, lane):
-    lanes.store.writer = 1 << 24 | 1
+def _every_writer_has_one_number(turns, lane):
+    turns._store.writer = 1 << 24 | 1
 
 
 def _index_is_not_looked_at_again(self, storage, items, single, time_dim):
@@ -630,15 +630,15 @@ PLANTED = {
         lambda path, patch: test_who_waits_too_long_for_a_turn_is_told_which_process_has_it(shared_memory(), patch),
     ),
     "turns": (
-        (Lanes, "_join_turns", lambda self, lane: None),
+        (Turns, "join", lambda self, lane: None),
         lambda path, patch: interleave(shared_memory(), ReplayBuffer, extends=1000),
     ),
     "a number for each writer": (
-        (Lanes, "_join_turns", _every_writer_has_one_number),
+        (Turns, "join", _every_writer_has_one_number),
         lambda path, patch: test_two_objects_of_one_process_are_two_writers(path),
     ),
     "the term of a takeover": (
-        (Lanes, "_take_over", _take_over_without_a_new_term),
+        (Turns, "_take_over", _take_over_without_a_new_term),
         lambda path, patch: test_the_turn_of_a_process_that_is_killed_is_taken_over(LazyMemmapStorage(200, path)),
     ),
     "the turn of the dead after a takeover that failed": (

@@ -495,7 +495,7 @@ class StoreTorture(Torture):
             first = opened.lane(lane)["published"]
             rows = row_words(torch.arange(first, first + n), self.o.words, edition=lane)
             if opened.append(lane, code.check_list([rows], 1, 0)) is None:  # rows of an earlier writer leave the lane
-                lanes.warn_of_evictions()
+                lanes.evictions.warn(lane, len(lanes), lanes.capacity)
                 opened.append(lane, code.check_list([rows], 1, 0))
             self.side.lanes["returned"][lane] = first + n
         return {"faults": []}

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from contracts.children import Child
+from contracts.each import each
 from contracts.programs import run_program
 from engram import verify
 from engram.data import (
@@ -66,7 +67,7 @@ def small_chunks(monkeypatch):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_what_is_saved_is_the_state_of_the_call(tmp_path, kind):
     rb = ReplayBuffer(storage=storage(kind, tmp_path))
     rb.extend(batch(kind, 0, 75 if kind != "environments" else 40))
@@ -85,8 +86,8 @@ def test_what_is_saved_is_the_state_of_the_call(tmp_path, kind):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("what", ["replace", "empty", "loads"])
+@each("kind", KINDS)
+@each("what", ["replace", "empty", "loads"])
 def test_rows_replaced_in_place_or_forgotten_meanwhile_are_saved_as_they_were(tmp_path, kind, what):
     rb = ReplayBuffer(storage=storage(kind, tmp_path))
     rb.extend(batch(kind, 500, 520))

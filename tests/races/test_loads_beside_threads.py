@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from contracts.tiers import in_turns
 from contracts.waiting import NEVER
 from engram.data import (
@@ -35,7 +36,7 @@ from engram.data import (
 from engram.data.replay_buffers.samplers.base import WorkerShare
 from engram.data.replay_buffers.samplers.runs import mark
 from engram.store.items import ItemTable
-from engram.store.tables import RowTable
+from engram.store.row_table import RowTable
 
 ROWS = 64
 STATES = (1, 2, 3)
@@ -315,17 +316,12 @@ def _draw_again(sampler, storage):
     if plan.check_rows is not None:
         plan.check_rows(0)
     with sampler.lock:
+        cursor = plan.cursor()
         draw = plan.draw(8).redraw([0, 3])
     if draw.seen is not None:
         draw.seen.stale(draw.store, draw.slots)
     if draw.runs is not None:
         mark(steps(1, len(draw.slots)), draw.marks, draw.runs, draw.flags)  # the last of an epoch can be shorter
-
-
-def _put_back(sampler, storage):
-    plan = sampler.draw_plan(storage)
-    cursor = plan.cursor()
-    sampler.sample(storage, 8)
     plan.put_back(cursor)
 
 
@@ -382,10 +378,9 @@ METHODS = {
     "loads": _loads,
     # what other parts of a buffer ask of it
     "_check_sending": _check_sending,
+    "_complete_copy": lambda s, st: copy.deepcopy(s),
     "draw_plan": _draw_again,
     "_draw_batch": _draw_again,
-    "_cursor": _put_back,
-    "_put_back": _put_back,
     "saved_form": _saved_form,
     "_draw_seed": lambda s, st: s._draw_seed(st, st.lanes),
     "_config": lambda s, st: s._config(),
@@ -706,7 +701,7 @@ def test_call_during_a_load_waits_for_its_end(what, name, tmp_path, monkeypatch)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", sorted(SAMPLERS.keys() - {"epochs", "slice epochs"}))
+@each("name", sorted(SAMPLERS.keys() - {"epochs", "slice epochs"}))
 def test_who_has_begun_to_draw_when_a_load_begins_waits_for_its_end(name, tmp_path, monkeypatch):
     rb = buffer(name)
     loading = Loading(rb, tmp_path, monkeypatch)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from contracts.tiers import in_turns
 from contracts.waiting import comes
 from engram.data import (
@@ -102,7 +103,7 @@ def test_threads_that_write_and_sample_never_see_a_torn_or_mixed_step(name, pref
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", STORAGES)
+@each("name", STORAGES)
 def test_whole_extends_follow_each_other(name):
     rb = ReplayBuffer(storage=STORAGES[name]())
     where, lock = {}, threading.Lock()
@@ -221,8 +222,8 @@ ONCE = {"epochs": 1, "slice epochs": 10}  # so many rows, of which an epoch has 
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("of_the_buffer", [True, False], ids=["batches", "slots"])
-@pytest.mark.parametrize("name", SAMPLERS)
+@each("of_the_buffer", [True, False])
+@each("name", SAMPLERS)
 def test_threads_that_draw_at_once_draw_different_rows(name, of_the_buffer):
     sampler = SAMPLERS[name]()
     rb = ReplayBuffer(storage=LazyTensorStorage(10_000), sampler=sampler, batch_size=640)

@@ -4,7 +4,7 @@ import pickle
 
 import torch
 
-from engram.data import RoundRobinWriter, Storage, Writer
+from engram.data import LazyTensorStorage, ListStorage, RoundRobinWriter, Storage, Writer
 from engram.data.replay_buffers.storages import Checked, Rows
 from engram.store.lanes import Lanes
 from engram.testing import RoundRobinWriterContract, SamplerContract, StorageContract, TransformContract, WriterContract
@@ -73,6 +73,52 @@ class TestBrokenStorage(StorageContract):
                 return super().read((slots + 1) % max(1, len(self)), *rest, **more)
 
         return Broken(capacity)
+
+
+class NamedStorage(LazyTensorStorage):
+    """Has a constructor of its own, which copies cannot call."""
+
+    def __init__(self, name, steps):
+        super().__init__(steps)
+        self.name = name
+
+
+class TestNamedStorage(StorageContract):
+    def make(self, capacity, path):
+        return NamedStorage("one", capacity)
+
+
+class OneStorage(ListStorage):
+    """Hands out itself as its copy, and another one in a pickle."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce_ex__(self, protocol):
+        return OneStorage, (self.max_size,)
+
+
+class TestOneStorage(StorageContract):
+    def make(self, capacity, path):
+        return OneStorage(capacity)
+
+
+def flipped(rows):
+    return rows.flip(0)
+
+
+class HookedStorage(LazyTensorStorage):
+    """Registers hooks in its constructor; what a checkpoint holds is of no use without them."""
+
+    def __init__(self, max_size, **settings):
+        super().__init__(max_size, **settings)
+        self.register_save_hook(flipped)
+        self.register_load_hook(flipped)
+
+
+class TestHookedStorage(StorageContract):
+    def make(self, capacity, path):
+        return HookedStorage(capacity)
 
 
 class AnyStep:

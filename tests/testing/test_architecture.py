@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import engram.testing
+from contracts.each import each
 from engram.data import Sampler, Storage, StorageCheckpointerBase, Writer
 from engram.envs import EnvBase
 
@@ -36,12 +37,12 @@ def must_define(base: type) -> set[str]:
     return set(abstract)
 
 
-@pytest.mark.parametrize("part", PARTS)
+@each("part", PARTS)
 def test_the_methods_that_a_part_must_define_are_the_abstract_ones(part: str) -> None:
     assert set(re.findall(r"`(\w+)`", row(part)[2])) == must_define(PARTS[part])
 
 
-@pytest.mark.parametrize("part", ["sampler", "writer", "transform", "environment", "storage"])
+@each("part", ["sampler", "writer", "transform", "environment", "storage"])
 def test_the_contract_of_a_part_is_shipped(part: str) -> None:
     assert row(part)[3].strip("`") in engram.testing.__all__
 

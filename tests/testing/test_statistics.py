@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from contracts.each import each
 from engram.testing import chi_square
 
 
-@pytest.mark.parametrize(
+@each(
     "freedom, statistic, p",
     [
         (1, 3.841, 0.05),
@@ -61,14 +62,12 @@ def test_a_small_bias_is_found():
     assert chi_square(torch.bincount(drawn, minlength=40)) < 1e-6
 
 
-@pytest.mark.parametrize(
-    "counts, expected, said",
+@each("counts, expected, said",
     [
         ([1, 2], [1, 2, 3], "there are 2 counts, but 3 expected"), ([], None, "counts"), ([0, 0], None, "counts"),
         ([1, -1], None, "counts"), ([1, 2], [1, -1], "expected"), ([1, 2], [0, 0], "expected"),
         ([1, 2], [1, float("inf")], "expected"), ([1, 2], [1, float("nan")], "expected"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_is_no_distribution_is_refused(counts, expected, said):
     with pytest.raises(ValueError, match=said):
         chi_square(counts, expected)

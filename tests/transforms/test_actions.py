@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import LazyTensorStorage, TensorDictReplayBuffer
 from engram.envs import EnvBase, GymEnv, SerialEnv, TransformedEnv, check_env_specs
 from engram.specs import Bounded, Categorical, Composite, Unbounded
@@ -142,7 +143,7 @@ def test_another_environment_needs_an_object_of_its_own():
 NO_RANGE = [Categorical(3), Unbounded((1,)), Bounded(-1, float("inf"), (1,)), Bounded(1, 1, (1,))]
 
 
-@pytest.mark.parametrize("action", NO_RANGE)
+@each("action", NO_RANGE)
 def test_actions_without_bounds_or_range_are_refused(action):
     with pytest.raises(ValueError, match="ActionScaling needs"):
         TransformedEnv(Noting(action=action), ActionScaling())

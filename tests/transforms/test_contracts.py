@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from contracts.folded import assert_contract, contracts_in
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.specs import Unbounded
 from engram.testing import TransformContract
@@ -143,7 +146,7 @@ class TimedTransformContract(TransformContract):
                     assert_equal(found[key], expected[key])
 
     # Each child runs it by itself, with an example database entry of its own.
-    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+    @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
     @given(data=st.data())
     def test_written_in_pieces_is_written_in_one(self, data):
         lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
@@ -446,3 +449,24 @@ class TestCatFrames(Steps, KeyedTransformContract, TimedTransformContract):
 class TestCatFramesWithConstants(TestCatFrames):
     def make(self):
         return CatFrames(4, -1, ["x"], ["y"], padding="constant", padding_value=-7)
+
+
+CONTRACTS = contracts_in(dict(globals()), TransformContract)
+
+
+@contextmanager
+def in_environments(contract: Any) -> Iterator[None]:
+    if not contract.environments:
+        pytest.skip("it does not work in environments")
+    yield
+
+
+@pytest.mark.parametrize("every_case", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_a_transform_keeps_its_contract(contract, every_case, tmp_path_factory):
+    of = CONTRACTS[contract]()
+    fixtures = {
+        "in_env": lambda: in_environments(of),
+        "tmp_path": lambda: nullcontext(tmp_path_factory.mktemp("saved")),
+    }
+    assert assert_contract(of, fixtures, None if every_case else list(CONTRACTS).index(contract)) >= 12

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contracts.each import each
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
 from engram.transforms import CatFrames, InitTracker, Reward2GoTransform, RewardSum, StepCounter
 from transforms.data import steps
@@ -50,7 +51,7 @@ def test_sums_counts_marks_and_returns_are_those_of_a_loop(done, gamma):
         torch.testing.assert_close(found.flatten(), torch.tensor(to_go).double())
 
 
-@pytest.mark.parametrize("done_key", ["done", ("next", "done"), None])
+@each("done_key", ["done", ("next", "done"), None])
 def test_rewards_to_go_end_at_the_flag_of_their_own_step(done_key):
     done = torch.tensor([False, True, False, True]).unsqueeze(-1)
     batch = {"done": done.roll(1, 0), "next": {"reward": torch.ones(4, 1), "done": done}}
@@ -123,9 +124,7 @@ def test_large_returns_and_infinities_stay_in_their_trajectory():
     torch.testing.assert_close(total[-1], torch.tensor([200.0]), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.bool]
-)
+@each("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.bool])
 def test_sums_keep_floating_dtypes_and_widen_integers(dtype):
     batch = dict_of([False] * 5 + [True])
     batch["next"]["reward"] = torch.ones(6, 1).to(dtype)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import LazyTensorStorage, TensorDictReplayBuffer
 from engram.envs import TransformedEnv, check_env_specs
 from engram.testing.transform import Replayed
@@ -70,9 +71,7 @@ def test_it_needs_a_step_counter_before_it():
         TransformedEnv(Noting(), Compose(RandomTruncationTransform(1, 2), StepCounter()))
 
 
-@pytest.mark.parametrize(
-    "arguments", [(0, 5), (5, 2), (1, 2, 1.5), (1, 2, 0.0, -1.0)], ids=["below 1", "crossed", "prob", "first"]
-)
+@each("arguments", [(0, 5), (5, 2), (1, 2, 1.5), (1, 2, 0.0, -1.0)])
 def test_horizons_and_probabilities_that_cannot_be_are_refused(arguments):
     with pytest.raises(ValueError, match="must be"):
         RandomTruncationTransform(*arguments)
@@ -127,7 +126,7 @@ def sequences(*shape: int) -> TensorDict:
     return TensorDict({"x": torch.arange(n).reshape(shape), "y": torch.arange(n * 2).reshape(*shape, 2)}, shape)
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((9,), -1), ((5, 9), -1), ((9, 5), 0), ((2, 9, 3), 1), ((2, 3, 9), -1)])
+@each(("shape", "dim"), [((9,), -1), ((5, 9), -1), ((9, 5), 0), ((2, 9, 3), 1), ((2, 3, 9), -1)])
 def test_a_piece_of_each_sequence_is_taken_whole(shape, dim):
     torch.manual_seed(0)
     piece = RandomCropTensorDict(4, sample_dim=dim)(sequences(*shape))
@@ -207,7 +206,7 @@ def test_statistics_are_learnt_from_what_a_step_returns():
     assert norm.loc["a"].item() == 3
 
 
-@pytest.mark.parametrize("refused", [{"stateful": False}, {"lock": object()}, {"shared_data": TensorDict()}])
+@each("refused", [{"stateful": False}, {"lock": object()}, {"shared_data": TensorDict()}])
 def test_statistics_of_several_processes_or_in_steps_are_refused(refused):
     with pytest.raises(TypeError, match=next(iter(refused))):
         VecNormV2(["a"], **refused)

@@ -264,8 +264,8 @@ class TestChildByCall(OfSteps, TransformContract):
 
 
 # ---- every way to write ----
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("make", HALVING)
+@each("storage", STORAGES)
+@each("make", HALVING)
 def test_each_way_of_writing_goes_through_the_inverse(make, storage):
     rb, data = TensorDictReplayBuffer(storage=storage(20), transform=make(), batch_size=4), steps(6)
     assert rb.extend(data).tolist() == list(range(6)) and rb.add(data[2]) == 6
@@ -281,7 +281,7 @@ def test_each_way_of_writing_goes_through_the_inverse(make, storage):
     assert (rb.sample()["x"].unsqueeze(1) == data["x"]).all(-1).any(1).all()
 
 
-@pytest.mark.parametrize("make", HALVING)
+@each("make", HALVING)
 def test_a_conditional_write_goes_through_the_inverse(make):
     rb, data = ReplayBuffer(storage=LazyTensorStorage(20), transform=make()), steps(6)
     rb.extend(data)
@@ -291,8 +291,8 @@ def test_a_conditional_write_goes_through_the_inverse(make):
     assert torch.equal(stored(rb)["x"], 2 * data["x"][[0, 4, 2, 3, 4, 5]])
 
 
-@pytest.mark.parametrize("dim_extend", [0, 1])
-@pytest.mark.parametrize("make", HALVING)
+@each("dim_extend", [0, 1])
+@each("make", HALVING)
 def test_environments_side_by_side_go_through_the_inverse(make, dim_extend):
     rb = ReplayBuffer(storage=LazyTensorStorage(20, ndim=2), transform=make(), dim_extend=dim_extend)
     data = steps(2, 5)
@@ -302,7 +302,7 @@ def test_environments_side_by_side_go_through_the_inverse(make, dim_extend):
     assert torch.equal(found["x"], 2 * data["x"].transpose(0, 1))
 
 
-@pytest.mark.parametrize("make", HALVING)
+@each("make", HALVING)
 def test_an_inverse_of_tensors_or_of_parts_of_a_compose_runs_once(make):
     rb = ReplayBuffer(storage=LazyTensorStorage(20))
     rb.append_transform(Compose(make(), Compose(make()))).append_transform(make())
@@ -330,7 +330,7 @@ def test_an_inverse_gets_the_callers_own_object():
     assert seen.batch is data
 
 
-@pytest.mark.parametrize("make", HALVING)
+@each("make", HALVING)
 def test_inverted_it_reads_by_the_inverse_and_writes_by_forward(make):
     rb = ReplayBuffer(storage=LazyTensorStorage(20)).append_transform(make(), invert=True)
     rb.extend(steps(4))
@@ -392,8 +392,8 @@ def test_a_transform_that_is_set_is_used_from_the_next_call_on(prefetch):
 
 
 # ---- steps that are held back ----
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("make", DELAYING)
+@each("storage", STORAGES)
+@each("make", DELAYING)
 def test_steps_that_an_inverse_holds_back_are_written_when_it_gives_them(make, storage):
     rb = TensorDictReplayBuffer(storage=storage(30), transform=make())
     assert rb.extend(running(1)).shape == (0,) and len(rb) == 0
@@ -405,8 +405,8 @@ def test_steps_that_an_inverse_holds_back_are_written_when_it_gives_them(make, s
     assert stored(rb)["x"].flatten().tolist() == list(range(8))
 
 
-@pytest.mark.parametrize("dim_extend", [0, 1])
-@pytest.mark.parametrize("make", DELAYING)
+@each("dim_extend", [0, 1])
+@each("make", DELAYING)
 def test_steps_of_several_environments_are_held_back(make, dim_extend):
     rb = ReplayBuffer(storage=LazyTensorStorage(30, ndim=2), transform=make(), dim_extend=dim_extend)
     data = torch.stack([running(6), running(6, 10)])
@@ -416,7 +416,7 @@ def test_steps_of_several_environments_are_held_back(make, dim_extend):
     assert rb.storage.get(slice(None))["x"].squeeze(-1).tolist() == [[0, 10], [1, 11]]
 
 
-@pytest.mark.parametrize("make", DELAYING)
+@each("make", DELAYING)
 def test_a_refused_write_leaves_what_is_held_back(make):
     transform = make()
     rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=transform)
@@ -431,7 +431,7 @@ def test_a_refused_write_leaves_what_is_held_back(make):
     assert stored(rb)["x"].flatten().tolist() == list(range(9))
 
 
-@pytest.mark.parametrize("make", DELAYING)
+@each("make", DELAYING)
 def test_no_steps_are_an_error_and_not_nothing_for_now(make):
     rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=make())
     with pytest.raises(ValueError, match="nothing to add"):
@@ -451,8 +451,8 @@ def test_held_back_steps_are_forgotten_where_the_rows_are(make):
     assert sent[0].transform._buffer["x"].flatten().tolist() == [100, 101]
 
 
-@pytest.mark.parametrize("make", [Delayed, Silent])
-@pytest.mark.parametrize("way", ["dumps", "state_dict"])
+@each("make", [Delayed, Silent])
+@each("way", ["dumps", "state_dict"])
 def test_held_back_steps_are_saved(make, way, tmp_path):
     rb, twin, other = (ReplayBuffer(storage=LazyTensorStorage(30), transform=make()) for _ in range(3))
     rb.extend(running(5))
@@ -613,7 +613,7 @@ def test_what_cannot_be_honoured_is_named_and_changes_nothing(transform, said, w
     assert len(rb.transform) == 0
 
 
-@pytest.mark.parametrize("data", [{"x": torch.zeros(3)}, torch.zeros(3), [{"x": torch.zeros(3)}]])
+@each("data", [{"x": torch.zeros(3)}, torch.zeros(3), [{"x": torch.zeros(3)}]])
 def test_what_works_on_tensordicts_names_itself_for_other_data(data):
     rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=Form(["x"], ["x"]))
     with pytest.raises(TypeError, match=r"Form takes TensorDicts, and a (dict|Tensor) is written"):
@@ -686,7 +686,7 @@ class ChildTurned(ChildByCall):
     _inv_call = Turned._inv_call
 
 
-@pytest.mark.parametrize("make", [Turned, ChildTurned, lambda: Compose(Turned())])
+@each("make", [Turned, ChildTurned, lambda: Compose(Turned())])
 def test_actions_go_through_the_inverse(make):
     env, bare = TransformedEnv(GymEnv("Pendulum-v1"), make()), GymEnv("Pendulum-v1")
     for one in (env, bare):
@@ -713,8 +713,8 @@ class Fails(Form):
         raise RuntimeError("it cannot")
 
 
-@pytest.mark.parametrize("make", [Doubled, Wider, Fails, Delayed, Silent])
-@pytest.mark.parametrize("way", ["transform", "append"])
+@each("make", [Doubled, Wider, Fails, Delayed, Silent])
+@each("way", ["transform", "append"])
 def test_an_inverse_that_makes_no_actions_of_the_environment_is_refused(make, way):
     env = TransformedEnv(GymEnv("Pendulum-v1"))
     with pytest.raises(TypeError, match=rf"{make.__name__} does not turn actions of the environment"):

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from contracts.each import each
 from engram.data import LazyTensorStorage, TensorDictReplayBuffer
 from engram.envs import GymEnv, TransformedEnv
 from engram.transforms import Compose, ObservationNorm, RewardSum, StepCounter, Transform, VecNorm
@@ -78,7 +79,7 @@ def test_a_transform_is_a_layer_of_a_sequence():
     assert not model.eval()[1].training
 
 
-@pytest.mark.parametrize("make", [Encoder, lambda: Compose(Encoder()), lambda: VecNorm(["observation"])])
+@each("make", [Encoder, lambda: Compose(Encoder()), lambda: VecNorm(["observation"])])
 def test_a_module_that_contains_a_transform_saves_and_loads_it(make):
     one, other = nn.Sequential(make(), nn.Linear(1, 1)), nn.Sequential(make(), nn.Linear(1, 1))
     one[0](observations())
@@ -120,7 +121,7 @@ def test_a_state_with_other_parameters_is_refused_by_name():
     assert "no parameter 'gain' here" in StepCounter().differences(state)[0]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), Transform.clone])
+@each("copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), Transform.clone])
 def test_copies_have_parameters_of_their_own(copied):
     one = Encoder()
     other = copied(one)

@@ -160,7 +160,7 @@ def test_the_postproc_is_a_module_that_leaves_the_batch_as_it_was():
     assert_equal(batch, expected)
 
 
-@pytest.mark.parametrize("n_steps", [1, 2, 5])
+@each("n_steps", [1, 2, 5])
 def test_the_postproc_does_not_look_into_padding(n_steps):
     rows = [stream([5], ids=True), stream([2], ids=True)]
     padded = torch.stack([rows[0], torch.cat([rows[1], stream([3], ids=True)])])
@@ -183,8 +183,8 @@ def test_one_step_changes_no_reward_and_no_next_observation():
     assert rb.extend(batch[:5]).tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("how", ["postproc", "transform"])
+@each("dtype", [torch.float16, torch.bfloat16])
+@each("how", ["postproc", "transform"])
 def test_rewards_of_half_precision_are_summed_in_float32(dtype, how):
     large = torch.tensor([60000.0, 60000, -60000, 256, 1, 1, 1, 1]).to(dtype)
     ends = torch.tensor([0, 0, 1, 0, 0, 0, 0, 1]).bool()
@@ -328,8 +328,8 @@ def test_emptying_drops_what_waits():
     assert_n_step(rb[:], slow([4], stream([4]), 3, 0.9), 0.9)
 
 
-@pytest.mark.parametrize("before", [0, 1, 5])
-@pytest.mark.parametrize("what", ["dtype", "narrower dtype", "shape", "missing", "new"])
+@each("before", [0, 1, 5])
+@each("what", ["dtype", "narrower dtype", "shape", "missing", "new"])
 def test_a_refused_extend_leaves_what_waits_as_it_was(before, what):
     batch, rb = stream([12]), buffer()
     example = buffer()
@@ -471,7 +471,7 @@ class Moment:
     nonterminal: torch.Tensor | None = None
 
 
-@pytest.mark.parametrize("form", ["list", "list of dicts", "constants", "ListStorage"])
+@each("form", ["list", "list of dicts", "constants", "ListStorage"])
 def test_other_forms_of_data(form):
     batch, make = stream([6]), (lambda piece: piece)
     if form == "list":

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.collectors.stats import EpisodeStats
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.envs import TransformedEnv
@@ -32,8 +33,8 @@ def spoilt(*shape, rows, value=math.nan, key="x"):
     return data
 
 
-@pytest.mark.parametrize("value", BAD)
-@pytest.mark.parametrize("decay", [1.0, 0.9])
+@each("value", BAD)
+@each("decay", [1.0, 0.9])
 def test_a_norm_learns_from_the_finite_rows_of_a_batch_only(value, decay):
     norm, clean = VecNorm(["x"], decay=decay), VecNorm(["x"], decay=decay)
     keep = torch.ones(12, dtype=torch.bool)
@@ -141,12 +142,10 @@ def saved(mean, squares, weight=3.0):
     return {"stats": [stats], "learns": True, "nonfinite": [0]}
 
 
-@pytest.mark.parametrize(
-    "state",
+@each("state",
     [saved([0.0], [-1.0]), saved([0.0], [1.0], weight=0.0), saved([0.0], [1.0], weight=math.nan),
      saved([0.0], [1.0], weight=math.inf), saved([0.0], [1.0, 2.0]), saved([math.nan], [1.0]), saved([0.0], [math.nan]),
-     saved([0.0, 1.0], [math.inf, 1.0])],
-)  # fmt: skip
+     saved([0.0, 1.0], [math.inf, 1.0])])  # fmt: skip
 def test_statistics_that_cannot_be_are_refused(state):
     norm = VecNorm(["x"])
     entry = {"kind": "VecNorm", "nth": 0, "state": state, "settings": norm.state_settings()}
@@ -155,7 +154,7 @@ def test_statistics_that_cannot_be_are_refused(state):
     assert norm.state_dict() == {}
 
 
-@pytest.mark.parametrize("value", BAD)
+@each("value", BAD)
 def test_statistics_are_not_taken_from_data_that_are_not_finite(value):
     norm = ObservationNorm(in_keys=["x"], standard_normal=True)
     norm.init_stats(steps(6))
@@ -188,8 +187,8 @@ def test_a_saved_norm_of_data_that_were_not_finite_is_refused(tmp_path):
 
 
 # ---- episodes ----
-@pytest.mark.parametrize("value", BAD)
-@pytest.mark.parametrize("batch", [1, 2, 6])
+@each("value", BAD)
+@each("batch", [1, 2, 6])
 def test_a_reward_that_is_not_finite_is_in_the_return_of_its_own_episode_only(value, batch):
     reward = np.array([[1.0, value, 3, 4, 5, 6], [1, 2, 3, 4, value, 6]])
     done = np.array([[0, 0, 1, 0, 1, 0], [0, 1, 0, 0, 0, 1]], dtype=bool)
@@ -200,7 +199,7 @@ def test_a_reward_that_is_not_finite_is_in_the_return_of_its_own_episode_only(va
     np.testing.assert_equal(list(episodes.returns), [3, value, 9, value, 7, 1])
 
 
-@pytest.mark.parametrize("value", BAD)
+@each("value", BAD)
 def test_a_sum_of_rewards_that_is_not_finite_ends_with_its_trajectory(value):
     data = spoilt(2, 20, rows=(3,), value=value, key="x")
     data["next", "reward"][0, 3] = value

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import LazyTensorStorage, TensorDictReplayBuffer
 from engram.envs import EnvBase, GymEnv, TransformedEnv
 from engram.envs.transforms import Compose, Transform
@@ -116,7 +117,7 @@ def test_a_tensor_that_is_assigned_later_is_saved_from_then_on():
     assert other.scale is None
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), Transform.clone])
+@each("copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), Transform.clone])
 def test_copies_have_tensors_of_their_own(copied):
     transform = Centred(2.0)
     other = copied(transform)
@@ -146,7 +147,7 @@ def test_an_environment_moves_the_tensors_of_its_transforms():
     assert moved == [("cpu",)] and env.transform.mean.device.type == "cpu"
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "error"),
     [
         (("in_keys", torch.zeros(1)), KeyError),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.collectors import SyncDataCollector
 from engram.data import Composite, LazyTensorStorage, ReplayBuffer, Unbounded
 from engram.envs import GymEnv, ParallelEnv, SerialEnv, TransformedEnv, check_env_specs
@@ -94,7 +95,7 @@ def test_several_environments_take_their_first_actions_each():
 
 
 # ---- lives ----
-@pytest.mark.parametrize("how", ["alone", "around several", "in each"])
+@each("how", ["alone", "around several", "in each"])
 def test_steps_that_cost_a_life_are_marked(how):
     def marked():
         return TransformedEnv(lives(), EndOfLifeTransform())
@@ -147,7 +148,7 @@ ENVIRONMENTS = {
 }
 
 
-@pytest.mark.parametrize("how", ENVIRONMENTS)
+@each("how", ENVIRONMENTS)
 def test_what_the_policy_writes_is_carried_on_and_begins_anew_with_each_episode(how):
     env = ENVIRONMENTS[how]()
     try:
@@ -185,7 +186,7 @@ def test_what_episodes_begin_with_is_given_drawn_or_computed():
         assert env.reset()["h"].shape == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "why"),
     [
         ({}, "needs a spec"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.envs.transforms import CatFrames, Compose, RewardScaling
 from engram.testing.transform import assert_equal
@@ -24,9 +25,9 @@ def frames():
     return TensorDict({"x": x, "episode": ids, "next": following}, [len(x)])
 
 
-@pytest.mark.parametrize("padding", ["same", "constant"])
-@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("where", [{"traj_key": "episode"}, {"end_key": ("next", "done")}])
+@each("padding", ["same", "constant"])
+@each("kind", [ReplayBuffer, TensorDictReplayBuffer])
+@each("where", [{"traj_key": "episode"}, {"end_key": ("next", "done")}])
 def test_a_drawn_stack_is_that_of_the_whole_trajectory(padding, kind, where):
     torch.manual_seed(0)
     stacks = CatFrames(3, -1, ["x"], ["stack"], padding=padding)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.envs import GymEnv, TransformedEnv, check_env_specs
 from engram.envs.transforms import _apply_to_composite, _apply_to_composite_inv
 from engram.specs import Bounded, Composite, Unbounded
@@ -53,7 +54,7 @@ def of_all_specs(self, reward_spec):
     return reward_spec
 
 
-@pytest.mark.parametrize("method", [of_one_spec, of_all_specs, _apply_to_composite(of_one_spec)])
+@each("method", [of_one_spec, of_all_specs, _apply_to_composite(of_one_spec)])
 def test_the_spec_of_a_reward_may_be_given_alone_or_in_a_composite(method):
     kind = type("Own", (Doubled,), {"transform_reward_spec": method})
     env = pendulum(kind("reward"))
@@ -104,7 +105,7 @@ def of_action(self, action_spec):
     return Bounded(-1, 1, shape=action_spec.shape)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "method"),
     [
         ("transform_input_spec", of_inputs),

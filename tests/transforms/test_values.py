@@ -173,8 +173,8 @@ def test_unsqueezing_is_undone_on_writing():
 
 
 # ---- names ----
-@pytest.mark.parametrize("kind", [lambda td: td, as_dict], ids=["TensorDict", "dict"])
-@pytest.mark.parametrize("create_copy", [False, True])
+@each("kind", [lambda td: td, as_dict])
+@each("create_copy", [False, True])
 def test_entries_are_renamed_both_ways(kind, create_copy):
     names = (["a", ("next", "a")], ["b", ("deep", "b")])
     rb = ReplayBuffer(storage=LazyTensorStorage(10), transform=RenameTransform(*names, *names, create_copy=create_copy))
@@ -345,7 +345,7 @@ def test_spec_of_limited_rewards_is_bounded():
 
 
 # ---- running norms ----
-@pytest.mark.parametrize("cuts", [(0, 40), (0, 1, 2, 17, 40), tuple(range(41))])
+@each("cuts", [(0, 40), (0, 1, 2, 17, 40), tuple(range(41))])
 def test_running_statistics_are_those_of_all_that_was_written(cuts):
     data = TensorDict({"x": torch.randn(40, 3) * 4 + 1e4}, [40])
     rb = ReplayBuffer(storage=LazyTensorStorage(50), transform=VecNorm(["x"], decay=1.0, eps=0.0))

@@ -165,6 +165,11 @@ class _Record:
     lanes: tuple[_LaneUse | None, ...]
     ended: dict[str, tuple[int, int]]  # of the last producers whose tenancy ended, in that order: it, and the count
 
+    @property
+    def producers(self) -> tuple[str, ...]:
+        """The names of those that have a lane."""
+        return tuple(use.producer for use in self.lanes if use is not None)
+
     @classmethod
     def of(cls, state: dict[str, Any]) -> _Record:
         """The record of which `dataclasses.asdict` made this document."""
@@ -172,6 +177,235 @@ class _Record:
         ended = {producer: (number, count) for producer, (number, count) in state.pop("ended").items()}
         store = state.pop("store")
         return cls(**state, store=None if store is None else (store[0], store[1]), lanes=lanes, ended=ended)
+
+
+class _Tenancies:
+    """The producers of a shard and their lanes, in a record from which a successor of the shard's process continues.
+
+    The caller has the shard's folder alone, and makes one call at a time.
+
+    Attributes:
+        record: the one in force.
+    """
+
+    def __init__(
+        self,
+        storage: LazyTensorStorage | LazyMemmapStorage,
+        folder: Path | None,
+        lanes: int,
+        idle: float,
+        timeout: float,
+    ) -> None:
+        self._storage, self._folder, self._idle, self._timeout = storage, folder, idle, timeout
+        self._last_rows = [time.monotonic()] * lanes  # when each lane last got some
+        self.record = _Record(time.time_ns(), None, 1, 0, (None,) * lanes, {})
+
+    @property
+    def _lanes(self) -> Lanes:
+        return _lanes_of(self._storage)
+
+    # ---- opening ----
+    def open(self) -> None:
+        """Continues from the record of a predecessor, if there is one, and takes the lanes."""
+        before = self._read()
+        if before is not None:
+            self.record = before
+        if self._storage.lanes is not None:
+            self.hold_lanes()
+        if before is not None:
+            self.record = dataclasses.replace(before, incarnation=max(before.incarnation + 1, time.time_ns()))
+            store = _store_identity(self._storage)
+            if before.store != store:  # rows were replaced, or lost in a power cut
+                same_rows = before.store is not None and store is not None and before.store[0] == store[0]
+                self.record = self._without_tenancies(self.record, lost=not same_rows)
+        if self._storage.lanes is not None:
+            for lane in range(len(self.record.lanes)):  # of tenancies that have just ended, too
+                if self._lanes.holds(lane) and not self.count(lane):
+                    self._lanes.mark_seam_in(lane)
+            self.write()
+
+    def hold_lanes(self) -> None:
+        """Takes every lane that is not lent to a living process."""
+        deadline = time.monotonic() + self._timeout
+        for lane, use in enumerate(self.record.lanes):
+            while not self._reclaim(lane) and not (use is not None and use.lent):
+                if time.monotonic() > deadline:
+                    raise NoFreeLaneError(
+                        f"lane {lane} of the shard has a writer in another process, which was not lent it; end it first"
+                    )
+                time.sleep(_PAUSE)
+
+    def _reclaim(self, lane: int) -> bool:
+        """Takes a lane, if it is not this shard's already; False: another process writes to it."""
+        if self._lanes.holds(lane):
+            return True
+        try:
+            self._lanes.hold_lane(lane, goes_on=True)
+        except NoFreeLaneError:
+            return False
+        if not self.count(lane):  # else the next row continues the newest one
+            self._lanes.mark_seam_in(lane)
+        return True
+
+    def _read(self) -> _Record | None:
+        if self._folder is None:
+            return None
+        path = self._folder / _RECORD
+        try:
+            record = _Record.of(DocumentFile(path).read())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StorageError(
+                f"{path} is damaged: {error}. Without it the shard cannot tell whose rows it has; delete it, and "
+                "producers begin anew"
+            ) from error
+        if len(record.lanes) != len(self.record.lanes):
+            raise StorageError(
+                f"{path} is of a shard with {len(record.lanes)} lanes, lanes={len(self.record.lanes)} was given"
+            )
+        return record
+
+    def write(self, record: _Record | None = None) -> None:
+        """Puts a record in force, in the file and then here, whole or not at all; None: the same in a changed store."""
+        record = self.record if record is None else record
+        record = dataclasses.replace(record, store=_store_identity(self._storage))
+        if self._folder is not None and self._storage.lanes is not None:
+            path = self._folder / _RECORD
+            try:
+                DocumentFile(path).write(dataclasses.asdict(record))
+            except OSError as error:
+                raise StorageError(f"{path} cannot be written: {error.strerror}; nothing was changed") from error
+        self.record = record
+
+    # ---- producers ----
+    def join(self, producer: str) -> Tenancy:
+        """As `ReplayShard.join`."""
+        for lane, use in enumerate(self.record.lanes):
+            if use is not None and use.producer == producer:
+                self.must_reclaim(lane)
+                return self._tenancy(lane, use)
+        lane = self._free_lane()
+        record = self._ended(self.record, lane)
+        use = _LaneUse(producer, record.next_tenancy, self._lanes.store.lane(lane)["published"])
+        uses = (*record.lanes[:lane], use, *record.lanes[lane + 1 :])
+        self._lanes.mark_seam_in(lane)
+        self.write(dataclasses.replace(record, lanes=uses, next_tenancy=record.next_tenancy + 1))
+        self.note_rows(lane)
+        return self._tenancy(lane, use)
+
+    def _tenancy(self, lane: int, use: _LaneUse) -> Tenancy:
+        return Tenancy(lane, use.tenancy, use.begin, self.count(lane), self.record.ended.get(use.producer))
+
+    def _free_lane(self) -> int:
+        for lane in self._lanes.by_room():
+            if self.record.lanes[lane] is None and self._reclaim(lane):
+                return lane
+        for lane in sorted(range(len(self.record.lanes)), key=self._last_rows.__getitem__):
+            if time.monotonic() - self._last_rows[lane] >= self._idle and self._reclaim(lane):
+                return lane
+        raise NoFreeLaneError(
+            f"all {len(self.record.lanes)} lanes of the shard have a producer that wrote within {self._idle:g} "
+            "seconds, or to which the lane is lent; make it with more lanes, or end a producer"
+        )
+
+    def must_reclaim(self, lane: int) -> None:
+        """Takes a lane; NoFreeLaneError where another process writes to it."""
+        if not self._reclaim(lane):
+            use = self.record.lanes[lane]
+            raise NoFreeLaneError(
+                f"lane {lane} is lent to a living process, as {'nobody' if use is None else use.producer!r}: each "
+                "producer needs a name of its own. Nothing was changed"
+            )
+
+    def lend(self, producer: str, tenancy: int) -> str:
+        """As `ReplayShard.lend`."""
+        lane = self.lane_of(producer, tenancy)
+        if lane is None or self._folder is None:
+            reason = "has ended" if lane is None else "is in a shard without a scratch_dir, which others cannot open"
+            raise ValueError(f"tenancy {tenancy} of {producer!r} {reason}: its lane cannot be lent")
+        use = self.record.lanes[lane]
+        assert use is not None
+        uses = (*self.record.lanes[:lane], dataclasses.replace(use, lent=True), *self.record.lanes[lane + 1 :])
+        self.write(dataclasses.replace(self.record, lanes=uses))
+        self._lanes.release_lane(lane)
+        return str(self._folder)
+
+    def leave(self, producer: str, tenancy: int) -> int:
+        """As `ReplayShard.leave`."""
+        lane = self.lane_of(producer, tenancy)
+        if lane is not None:
+            self.must_reclaim(lane)
+            self.write(self._ended(self.record, lane))
+        return self.record.ended[producer][1]
+
+    def end_producer(self, producer: str) -> int:
+        """As `ReplayShard.end_producer`."""
+        for use in self.record.lanes:
+            if use is not None and use.producer == producer:
+                return self.leave(producer, use.tenancy)
+        ended = self.record.ended.get(producer)
+        return 0 if ended is None else ended[1]
+
+    def note_rows(self, lane: int) -> None:
+        """Notes that a lane has just got rows: its producer is not idle."""
+        self._last_rows[lane] = time.monotonic()
+
+    def lane_of(self, producer: str, tenancy: int) -> int | None:
+        """The lane of a tenancy; None: it has ended."""
+        for lane, use in enumerate(self.record.lanes):
+            if use is not None and (use.producer, use.tenancy) == (producer, tenancy):
+                return lane
+        ended = self.record.ended.get(producer)
+        if ended is None or ended[0] != tenancy:
+            raise ValueError(
+                f"{producer!r} has no tenancy {tenancy} in this shard; its last one that ended is {ended}: join again. "
+                "Nothing was written"
+            )
+        return None
+
+    def count(self, lane: int, record: _Record | None = None) -> int:
+        """Rows of the lane's tenancy that are in: what the lane itself counts."""
+        use = (self.record if record is None else record).lanes[lane]
+        return 0 if use is None else max(0, self._lanes.store.lane(lane)["published"] - use.begin)
+
+    def _ended(self, record: _Record, lane: int, lost: bool = False) -> _Record:
+        """The record without the tenancy of a lane. `lost`: this store has none of its rows."""
+        use = record.lanes[lane]
+        if use is None:
+            return record
+        count = 0 if lost else self.count(lane, record)
+        uses = (*record.lanes[:lane], None, *record.lanes[lane + 1 :])
+        ended = {name: end for name, end in record.ended.items() if name != use.producer}
+        for name in list(ended)[: max(0, len(ended) + 1 - _MOST_ENDED)]:
+            del ended[name]
+        return dataclasses.replace(record, lanes=uses, ended={**ended, use.producer: (use.tenancy, count)})
+
+    def _without_tenancies(self, record: _Record, lost: bool = False) -> _Record:
+        for lane in range(len(record.lanes)):
+            record = self._ended(record, lane, lost)
+        return record
+
+    def end_all(self) -> None:
+        """Ends all tenancies before rows are replaced: after a kill no count is taken from a lane of other rows."""
+        record = self._without_tenancies(self.record)
+        incarnation = max(record.incarnation + 1, time.time_ns())
+        self.write(dataclasses.replace(record, incarnation=incarnation, replaced=record.replaced + 1))
+
+
+def _lanes_of(storage: LazyTensorStorage | LazyMemmapStorage) -> Lanes:
+    lanes = storage.lanes
+    if lanes is None:
+        raise RuntimeError("the shard has no layout yet: adopt one first")
+    return lanes
+
+
+def _store_identity(storage: LazyTensorStorage | LazyMemmapStorage) -> tuple[str, int] | None:
+    """The store of a storage, and its incarnation; None: it is not made."""
+    lanes = storage.lanes
+    return None if lanes is None else (lanes.store.store_id.hex(), lanes.store.incarnation)
 
 
 def _call(
@@ -250,7 +484,7 @@ class ReplayShard:
     ) -> None:
         self._lock = threading.RLock()
         self._folder = None if scratch_dir is None else Path(scratch_dir)
-        self._n_lanes, self._idle, self._timeout = lanes, idle, timeout
+        self._timeout = timeout
         if self._folder is None:
             self._storage: LazyTensorStorage | LazyMemmapStorage = LazyTensorStorage(capacity, shared=True, lanes=lanes)
         else:
@@ -270,8 +504,7 @@ class ReplayShard:
         self._sampler = sampler
         self._folder_lock: FolderLock | None = None
         self._priorities: PriorityFile | None = None
-        self._last_rows = [time.monotonic()] * lanes  # when each lane last got some
-        self._record = _Record(time.time_ns(), None, 1, 0, (None,) * lanes, {})
+        self._tenancies = _Tenancies(self._storage, self._folder, lanes, idle, timeout)
         try:
             self._open()
         except BaseException:
@@ -282,22 +515,8 @@ class ReplayShard:
     def _open(self) -> None:
         """Takes the folder, then reads the record: a predecessor may have changed it until it released the folder."""
         self._take_folder()
-        before = self._read_record()
-        if before is not None:
-            self._record = before
+        self._tenancies.open()
         if self._storage.lanes is not None:
-            self._hold_lanes()
-        if before is not None:
-            self._record = dataclasses.replace(before, incarnation=max(before.incarnation + 1, time.time_ns()))
-            store = self._store_identity()
-            if before.store != store:  # rows were replaced, or lost in a power cut
-                same_rows = before.store is not None and store is not None and before.store[0] == store[0]
-                self._record = self._without_tenancies(self._record, lost=not same_rows)
-        if self._storage.lanes is not None:
-            for lane in range(self._n_lanes):  # of tenancies that have just ended, too
-                if self._lanes.holds(lane) and not self._count(lane):
-                    self._lanes.mark_seam_in(lane)
-            self._write_record(self._record)
             self._open_priorities()
 
     def _take_folder(self) -> None:
@@ -306,59 +525,6 @@ class ReplayShard:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         self._folder_lock = FolderLock(self._folder, self._timeout)
-
-    def _hold_lanes(self) -> None:
-        """Takes every lane that is not lent to a living process."""
-        deadline = time.monotonic() + self._timeout
-        for lane, use in enumerate(self._record.lanes):
-            while not self._reclaim(lane) and not (use is not None and use.lent):
-                if time.monotonic() > deadline:
-                    raise NoFreeLaneError(
-                        f"lane {lane} of the shard has a writer in another process, which was not lent it; end it first"
-                    )
-                time.sleep(_PAUSE)
-
-    def _reclaim(self, lane: int) -> bool:
-        """Takes a lane, if it is not this shard's already; False: another process writes to it."""
-        if self._lanes.holds(lane):
-            return True
-        try:
-            self._lanes.hold_lane(lane, goes_on=True)
-        except NoFreeLaneError:
-            return False
-        if not self._count(lane):  # else the next row continues the newest one
-            self._lanes.mark_seam_in(lane)
-        return True
-
-    def _read_record(self) -> _Record | None:
-        if self._folder is None:
-            return None
-        path = self._folder / _RECORD
-        try:
-            record = _Record.of(DocumentFile(path).read())
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise StorageError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StorageError(
-                f"{path} is damaged: {error}. Without it the shard cannot tell whose rows it has; delete it, and "
-                "producers begin anew"
-            ) from error
-        if len(record.lanes) != self._n_lanes:
-            raise StorageError(f"{path} is of a shard with {len(record.lanes)} lanes, lanes={self._n_lanes} was given")
-        return record
-
-    def _write_record(self, record: _Record) -> None:
-        """Puts a record in force: in the file, whole or not at all, and then here."""
-        record = dataclasses.replace(record, store=self._store_identity())
-        if self._folder is not None and self._storage.lanes is not None:
-            path = self._folder / _RECORD
-            try:
-                DocumentFile(path).write(dataclasses.asdict(record))
-            except OSError as error:
-                raise StorageError(f"{path} cannot be written: {error.strerror}; nothing was changed") from error
-        self._record = record
 
     # ---- priorities beside the store ----
     def _open_priorities(self) -> None:
@@ -399,19 +565,15 @@ class ReplayShard:
     @property
     def _store_name(self) -> str:
         """A name of the store and its incarnation."""
-        identity = self._store_identity()
+        identity = _store_identity(self._storage)
         assert identity is not None
         return f"{identity[0][:20]}.{identity[1] % 10**18}"
-
-    def _store_identity(self) -> tuple[str, int] | None:
-        lanes = self._storage.lanes
-        return None if lanes is None else (lanes.store.store_id.hex(), lanes.store.incarnation)
 
     # ---- facts ----
     @property
     def incarnation(self) -> int:
         """The number that every call names; a new one is higher."""
-        return self._record.incarnation
+        return self._tenancies.record.incarnation
 
     @property
     def layout(self) -> bytes | None:
@@ -435,10 +597,7 @@ class ReplayShard:
 
     @property
     def _lanes(self) -> Lanes:
-        lanes = self._storage.lanes
-        if lanes is None:
-            raise RuntimeError("the shard has no layout yet: adopt one first")
-        return lanes
+        return _lanes_of(self._storage)
 
     @property
     def _layout(self) -> RowLayout:
@@ -451,9 +610,9 @@ class ReplayShard:
         """The facts that a client needs before it calls; the only call that names no incarnation."""
         with self._lock:
             folder = None if self._folder is None else str(self._folder.absolute())
-            producers = tuple(use.producer for use in self._record.lanes if use is not None)
-            record, totals = self._record, self._totals()
-            return ShardFacts(self.layout, self.capacity, self._n_lanes, folder, producers, record.replaced, totals)
+            record, totals = self._tenancies.record, self._totals()
+            lanes, producers = len(record.lanes), record.producers
+            return ShardFacts(self.layout, self.capacity, lanes, folder, producers, record.replaced, totals)
 
     def _totals(self, newest: bool = True) -> ShardTotals:
         lanes = self._storage.lanes
@@ -481,8 +640,8 @@ class ReplayShard:
             self._check_sampler(given)
         self._storage.adopt(given)
         if not made:
-            self._hold_lanes()
-            self._write_record(self._record)
+            self._tenancies.hold_lanes()
+            self._tenancies.write()
             self._open_priorities()
 
     def _check_sampler(self, layout: RowLayout) -> None:
@@ -498,64 +657,20 @@ class ReplayShard:
         Raises:
             NoFreeLaneError: every lane has a producer that writes; or this producer's is lent to a living process.
         """
-        for lane, use in enumerate(self._record.lanes):
-            if use is not None and use.producer == producer:
-                self._must_reclaim(lane)
-                return self._tenancy(lane, use)
-        lane = self._free_lane()
-        record = self._ended(self._record, lane)
-        use = _LaneUse(producer, record.next_tenancy, self._lanes.store.lane(lane)["published"])
-        uses = (*record.lanes[:lane], use, *record.lanes[lane + 1 :])
-        self._lanes.mark_seam_in(lane)
-        self._write_record(dataclasses.replace(record, lanes=uses, next_tenancy=record.next_tenancy + 1))
-        self._last_rows[lane] = time.monotonic()
-        return self._tenancy(lane, use)
-
-    def _tenancy(self, lane: int, use: _LaneUse) -> Tenancy:
-        return Tenancy(lane, use.tenancy, use.begin, self._count(lane), self._record.ended.get(use.producer))
-
-    def _free_lane(self) -> int:
-        for lane in self._lanes.by_room():
-            if self._record.lanes[lane] is None and self._reclaim(lane):
-                return lane
-        for lane in sorted(range(self._n_lanes), key=self._last_rows.__getitem__):
-            if time.monotonic() - self._last_rows[lane] >= self._idle and self._reclaim(lane):
-                return lane
-        raise NoFreeLaneError(
-            f"all {self._n_lanes} lanes of the shard have a producer that wrote within {self._idle:g} seconds, or to "
-            "which the lane is lent; make it with more lanes, or end a producer"
-        )
-
-    def _must_reclaim(self, lane: int) -> None:
-        if not self._reclaim(lane):
-            use = self._record.lanes[lane]
-            raise NoFreeLaneError(
-                f"lane {lane} is lent to a living process, as {'nobody' if use is None else use.producer!r}: each "
-                "producer needs a name of its own. Nothing was changed"
-            )
+        return self._tenancies.join(producer)
 
     @_call
     def lend(self, incarnation: int, producer: str, tenancy: int) -> str:
         """Lets a process of this machine write to the lane of its tenancy itself; returns the folder of the store.
 
         The process opens the store, takes the lane (`Lanes.hold_lane`; `goes_on`: the tenancy has rows), and appends.
-        The lane counts stored rows as ever. When the process has let the lane go, or has died, calls by this
-        producer's name
-        go on as before.
+        The lane counts stored rows as ever. When the process has let the lane go, or has died, calls by this producer's
+        name continue as before.
 
         Raises:
             ValueError: the tenancy has ended, or never began; or the shard has no `scratch_dir`.
         """
-        lane = self._lane_of(producer, tenancy)
-        if lane is None or self._folder is None:
-            reason = "has ended" if lane is None else "is in a shard without a scratch_dir, which others cannot open"
-            raise ValueError(f"tenancy {tenancy} of {producer!r} {reason}: its lane cannot be lent")
-        use = self._record.lanes[lane]
-        assert use is not None
-        uses = (*self._record.lanes[:lane], dataclasses.replace(use, lent=True), *self._record.lanes[lane + 1 :])
-        self._write_record(dataclasses.replace(self._record, lanes=uses))
-        self._lanes.release_lane(lane)
-        return str(self._folder)
+        return self._tenancies.lend(producer, tenancy)
 
     @_call
     def leave(self, incarnation: int, producer: str, tenancy: int) -> int:
@@ -565,11 +680,7 @@ class ReplayShard:
             ValueError: the producer has never had this tenancy.
             NoFreeLaneError: the lane is lent, and its process has not let it go.
         """
-        lane = self._lane_of(producer, tenancy)
-        if lane is not None:
-            self._must_reclaim(lane)
-            self._write_record(self._ended(self._record, lane))
-        return self._record.ended[producer][1]
+        return self._tenancies.leave(producer, tenancy)
 
     @_call
     def end_producer(self, incarnation: int, producer: str) -> int:
@@ -578,11 +689,7 @@ class ReplayShard:
         Raises:
             NoFreeLaneError: the lane is lent, and its process has not let it go.
         """
-        for use in self._record.lanes:
-            if use is not None and use.producer == producer:
-                return self.leave(incarnation, producer, use.tenancy)
-        ended = self._record.ended.get(producer)
-        return 0 if ended is None else ended[1]
+        return self._tenancies.end_producer(producer)
 
     @_call
     def extend(
@@ -612,13 +719,14 @@ class ReplayShard:
         check(self._layout, block)
         if priority is not None:
             self._check_priorities(priority, len(block))
-        lane = self._lane_of(producer, tenancy)
+        tenancies = self._tenancies
+        lane = tenancies.lane_of(producer, tenancy)
         if lane is None:
-            return Acknowledgement(self._record.ended[producer][1], False, 0, self._totals())
-        self._must_reclaim(lane)
+            return Acknowledgement(tenancies.record.ended[producer][1], False, 0, self._totals())
+        tenancies.must_reclaim(lane)
         if self._folder_lock is not None and self._folder_lock.is_removed:
             raise StorageError(f"{self._folder} was removed; what is written to it now would be lost")
-        count = self._count(lane)
+        count = tenancies.count(lane)
         if not 0 <= first <= count:
             raise ValueError(
                 f"first={first}, but {count} rows of tenancy {tenancy} are in: those between never came. Nothing was "
@@ -634,8 +742,8 @@ class ReplayShard:
                 self._storage.append_packed(lane, new.parts[0])
         if priority is not None:
             self._give_priorities(lane, first, count, priority)
-        self._last_rows[lane] = time.monotonic()
-        return Acknowledgement(self._count(lane), True, self._credit, self._totals())
+        tenancies.note_rows(lane)
+        return Acknowledgement(tenancies.count(lane), True, self._credit, self._totals())
 
     def _check_priorities(self, priority: Tensor, n: int) -> None:
         if not isinstance(self._sampler, PrioritizedSampler):
@@ -644,7 +752,7 @@ class ReplayShard:
 
     def _give_priorities(self, lane: int, first: int, count: int, priority: Tensor) -> None:
         """Gives rows the priorities that came with them, if they have had none; `count`: rows that were in before."""
-        use = self._record.lanes[lane]
+        use = self._tenancies.record.lanes[lane]
         assert use is not None
         number = first + torch.arange(len(priority))
         sequences = use.begin + number
@@ -658,43 +766,8 @@ class ReplayShard:
     @property
     def _credit(self) -> int:
         """How many rows a producer may have on their way here, so that few wait, whichever side is faster."""
-        producers = sum(use is not None for use in self._record.lanes)
+        producers = len(self._tenancies.record.producers)
         return max(1, _QUEUE_BYTES // (self._layout.payload_bytes * max(1, producers)))
-
-    def _lane_of(self, producer: str, tenancy: int) -> int | None:
-        """The lane of a tenancy; None: it has ended."""
-        for lane, use in enumerate(self._record.lanes):
-            if use is not None and (use.producer, use.tenancy) == (producer, tenancy):
-                return lane
-        ended = self._record.ended.get(producer)
-        if ended is None or ended[0] != tenancy:
-            raise ValueError(
-                f"{producer!r} has no tenancy {tenancy} in this shard; its last one that ended is {ended}: join again. "
-                "Nothing was written"
-            )
-        return None
-
-    def _count(self, lane: int, record: _Record | None = None) -> int:
-        """Rows of the lane's tenancy that are in: what the lane itself counts."""
-        use = (self._record if record is None else record).lanes[lane]
-        return 0 if use is None else max(0, self._lanes.store.lane(lane)["published"] - use.begin)
-
-    def _ended(self, record: _Record, lane: int, lost: bool = False) -> _Record:
-        """The record without the tenancy of a lane. `lost`: this store has none of its rows."""
-        use = record.lanes[lane]
-        if use is None:
-            return record
-        count = 0 if lost else self._count(lane, record)
-        uses = (*record.lanes[:lane], None, *record.lanes[lane + 1 :])
-        ended = {name: end for name, end in record.ended.items() if name != use.producer}
-        for name in list(ended)[: max(0, len(ended) + 1 - _MOST_ENDED)]:
-            del ended[name]
-        return dataclasses.replace(record, lanes=uses, ended={**ended, use.producer: (use.tenancy, count)})
-
-    def _without_tenancies(self, record: _Record, lost: bool = False) -> _Record:
-        for lane in range(self._n_lanes):
-            record = self._ended(record, lane, lost)
-        return record
 
     # ---- draws ----
     @_call
@@ -801,13 +874,13 @@ class ReplayShard:
             StorageInUseError: another process has the store open for writing. Nothing was changed.
         """
         if self._storage.lanes is None:
-            self._end_incarnation()
+            self._tenancies.end_all()
             return self.incarnation
         with self._lanes.exclusive("empty()"):
-            self._end_incarnation()
+            self._tenancies.end_all()
             self._buffer.empty()
-            self._hold_lanes()  # also those that were lent
-            self._write_record(self._record)
+            self._tenancies.hold_lanes()  # also those that were lent
+            self._tenancies.write()
             self._rewrite_priorities()
         return self.incarnation
 
@@ -839,7 +912,7 @@ class ReplayShard:
         if self._storage.lanes is not None:
             with self._lanes.exclusive("loads()"):
                 pass
-        self._end_incarnation()
+        self._tenancies.end_all()
         if self._storage.lanes is not None:
             self._lanes.release_lane(0)  # a load takes one as `extend` does
         try:
@@ -847,16 +920,10 @@ class ReplayShard:
         finally:
             if self._storage.lanes is not None:
                 self._lanes.release()
-                self._hold_lanes()
-                self._write_record(self._record)
+                self._tenancies.hold_lanes()
+                self._tenancies.write()
                 self._rewrite_priorities()
         return self.incarnation
-
-    def _end_incarnation(self) -> None:
-        """Clears the record before rows are replaced: after a kill no count is taken from a lane of other rows."""
-        record = self._without_tenancies(self._record)
-        incarnation = max(record.incarnation + 1, time.time_ns())
-        self._write_record(dataclasses.replace(record, incarnation=incarnation, replaced=record.replaced + 1))
 
     def close(self) -> None:
         """Ends the use of the store; with a `scratch_dir` a new shard can continue with it."""

@@ -163,6 +163,12 @@ class EpisodeIndex(PartlyCopied):
             with indexed.guard:
                 priorities.poll_starts(indexed.lanes.store, indexed.index, rule, indexed.fetch)
 
+    def newest(self, steps: StepSource, rule: _native.SliceRule, n: int) -> _native.SliceBatch | None:
+        """The n slices that end last, of each environment's newest trajectories; None: none is long enough."""
+        newest: _native.SliceBatch | None
+        newest = None if self._of(steps) is None else self._query(steps, "newest", rule, n)
+        return newest
+
     def choices(self, steps: StepSource, rule: _native.SliceRule) -> int:
         """How many trajectories that are long enough or, by window, windows there are to draw from."""
         return 0 if self._of(steps) is None else int(self._query(steps, "choices", rule))
@@ -280,7 +286,7 @@ class _Settled:
     def __enter__(self) -> None:
         self._mutex = self._lanes.mutex
         self._mutex.acquire()
-        self._lanes.settle_borders()
+        self._lanes.pending_borders.settle(self._lanes.mutex)
 
     def __exit__(self, *_: object) -> None:
         self._mutex.release()

@@ -35,8 +35,8 @@ from engram.store.indexing import Selection
 from engram.store.item_rows import ROW, ItemRows, NewItemRows
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
+from engram.store.rows import Checked, Rows, warn_of_items
 from engram.store.table import Table
-from engram.store.tables import Checked, Rows, warn_of_items
 
 #: A key at the root, and what each item also stores there (int64 [n]); None: the slots that `append` will give.
 Extra = tuple[str, Tensor | None]

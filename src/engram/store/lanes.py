@@ -59,6 +59,7 @@ class Lanes:
         self.takes_turns = turns and locks is not None and store.lanes == 1
         self.mutex = threading.RLock()  # writers of this process take turns; in-place writes keep readers by slot out
         self._on_take = on_take
+        self._turns = Turns(store, locks, on_take) if self.takes_turns and locks is not None else None
         self._on_exclusive = on_exclusive
         self._held: int | None = None
         self._held_beside: set[int] = set()  # lanes that `hold_lane` took
@@ -67,10 +68,10 @@ class Lanes:
         self.on_join: Callable[[], None] = _nothing
         self._copy_of = 0  # the process whose private memory this is a copy of, until the warning about it
         self._held_by_parent: int | None = None  # the lane in which such a copy goes on
-        # A lane with rows of earlier writers, and its incarnation and end when this process took it.
-        self._watched_lane: int | None = None
-        self._taken_at: tuple[int, int] | None = None
-        self._has_warned = False  # of their eviction
+        #: Of rows that earlier writers left in the lane of this process.
+        self.evictions = EvictionWatch(store)
+        #: Seams that a device may still be computing.
+        self.pending_borders = PendingBorders(store)
         #: The sequences that rows carry (int64 [n] of slots); 0 where a row has the one that its lane counts.
         #: None: they carry none. Set by the table that holds the rows.
         self.own_sequences: Callable[[Tensor], Tensor] | None = None
@@ -78,9 +79,6 @@ class Lanes:
         self.shifts: list[int] = []
         self._exclusive_depth = 0
         self._session = os.urandom(8).hex()
-        self._pending_borders: list[tuple[int, Tensor]] = []  # sequence, whether a trajectory begins there
-        self._pending_evidence: tuple[int, Tensor] | None = None
-        self._pending_incarnation = store.incarnation  # of the rows that both are about
         self._released: dict[int, tuple[int, int]] = {}  # lanes that this process gave back: incarnation and end, then
         self.capacity: int = store.lanes * store.lane_capacity * store.envs
         self.envs: int = store.envs
@@ -120,7 +118,7 @@ class Lanes:
 
     def states(self) -> list[dict[str, Any]]:
         """Counters and seams of each lane. `published` is among the seams where this process's next row will be one."""
-        self.settle_borders()
+        self.pending_borders.settle(self.mutex)
         return [{**self.store.lane(i), "seams": self.store.seams(i)} for i in range(self.store.lanes)]
 
     # ---- for saves ----
@@ -137,7 +135,7 @@ class Lanes:
         held = self._held_by_parent if self.unused_since_fork else self._held
         beside = set() if self.unused_since_fork else self._held_beside
         saved = []
-        self.settle_borders()
+        self.pending_borders.settle(self.mutex)
         for i in range(self.store.lanes):
             lane = self.store.lane(i)
             published = lane["published"]
@@ -175,7 +173,7 @@ class Lanes:
     def widened(self, store: _native.Store) -> Lanes:
         """The same lanes of the same rows, which were copied to another store in private memory."""
         twin = copy.copy(self)
-        twin.store = store
+        twin.store, twin.evictions, twin.pending_borders = store, EvictionWatch(store), PendingBorders(store)
         _live.add(twin)
         return twin
 
@@ -223,13 +221,15 @@ class Lanes:
                 return self._held
             while (found := self._first_free(preferred)) is not None:
                 lane, end = found
-                if end != self._end(lane):  # another process had it since the look: it may be the wrong one by now
+                if end != _end_of(
+                    self.store, lane
+                ):  # another process had it since the look: it may be the wrong one by now
                     self._free(lane)
                     continue
                 own = self._released.get(lane) == end
                 self._prepare(lane)
                 if not own:
-                    self._watch_evictions(lane)
+                    self.evictions.begin(lane)
                 self._held = lane
                 return lane
         n = self.store.lanes
@@ -240,7 +240,7 @@ class Lanes:
 
     def _first_free(self, preferred: int | None) -> tuple[int, tuple[int, int]] | None:
         """Locks the first lane of `by_room` that is free; returns it and its end before. None: each has a writer."""
-        ends = [self._end(lane) for lane in range(self.store.lanes)]
+        ends = [_end_of(self.store, lane) for lane in range(self.store.lanes)]
         for lane in sorted(self.by_room(), key=lambda lane: lane != preferred):
             if lane in self._held_beside:  # whose lock is this process's already
                 continue
@@ -260,50 +260,20 @@ class Lanes:
         """
         if self.store.lanes == 1:
             return [0]
-        own = [lane for lane, end in self._released.items() if end == self._end(lane)][::-1]
+        own = [lane for lane, end in self._released.items() if end == _end_of(self.store, lane)][::-1]
         lanes = self.counters()
         rows = [lane["published"] - lane["first"] for lane in lanes]
         others = sorted(range(len(lanes)), key=lambda i: (rows[i], lanes[i]["written_at"] if rows[i] else 0, i))
         return own + [lane for lane in others if lane not in own]
 
-    def _watch_evictions(self, lane: int) -> None:
-        """The first append to this lane that replaces a row of an earlier writer will be one with a warning."""
-        counters = self.store.lane(lane)
-        if self.store.lanes > 1 and counters["published"] > counters["first"] and not self._has_warned:
-            self._watched_lane, self._taken_at = lane, self._end(lane)
-            self.store.watch_evictions(lane, counters["first"] + self.store.lane_capacity)
-
-    def warn_of_evictions(self) -> None:
-        """Warns, once, that rows of earlier writers leave the lane of this process, where they do from now on."""
-        lane, taken_at = self._held, self._taken_at
-        self._end_watch()
-        if lane is None or taken_at is None or taken_at[0] != self.store.incarnation:
-            return
-        rows, n = taken_at[1] - self.store.lane(lane)["first"], self.store.lanes
-        if rows <= 0:
-            return
-        self._has_warned = True
-        warn_user(
-            f"lane {lane} of {n} is full: from here on each step of this process replaces one of {rows} that an "
-            f"earlier writer left there, the oldest first; {len(self)} of {self.capacity} steps are stored. A writer "
-            f"has a lane of {self.store.lane_capacity} steps, and takes the free one with the fewest. To keep more "
-            "steps of each make the storage with fewer lanes or a larger max_size; where old steps are to go, ignore "
-            "this",
-            RuntimeWarning,
-        )
-
-    def _end_watch(self) -> None:
-        self._watched_lane = self._taken_at = None
-        self.store.end_watch()
-
     def _prepare(self, lane: int, goes_on: bool = False) -> None:
         try:
-            if self.takes_turns:
-                self._join_turns(lane)
+            if self._turns is not None:
+                self._turns.join(lane)
             elif self._on_take is not None:
                 self._on_take(lane)
             # The last writer of this lane may have stopped in the middle of a trajectory.
-            if self._released.pop(lane, None) != self._end(lane) and not goes_on:
+            if self._released.pop(lane, None) != _end_of(self.store, lane) and not goes_on:
                 self.store.mark_seam(lane)
         except BaseException:
             self._free(lane)
@@ -327,7 +297,7 @@ class Lanes:
             ValueError: it is this process's own, or one in which writers take turns.
         """
         notice_fork()
-        self._check_lane(lane)
+        _check_range("lane", lane, self.store.lanes)
         if self.unused_since_fork:
             self.join_after_fork()
         with self.mutex:
@@ -342,8 +312,7 @@ class Lanes:
             if self.locks is not None and not self.locks.take_lane(lane):
                 raise NoFreeLaneError(f"lane {lane} of this store has a writer in another process; end it first")
             self._prepare(lane, goes_on)
-            if self._watched_lane == lane:
-                self._end_watch()
+            self.evictions.end(lane)
             self._held_beside.add(lane)
 
     def release_lane(self, lane: int) -> None:
@@ -358,7 +327,7 @@ class Lanes:
 
     def _note_released(self, lane: int) -> None:
         self._released.pop(lane, None)  # so that it is the last
-        self._released[lane] = self._end(lane)
+        self._released[lane] = _end_of(self.store, lane)
 
     def mark_seam_in(self, lane: int) -> None:
         """Puts a seam before the next row of a lane that this process holds."""
@@ -383,31 +352,12 @@ class Lanes:
             >>> Lanes.in_memory(10).slots_of(0, torch.tensor([3, 13, 25]))
             tensor([3, 3, 5])
         """
-        self._check_lane(lane)
+        _check_range("lane", lane, self.store.lanes)
         _check_range("environment", env, self.envs)
         _check_range("sequence", sequences, _END_OF_SEQUENCES)
         return (lane * self.store.lane_capacity + sequences % self.store.lane_capacity) * self.envs + env
 
-    def _check_lane(self, lane: int | Tensor) -> None:
-        _check_range("lane", lane, self.store.lanes)
-
     # ---- turns ----
-    def _join_turns(self, lane: int) -> None:
-        """Makes this process one of those that take turns."""
-        assert self.locks is not None
-        while not self.store.writer:
-            writer = self.store.new_writer(lane, os.getpid())
-            if self.locks.take_writer(writer >> _native.PID_BITS):  # else the header that counts them is damaged
-                self.store.writer = writer
-        if self._on_take is None:
-            return
-        try:
-            # In a turn, so that the term rises at a change of writer and not among the rows of one.
-            self._await_turn(lane)
-            self._on_take(lane)
-        finally:
-            self.store.end_turn(lane)
-
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         """A block in which no other process appends to this process's lane; the caller holds the mutex.
@@ -416,64 +366,18 @@ class Lanes:
             StorageInUseError: another process has been appending for ten seconds; the message names it.
         """
         notice_fork()
-        if not self.takes_turns or self.store.has_turn:
+        turns = self._turns
+        if turns is None or self.store.has_turn:
             yield
             return
         lane = self.hold()
         try:
-            self._await_turn(lane)
+            turns.begin(lane)
             if not self.store.has_written:
-                self._warn_of_second_writer(lane)
+                turns.warn_of_second_writer(lane)
             yield
         finally:
             self.store.end_turn(lane)
-
-    def _await_turn(self, lane: int) -> None:
-        locks, deadline = self.locks, time.monotonic() + _TURN_TIMEOUT
-        assert locks is not None
-        looks = 0
-        while holder := self.store.begin_turn(lane):
-            looks += 1
-            if looks < _TURN_LOOKS:
-                time.sleep(0)
-                continue
-            if not locks.is_writer_alive(holder >> _native.PID_BITS):
-                if self._take_over(lane, holder):
-                    return
-                continue
-            if time.monotonic() > deadline:
-                pid = holder & ((1 << _native.PID_BITS) - 1)
-                raise StorageInUseError(
-                    f"process {pid} has been writing to this store for {_TURN_TIMEOUT:g} seconds, and writers take "
-                    "turns: it was stopped, or waits for something. Let it go on or end it; or make the store with "
-                    "lanes=n, one for each of n writers, which then wait for nobody"
-                )
-            time.sleep(min(_LONGEST_TURN_PAUSE, _TURN_PAUSE * (looks - _TURN_LOOKS + 1)))
-
-    def _take_over(self, lane: int, dead: int) -> bool:
-        """Takes the turn of a writer that died with it; False where another process was faster."""
-        if self.store.begin_turn(lane, dead):
-            return False
-        if self._on_take is not None:
-            try:
-                self._on_take(lane)
-            except BaseException:
-                self.store.undo_takeover(lane, dead)
-                raise
-        return True
-
-    def _warn_of_second_writer(self, lane: int) -> None:
-        assert self.locks is not None
-        last = self.store.last_writer(lane)
-        if not last or last == self.store.writer or not self.locks.is_writer_alive(last >> _native.PID_BITS):
-            return
-        warn_user(
-            f"this process and process {last & ((1 << _native.PID_BITS) - 1)} write to one store and take turns: "
-            "rows of both lie behind each other, a whole extend (or add) at a time, and no slice or trajectory goes on "
-            "from one extend to the next where another process wrote in between. For slices longer than one extend "
-            "make the storage with lanes=n, one for each of n writers",
-            RuntimeWarning,
-        )
 
     def next_slots(self, steps: int) -> Tensor:
         """The time slots that the next steps of this process go to: int64 [steps]."""
@@ -503,50 +407,6 @@ class Lanes:
         with self.mutex:
             for lane in self._released if self._held is None else (self._held,):  # one of which it takes again
                 self.store.mark_seam(lane)
-
-    def note_border(self, begins: Tensor) -> None:
-        """Puts a seam before the next step if this flag, which a device may still be computing, is set."""
-        self._drop_outdated()
-        self._pending_borders.append((self.store.lane(0)["published"], begins))
-        if len(self._pending_borders) >= _MAX_PENDING_BORDERS:
-            self.settle_borders()
-
-    def note_evidence(self, looked: int, evidence: Tensor) -> None:
-        """Border evidence of the steps up to a sequence (`ColumnBorder`), which a device may still be computing."""
-        self._drop_outdated()
-        self._pending_evidence = looked, evidence
-
-    def _drop_outdated(self) -> None:
-        """Forgets pending results about rows that have all been replaced since."""
-        if self._pending_incarnation != self.store.incarnation:
-            self._pending_incarnation, self._pending_borders = self.store.incarnation, []
-            self._pending_evidence = None
-
-    def settle_borders(self) -> None:
-        """Waits for the results given to `note_border` and `note_evidence`; called before seams are read."""
-        if self._pending_evidence is not None:
-            with self.mutex:
-                self._drop_outdated()
-                pending, self._pending_evidence = self._pending_evidence, None
-                if pending is not None:
-                    exists, *agreed = pending[1].tolist()
-                    bits = sum(1 << k for k, agrees in enumerate(agreed) if agrees)
-                    self.store.set_border_evidence(0, pending[0], bits if exists else None)
-        if not self._pending_borders:
-            return
-        with self.mutex:
-            self._drop_outdated()
-            borders, self._pending_borders = self._pending_borders, []
-            if not borders:
-                return
-            oldest = self.store.lane(0)["first"]
-            flags = torch.stack([begins for _, begins in borders]).tolist()  # one wait for all
-            for (sequence, _), begins in zip(borders, flags, strict=True):
-                if begins and sequence > oldest:
-                    self.store.add_seam(0, sequence)
-
-    def _end(self, lane: int) -> tuple[int, int]:
-        return self.store.incarnation, self.store.lane(lane)["published"]
 
     def release(self) -> None:
         """Gives this process's lane back. If no other process writes to it before this one does, trajectories go on."""
@@ -670,7 +530,7 @@ class Lanes:
         self.mutex = threading.RLock()
         self._exclusive_depth = 0
         self._held_beside = set()
-        self._watched_lane, self._taken_at, self._has_warned = None, None, False
+        self.evictions = EvictionWatch(self.store)
         self._released.clear()  # the parent may go on where it stopped; this process did not write there
         self.store.end_save()  # the saving thread runs in the parent only
         self.store.after_fork()
@@ -681,6 +541,185 @@ class Lanes:
         self.unused_since_fork = True
         if self.locks is None:
             self._copy_of = os.getppid()
+
+
+class Turns:
+    """The turns of the processes that write to a store's only lane: each has it for one append.
+
+    Args:
+        on_take: called with the lane's number when this process joins them, and when it takes a dead writer's turn.
+    """
+
+    def __init__(self, store: _native.Store, locks: LaneLocks, on_take: Callable[[int], None] | None) -> None:
+        self._store, self._locks, self._on_take = store, locks, on_take
+
+    def join(self, lane: int) -> None:
+        """Makes this process one of those that take turns."""
+        while not self._store.writer:
+            writer = self._store.new_writer(lane, os.getpid())
+            if self._locks.take_writer(writer >> _native.PID_BITS):  # else the header that counts them is damaged
+                self._store.writer = writer
+        if self._on_take is None:
+            return
+        try:
+            # In a turn, so that the term rises at a change of writer and not among the rows of one.
+            self.begin(lane)
+            self._on_take(lane)
+        finally:
+            self._store.end_turn(lane)
+
+    def begin(self, lane: int) -> None:
+        """Waits for the turn of this process. Errors as `Lanes.turn`."""
+        deadline = time.monotonic() + _TURN_TIMEOUT
+        looks = 0
+        while holder := self._store.begin_turn(lane):
+            looks += 1
+            if looks < _TURN_LOOKS:
+                time.sleep(0)
+                continue
+            if not self._locks.is_writer_alive(holder >> _native.PID_BITS):
+                if self._take_over(lane, holder):
+                    return
+                continue
+            if time.monotonic() > deadline:
+                pid = holder & ((1 << _native.PID_BITS) - 1)
+                raise StorageInUseError(
+                    f"process {pid} has been writing to this store for {_TURN_TIMEOUT:g} seconds, and writers take "
+                    "turns: it was stopped, or waits for something. Let it go on or end it; or make the store with "
+                    "lanes=n, one for each of n writers, which then wait for nobody"
+                )
+            time.sleep(min(_LONGEST_TURN_PAUSE, _TURN_PAUSE * (looks - _TURN_LOOKS + 1)))
+
+    def _take_over(self, lane: int, dead: int) -> bool:
+        """Takes the turn of a writer that died with it; False where another process was faster."""
+        if self._store.begin_turn(lane, dead):
+            return False
+        if self._on_take is not None:
+            try:
+                self._on_take(lane)
+            except BaseException:
+                self._store.undo_takeover(lane, dead)
+                raise
+        return True
+
+    def warn_of_second_writer(self, lane: int) -> None:
+        """Warns where another process that lives has written to the lane."""
+        last = self._store.last_writer(lane)
+        if not last or last == self._store.writer or not self._locks.is_writer_alive(last >> _native.PID_BITS):
+            return
+        warn_user(
+            f"this process and process {last & ((1 << _native.PID_BITS) - 1)} write to one store and take turns: "
+            "rows of both lie behind each other, a whole extend (or add) at a time, and no slice or trajectory goes on "
+            "from one extend to the next where another process wrote in between. For slices longer than one extend "
+            "make the storage with lanes=n, one for each of n writers",
+            RuntimeWarning,
+        )
+
+
+class EvictionWatch:
+    """Whether a process evicts rows that earlier writers left in its lane, of which it warns once."""
+
+    def __init__(self, store: _native.Store) -> None:
+        self._store = store
+        self._lane: int | None = None  # that is watched
+        self._taken_at: tuple[int, int] | None = None  # its incarnation and end when this process took it
+        self._has_warned = False
+
+    def begin(self, lane: int) -> None:
+        """The first append to this lane that replaces a row of an earlier writer will be one with a warning."""
+        counters = self._store.lane(lane)
+        if self._store.lanes > 1 and counters["published"] > counters["first"] and not self._has_warned:
+            self._lane, self._taken_at = lane, _end_of(self._store, lane)
+            self._store.watch_evictions(lane, counters["first"] + self._store.lane_capacity)
+
+    def warn(self, held: int | None, stored: int, capacity: int) -> None:
+        """Warns, once, that rows of earlier writers leave the lane of this process, where they do from now on.
+
+        Args:
+            held: the lane.
+            stored, capacity: steps of all lanes.
+        """
+        lane, taken_at = held, self._taken_at
+        self._end()
+        if lane is None or taken_at is None or taken_at[0] != self._store.incarnation:
+            return
+        rows, n = taken_at[1] - self._store.lane(lane)["first"], self._store.lanes
+        if rows <= 0:
+            return
+        self._has_warned = True
+        warn_user(
+            f"lane {lane} of {n} is full: from here on each step of this process replaces one of {rows} that an "
+            f"earlier writer left there, the oldest first; {stored} of {capacity} steps are stored. A writer "
+            f"has a lane of {self._store.lane_capacity} steps, and takes the free one with the fewest. To keep more "
+            "steps of each make the storage with fewer lanes or a larger max_size; where old steps are to go, ignore "
+            "this",
+            RuntimeWarning,
+        )
+
+    def end(self, lane: int) -> None:
+        """Watches this lane no more."""
+        if self._lane == lane:
+            self._end()
+
+    def _end(self) -> None:
+        self._lane = self._taken_at = None
+        self._store.end_watch()
+
+
+class PendingBorders:
+    """Borders between trajectories that a device may still be computing: nobody waits for it before seams are read."""
+
+    def __init__(self, store: _native.Store) -> None:
+        self._store = store
+        self._borders: list[tuple[int, Tensor]] = []  # sequence, whether a trajectory begins there
+        self._evidence: tuple[int, Tensor] | None = None
+        self._incarnation = store.incarnation  # of the rows that both are about
+
+    def add(self, begins: Tensor, mutex: Any) -> None:
+        """Puts a seam before the next step if this flag, which a device may still be computing, is set."""
+        self._drop_outdated()
+        self._borders.append((self._store.lane(0)["published"], begins))
+        if len(self._borders) >= _MAX_PENDING_BORDERS:
+            self.settle(mutex)
+
+    def set_evidence(self, looked: int, evidence: Tensor) -> None:
+        """Border evidence of the steps up to a sequence (`ColumnBorder`), which a device may still be computing."""
+        self._drop_outdated()
+        self._evidence = looked, evidence
+
+    def _drop_outdated(self) -> None:
+        """Forgets pending results about rows that have all been replaced since."""
+        if self._incarnation != self._store.incarnation:
+            self._incarnation, self._borders = self._store.incarnation, []
+            self._evidence = None
+
+    def settle(self, mutex: Any) -> None:
+        """Waits for the results given to `add` and `set_evidence`; called before seams are read."""
+        if self._evidence is not None:
+            with mutex:
+                self._drop_outdated()
+                pending, self._evidence = self._evidence, None
+                if pending is not None:
+                    exists, *agreed = pending[1].tolist()
+                    bits = sum(1 << k for k, agrees in enumerate(agreed) if agrees)
+                    self._store.set_border_evidence(0, pending[0], bits if exists else None)
+        if not self._borders:
+            return
+        with mutex:
+            self._drop_outdated()
+            borders, self._borders = self._borders, []
+            if not borders:
+                return
+            oldest = self._store.lane(0)["first"]
+            flags = torch.stack([begins for _, begins in borders]).tolist()  # one wait for all
+            for (sequence, _), begins in zip(borders, flags, strict=True):
+                if begins and sequence > oldest:
+                    self._store.add_seam(0, sequence)
+
+
+def _end_of(store: _native.Store, lane: int) -> tuple[int, int]:
+    """What is another value after a write to a lane: the incarnation of its rows, and where they end."""
+    return store.incarnation, store.lane(lane)["published"]
 
 
 def _check_range(what: str, values: int | Tensor, end: int) -> None:

@@ -19,13 +19,15 @@ from engram import pytree
 from engram._copies import share_fd
 from engram.errors import StorageError
 from engram.pytree import KeyPath, TreeSpec
+from engram.store.column_table import ColumnTable
 from engram.store.files import StoreSpec, open_passed_store, refuse_if_memory_is_short
 from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.places import READ_ONLY, FirstWriters, NewTable, ObservedFile, OpenedTable, Place, TableSize, locks_of
+from engram.store.row_table import RowTable
+from engram.store.rows import Checked, MadeTable, Rows, expand_slots, warn_of_items
 from engram.store.table import Replacing, Table
-from engram.store.tables import Checked, ColumnTable, MadeTable, Rows, RowTable, expand_slots, warn_of_items
 
 _T = TypeVar("_T")
 _NO_STEPS = "nothing to add: the batch has no steps"
@@ -45,6 +47,7 @@ class LazyTable(Table):
         self.has_path = place.opens_path()
         #: The table, when it is made or opened.
         self.made: MadeTable | None = None
+        self._own_index: OwnIndex | None = None
         self._first_env_shape: tuple[int, ...] | None = None  # of a first batch with several environment dimensions
         self._make_lock = threading.Lock()
         self._expects_sequences = False
@@ -104,6 +107,7 @@ class LazyTable(Table):
         self.known_lanes, self.made = lanes, made
         self.layout = None if made is None else made.layout
         self.item_shape = () if self.layout is None else self.layout.within
+        self._own_index = None if lanes is None else OwnIndex(lanes, self.item_shape, self.env_shape, self.ndim)
         self._bind()
         if lanes is not None:
             lanes.on_join = functools.partial(_bind_again, weakref.ref(self))
@@ -154,11 +158,8 @@ class LazyTable(Table):
         if self.place.awaits_others():  # one of them may have made it
             envs = self._first_env_shape or _env_shape(items, batch_dims, time_dim)
             if envs != self.env_shape:
-                raise self._other_envs(envs)
+                raise _other_envs(envs, self.env_shape)
         return self.made
-
-    def _other_envs(self, envs: tuple[int, ...]) -> ValueError:
-        return ValueError(f"the batch has environments of shape {list(envs)}, this storage {list(self.env_shape)}")
 
     # ---- other processes ----
     def _join_made(self) -> None:
@@ -257,12 +258,13 @@ class LazyTable(Table):
         if made is None:
             made = self._made_for(items, batch_dims, time_dim, index_key)
         extra: tuple[str, Any] | None = None
-        if index is not None and index_key is not None:
-            own = index[0] if single else index
-            extra = (index_key, self._of_each_step(own)) if self._stores(index_key) else None
-        elif index_key is not None and (index_key,) in made.layout.paths:
-            own_index = self.own_index(items, batch_dims, time_dim)
-            extra = (index_key, self._of_each_step(own_index) if made.layout.within else own_index)
+        if index_key is not None and (index_key,) in made.layout.paths:
+            own = self._own_index
+            assert own is not None
+            if index is None:
+                extra = index_key, own.of_next(items, batch_dims, time_dim)
+            else:
+                extra = index_key, own.of_items(index[0] if single else index)
         checked = Checked(*made.fit(items, batch_dims, time_dim, extra))
         if checked.steps == 0:
             raise ValueError(_NO_STEPS)
@@ -277,37 +279,12 @@ class LazyTable(Table):
         if self.made is None:
             self._first_env_shape = envs
         elif envs != self.env_shape:
-            raise self._other_envs(envs)
+            raise _other_envs(envs, self.env_shape)
         if len(envs) == 1:
             return items, batch_dims, time_dim
         first = 1 if time_dim == 0 else 0
         merged = pytree.flatten_dims(items, first, first + len(envs) - 1)
         return merged, batch_dims - len(envs) + 1, time_dim if time_dim <= 0 else 1
-
-    def own_index(self, items: Any, batch_dims: int, time_dim: int) -> Tensor | int:
-        """The index that `append` will give to each step of a batch."""
-        assert self.known_lanes is not None
-        if batch_dims == 0:
-            return self.known_lanes.next_slot()
-        steps = 1 if time_dim < 0 else _lead_shape(items, batch_dims)[time_dim]
-        times = self.known_lanes.next_slots(steps)
-        if self.ndim == 1:
-            return times
-        slots: Any = expand_slots(times, self.known_lanes.envs)
-        index = torch.stack(tuple(from_slots(slots, self.env_shape)), -1).reshape(
-            steps, self.known_lanes.envs, self.ndim
-        )
-        return index[0] if time_dim < 0 else index if time_dim == 0 else index.transpose(0, 1)
-
-    def _of_each_step(self, index: Tensor | int) -> Tensor:
-        """The index of each item, repeated for its steps where items have batch dimensions of their own."""
-        assert self.made is not None
-        at, within = torch.as_tensor(index), self.made.layout.within
-        return pytree.repeat_per_step(at, at.ndim - (self.ndim > 1), within) if within else at
-
-    def _stores(self, key: str) -> bool:
-        assert self.made is not None
-        return (key,) in self.made.layout.paths
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         assert self.made is not None and self.known_lanes is not None
@@ -320,23 +297,17 @@ class LazyTable(Table):
         return self.made.prepare_overwrite(slots, checked.data, rows, first)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
-        assert self.made is not None
-        self.made.overwrite(slots, self._plan_rows(items, slots, index_key))
-
-    def _plan_rows(self, items: Any, slots: Tensor, index_key: str | None) -> Any:
-        """Rows for in-place writing: [n, ...], whatever environments the storage has; one step is repeated."""
-        assert self.made is not None
+        """As `overwrite` of a storage, whatever environments it has; one step is repeated."""
+        assert self.made is not None and self._own_index is not None
         n = len(slots)
         if self.is_single(items):
             items = pytree.expand(items, n)
-        if index_key is not None and self._stores(index_key):
+        if index_key is not None and (index_key,) in self.made.layout.paths:
             _check_count(n, *_lead_shape(items, 1)[:1])
-            own = from_slots(slots, self.env_shape)
-            index = torch.stack(own, -1) if isinstance(own, tuple) else own
-            items = pytree.with_entry(items, index_key, self._of_each_step(index))
+            items = pytree.with_entry(items, index_key, self._own_index.of_slots(slots))
         count, rows = self.made.fit_rows(items)
         _check_count(n, count)
-        return rows
+        self.made.overwrite(slots, rows)
 
     def is_single(self, items: Any, env_dims: int = 0) -> bool:
         assert self.made is not None
@@ -368,10 +339,10 @@ class LazyTable(Table):
         return self.made.column(path, slots)
 
     def view(self) -> Any:
-        if self.lanes is None or self.known_lanes is None:
+        if self.lanes is None or self.known_lanes is None or self.made is None:
             return None
         store = self.known_lanes.store
-        return self._shaped_view(0, store.lanes * store.lane_capacity)
+        return _view(self.made, self.env_shape, 0, store.lanes * store.lane_capacity)
 
     def slice(self, index: slice) -> Any:
         if self.made is None or self.known_lanes is None:
@@ -382,22 +353,7 @@ class LazyTable(Table):
         # Without gaps and from slot 0 on: not where a recovery left the middle of a ring, not in several lanes.
         contiguous = store.lanes == 1 and (rows == store.lane_capacity or lane["first"] % store.lane_capacity == 0)
         start, stop, step = index.indices(max(0, rows))
-        return self._shaped_view(start, max(start, stop)) if contiguous and step == 1 else None
-
-    def _shaped_view(self, start: int, stop: int) -> Any:
-        assert self.made is not None
-        view = self.made.view(start, stop)
-        if (len(self.env_shape) > 1 or self.env_shape == (1,)) and isinstance(self.made, RowTable):
-            lead, merged = (stop - start, *self.env_shape), 1 if self.env_shape == (1,) else 2
-            view = pytree.map_outermost(view, lambda part: part.reshape(*lead, *part.shape[merged:]))
-        return view
-
-    @property
-    def packed(self) -> RowTable:
-        """The table of rows as bytes. StorageError: there is none, or its rows are not bytes."""
-        if not isinstance(self.made, RowTable):
-            raise StorageError("this storage has no rows as bytes: adopt a layout first, with device='cpu'")
-        return self.made
+        return _view(self.made, self.env_shape, start, max(start, stop)) if contiguous and step == 1 else None
 
     # ---- copies and loads ----
     def row_form(self) -> Any:
@@ -412,12 +368,6 @@ class LazyTable(Table):
         if form is not None and self.made is None:
             root, leaves, carries_sequence, env_shape, self._first_env_shape = form
             self.make(RowLayout(root, leaves, carries_sequence), env_shape)
-
-    def lane_room(self, layout: RowLayout, env_shape: tuple[int, ...]) -> int:
-        """Time steps that fit into a lane: of this table, or of one that is made with this layout."""
-        if self.known_lanes is None:
-            return self.size.lane_capacity(layout, env_shape, self.place)
-        return self.known_lanes.store.lane_capacity
 
     def make_room(self, layout: RowLayout, replacing: Replacing) -> None:
         """Before rows of this layout are restored: makes room for the sequences that they carry, where it can."""
@@ -456,12 +406,9 @@ class LazyTable(Table):
             return False
         if self.known_lanes is not None:
             self.known_lanes.close()
-        self._forget()
-        return True
-
-    def _forget(self) -> None:
         self._set(None, None)
         self.env_shape, self._first_env_shape = (), None
+        return True
 
     def close(self) -> None:
         with self.mutex:
@@ -474,6 +421,40 @@ class LazyTable(Table):
                     self._set(None, None)
             if lanes is not None and not ends:
                 lanes.release()
+
+
+class OwnIndex:
+    """The index that rows store of themselves.
+
+    Args:
+        within: batch dimensions of an item, each step of which has the item's index.
+    """
+
+    def __init__(self, lanes: Lanes, within: tuple[int, ...], env_shape: tuple[int, ...], ndim: int) -> None:
+        self._lanes, self._within, self._env_shape, self._ndim = lanes, within, env_shape, ndim
+
+    def of_next(self, items: Any, batch_dims: int, time_dim: int) -> Tensor | int:
+        """The one that `append` will give to each step of a batch."""
+        lanes = self._lanes
+        if batch_dims == 0:
+            return self.of_items(lanes.next_slot()) if self._within else lanes.next_slot()
+        steps = 1 if time_dim < 0 else _lead_shape(items, batch_dims)[time_dim]
+        times = lanes.next_slots(steps)
+        if self._ndim == 1:
+            return self.of_items(times) if self._within else times
+        slots: Any = expand_slots(times, lanes.envs)
+        index = torch.stack(tuple(from_slots(slots, self._env_shape)), -1).reshape(steps, lanes.envs, self._ndim)
+        return self.of_items(index[0] if time_dim < 0 else index if time_dim == 0 else index.transpose(0, 1))
+
+    def of_slots(self, slots: Tensor) -> Tensor:
+        """Those of the rows in slots (int64 [n])."""
+        own = from_slots(slots, self._env_shape)
+        return self.of_items(torch.stack(own, -1) if isinstance(own, tuple) else own)
+
+    def of_items(self, index: Tensor | int) -> Tensor:
+        """The index of each item, repeated for its steps where items have batch dimensions of their own."""
+        at = torch.as_tensor(index)
+        return pytree.repeat_per_step(at, at.ndim - (self._ndim > 1), self._within) if self._within else at
 
 
 class ObservedTable(LazyTable):
@@ -561,6 +542,19 @@ def _with_index(layout: RowLayout, key: str, ndim: int, *, required: bool) -> Ro
     node = TreeSpec("leaf", leaf=len(leaves) - 1)
     root.keys, root.children = (*root.keys, key), (*root.children, node)
     return RowLayout(layout.root, leaves, layout.carries_sequence)
+
+
+def _view(made: MadeTable, env_shape: tuple[int, ...], start: int, stop: int) -> Any:
+    """Live views of time slots, with all dimensions of environments."""
+    view = made.view(start, stop)
+    if (len(env_shape) > 1 or env_shape == (1,)) and isinstance(made, RowTable):
+        lead, merged = (stop - start, *env_shape), 1 if env_shape == (1,) else 2
+        view = pytree.map_outermost(view, lambda part: part.reshape(*lead, *part.shape[merged:]))
+    return view
+
+
+def _other_envs(found: tuple[int, ...], own: tuple[int, ...]) -> ValueError:
+    return ValueError(f"the batch has environments of shape {list(found)}, this storage {list(own)}")
 
 
 def _check_count(indexed: int, given: int) -> None:

@@ -23,6 +23,7 @@ from engram._system import boot_id, parse_bytes
 from engram._text import log
 from engram.errors import StorageError, StorageInUseError
 from engram.specs.tensors import usable_device
+from engram.store.column_table import ColumnTable
 from engram.store.files import (
     StoreSession,
     StoreSpec,
@@ -36,8 +37,9 @@ from engram.store.lanes import Lanes
 from engram.store.layout import RowLayout
 from engram.store.locks import LaneLocks
 from engram.store.nodes import note_node
+from engram.store.row_table import RowTable
+from engram.store.rows import MadeTable
 from engram.store.table import NOT_SENT
-from engram.store.tables import ColumnTable, MadeTable, RowTable
 from engram.store.unmade import UnmadeStore
 
 READ_ONLY = "this buffer was opened with read_only=True: it looks at the rows of others and writes nothing"

@@ -20,7 +20,8 @@ from engram.pytree import KeyPath, format_key, get_entry
 from engram.store.indexing import Selection, stored_slots
 from engram.store.lanes import Lanes, warn_of_copy
 from engram.store.layout import LeafSpec, RowLayout
-from engram.store.tables import Checked, NativeRows, Rows, expand_slots
+from engram.store.row_table import NativeRows
+from engram.store.rows import Checked, Rows, expand_slots
 
 NOT_SENT = (
     "which belongs to its process; LazyTensorStorage(shared=True) and LazyMemmapStorage can be sent to others, and "

@@ -3,7 +3,11 @@ several environments must do besides."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from engram import load
 from engram.data import ReplayBuffer, SamplerWithoutReplacement, Storage, TensorDictReplayBuffer
 from engram.data.replay_buffers.storages import Rows
+from engram.errors import StorageError
 from engram.testing.helpers import env_steps, numbers, of_numbers, state_of, steps
 
 INDICES: list[Any] = [
@@ -43,6 +49,8 @@ class StorageContract:
 
     #: Whether it is full when it holds `max_size` steps.
     room_is_max_size = True
+    #: Whether `engram.load`, which calls no code of your own, gives its steps back as they were written.
+    is_rebuilt = True
 
     def make(self, capacity: int, path: Any) -> Storage:
         """An empty storage with room for `capacity` steps; `path` is where it may keep files."""
@@ -324,6 +332,49 @@ class StorageContract:
         with pytest.raises(ValueError, match="8"):
             smaller.load_state_dict(rb.state_dict())
         assert numbers(smaller[:]) == [50, 51, 52] and smaller.write_count == 3
+
+    # ---- copies; a StorageError says that it has none ----
+    def test_a_deep_copy_has_rows_of_its_own(self, rb: ReplayBuffer, storage: Any) -> None:
+        rb.extend(steps(0, 13))
+        twin = _copied(copy.deepcopy, storage)
+        assert type(twin.storage) is type(storage) and twin.storage.max_size == storage.max_size
+        before = state_of(rb)
+        assert state_of(twin) == before
+        twin.extend(steps(50, 53))
+        assert state_of(rb) == before and numbers(twin[:]) == [10, 11, 12, 50, 51, 52, 6, 7, 8, 9]
+        rb.extend(steps(13, 15))
+        assert numbers(twin[:]) == [10, 11, 12, 50, 51, 52, 6, 7, 8, 9]
+
+    def test_a_pickle_gives_the_rows_back(self, rb: ReplayBuffer, storage: Any) -> None:
+        rb.extend(steps(0, 13))
+        twin = _copied(lambda part: pickle.loads(pickle.dumps(part)), storage)
+        assert type(twin.storage) is type(storage) and twin.storage.max_size == storage.max_size
+        assert state_of(twin) == state_of(rb)
+
+    def test_a_deep_copy_of_an_empty_storage_can_be_written_to(self, storage: Any) -> None:
+        twin = _copied(copy.deepcopy, storage)
+        assert len(twin) == 0 and twin.storage.max_size == storage.max_size
+        twin.extend(steps(0, 13))
+        assert numbers(twin[:]) == [10, 11, 12, *range(3, 10)] and len(storage) == 0
+
+    def test_load_makes_a_buffer_with_the_rows(self, rb: ReplayBuffer, tmp_path: Path) -> None:
+        rb.extend(steps(0, 13))
+        rb.dumps(tmp_path / "saved")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it names what a checkpoint cannot have, such as a class of your own
+            again = load(tmp_path / "saved")
+        assert (len(again), again.write_count, again.writer._cursor) == (len(rb), 13, 3)
+        if self.is_rebuilt:
+            assert numbers(again[:]) == numbers(rb[:])
+
+
+def _copied(copied: Callable[[Any], Any], storage: Any) -> ReplayBuffer:
+    """A buffer of a copy."""
+    try:
+        twin = copied(storage)
+    except StorageError as error:
+        pytest.skip(f"it has no copies: {error}")
+    return ReplayBuffer(storage=twin, batch_size=4)
 
 
 def _as_numpy(index: Any) -> Any:

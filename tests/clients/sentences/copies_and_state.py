@@ -206,7 +206,7 @@ def extended(rb: Any, lengths: Any) -> None:
 def shared_buffers_are_sent(rl: Package) -> None:
     rb = rl.data.ReplayBuffer(storage=rl.data.LazyTensorStorage(20), batch_size=4, shared=True)
     rb.extend(steps(0, 4))
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     lengths = context.Queue()
     child = context.Process(target=extended, args=(rb, lengths))
     child.start()

@@ -14,6 +14,8 @@ import torch
 from tensordict import LazyStackedTensorDict, MemoryMappedTensor, NonTensorData, TensorClass, TensorDict
 
 import engram
+from contracts.each import each
+from contracts.pairwise import in_turns
 from engram import verify
 from engram.checkpoint import encoding, writer
 from engram.checkpoint import hooks as through_hooks
@@ -121,12 +123,15 @@ def same(rb, twin):
 PARTLY_FULL, FULL, WRAPPED, TWICE_WRAPPED = 3, 10, 13, 25
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("there, back, n", [
+HOOKS = [
     *[(TED2Flat, Flat2TED, n) for n in (PARTLY_FULL, FULL, WRAPPED, TWICE_WRAPPED)],
     (TED2Nested, Nested2TED, WRAPPED), (H5Split, H5Combine, PARTLY_FULL),
-], ids=lambda value: getattr(value, "__name__", value))  # fmt: skip
-@pytest.mark.parametrize("kind", KINDS)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind, there, back, n", in_turns(KINDS, HOOKS, keep=2), ids=lambda value: getattr(value, "__name__", value)
+)
 def test_hooks_for_episode_data_are_undone_exactly(there, back, kind, n, tmp_path):
     rb, twin = (buffer(KINDS[kind](tmp_path), there(), back()) for _ in range(2))
     write(rb, n)
@@ -141,7 +146,7 @@ def test_hooks_for_episode_data_are_undone_exactly(there, back, kind, n, tmp_pat
     assert state_of(twin) == state_of(alone)
 
 
-@pytest.mark.parametrize("checkpointer", CHECKPOINTERS, ids=lambda c: c.__name__)
+@each("checkpointer", CHECKPOINTERS)
 def test_every_checkpointer_of_rows_saves_through_hooks(checkpointer, tmp_path):
     rb, twin = (buffer(LazyTensorStorage(10, checkpointer=checkpointer()), TED2Flat(), Flat2TED()) for _ in range(2))
     write(rb, 13)
@@ -150,7 +155,7 @@ def test_every_checkpointer_of_rows_saves_through_hooks(checkpointer, tmp_path):
     assert same(rb, twin)
 
 
-@pytest.mark.parametrize("kind, expected", [
+@each("kind, expected", [
     ("memory", [10, 11, 12, 3, 4, 5, 6, 7, 8, 9]), ("mapped", [10, 11, 12, 3, 4, 5, 6, 7, 8, 9]),
     ("list", [10, 11, 12, 3, 4, 5, 6, 7, 8, 9]), ("columns", [10, 11, 12, 3, 4, 5, 6, 7, 8, 9]),
     ("lanes", list(range(3, 13))), ("envs", [[10, 11, 12, *range(3, 10)], [23, 24, 25, *range(16, 23)]]),
@@ -188,8 +193,8 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
-@pytest.mark.parametrize("form", FORMS)
+@each("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
+@each("form", FORMS)
 def test_hooks_get_the_form_that_users_stored(form, storage, tmp_path):
     data, seen = FORMS[form](7), []
     rb = ReplayBuffer(storage=storage(10))
@@ -240,7 +245,7 @@ def test_rows_that_replaced_others_out_of_turn_come_back_with_their_sequences(tm
     assert state_of(twin) == state_of(rb) and rb[:]["next", "reward"].min() == 7.5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_writes_into_what_a_hook_gets_change_no_stored_row(kind, tmp_path):
     def spoil(td):
         td["x"].fill_(-1)
@@ -412,8 +417,8 @@ def plain(content):
     return [plain(part) for part in content] if isinstance(content, list | tuple) else content
 
 
-@pytest.mark.parametrize("what", CONTENTS)
-@pytest.mark.parametrize("kind", ["list", "memory"])
+@each("what", CONTENTS)
+@each("kind", ["list", "memory"])
 def test_content_of_any_form_reaches_the_load_hook(what, kind, tmp_path):
     kept, found = [], []
 
@@ -437,13 +442,13 @@ class Own:
     pass
 
 
-@pytest.mark.parametrize("content, match", [
+@each("content, match", [
     (lambda td: None, "the save hook .* returned None"),
     (lambda td: {"a": Own()}, r"what the save hooks returned\['a'\] is a .*Own, which cannot be saved"),
     (lambda td: td.set("name", NonTensorData(Own(), batch_size=td.batch_size)), "Own, which cannot be saved"),
     (lambda td: 1 / 0, "division by zero"),
 ])  # fmt: skip
-@pytest.mark.parametrize("kind", ["list", "memory", "mapped"])
+@each("kind", ["list", "memory", "mapped"])
 def test_a_save_hook_that_fails_leaves_the_snapshot_of_before(kind, content, match, tmp_path):
     rb = buffer(KINDS[kind](tmp_path))
     write(rb, 13)
@@ -546,8 +551,8 @@ MISFITS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("save_hooks, load_hooks, match", MISFITS)
-@pytest.mark.parametrize("kind", ["list", "memory", "mapped", "columns"])
+@each("save_hooks, load_hooks, match", MISFITS)
+@each("kind", ["list", "memory", "mapped", "columns"])
 def test_a_load_that_does_not_fit_changes_nothing(kind, save_hooks, load_hooks, match, tmp_path):
     rb, twin = buffer(KINDS[kind](tmp_path)), buffer(KINDS[kind](tmp_path))
     write(rb, 13)
@@ -599,8 +604,8 @@ def test_a_load_into_another_capacity(tmp_path):
     assert len(small) == 0
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("filled, most", [(False, 1 << 28), (True, 1 << 28), (True, 10)])
+@each("failing", [0, 1])
+@each("filled, most", [(False, 1 << 28), (True, 1 << 28), (True, 10)])
 def test_a_member_whose_content_does_not_fit_leaves_all_members(filled, most, failing, monkeypatch, tmp_path):
     monkeypatch.setattr(row_loads, "_STAGED_BYTES", most)
 
@@ -741,7 +746,7 @@ def resealed(path, change):
     CheckpointDirectory(str(path / "saved")).point_to(Pointer(file.parent.name, digest(data)))
 
 
-@pytest.mark.parametrize("key, value", [
+@each("key, value", [
     ("kind", "words"), ("order", {"oldest": 11, "shift": 0, "is_full": True}), ("order", {"oldest": 0}),
     ("order", None), ("order", {"oldest": -1, "shift": 0, "is_full": True}), ("counters", {}), ("layout", None),
     ("layout", {"leaves": 3}), ("save_hooks", "x"), ("tensorclass", None), ("kind", "items"),

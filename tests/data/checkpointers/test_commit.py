@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from contracts.each import each
 from contracts.waiting import NEVER
 from engram.checkpoint.directory import MARKER, MARKER_CONTENT, from_checksummed_json, to_checksummed_json
 from engram.checkpoint.reader import Checkpoint
@@ -206,9 +207,7 @@ def test_an_exception_inside_a_save_leaves_nothing(tmp_path):
     assert names(tmp_path) == ["CURRENT", "LOCK", "g-000001"] and load(tmp_path) == 1
 
 
-@pytest.mark.parametrize(
-    "name", ["../x", "/etc/x", "a/../x", "", "a//b", ".x", "a/.x", "manifest.json", MARKER, "twice"]
-)
+@each("name", ["../x", "/etc/x", "a/../x", "", "a//b", ".x", "a/.x", "manifest.json", MARKER, "twice"])
 def test_a_file_name_that_leaves_the_snapshot_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match="not a name"), saving(tmp_path) as writer:
         writer.write_file("twice", [])
@@ -265,7 +264,7 @@ def test_a_newer_format_is_refused_by_its_version(tmp_path, monkeypatch):
         load(tmp_path)
 
 
-@pytest.mark.parametrize(
+@each(
     ("features", "error", "said"),
     [
         (["ragged rows", "more"], CheckpointError, "uses 'ragged rows', 'more', which this engram does not know"),
@@ -295,7 +294,7 @@ def test_loading_where_nothing_was_saved_says_so(tmp_path, make):
         verify(path)
 
 
-@pytest.mark.parametrize("name", ["..", "/etc", "g-000001/..", "CURRENT"])
+@each("name", ["..", "/etc", "g-000001/..", "CURRENT"])
 def test_a_snapshot_name_that_is_none_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match="not the name of a snapshot"):
         load(tmp_path, name)

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict
 
+from contracts.each import each
 from engram.data import (
     FlatStorageCheckpointer,
     H5StorageCheckpointer,
@@ -114,7 +115,7 @@ def test_every_combination_of_differences_is_listed_in_one_error(ram_path, check
     assert (rb.storage.get(slice(None)) == before[0]).all() and rb.write_count == before[1]
 
 
-@pytest.mark.parametrize("pair", [pair for pair in itertools.combinations(DIFFERENCES, 2) if possible(pair)])
+@each("pair", [pair for pair in itertools.combinations(DIFFERENCES, 2) if possible(pair)])
 def test_any_two_differences_are_both_listed(ram_path, pair):
     parts, said = combined(pair)
     buffer(TensorStorageCheckpointer).dumps(ram_path)
@@ -139,7 +140,7 @@ def test_an_empty_buffer_that_does_not_fit_stays_without_a_layout(ram_path):
     assert rb.storage.layout is None and len(rb) == 0
 
 
-@pytest.mark.parametrize("checkpointer", CHECKPOINTERS[1:])
+@each("checkpointer", CHECKPOINTERS[1:])
 def test_a_checkpointer_of_another_kind_is_listed_with_the_rest(ram_path, checkpointer):
     buffer(checkpointer).dumps(ram_path)
     with pytest.raises(
@@ -186,8 +187,8 @@ def ensemble(
     return ReplayBufferEnsemble(*members)
 
 
-@pytest.mark.parametrize("checkpointer", CHECKPOINTERS)
-@pytest.mark.parametrize("in_memory", [False, True])
+@each("checkpointer", CHECKPOINTERS)
+@each("in_memory", [False, True])
 def test_differences_of_every_member_of_an_ensemble_are_listed_together(ram_path, checkpointer, in_memory):
     saved = ensemble(N, N, checkpointer)
     saved.dumps(ram_path)
@@ -231,8 +232,8 @@ def sliced(kind: Any, **change: Any) -> ReplayBuffer:
     return rb
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: ", ".join(change))
+@each("kind", SAMPLERS)
+@each("change", CHANGES)
 def test_other_slices_are_a_difference(ram_path, kind, change):
     sliced(SAMPLERS[kind][0]).dumps(ram_path)
     rb = sliced(SAMPLERS[kind][0], **change)
@@ -242,8 +243,8 @@ def test_other_slices_are_a_difference(ram_path, kind, change):
     assert all(any(f"has {name}=" in said for said in caught.value.differences) for name in names)
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: ", ".join(form))
+@each("kind", SAMPLERS)
+@each("form", FORMS)
 def test_the_form_in_which_slices_are_handed_out_is_the_constructors(ram_path, kind, form):
     saved, rb = sliced(SAMPLERS[kind][0]), sliced(SAMPLERS[kind][0], **form)
     saved.dumps(ram_path)
@@ -263,7 +264,7 @@ def test_burn_in_and_span_are_differences_too(ram_path):
         sliced(SliceSampler).loads(ram_path / "b")
 
 
-@pytest.mark.parametrize(
+@each(
     ("saved", "here", "said"),
     [
         (lambda: MultiStepTransform(3, 0.9), lambda: MultiStepTransform(2, 0.8), ["n_steps=2 here, 3", "gamma=0.8"]),
@@ -294,8 +295,8 @@ def found_norm() -> ObservationNorm:
 
 
 # ---- rows whose keys came in another order ----
-@pytest.mark.parametrize("checkpointer", CHECKPOINTERS)
-@pytest.mark.parametrize("way", ["loads", "load_state_dict"])
+@each("checkpointer", CHECKPOINTERS)
+@each("way", ["loads", "load_state_dict"])
 def test_keys_in_another_order_keep_their_values(ram_path, checkpointer, way):
     one, other = (ReplayBuffer(storage=LazyTensorStorage(N, checkpointer=checkpointer())) for _ in range(2))
     one.extend(TensorDict({"a": torch.arange(N), "b": -torch.arange(N), "c": torch.ones(N, 3)}, [N]))

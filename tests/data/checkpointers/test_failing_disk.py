@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from contracts.checkpointer import RowRings
+from contracts.each import each
 from engram.checkpoint import writer as commit
 from engram.data.replay_buffers.checkpointers import TensorStorageCheckpointer, open_snapshot, save_snapshot
 from engram.errors import CheckpointError
@@ -83,8 +84,8 @@ def test_a_path_through_a_file_is_an_error_that_names_it(tmp_path):
             save(path, 1)
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-@pytest.mark.parametrize("name", FAILING)
+@each("code", [errno.EIO, errno.ENOSPC])
+@each("name", FAILING)
 def test_every_system_call_of_a_save_may_fail(ram_path, monkeypatch, name, code):
     """Fails the first, second, ... such call, until a save gets through without it."""
     save(ram_path, 1)

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from contracts.checkpointer import data_files
 from contracts.corruption import forge_file, forge_state
+from contracts.each import each
 from contracts.ted_rings import TedRings
 from engram import _hdf5 as h5
 from engram.data import LazyTensorStorage, ReplayBuffer
@@ -268,7 +269,7 @@ FORGERIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("edit", FORGERIES, ids=lambda edit: edit.__name__)
+@each("edit", FORGERIES)
 def test_a_forged_file_is_refused_by_name_and_changes_nothing(tmp_path, edit):
     save_snapshot(tmp_path, {}, (H5StorageCheckpointer(), filled()))
     file = forged(tmp_path, edit)
@@ -287,7 +288,7 @@ def test_a_file_that_is_not_hdf5_is_refused(tmp_path):
         load(tmp_path, TedRings(200))
 
 
-@pytest.mark.parametrize(
+@each(
     "edit",
     [
         lambda d: d.update(lanes=[]),
@@ -322,7 +323,7 @@ def test_without_h5py_the_error_says_what_to_install(monkeypatch):
         H5StorageCheckpointer()
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "said"),
     [
         ({"h5_kwargs": {"chunks": True}}, "compression_opts, shuffle, fletcher32; found 'chunks'"),

@@ -1,9 +1,9 @@
 """Save hooks with `shift` and `is_full` are told where the oldest row is, whatever is saved and in which form."""
 
-import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import (
     FlatStorageCheckpointer,
     H5StorageCheckpointer,
@@ -40,8 +40,8 @@ def steps(n):
     )
 
 
-@pytest.mark.parametrize("n", [3, 10, 13, 25])
-@pytest.mark.parametrize("storage, checkpointer", [
+@each("n", [3, 10, 13, 25])
+@each("storage, checkpointer", [
     (LazyTensorStorage, TensorStorageCheckpointer), (LazyMemmapStorage, FlatStorageCheckpointer),
     (LazyTensorStorage, NestedStorageCheckpointer), (LazyTensorStorage, H5StorageCheckpointer), (ListStorage, None),
 ])  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from contracts.checkpointer import CheckpointerContract, ItemList
+from contracts.each import each
 from engram.data.replay_buffers.checkpointers import (
     ListStorageCheckpointer,
     open_snapshot,
@@ -90,7 +91,7 @@ def test_a_loaded_tensor_is_writable_and_alone(tmp_path):
     assert first.tolist() == [1] * 4 and second.tolist() == [2] * 4
 
 
-@pytest.mark.parametrize(
+@each(
     ("item", "said"),
     [
         (object(), "item 1 is a builtins.object"),

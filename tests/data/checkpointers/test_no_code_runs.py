@@ -52,8 +52,8 @@ NEEDED = {
     "envs/libs/gym.py": ["import importlib", "importlib.import_module"],
     "cli/__init__.py": ["import importlib", ".import_module"],
     "data/__init__.py": ["import importlib", "importlib.import_module"],
-    "data/datasets/atomic_files.py": ["import ctypes"],
-    "data/datasets/h5_files.py": [".string_dtype", ".string_dtype"],
+    "datasets/atomic_files.py": ["import ctypes"],
+    "datasets/h5_files.py": [".string_dtype", ".string_dtype"],
     "distributed/ray_buffer.py": ["import pickle"],
     "envs/gym.py": [".attrgetter"],
     "envs/policies.py": ["torch.compile"],
@@ -117,20 +117,23 @@ def found_in(tree: ast.AST) -> Iterator[str]:
             yield ".".join(name_of(node))
 
 
+@pytest.fixture(scope="module")
+def trees() -> dict[Path, ast.Module]:
+    return {file: ast.parse(file.read_text()) for file in FILES}
+
+
 @each("file", FILES)
-def test_nothing_in_the_package_can_run_what_it_reads(file: Path) -> None:
-    assert list(found_in(ast.parse(file.read_text()))) == NEEDED.get(str(file.relative_to(ROOT)), [])
+def test_nothing_in_the_package_can_run_what_it_reads(file: Path, trees: dict[Path, ast.Module]) -> None:
+    assert list(found_in(trees[file])) == NEEDED.get(str(file.relative_to(ROOT)), [])
 
 
-@pytest.mark.parametrize(
-    "code",
+@each("code",
     [
         "import pickle", "from pickle import loads", "import importlib.util", "importlib.import_module(n)", "eval(x)",
         "exec(x)", "builtins.eval(x)", "__import__(x)", "torch.load(f)", "np.load(f)", "load = torch.load",
         "read(f, allow_pickle=True)", "read(f, allow_pickle=flag)", "h5py.string_dtype()", "from h5py import Reference",
         "os.system(x)", "pickle.Unpickler(f)", "from torch import load", "from numpy import load as read_it",
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_the_search_finds_what_it_looks_for(code: str) -> None:
     assert list(found_in(ast.parse(code)))
 
@@ -139,18 +142,17 @@ def test_the_search_finds_what_it_looks_for(code: str) -> None:
 def computed(tree: ast.AST) -> Iterator[str]:
     """Functions that read, set or call attributes whose names they compute from what no string in them says."""
 
-    def visit(node: ast.AST, inside: str, known: set[str]) -> Iterator[str]:
+    stack: list[tuple[ast.AST, str, ast.AST]] = [(tree, "", tree)]
+    while stack:
+        node, inside, function = stack.pop()
         if isinstance(node, ast.FunctionDef):
-            inside, known = node.name, literals(node)
-        if isinstance(node, ast.Call) and is_computed(node, known):
+            inside, function = node.name, node
+        if isinstance(node, ast.Call) and is_computed(node, function):
             yield inside
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, inside, known)
-
-    yield from visit(tree, "", literals(tree))
+        stack += [(child, inside, function) for child in ast.iter_child_nodes(node)]
 
 
-def is_computed(call: ast.Call, known: set[str]) -> bool:
+def is_computed(call: ast.Call, inside: ast.AST) -> bool:
     """Whether a call finds something by a name that is none of the strings in the code."""
     function = name_of(call.func)[1]
     if function in ("globals", "locals"):
@@ -158,7 +160,7 @@ def is_computed(call: ast.Call, known: set[str]) -> bool:
     if function not in ("getattr", "setattr", "vars") or len(call.args) < 2:
         return False
     name = call.args[1]
-    return not isinstance(name, ast.Constant) and ast.unparse(name) not in known
+    return not isinstance(name, ast.Constant) and ast.unparse(name) not in literals(inside)
 
 
 def literals(tree: ast.AST) -> set[str]:
@@ -180,12 +182,12 @@ def is_literal(node: ast.AST) -> bool:
     return (isinstance(node, ast.Constant)) or (isinstance(node, ast.Name) and node.id.isupper())
 
 
-def test_on_the_loading_path_no_attribute_is_named_by_what_was_read() -> None:
+def test_on_the_loading_path_no_attribute_is_named_by_what_was_read(trees: dict[Path, ast.Module]) -> None:
     """Names that are computed go over strings that stand in the code, but for those that are listed above."""
     found = set()
     for part in ("data/replay_buffers", "transforms", "store", "checkpoint", "interop", "ted", "*.py"):
         for file in sorted((ROOT / part).rglob("*.py") if "." not in part else ROOT.glob(part)):
-            found |= {(str(file.relative_to(ROOT)), where) for where in computed(ast.parse(file.read_text()))}
+            found |= {(str(file.relative_to(ROOT)), where) for where in computed(trees[file])}
     assert found == set(COMPUTED)
 
 
@@ -202,7 +204,7 @@ class Counting(Transform):
         return batch
 
 
-@pytest.mark.parametrize("name", [REGISTERED, MEMORY, "_modules", "_forward_hooks"])
+@each("name", [REGISTERED, MEMORY, "_modules", "_forward_hooks"])
 def test_no_state_sets_what_a_transform_consists_of(name: str) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=Counting(), batch_size=2)
     rb.extend(TensorDict({"a": torch.zeros(3)}, [3]))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from contracts.checkpointer import CheckpointerContract, RowRings
+from contracts.each import each
 from engram.data import LazyTensorStorage, ReplayBuffer, StorageCheckpointerBase
 from engram.testing.helpers import state_of, steps
 
@@ -78,8 +79,8 @@ class TestWhole(CheckpointerContract):
         return rings
 
 
-@pytest.mark.parametrize("held", [0, 20], ids=["empty", "with rows"])
-@pytest.mark.parametrize("blocking", [True, False])
+@each("held", [0, 20])
+@each("blocking", [True, False])
 def test_a_buffer_is_saved_and_loaded_with_it(tmp_path, held, blocking):
     rb, twin = (ReplayBuffer(storage=LazyTensorStorage(60), checkpointer=Whole()) for _ in range(2))
     rb.extend(steps(0, 90))

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from contracts.each import each
 from engram.checkpoint.encoding import EncodedArrays, Encoder, encode
 from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot
 from engram.errors import CorruptCheckpointError
@@ -99,14 +100,14 @@ def round_trip(path, state):
         return opened.components["state"]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(state=states)
 def test_any_state_comes_back_exactly(ram_path, state):
     assert_same(round_trip(ram_path, state), state)
 
 
-@pytest.mark.parametrize("dtype", TORCH_DTYPES)
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3)])
+@each("dtype", TORCH_DTYPES)
+@each("shape", [(), (0,), (3, 0, 2), (5,), (2, 3)])
 def test_tensors_of_every_dtype_come_back(tmp_path, dtype, shape):
     tensor = make_tensor(dtype, shape)
     assert_same(round_trip(tmp_path, tensor), tensor)
@@ -146,7 +147,7 @@ class Int(int):
     pass
 
 
-@pytest.mark.parametrize("value", [Int(3), {1}, bytearray(b"a"), 1j, torch.float32, np.zeros(1, "i4,i4")])
+@each("value", [Int(3), {1}, bytearray(b"a"), 1j, torch.float32, np.zeros(1, "i4,i4")])
 def test_what_would_come_back_as_something_else_is_refused_with_its_place(value):
     with pytest.raises(TypeError, match=r"sampler\['a'\]\[1\] is a .* cannot be saved"):
         encode({"a": [0, value]}, EncodedArrays(), place="sampler")
@@ -159,13 +160,13 @@ def test_a_state_that_contains_itself_is_refused():
         encode(state, EncodedArrays())
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", "/a", ".hidden", "a\n"])
+@each("name", ["", "..", "a/b", "/a", ".hidden", "a\n"])
 def test_a_component_name_that_is_no_file_name_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match="not a name for a component"):
         save_snapshot(tmp_path, {name: 1})
 
 
-@pytest.mark.parametrize(
+@each(
     "edit",
     [
         lambda body: body.update(nbytes=2**40),
@@ -180,7 +181,7 @@ def test_a_component_name_that_is_no_file_name_is_refused(tmp_path, name):
         lambda body: body.pop("at"),
     ],
 )
-@pytest.mark.parametrize("value", [torch.arange(4, dtype=torch.float32), np.arange(4, dtype=np.float32)])
+@each("value", [torch.arange(4, dtype=torch.float32), np.arange(4, dtype=np.float32)])
 def test_a_forged_description_is_an_error_before_anything_is_allocated(tmp_path, monkeypatch, edit, value):
     from engram.checkpoint import snapshot
 
@@ -205,9 +206,7 @@ def test_a_forged_description_is_an_error_before_anything_is_allocated(tmp_path,
         opened.components["state"]
 
 
-@pytest.mark.parametrize(
-    "tree", [{"$unknown": 1}, {"$tuple": 3}, {"$dict": [1]}, {"$dict": [[[], 1]]}, {"$float": "0"}]
-)
+@each("tree", [{"$unknown": 1}, {"$tuple": 3}, {"$dict": [1]}, {"$dict": [[[], 1]]}, {"$float": "0"}])
 def test_a_forged_tree_is_an_error(tmp_path, monkeypatch, tree):
     from engram.checkpoint import snapshot
 

@@ -128,7 +128,7 @@ def test_a_bar_is_shown_on_a_terminal_unless_it_is_silenced(kind, tmp_path, monk
 def test_writers_of_the_same_process_wait_until_the_dataset_is_written(tmp_path, monkeypatch):
     """A trajectory index and the rows that it names are of one moment."""
     pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
-    monkeypatch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", 200)
+    monkeypatch.setattr("engram.datasets.episodes.BLOCK_BYTES", 200)
     rb = ReplayBuffer(storage=LazyTensorStorage(100))
     rb.extend(steps([100]))
     stop = threading.Event()

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contracts.each import each
 from data.datasets.support import assert_same_bits, steps, with_bits
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.data.datasets import iter_hdf5, read_hdf5, write_hdf5
@@ -39,7 +40,7 @@ def d4rl(path, terminals, timeouts, **more):
     return path
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8), compression=st.sampled_from([None, "gzip", "lzf"]))
 def test_trajectories_come_back_bit_by_bit(tmp_path_factory, lengths, compression):
     path = tmp_path_factory.mktemp("h") / "steps.hdf5"
@@ -78,7 +79,7 @@ def test_nested_observations_and_infos_come_back(tmp_path):
     }
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 100])
+@each("rows", [1, 2, 3, 5, 100])
 def test_without_next_observations_no_step_is_followed_by_another_trajectory(tmp_path, rows):
     terminals = [0, 0, 1, 0, 0, 0, 0, 0]
     timeouts_ = [0, 0, 0, 0, 0, 1, 0, 0]
@@ -110,7 +111,7 @@ def spoil(file, name, values):
         file[name] = values
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "values", "said"),
     [
         ("terminals", None, "terminals is missing"),
@@ -142,7 +143,7 @@ def test_observations_that_partly_have_a_next_are_refused(tmp_path):
 
 
 def test_a_block_that_cannot_be_read_leaves_those_before_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", 1)
+    monkeypatch.setattr("engram.datasets.episodes.BLOCK_BYTES", 1)
     path = tmp_path / "s.hdf5"
     write_hdf5(steps([400]), path, h5_kwargs={"fletcher32": True})
     with h5py.File(path) as file:

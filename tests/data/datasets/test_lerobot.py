@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from contracts.each import each
 from data.datasets.lerobot_files import CAMERA, TASKS, columns_of, write
 from engram import pytree
 from engram.data import LazyTensorStorage, ReplayBuffer, SliceSampler, Text
@@ -21,10 +22,10 @@ def read(folder, **options):
     return rb[:]
 
 
-@pytest.mark.parametrize("files", [1, 2, 3])
-@pytest.mark.parametrize("block", [1, 100, 1 << 20])
+@each("files", [1, 2, 3])
+@each("block", [1, 100, 1 << 20])
 def test_steps_have_the_observation_of_the_frame_after_within_their_episode(tmp_path, monkeypatch, files, block):
-    monkeypatch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", block)
+    monkeypatch.setattr("engram.datasets.episodes.BLOCK_BYTES", block)
     found = read(write(tmp_path, files=files))
     columns = columns_of((3, 1, 4))
     assert found["observation", "state"][:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
@@ -44,8 +45,8 @@ def flags_of(batch):
     )]  # fmt: skip
 
 
-@pytest.mark.parametrize("block", [1, 1 << 20])
-@pytest.mark.parametrize(
+@each("block", [1, 1 << 20])
+@each(
     ("last_step", "states", "flags"),
     [
         ("truncated", [0, 1, 2, 3, 4, 5, 6, 7], ["--", "--", "-c", "-c", "--", "--", "--", "-c"]),
@@ -54,7 +55,7 @@ def flags_of(batch):
     ],
 )
 def test_last_frame_without_a_flag_is_read_as_the_caller_says(tmp_path, monkeypatch, block, last_step, states, flags):
-    monkeypatch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", block)
+    monkeypatch.setattr("engram.datasets.episodes.BLOCK_BYTES", block)
     found = read(write(tmp_path), last_step=last_step)
     assert (found["observation", "state"][:, 0].tolist(), flags_of(found)) == (states, flags)
     assert torch.equal(found["next", "done"], found["next", "terminated"] | found["next", "truncated"])
@@ -105,7 +106,7 @@ def test_video_frames_are_references(tmp_path):
 
 
 def test_episodes_come_one_by_one_and_slices_keep_to_them(tmp_path, monkeypatch):
-    monkeypatch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", 300)
+    monkeypatch.setattr("engram.datasets.episodes.BLOCK_BYTES", 300)
     folder = write(tmp_path, files=2)
     assert [len(episode) for episode in iter_lerobot(folder)] == [3, 1, 4]
     rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=SliceSampler(slice_len=3), batch_size=60)
@@ -128,8 +129,7 @@ def swapped(name, a, b):
     return {name: columns[name]}
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
+@each(("given", "said"),
     [
         ({"codebase_version": "v2.1"}, r"info\.json: says codebase_version 'v2\.1'; engram reads v3\.0"),
         ({"total_frames": 9}, r"meta/episodes: has 8 frames, meta/info\.json says 9"),
@@ -147,8 +147,7 @@ def swapped(name, a, b):
         ({"columns": swapped("frame_index", 5, 6)}, r"frame 2 of episode 2 where meta/episodes has frame 1 of epis"),
         ({"columns": swapped("index", 1, 2)}, r"has index 2 in frame 1 of the dataset; exclude=\['index'\] passes"),
         ({"columns": {"task_index": np.full(8, 5)}}, r"tasks\.parquet: has no task 5, which frames have"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_tables_that_do_not_fit_are_named(tmp_path, given, said):
     with pytest.raises(DatasetError, match=said):
         read(write(tmp_path, **given))

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from contracts.each import each
 from engram.cli import info
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.data.datasets import MinariExperienceReplay, iter_minari, read_minari
@@ -58,7 +59,7 @@ def struct(**fields):
 
 @pytest.mark.parametrize("block", [1, 100, 1 << 20])
 def test_episodes_are_read_with_their_spaces(tmp_path, monkeypatch, block):
-    monkeypatch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", block)
+    monkeypatch.setattr("engram.datasets.episodes.BLOCK_BYTES", block)
     rb = ReplayBuffer(storage=LazyTensorStorage(100))
     assert read_minari(write(tmp_path), rb) == 6
     found = rb[:]
@@ -116,7 +117,7 @@ def test_values_keep_the_shapes_of_multi_discrete_and_multi_binary_spaces(tmp_pa
     assert episode["a"].tolist() == [[[0, 1], [2, 3]]] and episode["b"].shape == (1, 1, 4)
 
 
-@pytest.mark.parametrize(
+@each(
     "space",
     [{"shape": "x"}, {"shape": [-2, -2]}, {"shape": ["a"]}, {"type": "MultiDiscrete", "nvec": [[1], [1, 2]]}, 3],
 )

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from contracts.each import each
 from data.datasets.support import steps
 from engram.collectors import MultiSyncDataCollector, SyncDataCollector
 from engram.data import LazyTensorStorage, ReplayBuffer, Text
@@ -97,8 +98,8 @@ def environment(kind, categorical=False):
     }[kind]()
 
 
-@pytest.mark.parametrize("categorical", [False, True])
-@pytest.mark.parametrize("kind", ["single", "serial", "parallel"])
+@each("categorical", [False, True])
+@each("kind", ["single", "serial", "parallel"])
 def test_collectors_dataset_has_the_spaces_of_its_environment(tmp_path, kind, categorical):
     env = environment(kind, categorical)
     collector = SyncDataCollector(env, frames_per_batch=20, total_frames=20)

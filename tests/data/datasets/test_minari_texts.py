@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from contracts.each import each
 from data.datasets.test_minari_arrow import pa, struct, write
 from engram.data import LazyTensorStorage, ReplayBuffer, Text
 from engram.data.datasets import iter_minari, read_minari
@@ -40,8 +41,8 @@ def write_arrow_form(folder, words=WORDS, space=SPACE, kind=None):
 FORMS = {"hdf5": write_hdf5_form, "arrow": write_arrow_form}
 
 
-@pytest.mark.parametrize("allowed", [1000, "1MB"])  # a few rows at once, or all of them
-@pytest.mark.parametrize("form", FORMS)
+@each("allowed", [1000, "1MB"])  # a few rows at once, or all of them
+@each("form", FORMS)
 def test_texts_are_read_in_the_width_of_their_space(tmp_path, form, allowed):
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     assert read_minari(FORMS[form](tmp_path / "s"), rb, max_row_bytes=allowed) == 3
@@ -65,8 +66,8 @@ def test_text_that_is_longer_than_its_space_says_is_named(tmp_path, form):
         list(iter_minari(folder))
 
 
-@pytest.mark.parametrize("length", [-1, "6", None, 1.5])
-@pytest.mark.parametrize("form", FORMS)
+@each("length", [-1, "6", None, 1.5])
+@each("form", FORMS)
 def test_length_that_is_none_is_passed_over(tmp_path, form, length):
     (episode,) = iter_minari(FORMS[form](tmp_path / "s", space={**SPACE, "max_length": length}))
     assert episode["mission"].shape == (3, 256)

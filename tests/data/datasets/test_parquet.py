@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict
 
+from contracts.each import each
 from data.datasets.support import assert_same_bits, steps, with_bits
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.data.datasets import iter_parquet, read_parquet, write_parquet
@@ -44,7 +45,7 @@ def random_bits(dtype, shape, generator):
     return (raw > 127).reshape(shape) if dtype == torch.bool else raw.view(dtype).reshape(shape)
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     leaves=st.lists(
         st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 9), max_size=3)), min_size=1, max_size=4
@@ -63,7 +64,7 @@ def test_any_bits_of_any_dtype_and_shape_come_back(tmp_path_factory, leaves, n, 
     assert_same_bits(whole(path, 7), batch)
 
 
-@pytest.mark.parametrize("compression", ["zstd", "snappy", "lz4", "gzip", "none"])
+@each("compression", ["zstd", "snappy", "lz4", "gzip", "none"])
 def test_images_and_odd_floats_come_back_with_every_compression(tmp_path, compression):
     batch = with_bits(steps([40, 60]))
     batch["pixels"] = torch.randint(0, 255, (100, 3, 9, 9), dtype=torch.uint8)
@@ -76,8 +77,8 @@ def test_images_and_odd_floats_come_back_with_every_compression(tmp_path, compre
 def test_a_ring_is_written_oldest_first_in_blocks_of_any_size(tmp_path_factory, n, capacity, block):
     path = tmp_path_factory.mktemp("p") / "steps.parquet"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", block)
-        patch.setattr("engram.data.datasets.parquet.BLOCK_BYTES", block)
+        patch.setattr("engram.datasets.episodes.BLOCK_BYTES", block)
+        patch.setattr("engram.datasets.parquet.BLOCK_BYTES", block)
         batch = steps([n])
         write_parquet(filled(batch, capacity), path)
         assert_same_bits(whole(path), batch[-capacity:])
@@ -189,7 +190,7 @@ def test_a_file_by_others_is_read_by_its_columns(tmp_path):
     assert found["next", "reward"].tolist() == [1, 2, 3] and found["next", "done"].tolist() == [False, False, True]
 
 
-@pytest.mark.parametrize(
+@each(
     ("columns", "said"),
     [
         ({"a": [1, None]}, "no value in 1 places of 'a'"),
@@ -249,7 +250,7 @@ def test_a_column_that_is_not_there_is_named(tmp_path):
 
 
 def test_a_later_row_group_that_is_wrong_leaves_the_earlier_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", 8)
+    monkeypatch.setattr("engram.datasets.episodes.BLOCK_BYTES", 8)
     pq.write_table(pa.table({"a": [1, 2, 3, None]}), tmp_path / "other", row_group_size=1)
     rb = buffer()
     with pytest.raises(DatasetError, match="no value") as caught:
@@ -282,7 +283,7 @@ FORGERIES = {
 }
 
 
-@pytest.mark.parametrize("name", FORGERIES)
+@each("name", FORGERIES)
 def test_metadata_that_are_not_true_are_refused(tmp_path, name):
     write_parquet(filled(steps([3])), tmp_path / "s")
     forged(tmp_path / "s", FORGERIES[name])

@@ -82,7 +82,7 @@ def made(world):
 
 
 @pytest.mark.parametrize("kind", ["rows", "environments", "list", "columns", "lanes"])
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     operations=st.lists(st.tuples(OPERATIONS, st.booleans()), max_size=14),
     by_id=st.booleans(),

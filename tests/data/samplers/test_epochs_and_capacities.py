@@ -54,7 +54,7 @@ class Ring:
         assert ended != bool(self.left & self.rows), "it never came, or the epoch does not end"
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_an_epoch_goes_on_in_a_storage_of_another_capacity(data):
     envs, items = data.draw(st.sampled_from([(1, False), (1, True), (3, False)]))
@@ -97,7 +97,7 @@ def test_an_epoch_goes_on_in_a_storage_of_another_capacity(data):
         draw()
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_an_epoch_of_trajectories_goes_on_in_a_storage_of_another_capacity(data):
     def made(capacity: int) -> ReplayBuffer:

@@ -151,7 +151,7 @@ class TestIndex:
         joint = in_an_ensemble(Own(draw))()
         assert joint["index", "index"][0].tolist() == joint["n"][0].tolist() == [0, 1, 2, 3]
 
-    @pytest.mark.parametrize("n", [1, 3, 6])
+    @each("n", [1, 3, 6])
     def test_draw_may_have_fewer_rows_or_more(self, n):
         batch = buffer(Own(lambda _: torch.arange(n))).sample()
         assert batch["n"].tolist() == list(range(n))
@@ -176,13 +176,11 @@ class TestIndex:
         with pytest.raises(RuntimeError, match="empty storage"):
             rb.sample()
 
-    @pytest.mark.parametrize(
-        "returned",
+    @each("returned",
         [
             torch.arange(4), torch.arange(2), None, (torch.arange(4),), (torch.arange(4), None), (torch.arange(4), []),
             (torch.arange(4), {}, {}),
-        ],
-    )  # fmt: skip
+        ])  # fmt: skip
     def test_invalid_result_is_refused(self, returned):
         class Alone:
             def sample(self, storage, batch_size):
@@ -215,15 +213,13 @@ class TestEnvironments:
         rb.extend(TensorDict({"n": torch.arange(3).unsqueeze(1) * 100 + torch.arange(10)}, [3, 10]))
         return rb
 
-    @pytest.mark.parametrize(
-        "draw",
+    @each("draw",
         [
             lambda n: (torch.arange(n), torch.arange(n) % 3), lambda n: [torch.arange(n), torch.arange(n) % 3],
             lambda n: (np.arange(n), np.arange(n, dtype=np.int8) % 3), lambda n: (range(n), [i % 3 for i in range(n)]),
             lambda n: torch.stack([torch.arange(n), torch.arange(n) % 3], 1),
             lambda n: np.stack([np.arange(n), np.arange(n) % 3], 1),
-        ],
-    )  # fmt: skip
+        ])  # fmt: skip
     def test_index_of_any_form_becomes_time_and_environment(self, draw):
         rb = self.buffer(draw)
         for n in (2, 4):  # of two rows [2, 2] is rows by time and environment
@@ -254,7 +250,7 @@ class TestEnvironments:
             self.buffer(draw).sample()
 
 
-@pytest.mark.parametrize(
+@each(
     "chosen", [([0, 2], 2), ([-1, 0], 2), ([0.0, 1.0], 2), (torch.tensor([0, 1]), 2), ([], 2), ([0, 1], 2.0), ([0], 0)]
 )
 def test_invalid_members_are_refused(chosen):
@@ -289,8 +285,8 @@ def assert_says(batch, expected=("score", "wide", "aux")):
 
 @pytest.mark.usefixtures("threads_always")
 class TestInfo:
-    @pytest.mark.parametrize("ahead", [0, 2])
-    @pytest.mark.parametrize("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
+    @each("ahead", [0, 2])
+    @each("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
     def test_entries_per_row_are_in_tensordict_batches(self, storage, ahead):
         rb = buffer(Own(lambda n: torch.randint(10, (n,)), of_each_row), storage, prefetch=ahead)
         for _ in range(3):
@@ -385,10 +381,8 @@ class TestInfo:
         assert batch["next", "done"].flatten()[1::2].all()
 
 
-@pytest.mark.parametrize(
-    "change", [lambda index: index[:3], lambda index: index.flip(0), lambda index: index.repeat(2)]
-)
-@pytest.mark.parametrize("base", [SliceSampler, SliceSamplerWithoutReplacement])
+@each("change", [lambda index: index[:3], lambda index: index.flip(0), lambda index: index.repeat(2)])
+@each("base", [SliceSampler, SliceSamplerWithoutReplacement])
 def test_rows_that_are_not_those_of_the_marked_slices_are_refused(base, change):
     class Child(base):
         def sample(self, storage, batch_size):
@@ -441,18 +435,15 @@ class Uniform:
 SLICES = {"slice_len": 2, "end_key": ("next", "done")}
 
 
-@pytest.mark.parametrize(
-    "sampler",
+@each("sampler",
     [
         Uniform, lambda: scored(RandomSampler), lambda: scored(SamplerWithoutReplacement),
         lambda: scored(PrioritizedSampler, None, 0.7, 0.9), lambda: Scored(**SLICES),
         lambda: scored(SliceSampler, **SLICES, strict_length=False, span=True),
         lambda: scored(SliceSamplerWithoutReplacement, **SLICES, strict_length=False),
-    ],
-    ids=["own", "uniform", "epoch", "priority", "slices", "cut slices", "slices of an epoch"],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_redrawn_rows_have_their_own_info(sampler):
-    for seed in range(20):
+    for seed in range(8):
         torch.manual_seed(seed)
         stored = 10 if seed % 2 else 25
         rb = TensorDictReplayBuffer(storage=LazyTensorStorage(stored), sampler=sampler(), batch_size=6)

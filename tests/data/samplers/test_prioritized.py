@@ -65,9 +65,7 @@ def chi_square_limit(cells, p=1e-6):
 
 
 # ---- what is drawn ----
-@pytest.mark.parametrize(
-    "alpha, beta, eps", [(0.0, 0.5, 1e-8), (0.5, 1.0, 1e-8), (0.6, 0.4, 1e-8), (1.0, 0.0, 0.1), (1.7, 2.0, 0.5)]
-)
+@each("alpha, beta, eps", [(0.0, 0.5, 1e-8), (0.5, 1.0, 1e-8), (0.6, 0.4, 1e-8), (1.0, 0.0, 0.1), (1.7, 2.0, 0.5)])
 def test_steps_are_drawn_in_proportion_and_weighted_by_the_formula(alpha, beta, eps):
     torch.manual_seed(0)
     p = torch.rand(40, dtype=torch.float64) * 3
@@ -91,7 +89,7 @@ def test_steps_are_drawn_in_proportion_and_weighted_by_the_formula(alpha, beta, 
     assert torch.allclose(weights, (leaf[drawn] / leaf.min()) ** -beta, rtol=3e-7 * (1 + beta), atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@each("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_weights_have_the_dtype_that_was_asked_for(dtype):
     rb = buffer(dtype=dtype)
     rb.extend(torch.arange(5))
@@ -146,7 +144,7 @@ def test_beta_alpha_and_eps_can_be_changed_on_the_way():
     assert priorities(rb) == [1, 4]
 
 
-@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.6, 1.0])
+@each("alpha", [0.3, 0.5, 0.6, 1.0])
 def test_priorities_as_small_and_as_large_as_floats_are_told_apart(alpha):
     rb = buffer(alpha=alpha, eps=0.0, dtype=torch.float64)
     rb.update_priority(rb.extend(torch.arange(3)), torch.tensor([1e-200, 1e-20, 1e200], dtype=torch.float64))
@@ -162,7 +160,7 @@ def test_priorities_as_small_and_as_large_as_floats_are_told_apart(alpha):
 STORAGES = [ListStorage, LazyTensorStorage, LazyMemmapStorage]
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@each("storage", STORAGES)
 def test_new_steps_get_the_highest_priority_seen(storage):
     rb = buffer(storage=storage)
     rb.extend(torch.arange(4.0))
@@ -196,7 +194,7 @@ def test_among_steps_of_priority_zero_the_highest_is_zero():
     assert rb.sampler.default_priority == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_within_the_buffer_it_does_not_matter_when_the_sampler_looks(data):
     a, b = (buffer(7, max_priority_within_buffer=True) for _ in range(2))
@@ -221,7 +219,7 @@ def columns(n):
     return TensorStorage(torch.zeros(6))
 
 
-@pytest.mark.parametrize("storage", [*STORAGES, columns])
+@each("storage", [*STORAGES, columns])
 def test_steps_changed_in_place_get_the_priority_of_new_ones(storage):
     rb = buffer(storage=storage)
     rb.update_priority(rb.extend(torch.arange(6.0)), torch.tensor([3.0, 0.5, 0.5, 0.5, 0.5, 0.5]))
@@ -240,7 +238,7 @@ def test_more_changes_than_the_log_holds_make_every_step_new():
     assert set(priorities(rb)) == {7.0}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_priorities_are_those_of_a_plain_account(data):
     capacity, account, highest, written = data.draw(st.integers(1, 20)), {}, 1.0, 0
@@ -297,7 +295,7 @@ def test_indices_and_priorities_come_in_any_form(index, priority):
     assert priorities(rb) == [1, 1, 1, 2, 1]
 
 
-@pytest.mark.parametrize("name, expected", [("max", 6.0), ("min", 1.0), ("mean", 3.0), ("median", 2.0)])
+@each("name, expected", [("max", 6.0), ("min", 1.0), ("mean", 3.0), ("median", 2.0)])
 def test_priorities_with_more_dimensions_are_reduced(name, expected):
     rb = buffer(reduction=name)
     rb.extend(torch.arange(5))
@@ -342,7 +340,7 @@ def in_another_form(index, priority):
     return index.tolist(), priority if isinstance(priority, float) else priority.tolist()
 
 
-@pytest.mark.parametrize("name", [name for name, case in BAD.items() if case[2] is None and torch.is_tensor(case[0])
+@each("name", [name for name, case in BAD.items() if case[2] is None and torch.is_tensor(case[0])
                                   and case[0].ndim == 1 and case[0].dtype == torch.int64])  # fmt: skip
 def test_plain_tensors_are_refused_in_the_same_words_as_any_other_form(name):
     index, priority, _, error, _ = BAD[name]
@@ -355,8 +353,8 @@ def test_plain_tensors_are_refused_in_the_same_words_as_any_other_form(name):
     assert str(plain.value) == str(other.value) and priorities(rb) == [1] * 6
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.6, 1.0, 1.7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each("alpha", [0.0, 0.5, 0.6, 1.0, 1.7])
+@each("dtype", [torch.float32, torch.float64])
 def test_plain_tensors_set_what_any_other_form_sets_bit_for_bit(alpha, dtype):
     torch.manual_seed(0)
     plain, other = buffer(300, alpha=alpha, eps=1e-6), buffer(300, alpha=alpha, eps=1e-6)
@@ -372,7 +370,7 @@ def test_plain_tensors_set_what_any_other_form_sets_bit_for_bit(alpha, dtype):
         assert plain.sampler.default_priority == other.sampler.default_priority
 
 
-@pytest.mark.parametrize("alpha", [0.5, 0.6, 1.0])
+@each("alpha", [0.5, 0.6, 1.0])
 def test_a_leaf_has_the_same_bits_whichever_way_it_came(alpha):
     index, priority = torch.arange(150), torch.rand(150, dtype=torch.float64)
     together, single, assigned, loaded = (buffer(150, alpha=alpha) for _ in range(4))
@@ -388,7 +386,7 @@ def test_a_leaf_has_the_same_bits_whichever_way_it_came(alpha):
     assert leaves[0] == leaves[1] == leaves[2] == leaves[3]
 
 
-@pytest.mark.parametrize("settings, said", [
+@each("settings, said", [
     ({"alpha": -1}, "alpha"), ({"alpha": math.nan}, "alpha"), ({"beta": -0.1}, "beta"), ({"eps": -1e-9}, "eps"),
     ({"eps": math.inf}, "eps"), ({"alpha": "high"}, "alpha"), ({"reduction": "sum"}, "reduction"),
     ({"dtype": torch.int64}, "dtype"), ({"max_capacity": 0}, "max_capacity"), ({"max_capacity": 1.5}, "max_capacity"),
@@ -411,8 +409,8 @@ def test_an_alpha_that_stored_priorities_do_not_bear_is_refused():
     assert rb.sampler.alpha == 1 and rb.sample() is not None
 
 
-@pytest.mark.parametrize("sampler", [PrioritizedSampler, lambda *args: PrioritizedSliceSampler(*args, slice_len=1)])
-@pytest.mark.parametrize("transform", [None, RewardScaling(0.0, 1.0)])
+@each("sampler", [PrioritizedSampler, lambda *args: PrioritizedSliceSampler(*args, slice_len=1)])
+@each("transform", [None, RewardScaling(0.0, 1.0)])
 def test_a_capacity_below_that_of_the_storage_warns_and_what_is_stored_beyond_it_is_refused(sampler, transform):
     def batch(n):
         following = {"done": torch.ones(n, 1, dtype=torch.bool), "reward": torch.ones(n, 1)}
@@ -529,7 +527,7 @@ def data(n, **more):
     return TensorDict({"x": torch.arange(n), **more}, [n])
 
 
-@pytest.mark.parametrize("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
+@each("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
 def test_priorities_in_the_data_are_those_of_their_steps(storage):
     rb = TensorDictPrioritizedReplayBuffer(1.0, 1.0, storage=storage(10), batch_size=4)
     rb.extend(data(4, td_error=torch.tensor([[4.0], [3.0], [2.0], [1.0]])))
@@ -695,8 +693,8 @@ def replace_the_first(rb, at=(0, 1, 2, 3)):
 EVERY_PRIORITY = {**dict.fromkeys([4, 5, 6, 7, 8, 13], 1.0), **dict.fromkeys([10, 11, 12], 2.0), 9: 0.001}
 
 
-@pytest.mark.parametrize("prefetch", [None, 1])
-@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, ListStorage, "columns"])
+@each("prefetch", [None, 1])
+@each("kind", [LazyTensorStorage, LazyMemmapStorage, ListStorage, "columns"])
 def test_a_row_that_came_in_the_place_of_the_drawn_one_never_has_its_weight(kind, prefetch):
     torch.manual_seed(0)
     if kind == "columns":
@@ -824,7 +822,7 @@ def test_threads_write_sample_and_update_at_once():
     threads = [threading.Thread(target=repeat, args=(w,)) for w in (learn, learn, lambda: rb.extend(steps(0, 7)))]
     for t in threads:
         t.start()
-    time.sleep(1.5)
+    time.sleep(0.4)
     comes(lambda: failed or rb.write_count >= 100)
     stop.set()
     for t in threads:
@@ -903,7 +901,7 @@ def test_a_state_of_other_settings_is_refused(tmp_path):
             other.sampler.load_state_dict(rb.sampler.state_dict())
 
 
-@pytest.mark.parametrize("change", [
+@each("change", [
     {"priorities": torch.tensor([1.0, -1.0, 1.0])}, {"priorities": torch.tensor([1.0, math.nan, 1.0])},
     {"priorities": torch.ones(2)}, {"seen": [[3, 0]]}, {"max_priority": math.inf}, {"max_priority": -1.0},
     {"seen": [[0, 1 << 60]]},

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from contracts.children import Child
+from contracts.each import each
 from data.samplers.test_slices import SliceContract
 from data.samplers.test_uniform import assert_uniform
 from engram import _native
@@ -90,7 +91,7 @@ def check(rb, length, slices=40, alpha=1.0, beta=1.0, eps=1e-8, strict=True, spa
     return first
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_starts_are_those_of_a_plain_account_whatever_is_written(data_):
     capacity, length = data_.draw(st.integers(3, 25)), data_.draw(st.integers(1, 5))
@@ -116,7 +117,7 @@ def test_starts_are_those_of_a_plain_account_whatever_is_written(data_):
         check(rb, length, strict=strict, span=span)
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+@each("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
 def test_starts_are_drawn_in_proportion_among_those_that_fit(storage):
     torch.manual_seed(0)
     rb = buffer(30, storage, alpha=0.6, beta=0.4)
@@ -136,7 +137,7 @@ def test_starts_are_drawn_in_proportion_among_those_that_fit(storage):
     assert statistic < k * (1 - 2 / (9 * k) + z * math.sqrt(2 / (9 * k))) ** 3
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+@each("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
 def test_only_shorter_trajectories_are_short_slices_and_these_are_whole(storage):
     torch.manual_seed(0)
     rb = buffer(100, storage, length=5, strict_length=False)
@@ -272,7 +273,7 @@ def test_a_saved_state_goes_on_the_same(tmp_path, prefetch):
         assert torch.equal(third.priorities(slice(None), storage=rb.storage), rb.sampler.priorities(slice(None)))
 
 
-@pytest.mark.parametrize("settings, said", [
+@each("settings, said", [
     ({"span": 3}, "span"), ({"span": (False, -1)}, "span"), ({"alpha": -1.0}, "alpha"),
     ({"length": 0}, "slice_len"),
     ({"capacity": 0}, "max_capacity"), ({"num_slices": 3}, "exactly one"),

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 
+from contracts.each import each
 from engram.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from engram.errors import CheckpointMisfitError
 
@@ -29,8 +30,8 @@ def epochs(buffers):
     return [torch.cat(list(buffer)).tolist() for buffer in buffers]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 23])
-@pytest.mark.parametrize("shuffle", [False, True])
+@each("world_size", [1, 2, 3, 5, 23])
+@each("shuffle", [False, True])
 def test_parts_are_disjoint_of_equal_size_and_leave_out_less_than_a_row_for_each(world_size, shuffle):
     buffers = learners(world_size, shuffle=shuffle)
     for _ in range(3):
@@ -71,7 +72,7 @@ def test_an_epoch_is_chosen_by_its_number():
         buffers[0].sampler.set_epoch(-1)
 
 
-@pytest.mark.parametrize("drawn", range(6))
+@each("drawn", range(6))
 def test_a_saved_learner_goes_on_in_its_part(drawn, tmp_path):
     for rank, buffer in enumerate(learners(2)):
         for _ in range(drawn):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict, tensorclass
 
+from contracts.each import each
 from data.samplers.episode_data import episodes, slices_of
 from data.samplers.test_uniform import assert_uniform
 from engram.data import (
@@ -23,7 +24,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from engram.data.replay_buffers.samplers.runs import mark
+from engram.data.replay_buffers.samplers.runs import RunRule, mark
 from engram.data.replay_buffers.samplers.slices import mark_rows
 from engram.testing.helpers import assert_equal, numbers, steps
 from engram.testing.sampler import SamplerContract
@@ -156,7 +157,7 @@ SPANS = {
 }
 
 
-@pytest.mark.parametrize("span", SPANS)
+@each("span", SPANS)
 def test_a_span_lets_windows_reach_over_the_ends_of_a_trajectory(span):
     torch.manual_seed(0)
     rb = ReplayBuffer(storage=LazyTensorStorage(30), sampler=SliceSampler(slice_len=4, span=span))
@@ -218,6 +219,40 @@ def test_a_setting_that_is_assigned_decides_the_next_draw(ask):
     with pytest.raises(ValueError, match="num_slices must be a positive integer"):
         sampler.num_slices = 0
     assert len(rb.sample(8)) == 8 and sampler.num_slices == 2
+
+
+@pytest.mark.parametrize("ask", [{}, {"return_info": True}])
+def test_a_setting_that_is_assigned_while_a_plan_is_made_decides_the_next_draw(ask, monkeypatch):
+    sampler = SliceSampler(num_slices=1, traj_key="episode", strict_length=False)
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=4)
+    rb.extend(TensorDict({"episode": torch.tensor([0, 0, 1, 1, 1, 1, 1])}, [7]))
+    rb.sample(2, **ask)
+    plan = RunRule.plan
+
+    def plan_and_assign(rule, batch_size):  # as another thread may do at this moment
+        planned = plan(rule, batch_size)
+        monkeypatch.setattr(RunRule, "plan", plan)
+        sampler.strict_length = True
+        return planned
+
+    monkeypatch.setattr(RunRule, "plan", plan_and_assign)
+    rb.sample(**ask)
+    assert sampler.strict_length
+    assert {len(rb.sample(**ask)[0] if ask else rb.sample()) for _ in range(40)} == {4}
+
+
+def test_sizes_of_slices_are_not_both_none():
+    sampler = SliceSampler(slice_len=2, traj_key="episode")
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler)
+    rb.extend(TensorDict({"episode": torch.zeros(9).long()}, [9]))
+    with pytest.raises(TypeError, match="slice_len cannot be None where num_slices is: assign num_slices first"):
+        sampler.slice_len = None
+    assert sampler.slice_len == 2 and rb.sample(6, return_info=True)[1]["slice_id"].tolist() == [0, 0, 1, 1, 2, 2]
+    sampler.num_slices, sampler.slice_len = 2, None
+    assert rb.sample(6, return_info=True)[1]["slice_id"].tolist() == [0, 0, 0, 1, 1, 1]
+    with pytest.raises(TypeError, match="num_slices cannot be None where slice_len is"):
+        sampler.num_slices = None
+    assert len(rb.sample(8)) == 8
 
 
 def test_a_burn_in_that_is_assigned_decides_the_next_draw():
@@ -327,8 +362,8 @@ def assert_init_marked(batch, slice_id, mask=None):
     assert torch.equal(batch["is_init"].reshape(len(first), -1).any(1), expected)
 
 
-@pytest.mark.parametrize("kind", ALL_SLICES)
-@pytest.mark.parametrize("storage", STORAGES)
+@each("kind", ALL_SLICES)
+@each("storage", STORAGES)
 def test_first_step_of_each_slice_is_marked_as_init_and_the_stored_row_stays(kind, storage, tmp_path):
     for truncated_key in (None, ("next", "truncated")):
         sampler = ALL_SLICES[kind](truncated_key=truncated_key)
@@ -348,8 +383,8 @@ def test_first_step_of_each_slice_is_marked_as_init_and_the_stored_row_stays(kin
         assert all(torch.equal(old, step["is_init"]) for old, step in zip(before, rb[:], strict=True))
 
 
-@pytest.mark.parametrize("shape", FLAG_SHAPES.values(), ids=FLAG_SHAPES)
-@pytest.mark.parametrize("kind", ["uniform", "by priority"])
+@each("shape", FLAG_SHAPES.values())
+@each("kind", ["uniform", "by priority"])
 def test_init_flags_of_any_shape_are_marked_with_environments_and_ahead(kind, shape):
     storage = LazyTensorStorage(40, ndim=2)
     rb = TensorDictReplayBuffer(storage=storage, sampler=ALL_SLICES[kind](), batch_size=12, prefetch=2)
@@ -383,7 +418,7 @@ def test_init_flags_are_not_added_and_those_of_whole_trajectories_stay(kind):
             assert not bool(rb.sample(4)["is_init"].any()) and not bool(rb.sample(4, True)[0]["is_init"].any())
 
 
-@pytest.mark.parametrize("kind", ["uniform", "padded", "by priority", "sequences"])
+@each("kind", ["uniform", "padded", "by priority", "sequences"])
 def test_slices_that_came_as_rows_are_marked_as_those_of_a_buffer(kind):
     sampler = ALL_SLICES[kind](slice_key="slice")
     for data in (with_init([7, 9, 4, 2]), episodes([7, 9, 4, 2])):
@@ -392,7 +427,7 @@ def test_slices_that_came_as_rows_are_marked_as_those_of_a_buffer(kind):
         index, info = sampler.sample(rb.storage, 20)
         slices = info["slices"]
         expected, batch = rb[index], rb[index]
-        mark(expected, sampler._all_marks(), slices, {})
+        mark(expected, sampler.rule.marks, slices, {})
         mask = slices.mask() if ("collector", "mask") in info else None
         mark_rows(batch, sampler, slices.last().flatten(), mask)
         assert_equal(batch, expected)
@@ -445,8 +480,8 @@ def test_a_tensordict_buffer_attaches_the_index_and_what_is_asked_for():
 
 
 # ---- where trajectories end ----
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.uint8, torch.int32, torch.int64])
-@pytest.mark.parametrize("key", ["episode", ("collector", "traj_ids"), ("some", "where", "deep")])
+@each("dtype", [torch.int8, torch.int16, torch.uint8, torch.int32, torch.int64])
+@each("key", ["episode", ("collector", "traj_ids"), ("some", "where", "deep")])
 def test_ids_of_any_integer_dtype_and_place_begin_trajectories(dtype, key):
     ids = torch.tensor([5, 5, 5, 5, 2, 2, 2, 2, 5, 5, 5, 5], dtype=dtype)
     known = key != ("some", "where", "deep")
@@ -492,8 +527,8 @@ def of_any_steps(storage, n, **how):
     return ReplayBuffer(storage=storage(n), sampler=SliceSampler(**how))
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage, LazyMemmapStorage])
-@pytest.mark.parametrize("how", [{}, {"end_key": "over"}])
+@each("storage", [LazyTensorStorage, ListStorage, LazyMemmapStorage])
+@each("how", [{}, {"end_key": "over"}])
 def test_flags_decide_where_the_steps_lack_the_ids_that_are_named_and_a_warning_says_so_once(storage, how):
     rb = of_any_steps(storage, 20, slice_len=4, traj_key="which", **how)
     data = episodes([4, 6, 4])
@@ -508,7 +543,7 @@ def test_flags_decide_where_the_steps_lack_the_ids_that_are_named_and_a_warning_
         ReplayBuffer(storage=rb.storage, sampler=rb.sampler).sample(8)
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage, LazyMemmapStorage])
+@each("storage", [LazyTensorStorage, ListStorage, LazyMemmapStorage])
 def test_any_of_several_flags_ends_a_trajectory(storage):
     rb = of_any_steps(storage, 40, slice_len=3, end_keys=[("next", "done"), "cut", "missing"])
     for _ in range(4):
@@ -800,7 +835,7 @@ def test_a_state_saved_at_every_step_goes_on_the_same_elsewhere(tmp_path):
         rb = buffer(capacity=40, batch_size=4, shuffle=shuffle)
         rb.extend(episodes([3, 2, 5, 1, 2, 2, 4, 2, 6]))
         at = 27
-        for k in range(25):
+        for k in range(14):
             if k % 3 != 2:
                 rb.sample()
             if k % 2:
@@ -860,8 +895,8 @@ class TestSequenceSampler(SliceContract):
         return SequenceSampler(slice_len=2, end_key="done", truncated_key=None)
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
-@pytest.mark.parametrize("strict", [True, False])
+@each("storage", [LazyTensorStorage, ListStorage])
+@each("strict", [True, False])
 def test_a_window_is_burn_in_and_training_steps_with_padding_around(storage, strict):
     sampler = SequenceSampler(slice_len=6, burn_in=2, strict_length=strict)
     rb = ReplayBuffer(storage=storage(40), sampler=sampler)

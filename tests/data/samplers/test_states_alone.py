@@ -173,8 +173,8 @@ def test_draw_that_is_undone_right_after_loading(tmp_path, monkeypatch, sampler,
     assert parts.sampler.state_dict()["epoch"]["key"] == whole.sampler.state_dict()["epoch"]["key"]
 
 
-@pytest.mark.parametrize("way", ["dumps", "state_dict"])
-@pytest.mark.parametrize("order", [("storage", "sampler", "writer"), ("writer", "sampler", "storage")])
+@each("way", ["dumps", "state_dict"])
+@each("order", [("storage", "sampler", "writer"), ("writer", "sampler", "storage")])
 def test_ensembles(tmp_path, way, order):
     def make():
         members = [

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import (
     DrawTotals,
     LazyTensorStorage,
@@ -37,9 +38,7 @@ def test_uniform_draws_have_a_share_of_their_rows() -> None:
     assert share(buffer(RandomSampler())) == 20 and share(buffer(RandomSampler(), capacity=8)) == 8
 
 
-@pytest.mark.parametrize(
-    "sampler", [RandomSampler(), SliceSampler(slice_len=2), PrioritizedSampler(None, 1.0, 1.0)], ids=repr
-)
+@each("sampler", [RandomSampler(), SliceSampler(slice_len=2), PrioritizedSampler(None, 1.0, 1.0)])
 def test_a_storage_without_rows_has_none(sampler: Any) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(5), sampler=sampler)
     assert share(rb) == 0 and rb.sampler.totals(rb.storage).lowest is None
@@ -58,7 +57,7 @@ def test_what_came_since_the_last_draw_is_left_out_on_request() -> None:
     assert share(rb, newest=False) == 4 and share(rb) == 6 and share(rb, newest=False) == 6
 
 
-@pytest.mark.parametrize(
+@each(
     ("sampler", "choices"),
     [
         (SliceSampler(slice_len=3), 3),
@@ -119,7 +118,7 @@ class TestRaisingThePriorityOfNewRows:
     def test_other_samplers_ignore_it(self) -> None:
         buffer(RandomSampler()).sampler.raise_new_priority(3.0)
 
-    @pytest.mark.parametrize("priority", [-1.0, float("nan"), float("inf"), "high"])
+    @each("priority", [-1.0, float("nan"), float("inf"), "high"])
     def test_what_is_no_priority_is_refused(self, priority: Any) -> None:
         rb = buffer(PrioritizedSampler(None, 1.0, 1.0))
         with pytest.raises(ValueError, match="priority"):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from data.samplers.episode_data import episodes, slices_of
 from data.samplers.test_slices import SliceContract
 from data.samplers.test_uniform import assert_uniform
@@ -119,8 +120,8 @@ STARTS = {  # of slices of 4, from episodes of 3, 6, 4, 9 and 5 steps: the first
 }
 
 
-@pytest.mark.parametrize("case", STARTS)
-@pytest.mark.parametrize("count", [{"slice_len": 4}, {"num_slices": 20_000}])
+@each("case", STARTS)
+@each("count", [{"slice_len": 4}, {"num_slices": 20_000}])
 def test_every_start_that_a_slice_can_have_is_as_likely(case, count):
     torch.manual_seed(0)
     how, starts = STARTS[case]
@@ -207,13 +208,13 @@ def seeded():
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
-@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+@each("kind", SAMPLERS)
+@each("storage", [LazyTensorStorage, ListStorage])
 def test_windows_are_uniform_while_the_ring_goes_round_and_steps_are_changed_in_place(kind, storage):
     sampler = SAMPLERS[kind]()
     rb = ReplayBuffer(storage=storage(15 if storage is ListStorage else 30), sampler=sampler)
     written = ids = seen = 0
-    rounds = 10 if storage is ListStorage else 40  # lists are slow to read
+    rounds = 10 if storage is ListStorage else 25  # lists are slow to read
     for k in range(rounds):
         n = random.choice([1, 1, 2, 3, 7, 13])
         steps, count = steps_of(n, written, ids)
@@ -229,7 +230,7 @@ def test_windows_are_uniform_while_the_ring_goes_round_and_steps_are_changed_in_
     assert seen > rounds * 3 / 4
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
+@each("kind", SAMPLERS)
 def test_windows_are_uniform_over_environments(kind):
     sampler = SAMPLERS[kind]()
     rb = ReplayBuffer(storage=LazyTensorStorage(36, ndim=2), sampler=sampler)
@@ -269,7 +270,7 @@ def test_an_index_that_grew_draws_what_one_that_was_loaded_draws(kind, tmp_path)
         )  # fmt: skip
 
     rb = made()
-    for k in range(15):
+    for k in range(8):
         rb.extend(episodes([3, 5, 1, 2], start=11 * k, first_id=3 * k))
         rb.sample()
         if k % 4 == 3:

@@ -13,6 +13,8 @@ import pytest
 import torch
 from tensordict import TensorDict, tensorclass
 
+from contracts.each import each
+from contracts.pairwise import in_turns
 from engram import _native
 from engram.data import (
     LazyStackStorage,
@@ -143,9 +145,9 @@ def data_of(rng: random.Random, batch: TensorDict, kind: str) -> Any:
     return of_kind(batch, kind)
 
 
-@pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize(
-    ("buffer", "max_size"), [(ReplayBuffer, CAPACITY), (TensorDictReplayBuffer, CAPACITY), (ReplayBuffer, None)]
+    ("kind", "buffer", "max_size"),
+    in_turns(FORMS, [(ReplayBuffer, CAPACITY), (TensorDictReplayBuffer, CAPACITY), (ReplayBuffer, None)]),
 )
 def test_random_programs_give_the_same_with_rows_as_with_objects(kind: str, buffer: Any, max_size: Any) -> None:
     rng = random.Random(f"{kind} {buffer.__name__} {max_size}")
@@ -178,7 +180,7 @@ def test_random_programs_give_the_same_with_rows_as_with_objects(kind: str, buff
         assert packed(twins.rows.storage) == len(twins.rows)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FORMS[:-1] if "class" not in kind])  # which no file holds
+@each("kind", [kind for kind in FORMS[:-1] if "class" not in kind])  # which no file holds
 def test_saves_copies_and_states_are_those_of_objects(kind: str, tmp_path: Any) -> None:
     rng, batch = random.Random(0), steps_of(60)
     twins = Twins(TensorDictReplayBuffer, batch_size=6)
@@ -262,8 +264,7 @@ def variants() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", variants())
-@pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize(("name", "buffer"), in_turns(variants(), [(ReplayBuffer,), (TensorDictReplayBuffer,)]))
 def test_an_item_that_differs_in_one_thing_comes_back_as_it_was(name: str, buffer: Any) -> None:
     first, second = variants()[name]
     twins = Twins(buffer, collate_fn=lambda: list, batch_size=8)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.errors import StorageError
 from engram.pytree import collate_items
@@ -116,7 +117,7 @@ def test_the_live_view_is_the_list():
     assert rb.storage._storage == ["d", "b", "c"]
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.5, True])
+@each("size", [0, -1, 2.5, True])
 def test_a_bad_size_is_refused(size):
     with pytest.raises(ValueError, match="max_size"):
         ListStorage(size)
@@ -202,7 +203,7 @@ def test_by_default_a_list_holds_copies():
     assert [int(rb[slot]["n"]) for slot in range(4)] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
+@each(
     ("items", "difference"),
     [
         ([torch.zeros(1), torch.zeros(2)], r"it is torch.float32 \[2\] in item 1, and torch.float32 \[1\] in item 0"),
@@ -233,7 +234,7 @@ def test_a_batch_of_list_items_for_which_there_is_no_memory_says_so_and_not_that
         collate_items([huge, huge])
 
 
-@pytest.mark.parametrize("how", ["same", "dtypes", "shapes", "few"])
+@each("how", ["same", "dtypes", "shapes", "few"])
 def test_tensors_that_a_collate_function_gets_are_copies_of_their_own_form(how):
     items = [torch.full((2,), float(n)) for n in range(3 if how == "few" else 20)]
     if how != "few":

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram._system import parse_bytes
 from engram.data import (
     LazyMemmapStorage,
@@ -31,19 +32,19 @@ def rows(n: int) -> TensorDict:
     return TensorDict({"x": torch.arange(3.0 * n).reshape(n, 3), "y": torch.arange(n)}, [n])
 
 
-@pytest.mark.parametrize("text", SIZES)
+@each("text", SIZES)
 def test_sizes_are_read_as_people_write_them(text):
     assert parse_bytes(text, "max_bytes") == SIZES[text]
 
 
-@pytest.mark.parametrize("bad", ["8", "GB", "-1GB", "8 GBit", "", 0, "0GB", True, 1.5, None, "1e3MB"])
+@each("bad", ["8", "GB", "-1GB", "8 GBit", "", 0, "0GB", True, 1.5, None, "1e3MB"])
 def test_what_is_no_size_is_refused_by_name(bad):
     with pytest.raises((ValueError, TypeError), match="max_bytes"):
         parse_bytes(bad, "max_bytes")
 
 
-@pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("nbytes", [200_000, 345_679, "1MB"])
+@each("kind", MAKE)
+@each("nbytes", [200_000, 345_679, "1MB"])
 def test_as_many_steps_fit_as_the_bytes_have_room_for(kind, nbytes, tmp_path):
     storage = MAKE[kind](tmp_path, max_bytes=nbytes)
     assert storage.max_size is None and len(storage) == 0
@@ -58,7 +59,7 @@ def test_as_many_steps_fit_as_the_bytes_have_room_for(kind, nbytes, tmp_path):
     assert len(rb) == capacity and storage._is_full
 
 
-@pytest.mark.parametrize("kind", MAKE)
+@each("kind", MAKE)
 def test_a_size_below_one_step_is_refused_at_the_first_write(kind, tmp_path):
     rb = ReplayBuffer(storage=MAKE[kind](tmp_path, max_bytes=100))
     with pytest.raises(
@@ -78,8 +79,8 @@ def test_exactly_one_size_is_given(cls):
         ReplayBuffer(100, storage=cls(max_bytes="1MB"))
 
 
-@pytest.mark.parametrize("kind", ["memory", "temporary file", "named file"])
-@pytest.mark.parametrize("written", [0, 20])
+@each("kind", ["memory", "temporary file", "named file"])
+@each("written", [0, 20])
 def test_copies_have_as_much_room_and_equal_rows(kind, written, tmp_path):
     rb = TensorDictReplayBuffer(storage=MAKE[kind](tmp_path, max_bytes="200KB"))
     if written:

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from contracts.each import each
 from engram.data import LazyMemmapStorage, ReplayBuffer, SamplerWithoutReplacement
 from engram.errors import StorageError, StorageInUseError
 from engram.testing import TableContract, env_steps, numbers, state_of, steps
@@ -98,7 +99,7 @@ def test_opening_says_what_is_wrong(tmp_path):
         LazyMemmapStorage(None)
 
 
-@pytest.mark.parametrize("damage", [b"", b"x", b"x" * 5000, "cut", "header", "layout"])
+@each("damage", [b"", b"x", b"x" * 5000, "cut", "header", "layout"])
 def test_a_damaged_file_is_refused_and_not_changed(tmp_path, damage):
     storage = LazyMemmapStorage(10, scratch_dir=tmp_path)
     ReplayBuffer(storage=storage).extend(steps(0, 3))

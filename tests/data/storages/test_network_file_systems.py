@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from contracts.each import each
 from engram import _native
 from engram.cli import verify
 from engram.data import LazyMemmapStorage, ReplayBuffer
@@ -235,7 +236,7 @@ def test_the_host_id_is_that_of_the_hardware_and_the_same_after_a_start(
     assert ids[0] == ids[1] == ids[2] == ids[3] != ids[4] == ids[5] and {len(i) for i in ids} == {16}
 
 
-@pytest.mark.parametrize("number", [
+@each("number", [
     None, "", "00000000-0000-0000-0000-000000000000", "FFFFFFFF-FFFF-FFFF-FFFF-FFFFFFFFFFFF",
     "03000200-0400-0500-0006-000700080009", "\0\xff\n",
 ])  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -73,8 +74,8 @@ def steps(first, n):
     return TensorDict({"x": torch.arange(first, first + n, dtype=torch.float)}, [n])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer, TensorDictPrioritizedReplayBuffer])
+@each("kind", KINDS)
+@each("buffer", [ReplayBuffer, TensorDictReplayBuffer, TensorDictPrioritizedReplayBuffer])
 def test_batches_are_written_by_set_and_read_by_get(kind, buffer):
     arguments = {"alpha": 0.7, "beta": 0.5} if buffer is TensorDictPrioritizedReplayBuffer else {}
     rb = buffer(storage=kind(8), batch_size=32, **arguments)
@@ -86,7 +87,7 @@ def test_batches_are_written_by_set_and_read_by_get(kind, buffer):
     assert float(rb[3]["x"]) == 3.0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_rows_round_the_ring_come_back_as_they_were_written(kind):
     rb = TensorDictReplayBuffer(storage=kind(4), batch_size=64)
     for first in range(0, 21, 3):
@@ -96,7 +97,7 @@ def test_rows_round_the_ring_come_back_as_they_were_written(kind):
     assert sorted(set(rb.sample()["x"].tolist())) == [105.0, 106.0, 107.0, 108.0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_assignment_calls_set_once(kind):
     rb = TensorDictReplayBuffer(storage=kind(8), batch_size=4)
     rb.extend(steps(0, 4))
@@ -106,7 +107,7 @@ def test_assignment_calls_set_once(kind):
     assert stored(rb) == [0.0, 100.0, 4.0, 6.0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_a_set_of_the_user_is_called_once(kind):
     storage = kind(8)
     storage.set(range(3), steps(0, 3))
@@ -133,7 +134,7 @@ class CursorWriter(Writer):
         return index
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_writers_in_torchrls_form_call_set_once(kind):
     rb = ReplayBuffer(storage=kind(8), writer=CursorWriter(), batch_size=4)
     rb.extend(steps(0, 3))
@@ -285,8 +286,8 @@ class NarrowItems(Narrow, ListStorage):
 NARROW = [(NarrowTensors, LazyTensorStorage), (NarrowFile, LazyMemmapStorage), (NarrowItems, ListStorage)]
 
 
-@pytest.mark.parametrize(("kind", "ours"), NARROW)
-@pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
+@each(("kind", "ours"), NARROW)
+@each("buffer", [ReplayBuffer, TensorDictReplayBuffer])
 def test_what_a_set_hands_on_is_what_is_stored(kind, ours, buffer):
     rb = buffer(storage=kind(6), batch_size=16)
     rb.extend(steps(0, 3).set("t", torch.zeros(3)))
@@ -299,7 +300,7 @@ def test_what_a_set_hands_on_is_what_is_stored(kind, ours, buffer):
     assert set(rb.sample()["wide"].tolist()) <= {50.0, 13.0, 14.0, 15.0, 16.0, 17.0}
 
 
-@pytest.mark.parametrize(("kind", "ours"), NARROW)
+@each(("kind", "ours"), NARROW)
 def test_samplers_look_at_the_entries_that_get_hands_out(kind, ours):
     rb = TensorDictReplayBuffer(
         storage=kind(20), sampler=SliceSampler(slice_len=3, traj_key="trajectory"), batch_size=12
@@ -334,7 +335,7 @@ class Checking(LazyTensorStorage):
         return super().check(items, single, time_dim, index_key, index)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, Checking])
+@each("kind", [*KINDS, Checking])
 def test_dropped_storage_is_freed_without_the_garbage_collector(kind):
     rb = ReplayBuffer(storage=kind(10), batch_size=2)
     rb.extend(TensorDict({"x": torch.arange(4.0)}, [4]))

@@ -9,6 +9,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
+from engram._copies import passing_fds
 from engram.data import (
     LazyTensorStorage,
     ListStorage,
@@ -156,7 +158,7 @@ def test_another_storages_checkpointer_is_refused():
         Own(10).checkpointer = TensorStorageCheckpointer()
 
 
-@pytest.mark.parametrize("given", [[1, 2], torch.zeros(3), steps(0, 3), 5], ids=lambda g: type(g).__name__)
+@each("given", [[1, 2], torch.zeros(3), steps(0, 3), 5])
 def test_what_is_no_storage_is_refused_with_what_to_use(given):
     with pytest.raises(TypeError, match=r"storage must be a storage.*TensorStorage"):
         ReplayBuffer(storage=given)
@@ -271,14 +273,20 @@ class Kept(Own):
         self._lanes.advance(state["_lanes"])
 
 
+def passed(part):
+    with passing_fds([]):
+        return pickle.loads(pickle.dumps(part))
+
+
 @pytest.mark.parametrize(
     "copied",
     [
         copy.deepcopy,
         lambda part: pickle.loads(pickle.dumps(part)),
         lambda part: pickle.loads(ForkingPickler.dumps(part)),
+        passed,
     ],
-    ids=["deepcopy", "pickle", "sent"],
+    ids=["deepcopy", "pickle", "sent", "passed"],
 )
 def test_class_may_say_that_all_its_attributes_are_copied(copied):
     rb = buffer(Kept(10))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler, TensorDictMaxValueWriter
 from engram.errors import NoFreeLaneError, StorageError
 from engram.store.episodes import EpisodeIndex
@@ -199,7 +200,7 @@ class TestReading:
         other.append_leaves(3, parts)
         assert numbers(other[:]) == [0, 1, 2, 3, 4]
 
-    @pytest.mark.parametrize("spoil", [lambda p: p[:-1], lambda p: [*p[:-1], p[-1][:2]], lambda p: p[::-1]])
+    @each("spoil", [lambda p: p[:-1], lambda p: [*p[:-1], p[-1][:2]], lambda p: p[::-1]])
     def test_leaves_that_do_not_fit_are_refused(self, spoil) -> None:
         storage = shared()
         storage.lanes.hold_lane(0)
@@ -215,9 +216,7 @@ class TestReading:
         with pytest.raises(ValueError, match="own sequence"):
             storage.append_packed(storage.lanes.hold(), rows)
 
-    @pytest.mark.parametrize(
-        ("lane", "sequences", "env"), [(4, [0], 0), (-1, [0], 0), (0, [-1], 0), (0, [1 << 62], 0), (0, [0], 1)]
-    )
+    @each(("lane", "sequences", "env"), [(4, [0], 0), (-1, [0], 0), (0, [-1], 0), (0, [1 << 62], 0), (0, [0], 1)])
     def test_rows_that_cannot_exist_have_no_slots(self, lane: int, sequences: list[int], env: int) -> None:
         with pytest.raises(IndexError, match="is not one of"):
             shared().lanes.slots_of(lane, torch.tensor(sequences), env)

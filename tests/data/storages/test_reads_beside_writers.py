@@ -11,7 +11,7 @@ import torch
 
 from engram import _native
 from engram.data import LazyMemmapStorage, ReplayBuffer
-from engram.data.replay_buffers.storages import base
+from engram.data.replay_buffers.storages import access
 from engram.store import indexing
 from engram.testing.helpers import numbers, steps
 
@@ -79,7 +79,7 @@ def test_rows_that_are_being_overwritten_are_waited_for(
 def test_rows_overwritten_after_the_counters_were_read_are_waited_for(
     job: ReplayBuffer[Any], rb: ReplayBuffer[Any], read: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, ends, select = text(read(rb)), list[Callable[[], None]](), base.select
+    expected, ends, select = text(read(rb)), list[Callable[[], None]](), access.select
 
     def select_then_overwrite(*arguments: Any) -> Any:
         selection = select(*arguments)
@@ -87,7 +87,7 @@ def test_rows_overwritten_after_the_counters_were_read_are_waited_for(
             ends.append(begin_overwriting(job))
         return selection
 
-    for module in (base, indexing):
+    for module in (access, indexing):
         monkeypatch.setattr(module, "select", select_then_overwrite)
     monkeypatch.setattr(indexing.time, "sleep", lambda seconds: ends[0]())
     assert text(read(rb)) == expected and ends

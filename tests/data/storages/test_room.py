@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, TensorStorage
 from engram.testing import StorageContract, env_steps, numbers, steps
 
@@ -36,7 +37,7 @@ def test_what_is_no_room_is_refused():
             TensorStorage(room, max_size=5)
 
 
-@pytest.mark.parametrize(
+@each(
     "items",
     [
         [TensorDict({"a": torch.zeros(3)}, []), TensorDict({"a": torch.zeros(4)}, [])],

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from contracts.children import Child, Signal
+from contracts.each import each
 from contracts.pairwise import pairwise_product
 from engram.data import (
     FlatStorageCheckpointer,
@@ -52,7 +53,7 @@ CHECKPOINTERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("how, checkpointer, capacity", pairwise_product(SAVED, CHECKPOINTERS, [10, 12]))
+@each("how, checkpointer, capacity", pairwise_product(SAVED, CHECKPOINTERS, [10, 12]))
 def test_a_save_before_the_first_write_of_a_store_that_was_opened_again_cuts_where_that_write_does(
     tmp_path, how, checkpointer, capacity
 ):
@@ -116,8 +117,8 @@ def test_a_store_of_many_writers_is_saved_with_every_row_and_every_seam(tmp_path
         assert (batch[:, 1] - batch[:, 0] == 1).all() and len(batch[:, 0].unique()) == n + 1
 
 
-@pytest.mark.parametrize("capacity", [1000, 150, None])
-@pytest.mark.parametrize("how", SAVED)
+@each("capacity", [1000, 150, None])
+@each("how", SAVED)
 def test_a_list_of_many_writers_is_saved_with_every_item_and_every_seam(tmp_path, how, capacity):
     rb, twin = (ReplayBuffer(storage=ListStorage(capacity), collate_fn=list) for _ in range(2))
     last = 400
@@ -170,7 +171,7 @@ def test_every_seam_of_a_lane_is_listed_while_another_process_writes_new_ones():
     rb = ReplayBuffer(storage=LazyTensorStorage(1000, shared=True))
     child = writes_for_ever(rb)
     try:
-        until = time.monotonic() + 2
+        until = time.monotonic() + 0.5
         while time.monotonic() < until:
             lane = rb.storage.lanes.states()[0]
             seams = [seam for seam in lane["seams"] if seam <= lane["published"]]
@@ -206,7 +207,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@each("wrong", WRONG)
 def test_a_state_that_cannot_be_is_refused_and_the_rows_stay(wrong):
     rb, twin = (ReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2))
     rb.extend(one_trajectory(0, 5))
@@ -218,10 +219,8 @@ def test_a_state_that_cannot_be_is_refused_and_the_rows_stay(wrong):
     assert twin[:]["n"].tolist() == [50, 51, 52] and lengths(twin) == [3]
 
 
-@pytest.mark.parametrize(
-    "wrong", [lambda state: state["items"].pop(), lambda state: state["counters"]["lanes"][0].update(base=7),
-              lambda state: state["counters"]["lanes"].pop(), lambda state: state.pop("items")],
-)  # fmt: skip
+@each("wrong", [lambda state: state["items"].pop(), lambda state: state["counters"]["lanes"][0].update(base=7),
+              lambda state: state["counters"]["lanes"].pop(), lambda state: state.pop("items")])  # fmt: skip
 def test_a_state_of_a_list_that_cannot_be_is_refused_and_the_items_stay(wrong):
     rb, twin = (ReplayBuffer(storage=ListStorage(10), collate_fn=list) for _ in range(2))
     rb.extend([1, 2, 3, 4, 5])

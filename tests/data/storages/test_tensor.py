@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import LazyTensorStorage, ReplayBuffer, TensorStorage
 from engram.errors import StorageError
 from engram.testing import TableContract, numbers, steps
@@ -88,7 +89,7 @@ def test_existing_tensors_are_the_stored_rows():
     assert data["n"][3] == 70
 
 
-@pytest.mark.parametrize("max_size, ndim", [(9, 1), (11, 1), (4, 2)])
+@each("max_size, ndim", [(9, 1), (11, 1), (4, 2)])
 def test_a_size_that_does_not_fit_the_tensors_is_refused(max_size, ndim):
     with pytest.raises(ValueError, match=str(max_size)):
         TensorStorage(torch.zeros(10, 2), max_size, ndim=ndim)
@@ -119,7 +120,7 @@ def test_making_a_storage_logs_where_it_is_its_size_and_its_keys(caplog):
     assert "next.reward: [1000, 1] 8 KB" in caplog.text and "obs: [1000, 3] 12 KB" in caplog.text
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.5, True])
+@each("size", [0, -1, 2.5, True])
 def test_a_bad_size_is_refused(size):
     with pytest.raises(ValueError, match="max_size"):
         LazyTensorStorage(size)
@@ -158,7 +159,7 @@ def test_a_first_batch_that_is_refused_decides_nothing():
         assert len(rb) == 3
 
 
-@pytest.mark.parametrize("envs", [(1,), (3,), (2, 3)])
+@each("envs", [(1,), (3,), (2, 3)])
 def test_a_slice_of_a_dict_of_several_environments_has_their_shape(envs):
     storage = LazyTensorStorage(60, ndim=1 + len(envs))
     rows = {"x": torch.arange(4 * math.prod(envs) * 2).reshape(4, *envs, 2), "y": {"z": torch.ones(4, *envs)}}

@@ -73,7 +73,7 @@ def _values(shape, dtype, generator):
 
 @pairs
 @given(teds())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_what_comes_back_is_what_went_in(there, back, case):
     td, shift, is_full = case
     before = td.clone()
@@ -98,7 +98,7 @@ def expected_exceptions(now, following, batch_size, shift):
 
 
 @given(teds())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_flat_keeps_of_next_exactly_what_is_not_the_root_of_the_step_after(case):
     td, shift, is_full = case
     flat = TED2Flat()(td, shift=shift, is_full=is_full)

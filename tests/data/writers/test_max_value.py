@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from tensordict import TensorDict, tensorclass
 
 from contracts.children import Signal
+from contracts.each import each
 from contracts.kills import killed_after
 from engram import _native
 from engram._native import FIRST_REPLACED
@@ -123,7 +124,7 @@ class TestWhatStays:
 
 
 class TestRanks:
-    @pytest.mark.parametrize(
+    @each(
         ("reduction", "stays"),
         [("sum", [1, 3]), ("mean", [1, 3]), ("max", [1, 2]), ("min", [0, 1]), ("median", [0, 3])],
     )
@@ -138,7 +139,7 @@ class TestRanks:
         rb.extend(TensorDict({"r": torch.tensor([[2.0, 2.0], [9.0, 1.0]])}, [2]))
         assert rb[0]["r"].tolist() == [2.0, 2.0]
 
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, torch.bool, torch.float32])
+    @each("dtype", [torch.float16, torch.bfloat16, torch.int8, torch.bool, torch.float32])
     def test_any_real_numbers_do(self, dtype):
         rb = make(capacity=2, rank_key="r")
         rb.extend(TensorDict({"r": torch.tensor([0, 1, 0, 1]).to(dtype).requires_grad_(False)}, [4]))
@@ -451,7 +452,7 @@ class Oracle:
 
 @pytest.mark.parametrize("storage", STORAGES)
 @given(ops=OPS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=18, deadline=None)
 def test_any_sequence_of_writes_leaves_what_an_oracle_has(tmp_path_factory, storage, ops):
     rb, oracle, number, tokens = make(storage, 5), Oracle(5), 0, {}
     for op, *args in ops:
@@ -526,7 +527,7 @@ class Ranked:
     rank: torch.Tensor
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@each("storage", STORAGES)
 def test_items_of_a_tensorclass_without_a_field_for_their_index_are_ranked_and_stored_without_it(storage):
     rb = ReplayBuffer(storage=storage(2), writer=TensorDictMaxValueWriter(rank_key="rank"), batch_size=8)
     ranks = torch.tensor([1.0, 5.0, 0.0, 3.0])

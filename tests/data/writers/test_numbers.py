@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram import _native
 from engram.data import (
     FlatStorageCheckpointer,
@@ -34,7 +35,7 @@ from engram.data.datasets import write_hdf5, write_parquet
 from engram.errors import CheckpointMisfitError, StorageError
 from engram.store import files
 from engram.store.lanes import Lanes
-from engram.store.tables import RowTable
+from engram.store.row_table import RowTable
 
 STORAGES: dict[str, Callable[[int, Path], Any]] = {
     "list": lambda n, path: ListStorage(n),
@@ -136,12 +137,9 @@ def test_a_larger_storage_has_them_too(replaced: Any, make: Any, way: str, tmp_p
     assert done.updated.tolist() == [False, True, False, True]
 
 
-@pytest.mark.parametrize(
-    "checkpointer",
+@each("checkpointer",
     [FlatStorageCheckpointer, NestedStorageCheckpointer, H5StorageCheckpointer,
-     lambda: H5StorageCheckpointer(group_per_trajectory=True)],
-    ids=["flat", "nested", "h5", "h5, groups"],
-)  # fmt: skip
+     lambda: H5StorageCheckpointer(group_per_trajectory=True)])  # fmt: skip
 def test_every_format_of_a_checkpoint_keeps_them(checkpointer: Any, tmp_path: Path) -> None:
     rb, twin = (best(LazyTensorStorage(4, checkpointer=checkpointer())) for _ in range(2))
     rb.extend(ranked(0, 5, 1, 6))
@@ -280,7 +278,7 @@ def filled(storage: Any) -> TensorDictReplayBuffer:
 KEYS = {*steps(0, 1).keys(True, True), "index"}
 
 
-@pytest.mark.parametrize("storage", ROW_STORAGES)
+@each("storage", ROW_STORAGES)
 def test_they_are_in_no_batch(storage: str, tmp_path: Path) -> None:
     rb = filled(ROW_STORAGES[storage](tmp_path))
     assert max(numbers(rb)) >= _native.FIRST_REPLACED
@@ -396,8 +394,8 @@ class TestRowsThatCarryNone:
         assert remedy.extend(steps(100, 103)).tolist() == [5, 6, 7]
         assert len(set(numbers(remedy))) == 20
 
-    @pytest.mark.parametrize("storage", ["memory", "shared", "mapped", "temporary", "tensors"])
-    @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
+    @each("storage", ["memory", "shared", "mapped", "temporary", "tensors"])
+    @each("used", [False, True])
     def test_loaded_into_a_storage_of_this_writer_they_carry_theirs(
         self, storage: str, used: bool, tmp_path: Path
     ) -> None:
@@ -411,8 +409,8 @@ class TestRowsThatCarryNone:
         assert numbers(twin) == numbers(rb) and (twin[:] == rb[:]).all()
         assert twin.extend(steps(100, 101)).tolist() == [5]
 
-    @pytest.mark.parametrize("storage", ["shared", "mapped", "temporary"])
-    @pytest.mark.parametrize("way", ["dumps", "state_dict"])
+    @each("storage", ["shared", "mapped", "temporary"])
+    @each("way", ["dumps", "state_dict"])
     def test_rows_that_carry_theirs_are_not_loaded_where_they_would_lose_them(
         self, storage: str, way: str, tmp_path: Path
     ) -> None:
@@ -427,7 +425,7 @@ class TestRowsThatCarryNone:
                 other.storage.load_state_dict(rb.storage.state_dict())
         assert numbers(other) == before and (other[:] == rows).all()
 
-    @pytest.mark.parametrize("storage", ["memory", "shared", "mapped", "temporary", "tensors"])
+    @each("storage", ["memory", "shared", "mapped", "temporary", "tensors"])
     def test_rows_of_which_none_was_replaced_are_loaded_anywhere(self, storage: str, tmp_path: Path) -> None:
         rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20), writer=TensorDictMaxValueWriter())
         rb.extend(steps(0, 15))

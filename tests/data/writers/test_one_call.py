@@ -132,10 +132,8 @@ def test_random_writes_are_those_of_the_two_calls(kind: Any, storage: str, form:
             twins.write("extend", data)
 
 
-@pytest.mark.parametrize(
-    "change", ["missing", "new", "missing inside", "new inside", "another for one that is missing"]
-)
-@pytest.mark.parametrize("form", ["td", "dict"])
+@each("change", ["missing", "new", "missing inside", "new inside", "another for one that is missing"])
+@each("form", ["td", "dict"])
 def test_other_keys_than_those_of_the_layout_are_refused(change: str, form: str) -> None:
     def step() -> dict[str, Any]:
         return {"a": torch.zeros(1), "b": {"c": torch.zeros(1), "d": torch.zeros(1)}}
@@ -154,8 +152,8 @@ def test_other_keys_than_those_of_the_layout_are_refused(change: str, form: str)
     assert twins.write("extend", [shaped(step())[0] if form == "td" else step(), shaped(data)])[0] is RuntimeError
 
 
-@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("time_dim", [0, 1])
+@each("kind", [ReplayBuffer, TensorDictReplayBuffer])
+@each("time_dim", [0, 1])
 def test_environments_by_time(kind: Any, time_dim: int) -> None:
     twins = Twins(kind, lambda: LazyTensorStorage(30, ndim=2), dim_extend=time_dim)
     for n in (1, 4, 12, 2):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.each import each
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -121,10 +122,8 @@ STORAGES = [
 ]
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize(
-    "writer", [AddsAndExtends, AddsAndExtendsAlone, BeginsInTheClass, ForgetsInTorchRLsForm], ids=lambda w: w.__name__
-)
+@each("storage", STORAGES)
+@each("writer", [AddsAndExtends, AddsAndExtendsAlone, BeginsInTheClass, ForgetsInTorchRLsForm])
 def test_a_writer_of_ones_own_needs_add_and_extend_only(writer, storage):
     rb = ReplayBuffer(storage=storage(10), writer=writer(), batch_size=4)
     assert rb.extend(steps(0, 8)).tolist() == list(range(8)) and rb.add(steps(8, 9)[0]) == 8

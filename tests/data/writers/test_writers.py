@@ -4,6 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict, tensorclass
 
+from contracts.each import each
 from engram.data import (
     ImmutableDatasetWriter,
     LazyMemmapStorage,
@@ -109,11 +110,7 @@ def test_in_a_plain_buffer_a_tensorclass_without_such_a_field_is_stored_without_
 
 
 class TestImmutableDatasetWriter:
-    @pytest.mark.parametrize(
-        "storage",
-        [ListStorage(10), LazyTensorStorage(10), LazyMemmapStorage(10), TensorStorage(torch.zeros(10))],
-        ids=lambda s: type(s).__name__,
-    )
+    @each("storage", [ListStorage(10), LazyTensorStorage(10), LazyMemmapStorage(10), TensorStorage(torch.zeros(10))])
     def test_any_write_is_an_error_and_reading_is_not(self, storage):
         rb = ReplayBuffer(storage=storage, batch_size=3)
         rb.extend(torch.arange(5.0))

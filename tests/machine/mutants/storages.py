@@ -9,9 +9,10 @@ from torch import Tensor
 
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage
 from engram.data.replay_buffers.state.rows import StoredRows
+from engram.store.column_table import ColumnTable
 from engram.store.items import ItemTable
 from engram.store.lazy_table import LazyTable
-from engram.store.tables import ColumnTable, RowTable
+from engram.store.row_table import RowTable
 from machine.mutants.base import Mutant, Patch, around
 
 

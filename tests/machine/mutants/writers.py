@@ -9,10 +9,11 @@ from torch import Tensor
 
 from engram._native import FIRST_REPLACED
 from engram.data import ImmutableDatasetWriter, RoundRobinWriter, Storage, TensorDictMaxValueWriter
+from engram.store.column_table import ColumnTable
 from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
 from engram.store.lazy_table import LazyTable
-from engram.store.tables import ColumnTable, RowTable
+from engram.store.row_table import RowTable
 from machine.mutants.base import Mutant, Patch, around
 
 

@@ -71,7 +71,7 @@ def test_bits_are_the_same_on_every_machine(x: float, y: float, bits: str) -> No
         assert {power.hex() for power in way} == {bits}
 
 
-@pytest.mark.parametrize("y", [0.6, 0.7, -0.4, 1 / 3, 2.5])
+@each("y", [0.6, 0.7, -0.4, 1 / 3, 2.5])
 def test_one_at_a_time_and_any_number_at_once_give_the_same_bits(y: float) -> None:
     x = some(90, -1074, 1000)
     whole = ways(x, y)
@@ -82,14 +82,14 @@ def test_one_at_a_time_and_any_number_at_once_give_the_same_bits(y: float) -> No
                 assert way == whole[0][start : start + n]
 
 
-@pytest.mark.parametrize("y", [0.1, 0.3, 0.6, 0.9, 0.999, -0.4, -1.0, 1.7, 3.0, -8.0])
+@each("y", [0.1, 0.3, 0.6, 0.9, 0.999, -0.4, -1.0, 1.7, 3.0, -8.0])
 def test_powers_are_within_some_ulp(y: float) -> None:
     for x in (some(4000), some(4001, -1, 1), some(4002, -120, 120)):
         exact = np.array([math.pow(one, y) for one in x])  # itself within 1 ulp
         assert np.all(np.abs(ways(x, y)[0] - exact) <= (1 + 2 * max(1, abs(y))) * np.spacing(exact))
 
 
-@pytest.mark.parametrize("y", [0.3, 0.6, 1.5, 40.0, 1e300, -0.4, -1.5, -40.0, -1e300])
+@each("y", [0.3, 0.6, 1.5, 40.0, 1e300, -0.4, -1.5, -40.0, -1e300])
 def test_zero_infinity_one_and_what_is_too_small_or_too_large(y: float) -> None:
     infinite, zero = (math.inf, 0.0) if y > 0 else (0.0, math.inf)
     for way in ways([0.0, math.inf, 1.0], y):

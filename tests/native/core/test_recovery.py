@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from contracts.each import each
 from contracts.power import PAGE, Disk
 from engram import _native
 from native.core.support import (
@@ -116,7 +117,7 @@ def run(path: Path, seed: int, images: int, lanes: int, strands: int, capacity: 
             check(disk, scratch, code, disk.image())
 
 
-@pytest.mark.parametrize(("lanes", "strands", "capacity", "width"), [
+@each(("lanes", "strands", "capacity", "width"), [
     (1, 1, 40, 20), (1, 1, 16, 700), (2, 1, 24, 60), (1, 3, 12, 33), (5, 2, 9, 130),
 ])  # fmt: skip
 def test_what_comes_back_after_a_power_cut_is_whole_and_nothing_durable_is_lost(
@@ -134,7 +135,7 @@ def test_many_power_cuts(tmp_path: Path) -> None:
         run(tmp_path / f"s{seed}", seed, 15, draw.randrange(1, 4), draw.randrange(1, 4), capacity, width)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@each("seed", range(8))
 def test_one_power_cut_after_another(tmp_path: Path, seed: int) -> None:
     # Rows that a recovery dropped lie about, whole, with high numbers and old terms: they must not come back.
     code, row_bytes = words(60)

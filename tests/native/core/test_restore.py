@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contracts.each import each
 from engram import _native
 from native.core.support import file_store, store
 
@@ -72,7 +73,7 @@ class TestRowsGoToTheirPlaces:
                 whole = [(lane * strands + e) * capacity + slot for e in range(strands) for slot in new]
                 assert all(_native.testing.is_whole(s, row) for row in whole)
 
-    @pytest.mark.parametrize("payload", [1, 71, 4080, 5000, 300_000], ids=str)
+    @each("payload", [1, 71, 4080, 5000, 300_000])
     def test_when_they_take_many_writes(self, payload: int, tmp_path: Path) -> None:
         n = 3_000_000 // (payload + 16)
         rows = made(payload, 1, n, payload)
@@ -104,7 +105,7 @@ class TestRowsGoToTheirPlaces:
 
 
 class TestRefused:
-    @pytest.mark.parametrize("shape", [(2, 3, 20), (1, 11, 20), (1, 3, 21), (1, 3, 19), (0, 3, 20)], ids=str)
+    @each("shape", [(2, 3, 20), (1, 11, 20), (1, 3, 21), (1, 3, 19), (0, 3, 20)])
     def test_blocks_of_another_shape(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(ValueError, match="no more steps"):
             store(20, 10).put(0, 0, made(0, *shape))

@@ -64,7 +64,7 @@ class TestTheRing:
         assert s.rows() == len(there) and s.steps_written() == sum(written)
         assert [s.cursor(lane) for lane in range(lanes)] == [w % capacity for w in written]
 
-    @pytest.mark.parametrize("n", [1, 7, 8, 9, 100])
+    @each("n", [1, 7, 8, 9, 100])
     def test_a_batch_larger_than_the_lane_is_written_through(self, n: int) -> None:
         code, width = words(3)
         s = store(width, 7)
@@ -111,7 +111,7 @@ class TestBounds:
             with pytest.raises(IndexError, match="of 2"):
                 use()
 
-    @pytest.mark.parametrize("bad", [
+    @each("bad", [
         [0], np.zeros(1), np.zeros(1, np.int32), np.zeros((2, 3), np.int64).T, None, b"12345678", np.arange(8)[::2],
         np.frombuffer(bytes(17), np.uint8)[1:].view(np.int64),
     ])  # fmt: skip
@@ -165,7 +165,7 @@ class TestBounds:
         with pytest.raises(MemoryError, match=r"no memory to map \d{16,} bytes"):
             store(1 << 20, 1 << 30)
 
-    @pytest.mark.parametrize("alignment", [8, 16, 32, 64])
+    @each("alignment", [8, 16, 32, 64])
     def test_every_leaf_can_be_viewed_in_place(self, alignment: int) -> None:
         for trailer in (False, True):
             s = store(24, 100, alignment=alignment, trailer=trailer)

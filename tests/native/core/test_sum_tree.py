@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contracts.each import each
 from engram import _native
 
 SIZES = st.sampled_from([1, 2, 7, 8, 9, 63, 64, 65, 511, 513, 600, 4097])
@@ -65,7 +66,7 @@ def test_no_prefix_finds_a_leaf_of_zero(values):
         assert values[leaf] > 0
 
 
-@pytest.mark.parametrize("size", [1, 5, 8, 70, 1000, 20_000])
+@each("size", [1, 5, 8, 70, 1000, 20_000])
 def test_a_prefix_finds_the_leaf_that_a_search_in_the_running_sums_finds(size):
     draw = np.random.default_rng(size)
     values = draw.integers(0, 4, size).astype(np.float64)  # sums of integers are exact
@@ -76,7 +77,7 @@ def test_a_prefix_finds_the_leaf_that_a_search_in_the_running_sums_finds(size):
     assert tree.find(at.tolist()) == np.searchsorted(sums, at, side="right").tolist()
 
 
-@pytest.mark.parametrize("size", [1, 5, 8, 70, 1000, 20_000])
+@each("size", [1, 5, 8, 70, 1000, 20_000])
 def test_every_way_down_the_tree_finds_the_same_leaves(size):
     draw = np.random.default_rng(size)
     tree = built(draw.choice([0.0, 1e-300, 0.1, 1.0, 1e9, *draw.random(20)], size) + np.eye(1, size, size - 1)[0])
@@ -86,7 +87,7 @@ def test_every_way_down_the_tree_finds_the_same_leaves(size):
         assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("size", [600, 5000, 70_000])
+@each("size", [600, 5000, 70_000])
 def test_the_lowest_follows_leaves_that_come_go_and_are_set_twice(size):
     draw = np.random.default_rng(size)
     leaves = np.ones(size)

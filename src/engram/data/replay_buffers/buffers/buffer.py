@@ -33,7 +33,7 @@ from engram.data.replay_buffers.buffers.delayed import delay, is_delayed
 from engram.data.replay_buffers.buffers.in_place import grid_index, in_index_order, is_int
 from engram.data.replay_buffers.buffers.parts import BufferParts, Entries, PartSettings
 from engram.data.replay_buffers.buffers.stats import BatchCount, BufferStats, count_steps, shown_content
-from engram.data.replay_buffers.reading.reader import MANY_ROWS
+from engram.data.replay_buffers.reading.reader import MANY_ROWS, EpochOverError, LoopEpochs
 from engram.data.replay_buffers.reading.reuse import why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, user_object
 from engram.data.replay_buffers.samplers.random import RandomSampler
@@ -491,16 +491,20 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             )
         if self._batch_size > MANY_ROWS:
             self._parts.reader.check_room(self._batch_size)
+        epochs: LoopEpochs = None
         while True:
             parts = self._parts
-            if parts.prefetcher is not None:
-                batch, last = parts.prefetcher.next(self._batch_size, parts.tracks_generations)
-            else:
-                batch, last = parts.reader.next(self._batch_size, generations=parts.tracks_generations)
+            source = parts.reader if parts.prefetcher is None else parts.prefetcher
+            try:
+                batch, last, epochs = source.next(self._batch_size, parts.tracks_generations, epochs)
+            except EpochOverError:
+                return
             self._handed_out.batches += 1
             yield batch
             if last:
                 return
+            if self._parts is not parts:
+                epochs = None  # of another sampler
 
     def __next__(self) -> T:
         return self.sample()

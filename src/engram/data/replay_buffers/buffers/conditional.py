@@ -136,7 +136,7 @@ def write_if_present(
         ValueError, TypeError: an entry of the patch does not fit the rows. Nothing was written.
     """
     n = len(slots)
-    change = _ItemPatch(patch, n) if storage.item_reader is not None else _RowPatch(storage, patch, n, index_key)
+    change = _ItemPatch(patch, n) if storage.access.item_reader is not None else _RowPatch(storage, patch, n, index_key)
     present = (stored_generations(storage.lanes, slots) == generation) & (generation >= 0)
     updated = present if version is None else present & _new_enough(storage, slots, present, version)
     chosen = _last_of_each_slot(slots, updated)

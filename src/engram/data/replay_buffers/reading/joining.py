@@ -12,7 +12,7 @@ from torch import Tensor
 from engram._arguments import BUILT_IN
 from engram.pytree import Key, collate_items, key_path, repeat_per_step
 from engram.store.layout import tensordict_of
-from engram.store.tables import RowTable
+from engram.store.row_table import RowTable
 from engram.transforms.compose import Compose
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import torch
 import engram._native as _native
 from engram._generator import Generator
 from engram._system import fork_registry, notice_fork, set_state, state_of
-from engram.data.replay_buffers.reading.reader import BatchReader, PreparedRows
+from engram.data.replay_buffers.reading.reader import BatchReader, LoopEpochs, PreparedRows, check_epochs, epochs_of
 from engram.data.replay_buffers.samplers.draw import Draw
 
 #: A batch that takes less is prepared by who wants it: handing it from thread to thread costs more. 0: never.
@@ -105,6 +105,7 @@ class _Prepared(NamedTuple):
     generators: list[_Position]  # theirs then
     incarnations: list[int]  # of the storages then
     draws: list[Draw]  # none where one native call has drawn: it leaves the last of an epoch to the sampler
+    epochs: dict[int, int | None]  # that it is of
 
 
 class Prefetcher:
@@ -156,17 +157,17 @@ class Prefetcher:
         self._watch(n, details, time.perf_counter() - start)
         return batch_and_info
 
-    def next(self, n: int, generations: bool) -> tuple[Any, bool]:
-        """The next batch, and whether it is the last of its epoch. Raises as `sample`."""
+    def next(self, n: int, generations: bool, epochs: LoopEpochs = None) -> tuple[Any, bool, LoopEpochs]:
+        """A loop's next batch, as `BatchReader.next`. Raises as that and as `sample`."""
         if self._pays:
-            prepared = self._next(n, generations)
+            prepared = self._next(n, generations, epochs)
             if prepared is not None:
-                return prepared[0], prepared[2]
+                return prepared[0], prepared[2], {**(epochs or {}), **prepared[3]}
         elif self._unwatched > 0:
             self._unwatched -= 1
-            return self._reader.next(n, generations)
+            return self._reader.next(n, generations, epochs)
         start = time.perf_counter()
-        batch_and_last = self._reader.next(n, generations)
+        batch_and_last = self._reader.next(n, generations, epochs)
         self._watch(n, generations, time.perf_counter() - start)
         return batch_and_last
 
@@ -212,8 +213,13 @@ class Prefetcher:
         self._unwatched, self._pause = self._pause, min(2 * self._pause, _MOST_PAUSE)
         return False
 
-    def _next(self, n: int, details: bool) -> tuple[Any, dict[str, Any], bool] | None:
-        """The next batch, its info, and whether it is the last of its epoch; None: the caller is to make it."""
+    def _next(
+        self, n: int, details: bool, epochs: LoopEpochs = None
+    ) -> tuple[Any, dict[str, Any], bool, dict[int, int | None]] | None:
+        """The next batch, its info, whether it is the last of its epoch, and its epochs; None: the caller makes it.
+
+        EpochOverError: as `BatchReader.next`; it stays ready.
+        """
         notice_fork()  # the threads are the parent's
         with self._lock:
             if not self._pays:  # another thread has found out meanwhile
@@ -227,6 +233,7 @@ class Prefetcher:
                 self._seconds.clear()
             if not self._queue:
                 self._schedule(details)
+            check_epochs(epochs, self._queue[0].epochs)
             prepared = self._queue.popleft()
             try:
                 batch_and_info, seconds = prepared.work.result()
@@ -249,7 +256,7 @@ class Prefetcher:
                 self._fill(details)
             self._waited.append(time.perf_counter() - start)
         batch, info = batch_and_info
-        return batch, info, any(draw.last for draw in prepared.draws)
+        return batch, info, any(draw.last for draw in prepared.draws), prepared.epochs
 
     def _read(self, draws: list[Draw]) -> _Result:
         """The batch of what was drawn, as the reader gives it, and the seconds that it took; in a thread."""
@@ -277,6 +284,7 @@ class Prefetcher:
                     if not details:
                         self._rewind(cursor, generators)
                     draws = reader.draw(self._batch_size)
+                epochs = reader.epochs() if prepared is not None else epochs_of(draws)
             except BaseException:
                 self._rewind(cursor, generators)
                 raise
@@ -287,9 +295,8 @@ class Prefetcher:
             work = copying = _Copying(reader, prepared)
             if prepared.transforms:
                 work = _InThread(self._threads.submit(copying.result), copying)
-        self._queue.append(
-            _Prepared(work, prepared is None, cursor, generators, incarnations, [] if prepared is not None else draws)
-        )
+        drawn = [] if prepared is not None else draws
+        self._queue.append(_Prepared(work, prepared is None, cursor, generators, incarnations, drawn, epochs))
 
     def drop(self) -> None:
         """Forgets what was prepared; the sampler is where it was before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,13 +42,32 @@ from engram.pytree import (
     no_array_error,
     set_per_item,
 )
-from engram.store.tables import RowTable
+from engram.store.row_table import RowTable
 from engram.transforms.compose import Compose
 
 _ROUNDS = 8  # of drawing again whole batches; then row by row
 _DRAWN_BYTES = 64  # that a draw takes for a row: its slot, its slice, its weight
 MANY_ROWS = 1 << 20  # smaller batches are tried without a look at what memory is free
 BEYOND_MEMORY = 1 << 46  # rows
+
+
+class EpochOverError(Exception):
+    """All that was left of a loop's epoch was overwritten before it was drawn: there is no further batch."""
+
+
+#: Of the members that a loop has drawn from, the numbers of their epochs; None: it has drawn no batch yet.
+LoopEpochs = dict[int, int | None] | None
+
+
+def epochs_of(draws: Sequence[Draw]) -> dict[int, int | None]:
+    """The number of the epoch in which each drawn member was before this batch, unless that began one."""
+    return {draw.member: draw.epoch for draw in reversed(draws)}
+
+
+def check_epochs(loop: LoopEpochs, drawn: dict[int, int | None]) -> None:
+    """EpochOverError where a batch of these epochs is none of a loop's."""
+    if loop is not None and any(loop.get(member, number) != number for member, number in drawn.items()):
+        raise EpochOverError
 
 
 class PreparedRows(NamedTuple):
@@ -89,10 +109,10 @@ class Member:
         self.attaches_info = attach is not None and not plan.is_ours
         self.attach = attach if attach is None or plan.is_ours else partial(_attach_per_row, attach)
         self.draws = 0  # so far: who undoes one must know that it was the last
-        self._may_end = plan.has_epochs or not plan.is_ours
+        self._may_end = plan.epoch is not None or not plan.is_ours
         # Whether it takes the lock by itself, which is all that a draw needs.
-        self._draws_plainly = plan.is_ours and not plan.has_epochs and not storage.read_only
-        self._items = storage.item_reader
+        self._draws_plainly = plan.is_ours and plan.epoch is None and not storage.read_only
+        self._items = storage.access.item_reader
         self._stacks_items = collate_fn is collate_items
 
     @property
@@ -137,6 +157,8 @@ class Member:
             else:
                 draw = self.plan.draw(n)
             draw.last, draw.incarnation = self._may_end and sampler.ran_out, incarnation
+            if self.plan.epoch is not None:
+                draw.epoch = self.plan.epoch()
         return draw
 
     def draw_exactly(self, n: int) -> Draw:
@@ -158,7 +180,9 @@ class Member:
 
     # ---- reading what was drawn ----
     def read(self, draw: Draw, generations: bool) -> tuple[Any, dict[str, Any]] | None:
-        """The rows of a draw as a batch, and its info; None: all rows of the storage were replaced by others since."""
+        """The rows of a draw as a batch, and its info; None: all rows of the storage were replaced by others since, or
+        all of a draw of an epoch, which is to be undone.
+        """
         attach, index, info = self.attach, draw.index, draw.info
         extra = None if attach is None else attach(index, info)
         read = self._read_rows(draw, extra, generations, self._stacks_items)
@@ -215,12 +239,17 @@ class Member:
         return batch, None if is_whole else draw.lost(overwritten, absent), absent, generation
 
     def _read_again(self, draw: Draw, lost: list[int], generations: bool) -> tuple[Draw, Any, Tensor | None] | None:
-        """Draw, batch and generations with other rows at the positions whose rows do not exist any more."""
+        """Draw, batch and generations with other rows at the positions whose rows do not exist any more.
+
+        None: as `read`.
+        """
         storage, sampler, incarnation = self.storage, self.sampler, draw.incarnation
         for attempt in range(1000):
             # After some rounds one row at a time: a whole batch may be too slow for writers of a small ring.
             with sampler.lock:
                 if storage.access.incarnation != incarnation:
+                    return None
+                if draw.epoch is not None and len(lost) >= len(draw.slots):
                     return None
                 self.draws += 1
                 for part in [lost] if attempt < _ROUNDS else [[i] for i in reversed(lost)]:
@@ -281,7 +310,7 @@ class BatchReader:
         self.collate_fn: Any = members[0].collate_fn if chooser is None else collate_fn
         self._storage = members[0].storage
         self._chooser = chooser
-        self._has_epochs = any(member.plan.has_epochs for member in members)
+        self._has_epochs = any(member.plan.epoch is not None for member in members)
         # The one table, where a batch is what it gives: nothing is noted of a draw, or done with the batch.
         plain = chooser is None and not self._has_epochs and not pin_memory
         self._plain = members[0] if plain else None
@@ -291,6 +320,9 @@ class BatchReader:
         alike = all((member.attach is None) == (members[0].attach is None) for member in members)
         plainly = all(member.collate_fn is None and not member.attaches_info for member in members)
         self._reads_at_once = chooser is not None and alike and plainly and collate_fn is None
+        if any(member.with_generation for member in members):  # then batches have it, whichever members they are of
+            for member in members:
+                member.with_generation = True
         self._maker = maker = self._native_maker(PREVENT_REUSE if reuse and why_not_reusable() is None else None)
         # Nothing that has this reader, which would be a cycle.
         self.make = None if maker is None or self._has_epochs or chooser is not None else maker.sample
@@ -333,16 +365,19 @@ class BatchReader:
             refuse_if_too_many(rows, max(member.row_bytes for member in self.members), n)
 
     # ---- whole batches ----
-    def batch(self, n: int, only_native: bool = False) -> Any:
+    def batch(self, n: int, only_native: bool = False, epochs: LoopEpochs = None) -> Any:
         """A batch of n as `sample` gives it, without its info and generations; where it can be, in one call.
 
-        With `only_native` None where it cannot be.
+        With `only_native` None where it cannot be, or would not be of these epochs.
         """
         if self._maker is not None:
             sources = self._sources() if self._joined else self._storage.native.source
             if sources is not None:
                 make = self.make
-                batch = self._make(sources, n) if make is None or self.transform.transforms else make(sources, n)
+                if make is None or self.transform.transforms:
+                    batch = self._make(sources, n, False, epochs)
+                else:
+                    batch = make(sources, n)
                 if batch is not None:
                     return batch
         return None if only_native else self.sample(n, generations=False)[0]
@@ -395,7 +430,7 @@ class BatchReader:
         """Of the storages: what is another number after all rows were replaced."""
         return [member.storage.access.incarnation for member in self.members]
 
-    def _make(self, sources: Any, n: int, as_numpy: bool = False) -> Any:
+    def _make(self, sources: Any, n: int, as_numpy: bool = False, epochs: LoopEpochs = None) -> Any:
         """A batch in one native call and the transforms; None: it takes more than that.
 
         Then epochs go on with the same rows, and so they do where there is no memory for the batch or for what
@@ -416,6 +451,8 @@ class BatchReader:
                 member = self.members[0]  # those of several do not join
                 # Held until the rows are copied: nobody draws the rows behind those that are to be drawn again.
                 with member.sampler.lock:
+                    if epochs is not None and epochs != self.epochs():
+                        return None
                     member.draws = draws = member.draws + 1
                     before = draws, [member.plan.cursor()]
                     try:
@@ -449,13 +486,25 @@ class BatchReader:
             batch_and_info = member.read(member.draw(n), generations)
         return batch_and_info
 
-    def next(self, n: int, generations: bool) -> tuple[Any, bool]:
-        """A batch of n, and whether it is the last of its epoch."""
-        batch = None if generations else self.batch(n, only_native=True)
-        if batch is not None:  # the native call leaves the last of an epoch to the sampler
-            return batch, False
-        (batch, _), last = self._draw_and_read(n, generations)
-        return batch, last
+    def next(self, n: int, generations: bool, epochs: LoopEpochs = None) -> tuple[Any, bool, LoopEpochs]:
+        """A loop's next batch of n, whether it is the last of its epoch, and the epochs that the loop is in now.
+
+        Args:
+            epochs: those that it was in after its last batch; None: this is its first.
+
+        Raises:
+            EpochOverError: its epoch is over, as all that was left of it was overwritten.
+        """
+        now = self.epochs() if epochs is None and self._has_epochs and self._chooser is None else epochs
+        batch = None if generations else self.batch(n, True, now)
+        if batch is not None:  # the native call leaves the last of an epoch to the sampler, and begins none
+            return batch, False, now
+        (batch, _), last, drawn = self._draw_and_read(n, generations, epochs)
+        return batch, last, {**(epochs or {}), **drawn}
+
+    def epochs(self) -> dict[int, int | None]:
+        """The number of the epoch of each member's last draw."""
+        return {i: None if member.plan.epoch is None else member.plan.epoch() for i, member in enumerate(self.members)}
 
     # ---- whole batches ahead, for `Prefetcher` ----
     @property
@@ -497,11 +546,13 @@ class BatchReader:
             draw.member = i
         return draws
 
-    def _draw_and_read(self, n: int, generations: bool) -> tuple[tuple[Any, dict[str, Any]], bool]:
-        """A batch and its info, and whether it is the last of an epoch, which goes on with the same rows where there is
-        no memory for it.
+    def _draw_and_read(
+        self, n: int, generations: bool, epochs: LoopEpochs = None
+    ) -> tuple[tuple[Any, dict[str, Any]], bool, dict[int, int | None]]:
+        """A batch and its info, whether it is the last of an epoch, which goes on with the same rows where there is no
+        memory for it, and the epochs that it is of. EpochOverError: as `next`.
         """
-        while True:
+        for attempt in itertools.count():
             before = None
             try:
                 if not self._has_epochs:
@@ -510,21 +561,37 @@ class BatchReader:
                     [member] = self.members
                     with member.sampler.lock:
                         before = member.draws + 1, [member.plan.cursor()]
-                        draws = [member.draw(n)]
+                        draws = self._draw_in(epochs, before[1], n)
                 else:
                     with self.lock:
                         cursors = self.cursor()
                         try:
-                            draws = self.draw(n)
+                            draws = self._draw_in(epochs, cursors, n)
                         finally:
                             before = self._draws(), cursors
+                drawn = epochs_of(draws) if self._has_epochs else {}
+                if attempt >= _ROUNDS:  # writers overwrite whole batches: rows of any epoch will do
+                    for draw in draws:
+                        draw.epoch = None
                 batch_and_info = self.read(draws, generations)
             except MemoryError:
                 self._undo_draw(before)
                 raise
             if batch_and_info is not None:
-                return batch_and_info, draws[0].last if self._chooser is None else any(draw.last for draw in draws)
+                last = draws[0].last if self._chooser is None else any(draw.last for draw in draws)
+                return batch_and_info, last, drawn
             self._undo_draw(before)  # members whose rows are still there give the same again
+        raise AssertionError
+
+    def _draw_in(self, epochs: LoopEpochs, cursors: list[Any], n: int) -> list[Draw]:
+        """As `draw`, for a loop that is in these epochs: where they are over, the samplers stay where they were."""
+        draws = self.draw(n)
+        try:
+            check_epochs(epochs, epochs_of(draws))
+        except EpochOverError:
+            self.put_back(cursors)
+            raise
+        return draws
 
     def cursor(self) -> list[Any]:
         """What a draw changes in the members' samplers, for `put_back`. The caller holds the lock."""

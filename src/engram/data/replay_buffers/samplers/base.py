@@ -65,6 +65,8 @@ class StorageState(PartlyCopied):
     A load never changes one: it gives the sampler another. The caller holds the sampler's lock.
     """
 
+    number: int | None = None  # how many epochs have begun; None: there are none
+
     def settings(self) -> dict[str, Any]:
         """Those of its settings that decide which rows are drawn."""
         return {}
@@ -166,7 +168,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         "storage_state": Computed(_copied_state),
     }
     storage_state: StorageState = _NOTHING
-    # From the attributes of a sampler that an earlier version pickled, what it knows of its storage; takes them out.
+    # Brings the attributes of a sampler that an earlier version pickled to their present form; None: they have it.
     _of_earlier_pickle: ClassVar[Any] = None
     #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
     lock: Any = _NO_LOCK
@@ -352,10 +354,11 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     def draw_plan(self, storage: Storage) -> DrawPlan:
         """How it draws from a storage, for the buffer that puts the two together."""
         own, is_ours = self._own_methods, type(self) in BUILT_IN
+        has_epochs = is_ours and self.storage_state.number is not None
         return DrawPlan(
-            partial(self._draw_batch, storage), _rows_of_batch, self._cursor, self._put_back, is_ours,
-            has_epochs=is_ours and "ran_out" in own, takes_priorities="checked_priorities" in own,
-            is_told="add" in own or "extend" in own,
+            partial(self._draw_batch, storage), _rows_of_batch, partial(_cursor, self), partial(_put_back, self),
+            is_ours=is_ours, epoch=partial(_epoch_of, self) if has_epochs else None,
+            takes_priorities="checked_priorities" in own, is_told="add" in own or "extend" in own,
         )  # fmt: skip
 
     # ---- between the parts of a buffer: drawing ----
@@ -402,28 +405,13 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         """
         return self.storage_state.settings()
 
-    def _cursor(self) -> Any:
-        """As `DrawPlan.cursor`."""
-        state = self.storage_state
-        # Which may hold tensors that draws change in place.
-        return copy.deepcopy(self.state_dict()) if state is _NOTHING else (state, state.cursor())
-
-    def _put_back(self, cursor: Any) -> None:
-        """As `DrawPlan.put_back`."""
-        if self.storage_state is _NOTHING:
-            return self.load_state_dict(cursor)
-        state, place = cursor
-        with self.lock:
-            if state is self.storage_state:  # else another one was loaded since, which goes on from where it stands
-                state.put_back(place)
-
     def _check_sending(self) -> None:
         """Called before it is sent to another process, alone or in a buffer; a RuntimeError where it must not be."""
 
     def _complete_copy(self) -> None:
         Sampler.__init__(self)
-        if self._of_earlier_pickle is not None and "storage_state" not in vars(self):
-            self.storage_state = self._of_earlier_pickle(vars(self))
+        if self._of_earlier_pickle is not None:
+            self._of_earlier_pickle(vars(self))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -431,6 +419,27 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
 
 def _rows_of_batch(n: int) -> int:
     return n
+
+
+def _epoch_of(sampler: Sampler) -> int | None:
+    return sampler.storage_state.number
+
+
+def _cursor(sampler: Sampler) -> Any:
+    """As `DrawPlan.cursor`."""
+    state = sampler.storage_state
+    # Which may hold tensors that draws change in place.
+    return copy.deepcopy(sampler.state_dict()) if state is _NOTHING else (state, state.cursor())
+
+
+def _put_back(sampler: Sampler, cursor: Any) -> None:
+    """As `DrawPlan.put_back`."""
+    if sampler.storage_state is _NOTHING:
+        return sampler.load_state_dict(cursor)
+    state, place = cursor
+    with sampler.lock:
+        if state is sampler.storage_state:  # else another one was loaded since, which goes on from where it stands
+            state.put_back(place)
 
 
 class _SavedSampler(SavedPart):

@@ -44,7 +44,8 @@ class DrawPlan(NamedTuple):
         native: draws the rows of a batch inside the one native call that makes it, the same as `draw` would; None: only
             `draw` does. The rows are looked at before it draws and after they were read.
         episodes: the trajectories that it draws from; None: it draws steps.
-        has_epochs: whether `ran_out` of the sampler may say that an epoch is over.
+        epoch: the number of the epoch of the last draw; `ran_out` of the sampler says whether that is over. None: there
+            are no epochs. The caller holds the lock.
         can_repeat: whether a draw that is not believed may be made again; an epoch would leave out the rows of the
             first one.
         full_batches: whether batches that are not full are left out.
@@ -61,7 +62,7 @@ class DrawPlan(NamedTuple):
     is_ours: bool
     native: _native.RowDraw | None = None
     episodes: EpisodeIndex | None = None
-    has_epochs: bool = False
+    epoch: Callable[[], int | None] | None = None
     can_repeat: bool = False
     full_batches: bool = False
     check_rows: Callable[[int], None] | None = None
@@ -81,11 +82,13 @@ class Draw:
         rest: up to n slots more of the same epoch; None: lost rows are replaced by any others.
         runs: the slices that rows belong to; None: to none. `marks`: what is marked in their batch, `flags`: keys in
             info and paths in the batch of flags that info gives, too.
+        epoch: the number of its epoch; rows of another have no place in its batch. None: any have.
         last: whether it is the last of its epoch; `incarnation`: of the storage before the draw; `member`: which of
-            the tables of a batch the rows are of. Readers set them.
+            the tables of a batch the rows are of. Readers set them, and `epoch`.
         kind: of the sampler, for errors.
     """
 
+    epoch: int | None = None
     last: bool = False
     incarnation: int
     member: int = 0

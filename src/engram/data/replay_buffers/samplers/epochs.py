@@ -38,10 +38,13 @@ class Epochs(StorageState):
         place: its `position`, how much of it was drawn: all that a draw of native code changes.
         walk: its order, in this process; None: to be made of what is saved.
         id: names it in this process.
+        number: how many epochs have begun: that of the next one, where permutations come from a seed.
         ran_out: whether the last draw was the last of its epoch.
     """
 
     _copied_as: ClassVar[Mapping[str, Any]] = {"walk": None}
+
+    number: int
 
     def __init__(self, shuffle: bool, drop_last: bool) -> None:
         self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
@@ -49,6 +52,7 @@ class Epochs(StorageState):
         self.place = {"position": 0}
         self.walk: Any = None
         self.id = -1
+        self.number = 0
         self.ran_out = False
         self._store_id: bytes | None = None  # of the store that the epoch is about; None: the next one
         self._is_loaded = False  # and nobody has said where its rows are now
@@ -140,10 +144,15 @@ class Epochs(StorageState):
 
     def cursor(self) -> tuple[Any, ...]:
         # Not `vars`: an object whose `vars` were asked for finds its attributes more slowly from then on.
-        return self.epoch, self.place["position"], self.walk, self.id, self.ran_out, self._store_id, self._is_loaded
+        return (
+            self.epoch, self.place["position"], self.walk, self.id, self.number, self.ran_out, self._store_id,
+            self._is_loaded,
+        )  # fmt: skip
 
     def put_back(self, cursor: tuple[Any, ...]) -> None:
-        self.epoch, position, self.walk, self.id, self.ran_out, self._store_id, self._is_loaded = cursor
+        (
+            self.epoch, position, self.walk, self.id, self.number, self.ran_out, self._store_id, self._is_loaded,
+        ) = cursor  # fmt: skip
         self.place = {"position": position}
 
     def empty(self) -> None:
@@ -169,7 +178,6 @@ class RowEpochs(Epochs):
     """Epochs of rows: `ranges` of sequences, one a lane, or `listed` ones.
 
     Attributes:
-        number: of the next epoch, where permutations come from a seed.
         stop: the position at which this sampler's part of the epoch ends.
         lanes: gives those of the store that the epoch is about, while it lives.
     """
@@ -180,7 +188,7 @@ class RowEpochs(Epochs):
 
     def __init__(self, shuffle: bool, drop_last: bool) -> None:
         super().__init__(shuffle, drop_last)
-        self.number = self.stop = 0
+        self.stop = 0
         self.lanes: Callable[[], Lanes | None] = no_lanes
 
     def go_on(self, storage: Storage, lanes: Lanes, key: Callable[[], int], share: Callable[[int], Any] | None) -> None:
@@ -268,13 +276,13 @@ class RowEpochs(Epochs):
     # ---- state ----
     def cursor(self) -> tuple[Any, ...]:
         return (
-            self.number, self.stop, self.lanes,
-            self.epoch, self.place["position"], self.walk, self.id, self.ran_out, self._store_id, self._is_loaded,
+            self.stop, self.lanes, self.epoch, self.place["position"], self.walk, self.id, self.number, self.ran_out,
+            self._store_id, self._is_loaded,
         )  # fmt: skip
 
     def put_back(self, cursor: tuple[Any, ...]) -> None:
-        self.number, self.stop, self.lanes = cursor[:3]
-        super().put_back(cursor[3:])
+        self.stop, self.lanes = cursor[:2]
+        super().put_back(cursor[2:])
 
     def state(self) -> dict[str, Any]:
         state = super().state()
@@ -366,7 +374,7 @@ class SliceEpochs(Epochs, RunSource):
             walk = episodes.begin_epoch(storage, rule, number, self.shuffle)
             if not len(walk):
                 return 0
-            self.place["position"], self.walk, self.id = 0, walk, next(EpochInfo.ids)
+            self.place["position"], self.walk, self.id, self.number = 0, walk, next(EpochInfo.ids), self.number + 1
             self.epoch = {
                 "key": number, "incarnation": lanes.store.incarnation, "min_length": rule.min_length,
                 "counts": walk.counts, "lasts": walk.lasts, "lane_capacity": lanes.store.lane_capacity,

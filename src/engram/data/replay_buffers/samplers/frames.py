@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engram.data.replay_buffers.samplers.runs import RunRule
 from engram.data.replay_buffers.samplers.slices import SliceSampler
 
 
@@ -28,10 +29,8 @@ class FrameStackSampler(SliceSampler, built_in=True):
         (torch.Size([4, 3]), True)
     """
 
+    rule = RunRule(counts_slices=True)
+
     def __init__(self, *, slice_len: int, **settings: Any) -> None:
         settings = {"span": (True, False), "strict_length": False, "truncated_key": None, "init_key": None, **settings}
         super().__init__(slice_len=slice_len, **settings)
-
-    def _divide(self, batch_size: int) -> tuple[int, int]:
-        assert self.slice_len is not None
-        return batch_size, self.slice_len

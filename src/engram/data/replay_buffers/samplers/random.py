@@ -83,8 +83,6 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         [[5, 6, 7, 8], [9]]
     """
 
-    _of_earlier_pickle = staticmethod(RowEpochs.of_earlier_pickle)
-
     def __init__(
         self,
         drop_last: bool = False,
@@ -229,6 +227,11 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         if self.world_size > 1:  # who does not know of parts would go through all of the permutation
             form.kind = f"{form.kind} of several learners"
         return form
+
+    @classmethod
+    def _of_earlier_pickle(cls, attributes: dict[str, Any]) -> None:
+        if "storage_state" not in attributes:
+            attributes["storage_state"] = RowEpochs.of_earlier_pickle(attributes)
 
     def _config(self) -> dict[str, Any]:
         parts = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed} if self.world_size > 1 else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,8 +24,157 @@ _MAX_RETRIES = 10_000  # while a writer replaces the rows of a tiny lane
 Seed = Callable[[], Tensor]  # int64 [1] from the sampler's generator, at each call
 
 
+TRUNCATED: KeyPath = ("next", "truncated")
+MASK: KeyPath = ("collector", "mask")
+Weight = Literal["trajectories", "steps"]
+#: By how much slices may be cut at one end: not at all, to one step, by so many steps at most.
+Cut: TypeAlias = bool | int
+
+
+class RunPlan(NamedTuple):
+    """How slices of batches of one size are drawn and marked.
+
+    Attributes:
+        rule: what it was made of; of another rule, another plan is to be made.
+        n: slices of a batch; `native`: how each of them is drawn.
+        marks: what is marked in a batch, in this order; `masks`: the paths of masks of padding among them.
+        flags: keys in info, and paths in batches, of the flags that info gives, too.
+    """
+
+    rule: RunRule
+    batch_size: int
+    n: int
+    native: _native.SliceRule
+    marks: tuple[Mark, ...]
+    masks: tuple[KeyPath, ...]
+    flags: dict[Any, KeyPath]
+
+
+class RunRule(NamedTuple):
+    """Which runs of rows a batch is made of, and what is marked in them, as data: a slice sampler's settings.
+
+    Attributes:
+        num_slices, slice_len: of a batch and of a slice; one of them is not None.
+        counts_slices: whether a batch size is a number of slices, and not of rows.
+        strict_length: whether a trajectory must be as long as a slice, less its burn-in.
+        burn_in: so many rows at the begin of a slice may lie before its trajectory; only with `pads_around`.
+        span: by how much slices may be cut at both ends; only without `pads_around`.
+        weight: what is drawn uniformly.
+        pads_around: slices have one length, with padding before and behind their steps, which repeats the nearest.
+        pad_output: slices have one length, with padding behind their steps, which repeats the last.
+        truncated_key, init_key, mask_key, slice_key: where slices are marked; None: they are not.
+        adds_init: whether the first step is also marked where data have no flag for it.
+    """
+
+    num_slices: int | None = None
+    slice_len: int | None = None
+    counts_slices: bool = False
+    strict_length: bool = True
+    burn_in: int = 0
+    span: tuple[Cut, Cut] = (False, False)
+    weight: Weight = "trajectories"
+    pads_around: bool = False
+    pad_output: bool = False
+    truncated_key: KeyPath | None = TRUNCATED
+    init_key: KeyPath | None = None
+    mask_key: KeyPath = MASK
+    slice_key: KeyPath | None = None
+    adds_init: bool = False
+
+    def plan(self, batch_size: int) -> RunPlan:
+        """How batches of this size are drawn; ValueError: they cannot be."""
+        n, length = self.divide(batch_size)
+        flags: tuple[KeyPath, ...] = ()
+        if self.truncated_key is not None:
+            flags = (*self.marked_keys, (*self.truncated_key[:-1], "terminated"))  # the last is given as it is
+        shown = {shown_key(path): path for path in flags}
+        return RunPlan(self, batch_size, n, self.native(length), self.marks, self.masks, shown)
+
+    def divide(self, batch_size: int) -> tuple[int, int]:
+        """Number and length of the slices of a batch."""
+        if self.slice_len is not None and self.counts_slices:
+            return batch_size, self.slice_len
+        name, given = ("num_slices", self.num_slices) if self.slice_len is None else ("slice_len", self.slice_len)
+        assert given is not None
+        if batch_size % given:
+            raise ValueError(f"batch_size={batch_size} is no multiple of {name}={given}; choose one that is")
+        return (given, batch_size // given) if self.slice_len is None else (batch_size // given, given)
+
+    def native_for(self, batch_size: int | None) -> _native.SliceRule:
+        """How slices of batches of this size are drawn; None will do where slices have a length."""
+        if self.slice_len is not None:
+            return self.native(self.slice_len)
+        if batch_size is None:
+            raise ValueError("with num_slices the batch size decides how long slices are; pass batch_size")
+        return self.native(self.divide(batch_size)[1])
+
+    def native(self, length: int) -> _native.SliceRule:
+        """How slices of this length are drawn; ValueError: there are none."""
+        self.check_length(length)
+        by_window = self.weight == "steps"
+        before, after = self.rows_cut(length)
+        return _native.SliceRule(
+            length, length - self.burn_in if self.strict_length else 1, before, after, pad=self.pads_around,
+            by_window=by_window, pad_behind=self.pad_output,
+        )  # fmt: skip
+
+    def check_length(self, length: int) -> None:
+        """ValueError where nothing would be left of slices of this length."""
+        if self.burn_in >= length:
+            raise ValueError(
+                f"burn_in={self.burn_in} leaves no row to train on of sequences of {length}; slice_len counts both"
+            )
+        if not self.pads_around and max(self._cuts(length)) >= length:
+            raise ValueError(
+                f"span={self.span} leaves nothing of slices of {length} steps; a number must be less than {length}"
+            )
+
+    def rows_cut(self, length: int) -> tuple[int, int]:
+        """By how many rows slices of this length may stand out of their trajectory, at its begin and end."""
+        if self.pads_around:
+            return (length - 1 if self.weight == "steps" else self.burn_in), 0
+        before, after = self._cuts(length)
+        if self.weight == "steps" and not self.strict_length:
+            after = length - 1  # every step is a start
+        return before, after
+
+    def _cuts(self, length: int) -> tuple[int, int]:
+        begin, end = (cut if type(cut) is int else (length - 1) * cut for cut in self.span)
+        return begin, end
+
+    @property
+    def marked_keys(self) -> tuple[KeyPath, ...]:
+        """Where the last step of each slice is marked: truncated, done beside it."""
+        key = self.truncated_key
+        return () if key is None else (key, (*key[:-1], "done"))
+
+    @property
+    def masks(self) -> tuple[KeyPath, ...]:
+        """Where masks of rows that are padding go; none where there is no padding."""
+        return (self.mask_key,) if self.pads_around or self.pad_output else ()
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """What is marked in a batch, in this order: the content of an entry, and its path."""
+        marks: list[Mark] = [("last", path) for path in self.marked_keys]
+        if self.init_key is not None:
+            marks.append(("first" if self.adds_init else "first if any", self.init_key))
+        marks += [("mask", path) for path in self.masks]
+        if self.slice_key is not None:
+            marks.append(("slice_id", self.slice_key))
+        return tuple(marks)
+
+
+def shown_key(path: KeyPath) -> Any:
+    """A key as users write it: a string where it is one."""
+    return path if len(path) > 1 else path[0]
+
+
 class RunSource(StorageState):
-    """A way to draw the runs of which slices are made: uniformly, in epochs or by priority; the state of a sampler."""
+    """A way to draw the runs of which slices are made: uniformly, in epochs, by priority or the newest ones.
+
+    It is the state of a sampler.
+    """
 
     def draw_runs(
         self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, seed: Seed, n: int
@@ -76,6 +225,25 @@ class UniformRuns(RunSource):
 
     def run_totals(self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, newest: bool) -> DrawTotals:
         return DrawTotals(float(episodes.choices(storage, rule)))
+
+
+class NewestRuns(RunSource):
+    """Runs of the newest trajectories, one of each, as near to its end as whole ones are; nothing is random.
+
+    First one of each environment's newest trajectory, then one of each one's second newest, and so on; from the newest
+    on again where there are fewer.
+    """
+
+    def draw_runs(
+        self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, seed: Seed, n: int
+    ) -> _native.SliceBatch:
+        return draw_beside_writers(storage, episodes, rule, lambda: episodes.newest(storage, rule, n))
+
+    def run_totals(self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, newest: bool) -> DrawTotals:
+        raise TypeError("draws of the newest runs cannot be divided among several storages")
+
+    def can_draw_runs(self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, n: int) -> bool:
+        return episodes.choices(storage, rule) > 0
 
 
 def draw_beside_writers(

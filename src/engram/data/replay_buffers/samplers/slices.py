@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -24,17 +25,23 @@ from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, EpochInfo, 
 from engram.data.replay_buffers.samplers.epochs import SliceEpochs
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler, PriorityTable
 from engram.data.replay_buffers.samplers.runs import (
+    MASK,
+    TRUNCATED,
+    Cut,
     RunDraw,
+    RunPlan,
+    RunRule,
     RunsOfRows,
     RunSource,
     SliceInfo,
     UniformRuns,
+    Weight,
     mark,
+    shown_key,
     stored_flags,
 )
 from engram.pytree import Key, KeyPath, as_path, map_outermost
 from engram.store.episodes import EpisodeIndex
-from engram.store.indexing import to_slots
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -48,19 +55,14 @@ def mark_rows(batch: Any, sampler: SliceSampler, last: Tensor, mask: Tensor | No
         last: where slices end, bool [n]; mask: False where they are padded, bool [n].
     """
     assert sampler.slice_len is not None
-    mark(batch, sampler._all_marks(), RunsOfRows(last, mask, sampler.slice_len), {})
+    mark(batch, sampler.rule.marks, RunsOfRows(last, mask, sampler.slice_len), {})
 
 
 T = TypeVar("T")
-TRUNCATED = ("next", "truncated")
-MASK = ("collector", "mask")
-Weight = Literal["trajectories", "steps"]
-#: By how much slices may be cut at one end: not at all, to one step, by so many steps at most.
-Cut: TypeAlias = bool | int
 
 
-class DrawSetting(Generic[T]):
-    """An attribute of a sampler that decides which slices are drawn, or what is marked in them: the next draw obeys it.
+class RuleSetting(Generic[T]):
+    """An attribute of a sampler that decides which slices are drawn, or what is marked in them: a part of its rule.
 
     Args:
         checked: makes of what is assigned the value that it has; ValueError where that is none. None: any is one.
@@ -70,15 +72,34 @@ class DrawSetting(Generic[T]):
         self._checked = checked
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+        self._name, self._read = name, attrgetter(f"rule.{name}")
 
-    if TYPE_CHECKING:
+    def __get__(self, sampler: Any, owner: type | None = None) -> T:
+        value: Any = self if sampler is None else self._read(sampler)
+        return value  # type: ignore[no-any-return]
 
-        def __get__(self, sampler: Any, owner: type | None = None) -> T: ...
+    def __set__(self, sampler: SliceSampler, value: Any) -> None:
+        value = value if self._checked is None else self._checked(value)
+        with sampler.lock:
+            sampler.rule = self._changed(sampler.rule, value)
 
-    def __set__(self, sampler: SliceSampler, value: Any) -> None:  # read as any attribute
-        sampler.__dict__[self._name] = value if self._checked is None else self._checked(value)
-        sampler._marking = sampler._plan = None
+    def _changed(self, rule: RunRule, value: Any) -> RunRule:
+        return rule._replace(**{self._name: value})
+
+
+class SizeSetting(RuleSetting[int | None]):
+    """`num_slices` or `slice_len`: one of them decides the length of slices, so both cannot become None."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        super().__set_name__(owner, name)
+        self._checked = partial(_positive, name=name)
+
+    def _changed(self, rule: RunRule, value: Any) -> RunRule:
+        changed = super()._changed(rule, value)
+        if changed.num_slices is None and changed.slice_len is None:
+            other = "slice_len" if self._name == "num_slices" else "num_slices"
+            raise TypeError(f"{self._name} cannot be None where {other} is: assign {other} first")
+        return changed
 
 
 def _positive(n: Any, name: str) -> int | None:
@@ -109,11 +130,6 @@ def _burn_in(rows: Any) -> int:
     if not is_integer(rows, 0):
         raise ValueError(f"burn_in must be 0 or more, got {rows!r}")
     return int(rows)
-
-
-def _uniform_runs(attributes: dict[str, Any]) -> RunSource:
-    """How runs are drawn by a sampler whose pickle does not say it."""
-    return UniformRuns()
 
 
 @advised
@@ -174,7 +190,9 @@ class SliceSampler(Sampler, built_in=True):
         [[False, False, True], [False, False, True]]
     """
 
-    _copied_as: ClassVar[Mapping[str, Any]] = {**Sampler._copied_as, "_plan": None, "_marking": None}
+    _copied_as: ClassVar[Mapping[str, Any]] = {**Sampler._copied_as, "_plan": None}
+    #: Its settings as data, which are replaced as a whole; of a class, what its settings do not say.
+    rule = RunRule()
 
     def __init__(
         self,
@@ -199,8 +217,9 @@ class SliceSampler(Sampler, built_in=True):
         Sampler.__init__(self, compilable)  # not the next class: a child that draws by priority has a table of its own
         if (num_slices is None) == (slice_len is None):
             raise TypeError(f"give exactly one of num_slices and slice_len, got {num_slices} and {slice_len}")
-        self.num_slices = num_slices
-        self.slice_len = slice_len
+        self.rule = self.rule._replace(
+            num_slices=_positive(num_slices, "num_slices"), slice_len=_positive(slice_len, "slice_len")
+        )
         self.episodes = EpisodeIndex(
             end_key=end_key, end_keys=end_keys, traj_key=traj_key, ends=ends, trajectories=trajectories
         )
@@ -210,103 +229,109 @@ class SliceSampler(Sampler, built_in=True):
         self.pad_output = pad_output
         self.span = span
         if self.slice_len is not None:
-            _rows_cut(self.span, self.slice_len)
+            self.rule.check_length(self.slice_len)
         self.slice_key = None if slice_key is None else as_path(slice_key, "slice_key")
         self.init_key = None if init_key is None else as_path(init_key, "init_key")
         self.weight = weight
         self.storage_state = UniformRuns()
 
     storage_state: RunSource  # how runs are drawn
-    _of_earlier_pickle = staticmethod(_uniform_runs)
-    num_slices = DrawSetting[int | None](partial(_positive, name="num_slices"))
-    slice_len = DrawSetting[int | None](partial(_positive, name="slice_len"))
-    strict_length = DrawSetting[bool](bool)
-    span = DrawSetting[tuple[Cut, Cut]](_pair)
-    weight = DrawSetting[Weight](_weight)
-    truncated_key = DrawSetting[KeyPath | None]()
-    pad_output = DrawSetting[bool](bool)
-    slice_key = DrawSetting[KeyPath | None]()
-    init_key = DrawSetting[KeyPath | None]()
-    _plan: tuple[int, int, _native.SliceRule] | None = None  # of the last batch size: it, slices, their rule
-    # What is marked, and keys in info and paths in batches of flags that info gives, too; None: a setting has changed.
-    _marking: tuple[tuple[Mark, ...], dict[Any, KeyPath]] | None = None
+    num_slices, slice_len = SizeSetting(), SizeSetting()
+    strict_length = RuleSetting[bool](bool)
+    span = RuleSetting[tuple[Cut, Cut]](_pair)
+    weight = RuleSetting[Weight](_weight)
+    truncated_key = RuleSetting[KeyPath | None]()
+    pad_output = RuleSetting[bool](bool)
+    slice_key = RuleSetting[KeyPath | None]()
+    init_key = RuleSetting[KeyPath | None]()
+    _plan: RunPlan | None = None  # of the last batch size
 
     @property
     def traj_key(self) -> Key | None:
         """Where trajectory ids are; None: where they usually are, if anywhere."""
-        return None if self.episodes.traj_key is None else _shown_key(self.episodes.traj_key)
+        return None if self.episodes.traj_key is None else shown_key(self.episodes.traj_key)
 
     @property
     def end_key(self) -> Key | None:
         """Where flags are that end trajectories; None with `end_keys`."""
-        return None if self.episodes.end_key is None else _shown_key(self.episodes.end_key)
+        return None if self.episodes.end_key is None else shown_key(self.episodes.end_key)
 
     @property
     def end_keys(self) -> tuple[Key, ...] | None:
         """Where flags are that end trajectories, where there are several."""
-        return None if self.episodes.end_keys is None else tuple(map(_shown_key, self.episodes.end_keys))
+        return None if self.episodes.end_keys is None else tuple(map(shown_key, self.episodes.end_keys))
 
     @property
     def marked_keys(self) -> tuple[KeyPath, ...]:
         """Where the last step of each slice is marked: truncated, done beside it. None with `truncated_key=None`."""
-        key = self.truncated_key
-        return () if key is None else (key, (*key[:-1], "done"))
+        return self.rule.marked_keys
 
     # ---- drawing ----
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
-        index, info = self._sample_rows(storage, batch_size)
-        _, flags = self._marking or self._mark_by_settings()
-        if not flags:
+        plan, slots, info = self._draw_runs(storage, batch_size)
+        index = storage.from_slots(slots) if storage.ndim > 1 else slots
+        if not plan.flags:
             return index, info
         lazy = SliceInfo(info)
         lazy.epoch = info.epoch if isinstance(info, EpochInfo) else None
-        lazy.promised, lazy.make = tuple(flags), partial(stored_flags, storage, flags, info["slices"])
+        lazy.promised, lazy.make = tuple(plan.flags), partial(stored_flags, storage, plan.flags, info["slices"])
         return index, lazy
 
+    def _draw_runs(self, storage: Storage, batch_size: int) -> tuple[RunPlan, Tensor, dict[Any, Any]]:
+        """Slots of a batch and what is said of them, without flags; by which plan they were drawn."""
+        with self.lock:
+            plan, rule = self._plan, self.rule
+            if plan is None or plan.batch_size != batch_size or plan.rule is not rule:
+                self._plan = plan = rule.plan(batch_size)
+            slices = self._slices(storage, plan.native, plan.n)
+            info = self.storage_state.run_info({**self._entries(plan, slices), "slices": slices})
+        return plan, slices.slots(), info
+
     def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
-        anew = None
         if type(self) in BUILT_IN:
-            index, info = self._sample_rows(storage, batch_size)  # the buffer reads rows with their flags
-            slots = index if type(index) is Tensor else to_slots(index, storage.env_shape, storage.max_size or 0)
-        else:
-            drawn = super()._draw_batch(storage, batch_size)
-            if "slices" not in drawn.info:
-                return drawn  # steps of its own choice
-            index, slots, info = drawn.index, drawn.slots, drawn.info
-            self._check_slots(storage, slots, info["slices"])
-            anew = partial(self._draw_batch, storage, batch_size)
-        slices = info.pop("slices")
+            plan, slots, info = self._draw_runs(storage, batch_size)  # the buffer reads rows with their flags
+            index: Index = storage.from_slots(slots) if storage.ndim > 1 else slots
+            return self._draw_of(storage, plan, index, slots, info)
+        drawn = super()._draw_batch(storage, batch_size)
+        if "slices" not in drawn.info:
+            return drawn  # steps of its own choice
+        plan = self.rule.plan(batch_size)
+        self._check_slots(storage, plan, drawn.slots, drawn.info["slices"])
+        draw = self._draw_of(storage, plan, drawn.index, drawn.slots, drawn.info)
+        draw.anew = partial(self._draw_batch, storage, batch_size)
+        return draw
+
+    def _draw_of(self, storage: Storage, plan: RunPlan, index: Index, slots: Tensor, info: dict[Any, Any]) -> RunDraw:
+        """The draw of the slices in an info, which are taken out of it."""
+        slices, lanes = info.pop("slices"), storage.lanes
         if type(info) is SliceInfo:  # the flags of the batch are those that are read
             info.promised, info.make = (), None
-        lanes = storage.lanes
         assert lanes is not None
         draw = RunDraw(index, slots, info, type(self).__name__, partial(self._slices, storage, slices.rule))
         draw.runs = draw.seen = slices
-        draw.store, (draw.marks, draw.flags) = lanes.store, self._marking or self._mark_by_settings()
-        draw.entries, draw.anew = self._entries, anew
+        draw.store, draw.marks, draw.flags = lanes.store, plan.marks, plan.flags
+        draw.entries = partial(self._entries, plan)
         epoch = info.epoch if isinstance(info, EpochInfo) else None
         if epoch is not None and not self.storage_state.full_batches:
             draw.rest = partial(self._more_slices, storage, slices.rule, epoch)
         return draw
 
-    def _check_slots(self, storage: Storage, slots: Tensor, slices: _native.SliceBatch) -> None:
+    def _check_slots(self, storage: Storage, plan: RunPlan, slots: Tensor, slices: _native.SliceBatch) -> None:
         """IndexError where the slots that a child gives are not those of the slices that would be marked."""
-        if self._marks_rows_of(storage) and not torch.equal(slots, slices.slots()):
+        layout = storage.layout
+        # Entries that are marked only where they are must be there.
+        marks = any(what != "first if any" or layout is None or path in layout.paths for what, path in plan.marks)
+        if marks and not torch.equal(slots, slices.slots()):
             raise IndexError(
                 f"{type(self).__name__}.sample returned {len(slots)} rows that are not the {slices.rows} of the "
                 "slices in its info, whose ends are to be marked; return the index of the base as it is, or an "
                 "info without 'slices' and 'slice_id', so that nothing is marked"
             )
 
-    def _marks_rows_of(self, storage: Storage) -> bool:
-        """Whether batches of this storage are marked: entries that are marked only where they are must be there."""
-        layout = storage.layout
-        return any(what != "first if any" or layout is None or path in layout.paths for what, path in self._all_marks())
-
     def draw_plan(self, storage: Storage) -> DrawPlan:
         native = None
         if isinstance(self.storage_state, UniformRuns):
-            native = _native.SliceDraw(self, drawing, partial(self._planned, storage), ("_plan",))
+            native = _native.SliceDraw(self, drawing, partial(self._planned, storage), ("rule",))
         plan = super().draw_plan(storage)
         return plan._replace(
             most_rows=partial(self._most_rows, storage), native=native, episodes=self.episodes,
@@ -317,91 +342,25 @@ class SliceSampler(Sampler, built_in=True):
         self, storage: Storage, batch_size: int
     ) -> tuple[_native.Episodes, _native.Store, int, _native.SliceRule, tuple[Mark, ...]] | None:
         """What the native draw of such batches needs; None: `sample` draws."""
-        plan = self._plan
-        if plan is None or plan[0] != batch_size:
-            plan = self._make_plan(batch_size)
-        packed = self.episodes.packed(storage)
-        return None if packed is None else (*packed, plan[1], plan[2], self._all_marks())
-
-    def _all_marks(self) -> tuple[Mark, ...]:
-        """What is marked in a batch, in this order: the content of an entry, and its path."""
-        return (self._marking or self._mark_by_settings())[0]
-
-    def _mark_by_settings(self) -> tuple[tuple[Mark, ...], dict[Any, KeyPath]]:
-        paths: tuple[KeyPath, ...] = ()
-        if self.truncated_key is not None:
-            terminated = (*self.truncated_key[:-1], "terminated")  # is given as it is
-            paths = (*self.marked_keys, terminated)
-        self._marking = marking = self._make_marks(), {_shown_key(path): path for path in paths}
-        return marking
-
-    def _masks(self) -> tuple[KeyPath, ...]:
-        """Where masks of rows that are padding go; none where there is no padding."""
-        return (MASK,) if self.pad_output else ()
-
-    def _make_marks(self) -> tuple[Mark, ...]:
-        marks: list[Mark] = [("last", path) for path in self.marked_keys]
-        if self.init_key is not None:
-            marks.append(("first if any", self.init_key))
-        marks += [("mask", path) for path in self._masks()]
-        if self.slice_key is not None:
-            marks.append(("slice_id", self.slice_key))
-        return tuple(marks)
-
-    def _sample_rows(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
-        """As `sample`, without flags."""
-        with self.lock:
-            plan = self._plan
-            if plan is None or plan[0] != batch_size:
-                plan = self._make_plan(batch_size)
-            _, n, rule = plan
-            return self._info(storage, self._slices(storage, rule, n))
+        plan, packed = self.rule.plan(batch_size), self.episodes.packed(storage)
+        return None if packed is None else (*packed, plan.n, plan.native, plan.marks)
 
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         with self.lock:
-            return self.storage_state.run_totals(storage, self.episodes, self._rule_of(batch_size), newest)
+            return self.storage_state.run_totals(storage, self.episodes, self.rule.native_for(batch_size), newest)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        n, length = self._divide(batch_size)
+        plan = self.rule.plan(batch_size)
         if not len(storage):
             return False
         with self.lock:
-            return self.storage_state.can_draw_runs(storage, self.episodes, self._rule(length), n)
-
-    def _rule_of(self, batch_size: int | None) -> _native.SliceRule:
-        if self.slice_len is not None:
-            return self._rule(self.slice_len)
-        if batch_size is None:
-            raise ValueError("with num_slices the batch size decides how long slices are; pass batch_size")
-        return self._rule(self._divide(batch_size)[1])
+            return self.storage_state.can_draw_runs(storage, self.episodes, plan.native, plan.n)
 
     def _most_rows(self, storage: Storage, batch_size: int) -> int:
-        n, length = self._divide(batch_size)
-        if self._masks():
+        n, length = self.rule.divide(batch_size)
+        if self.rule.masks:
             return n * length
         return self.storage_state.most_rows_of_runs(n, length, stored_rows(storage))
-
-    def _make_plan(self, batch_size: int) -> tuple[int, int, _native.SliceRule]:
-        n, length = self._divide(batch_size)
-        self._plan = batch_size, n, self._rule(length)
-        return self._plan
-
-    def _divide(self, batch_size: int) -> tuple[int, int]:
-        """Number and length of the slices of a batch."""
-        name, given = ("num_slices", self.num_slices) if self.slice_len is None else ("slice_len", self.slice_len)
-        assert given is not None
-        if batch_size % given:
-            raise ValueError(f"batch_size={batch_size} is no multiple of {name}={given}; choose one that is")
-        return (given, batch_size // given) if self.slice_len is None else (batch_size // given, given)
-
-    def _rule(self, length: int) -> _native.SliceRule:
-        before, after = _rows_cut(self.span, length)
-        by_window = self.weight == "steps"
-        if by_window and not self.strict_length:
-            after = length - 1  # every step is a start
-        return _native.SliceRule(
-            length, length if self.strict_length else 1, before, after, by_window=by_window, pad_behind=self.pad_output
-        )
 
     def _slices(self, storage: Storage, rule: _native.SliceRule, n: int) -> _native.SliceBatch:
         seed = partial(self._seed_of, storage)
@@ -413,23 +372,29 @@ class SliceSampler(Sampler, built_in=True):
     def _seed_of(self, storage: Storage) -> Tensor:
         return self._draw_seed(storage, storage.lanes)
 
-    def _info(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
-        slots = slices.slots()
-        info = self.storage_state.run_info({**self._entries(slices), "slices": slices})
-        return (storage.from_slots(slots) if storage.ndim > 1 else slots), info
-
-    def _entries(self, slices: _native.SliceBatch) -> dict[Any, Any]:
+    def _entries(self, plan: RunPlan, slices: _native.SliceBatch) -> dict[Any, Any]:
         """What to say of these slices."""
         entries: dict[Any, Any] = {"slice_id": slices.ids()}
-        for path in self._masks():
-            entries[_shown_key(path)] = slices.mask()
+        for path in plan.masks:
+            entries[shown_key(path)] = slices.mask()
         entries.update(self.storage_state.run_entries(slices))
         return entries
 
     # ---- state ----
     def _config(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("num_slices", "slice_len", "strict_length", "span", "weight")}
+        rule = self.rule
+        own = {
+            "num_slices": rule.num_slices, "slice_len": rule.slice_len, "strict_length": rule.strict_length,
+            "span": rule.span, "weight": rule.weight,
+        }  # fmt: skip
         return {**super()._config(), **own, **self.episodes.settings}
+
+    @classmethod
+    def _of_earlier_pickle(cls, attributes: dict[str, Any]) -> None:
+        if "rule" not in attributes:
+            settings = {name: attributes.pop(name) for name in RunRule._fields if name in attributes}
+            attributes["rule"] = cls.rule._replace(**settings)
+        attributes.setdefault("storage_state", UniformRuns())
 
     def __repr__(self) -> str:
         settings = f"strict_length={self.strict_length}, span={self.span}{self._weight_shown}"
@@ -443,19 +408,6 @@ class SliceSampler(Sampler, built_in=True):
     @property
     def _weight_shown(self) -> str:
         return "" if self.weight == "trajectories" else f", weight={self.weight!r}"
-
-
-def _shown_key(path: KeyPath) -> Any:
-    """A key as users write it: a string where it is one."""
-    return path if len(path) > 1 else path[0]
-
-
-def _rows_cut(span: tuple[Cut, Cut], length: int) -> tuple[int, int]:
-    """By how many rows slices of this length may be cut at their begin and end."""
-    begin, end = (cut if type(cut) is int else (length - 1) * cut for cut in span)
-    if max(begin, end) >= length:
-        raise ValueError(f"span={span} leaves nothing of slices of {length} steps; a number must be less than {length}")
-    return begin, end
 
 
 class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
@@ -480,7 +432,6 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         [[0, 0, 1, 1], [2, 2]]
     """
 
-    _of_earlier_pickle = staticmethod(SliceEpochs.of_earlier_pickle)
     storage_state: SliceEpochs
     drop_last = StateSetting[bool]("Whether a last batch that is not full is left out.", checked=bool)
     shuffle = StateSetting[bool]("Trajectories in random order; else in the order of lanes.", checked=bool)
@@ -501,6 +452,12 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
             return self.storage_state.rest()
 
     totals = Sampler.totals  # an epoch is one of a storage
+
+    @classmethod
+    def _of_earlier_pickle(cls, attributes: dict[str, Any]) -> None:
+        if "storage_state" not in attributes:
+            attributes["storage_state"] = SliceEpochs.of_earlier_pickle(attributes)
+        super()._of_earlier_pickle(attributes)
 
     @property
     def ran_out(self) -> bool:
@@ -567,35 +524,15 @@ class SequenceSampler(SliceSampler, built_in=True):
                 "sequences have one length and are padded: there is no span, no pad_output; use SliceSampler"
             )
         strict = weight == "trajectories" if strict_length is None else strict_length
-        super().__init__(weight=weight, strict_length=strict, **slices)
+        super().__init__(weight=weight, strict_length=strict, init_key=init_key, **slices)
         self.burn_in = burn_in
         if self.slice_len is not None:
-            self._check_burn_in(self.slice_len)
+            self.rule.check_length(self.slice_len)
         self.mask_key = as_path(mask_key, "mask_key")
-        self.init_key = None if init_key is None else as_path(init_key, "init_key")
 
-    burn_in = DrawSetting[int](_burn_in)
-    mask_key = DrawSetting[KeyPath]()
-
-    def _make_marks(self) -> tuple[Mark, ...]:
-        init = () if self.init_key is None else (("first", self.init_key),)
-        return (*super()._make_marks(), *init)
-
-    def _masks(self) -> tuple[KeyPath, ...]:
-        return (self.mask_key,)
-
-    def _check_burn_in(self, length: int) -> None:
-        if self.burn_in >= length:
-            raise ValueError(
-                f"burn_in={self.burn_in} leaves no row to train on of sequences of {length}; slice_len counts both"
-            )
-
-    def _rule(self, length: int) -> _native.SliceRule:
-        self._check_burn_in(length)
-        least = length - self.burn_in if self.strict_length else 1
-        if self.weight == "steps":
-            return _native.SliceRule(length, least, before=length - 1, pad=True, by_window=True)
-        return _native.SliceRule(length, least, before=self.burn_in, pad=True)
+    rule = RunRule(pads_around=True, adds_init=True)
+    burn_in = RuleSetting[int](_burn_in)
+    mask_key = RuleSetting[KeyPath]()
 
     def _config(self) -> dict[str, Any]:
         return {**super()._config(), "burn_in": self.burn_in}
@@ -646,7 +583,6 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
     """
 
     storage_state: PriorityTable
-    _of_earlier_pickle = staticmethod(PrioritizedSampler._of_earlier_pickle)
 
     def __init__(
         self,
@@ -683,6 +619,11 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
         self.storage_state = PriorityTable(
             max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, starts_only=True
         )
+
+    @classmethod
+    def _of_earlier_pickle(cls, attributes: dict[str, Any]) -> None:
+        PrioritizedSampler._of_earlier_pickle(attributes)
+        super()._of_earlier_pickle(attributes)
 
     def __repr__(self) -> str:
         settings = f"strict_length={self.strict_length}, {self.storage_state.settings_shown()}"

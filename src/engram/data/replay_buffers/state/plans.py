@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from engram.store.lanes import Lanes
-from engram.store.tables import Checked, Rows
+from engram.store.rows import Checked, Rows
 
 
 class TooManyRowsError(Exception):

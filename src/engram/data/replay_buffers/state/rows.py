@@ -18,12 +18,13 @@ from engram.checkpoint.protocols import Rows, RowSource
 from engram.data.replay_buffers.state.checkpointers.rows import TensorStorageCheckpointer
 from engram.data.replay_buffers.state.plans import SavedStorage, TooManyRowsError
 from engram.errors import CheckpointError, CheckpointMisfitError, StorageError, StorageInUseError
+from engram.store.column_table import ColumnTable
 from engram.store.counters import Counters
 from engram.store.lanes import Lanes
 from engram.store.layout import LayoutState, MalformedLayoutError, RowLayout
 from engram.store.lazy_table import LazyTable
 from engram.store.places import READ_ONLY
-from engram.store.tables import ColumnTable, RowTable
+from engram.store.row_table import RowTable
 from engram.store.views import ChangeTracker, ColumnSnapshot, EmptySource, PrivateRows, RowSnapshot
 
 _COPY_BLOCK_BYTES = 16 << 20
@@ -109,7 +110,8 @@ class _Sink(StoredRows):
         envs = math.prod(env_shape)
         if counters["envs"] != envs:
             differences.append(f"counters of {counters['envs']} environments, but a layout of {envs} there")
-        room = table.lane_room(saved, env_shape)
+        known, size = table.known_lanes, table.size
+        room = size.lane_capacity(saved, env_shape, table.place) if known is None else known.store.lane_capacity
         rows = [lane["published"] - lane["base"] for lane in lanes]
         if len(lanes) > table.size.lanes:
             differences.append(f"{table.size.lanes} lanes here, {len(lanes)} there")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -17,8 +18,9 @@ from engram.data.replay_buffers.storages.overrides import (
     UsersStorage,
 )
 from engram.data.replay_buffers.storages.setting import RowSetter
-from engram.store.table import Table
-from engram.store.tables import Checked
+from engram.store.indexing import MissingRowError, look_again, select, unwritten
+from engram.store.rows import Checked, Rows
+from engram.store.table import ItemReader, Table
 
 _T = TypeVar("_T")
 
@@ -29,7 +31,7 @@ class Access:
     Args:
         table: of the storage.
         outer: what buffers call: the table, or methods of a user's child.
-        inner: what `set` calls, and a writer that keeps the best: the table, or methods of a user's child.
+        inner: what `get` and `set` call, and a writer that keeps the best: the table, or methods of a user's child.
     """
 
     def __init__(self, table: Table, outer: Table | OuterMethods, inner: Table | InnerMethods) -> None:
@@ -87,6 +89,48 @@ class Access:
         With `errors_only` just an error must be of one moment.
         """
         return self.table.validated(read, errors_only)
+
+    # ---- reading at an index ----
+    def get(self, index: Any) -> Any:
+        """As `get` of a storage."""
+        read = functools.partial(self._read_stored, index)
+        for _ in range(100):
+            rows = self.table.validated(functools.partial(self.beside_writers, read))
+            if rows.overwritten is None:
+                return rows.batch
+        raise RuntimeError("other processes overwrite these rows faster than they can be copied; read fewer at a time")
+
+    def _read_stored(self, index: Any) -> Rows:
+        """The rows at an index; MissingRowError where one of them is not stored now."""
+        table = self.table
+        with table.mutex:  # no row may be replaced between the look at the counters and the copy
+            lanes = table.lanes
+            if lanes is None:
+                raise IndexError(f"index {index!r:.80}: nothing has been written to this storage yet")
+            selection = select(lanes.store, index, table.env_shape)
+            rows = table.of_selection(self._inner.read(selection.slots, selection.shape), selection)
+        if rows.absent is not None:
+            raise unwritten(lanes.store, int(selection.slots[rows.absent[0]]))
+        return rows
+
+    def beside_writers(self, look: Callable[[], _T]) -> _T:
+        """What `look` returns, which is called again while other processes overwrite rows that it misses.
+
+        Raises:
+            MissingRowError: a row is missing for another reason.
+        """
+        try:
+            return look()
+        except MissingRowError:
+            lanes = self.table.lanes
+            if lanes is None:
+                raise
+            return look_again(lanes.store, look)
+
+    @property
+    def item_reader(self) -> ItemReader | None:
+        """What reads items for batches; None: `read` of the storage does, which gives a batch."""
+        return self._outer.item_reader
 
     # ---- writing at an index ----
     def set(self, cursor: Any, data: Any, index_key: str | None) -> None:

@@ -32,14 +32,28 @@ from engram.data.replay_buffers.storages.overrides import (
     UndefinedMethods,
 )
 from engram.pytree import KeyPath
-from engram.store.indexing import MissingRowError, check_stored, from_slots, look_again, select, unwritten
+from engram.store.indexing import check_stored, from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.places import checked_max_size
-from engram.store.table import ItemReader, Table
-from engram.store.tables import Checked, Rows
+from engram.store.rows import Checked, Rows
+from engram.store.table import Table
 
 _T = TypeVar("_T")
+
+
+@contextlib.contextmanager
+def _saved_by(storage: Storage, checkpointer: Any) -> Iterator[None]:
+    """A block of one thread in which this checkpointer stands for the storage's own; None: its own."""
+    with storage.mutex:
+        if checkpointer is None:
+            yield
+            return
+        own, storage.checkpointer = storage.checkpointer, checkpointer
+        try:
+            yield
+        finally:
+            storage.checkpointer = own
 
 
 def _is_ours(kind: type) -> bool:
@@ -107,11 +121,10 @@ class Storage(MadeFromParts):
         """Begins with a table, which is saved and loaded in this form; `of_data` makes a storage around tensors."""
         self._of_data = of_data
         self._held_table, self._saved_as, self.native = table, saved_as, table.native
-        own, outer = self._overrides, cast("Table | OuterMethods", table)
-        # What `set` and `get` of ours call.
-        self._inner_methods: Table | InnerMethods = table
+        own = self._overrides
+        outer, inner = cast("Table | OuterMethods", table), cast("Table | InnerMethods", table)
         if own & {"check", "append", "overwrite", "read", "replace"}:
-            self._inner_methods = InnerMethods(table, self, own)
+            inner = InnerMethods(table, self, own)
         # What our methods do.
         self._outer_methods: Table | OuterMethods | UndefinedMethods = table
         if isinstance(table, OwnTable):
@@ -123,7 +136,7 @@ class Storage(MadeFromParts):
             reads = not own & {"get", "read", "column", "leaf"}
             self.native.limit(reads=reads, appends=not own & {"set", "check", "append"})
         #: The lock of its rows.
-        self.access = Access(table, outer, self._inner_methods)
+        self.access = Access(table, outer, inner)
         self._attached: weakref.WeakSet[StorageUser] = weakref.WeakSet()
         #: Held by writers, and by readers that need the rows not to change.
         self.mutex = threading.RLock()
@@ -176,7 +189,7 @@ class Storage(MadeFromParts):
         if lanes is None:
             return False
         try:
-            self._beside_writers(functools.partial(check_stored, lanes, self.env_shape, index))
+            self.access.beside_writers(functools.partial(check_stored, lanes, self.env_shape, index))
         except IndexError:
             return False
         return True
@@ -298,11 +311,6 @@ class Storage(MadeFromParts):
         """
         return self._outer_methods.read(slots, shape, extra, sequences)
 
-    @property
-    def item_reader(self) -> ItemReader | None:
-        """What reads items for batches; None: `read` does, which gives a batch."""
-        return self._outer_methods.item_reader
-
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         """Dtype and shape of one leaf of a stored step; None: steps have no such leaf."""
         return self._outer_methods.leaf(path)
@@ -317,37 +325,7 @@ class Storage(MadeFromParts):
         Raises:
             IndexError: a step that has not been written.
         """
-        read = functools.partial(self._read_stored, index)
-        for _ in range(100):
-            rows = self._held_table.validated(functools.partial(self._beside_writers, read))
-            if rows.overwritten is None:
-                return rows.batch
-        raise RuntimeError("other processes overwrite these rows faster than they can be copied; read fewer at a time")
-
-    def _read_stored(self, index: Any) -> Rows:
-        """The rows at an index; MissingRowError where one of them is not stored now."""
-        with self.mutex:  # no row may be replaced between the look at the counters and the copy
-            lanes = self.lanes
-            if lanes is None:
-                raise IndexError(f"index {index!r:.80}: nothing has been written to this storage yet")
-            selection = select(lanes.store, index, self.env_shape)
-            rows = self._held_table.of_selection(self._inner_methods.read(selection.slots, selection.shape), selection)
-        if rows.absent is not None:
-            raise unwritten(lanes.store, int(selection.slots[rows.absent[0]]))
-        return rows
-
-    def _beside_writers(self, look: Callable[[], _T]) -> _T:
-        """What `look` returns, which is called again while other processes overwrite rows that it misses.
-
-        Raises:
-            MissingRowError: a row is missing for another reason.
-        """
-        try:
-            return look()
-        except MissingRowError:
-            if self.lanes is None:
-                raise
-            return look_again(self.lanes.store, look)
+        return self.access.get(index)
 
     def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> None:
         """Writes at an index: replaces rows that are stored, and appends at those that follow directly on them.
@@ -458,13 +436,13 @@ class Storage(MadeFromParts):
 
     def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1, checkpointer: Any = None) -> str:
         """Saves this storage alone, by its own checkpointer if no other is given; returns the name of the snapshot."""
-        with self._saved_by(checkpointer):
+        with _saved_by(self, checkpointer):
             source = self.saved_form.source(background=False)
             return save_snapshot(path, {}, (self.checkpointer, source), keep_last=keep_last)
 
     def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None, checkpointer: Any = None) -> None:
         """Replaces everything by what was saved, as `dumps` did it; errors as `ReplayBuffer.loads`."""
-        with open_saved(path, snapshot) as saved, self.access.exclusive("loads"), self._saved_by(checkpointer):
+        with open_saved(path, snapshot) as saved, self.access.exclusive("loads"), _saved_by(self, checkpointer):
             plan = self.saved_form.plan_load(saved)
             with self.access.replacing("loads"):
                 plan.run()
@@ -473,19 +451,6 @@ class Storage(MadeFromParts):
 
     dump = save = dumps
     load = loads
-
-    @contextlib.contextmanager
-    def _saved_by(self, checkpointer: Any) -> Iterator[None]:
-        """A block of one thread in which this checkpointer stands for the storage's own; None: its own."""
-        with self.mutex:
-            if checkpointer is None:
-                yield
-                return
-            own, self.checkpointer = self._checkpointer, checkpointer
-            try:
-                yield
-            finally:
-                self._checkpointer = own
 
     def state_dict(self) -> dict[str, Any]:
         """Rows and counters in memory."""
@@ -530,11 +495,11 @@ class Storage(MadeFromParts):
         if isinstance(table, OwnTable | GetSetTable) and "__getstate__" in self._overrides:
             by_class = functools.partial(_made_by_class, table)
             return CopyForm(
-                lambda: self.mutex,
-                by_class,
-                True,
-                lambda memo: _reconstructed(self, memo, by_class()),
-                table.check_sending,
+                held_still=lambda: self.mutex,
+                parts=by_class,
+                copied=lambda memo: _reconstructed(self, memo, by_class()),
+                check_sending=table.check_sending,
+                is_sent=True,
             )
         copied = functools.partial(_deep_copy, self, table.own_state, self._checkpointer)
         return CopyForm(lambda: self.mutex, parts, is_pickled, copied, table.check_sending)

@@ -30,11 +30,11 @@ from engram.store.indexing import Selection, stored_generations, stored_slots
 from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
+from engram.store.rows import Checked, Rows, expand_slots
 from engram.store.table import NOT_SENT, ItemReader, Table
-from engram.store.tables import Checked, Rows, expand_slots
 
 # Each object has its own.
-_NOT_COPIED = {"mutex", "native", "access", "_attached", "_held_table", "_outer_methods", "_inner_methods"}
+_NOT_COPIED = {"mutex", "native", "access", "_attached", "_held_table", "_outer_methods"}
 _NOT_COPIED |= {"_saved_as", "_of_data"}
 
 
@@ -168,7 +168,6 @@ class UndefinedMethods:
 
     known_lanes = lanes = None
     env_shape = ()
-    item_reader = None
 
     def __init__(self, table: OwnTable, name: str) -> None:
         self._name = name

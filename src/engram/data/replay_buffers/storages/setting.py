@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engram import pytree
 from engram.store.indexing import select
+from engram.store.rows import Checked
 from engram.store.table import Replacing, Table, is_one
-from engram.store.tables import Checked
 
 
 class _Methods(Protocol):

@@ -15,6 +15,8 @@ from engram import pytree
 from engram._advice import advised, with_argument
 from engram.data.replay_buffers.state.rows import SavedRows
 from engram.data.replay_buffers.storages.base import Storage
+from engram.errors import StorageError
+from engram.store.column_table import ColumnTable
 from engram.store.lanes import Lanes
 from engram.store.layout import RowLayout
 from engram.store.lazy_table import LazyTable
@@ -29,7 +31,8 @@ from engram.store.places import (
     TableSize,
     memory_device,
 )
-from engram.store.tables import ColumnTable, Rows
+from engram.store.row_table import RowTable
+from engram.store.rows import Rows
 from engram.store.unmade import UnmadeStore
 
 
@@ -77,12 +80,12 @@ class TableStorage(Storage):
             tensor([5, 6, 7])
         """
         with self.mutex:
-            return self._rows_table.packed.append_packed(lane, rows)
+            return _packed(self._rows_table).append_packed(lane, rows)
 
     def append_leaves(self, lane: int, leaves: list[Any]) -> Tensor:
         """As `append_packed`, of the bytes of each leaf: uint8 [n, nbytes] for each of `layout.leaves`."""
         with self.mutex:
-            return self._rows_table.packed.append_leaves(lane, leaves)
+            return _packed(self._rows_table).append_leaves(lane, leaves)
 
     def read_packed(self, slots: Tensor, by_leaf: bool = False, sequences: bool = False) -> Rows:
         """As `read`, as bytes: `batch` is a list of one tensor, uint8 [n, layout.payload_bytes].
@@ -90,8 +93,15 @@ class TableStorage(Storage):
         With `by_leaf` a list with the bytes of each leaf, uint8 [n, nbytes].
         """
         return self._rows_table.validated(
-            functools.partial(self._rows_table.packed.read_packed, slots, by_leaf, sequences)
+            functools.partial(_packed(self._rows_table).read_packed, slots, by_leaf, sequences)
         )
+
+
+def _packed(table: LazyTable) -> RowTable:
+    """The rows as bytes. StorageError: there are none, or they are not kept so."""
+    if not isinstance(table.made, RowTable):
+        raise StorageError("this storage has no rows as bytes: adopt a layout first, with device='cpu'")
+    return table.made
 
 
 class TensorStorage(TableStorage):

@@ -17,7 +17,7 @@ from engram.checkpoint.snapshot import load_part, save_part
 from engram.data.replay_buffers.state.parts import SavedPart
 from engram.pytree import move_dim
 from engram.store.indexing import generations_at, returned_index, to_slots
-from engram.store.tables import IndexTakenError, expand_slots
+from engram.store.rows import IndexTakenError, expand_slots
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage

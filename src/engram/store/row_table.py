@@ -1,11 +1,10 @@
-"""Tables: stored rows, packed in private memory, shared memory or a mapped file, or as columns on a device."""
+"""Packed rows in private memory, shared memory or a mapped file, and what native calls do with them."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,45 +12,11 @@ from torch import Tensor
 
 import engram._native as _native
 from engram import pytree
-from engram._text import warn_user
-from engram.errors import StorageError, StorageInUseError
-from engram.store.border import LOOK_BACK, Border, ColumnBorder
+from engram.errors import StorageError
+from engram.store.border import Border
 from engram.store.lanes import Lanes
 from engram.store.layout import SEQUENCE, LeafSpec, RowLayout
-
-
-class Checked(NamedTuple):
-    """A batch that fits the storage and can be written: `steps` time steps."""
-
-    steps: int
-    data: Any
-
-
-class Rows(NamedTuple):
-    """Rows that were copied out of a storage.
-
-    Attributes:
-        batch: the rows, in the form of the stored data.
-        overwritten: positions of rows that were overwritten while they were copied; None: none.
-        absent: positions of slots that hold no row; None: none.
-        sequences: int64 [n], the sequence of each row; None unless asked for.
-    """
-
-    batch: Any
-    overwritten: list[int] | None = None
-    absent: list[int] | None = None
-    sequences: Tensor | None = None
-
-
-class JoinedRows(NamedTuple):
-    """Rows of several tables in one batch: as `Rows`; `parts` are each table's rows, in the memory of the whole."""
-
-    batch: Any
-    overwritten: list[int] | None
-    absent: list[int] | None
-    sequences: Tensor | None
-    parts: list[Any] | None = None
-
+from engram.store.rows import IndexTakenError, JoinedRows, Rows
 
 _NO_INDEX = -1
 #: The bits of the floats that `torch.as_tensor` makes of Python's; other dtypes are left to it.
@@ -59,76 +24,6 @@ _FLOAT_BITS = {torch.float32: 32, torch.float64: 64}
 
 # `Rows(*values)` runs Python code; this is done at every read.
 _new_tuple: Any = tuple.__new__
-
-
-class IndexTakenError(StorageInUseError):
-    """Rows that store their own index were not appended, as another process has taken their slots."""
-
-
-class MadeTable(Protocol):
-    """Stored rows of one layout: packed rows, or columns."""
-
-    layout: RowLayout
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of header and rows, used or not."""
-
-    def fit(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> tuple[int, Any]:
-        """The time steps of a batch, and its data as `append` takes them.
-
-        Args:
-            extra: a key at the root, and what the rows also store there.
-
-        Raises:
-            ValueError, TypeError: the batch does not fit; the message names the leaf. Nothing was written.
-        """
-
-    def fit_rows(self, rows: Any) -> tuple[int, Any]:
-        """As `fit`, of rows [n, ...] for `overwrite`, whatever environments they are of."""
-
-    def append(self, data: Any, most: int | None = None) -> Tensor | int:
-        """Writes a checked batch (`most`: only its first steps) behind the newest row of this process's lane.
-
-        Returns time slots, int64 [steps]; of a single step without batch dimensions perhaps its slot.
-        """
-
-    def overwrite(self, slots: Tensor, data: Any) -> None:
-        """Writes checked rows over rows that exist."""
-
-    def prepare_overwrite(self, slots: Tensor, data: Any, rows: Tensor, first: int) -> Callable[[], None]:
-        """As `overwrite`, of `rows` (int64 [n]) of a checked batch, in two steps: what is returned writes.
-
-        Row i of the batch gets the sequence `first + i`.
-        """
-
-    def read(
-        self,
-        slots: Tensor,
-        shape: tuple[int, ...] | None = None,
-        extra: dict[str, Any] | None = None,
-        sequences: bool = False,
-    ) -> Rows:
-        """Copies rows out.
-
-        Args:
-            slots: int64 [n].
-            shape: batch dimensions with n elements; `[n]` if None.
-            extra: entries to add at the root of the batch.
-            sequences: also return each row's sequence.
-        """
-
-    def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
-        """One leaf of the steps at time slots: [n, *envs, ...]."""
-
-    def view(self, start: int, stop: int) -> Any:
-        """Live views of time slots [start, stop)."""
-
-    def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """uint8 [envs, stop - start, payload bytes]: packed rows with these sequences, copied."""
-
-    def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
-        """Writes packed rows from a sequence on, visible when the counters are set. StorageError: the disk fails."""
 
 
 class NativeRows:
@@ -244,7 +139,7 @@ class RowTable:
         """
         with self.lanes.mutex, self.lanes.turn():  # the mutex of a forked child is another one than its caller holds
             lane = self.lanes.hold()
-            self.lanes.warn_of_evictions()
+            self.lanes.evictions.warn(lane, len(self.lanes), self.lanes.capacity)
             slots = self._store.append(lane, plan, most)
         if slots is None:
             raise IndexTakenError(
@@ -431,204 +326,3 @@ def _own_sequences(store: _native.Store, offset: int, slots: Tensor) -> Tensor:
     rows = store.memory()[store.rows_offset :][: store.lane_capacity * store.row_stride]
     own = rows.reshape(store.lane_capacity, store.row_stride)[:, offset : offset + SEQUENCE.nbytes][slots.numpy()]
     return torch.from_numpy(own.reshape(-1).view(np.int64))
-
-
-def expand_slots(time_slots: Tensor | int, envs: int) -> Tensor | int:
-    """The slots of all environments at these times: int64 [steps * envs], time first."""
-    if envs == 1 or isinstance(time_slots, int):
-        return time_slots
-    return (time_slots.unsqueeze(1) * envs + torch.arange(envs)).reshape(-1)
-
-
-def warn_of_items(batch: Any) -> None:
-    """Warns, at the first batch of a storage with ndim=1, that whole trajectories are what it stores as items."""
-    shape = list(batch.shape)
-    n, steps = shape[0], math.prod(shape[1:])
-    warn_user(
-        f"a batch of shape {shape} is stored as {n} items of {steps} steps each, as the storage has ndim=1: a sample "
-        f"of k is [k, {', '.join(map(str, shape[1:]))}]. To store {n * steps} single steps, make the storage with "
-        f"ndim={len(shape)}, or write batch.reshape(-1); where whole trajectories are what you want, ignore this",
-        UserWarning,
-    )
-
-
-class ColumnTable:
-    """Rows as columns `[time, *envs, ...]` on one device. Writers and readers hold the storage's mutex."""
-
-    source = None  # no native call reads them
-
-    def __init__(self, lanes: Lanes, layout: RowLayout, columns: list[Tensor], env_shape: tuple[int, ...]) -> None:
-        self._lanes = lanes
-        self.layout = layout
-        self._columns = columns
-        self._env_shape = env_shape
-        self._device = columns[0].device
-        self._sequences: Tensor | None = None
-        if layout.carries_sequence:
-            self.carry_sequences()
-        border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
-        self._border = ColumnBorder(border, lanes.envs, self._device) if border.decides else None
-        self._incarnation = lanes.store.incarnation
-
-    @classmethod
-    def empty(cls, lanes: Lanes, layout: RowLayout, env_shape: tuple[int, ...], device: torch.device) -> ColumnTable:
-        """New columns with room for every step."""
-        lead = (lanes.store.lane_capacity, *env_shape)
-        columns = [torch.zeros((*lead, *x.shape), dtype=x.dtype, device=device) for x in layout.leaves]
-        return cls(lanes, layout, columns, env_shape)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(c.numel() * c.itemsize for c in self._stored())
-
-    def carry_sequences(self) -> None:
-        """Makes room for the rows' own sequences, in a column that no batch shows."""
-        if self._sequences is None:
-            lead = self._columns[0].shape[: 1 + len(self._env_shape)]
-            self._sequences = torch.zeros(lead, dtype=SEQUENCE.dtype, device=self._device)
-            self.layout = self.layout.with_sequence()
-            self._lanes.own_sequences = functools.partial(_own_sequences_of_column, self._sequences)
-
-    def _stored(self) -> list[Tensor]:
-        """The columns of `layout.stored`."""
-        return self._columns if self._sequences is None else [*self._columns, self._sequences]
-
-    def fit(
-        self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None
-    ) -> tuple[int, list[Tensor]]:
-        """The data are leaves `[time, *envs, ...]` on the columns' device."""
-        if extra is not None:
-            batch = pytree.with_entry(batch, extra[0], torch.as_tensor(extra[1]))
-        leaves = self.layout.fitting(batch, batch_dims)
-        if batch_dims == 0 or time_dim < 0:
-            leaves = [t.unsqueeze(0) for t in leaves]
-        elif time_dim:
-            leaves = [t.movedim(time_dim, 0) for t in leaves]
-        if len(self._env_shape) > 1:
-            leaves = [t.reshape(t.shape[0], *self._env_shape, *t.shape[2:]) for t in leaves]
-        for leaf, t in zip(self.layout.leaves, leaves, strict=True):
-            if tuple(t.shape[1 : 1 + len(self._env_shape)]) != self._env_shape:
-                raise ValueError(
-                    f"{pytree.format_key(leaf.path)} has {list(t.shape[1 : 1 + len(self._env_shape)])} environments, "
-                    f"this storage {list(self._env_shape)}"
-                )
-        return len(leaves[0]), [t.to(self._device) for t in leaves]
-
-    def fit_rows(self, rows: Any) -> tuple[int, list[Tensor]]:
-        leaves = self.layout.fitting(rows, 1)
-        return len(leaves[0]), leaves
-
-    def append(self, leaves: list[Tensor], most: int | None = None) -> Tensor:
-        leaves = [leaf[:most] for leaf in leaves]
-        capacity = self._lanes.store.lane_capacity
-        if self._border is not None:
-            self._note_border(self._border, leaves)
-        slots = self._lanes.advance(len(leaves[0]))
-        where = slots[-capacity:].to(self._device)
-        for column, leaf in zip(self._columns, leaves, strict=True):
-            column[where] = leaf[-capacity:]
-        if self._sequences is not None:
-            self._sequences[where] = 0
-        return slots
-
-    def _note_border(self, border: ColumnBorder, new: list[Tensor]) -> None:
-        """Notes in the lanes whether the first new step continues the newest stored one."""
-        store, lanes = self._lanes.store, self._lanes
-        lane = store.lane(0)
-        published, capacity = lane["published"], store.lane_capacity
-        if store.incarnation != self._incarnation:
-            self._incarnation = store.incarnation
-            looked, agreed = store.border_evidence(0)
-            border.restore(agreed)
-            rows = torch.arange(max(lane["first"], min(looked, published - 1), published - LOOK_BACK), published)
-            cut = torch.isin(rows[1:], torch.tensor(store.seams(0), dtype=torch.int64))
-            border.learn_all(self._columns, (rows % capacity).to(self._device), cut.to(self._device).unsqueeze(1))
-        if published > lane["first"]:
-            newest = [column[(published - 1) % capacity] for column in self._columns]
-            begins = border.begins(newest, new)
-            border.learn(newest, new, begins)
-            lanes.note_border(begins)
-        border.learn_all(new, torch.arange(len(new[0]), device=self._device))
-        lanes.note_evidence(published + len(new[0]) - 1, border.evidence)
-
-    def overwrite(
-        self, slots: Tensor, leaves: list[Tensor], rows: Tensor | None = None, first: int | None = None
-    ) -> None:
-        """Writes `leaves` ([n, ...]; `rows`: these of them) over rows that exist.
-
-        Row i of the leaves gets the sequence `first + i`; None: what is in a slot keeps the one that it has.
-        """
-        absent = (self._lanes.generations(slots) < 0).nonzero().flatten()
-        if len(absent):
-            raise IndexError(f"slot {int(slots[absent[0]])} has not been written")
-        where = slots.to(self._device)
-        for flat, leaf in zip(self._flat(), leaves, strict=True):
-            flat[where] = leaf if rows is None else leaf[rows.to(self._device)]
-        if first is not None:
-            assert rows is not None and self._sequences is not None
-            self._sequences[where] = first + rows.to(self._device)
-        self._lanes.store.note_edits(slots)
-
-    def prepare_overwrite(self, slots: Tensor, leaves: list[Tensor], rows: Tensor, first: int) -> Callable[[], None]:
-        return functools.partial(self.overwrite, slots, leaves, rows, first)
-
-    def read(
-        self,
-        slots: Tensor,
-        shape: tuple[int, ...] | None = None,
-        extra: dict[str, Any] | None = None,
-        sequences: bool = False,
-    ) -> Rows:
-        """As `MadeTable.read`; no row is overwritten meanwhile."""
-        if self._lanes.unused_since_fork:
-            self._lanes.join_after_fork()
-        if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= self._lanes.capacity):
-            raise IndexError(f"a slot lies outside 0 to {self._lanes.capacity - 1}")
-        where = slots.to(self._device)
-        lead = (len(slots),) if shape is None else shape
-        with self._lanes.mutex:
-            generation = self._lanes.generations(slots)
-            leaves = [flat.index_select(0, where) for flat in self._flat()]
-        absent = (generation < 0).nonzero().flatten().tolist()
-        leaves = [t.reshape((*lead, *x.shape)) for t, x in zip(leaves, self.layout.leaves, strict=True)]
-        batch = pytree.unflatten(self.layout.root, leaves, lead, self._device)
-        for key, value in (extra or {}).items():
-            pytree.set_per_item(batch, key, value, len(lead))
-        return Rows(batch, absent=absent or None, sequences=generation if sequences else None)
-
-    def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
-        at = next(i for i, leaf in enumerate(self.layout.leaves) if leaf.path == path)
-        return self._columns[at][slots.to(self._device)]
-
-    def view(self, start: int, stop: int) -> Any:
-        leaves = [c[start:stop] for c in self._columns]
-        return pytree.unflatten(self.layout.root, leaves, (stop - start, *self._env_shape), self._device)
-
-    # ---- whole blocks, for checkpoints ----
-    def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
-        slots = torch.arange(start, stop) % self._lanes.store.lane_capacity
-        out = np.empty((self._lanes.envs, stop - start, self.layout.payload_bytes), np.uint8)
-        for column, x in zip(self._stored(), self.layout.stored, strict=True):
-            rows = column[slots.to(self._device)].cpu().reshape(stop - start, self._lanes.envs, *x.shape)
-            if x.nbytes and start < stop:
-                raw = rows.contiguous().reshape(stop - start, self._lanes.envs, x.nbytes // x.itemsize)
-                as_bytes = raw.view(torch.uint8).numpy()
-                out[:, :, x.offset : x.offset + x.nbytes] = as_bytes.transpose(1, 0, 2)
-        return out
-
-    def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
-        """Writes packed rows from a sequence on."""
-        slots = (torch.arange(start, start + rows.shape[1]) % self._lanes.store.lane_capacity).to(self._device)
-        for column, x in zip(self._stored(), self.layout.stored, strict=True):
-            # A copy with strides of its own: of one row, any strides count as contiguous, and views refuse some.
-            part = rows[:, :, x.offset : x.offset + x.nbytes].transpose(1, 0, 2).copy()
-            leaf = torch.from_numpy(part).view(x.dtype).reshape(rows.shape[1], *self._env_shape, *x.shape)
-            column[slots] = leaf.to(self._device)
-
-    def _flat(self) -> list[Tensor]:
-        return [c.flatten(0, len(self._env_shape)) for c in self._columns]
-
-
-def _own_sequences_of_column(column: Tensor, slots: Tensor) -> Tensor:
-    """The sequences that the rows in these slots carry: int64 [n]."""
-    return column.flatten()[slots.to(column.device)].cpu()

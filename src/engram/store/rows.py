@@ -1,0 +1,138 @@
+"""Rows that are read and written, and the tables that keep those of one layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram import pytree
+from engram._text import warn_user
+from engram.errors import StorageInUseError
+from engram.store.layout import RowLayout
+
+
+class Checked(NamedTuple):
+    """A batch that fits the storage and can be written: `steps` time steps."""
+
+    steps: int
+    data: Any
+
+
+class Rows(NamedTuple):
+    """Rows that were copied out of a storage.
+
+    Attributes:
+        batch: the rows, in the form of the stored data.
+        overwritten: positions of rows that were overwritten while they were copied; None: none.
+        absent: positions of slots that hold no row; None: none.
+        sequences: int64 [n], the sequence of each row; None unless asked for.
+    """
+
+    batch: Any
+    overwritten: list[int] | None = None
+    absent: list[int] | None = None
+    sequences: Tensor | None = None
+
+
+class JoinedRows(NamedTuple):
+    """Rows of several tables in one batch: as `Rows`; `parts` are each table's rows, in the memory of the whole."""
+
+    batch: Any
+    overwritten: list[int] | None
+    absent: list[int] | None
+    sequences: Tensor | None
+    parts: list[Any] | None = None
+
+
+class IndexTakenError(StorageInUseError):
+    """Rows that store their own index were not appended, as another process has taken their slots."""
+
+
+class MadeTable(Protocol):
+    """Stored rows of one layout: packed rows, or columns."""
+
+    layout: RowLayout
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of header and rows, used or not."""
+
+    def fit(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> tuple[int, Any]:
+        """The time steps of a batch, and its data as `append` takes them.
+
+        Args:
+            extra: a key at the root, and what the rows also store there.
+
+        Raises:
+            ValueError, TypeError: the batch does not fit; the message names the leaf. Nothing was written.
+        """
+
+    def fit_rows(self, rows: Any) -> tuple[int, Any]:
+        """As `fit`, of rows [n, ...] for `overwrite`, whatever environments they are of."""
+
+    def append(self, data: Any, most: int | None = None) -> Tensor | int:
+        """Writes a checked batch (`most`: only its first steps) behind the newest row of this process's lane.
+
+        Returns time slots, int64 [steps]; of a single step without batch dimensions perhaps its slot.
+        """
+
+    def overwrite(self, slots: Tensor, data: Any) -> None:
+        """Writes checked rows over rows that exist."""
+
+    def prepare_overwrite(self, slots: Tensor, data: Any, rows: Tensor, first: int) -> Callable[[], None]:
+        """As `overwrite`, of `rows` (int64 [n]) of a checked batch, in two steps: what is returned writes.
+
+        Row i of the batch gets the sequence `first + i`.
+        """
+
+    def read(
+        self,
+        slots: Tensor,
+        shape: tuple[int, ...] | None = None,
+        extra: dict[str, Any] | None = None,
+        sequences: bool = False,
+    ) -> Rows:
+        """Copies rows out.
+
+        Args:
+            slots: int64 [n].
+            shape: batch dimensions with n elements; `[n]` if None.
+            extra: entries to add at the root of the batch.
+            sequences: also return each row's sequence.
+        """
+
+    def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
+        """One leaf of the steps at time slots: [n, *envs, ...]."""
+
+    def view(self, start: int, stop: int) -> Any:
+        """Live views of time slots [start, stop)."""
+
+    def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """uint8 [envs, stop - start, payload bytes]: packed rows with these sequences, copied."""
+
+    def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
+        """Writes packed rows from a sequence on, visible when the counters are set. StorageError: the disk fails."""
+
+
+def expand_slots(time_slots: Tensor | int, envs: int) -> Tensor | int:
+    """The slots of all environments at these times: int64 [steps * envs], time first."""
+    if envs == 1 or isinstance(time_slots, int):
+        return time_slots
+    return (time_slots.unsqueeze(1) * envs + torch.arange(envs)).reshape(-1)
+
+
+def warn_of_items(batch: Any) -> None:
+    """Warns, at the first batch of a storage with ndim=1, that whole trajectories are what it stores as items."""
+    shape = list(batch.shape)
+    n, steps = shape[0], math.prod(shape[1:])
+    warn_user(
+        f"a batch of shape {shape} is stored as {n} items of {steps} steps each, as the storage has ndim=1: a sample "
+        f"of k is [k, {', '.join(map(str, shape[1:]))}]. To store {n * steps} single steps, make the storage with "
+        f"ndim={len(shape)}, or write batch.reshape(-1); where whole trajectories are what you want, ignore this",
+        UserWarning,
+    )
