@@ -533,7 +533,6 @@ DRAWS = {
 
 
 @pytest.mark.pairwise
-@pytest.mark.quick
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("make", [buffer, pair, pair_of_lists], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("when", ["before the rows are read", "between members", "in a transform"])

@@ -70,7 +70,7 @@ def test_overwriting_removes_nothing_that_is_no_dataset(kind, tmp_path):
     assert (tmp_path / "set" / "thesis.tex").read_text() == "all of it"
 
 
-def test_somebody_elses_dataset_made_meanwhile_is_not_replaced(kind, tmp_path):
+def test_dataset_created_meanwhile_is_not_replaced(kind, tmp_path):
     def slow():
         yield steps([3], seed=1)
         WRITE[kind](steps([5], seed=2), tmp_path / "set")
