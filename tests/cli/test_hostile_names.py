@@ -67,7 +67,7 @@ MAKERS = {
 
 
 #: One of each way that names come in; the others are long.
-TIERS = {"store": (), "checkpoint": pytest.mark.deep, "hdf5": pytest.mark.deep}
+TIERS = {"store": (), **dict.fromkeys(("parquet", "checkpoint", "hdf5"), pytest.mark.deep)}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=TIERS.get(name, pytest.mark.long)) for name in MAKERS])
