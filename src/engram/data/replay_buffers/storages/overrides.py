@@ -99,7 +99,7 @@ class _OfStorage:
         self._ref = weakref.ref(storage)
 
 
-class _UsersTable(_OfStorage, Table):
+class UsersTable(_OfStorage, Table):
     """The table of a child of `Storage` itself."""
 
     def __init__(self, storage: UsersStorage, max_size: int | None, own: frozenset[str]) -> None:
@@ -131,7 +131,7 @@ class _UsersTable(_OfStorage, Table):
         vars(self._storage).update({name: value for name, value in state.items() if name != "_max_size"})
 
 
-class OwnTable(_UsersTable):
+class OwnTable(UsersTable):
     """The table of a storage that defines our five methods."""
 
     @property
@@ -151,8 +151,8 @@ class OwnTable(_UsersTable):
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         self._storage.overwrite(slots, items, index_key)
 
-    def read(self, slots: Tensor, *args: Any) -> Rows:
-        return self._storage.read(slots, *args)
+    def read(self, slots: Tensor, *how: Any) -> Rows:
+        return self._storage.read(slots, *how)
 
     def after_fork(self, mutex: Any) -> None:
         super().after_fork(mutex)
@@ -192,7 +192,7 @@ class UndefinedMethods:
         )
 
 
-class GetSetTable(_UsersTable):
+class GetSetTable(UsersTable):
     """The table of a storage that defines `get`, `set` and `__len__` in TorchRL's form."""
 
     def __init__(self, storage: UsersStorage, max_size: int | None, own: frozenset[str]) -> None:
@@ -269,14 +269,8 @@ class GetSetTable(_UsersTable):
         return items
 
     # ---- reading ----
-    def read(
-        self,
-        slots: Tensor,
-        shape: tuple[int, ...] | None = None,
-        extra: dict[str, Any] | None = None,
-        sequences: bool = False,
-    ) -> Rows:
-        return _read_by_get(self._storage, slots, shape, extra, sequences)
+    def read(self, slots: Tensor, *how: Any) -> Rows:
+        return _read_by_get(self._storage, slots, *how)
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         return _leaf_by_get(self._storage, path)
@@ -479,16 +473,10 @@ class OuterMethods(_OfStorage):
         self._table.expect_sequences(by_set)
 
     # ---- reading ----
-    def read(
-        self,
-        slots: Tensor,
-        shape: tuple[int, ...] | None = None,
-        extra: dict[str, Any] | None = None,
-        sequences: bool = False,
-    ) -> Rows:
+    def read(self, slots: Tensor, *how: Any) -> Rows:
         if not self._reads_by_get:
-            return self._table.read(slots, shape, extra, sequences)
-        return _read_by_get(self._storage, slots, shape, extra, sequences)
+            return self._table.read(slots, *how)
+        return _read_by_get(self._storage, slots, *how)
 
     @property
     def item_reader(self) -> ItemReader | None:
@@ -557,7 +545,11 @@ class InnerMethods(_OfStorage):
 
 
 def _read_by_get(
-    storage: UsersStorage, slots: Tensor, shape: tuple[int, ...] | None, extra: dict[str, Any] | None, sequences: bool
+    storage: UsersStorage,
+    slots: Tensor,
+    shape: tuple[int, ...] | None = None,
+    extra: dict[str, Any] | None = None,
+    sequences: bool = False,
 ) -> Rows:
     """What the `get` of a user's class returns, as a `read` returns it: reshaped, with further entries."""
     with storage.mutex:
