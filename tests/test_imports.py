@@ -86,7 +86,7 @@ def without():
 
 @pytest.mark.deep
 def test_every_module_is_imported_without_the_optional_packages(without):
-    assert {"engram.data", "engram.envs", "engram.collectors", "engram.data.datasets"} <= set(without[0])
+    assert {"engram.data", "engram.envs", "engram.collectors", "engram.datasets"} <= set(without[0])
 
 
 @pytest.mark.deep

@@ -6,6 +6,7 @@ the list was made: constructor arguments ("init lacks"), members, and arguments 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -87,10 +88,13 @@ def test_a_constructor_takes_an_argument_or_refuses_it_with_advice(name):
                 cls(**{argument: object()})
 
 
+source_of = functools.cache(inspect.getsource)
+
+
 def is_set_on_objects(cls: type, member: str) -> bool:
     """Whether a method of the class sets such an attribute."""
     own = [owner for owner in cls.__mro__ if owner.__module__.startswith("engram.")]
-    return any(re.search(rf"\bself\.{member}\b[^\n=(\[]*=(?!=)", inspect.getsource(owner)) for owner in own)
+    return any(re.search(rf"\bself\.{member}\b[^\n=(\[]*=(?!=)", source_of(owner)) for owner in own)
 
 
 @each("name", [name for name in CLASSES if NAMES[name].members])

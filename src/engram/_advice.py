@@ -411,11 +411,14 @@ def absent_name(module: str, name: str) -> ImportError | AttributeError:
     return AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
-def advise_on_names(module: str) -> None:
-    """Gives a module a `__getattr__` that raises `absent_name`; type checkers do not see it."""
+def advise_on_names(module: str, known_as: str | None = None) -> None:
+    """Gives a module a `__getattr__` that raises `absent_name`; type checkers do not see it.
+
+    `known_as` is the path from which users import it, if that is another one.
+    """
 
     def absent(name: str) -> Any:
-        raise absent_name(module, name)
+        raise absent_name(module if known_as is None else known_as, name)
 
     sys.modules[module].__getattr__ = absent  # type: ignore[method-assign]
 

@@ -1,7 +1,7 @@
 """Modules under the paths where users of other libraries look for them.
 
 An alias is the module that it stands for: `engram.data.tensor_specs is engram.data.specs`. Type checkers, which read
-files, know the paths of files only.
+files, know the paths of files only; `engram/data/datasets.pyi` is one for them.
 
 Example:
     >>> from engram.envs.transforms.rb_transforms import MultiStepTransform
@@ -23,8 +23,9 @@ ALIASES = {
     "engram.collectors.collectors": "engram.collectors",
     "engram.collectors.distributed": "engram.distributed",
     "engram.collectors.distributed.ray": "engram.distributed",
-    "engram.data.datasets.d4rl": "engram.data.datasets",
-    "engram.data.datasets.minari_data": "engram.data.datasets",
+    "engram.data.datasets": "engram.datasets",
+    "engram.data.datasets.d4rl": "engram.datasets",
+    "engram.data.datasets.minari_data": "engram.datasets",
     "engram.data.postprocs": "engram.data",
     "engram.data.postprocs.postprocs": "engram.data",
     "engram.data.replay_buffers.checkpointing": "engram.data.replay_buffers.state.buffers",  # in pickles of 0.1

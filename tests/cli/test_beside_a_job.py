@@ -15,7 +15,7 @@ COMMANDS = {
     "diff": lambda store, out: diff(store, store),
     "head": lambda store, out: head(store),
     "sample": lambda store, out: sample(store),
-    "plot": lambda store, out: plot(store, ["returns", "action"], output=out / "p.png"),
+    "plot": lambda store, out: plot(store, ["action"], output=out / "p.png"),
     "report": lambda store, out: report(store, output=out / "r.html"),
     "convert": lambda store, out: convert(store, out / "copy", to="store"),
 }

@@ -87,7 +87,7 @@ def test_stats_count_rows_writes_and_episodes_of_one_moment(
         assert int(shown["rows"].strip(",")) == LENGTH * int(shown["episodes"].strip(","))
 
 
-@RINGS
+@pytest.mark.parametrize("capacity", [pytest.param(1_000_000, marks=pytest.mark.long), 2000], ids=["growing", "full"])
 def test_a_report_shows_the_counts_of_one_moment(
     job: ReplayBuffer[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

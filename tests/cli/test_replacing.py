@@ -12,7 +12,8 @@ from contracts.children import Child, Signal
 from data.datasets.support import steps
 from engram import _native, cli
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
-from engram.data.datasets import atomic_files, write_hdf5, write_minari, write_parquet
+from engram.data.datasets import write_hdf5, write_minari, write_parquet
+from engram.datasets import atomic_files
 from engram.store import header, nodes
 
 FORMS = {"store": "store", "checkpoint": "checkpoint", "torchrl": "torchrl", "minari": "minari"}
@@ -174,8 +175,9 @@ def test_a_report_replaces_a_report_and_nothing_else(source, tmp_path):
     targets = ["thesis.tex", "page.html", "empty", "link.html", "dangling.html", "second.html", "saved/CURRENT",
                "saved/LOCK", "store/rows.engram", "saved/g-000001/manifest.json"]  # fmt: skip
     before = contents(tmp_path)
-    for name in targets:
-        for write in (cli.report, lambda path, output: cli.plot(path, ["action"], output=output)):
+    writers = (cli.report, lambda path, output: cli.plot(path, ["action"], output=output))
+    for k, name in enumerate(targets):
+        for write in writers if k < 2 else writers[k % 2 :][:1]:  # each is refused the first two, then they take turns
             with pytest.raises(FileExistsError, match="is replaced, and this is none"):
                 write(source, output=tmp_path / name)
     assert contents(tmp_path) == before

@@ -75,7 +75,7 @@ KINDS = {"one": Agents, "lazy": lambda: Agents(lazy=True), "no root flags": lamb
 
 @each("kind", KINDS)
 @each("length", [4, 3])
-def test_they_are_collected_with_their_groups(kind, length):
+def test_agents_are_collected_with_their_groups(kind, length):
     limit = None if length == 4 else length
     with SyncDataCollector(KINDS[kind](), None, frames_per_batch=9, max_frames_per_traj=limit) as collector:
         check(torch.cat([collector.rollout(), collector.rollout()]), length)
@@ -110,7 +110,7 @@ def test_slices_of_their_steps_are_sampled():
     assert (rb.sample()["agents", "observation"][:, 0, 0].reshape(-1, 2).diff() == 1).all()
 
 
-def test_what_gives_no_flag_at_all_is_refused_by_name():
+def test_environment_without_a_done_flag_is_refused_by_name():
     class Endless(WithoutRootFlags):
         def step(self, td):
             return super().step(td).exclude(*(("next", "agents", flag) for flag in (*FLAGS, "truncated")))

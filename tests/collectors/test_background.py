@@ -160,7 +160,7 @@ def test_several_threads_that_pause_again_and_again_do_not_keep_it_from_collecti
     collector.async_shutdown()
 
 
-def test_who_pauses_may_wait_for_another_thread_that_pauses_twice(monkeypatch):
+def test_pause_may_wait_for_another_thread_that_pauses_twice(monkeypatch):
     monkeypatch.setattr(background, "_PATIENCE", 0.1)
     collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=5, replay_buffer=buffer())
     collector.start()
@@ -298,7 +298,7 @@ def test_batches_cannot_be_asked_for_beside_it():
         collector.start()
 
 
-def test_it_needs_a_buffer():
+def test_background_collection_needs_a_buffer():
     with pytest.raises(RuntimeError, match="give replay_buffer="):
         SyncDataCollector(countdown(), Rule(), frames_per_batch=5).start()
 

@@ -186,7 +186,7 @@ def test_transforms_that_come_later_are_seen_in_the_next_batch():
     assert other.rollout()["next", "step_count"].max() == 2
 
 
-def test_a_batch_that_fails_goes_on_nowhere():
+def test_failed_batch_is_not_delivered():
     class Fails(Walk):
         def step(self, action):
             nonlocal left

@@ -142,7 +142,7 @@ class TestOneProcess:
         with pytest.raises(TypeError, match="no append_transform"):
             SyncDataCollector(Env(), Recurrent(1, 1), frames_per_batch=8, auto_register_policy_transforms=True)
 
-    @pytest.mark.parametrize("wrap", [False, True])
+    @pytest.mark.parametrize("wrap", [pytest.param(False, marks=pytest.mark.long), True])
     def test_a_compiled_policy_acts_the_same(self, wrap):
         calls = []
 
@@ -169,7 +169,7 @@ class TestOneProcess:
         "name", sorted({n for cls in CLASSES for n, (allowed, _) in ARGUMENTS[cls].items() if allowed})
     )
     @pytest.mark.parametrize("cls", [SyncDataCollector, *MULTI])
-    def test_what_has_no_meaning_here_is_refused_with_what_to_use(self, cls, name):
+    def test_meaningless_argument_is_refused_with_an_alternative(self, cls, name):
         if any(name in inspect.signature(base.__init__).parameters for base in cls.__mro__):
             pytest.skip("it has a meaning there")
         value = False if name == "extend_buffer" else "given"

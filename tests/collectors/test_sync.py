@@ -114,7 +114,7 @@ def test_what_a_policy_writes_is_stored_and_handed_on_the_same_way_on_both_paths
             assert all(torch.equal(raw.get(k), stepped.get(k)) for k in raw.keys(True, True))
 
 
-def test_what_a_policy_remembers_ends_with_the_episode():
+def test_policy_memory_is_reset_at_the_end_of_an_episode():
     batch = collect([Countdown((3,))], remembering, frames=6, batches=1)[0]
     assert batch["next", "memory"].squeeze(-1).tolist() == [1, 2, 3, 1, 2, 3]
     assert batch["seen"].squeeze(-1).tolist() == [0, 2, 4, 0, 2, 4]

@@ -146,6 +146,7 @@ def _descriptors() -> list[str]:
     return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
 
 
+@pytest.mark.deep
 def test_a_call_that_fails_is_an_error_that_changes_nothing_and_can_be_tried_again(root):
     assert sum(failures(root, 4).values()) > 4
 

@@ -45,6 +45,7 @@ def _states(path, shape):
     return found
 
 
+@pytest.mark.deep
 @each("shape", SHAPES)
 def test_rows_that_come_back_after_a_power_cut_are_whole_and_none_flushed_is_missing(ram_path, shape):
     done = cuts(ram_path / "p", shape, 1, 2, 0.2)

@@ -438,7 +438,6 @@ def test_a_checkpoint_without_a_part_says_which_it_has(tmp_path: Path) -> None:
         ReplayBuffer(storage=ListStorage(3)).loads(tmp_path)
 
 
-@pytest.mark.quick
 @of("max-value-list")
 @pytest.mark.parametrize(
     "sequences", [[], [0] * 11, [0] * 13, [1] * 12, [-1] * 12, [1 << 63] * 12, [True] * 12, ["x"] * 12, "x", 7, {}]

@@ -179,7 +179,7 @@ class TestWithoutANumpyDtype:
             rb.sample(as_numpy=True)
         assert rb.sampler.draw_plan(rb.storage).cursor() == left and rb.sample()["next", "x"].dtype is torch.bfloat16
 
-    def test_it_is_refused_in_lists_too(self):
+    def test_dtype_without_a_numpy_equivalent_is_refused_in_lists(self):
         rb = ReplayBuffer(storage=ListStorage(10), batch_size=4)
         rb.extend(torch.zeros(10, 2, dtype=torch.bfloat16))
         with pytest.raises(TypeError, match="the tensor is"):

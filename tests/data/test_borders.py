@@ -137,7 +137,7 @@ def without_next(n: int, start: int) -> TensorDict:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("made", [n_step, one_sided, root_repeats_next, without_next])
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["extend", "add"])
-def test_what_never_agrees_is_joined_as_ever(
+def test_entries_that_never_match_do_not_cut_trajectories(
     rb: ReplayBuffer, made: Callable[[int, int], TensorDict], one_by_one: bool
 ) -> None:
     room_for(rb, made(CAPACITY, 0))
@@ -220,9 +220,7 @@ def test_a_checkpoint_keeps_the_seams_of_borders(rb: ReplayBuffer, tmp_path: Any
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "state"])
-def test_who_loads_knows_which_entries_went_on_in_steps_that_are_gone(
-    rb: ReplayBuffer, way: str, tmp_path: Any
-) -> None:
+def test_load_knows_entries_that_matched_in_overwritten_steps(rb: ReplayBuffer, way: str, tmp_path: Any) -> None:
     room_for(rb, episode(CAPACITY, 0))
     rb.extend(episode(4, 0))
     for k in range(CAPACITY):  # two writers that take turns: no two steps of the ring are joined
@@ -240,7 +238,7 @@ def test_who_loads_knows_which_entries_went_on_in_steps_that_are_gone(
         assert lengths(buffer) == [1] * (CAPACITY - 2) + [2]
 
 
-def test_who_opens_a_store_knows_it_too(tmp_path: Any) -> None:
+def test_opened_store_knows_matching_entries(tmp_path: Any) -> None:
     rb = ReplayBuffer(storage=LazyMemmapStorage(20, scratch_dir=tmp_path))
     rb.extend(episode(4, 0))
     for k in range(20):

@@ -559,7 +559,7 @@ def test_a_buffer_prints_its_parts():
         assert word in text, text
 
 
-def test_a_sampler_of_ones_own_needs_one_method():
+def test_user_sampler_needs_one_method():
     class Last:
         def sample(self, storage, batch_size):
             return [len(storage) - 1] * batch_size, {"why": "last"}
@@ -601,7 +601,7 @@ class NewestFirst:
         return storage.append(storage.check(items, False, time_dim, self.index_key))
 
 
-def test_a_writer_of_ones_own_needs_one_method(tmp_path):
+def test_user_writer_needs_one_method(tmp_path):
     writer = NewestFirst()
     given = ReplayBuffer(storage=LazyTensorStorage(10), writer=writer)
     exchanged = ReplayBuffer(storage=LazyTensorStorage(10))
@@ -619,7 +619,7 @@ def test_a_writer_of_ones_own_needs_one_method(tmp_path):
     assert both.writer[0] is writer and repr(both.writer).startswith(f"WriterEnsemble(writers=[{writer!r}")
 
 
-def test_what_is_no_sampler_or_writer_is_refused_where_it_is_given():
+def test_invalid_sampler_or_writer_is_refused_by_the_constructor():
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     for given in (object(), RandomSampler):
         for use in (rb.set_sampler, SamplerEnsemble):
@@ -635,7 +635,7 @@ def test_what_is_no_sampler_or_writer_is_refused_where_it_is_given():
     assert isinstance(rb.sampler, RandomSampler) and isinstance(rb.writer, RoundRobinWriter)
 
 
-def test_threads_that_draw_with_a_sampler_of_ones_own_take_turns_also_through_an_ensemble():
+def test_threads_draw_with_a_user_sampler_one_at_a_time():
     inside, most = [0], [0]
 
     class Slow:
@@ -748,7 +748,7 @@ def test_tensordicts_of_other_kinds_are_taken():
     assert state_of(rb)[:3] == (9, 9, 9)
 
 
-def test_a_sampler_of_ones_own_gets_generations_only_where_they_were_given():
+def test_user_sampler_gets_generations_only_if_it_returned_them():
     class Own(RandomSampler):
         def update_priority(self, index, priority, *, storage=None):
             seen.append((index.tolist(), priority.tolist()))

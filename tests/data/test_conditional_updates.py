@@ -172,7 +172,7 @@ def test_every_record_is_in_one_mask():
     ]  # fmt: skip
 
 
-def test_what_a_writer_refused_is_stale():
+def test_row_refused_by_the_writer_is_stale():
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(2), writer=TensorDictMaxValueWriter(rank_key="n"))
     index = rb.extend(steps(3, 6).flip(0))
     assert index.tolist() == [0, 1, -1]

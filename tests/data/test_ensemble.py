@@ -392,7 +392,7 @@ class TestMembers:
         with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
             rb.sample()
 
-    def test_it_can_be_made_of_parts(self):
+    def test_ensemble_is_made_of_parts(self):
         storages = StorageEnsemble(
             LazyTensorStorage(20), LazyTensorStorage(20), transforms=[None, lambda b: b.set("obs", b["obs"] * 0)]
         )
@@ -571,7 +571,7 @@ class TestSaving:
         twin.storage.loads(tmp_path / "storage")
         assert [len(m) for m in twin.storage.storages] == [10, 15, 5]
 
-    def test_it_is_saved_in_the_background_while_its_members_go_on(self, tmp_path):
+    def test_ensemble_is_saved_in_the_background_while_members_are_written(self, tmp_path):
         rb, twin = self.make(), self.make()
         self.fill(rb)
         expected = [numbers(member[:]) for member in (rb[0], rb[1], rb[2])]
@@ -645,7 +645,7 @@ class TestReadingAtOnce:
     """The way straight into one batch gives what reading one by one gives."""
 
     @pytest.mark.parametrize("numbers_too", [False, True])
-    def test_it_equals_reading_one_by_one(self, numbers_too):
+    def test_joint_read_equals_reading_members_one_by_one(self, numbers_too):
         a, b = member(0, 10), member(1000, 15)
         index = torch.tensor([[3, 9, 0], [14, 14, 2]])
         read = read_at_once([a.storage, b.storage], index, (2, 3), numbers_too)
@@ -727,7 +727,7 @@ class TestNativeBatches:
 
     @each("transform", [None, RewardScaling(1.0, 2.0), SelectTransform("obs")])
     @each("cls", [TensorDictReplayBuffer, ReplayBuffer, by_priority, tensordicts_by_priority])
-    def test_it_is_what_reading_step_by_step_gives(self, cls, transform):
+    def test_native_batch_equals_reading_step_by_step(self, cls, transform):
         rb = ReplayBufferEnsemble(
             *(member(100 * k, 9 + k, cls=cls, transform=transform) for k in range(3)), batch_size=12, p=[1, 2, 3]
         )
@@ -892,7 +892,7 @@ class TestTransformsOfAllMembers:
 
     @each("cls", [TensorDictReplayBuffer, ReplayBuffer])
     @each("transform", CHANGES)
-    def test_they_give_what_each_member_would(self, transform, cls, monkeypatch):
+    def test_joint_transform_equals_that_of_each_member(self, transform, cls, monkeypatch):
         rb = ReplayBufferEnsemble(*(member(100 * k, 12, cls=cls, transform=transform) for k in range(3)), batch_size=12)
         torch.manual_seed(2)
         together, info = rb.sample(return_info=True)

@@ -22,7 +22,7 @@ def by_hand(ends, at_capacity, cursor):
 
 @given(s.data())
 @settings(max_examples=60, deadline=None)
-def test_they_are_those_of_a_loop(data):
+def test_trajectory_bounds_equal_those_of_a_plain_loop(data):
     n, envs = data.draw(s.integers(1, 12)), data.draw(s.integers(1, 3))
     flags = data.draw(s.lists(s.lists(s.booleans(), min_size=envs, max_size=envs), min_size=n, max_size=n))
     at_capacity = data.draw(s.booleans())

@@ -76,7 +76,7 @@ def test_a_child_of_before_the_first_write_is_told_that_it_has_a_buffer_of_its_o
     assert len(told(lambda: USES[use](rb))) == 1
 
 
-def test_nobody_is_told_who_shares_the_rows(tmp_path):
+def test_no_warning_where_rows_are_shared_between_processes(tmp_path):
     shared = [buffer(LazyTensorStorage(100, shared=True, lanes=2)), buffer(LazyMemmapStorage(100, lanes=2))]
     shared.append(buffer(LazyMemmapStorage(100, scratch_dir=tmp_path, lanes=2), written=False))
     assert told(lambda: [(rb.extend(STEPS), rb.sample(), len(rb)) for rb in shared]) == []

@@ -194,7 +194,7 @@ class EveryFrom(Every):
         return len(storage) >= batch_size
 
 
-def test_a_sampler_of_ones_own_says_itself_what_it_can_sample():
+def test_user_sampler_decides_what_it_can_sample():
     for sampler, expected in ((Every(), [False, True, True]), (EveryFrom(), [False, False, True])):
         rb, can = buffer(sampler, batch_size=4), []
         for n in (0, 2, 2):

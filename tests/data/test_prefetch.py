@@ -124,7 +124,7 @@ class Announced:
 
 
 @pytest.mark.parametrize("draw", [lambda rb: rb.sample(), lambda rb: next(iter(rb))], ids=["sample", "iterate"])
-def test_who_waits_while_the_sampler_is_replaced_has_a_batch(draw):
+def test_waiting_thread_gets_a_batch_while_the_sampler_is_replaced(draw):
     rb = make(2, RandomSampler, ListStorage)
     rb.sample()
     batches = []
@@ -362,7 +362,7 @@ def test_threads_begin_where_batches_become_slow_and_end_where_they_become_quick
     assert seen == [other.sample().tolist() for _ in seen], "whoever prepares them, the batches are the same"
 
 
-def test_threads_rest_where_who_waits_for_them_waits_longer_than_without_them(monkeypatch):
+def test_prefetching_pauses_while_it_is_slower_than_sampling(monkeypatch):
     for name, value in (("PAYS_FROM_S", 0.001), ("_COMPARED", 4), ("_PAUSE", 10)):
         monkeypatch.setattr(prefetch, name, value)
     by_caller = []

@@ -197,7 +197,7 @@ def test_a_list_storage_is_extended_by_batches_alone(data):
 
 # ---- priorities ----
 @each("index", [None, "a", [None], {}, object(), [[1], [1, 2]], 2**70, b"x", ...])
-def test_what_is_no_index_of_priorities_is_named(index):
+def test_invalid_priority_index_is_named(index):
     rb = PrioritizedReplayBuffer(1.0, 1.0, storage=LazyTensorStorage(10))
     rb.extend(torch.arange(4))
     for update in (lambda: rb.update_priority(index, 2.0), lambda: rb.mark_update(index)):
@@ -211,7 +211,7 @@ def test_what_is_no_index_of_priorities_is_named(index):
     [None, "a", "1.0", [None, 1.0], {}, object(), [[1], [1, 2]], 2**2000, torch.ones(2, device="meta"),
      torch.ones(2).to_sparse(), np.array([1, 2], dtype=object), TensorDict({"a": torch.ones(2)}, [2])],
 )  # fmt: skip
-def test_what_is_no_priority_is_named(priority):
+def test_invalid_priority_is_named(priority):
     rb = PrioritizedReplayBuffer(1.0, 1.0, storage=LazyTensorStorage(10))
     index = rb.extend(torch.arange(2))
     with pytest.raises(TypeError, match=r"priorities are a number, or .* found a"):
@@ -220,7 +220,7 @@ def test_what_is_no_priority_is_named(priority):
 
 
 @each("generation", ["a", object(), [None, 1], 1.5, [0.0, 1.0], torch.zeros(2), {}, True])
-def test_what_is_no_generation_is_named(generation):
+def test_invalid_generation_is_named(generation):
     rb = PrioritizedReplayBuffer(1.0, 1.0, storage=LazyTensorStorage(10))
     index = rb.extend(torch.arange(2))
     with pytest.raises(TypeError, match=r"generations are sequences, int64, .* found a"):

@@ -183,7 +183,7 @@ def cycle_with(obs):
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_what_somebody_still_has_of_a_batch_does_not_change(source, name):
+def test_referenced_parts_of_a_batch_do_not_change(source, name):
     hold, look = HELD[name]
     obs = source.sample()["obs"]
     where, expected = obs.data_ptr(), obs.clone()
@@ -306,7 +306,7 @@ def pairs():
 @pytest.mark.filterwarnings("ignore")
 @each("kind", ["batches", "items"])
 @each("name", DONE)
-def test_what_somebody_did_to_a_tensor_before_dropping_it_is_not_seen_later(name, kind):
+def test_changes_to_a_dropped_tensor_are_not_visible_in_later_batches(name, kind):
     rb, other = pairs()[kind]
     for _ in range(5):
         obs = rb.sample()["obs"]

@@ -116,7 +116,7 @@ def test_a_list_steps_all_of_its_schedulers():
     (lambda s: SchedulerList([s]), TypeError, "takes schedulers, got a PrioritizedSampler"),
     (lambda s: ParameterScheduler(s, "beta"), TypeError, "abstract"),
 ])  # fmt: skip
-def test_what_cannot_be_scheduled_is_refused(wrong, error, match):
+def test_unschedulable_setting_is_refused(wrong, error, match):
     with pytest.raises(error, match=match):
         wrong(sampler())
 

@@ -54,7 +54,7 @@ def test_draws_follow_torchs_global_generator(spec):
 
 
 @every_spec
-def test_what_lies_in_the_domain_is_projected_on_itself(spec):
+def test_projection_keeps_values_inside_the_domain(spec):
     drawn = spec.rand((20,))
     assert torch.equal(spec.project(drawn), drawn)
 
@@ -143,7 +143,7 @@ def test_a_composite_refuses_an_entry_without_its_batch_dimensions():
         lambda: Binary(),
     ],
 )
-def test_what_cannot_be_is_refused_at_once(make):
+def test_invalid_spec_arguments_are_refused(make):
     with pytest.raises(ValueError):
         make()
 

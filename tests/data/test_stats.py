@@ -28,7 +28,7 @@ def steps(start, stop, **more):
 
 @each("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
 @each("sampler", [None, PrioritizedSampler, SliceSampler])
-def test_they_follow_what_is_written_and_drawn(storage, sampler):
+def test_stats_count_writes_draws_and_episodes(storage, sampler):
     arguments = {
         PrioritizedSampler: lambda: PrioritizedSampler(None, 0.7, 0.5),
         SliceSampler: lambda: SliceSampler(slice_len=2),
@@ -116,7 +116,7 @@ def test_an_ensemble_sums_its_members():
     assert both.stats() == (12, one.bytes + other.bytes, 20, 12, 1, 3) and one.draws == other.draws == 0
 
 
-def test_who_only_looks_counts_too(tmp_path):
+def test_observer_counts_its_draws(tmp_path):
     rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path))
     rb.extend(steps(0, 6))
     assert ReplayBuffer.open(tmp_path, read_only=True).stats() == rb.stats()

@@ -315,7 +315,7 @@ class Own(EnvBase):
         ("truncated", torch.zeros(2).bool()),
     ],
 )
-def test_what_an_environment_of_ones_own_gives_is_compared_with_its_specs(key, value):
+def test_values_of_a_user_environment_are_compared_with_its_specs(key, value):
     with pytest.raises(ValueError, match=f"gave .*'{key.split('.')[-1]}'"):
         Own(**{key: value}).rollout(2)
     with pytest.raises(ValueError, match="its spec says"):

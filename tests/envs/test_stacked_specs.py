@@ -59,7 +59,7 @@ class TestLeaves:
         assert spec != torch.stack([Categorical(5), Categorical(2)], 0) and spec != Categorical(2)
         assert spec.to(torch.int32).dtype == torch.int32 and spec.to("cpu").device == torch.device("cpu")
 
-    def test_what_does_not_stack_is_refused(self):
+    def test_items_that_do_not_stack_are_refused(self):
         for specs, text in [
             ([Unbounded((3,)), Unbounded((3,), dtype=torch.float64)], "same dtype"),
             ([Unbounded((3,)), Unbounded((3, 5))], "same number of dimensions"),

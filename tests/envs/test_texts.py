@@ -141,7 +141,7 @@ def test_actions_may_be_texts():
     ("word", "message"),
     [("x" * 300, "300 bytes"), ("a\0b", "character 0"), (7, "space says text"), (None, "space says text")],
 )
-def test_what_the_width_has_no_place_for_is_refused_by_its_key(word, message, monkeypatch):
+def test_unstorable_text_is_refused_by_key(word, message, monkeypatch):
     env = GymEnv(Missions(MissionSpace()))
     monkeypatch.setattr(Missions, "_shown", lambda self: {"t": np.zeros(1, np.float32), "mission": word})
     with pytest.raises(ValueError, match=message) as error:

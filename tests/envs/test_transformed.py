@@ -304,7 +304,7 @@ def test_bounds_follow_the_values():
         (lambda: lambda td: td.select("observation"), KeyError, "removes 'done'"),
         (lambda: 3, TypeError, "Transform or a callable"),
     ])  # fmt: skip
-def test_what_cannot_work_is_refused_with_a_way_out(transform, error, words):
+def test_unsupported_transform_is_refused_with_an_alternative(transform, error, words):
     with pytest.raises(error, match=words):
         TransformedEnv(GymEnv("CartPole-v1"), transform())
     env = TransformedEnv(GymEnv("CartPole-v1"), StepCounter())

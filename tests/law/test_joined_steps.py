@@ -151,6 +151,7 @@ def test_no_slice_joins_what_does_not_follow(way: Any, kind: str, tmp_path: Path
     check(rb)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["shared memory", "file"])
 def test_no_slice_joins_the_rows_of_a_process_and_of_its_child(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -207,6 +207,7 @@ class EnsembleMachine(RuleBasedStateMachine):
 pytestmark = pytest.mark.quick
 
 
+@pytest.mark.deep
 def test_an_ensemble_is_what_plain_python_would_be():
     run_machine(EnsembleMachine, 40, 25)
 

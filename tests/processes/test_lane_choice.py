@@ -152,7 +152,6 @@ def test_a_lane_that_was_written_to_between_the_look_and_its_lock_is_given_back(
     assert Child(lambda: rb.extend(steps(200, 201)).tolist()).result() == [2]  # nobody holds lane 1 or 0
 
 
-@pytest.mark.quick
 def test_the_first_row_of_an_earlier_writer_that_is_evicted_is_told_once_with_figures(make):
     rb = make(300, 3)
     rb.extend(steps(0, 1))

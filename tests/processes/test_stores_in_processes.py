@@ -31,7 +31,6 @@ def make(request, tmp_path):
     return lambda lanes: ReplayBuffer(storage=KINDS[request.param](tmp_path / "store", lanes), batch_size=8)
 
 
-@pytest.mark.quick
 def test_forked_children_write_lanes_of_their_own_and_everybody_sees_all_rows(make):
     rb = make(3)
     rb.extend(steps(0, 10))

@@ -362,6 +362,7 @@ def test_a_takeover_that_fails_is_made_again_by_the_next(tmp_path, monkeypatch):
     assert lanes.states()[0]["term"] == term + 1
 
 
+@pytest.mark.deep
 def test_a_writer_killed_before_any_line_of_its_extend_blocks_nobody(tmp_path):
     rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(40, tmp_path))
     rb.extend(steps(0, 5))

@@ -313,17 +313,12 @@ def _draw_again(sampler, storage):
     if plan.check_rows is not None:
         plan.check_rows(0)
     with sampler.lock:
+        cursor = plan.cursor()
         draw = plan.draw(8).redraw([0, 3])
     if draw.seen is not None:
         draw.seen.stale(draw.store, draw.slots)
     if draw.runs is not None:
         mark(steps(1, len(draw.slots)), draw.marks, draw.runs, draw.flags)  # the last of an epoch can be shorter
-
-
-def _put_back(sampler, storage):
-    plan = sampler.draw_plan(storage)
-    cursor = plan.cursor()
-    sampler.sample(storage, 8)
     plan.put_back(cursor)
 
 
@@ -380,10 +375,9 @@ METHODS = {
     "loads": _loads,
     # what other parts of a buffer ask of it
     "_check_sending": _check_sending,
+    "_complete_copy": lambda s, st: copy.deepcopy(s),
     "draw_plan": _draw_again,
     "_draw_batch": _draw_again,
-    "_cursor": _put_back,
-    "_put_back": _put_back,
     "saved_form": _saved_form,
     "_draw_seed": lambda s, st: s._draw_seed(st, st.lanes),
     "_config": lambda s, st: s._config(),
@@ -536,7 +530,6 @@ DRAWS = {
 
 
 @pytest.mark.pairwise
-@pytest.mark.quick
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("make", [buffer, pair, pair_of_lists], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("when", ["before the rows are read", "between members", "in a transform"])

@@ -176,7 +176,6 @@ def test_an_error_while_flags_are_fetched_leaves_nothing_half_known():
         _native.testing.publish(store, 0, _native.testing.claim(store, 0, 1), 1)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "kind", [SliceSampler, functools.partial(SliceSampler, weight="steps"), SliceSamplerWithoutReplacement]
 )

@@ -34,7 +34,7 @@ def trajectories(done):
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(done=done_of, gamma=st.sampled_from([0.0, 0.3, 0.99, 1.0]))
 def test_sums_counts_marks_and_returns_are_those_of_a_loop(done, gamma):
     total, count, init, to_go = ([0.0] * len(done) for _ in range(4))
@@ -65,7 +65,7 @@ def test_rewards_to_go_end_at_the_root_flag_of_batches_without_next():
     assert found.flatten().tolist() == [2, 1, 2, 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(done=done_of, n=st.integers(1, 5), padding=st.sampled_from(["same", "constant"]))
 def test_frames_are_those_of_a_loop(done, n, padding):
     def padded(frames, first):

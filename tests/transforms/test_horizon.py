@@ -66,7 +66,7 @@ def test_truncated_steps_are_done_and_not_terminated():
     check_env_specs(env)
 
 
-def test_it_needs_a_step_counter_before_it():
+def test_horizon_needs_a_step_counter_before_it():
     with pytest.raises(RuntimeError, match="put a StepCounter before it"):
         TransformedEnv(Noting(), Compose(RandomTruncationTransform(1, 2), StepCounter()))
 

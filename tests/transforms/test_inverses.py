@@ -560,7 +560,7 @@ def test_our_steps_that_wait_go_through_an_inverse_before_them():
         assert torch.equal(stored(rb)["next"]["x"], stored(clean)["next"]["x"])
 
 
-def test_workers_leave_the_writing_to_who_can_go_on_with_held_back_steps():
+def test_workers_leave_writing_to_the_process_that_holds_steps_back():
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(400, shared=True, lanes=2), transform=Delayed())
     make = partial(GymEnv, "Pendulum-v1")  # no episode ends: else the newest two might not wait
     with MultiSyncDataCollector([make] * 2, frames_per_batch=40, total_frames=120, replay_buffer=rb) as collector:

@@ -77,7 +77,7 @@ def assert_n_step(found, rows, gamma, from_postproc=False):
 lengths_of = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data(), lengths=lengths_of, n_steps=st.integers(1, 6), ids=st.booleans())
 def test_streams_cut_anywhere_give_what_a_slow_loop_gives(data, lengths, n_steps, ids):
     batch, gamma = stream(lengths, ids), 0.9
@@ -103,7 +103,7 @@ def test_streams_cut_anywhere_give_what_a_slow_loop_gives(data, lengths, n_steps
     assert len(rb) == len(batch) if not ids else transform.held_back == min(n_steps - 1, lengths[-1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     data=st.data(),
     envs=st.lists(st.lists(st.integers(1, 6), min_size=8, max_size=8), min_size=1, max_size=3),
@@ -140,7 +140,7 @@ def test_environments_wait_for_the_slowest_and_stay_rectangular(data, envs, n_st
     assert done <= n_steps - 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(lengths=lengths_of, n_steps=st.integers(1, 12), ids=st.booleans())
 def test_the_postproc_gives_what_a_slow_loop_gives(lengths, n_steps, ids):
     batch = stream(lengths, ids)
@@ -253,7 +253,7 @@ def test_an_extend_that_leads_to_nothing_to_write_returns_no_indices():
             rb.extend(stream([9])[:2])
 
 
-def test_what_waits_is_a_copy():
+def test_waiting_steps_are_copies():
     rb, batch = buffer(), stream([6])
     piece = batch[:4].clone()
     rb.extend(piece)
@@ -505,14 +505,14 @@ def test_a_process_that_shares_the_storage_does_not_write_what_waits_here():
 
 
 def test_threads_that_write_with_ids_lose_nothing():
-    rb, errors = buffer(LazyTensorStorage(4000)), []
+    rb, errors = buffer(LazyTensorStorage(1600)), []
 
     def write(number):
         try:
-            batch = stream([1000], ids=True)
+            batch = stream([400], ids=True)
             batch["n"] += 1000 * number
             batch["collector", "traj_ids"] += number
-            for start in range(0, 1000, 10):
+            for start in range(0, 400, 10):
                 rb.extend(batch[start : start + 10])
         except BaseException as error:
             errors.append(error)
@@ -522,7 +522,7 @@ def test_threads_that_write_with_ids_lose_nothing():
         thread.start()
     for thread in threads:
         thread.join()
-    assert not errors and len(rb) + rb._transform[0].held_back == 4000
+    assert not errors and len(rb) + rb._transform[0].held_back == 1600
     written = rb[:]["n"].tolist()
     assert len(set(written)) == len(written)
     for k in range(4):
@@ -570,7 +570,7 @@ class TestFlushing:
 
     @pytest.mark.parametrize("envs", [0, 2])
     @pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
-    def test_it_writes_what_an_end_of_the_trajectories_would_have_written(self, envs, storage):
+    def test_flush_writes_what_an_end_of_the_trajectories_would(self, envs, storage):
         if envs and storage is ListStorage:
             pytest.skip("a list has one dimension")
         ended, flushed = (

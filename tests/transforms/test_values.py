@@ -463,7 +463,7 @@ def test_other_entries_than_tensors_pass_by():
 
 
 # ---- transforms of one's own ----
-def test_a_transform_of_ones_own_needs_one_method():
+def test_user_transform_needs_one_method():
     class Negative(Transform):
         def _apply_transform(self, value):
             return -value

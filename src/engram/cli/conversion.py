@@ -24,10 +24,10 @@ from engram.cli.rows import _oldest_first
 from engram.cli.sources import DATASETS, new_storage, open_rows, row_bytes
 from engram.cli.trajectories import read_column, trajectories_of
 from engram.data import LazyMemmapStorage, ReplayBuffer, Storage, TensorDictReplayBuffer
-from engram.data.datasets import FORMATS
-from engram.data.datasets.atomic_files import new_folder
-from engram.data.datasets.episodes import DONE, TERMINATED, TRUNCATED, Marks, StepBlock, episode_source
 from engram.data.replay_buffers.checkpointers import open_snapshot
+from engram.datasets import FORMATS
+from engram.datasets.atomic_files import new_folder
+from engram.datasets.episodes import DONE, TERMINATED, TRUNCATED, Marks, StepBlock, episode_source
 from engram.kernel.rows import IDS
 from engram.kernel.tools import visible
 from engram.pytree import KeyPath

@@ -43,7 +43,7 @@ def _kind_of_folder(place: Path) -> Kind | None:
     if directory.has_pointer() or directory.snapshots():
         return "checkpoint"
     # Late: they load torch.
-    from engram.data.datasets import FORMATS
+    from engram.datasets import FORMATS
     from engram.interop.torchrl.load import is_torchrl
 
     kind = next((one.kind for one in FORMATS if one.is_folder(place)), None)
@@ -55,7 +55,7 @@ def _kind_of_file(place: Path) -> Kind | None:
         return "store"
     with open(open_regular(place, follow_links=True), "rb") as file:
         start = file.read(8)
-    from engram.data.datasets import FORMATS  # late: it loads torch
+    from engram.datasets import FORMATS  # late: it loads torch
 
     return next((one.kind for one in FORMATS if one.is_file(place, start)), None)
 

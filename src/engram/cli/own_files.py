@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from engram.cli.kinds import Kind, kind_of
 from engram.cli.sources import torchrl_steps
-from engram.data.datasets.atomic_files import Replaceable, new_file, refuse_existing, replaceable_file
+from engram.datasets.atomic_files import Replaceable, new_file, refuse_existing, replaceable_file
 from engram.errors import EngramError
 from engram.kernel.disk import Checkpoint, StoreFile
 from engram.kernel.tools import open_regular

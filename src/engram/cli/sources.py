@@ -12,7 +12,7 @@ from engram import pytree
 from engram._progress import progress_bar
 from engram.cli.kinds import Kind, kind_of, one_snapshot, store_folder
 from engram.data import LazyMemmapStorage, LazyTensorStorage, Storage
-from engram.data.datasets import FORMATS
+from engram.datasets import FORMATS
 from engram.errors import CheckpointMisfitError, DatasetError
 from engram.interop.torchrl.files import SavedSteps, layout_of
 from engram.interop.torchrl.load import open_torchrl

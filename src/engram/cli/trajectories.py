@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engram.data import Storage
-from engram.data.datasets.episodes import REWARD
+from engram.datasets.episodes import REWARD
 from engram.kernel.replay import stored_trajectories
 from engram.kernel.rows import EpisodeIndex
 from engram.pytree import KeyPath

@@ -1,6 +1,6 @@
 """The kernel's edge: the names of its inside that satellites use.
 
-The kernel is what makes, fills, samples and saves a replay buffer. Its satellites are `cli`, `compat`, `data.datasets`,
+The kernel is what makes, fills, samples and saves a replay buffer. Its satellites are `cli`, `compat`, `datasets`,
 `distributed`, `interop` and `testing`. Of the kernel they use what users import and the names that these modules list;
 the kernel imports none of them (`tests/test_layering.py`). A name that is added here is an interface from then on.
 

@@ -70,7 +70,7 @@ def test_overwriting_removes_nothing_that_is_no_dataset(kind, tmp_path):
     assert (tmp_path / "set" / "thesis.tex").read_text() == "all of it"
 
 
-def test_somebody_elses_dataset_made_meanwhile_is_not_replaced(kind, tmp_path):
+def test_dataset_created_meanwhile_is_not_replaced(kind, tmp_path):
     def slow():
         yield steps([3], seed=1)
         WRITE[kind](steps([5], seed=2), tmp_path / "set")
@@ -128,7 +128,7 @@ def test_a_bar_is_shown_on_a_terminal_unless_it_is_silenced(kind, tmp_path, monk
 def test_writers_of_the_same_process_wait_until_the_dataset_is_written(tmp_path, monkeypatch):
     """A trajectory index and the rows that it names are of one moment."""
     pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
-    monkeypatch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", 200)
+    monkeypatch.setattr("engram.datasets.episodes.BLOCK_BYTES", 200)
     rb = ReplayBuffer(storage=LazyTensorStorage(100))
     rb.extend(steps([100]))
     stop = threading.Event()

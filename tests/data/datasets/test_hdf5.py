@@ -143,7 +143,7 @@ def test_observations_that_partly_have_a_next_are_refused(tmp_path):
 
 
 def test_a_block_that_cannot_be_read_leaves_those_before_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", 1)
+    monkeypatch.setattr("engram.datasets.episodes.BLOCK_BYTES", 1)
     path = tmp_path / "s.hdf5"
     write_hdf5(steps([400]), path, h5_kwargs={"fletcher32": True})
     with h5py.File(path) as file:

@@ -25,7 +25,7 @@ def read(folder, **options):
 @each("files", [1, 2, 3])
 @each("block", [1, 100, 1 << 20])
 def test_steps_have_the_observation_of_the_frame_after_within_their_episode(tmp_path, monkeypatch, files, block):
-    monkeypatch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", block)
+    monkeypatch.setattr("engram.datasets.episodes.BLOCK_BYTES", block)
     found = read(write(tmp_path, files=files))
     columns = columns_of((3, 1, 4))
     assert found["observation", "state"][:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
@@ -55,7 +55,7 @@ def flags_of(batch):
     ],
 )
 def test_last_frame_without_a_flag_is_read_as_the_caller_says(tmp_path, monkeypatch, block, last_step, states, flags):
-    monkeypatch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", block)
+    monkeypatch.setattr("engram.datasets.episodes.BLOCK_BYTES", block)
     found = read(write(tmp_path), last_step=last_step)
     assert (found["observation", "state"][:, 0].tolist(), flags_of(found)) == (states, flags)
     assert torch.equal(found["next", "done"], found["next", "terminated"] | found["next", "truncated"])
@@ -106,7 +106,7 @@ def test_video_frames_are_references(tmp_path):
 
 
 def test_episodes_come_one_by_one_and_slices_keep_to_them(tmp_path, monkeypatch):
-    monkeypatch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", 300)
+    monkeypatch.setattr("engram.datasets.episodes.BLOCK_BYTES", 300)
     folder = write(tmp_path, files=2)
     assert [len(episode) for episode in iter_lerobot(folder)] == [3, 1, 4]
     rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=SliceSampler(slice_len=3), batch_size=60)

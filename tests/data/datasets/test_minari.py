@@ -112,7 +112,7 @@ def test_what_a_ring_still_holds_is_written_and_its_last_trajectory_truncated(tm
 @pytest.mark.parametrize("most", [64, 200, 10_000])
 def test_blocks_and_whole_reads_give_the_same(tmp_path, monkeypatch, most):
     batch = steps([5, 12, 1, 7])
-    monkeypatch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", most)
+    monkeypatch.setattr("engram.datasets.episodes.BLOCK_BYTES", most)
     write_minari(filled(batch), tmp_path / "set-v0")
     rb = buffer()
     read_minari(tmp_path / "set-v0", rb)
@@ -179,7 +179,7 @@ def test_keys_without_a_place_are_all_named_and_can_be_left_out(tmp_path):
 
 
 def test_an_observation_that_is_not_the_next_one_is_refused_by_episode_and_step(tmp_path, monkeypatch):
-    monkeypatch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", 100)
+    monkeypatch.setattr("engram.datasets.episodes.BLOCK_BYTES", 100)
     batch = steps([3, 5])
     batch["observation"][5, 1] += 1
     with pytest.raises(ValueError, match="'observation' of step 2 of episode 1"):
@@ -241,7 +241,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("said", DAMAGES)
 def test_a_wrong_episode_is_named_with_file_and_key_and_earlier_ones_stay(dataset, monkeypatch, said):
-    monkeypatch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", 1)
+    monkeypatch.setattr("engram.datasets.episodes.BLOCK_BYTES", 1)
     change(dataset, DAMAGES[said])
     rb = buffer()
     with pytest.raises(DatasetError, match=said) as caught:

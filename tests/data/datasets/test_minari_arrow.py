@@ -59,7 +59,7 @@ def struct(**fields):
 
 @pytest.mark.parametrize("block", [1, 100, 1 << 20])
 def test_episodes_are_read_with_their_spaces(tmp_path, monkeypatch, block):
-    monkeypatch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", block)
+    monkeypatch.setattr("engram.datasets.episodes.BLOCK_BYTES", block)
     rb = ReplayBuffer(storage=LazyTensorStorage(100))
     assert read_minari(write(tmp_path), rb) == 6
     found = rb[:]

@@ -77,8 +77,8 @@ def test_images_and_odd_floats_come_back_with_every_compression(tmp_path, compre
 def test_a_ring_is_written_oldest_first_in_blocks_of_any_size(tmp_path_factory, n, capacity, block):
     path = tmp_path_factory.mktemp("p") / "steps.parquet"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", block)
-        patch.setattr("engram.data.datasets.parquet.BLOCK_BYTES", block)
+        patch.setattr("engram.datasets.episodes.BLOCK_BYTES", block)
+        patch.setattr("engram.datasets.parquet.BLOCK_BYTES", block)
         batch = steps([n])
         write_parquet(filled(batch, capacity), path)
         assert_same_bits(whole(path), batch[-capacity:])
@@ -250,7 +250,7 @@ def test_a_column_that_is_not_there_is_named(tmp_path):
 
 
 def test_a_later_row_group_that_is_wrong_leaves_the_earlier_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr("engram.data.datasets.episodes.BLOCK_BYTES", 8)
+    monkeypatch.setattr("engram.datasets.episodes.BLOCK_BYTES", 8)
     pq.write_table(pa.table({"a": [1, 2, 3, None]}), tmp_path / "other", row_group_size=1)
     rb = buffer()
     with pytest.raises(DatasetError, match="no value") as caught:

@@ -482,7 +482,7 @@ class ToldChild(Told, Sampler):
 @pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
 @pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize("transform", [None, lambda batch: batch])
-def test_it_is_told_which_slots_were_written(sampler, storage, buffer, transform):
+def test_user_sampler_is_notified_of_written_slots(sampler, storage, buffer, transform):
     rb = buffer(storage=storage(5), sampler=sampler(), transform=transform)
     rb.add(steps()[0])
     rb.extend(steps(1, 4))
@@ -490,7 +490,7 @@ def test_it_is_told_which_slots_were_written(sampler, storage, buffer, transform
     assert rb.sampler.told == [0, [1, 2, 3], [4, 0, 1]]
 
 
-def test_it_is_told_of_steps_that_a_transform_held_back():
+def test_user_sampler_is_notified_of_steps_held_back_by_a_transform():
     rb = ReplayBuffer(storage=LazyTensorStorage(9), sampler=Told(), transform=MultiStepTransform(n_steps=3, gamma=0.5))
     following = {"reward": torch.ones(4, 1), "done": torch.zeros(4, 1, dtype=torch.bool)}
     rb.extend(TensorDict({"next": following}, [4]))
@@ -504,7 +504,7 @@ def test_with_several_environments_it_is_told_times_and_environments():
     assert rb.sampler.told == [[[0, 0], [0, 1], [1, 0], [1, 1]]]
 
 
-def test_what_a_sampler_of_ones_own_gets_with_its_first_draw_is_asked_too():
+def test_attributes_that_a_user_sampler_gains_later_are_used():
     class InTurn:
         def __init__(self):
             self.at = 0

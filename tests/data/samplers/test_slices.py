@@ -493,7 +493,7 @@ def test_ids_of_any_integer_dtype_and_place_begin_trajectories(dtype, key):
     assert len(sampler.episodes.trajectories(rb.storage).start) == 3
 
 
-def test_an_end_key_of_ones_own_goes_before_ids_that_are_there():
+def test_given_end_key_has_precedence_over_stored_trajectory_ids():
     data = episodes([4, 4, 4])
     data["episode"] = torch.zeros(12).long()
     rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=SliceSampler(slice_len=4))

@@ -119,7 +119,7 @@ class TestRaisingThePriorityOfNewRows:
         buffer(RandomSampler()).sampler.raise_new_priority(3.0)
 
     @each("priority", [-1.0, float("nan"), float("inf"), "high"])
-    def test_what_is_no_priority_is_refused(self, priority: Any) -> None:
+    def test_invalid_priority_is_refused(self, priority: Any) -> None:
         rb = buffer(PrioritizedSampler(None, 1.0, 1.0))
         with pytest.raises(ValueError, match="priority"):
             rb.sampler.raise_new_priority(priority, storage=rb.storage)
@@ -130,7 +130,7 @@ class TestRaisingThePriorityOfNewRows:
         with pytest.raises(ValueError, match="too large"):
             rb.sampler.raise_new_priority(1e200, storage=rb.storage)
 
-    def test_it_is_refused_where_the_stored_rows_decide(self) -> None:
+    def test_raised_new_priority_is_refused_with_max_priority_within_buffer(self) -> None:
         rb = buffer(PrioritizedSampler(None, 1.0, 1.0, max_priority_within_buffer=True))
         with pytest.raises(ValueError, match="max_priority_within_buffer"):
             rb.sampler.raise_new_priority(2.0, storage=rb.storage)

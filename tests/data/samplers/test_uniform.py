@@ -271,7 +271,7 @@ def test_members_made_of_parts_know_the_batch_size_of_their_ensemble():
 
 @each("shuffle", [True, False])
 @each("ndim", [1, 2])
-def test_what_is_left_of_an_epoch_can_be_looked_at(shuffle, ndim):
+def test_remaining_rows_of_an_epoch_can_be_read(shuffle, ndim):
     sampler = SamplerWithoutReplacement(shuffle=shuffle)
     rb = ReplayBuffer(storage=LazyTensorStorage(12, ndim=ndim), sampler=sampler, batch_size=5)
     assert sampler._sample_list is None
@@ -290,7 +290,7 @@ def test_what_is_left_of_an_epoch_can_be_looked_at(shuffle, ndim):
     assert pickle.loads(pickle.dumps(sampler))._sample_list is None
 
 
-def test_what_is_left_of_an_epoch_of_trajectories_can_be_looked_at():
+def test_remaining_trajectories_of_an_epoch_can_be_read():
     sampler = SliceSamplerWithoutReplacement(slice_len=1, traj_key="episode")
     rb = ReplayBuffer(storage=LazyTensorStorage(12), sampler=sampler, batch_size=2)
     rb.extend({"episode": torch.arange(5)})

@@ -67,7 +67,7 @@ def buffer(storage=Emptied, cls=TensorDictReplayBuffer, **parts):
 
 @pytest.mark.parametrize("storage", [Emptied, ListedStorage])
 class TestInABuffer:
-    def test_it_is_written_read_and_emptied(self, storage):
+    def test_user_storage_is_written_read_and_emptied(self, storage):
         rb = buffer(storage)
         assert rb.extend(steps(0, 4)).tolist() == [0, 1, 2, 3] and rb.add(steps(4, 5)[0]) == 4
         assert numbers(rb[3]) == 3 and numbers(rb[:]) == [0, 1, 2, 3, 4] and len(rb) == 5
@@ -306,7 +306,7 @@ class TestCopies:
         assert numbers(rb[:]) == [10, 11, 12, *range(3, 10)]
 
 
-def test_it_cannot_be_sent_to_a_process():
+def test_user_storage_cannot_be_sent_to_a_process():
     rb = buffer()
     rb.extend(steps(0, 3))
     for part in (rb, rb.storage):

@@ -38,7 +38,7 @@ def test_sizes_are_read_as_people_write_them(text):
 
 
 @each("bad", ["8", "GB", "-1GB", "8 GBit", "", 0, "0GB", True, 1.5, None, "1e3MB"])
-def test_what_is_no_size_is_refused_by_name(bad):
+def test_invalid_size_is_refused_by_name(bad):
     with pytest.raises((ValueError, TypeError), match="max_bytes"):
         parse_bytes(bad, "max_bytes")
 

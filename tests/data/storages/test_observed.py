@@ -45,7 +45,7 @@ def observer(folder: Path, **parts: Any) -> ReplayBuffer:
     return ReplayBuffer.open(folder, read_only=True, **parts)
 
 
-def test_it_follows_what_the_job_writes(job: ReplayBuffer, tmp_path: Path) -> None:
+def test_observer_sees_what_the_job_writes(job: ReplayBuffer, tmp_path: Path) -> None:
     rb = observer(tmp_path, batch_size=16)
     for start in range(20, 200, 15):
         job.extend(steps(start, start + 15))
@@ -73,7 +73,7 @@ def test_the_job_may_do_what_needs_the_store_alone(job: ReplayBuffer, tmp_path: 
     assert numbers(rb[0:1]) == [700] and len(rb) == 20
 
 
-def test_it_writes_nothing(job: ReplayBuffer, tmp_path: Path) -> None:
+def test_observer_writes_nothing(job: ReplayBuffer, tmp_path: Path) -> None:
     rb = observer(tmp_path, batch_size=2)
     job.dumps(tmp_path / "saved")
     before = (tmp_path / files.FILE_NAME).read_bytes()
@@ -111,7 +111,7 @@ def test_no_native_call_writes_to_its_map(job: ReplayBuffer, tmp_path: Path) -> 
         store.memory()[0] = 1
 
 
-def test_it_reads_a_file_that_it_may_not_write(job: ReplayBuffer, tmp_path: Path) -> None:
+def test_observer_reads_a_read_only_file(job: ReplayBuffer, tmp_path: Path) -> None:
     job.storage.close()
     mount = tmp_path.parent / f"{tmp_path.name}-read-only"
     mount.mkdir()
@@ -221,7 +221,7 @@ def test_a_store_whose_machine_stopped_is_refused(job: ReplayBuffer, tmp_path: P
     assert numbers(observer(tmp_path)[:]) == list(range(20))
 
 
-def test_it_saves_what_it_sees(job: ReplayBuffer, tmp_path: Path) -> None:
+def test_observer_saves_the_rows_it_sees(job: ReplayBuffer, tmp_path: Path) -> None:
     rb = observer(tmp_path)
     rb.dumps(tmp_path / "saved")
     twin = ReplayBuffer(storage=LazyTensorStorage(CAPACITY))
@@ -258,7 +258,7 @@ def test_a_tensordict_buffer_attaches_the_index(job: ReplayBuffer, tmp_path: Pat
 
 
 @pytest.mark.deep
-def test_it_uses_no_lock(job: ReplayBuffer, tmp_path: Path) -> None:
+def test_observer_takes_no_lock(job: ReplayBuffer, tmp_path: Path) -> None:
     rb = observer(tmp_path)
     code = "from engram.data import ReplayBuffer; import sys; ReplayBuffer.open(sys.argv[1]).empty()"
     job.storage.close()

@@ -82,7 +82,7 @@ def test_a_storage_defines_five_methods():
         Nothing(10)
 
 
-def test_what_a_storage_of_ones_own_saves_is_what_is_loaded(tmp_path):
+def test_user_storage_loads_what_it_saved(tmp_path):
     rb = buffer()
     rb.extend(steps(0, 6))
     rb.storage.mark_seam()
@@ -95,7 +95,7 @@ def test_what_a_storage_of_ones_own_saves_is_what_is_loaded(tmp_path):
     assert numbers(other) == numbers(rb) and other.write_count == rb.write_count == 15
 
 
-def test_a_storage_of_ones_own_that_holds_rows_is_as_it_was_after_a_load_that_fails(tmp_path):
+def test_failed_load_leaves_a_user_storage_unchanged(tmp_path):
     rb, failing = buffer(), buffer()
     rb.extend(steps(0, 6))
     rb.dumps(tmp_path)
@@ -125,7 +125,7 @@ def test_an_error_in_the_middle_of_a_load_brings_the_rows_of_before_back(tmp_pat
     assert numbers(failing) == before and failing.write_count == 13
 
 
-def test_a_storage_of_ones_own_is_sampled_by_slices_and_replaced_by_index():
+def test_user_storage_is_sampled_by_slices_and_written_by_index():
     rb = buffer(sampler=SliceSampler(slice_len=4))
     rb.extend(steps(0, 8))
     assert {tuple(part.tolist()) for part in rb.sample()["n"].split(4)} <= {(0, 1, 2, 3), (4, 5, 6, 7)}
@@ -135,14 +135,14 @@ def test_a_storage_of_ones_own_is_sampled_by_slices_and_replaced_by_index():
     assert numbers(rb) == [0, 1, 70, 80, 81, 90, 90, 7]
 
 
-def test_a_storage_of_ones_own_knows_its_bytes_and_its_data():
+def test_user_storage_has_nbytes_and_data():
     storage = Own(10)
     assert storage.nbytes == 0 and storage._storage is None
     buffer(storage).extend(steps(0, 3))
     assert storage.nbytes == 3 * 16 and storage._storage["n"].tolist() == [0, 1, 2]
 
 
-def test_a_storage_of_ones_own_is_a_member_of_a_saved_ensemble(tmp_path):
+def test_user_storage_is_saved_as_member_of_an_ensemble(tmp_path):
     members = [Own(10), LazyTensorStorage(10)]
     for i, member in enumerate(members):
         buffer(member).extend(steps(10 * i, 10 * i + 4))
@@ -159,7 +159,7 @@ def test_another_storages_checkpointer_is_refused():
 
 
 @each("given", [[1, 2], torch.zeros(3), steps(0, 3), 5])
-def test_what_is_no_storage_is_refused_with_what_to_use(given):
+def test_value_that_is_not_a_storage_is_refused_with_an_alternative(given):
     with pytest.raises(TypeError, match=r"storage must be a storage.*TensorStorage"):
         ReplayBuffer(storage=given)
     with pytest.raises(TypeError, match=r"storage must be a storage.*TensorStorage"):

@@ -114,7 +114,7 @@ def restored(content, form):
     return content.view(torch.float16).reshape(form["shape"]).to(form["dtype"])
 
 
-def test_functions_of_ones_own_compress():
+def test_user_functions_compress():
     storage = CompressedListStorage(10, compression_fn=halved, decompression_fn=restored)
     rb = ReplayBuffer(storage=storage)
     rb.extend(TensorDict({"n": torch.arange(8.0).view(4, 2)}, [4]))

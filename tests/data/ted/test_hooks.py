@@ -74,7 +74,7 @@ def _values(shape, dtype, generator):
 @pairs
 @given(teds())
 @settings(max_examples=50, deadline=None)
-def test_what_comes_back_is_what_went_in(there, back, case):
+def test_inverse_hook_restores_the_data(there, back, case):
     td, shift, is_full = case
     before = td.clone()
     assert_same(back()(there()(td, shift=shift, is_full=is_full)), td)
@@ -197,7 +197,7 @@ def test_several_done_flags_in_a_step_are_refused():
             hook()(td)
 
 
-def test_what_is_no_tensor_is_refused_by_name():
+def test_value_that_is_not_a_tensor_is_refused_by_name():
     td = chain(torch.arange(5), [False] * 4)
     td["text"] = NonTensorData("a", batch_size=[4])
     with pytest.raises(TypeError, match="'text'"):

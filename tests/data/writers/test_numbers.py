@@ -99,7 +99,7 @@ WAYS = ["dumps", "the storage's part", "the storage's dumps", "background", "sta
 @pytest.mark.pairwise
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
-def test_they_are_the_storages_and_move_with_the_rows(
+def test_row_numbers_belong_to_the_storage_and_move_with_its_rows(
     replaced: Any, make: Any, way: str, used: bool, tmp_path: Path
 ) -> None:
     rb, before = replaced
@@ -114,7 +114,7 @@ def test_they_are_the_storages_and_move_with_the_rows(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_they_go_on_where_they_stopped(replaced: Any, make: Any, way: str, tmp_path: Path) -> None:
+def test_row_numbers_continue_after_a_load(replaced: Any, make: Any, way: str, tmp_path: Path) -> None:
     rb, _ = replaced
     twin = best(make())
     twin.set_writer(TensorDictRoundRobinWriter())
@@ -189,7 +189,7 @@ class TestOfAStoreThatIsReopened:
         done = rb.update_if_present(index=torch.arange(4), generation=torch.tensor(before), patch=ranked(9, 9, 9, 9))
         assert done.updated.tolist() == [False, True, False, True]
 
-    def test_who_only_looks_at_the_rows_sees_them_too(self, store: Any) -> None:
+    def test_observer_sees_row_numbers(self, store: Any) -> None:
         path, _, after = store
         rb = ReplayBuffer.open(path / "store", read_only=True, batch_size=8)
         _, info = rb.sample(return_info=True)
@@ -279,7 +279,7 @@ KEYS = {*steps(0, 1).keys(True, True), "index"}
 
 
 @each("storage", ROW_STORAGES)
-def test_they_are_in_no_batch(storage: str, tmp_path: Path) -> None:
+def test_row_numbers_are_in_no_batch(storage: str, tmp_path: Path) -> None:
     rb = filled(ROW_STORAGES[storage](tmp_path))
     assert max(numbers(rb)) >= _native.FIRST_REPLACED
     shown = [rb.sample(), rb.storage.get(3), rb.storage.get(slice(2, 5)), rb.storage.get(torch.tensor([1, 4]))]
@@ -291,7 +291,7 @@ def test_they_are_in_no_batch(storage: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("storage", [name for name in ROW_STORAGES if name != "list"])
-def test_they_are_in_nothing_that_is_exported(storage: str, tmp_path: Path) -> None:
+def test_row_numbers_are_not_exported(storage: str, tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py")
     rb = filled(ROW_STORAGES[storage](tmp_path))
     flat = TED2Flat()(rb[:])
@@ -528,9 +528,9 @@ def _copies_without_counters(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Path], None]]] = {
-    "sequences in batches": (_shows_sequences, lambda path: test_they_are_in_no_batch("memory", path)),
+    "sequences in batches": (_shows_sequences, lambda path: test_row_numbers_are_in_no_batch("memory", path)),
     "sequences in what is exported": (
-        _is_a_key, lambda path: test_they_are_in_nothing_that_is_exported("memory", path)
+        _is_a_key, lambda path: test_row_numbers_are_not_exported("memory", path)
     ),
     "sequences that loads does not fill": (
         _fills_nothing,

@@ -124,7 +124,7 @@ STORAGES = [
 
 @each("storage", STORAGES)
 @each("writer", [AddsAndExtends, AddsAndExtendsAlone, BeginsInTheClass, ForgetsInTorchRLsForm])
-def test_a_writer_of_ones_own_needs_add_and_extend_only(writer, storage):
+def test_user_writer_needs_only_add_and_extend(writer, storage):
     rb = ReplayBuffer(storage=storage(10), writer=writer(), batch_size=4)
     assert rb.extend(steps(0, 8)).tolist() == list(range(8)) and rb.add(steps(8, 9)[0]) == 8
     assert rb.extend(steps(9, 13)).tolist() == [9, 0, 1, 2]

@@ -356,9 +356,9 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         own, is_ours = self._own_methods, type(self) in BUILT_IN
         has_epochs = is_ours and self.storage_state.number is not None
         return DrawPlan(
-            partial(self._draw_batch, storage), _rows_of_batch, self._cursor, self._put_back, is_ours,
-            epoch=partial(_epoch_of, self) if has_epochs else None, takes_priorities="checked_priorities" in own,
-            is_told="add" in own or "extend" in own,
+            partial(self._draw_batch, storage), _rows_of_batch, partial(_cursor, self), partial(_put_back, self),
+            is_ours=is_ours, epoch=partial(_epoch_of, self) if has_epochs else None,
+            takes_priorities="checked_priorities" in own, is_told="add" in own or "extend" in own,
         )  # fmt: skip
 
     # ---- between the parts of a buffer: drawing ----
@@ -405,21 +405,6 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         """
         return self.storage_state.settings()
 
-    def _cursor(self) -> Any:
-        """As `DrawPlan.cursor`."""
-        state = self.storage_state
-        # Which may hold tensors that draws change in place.
-        return copy.deepcopy(self.state_dict()) if state is _NOTHING else (state, state.cursor())
-
-    def _put_back(self, cursor: Any) -> None:
-        """As `DrawPlan.put_back`."""
-        if self.storage_state is _NOTHING:
-            return self.load_state_dict(cursor)
-        state, place = cursor
-        with self.lock:
-            if state is self.storage_state:  # else another one was loaded since, which goes on from where it stands
-                state.put_back(place)
-
     def _check_sending(self) -> None:
         """Called before it is sent to another process, alone or in a buffer; a RuntimeError where it must not be."""
 
@@ -438,6 +423,23 @@ def _rows_of_batch(n: int) -> int:
 
 def _epoch_of(sampler: Sampler) -> int | None:
     return sampler.storage_state.number
+
+
+def _cursor(sampler: Sampler) -> Any:
+    """As `DrawPlan.cursor`."""
+    state = sampler.storage_state
+    # Which may hold tensors that draws change in place.
+    return copy.deepcopy(sampler.state_dict()) if state is _NOTHING else (state, state.cursor())
+
+
+def _put_back(sampler: Sampler, cursor: Any) -> None:
+    """As `DrawPlan.put_back`."""
+    if sampler.storage_state is _NOTHING:
+        return sampler.load_state_dict(cursor)
+    state, place = cursor
+    with sampler.lock:
+        if state is sampler.storage_state:  # else another one was loaded since, which goes on from where it stands
+            state.put_back(place)
 
 
 class _SavedSampler(SavedPart):

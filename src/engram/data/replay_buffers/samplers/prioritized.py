@@ -42,6 +42,16 @@ _REDUCTIONS = ("max", "min", "mean", "median")
 _CONFIG = ("alpha", "eps", "reduction", "max_priority_within_buffer")
 
 
+def _checked(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (number >= 0 and math.isfinite(number)):
+        raise ValueError(f"{name} must be a finite number of 0 or more, got {value!r}")
+    return number
+
+
 class DrawnInfo(CopiedAsPlain, dict[str, Any]):
     """The info of a batch that was drawn by priority, which also knows the rows; a copy is a plain dict."""
 
@@ -97,7 +107,7 @@ class PriorityTable(RunSource):
         self._starts_only = starts_only
         self._alpha = _checked("alpha", alpha)
         self._eps = _checked("eps", eps)
-        self.beta = beta
+        self.beta = _checked("beta", beta)
         self._priorities = self._new_priorities()
         self._waiting: dict[str, Any] | None = None  # a loaded state that waits for its storage
         self._found_in: tuple[Any, ...] | None = None  # the store in which its rows were found ahead of their first use
@@ -130,14 +140,6 @@ class PriorityTable(RunSource):
         self._alpha, self._eps = alpha, eps
 
     @property
-    def beta(self) -> float:
-        return self._beta
-
-    @beta.setter
-    def beta(self, beta: float) -> None:
-        self._beta = _checked("beta", beta)
-
-    @property
     def default_priority(self) -> float:
         return self._priorities.new_priority
 
@@ -147,16 +149,14 @@ class PriorityTable(RunSource):
 
     def settings_shown(self) -> str:
         """The settings, as the `repr` of samplers shows them."""
-        return f"alpha={self._alpha}, beta={self._beta}, eps={self._eps}, reduction={self.reduction}"
+        return f"alpha={self._alpha}, beta={self.beta}, eps={self._eps}, reduction={self.reduction}"
 
     # ---- following a storage ----
     def following(self, storage: Storage, lanes: Lanes) -> _native.Priorities:
         """The priorities of this storage's steps, for as long as the caller holds the lock."""
         last = self._storage
         if last is None or last() is not storage or not self._fits:
-            most = self.most_rows(storage)
-            if most is not None:
-                self.refuse_beyond(most, stored_rows(storage))
+            most = _room(self.max_capacity, storage)
             self._storage, self._fits = weakref.ref(storage), most is None
         if lanes.unused_since_fork:
             lanes.join_after_fork()
@@ -202,32 +202,10 @@ class PriorityTable(RunSource):
     def check_storage(self, storage: Storage) -> None:
         """Warns of a storage that holds more steps than `max_capacity`; ValueError where it does so now."""
         self._attached = weakref.ref(storage)
-        most = self.most_rows(storage)
-        if most is None:
-            return
-        self.refuse_beyond(most, stored_rows(storage))
-        if storage.max_size is not None:
+        if _room(self.max_capacity, storage) is not None and storage.max_size is not None:
             warn_user(
                 f"max_capacity={self.max_capacity} of the sampler is less than the {storage.max_size} steps that the "
                 "storage can hold; what is stored beyond it is refused",
-            )
-
-    def most_rows(self, storage: Storage) -> int | None:
-        """The most steps that this storage may hold, where it could hold more."""
-        if self.max_capacity is None:
-            return None
-        lanes = storage.lanes
-        # A storage rounds its size up to whole lanes and to whole rows of environments.
-        rounding = 0 if lanes is None else lanes.store.lanes * lanes.envs - 1
-        most = self.max_capacity + rounding
-        return None if storage.max_size is not None and storage.max_size <= most else most
-
-    def refuse_beyond(self, most: int, rows: int) -> None:
-        """ValueError for a storage of so many steps, where it may hold `most`."""
-        if rows > most:
-            raise ValueError(
-                f"max_capacity={self.max_capacity} of the sampler is less than the {rows} steps of the storage; make "
-                f"it PrioritizedSampler(max_capacity={rows}, ...) or more"
             )
 
     # ---- priorities ----
@@ -245,8 +223,8 @@ class PriorityTable(RunSource):
     def _set_any(self, where: Storage, lanes: Lanes, index: Any, priority: Any, generation: Any) -> None:
         """Sets priorities, whatever form the arguments have."""
         priorities = self.following(where, lanes)
-        slots, shape = self._slots(where, lanes, index)
-        p = self._per_step(priority, len(slots), shape)
+        slots, shape = _slots(where, lanes, index)
+        p = _per_step(priority, len(slots), shape, self.reduction)
         if generation is not None:
             generation = _whole_numbers(generation)
             if len(generation) != len(slots):
@@ -262,13 +240,13 @@ class PriorityTable(RunSource):
     def mark(self, index: Any, storage: Storage | None) -> None:
         """As `Sampler.mark_update`."""
         where, lanes = self._stored_in(storage)
-        self.following(where, lanes).mark(lanes.store, self._slots(where, lanes, index)[0])
+        self.following(where, lanes).mark(lanes.store, _slots(where, lanes, index)[0])
 
     def get(self, index: Any, storage: Storage | None) -> Tensor:
         """As `PrioritizedSampler.priorities`."""
         where, lanes = self._stored_in(storage)
         mine = self.following(where, lanes)
-        return mine.of(lanes.store, self._slots(where, lanes, index)[0])
+        return mine.of(lanes.store, _slots(where, lanes, index)[0])
 
     def leaves(self, slots: Tensor) -> Tensor:
         """The weights of slots in the draws, `(p + eps) ** alpha`: float64 [n]; 0 where a slot cannot be drawn."""
@@ -302,7 +280,7 @@ class PriorityTable(RunSource):
 
     def checked(self, priority: Any, n: int) -> Tensor:
         """As `PrioritizedSampler.checked_priorities`."""
-        p = self._per_step(priority, n, (n,))
+        p = _per_step(priority, n, (n,), self.reduction)
         self._priorities.check(p)
         return p
 
@@ -344,7 +322,7 @@ class PriorityTable(RunSource):
 
     def run_entries(self, slices: _native.SliceBatch) -> dict[Any, Any]:
         """The weight of each row's slice, by the priority of its start: [n]."""
-        weights = self._priorities.start_weights(slices, self._beta, self.dtype is torch.float64)
+        weights = self._priorities.start_weights(slices, self.beta, self.dtype is torch.float64)
         return {"priority_weight": weights.to(self.dtype)}
 
     def empty(self) -> None:
@@ -362,42 +340,10 @@ class PriorityTable(RunSource):
             raise IndexError("nothing has been written to this storage yet; extend it first")
         return storage, lanes
 
-    def _slots(self, storage: Storage, lanes: Lanes, index: Any) -> tuple[Tensor, tuple[int, ...]]:
-        """Slots of an index, and its shape."""
-        given = index if isinstance(index, Tensor) else None
-        if isinstance(index, slice | range) or (given is not None and given.dtype == torch.bool):
-            selection = select(lanes.store, index, storage.env_shape)
-            return selection.slots, selection.shape
-        parts = [tensor_of(i) for i in index] if isinstance(index, tuple) else [tensor_of(index)]
-        if any(p.dtype == torch.bool or p.is_floating_point() or p.is_complex() for p in parts):
-            raise IndexError(f"indices must be integers, found {[p.dtype for p in parts]}; nothing was changed")
-        given = parts[0]
-        if storage.env_shape and not isinstance(index, tuple) and given.shape[-1:] != (storage.ndim,):
-            raise IndexError(
-                f"with ndim={storage.ndim} an index is a tuple (time, env) or ends in a dimension of {storage.ndim}, "
-                f"found shape {list(given.shape)}; nothing was changed"
-            )
-        slots = to_slots(tuple(parts) if isinstance(index, tuple) else given, storage.env_shape, storage.max_size or 0)
-        shape = tuple(given.shape)
-        return slots, shape[:-1] if storage.env_shape and not isinstance(index, tuple) else shape
-
-    def _per_step(self, priority: Any, n: int, shape: tuple[int, ...]) -> Tensor:
-        p = _real(priority)
-        if p.numel() == 1:
-            p = p.reshape(1).expand(n)
-        elif tuple(p.shape[: len(shape)]) == shape and p.ndim > len(shape) and p.numel():
-            p = _reduced(p.reshape(n, -1), self.reduction)
-        elif tuple(p.shape) not in (shape, (n,)):
-            raise ValueError(
-                f"{n} steps are indexed, the priorities have shape {list(p.shape)}; nothing was changed. Give one "
-                "number for each step, or a single one for all"
-            )
-        return p.reshape(-1).contiguous()
-
     # ---- state ----
     def state(self) -> dict[str, Any]:
         """What a sampler saves of it."""
-        settings = {**self.settings(), "beta": self._beta}
+        settings = {**self.settings(), "beta": self.beta}
         storage = None if self._storage is None else self._storage()
         if self._waiting is not None:
             return {**self._waiting, **settings}
@@ -459,14 +405,16 @@ class PriorityTable(RunSource):
 
     def _with_waiting(self, waiting: dict[str, Any]) -> PriorityTable:
         table = PriorityTable.__new__(PriorityTable)
-        table.__dict__.update(self.__dict__)
-        table._priorities, table._waiting, table._found_in = self._new_priorities(), waiting, None
+        anew = {"_priorities": self._new_priorities(), "_waiting": waiting, "_found_in": None}
+        vars(table).update({**vars(self), **anew})
         return table
 
     def _complete_copy(self) -> None:
         self._priorities = self._new_priorities()
         assert self._waiting is not None
         self._waiting = {**self._waiting, "priorities": torch.from_numpy(self._waiting["priorities"])}
+        if "_beta" in vars(self):  # an earlier version has pickled it
+            self.beta = vars(self).pop("_beta")
 
 
 class SumTreeView:
@@ -541,7 +489,7 @@ class PrioritizedSampler(Sampler, built_in=True):
 
     storage_state: PriorityTable
     alpha = StateSetting[float]("How much priorities count. Assigning it takes time in proportion to the storage.")
-    beta = StateSetting[float]("How much weights correct for the priorities.")
+    beta = StateSetting[float]("How much weights correct for the priorities.", checked=partial(_checked, "beta"))
     eps = StateSetting[float]("What is added to each priority. Assigning it takes time in proportion to the storage.")
     max_capacity = StateSetting[int | None]("The most steps that a storage may hold; None: any.")
     dtype = StateSetting[torch.dtype]("Of the weights.")
@@ -580,7 +528,7 @@ class PrioritizedSampler(Sampler, built_in=True):
     def _draw_steps(self, storage: Storage, lanes: Lanes, n: int) -> tuple[Tensor, Tensor, _native.DrawnRows] | None:
         table = self.storage_state
         priorities, seed = table.following(storage, lanes), self._draw_seed(storage, lanes)
-        dtype, beta = table.dtype, table._beta
+        dtype, beta = table.dtype, table.beta
         wide = dtype is torch.float64
         drawn = priorities.draw(lanes.store, seed, n, beta, wide)
         if drawn is None:
@@ -594,7 +542,7 @@ class PrioritizedSampler(Sampler, built_in=True):
         dtype, native = self.storage_state.dtype, None
         if dtype is torch.float32 or dtype is torch.float64:
             native = _native.PriorityDraw(self, drawing, partial(self._follow, storage), dtype is torch.float64)
-        limited = self.storage_state.most_rows(storage) is not None
+        limited = _room(self.storage_state.max_capacity, storage) is not None
         check_rows = partial(self._check_rows, storage) if limited else None
         return super().draw_plan(storage)._replace(native=native, check_rows=check_rows)
 
@@ -604,7 +552,7 @@ class PrioritizedSampler(Sampler, built_in=True):
         dtype = table.dtype
         if lanes is None or (dtype is not torch.float32 and dtype is not torch.float64):
             return None
-        return table.following(storage, lanes), table._beta, dtype is torch.float64
+        return table.following(storage, lanes), table.beta, dtype is torch.float64
 
     def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
         draw = super()._draw_batch(storage, batch_size)
@@ -659,9 +607,7 @@ class PrioritizedSampler(Sampler, built_in=True):
 
     def _check_rows(self, storage: Storage, rows: int) -> None:
         """As `DrawPlan.check_rows`."""
-        most = self.storage_state.most_rows(storage)
-        if most is not None:
-            self.storage_state.refuse_beyond(most, stored_rows(storage) + rows)
+        _room(self.storage_state.max_capacity, storage, rows)
 
     def _check_sending(self) -> None:
         raise priorities_stay_here(self)
@@ -673,6 +619,59 @@ class PrioritizedSampler(Sampler, built_in=True):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.storage_state.settings_shown()})"
+
+
+def _room(max_capacity: int | None, storage: Storage, more: int = 0) -> int | None:
+    """The most steps that a storage may hold, where it could hold more; ValueError where it does, with `more` steps."""
+    if max_capacity is None:
+        return None
+    lanes = storage.lanes
+    # A storage rounds its size up to whole lanes and to whole rows of environments.
+    most = max_capacity + (0 if lanes is None else lanes.store.lanes * lanes.envs - 1)
+    if storage.max_size is not None and storage.max_size <= most:
+        return None
+    rows = stored_rows(storage) + more
+    if rows > most:
+        raise ValueError(
+            f"max_capacity={max_capacity} of the sampler is less than the {rows} steps of the storage; make "
+            f"it PrioritizedSampler(max_capacity={rows}, ...) or more"
+        )
+    return most
+
+
+def _slots(storage: Storage, lanes: Lanes, index: Any) -> tuple[Tensor, tuple[int, ...]]:
+    """Slots of an index, and its shape."""
+    given = index if isinstance(index, Tensor) else None
+    if isinstance(index, slice | range) or (given is not None and given.dtype == torch.bool):
+        selection = select(lanes.store, index, storage.env_shape)
+        return selection.slots, selection.shape
+    parts = [tensor_of(i) for i in index] if isinstance(index, tuple) else [tensor_of(index)]
+    if any(p.dtype == torch.bool or p.is_floating_point() or p.is_complex() for p in parts):
+        raise IndexError(f"indices must be integers, found {[p.dtype for p in parts]}; nothing was changed")
+    given = parts[0]
+    if storage.env_shape and not isinstance(index, tuple) and given.shape[-1:] != (storage.ndim,):
+        raise IndexError(
+            f"with ndim={storage.ndim} an index is a tuple (time, env) or ends in a dimension of {storage.ndim}, "
+            f"found shape {list(given.shape)}; nothing was changed"
+        )
+    slots = to_slots(tuple(parts) if isinstance(index, tuple) else given, storage.env_shape, storage.max_size or 0)
+    shape = tuple(given.shape)
+    return slots, shape[:-1] if storage.env_shape and not isinstance(index, tuple) else shape
+
+
+def _per_step(priority: Any, n: int, shape: tuple[int, ...], reduction: str) -> Tensor:
+    """One priority for each of n steps that an index of this shape names: float64 [n]."""
+    p = _real(priority)
+    if p.numel() == 1:
+        p = p.reshape(1).expand(n)
+    elif tuple(p.shape[: len(shape)]) == shape and p.ndim > len(shape) and p.numel():
+        p = _reduced(p.reshape(n, -1), reduction)
+    elif tuple(p.shape) not in (shape, (n,)):
+        raise ValueError(
+            f"{n} steps are indexed, the priorities have shape {list(p.shape)}; nothing was changed. Give one "
+            "number for each step, or a single one for all"
+        )
+    return p.reshape(-1).contiguous()
 
 
 def _store_of_now(lanes: Lanes) -> tuple[Any, ...]:
@@ -705,16 +704,6 @@ def _shifted(saved: dict[str, Any], shifts: list[int]) -> dict[str, Any]:
         at += (b - a) * envs
     shifted = [[max(a, s) - s, max(b, s) - s] for (a, b), s in zip(seen, shifts, strict=False)]
     return {"priorities": torch.cat(parts) if parts else p[:0], "seen": shifted}
-
-
-def _checked(name: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not (number >= 0 and math.isfinite(number)):
-        raise ValueError(f"{name} must be a finite number of 0 or more, got {value!r}")
-    return number
 
 
 def _real(priority: Any) -> Tensor:

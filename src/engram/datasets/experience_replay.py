@@ -12,10 +12,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase, pad_sequence
 
 from engram.data import ImmutableDatasetWriter, LazyMemmapStorage, TensorDictReplayBuffer
-from engram.data.datasets.episodes import MAX_ROW_BYTES, TRAJECTORY, whole_trajectories
-from engram.data.datasets.h5_files import open_foreign
-from engram.data.datasets.hdf5 import FlatReader, iter_hdf5
-from engram.data.datasets.minari import _open_episodes, iter_minari
+from engram.datasets.episodes import MAX_ROW_BYTES, TRAJECTORY, whole_trajectories
+from engram.datasets.h5_files import open_foreign
+from engram.datasets.hdf5 import FlatReader, iter_hdf5
+from engram.datasets.minari import _open_episodes, iter_minari
 from engram.errors import DatasetError
 
 PathLike = str | os.PathLike[str]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engram.data.datasets.episodes import DatasetSize
+from engram.datasets.episodes import DatasetSize
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 

@@ -25,8 +25,8 @@ from torch.utils.dlpack import from_dlpack
 
 from engram import pytree
 from engram._progress import progress_bar
-from engram.data.datasets.atomic_files import new_file, path_of, replaceable_file
-from engram.data.datasets.episodes import (
+from engram.datasets.atomic_files import new_file, path_of, replaceable_file
+from engram.datasets.episodes import (
     BLOCK_BYTES,
     DONE,
     MAX_ROW_BYTES,
@@ -41,7 +41,7 @@ from engram.data.datasets.episodes import (
     ingest,
     next_trajectory,
 )
-from engram.data.datasets.format import DatasetFormat
+from engram.datasets.format import DatasetFormat
 from engram.errors import DatasetError
 from engram.kernel.rows import IDS, LeafSpec, RowLayout
 from engram.kernel.tools import free_memory, human_bytes, open_regular, parse_bytes

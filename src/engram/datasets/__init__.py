@@ -1,27 +1,27 @@
 """Datasets in and out of buffers, and as buffers: Minari, flat HDF5 (D4RL), Parquet; LeRobot's are read.
 
-`docs/datasets.md` says where each key goes.
+Users import it as `engram.data.datasets`. `docs/datasets.md` says where each key goes.
 """
 
-from engram.data.datasets import hdf5, lerobot, minari, parquet
-from engram.data.datasets.experience_replay import D4RLExperienceReplay, MinariExperienceReplay
-from engram.data.datasets.hdf5 import (
+from engram.datasets import hdf5, lerobot, minari, parquet
+from engram.datasets.experience_replay import D4RLExperienceReplay, MinariExperienceReplay
+from engram.datasets.hdf5 import (
     iter_hdf5,
     read_hdf5,
     write_hdf5,
 )
-from engram.data.datasets.lerobot import (
+from engram.datasets.lerobot import (
     LeRobotInfo,
     iter_lerobot,
     lerobot_info,
     read_lerobot,
 )
-from engram.data.datasets.minari import (
+from engram.datasets.minari import (
     iter_minari,
     read_minari,
     write_minari,
 )
-from engram.data.datasets.parquet import (
+from engram.datasets.parquet import (
     iter_parquet,
     read_parquet,
     write_parquet,
@@ -49,4 +49,4 @@ __all__ = [
 #: How the command line knows them: the first one that says it is at a path.
 FORMATS = (minari.DATASET_FORMAT, lerobot.DATASET_FORMAT, hdf5.DATASET_FORMAT, parquet.DATASET_FORMAT)
 
-advise_on_names(__name__)
+advise_on_names(__name__, known_as="engram.data.datasets")

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from engram.data.datasets.atomic_files import path_of
+from engram.datasets.atomic_files import path_of
 from engram.errors import DatasetError
 from engram.kernel.hdf5 import H5Dataset, H5File, import_h5py
 from engram.kernel.tools import check_memory, human_bytes, open_regular, parse_bytes

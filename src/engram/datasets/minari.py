@@ -21,8 +21,8 @@ from tensordict import TensorDict
 
 from engram import pytree
 from engram._progress import progress_bar
-from engram.data.datasets.atomic_files import Replaceable, new_folder, replaceable_file
-from engram.data.datasets.episodes import (
+from engram.datasets.atomic_files import Replaceable, new_folder, replaceable_file
+from engram.datasets.episodes import (
     DONE,
     INDEX,
     MAX_ROW_BYTES,
@@ -45,9 +45,9 @@ from engram.data.datasets.episodes import (
     observation_key,
     read_json_object,
 )
-from engram.data.datasets.format import HDF5_MAGIC, DatasetFormat
-from engram.data.datasets.h5_files import H5RowWriter, H5Source, create_plain, is_ours, open_foreign, text_dtype
-from engram.data.datasets.parquet import (
+from engram.datasets.format import HDF5_MAGIC, DatasetFormat
+from engram.datasets.h5_files import H5RowWriter, H5Source, create_plain, is_ours, open_foreign, text_dtype
+from engram.datasets.parquet import (
     arrow_bytes,
     arrow_children,
     arrow_column,

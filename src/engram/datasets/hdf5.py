@@ -13,8 +13,8 @@ from tensordict import TensorDict
 
 from engram import pytree
 from engram._progress import progress_bar
-from engram.data.datasets.atomic_files import new_file, replaceable_file
-from engram.data.datasets.episodes import (
+from engram.datasets.atomic_files import new_file, replaceable_file
+from engram.datasets.episodes import (
     DONE,
     MAX_ROW_BYTES,
     REWARD,
@@ -33,8 +33,8 @@ from engram.data.datasets.episodes import (
     next_trajectory,
     observation_key,
 )
-from engram.data.datasets.format import HDF5_MAGIC, DatasetFormat
-from engram.data.datasets.h5_files import H5Source, create_plain, is_ours, open_foreign
+from engram.datasets.format import HDF5_MAGIC, DatasetFormat
+from engram.datasets.h5_files import H5Source, create_plain, is_ours, open_foreign
 from engram.kernel.hdf5 import H5Dataset, check_options
 from engram.kernel.rows import RowLayout
 from engram.pytree import Key, KeyPath, as_path

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from engram import pytree
-from engram.data.datasets.episodes import (
+from engram.datasets.episodes import (
     DONE,
     MAX_ROW_BYTES,
     OBSERVATION,
@@ -35,8 +35,8 @@ from engram.data.datasets.episodes import (
     read_json_object,
     whole_trajectories,
 )
-from engram.data.datasets.format import DatasetFormat
-from engram.data.datasets.parquet import column_names, open_parquet, read_texts
+from engram.datasets.format import DatasetFormat
+from engram.datasets.parquet import column_names, open_parquet, read_texts
 from engram.errors import DatasetError
 from engram.kernel.tools import human_bytes, parse_bytes
 from engram.pytree import Key, KeyPath, as_path
