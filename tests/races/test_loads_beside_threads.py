@@ -343,11 +343,6 @@ def _split(sampler, storage):
         copy.deepcopy(sampler)._split_among_workers(WorkerShare(0, 1, 7))
 
 
-def _check_sending(sampler, storage):
-    with contextlib.suppress(RuntimeError):  # of those with priorities
-        sampler._check_sending()
-
-
 def _dumps(sampler, storage):
     with tempfile.TemporaryDirectory() as folder:
         sampler.dumps(folder)
@@ -377,7 +372,6 @@ METHODS = {
     "dumps": _dumps,
     "loads": _loads,
     # what other parts of a buffer ask of it
-    "_check_sending": _check_sending,
     "_complete_copy": lambda s, st: copy.deepcopy(s),
     "draw_plan": _draw_again,
     "_draw_batch": _draw_again,

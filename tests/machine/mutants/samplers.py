@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from engram.data.replay_buffers.reading import reader
 from engram.data.replay_buffers.samplers.epochs import RowEpochs
 from engram.data.replay_buffers.samplers.runs import RunRule
 from engram.pytree import get_entry
-from machine.mutants.base import Mutant, Patch, around
+from machine.mutants.base import Mutant, around
 
 
 # ---- uniform samplers that are wrong by one ----
@@ -38,6 +37,16 @@ def never_the_newest(sample: Any, sampler: Any, storage: Storage, n: int) -> Any
 def one_further(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
     slots, info = sample()
     return (slots + 1) % storage.max_size, info
+
+
+def of_runs(changed: Any) -> Any:
+    """The same change of what a sampler of runs draws: a plan, slots and info."""
+
+    def change(draw: Any, sampler: Any, storage: Storage, n: int) -> Any:
+        plan, slots, info = draw()
+        return plan, *changed(lambda: (slots, info), sampler, storage, n)
+
+    return change
 
 
 def repeats_its_first(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
@@ -75,28 +84,7 @@ UNIFORM_MUTANTS = {
 }
 
 
-def runs_one_further(draw: Any, sampler: Any, storage: Storage, n: int) -> Any:
-    plan, slots, info = draw()
-    return plan, (slots + 1) % storage.max_size, info
-
-
-def drawn_in_python(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-    """Plants it where no native call draws slices."""
-
-    def both(patch: Patch) -> None:
-        plant(patch)
-        around(SliceSampler, "draw_plan", lambda plan, *_: plan()._replace(native=None))(patch)
-
-    return both
-
-
 # ---- priorities that are wrong by one ----
-def run_weights_of_the_neighbour(draw: Any, sampler: Any, storage: Storage, n: int) -> Any:
-    plan, slots, info = draw()
-    info["priority_weight"] = info["priority_weight"].roll(1)
-    return plan, slots, info
-
-
 def weights_of_the_neighbour(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
     slots, info = sample()
     return slots, {**info, "priority_weight": info["priority_weight"].roll(1)}
@@ -131,10 +119,10 @@ PRIORITY_MUTANTS = {
         around(PrioritizedSampler, "sample", newest_has_half), sampler="priorities as they are"
     ),
     "slices with the weights of their neighbours": Mutant(
-        around(PrioritizedSliceSampler, "_draw_runs", run_weights_of_the_neighbour), sampler="slices by priority"
+        around(PrioritizedSliceSampler, "_draw_runs", of_runs(weights_of_the_neighbour)), sampler="slices by priority"
     ),
     "slices by priority that start one further": Mutant(
-        around(PrioritizedSliceSampler, "_draw_runs", runs_one_further), sampler="short slices by priority"
+        around(PrioritizedSliceSampler, "_draw_runs", of_runs(one_further)), sampler="short slices by priority"
     ),
 }
 
@@ -204,7 +192,7 @@ def one_step_longer(native: Any, rule: RunRule, length: int) -> Any:
 
 SLICE_MUTANTS = {
     "slices one further, so over a trajectory's end": Mutant(
-        drawn_in_python(around(SliceSampler, "_draw_runs", runs_one_further)), sampler="slices"
+        around(SliceSampler, "_draw_runs", of_runs(one_further)), sampler="slices"
     ),
     "slices of trajectories that are longer than a slice": Mutant(
         around(RunRule, "native", only_longer_ones), sampler="slices by id"

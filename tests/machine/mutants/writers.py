@@ -34,7 +34,7 @@ def writes_all_but_the_last(write: Any, writer: Any, storage: Storage, items: An
     return write(storage, items if single or len(items) < 2 else items[:-1], single, time_dim)
 
 
-def next_index(own: Any, index: OwnIndex, *args: Any) -> Any:
+def next_index(own: Any, storage: Any, *args: Any) -> Any:
     return own() + 1
 
 
