@@ -39,6 +39,16 @@ def one_further(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
     return (slots + 1) % storage.max_size, info
 
 
+def of_runs(changed: Any) -> Any:
+    """The same change of what a sampler of runs draws: a plan, slots and info."""
+
+    def change(draw: Any, sampler: Any, storage: Storage, n: int) -> Any:
+        plan, slots, info = draw()
+        return plan, *changed(lambda: (slots, info), sampler, storage, n)
+
+    return change
+
+
 def repeats_its_first(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
     slots, info = sample()
     slots[-1] = slots[0]
