@@ -90,16 +90,6 @@ def weights_of_the_neighbour(sample: Any, sampler: Any, storage: Storage, n: int
     return slots, {**info, "priority_weight": info["priority_weight"].roll(1)}
 
 
-def of_runs(change: Any) -> Any:
-    """The same change of what a slice sampler draws, with the plan that it drew by."""
-
-    def changed(draw: Any, sampler: Any, storage: Storage, n: int) -> Any:
-        plan, slots, info = draw()
-        return plan, *change(lambda: (slots, info), sampler, storage, n)
-
-    return changed
-
-
 def one_before_is_updated(update: Any, sampler: Any, index: Any, *rest: Any) -> None:
     update((torch.as_tensor(index) - 1).clamp(min=0), *rest)
 
