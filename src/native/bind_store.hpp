@@ -63,6 +63,11 @@ inline void maybe_without_gil(bool release, F&& work) {
   }
 }
 
+// Whether to release the GIL while rows of so many bytes are written. Rows that grow may move then: other threads wait.
+inline bool writes_long(Store& store, size_t bytes) {
+  return (bytes > kGilBytes && !store.grows()) || store.readahead().on();
+}
+
 // The time slots that n steps appended at sequence `first` take.
 inline Tensor slots_from(const Store& store, uint64_t lane, uint64_t first, size_t n) {
   const uint64_t capacity = store.geometry().lane_capacity;
@@ -136,7 +141,7 @@ inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::opt
   if (store.writer() && !is_index_of(plan, first_slot)) return nb::none();
   nb::object slots = plan.single ? nb::object(nb::int_(first_slot))
                                  : slots_from(store, lane, first, steps);
-  maybe_without_gil(plan.bytes > kGilBytes || store.readahead().on(), [&] {
+  maybe_without_gil(writes_long(store, plan.bytes), [&] {
     RowWriter(store).append(lane, steps, plan.leaves);
   });
   return slots;
@@ -173,7 +178,7 @@ inline Tensor append_packed(Store& store, uint64_t lane, const Codec& codec, con
     leaves.push_back({leaf.offset, leaf.bytes, rows.data() + leaf.offset, stride, 0});
   if (!BorderCheck(store).fits(leaves)) throw nb::value_error("the layout is not that of the rows of this store");
   Tensor slots = slots_from(store, lane, store.lanes.lane(lane).published.load(), n);
-  maybe_without_gil(n * s.payload_bytes > kGilBytes || store.readahead().on(), [&] {
+  maybe_without_gil(writes_long(store, n * s.payload_bytes), [&] {
     RowWriter(store).append(lane, n, whole, leaves);
   });
   return slots;
@@ -491,6 +496,8 @@ class Replacement {
     }
     for (int64_t slot : slots_)
       if (static_cast<uint64_t>(slot) >= store.slots()) refuse_slots(store);
+    if (store.grows() && !slots_.empty())
+      store.make_room(static_cast<uint64_t>(*std::max_element(slots_.begin(), slots_.end())) + 1);
     sequences_.reserve(s.lanes);
     writer_.prepare(slots_.data(), slots_.size(), leaves_.size());
   }
@@ -538,7 +545,7 @@ inline uint64_t reserve_sequences(const Store& store, uint64_t n) {
 inline std::unique_ptr<Store> widened(const Store& store, uint64_t payload_bytes, uint64_t alignment, nb::bytes layout,
                                       const std::vector<std::array<uint64_t, 3>>& moves) {
   const StoreGeometry& s = store.geometry();
-  if (store.fd() >= 0 || s.payload_bytes == 0) throw nb::value_error("only rows in private memory can be made longer");
+  if (store.fd() >= 0 || s.payload_bytes == 0 || store.grows()) throw nb::value_error("only rows in private memory can be made longer");
   for (const auto& [from, to, bytes] : moves)
     if (from > s.payload_bytes || bytes > s.payload_bytes - from || to > payload_bytes || bytes > payload_bytes - to)
       throw nb::value_error("bytes lie outside the row");
@@ -688,6 +695,10 @@ inline void put_rows(Store& store, uint64_t lane, uint64_t start,
     throw nb::value_error("rows must be [envs, steps, payload bytes], with no more steps than a lane holds");
   if (rows.stride(2) != 1 && s.payload_bytes > 1) throw nb::value_error("the bytes of a row must lie side by side");
   if (start > UINT64_MAX - rows.shape(1)) throw nb::value_error("sequences end at 2^64");
+  if (store.grows()) {
+    const uint64_t slot = start % s.lane_capacity, n = rows.shape(1);
+    store.make_room(n > s.lane_capacity - slot ? s.lane_capacity : slot + n);
+  }
   int error = 0;
   {
     nb::gil_scoped_release unlocked;
@@ -917,6 +928,8 @@ inline void bind_store(nb::module_& m) {
         if (published - base > s.geometry().lane_capacity) throw nb::value_error("more rows than the lane has room for");
         set_seams(s, l, base, published, at);
       }, "lane"_a, "base"_a, "published"_a, "at"_a)
+      .def("with_growing_rows", &Store::with_growing_rows, "payload_bytes"_a)
+      .def_prop_ro("room", &Store::room)
       .def("set_border", &set_border, "codec"_a, "entries"_a, "done"_a, "either"_a, "id"_a.none())
       .def("border_evidence", [](const Store& s, uint64_t l) -> std::pair<uint64_t, std::optional<uint64_t>> {
         check_lane(s, l);
@@ -1064,7 +1077,7 @@ inline void bind_store(nb::module_& m) {
       .def("gather", &gather, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(), "extra"_a.none() = nb::none(),
            "mapped"_a = false, "sequences"_a = false)
       .def("begin_save", [](Store& s, bool beside_writers) {
-        if (s.geometry().payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
+        if (s.geometry().payload_bytes == 0 || s.grows()) throw nb::value_error("this store's rows are kept elsewhere");
         return SharedSnapshot{beside_writers ? s.begin_save() : s.watch_save()};
       }, "beside_writers"_a = true)
       .def("end_save", &Store::end_save)

@@ -54,12 +54,14 @@ struct Plan {
   size_t bytes = 0;  // of all rows together
   bool carries_sequence = false;  // the last of `leaves` is the rows' own sequence: 0, which stands for the lane's sequence
   uint64_t codec = 0;  // the number of the codec that checked it
+  std::vector<uint8_t> staged;  // the rows of a list of items, side by side
+  std::vector<int64_t> own_index;  // what rows store in the leaf of their own index
   std::optional<size_t> index;  // the leaf in which the rows store their own index, its first number that of time
 
   // Forgets the batch; the vectors keep their memory.
   void clear() {
     steps = 0, envs = 1, bytes = 0, sized = single = carries_sequence = false;
-    leaves.clear(), keep.clear(), buffers.clear(), scalars.clear(), index.reset();
+    leaves.clear(), keep.clear(), buffers.clear(), scalars.clear(), staged.clear(), own_index.clear(), index.reset();
   }
 };
 
@@ -202,6 +204,8 @@ class Codec {
       else if (!is_tensor(values[k].ptr()) || !take(k, values[k].ptr(), batch ? 1 : 0, 0, plan, {}))
         return false;
     }
+    plan.codec = number_;
+    if (plan.sized) finish(plan, 1);
     return plan.sized;
   }
   // Whether a leaf can hold the rows' own index: one number of time for each step of an item, or time and environment.

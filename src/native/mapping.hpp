@@ -12,6 +12,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace engram {
 
@@ -56,6 +57,21 @@ class MappedRegion {
   MappedRegion& operator=(const MappedRegion&) = delete;
   ~MappedRegion() {
     if (mapped_) ::munmap(mapped_, mapped_bytes_);
+  }
+
+  // Makes private memory this long, at least as long as before; its bytes may lie elsewhere afterwards.
+  void grow(size_t bytes) {
+    const size_t in_front = static_cast<size_t>(start_ - mapped_);
+#ifdef MREMAP_MAYMOVE
+    void* at = ::mremap(mapped_, mapped_bytes_, in_front + bytes, MREMAP_MAYMOVE);
+    if (at == MAP_FAILED) throw NoMemoryToMap(bytes);
+    mapped_ = static_cast<uint8_t*>(at), start_ = mapped_ + in_front, mapped_bytes_ = in_front + bytes;
+#else
+    const auto longer = map(-1, bytes);
+    std::memcpy(longer->start_, start_, mapped_bytes_ - in_front);
+    std::swap(mapped_, longer->mapped_), std::swap(start_, longer->start_);
+    std::swap(mapped_bytes_, longer->mapped_bytes_);
+#endif
   }
 
   uint8_t* data() const { return start_; }

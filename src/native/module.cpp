@@ -14,7 +14,7 @@
 #include "bind_store.hpp"
 #include "bind_testing.hpp"
 #include "fork_page.hpp"
-#include "item_rows.hpp"
+#include "items.hpp"
 #include "owner_watch.hpp"
 #include "push.hpp"
 #include "shared_atomics.hpp"
@@ -43,7 +43,7 @@ NB_MODULE(_native, m) {
   bind_store(m);
   bind_batches(m);
   bind_push(m);
-  bind_item_rows(m);
+  bind_items(m);
   bind_episodes(m);
   bind_priorities(m);
   bind_ranks(m);

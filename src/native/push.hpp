@@ -11,56 +11,60 @@
 
 namespace engram {
 
-// The rows of items, side by side: the environments of one item after those of another.
-struct StagedRows {
-  std::vector<uint8_t> bytes;
-  size_t n = 0;  // items
-
-  void make_room(size_t items, size_t item_bytes) {
-    if (items > kMostBytes / std::max<size_t>(1, item_bytes)) throw std::bad_alloc();
-    bytes.resize(items * item_bytes), n = items;
+// Copies the items of a list to rows side by side, and plans these. `check` fills a plan with the places of one item's leaves.
+// False: `check` returned false for an item, the list is empty, or it changed while its items were checked.
+inline bool plan_staged(PyObject* list, const StoreGeometry& s, Plan& plan, auto&& check) {
+  const size_t envs = s.envs, row_bytes = s.payload_bytes;
+  const Py_ssize_t items = PyList_Size(list);
+  if (items <= 0) return false;
+  if (static_cast<size_t>(items) > kMostBytes / std::max<size_t>(1, envs * row_bytes)) throw std::bad_alloc();
+  plan.staged.resize(static_cast<size_t>(items) * envs * row_bytes);
+  uint8_t* row = plan.staged.data();
+  Plan one;
+  for (Py_ssize_t i = 0; i < items; ++i) {
+    if (PyList_Size(list) != items) return false;
+    const nb::object item = nb::borrow(PyList_GetItem(list, i));
+    one.clear();
+    if (!check(item.ptr(), one)) return false;
+    for (size_t env = 0; env < envs; ++env, row += row_bytes)
+      for (const LeafSource& leaf : one.leaves)
+        if (leaf.array && leaf.bytes) std::memcpy(row + leaf.offset, leaf.at(0, env), leaf.bytes);
   }
-  // Copies the items of a list. `check` fills the plan with the places of one item's leaves. False: `check` returned false for
-  // an item, the list is empty, or it changed while its items were checked.
-  bool stage(PyObject* list, size_t envs, size_t row_bytes, Plan& one, auto&& check) {
-    const Py_ssize_t items = PyList_Size(list);
-    if (items <= 0) return false;
-    make_room(static_cast<size_t>(items), envs * row_bytes);
-    uint8_t* row = bytes.data();
-    for (Py_ssize_t i = 0; i < items; ++i) {
-      if (PyList_Size(list) != items) return false;
-      const nb::object item = nb::borrow(PyList_GetItem(list, i));
-      one.clear();
-      if (!check(item.ptr(), one)) return false;
-      for (size_t env = 0; env < envs; ++env, row += row_bytes)
-        for (const LeafSource& leaf : one.leaves)
-          if (leaf.array && leaf.bytes) std::memcpy(row + leaf.offset, leaf.at(0, env), leaf.bytes);
-    }
-    return true;
+  plan.leaves = std::move(one.leaves);
+  for (LeafSource& leaf : plan.leaves) {
+    if (leaf.array) leaf.array = plan.staged.data() + leaf.offset;
+    leaf.stride = static_cast<ptrdiff_t>(envs * row_bytes), leaf.env_stride = static_cast<ptrdiff_t>(row_bytes);
   }
-};
+  plan.steps = static_cast<size_t>(items), plan.envs = envs, plan.sized = true, plan.codec = one.codec;
+  plan.bytes = plan.staged.size(), plan.carries_sequence = one.carries_sequence;
+  return true;
+}
 
 // Copies a list of items, and plans their rows. `dims`: batch dimensions of an item, 0 or 1 (its environments). False: an item
 // is not plain, or not of the layout, or the list changed.
 inline bool plan_list(const Codec& codec, PyObject* list, int dims, const StoreGeometry& s, std::optional<size_t> own,
-                      int float_bits, StagedRows& rows, Plan& plan) {
-  const size_t envs = s.envs, row_bytes = s.payload_bytes;
-  const std::vector<int64_t> lead(static_cast<size_t>(dims), static_cast<int64_t>(envs));
+                      int float_bits, Plan& plan) {
+  const std::vector<int64_t> lead(static_cast<size_t>(dims), static_cast<int64_t>(s.envs));
   const Numbers numbers{float_bits};
   std::vector<nb::object> values;
-  Plan one;
-  const auto check = [&](PyObject* item, Plan& into) {
-    return codec.check_without(into, values, item, dims, -1, own, numbers, &lead) && into.steps == 1 && into.envs == envs;
-  };
-  if (!rows.stage(list, envs, row_bytes, one, check)) return false;
-  plan.leaves.assign(one.leaves.begin(), one.leaves.end());
-  for (LeafSource& leaf : plan.leaves) {
-    if (leaf.array) leaf.array = rows.bytes.data() + leaf.offset;
-    leaf.stride = static_cast<ptrdiff_t>(envs * row_bytes), leaf.env_stride = static_cast<ptrdiff_t>(row_bytes);
+  return plan_staged(list, s, plan, [&](PyObject* item, Plan& into) {
+    return codec.check_without(into, values, item, dims, -1, own, numbers, &lead) && into.steps == 1 && into.envs == s.envs;
+  });
+}
+
+// Plans the rows of a list of items, or of a batch of them, that are exactly of the codec's form (`Codec.check_same`), so that
+// equal ones can be built again. False: one of them is of another form, or there is none.
+inline bool plan_same(const Codec& codec, PyObject* items, bool batch, const StoreGeometry& s, std::optional<size_t> own,
+                      Plan& plan) {
+  std::vector<nb::object> values;
+  if (batch) {
+    if (!codec.check_same(plan, values, items, true, own)) return false;
+    plan.keep.insert(plan.keep.end(), values.begin(), values.end());
+    return plan.steps > 0;
   }
-  plan.steps = rows.n, plan.envs = envs, plan.sized = true;
-  plan.bytes = rows.bytes.size(), plan.carries_sequence = one.carries_sequence;
-  return true;
+  return PyList_CheckExact(items) && plan_staged(items, s, plan, [&](PyObject* item, Plan& into) {
+    return codec.check_same(into, values, item, false, own);
+  });
 }
 
 // Appends a checked batch; rows that store their own index in leaf `own` get it here. None: another process has the turn, or
@@ -99,7 +103,7 @@ inline nb::object append_checked(Store& store, uint64_t lane, Plan& plan, std::o
       for (size_t k = 0; k < each; ++k) *own_index++ = with_env && k % 2 ? static_cast<int64_t>(env) : at;
     if (++slot == s.lane_capacity) slot = 0;
   }
-  maybe_without_gil(plan.bytes > kGilBytes || store.readahead().on(), [&] {
+  maybe_without_gil(writes_long(store, plan.bytes), [&] {
     RowWriter(store).append(lane, plan.steps, plan.leaves);
   });
   return slots;
@@ -118,11 +122,10 @@ inline nb::object push(Store& store, const Codec& codec, uint64_t lane, nb::hand
   Codec::check_dims(batch_dims, time_dim);
   bool with_env = false;
   if (own && !codec.holds_index(*own, with_env)) throw nb::value_error("this leaf has no room for an index");
-  StagedRows rows;  // must outlive the plan of a list, which refers to it
   Plan plan;
   if (float_bits) {
     if (batch_dims < 1 || !PyList_CheckExact(batch.ptr())) return nb::none();
-    if (!plan_list(codec, batch.ptr(), batch_dims - 1, store.geometry(), own, *float_bits, rows, plan)) return nb::none();
+    if (!plan_list(codec, batch.ptr(), batch_dims - 1, store.geometry(), own, *float_bits, plan)) return nb::none();
     return append_checked(store, lane, plan, own, with_env);
   }
   std::vector<nb::object> values;
@@ -131,8 +134,55 @@ inline nb::object push(Store& store, const Codec& codec, uint64_t lane, nb::hand
   return append_checked(store, lane, plan, own, with_env);
 }
 
+inline void check_items_of(const Store& store, const Codec& codec, std::optional<size_t> own) {
+  store.must_be_writable();
+  check_codec(store, codec);
+  bool with_env = false;
+  if (codec.sequence()) throw nb::value_error("items carry no sequence");
+  if (own && (!codec.holds_index(*own, with_env) || with_env)) throw nb::value_error("this leaf has no room for an index");
+}
+
+// As `push`, of a list of items, of one (`single`) or of a `batch` of them, all exactly of the codec's form.
+inline nb::object push_items(Store& store, const Codec& codec, uint64_t lane, nb::handle items, bool single, bool batch,
+                             std::optional<size_t> own) {
+  if (joined_after_fork()) return nb::none();
+  check_lane(store, lane);
+  check_items_of(store, codec, own);
+  nb::list one;
+  if (single) one.append(items);
+  Plan plan;
+  if (!plan_same(codec, single ? one.ptr() : items.ptr(), batch && !single, store.geometry(), own, plan)) return nb::none();
+  plan.single = single;
+  return append_checked(store, lane, plan, own, false);
+}
+
+// A plan of such items for `Store.append`, which refers to a batch's memory. Rows that store their own index in leaf `own` store
+// these slots, or where there are none those that `append` will give them. None: one of the items is of another form.
+inline std::optional<Plan> plan_items(Store& store, const Codec& codec, uint64_t lane, nb::handle items, bool batch,
+                                      std::optional<size_t> own, nb::handle index) {
+  check_lane(store, lane);
+  check_items_of(store, codec, own);
+  Plan plan;
+  if (!plan_same(codec, items.ptr(), batch, store.geometry(), own, plan)) return std::nullopt;
+  if (!own) return plan;
+  const nb::object given = index.is_none() ? nb::object(next_slots(store, lane, plan.steps)) : nb::borrow(index);
+  const SlotsArg slots(given);
+  if (slots.n != plan.steps) throw nb::value_error("one slot for each item");
+  LeafSource& leaf = plan.leaves[*own];
+  const size_t each = leaf.bytes / 8;
+  for (size_t i = 0; i < slots.n; ++i) plan.own_index.insert(plan.own_index.end(), each, slots.data[i]);
+  leaf.array = reinterpret_cast<const uint8_t*>(plan.own_index.data()), leaf.stride = static_cast<ptrdiff_t>(leaf.bytes);
+  return plan;
+}
+
 inline void bind_push(nb::module_& m) {
   using namespace nb::literals;
+  m.def("push_items", &push_items, "store"_a, "codec"_a, "lane"_a, "items"_a.none(), "single"_a, "batch"_a,
+        "own"_a.none() = nb::none(),
+        nb::sig("def push_items(store: Store, codec: Codec, lane: int, items: object | None, single: bool, batch: bool, "
+                "own: int | None = None) -> torch.Tensor | int | None"));
+  m.def("plan_items", &plan_items, "store"_a, "codec"_a, "lane"_a, "items"_a.none(), "batch"_a,
+        "own"_a.none() = nb::none(), "index"_a.none() = nb::none());
   m.def("push", &push, "store"_a, "codec"_a, "lane"_a, "batch"_a.none(), "batch_dims"_a, "time_dim"_a,
         "own"_a.none() = nb::none(), "float_bits"_a.none() = nb::none(),
         nb::sig("def push(store: Store, codec: Codec, lane: int, batch: object | None, batch_dims: int, time_dim: int, "

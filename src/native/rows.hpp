@@ -242,7 +242,9 @@ class RowWriter {
     copies_.reserve(leaves.size());
     if (CopyOnWriteSnapshot* snapshot = store_.saving(); snapshot && n > 0)
       snapshot->preserve(lane, start % protocol.capacity, n);
+    if (n > 0 && store_.grows()) store_.make_room_behind(lane, n);
     bool begins = n > 0 && (store_.next_is_seam(lane) || BorderCheck(store_).begins(lane, n, looked_at));
+    if (begins && !store_.geometry().seams_bytes) store_.add_seam(lane, start);
     if (n > 0) store_.begin_rows(lane);
     for (uint64_t done = 0; done < n; begins = false) {
       const uint64_t take = std::min(piece, n - done);
@@ -357,10 +359,10 @@ class RowReader {
     slots_ = slots, in_one_ring_ = envs == 1 && lanes == 1;
     if (in_one_ring_) {
       const uint8_t* const base = store_.row(0);
-      const uint64_t stride = s.row_stride;
+      const uint64_t stride = s.row_stride, room = store_.room();
       for (size_t i = 0; i < n; ++i) {
         const auto slot = static_cast<uint64_t>(slots[i]);
-        if (slot >= all) return false;
+        if (slot >= room) return store_.grows() && locate_growing(n);
         rows_[i] = base + slot * stride;
       }
       return true;
@@ -511,6 +513,15 @@ class RowReader {
     std::vector<uint32_t> common;
     std::set_intersection(a.begin(), a.end(), b.begin(), b.end(), std::back_inserter(common));
     return common;
+  }
+  // As `locate`, of rows that grow: a slot without memory holds no row, which `settle` says.
+  bool locate_growing(size_t n) {
+    for (size_t i = 0; i < n; ++i) {
+      const auto slot = static_cast<uint64_t>(slots_[i]);
+      if (slot >= store_.slots()) return false;
+      rows_[i] = store_.row(slot < store_.room() ? slot : 0);
+    }
+    return true;
   }
   uint64_t physical_row(size_t i) const { return in_one_ring_ ? static_cast<uint64_t>(slots_[i]) : physical_[i]; }
 

@@ -205,6 +205,8 @@ struct SharedSnapshot {
   std::shared_ptr<CopyOnWriteSnapshot> snapshot;
 };
 
+constexpr uint64_t kMostRowBytes = uint64_t{1} << 46;  // of rows that grow
+
 // The lowest bits of a writer's number are its pid, for errors that name the process.
 constexpr uint64_t kPidBits = 24;
 static_assert((uint64_t{1} << kPidBits) > (1 << 22));  // Linux gives pids below 2^22
@@ -237,36 +239,73 @@ class Store {
     store->ready(checked_geometry(store->at(0), bytes));
     return store;
   }
+  // The lane of a store that counts only, with rows of so many bytes in private memory, which grows with the slots that are
+  // written: the capacity may be larger than any memory. Whoever reads or writes these rows keeps all others out.
+  static std::unique_ptr<Store> with_growing_rows(const Store& counts, uint64_t payload_bytes) {
+    StoreGeometry geometry = counts.geometry();
+    if (counts.fd_ >= 0 || geometry.payload_bytes || geometry.lanes != 1 || geometry.envs != 1)
+      throw std::invalid_argument("only one lane without rows, in private memory, gets rows that grow");
+    if (payload_bytes < 1 || payload_bytes > kMostRowBytes) throw std::invalid_argument("rows have 1 to 2^46 bytes");
+    geometry.payload_bytes = payload_bytes, geometry.row_stride = round_up(payload_bytes, 8);
+    auto store = std::unique_ptr<Store>(new Store(counts.region_, -1, {}));
+    store->seams_ = counts.seams_;
+    store->use_lanes(geometry);
+    store->growing_ = MappedRegion::map(-1, round_up(geometry.row_stride, kPage));
+    store->use_room();
+    return store;
+  }
+  bool grows() const { return growing_ != nullptr; }
+  // The first slots, which have memory.
+  uint64_t room() const { return room_; }
+  // Takes memory for the first slots of rows that grow; addresses of rows change.
+  void make_room(uint64_t slots) {
+    if (slots <= room_) return;
+    const uint64_t stride = geometry().row_stride;
+    if (slots > geometry().lane_capacity || slots > kMostRowBytes / stride) throw std::bad_alloc();
+    const uint64_t more = std::min({std::max(slots, 2 * room_), geometry().lane_capacity, kMostRowBytes / stride});
+    try {
+      growing_->grow(round_up(more * stride, kPage));
+    } catch (const NoMemoryToMap&) {
+      growing_->grow(round_up(slots * stride, kPage));
+    }
+    use_room();
+  }
+  // As `make_room`, for n rows behind the newest one of a lane, and for all slots that hold rows.
+  void make_room_behind(uint64_t l, uint64_t n) {
+    const uint64_t capacity = geometry().lane_capacity, at = lanes.lane(l).published.load();
+    const bool wraps = at / capacity * capacity > lanes.lane(l).base.load() || n > capacity - at % capacity;
+    make_room(wraps ? capacity : at % capacity + n);
+  }
 
   Lanes lanes;
 
   // ---- seams: rows at which a trajectory begins, whatever flags and ids say ----
   // The next row that this process writes to a lane will have a seam, unless it is the lane's first row.
   void mark_seam(uint64_t l) const {
-    if (lanes.view(l).rows() > 0) seams_.set_next(l, true);
+    if (lanes.view(l).rows() > 0) seams_->set_next(l, true);
   }
   // Whether the next row will have a seam: where writers take turns, also if another one wrote the newest row.
   bool next_is_seam(uint64_t l) const {
-    return seams_.next(l) || (writer_ && !lanes.turns(l).continues(writer_) && lanes.view(l).rows() > 0);
+    return seams_->next(l) || (writer_ && !lanes.turns(l).continues(writer_) && lanes.view(l).rows() > 0);
   }
-  void note_written(uint64_t l) const { seams_.set_next(l, false); }
+  void note_written(uint64_t l) const { seams_->set_next(l, false); }
   // For rows that are kept elsewhere: counts n rows as written; returns the first one's sequence.
   uint64_t advance(uint64_t l, uint64_t n, bool begins = false) const {
     // Before the claim, because it may allocate.
-    if (begins || seams_.next(l)) seams_.add(l, lanes.lane(l).published.load(), lanes.first_now(l));
+    if (begins || seams_->next(l)) seams_->add(l, lanes.lane(l).published.load(), lanes.first_now(l));
     const uint64_t at = lanes.claim(l, n);
-    seams_.set_next(l, false);
+    seams_->set_next(l, false);
     lanes.publish(l, at, n);
     return at;
   }
   // For rows that are kept elsewhere: adds a seam at a row that is already written.
-  void add_seam(uint64_t l, uint64_t sequence) const { seams_.add(l, sequence, lanes.first_now(l)); }
+  void add_seam(uint64_t l, uint64_t sequence) const { seams_->add(l, sequence, lanes.first_now(l)); }
   // The seams of rows [from, to) of a lane, ascending. The caller discards those of rows that were overwritten meanwhile.
   std::vector<uint64_t> seams_of(uint64_t l, uint64_t from, uint64_t to) const {
-    return geometry().seams_bytes ? lanes.protocol(l).seams_of(from, to) : seams_.of(l, from, to);
+    return geometry().seams_bytes ? lanes.protocol(l).seams_of(from, to) : seams_->of(l, from, to);
   }
   bool seam(uint64_t l, uint64_t w) const {
-    return geometry().seams_bytes ? lanes.protocol(l).seam(w) : !seams_.of(l, w, w + 1).empty();
+    return geometry().seams_bytes ? lanes.protocol(l).seam(w) : !seams_->of(l, w, w + 1).empty();
   }
   // All seams between two stored rows, and `published` where this process's next row will have one.
   std::vector<uint64_t> seams(uint64_t l) const {
@@ -283,10 +322,10 @@ class Store {
   template <typename At>
   void set_seams(uint64_t l, uint64_t base, uint64_t published, uint64_t n, At&& at) const {
     lanes.set_seams(l, base, published, n, at);
-    seams_.replace(l, geometry().seams_bytes ? 0 : n, at, published);
-    seams_.set_next(l, published > base && n > 0 && at(n - 1) == published);
+    seams_->replace(l, geometry().seams_bytes ? 0 : n, at, published);
+    seams_->set_next(l, published > base && n > 0 && at(n - 1) == published);
   }
-  void forget_seams() const { seams_.forget(); }
+  void forget_seams() const { seams_->forget(); }
   // Copies the counters, log and seams of a store with as many lanes and slots; the caller copies the rows.
   void take_counters(const Store& other) {
     const StoreGeometry &mine = geometry(), &its = other.geometry();
@@ -294,10 +333,10 @@ class Store {
     std::memcpy(at(session), other.at(session), sizeof(StoreHeader) - session);
     std::memcpy(at(sizeof(StoreHeader)), other.at(sizeof(StoreHeader)), its.lanes * (sizeof(LaneHeader) + its.seams_bytes));
     std::memcpy(at(mine.log_offset), other.at(its.log_offset), kLogEntries * 8);
-    for (uint64_t l = 0; l < its.lanes; ++l) seams_.set_next(l, other.seams_.next(l));
+    for (uint64_t l = 0; l < its.lanes; ++l) seams_->set_next(l, other.seams_->next(l));
   }
   void after_fork() {
-    seams_.after_fork();
+    seams_->after_fork();
     writer_ = 0, has_turn_ = has_written_ = false;
     end_watch();
   }
@@ -408,7 +447,7 @@ class Store {
     return (lane * s.envs + env) * s.lane_capacity + slot;
   }
   uint8_t* row(uint64_t physical_row) const {
-    return region_->data() + geometry().rows_offset + physical_row * geometry().row_stride;
+    return rows_ + physical_row * geometry().row_stride;
   }
   bool has_trailer() const { return geometry().features & kHasTrailer; }
   uint64_t slots() const { return geometry().lanes * geometry().lane_capacity * geometry().envs; }
@@ -438,11 +477,19 @@ class Store {
       : region_(std::move(region)), fd_(fd), named_(fd >= 0 && file.st_nlink > 0), device_(file.st_dev),
         inode_(file.st_ino), readahead_(fd) {}
   void ready(const StoreGeometry& geometry) {
-    lanes = Lanes(header(), reinterpret_cast<LaneHeader*>(at(sizeof(StoreHeader))),
-                  reinterpret_cast<Counter*>(at(geometry.seams_offset)), geometry, fd_ >= 0);
-    seams_.use(geometry.lanes);
+    rows_ = at(geometry.rows_offset), room_ = geometry.lanes * geometry.lane_capacity * geometry.envs;
+    seams_->use(geometry.lanes);
+    use_lanes(geometry);
     id_crc_ = crc32c(0, geometry.store_id, 16);
     watched_ = fd_ >= 0 && (named_ || !cannot_shrink(fd_));  // only files without a name can be sealed
+  }
+  void use_lanes(const StoreGeometry& geometry) {
+    lanes = Lanes(header(), reinterpret_cast<LaneHeader*>(at(sizeof(StoreHeader))),
+                  reinterpret_cast<Counter*>(at(geometry.seams_offset)), geometry, fd_ >= 0);
+  }
+  void use_room() {
+    rows_ = growing_->data();
+    room_ = std::min(geometry().lane_capacity, growing_->bytes() / geometry().row_stride);
   }
   static bool cannot_shrink(int fd) {
 #if defined(F_GET_SEALS) && defined(F_SEAL_SHRINK)
@@ -479,7 +526,10 @@ class Store {
   Readahead readahead_;
   uint32_t id_crc_ = 0;
   std::shared_ptr<CopyOnWriteSnapshot> snapshot_;  // set and read by threads that hold the storage's mutex
-  mutable SeamNotes seams_;
+  std::shared_ptr<SeamNotes> seams_ = std::make_shared<SeamNotes>();
+  uint8_t* rows_ = nullptr;
+  uint64_t room_ = 0;  // the slots that have memory
+  std::shared_ptr<MappedRegion> growing_;  // of the rows, where they grow
   static constexpr uint64_t kNoLane = ~uint64_t{0};
   uint64_t writer_ = 0, watched_lane_ = kNoLane, evicts_from_ = 0;
   bool has_turn_ = false, has_written_ = false;

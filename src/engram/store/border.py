@@ -88,19 +88,13 @@ class ItemBorder:
         self._decides = False
         self._paths: list[KeyPath] = []
         self._keys: tuple[Any, ...] = ()
-        self._form: Any = None
 
-    def begins(self, items: list[Any], capacity: int, rows: Any, form: Any = None) -> bool:
-        """Whether a trajectory begins at `rows[0]`, which is about to be appended to `items`.
-
-        `form` is the same object for all newest items that have the same names; None: this one's are looked at.
-        """
+    def begins(self, items: list[Any], capacity: int, rows: Any) -> bool:
+        """Whether a trajectory begins at `rows[0]`, which is about to be appended to `items`."""
         if not items:
             return False
-        if form is not None and form is self._form and not self._decides:
-            return False
         newest = items[self._lanes.next_slot() - 1]
-        border, self._form = self._border, form
+        border = self._border
         if border is None or _keys(newest) != self._keys:
             border = self._update_border(newest)
         if not self._decides:  # as for most items of a list, which are no steps with both sides

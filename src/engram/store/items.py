@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import operator
@@ -12,6 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from engram import _native
 from engram._copies import CopiedAsPlain
 from engram.pytree import (
     KeyPath,
@@ -32,12 +34,14 @@ from engram.pytree import (
 )
 from engram.store.border import ItemBorder
 from engram.store.indexing import Selection
-from engram.store.item_rows import ROW, ItemRows, NewItemRows
 from engram.store.lanes import Lanes
-from engram.store.layout import LeafSpec
+from engram.store.layout import LeafSpec, RowLayout
+from engram.store.row_table import RowTable
 from engram.store.rows import Checked, Rows, warn_of_items
 from engram.store.table import Table
 
+#: Stands in a list for an item that is a row.
+ROW = object()
 #: A key at the root, and what each item also stores there (int64 [n]); None: the slots that `append` will give.
 Extra = tuple[str, Tensor | None]
 
@@ -101,11 +105,19 @@ class ItemTable(Table):
         codec = self.codec
         self._lanes = self.known_lanes = Lanes.in_memory(self.max_size)
         #: The items by slot: a list, which reads them when it is asked for them.
-        self.by_slot = _ItemList(codec)
+        self.by_slot = _ItemList(codec, self._lanes.capacity)
         self._capacity = self._lanes.capacity
         self._sequences: dict[int, int] = {}  # by slot, of items that were put in the place of others out of turn
         self._lanes.own_sequences = functools.partial(_own_sequences, self._sequences)
         self._border = ItemBorder(self._lanes)
+        self._bind()
+
+    def _bind(self) -> None:
+        """Lets native calls append to rows, while there are no other items."""
+        by_slot = self.by_slot
+        takes_all = self.codec.check is None and self._device is None
+        only_rows = by_slot.packed is not None and not by_slot.has_objects and not self._sequences
+        self.native.bind_push(by_slot.push if takes_all and only_rows else None)
 
     @property
     def lanes(self) -> Lanes:
@@ -167,53 +179,39 @@ class ItemTable(Table):
             raise ValueError("nothing to add: the batch has no items")
         return Checked(len(data), data)
 
-    def _for_overwrite(self, rows: Any, extra: Extra | None) -> tuple[int, Any]:
-        """The data of items for `overwrite`."""
-        items = unstack(rows if self._device is None else _moved(rows, self._device), 0)
-        if extra is not None and extra[1] is not None and len(extra[1]) != len(items):
-            raise ValueError(f"{len(extra[1])} items are indexed, {len(items)} given; nothing was written")
-        packed = self.by_slot.packed
-        if packed is not None:
-            new = packed.look(self._with_index(items, extra), single=False)
-            if new is not None:
-                return len(items), new
-        return len(items), self._kept([self.codec.copy(item) for item in items], extra)
-
-    def _as_rows(self, batch: Any, single: bool, time_dim: int, extra: Extra | None) -> NewItemRows | None:
-        """Copies of items as packed rows; None: they, or one of them, must be objects. The first item has the form."""
+    def _as_rows(self, batch: Any, single: bool, time_dim: int, extra: Extra | None) -> _NewRows | None:
+        """Items as packed rows; None: they, or one of them, must be objects. The first item has the form."""
         if not self.codec.packs:
             return None
-        index_key = None if extra is None else extra[0]
+        index_key, index = (None, None) if extra is None else extra
         packed = self.by_slot.packed if self.by_slot else self._form_of(batch, single, time_dim, index_key)
         if packed is None:
             return None
         is_batch = not single and type(batch) is not list
         if is_batch and (time_dim or not (type(batch) is Tensor or has_keys(batch))):
             return None
-        rows = packed.look(batch, single=single, index_key=index_key, batch=is_batch)
-        if rows is not None and extra is not None:
-            rows.set_index(self._index(extra, len(rows)))
-        return rows
+        plan = packed.plan(batch, single, index_key, index)
+        return None if plan is None else _NewRows(packed, plan)
 
-    def _form_of(self, batch: Any, single: bool, time_dim: int, index_key: str | None) -> ItemRows | None:
+    def _form_of(self, batch: Any, single: bool, time_dim: int, index_key: str | None) -> PackedItems | None:
         """Room for rows of the form of the first of some items; None: it must be an object."""
         first = batch
         if not single:
             if type(batch) is list:
                 first = batch[0] if batch else None
-            elif time_dim or not ItemRows.can_hold(batch, batch=True):
+            elif time_dim or not PackedItems.can_hold(batch, batch=True):
                 return None
             else:
                 try:
                     first = unstack(map_outermost(batch, lambda part: part[:1]), 0)[0]
                 except (IndexError, ValueError, RuntimeError):  # a TensorDict without batch: a RuntimeError
                     return None  # which is said when they are taken apart
-        if not ItemRows.can_hold(first):
+        if not PackedItems.can_hold(first):
             return None
         if index_key is not None:
             first = _with_index(first, index_key, torch.zeros((), dtype=torch.int64))
         try:
-            return ItemRows(first, self.max_size)
+            return PackedItems(first, self._lanes)
         except (ValueError, TypeError):
             return None
 
@@ -243,54 +241,78 @@ class ItemTable(Table):
         return self._lanes.next_slots(n) if extra[1] is None else extra[1]
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor:
-        data = checked.data
-        new, by_slot, capacity = data[:most], self.by_slot, self._capacity
-        begins = self._border.begins(by_slot, capacity, by_slot.readable(new), self._form_of_newest())
-        first = self._lanes.next_slot()
-        if type(new) is NewItemRows:
-            by_slot.reserve_rows(new, first, capacity)  # before they count: there may be no memory for them
-        slots = self._lanes.advance(len(new), begins)
-        by_slot.put(new, first, capacity)
+        data, by_slot, capacity = checked.data, self.by_slot, self._capacity
+        if type(data) is _NewRows:
+            slots = self._append_rows(data, most)
+        else:
+            new, first = data[:most], self._lanes.next_slot()
+            begins = self._border.begins(by_slot, capacity, by_slot.readable(new))
+            self._expect_objects()
+            slots = self._lanes.advance(len(new), begins)
+            by_slot.put(new, first)
         if self._sequences:
             for slot in slots.tolist():
                 self._sequences.pop(slot, None)
         return slots
 
-    def _form_of_newest(self) -> Any:
-        """For the border: the same object for all packed rows, which have the same names; None: it is none of these."""
+    def _append_rows(self, new: _NewRows, most: int | None) -> Tensor:
+        by_slot, packed, first = self.by_slot, new.of, self._lanes.next_slot()
+        begins_form = not by_slot
+        if begins_form:
+            by_slot.packed = packed
+        elif by_slot.has_objects and self._border.begins(by_slot, self._capacity, packed.first_items(new.plan)):
+            self._lanes.mark_seam()
+        slots = packed.table.append(new.plan, most)
+        assert isinstance(slots, Tensor)
+        by_slot.put([ROW] * len(slots), first)
+        if begins_form:
+            self._bind()
+        return slots
+
+    def _expect_objects(self) -> None:
+        """Called before an item is kept as an object, perhaps beside rows."""
         by_slot = self.by_slot
-        if by_slot.packed is None or not by_slot:
-            return None
-        return by_slot.packed if list.__getitem__(by_slot, self._lanes.next_slot() - 1) is ROW else None
+        if by_slot.packed is not None and not by_slot.has_objects:
+            by_slot.has_objects = True
+            by_slot.packed.leave_borders()
+            self._bind()
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
-        n, data = self._for_overwrite(items, None if index_key is None else (index_key, slots))
-        if n != len(slots):
-            raise ValueError(f"{len(slots)} items are indexed, {n} given; nothing was written")
-        places = slots.tolist()
-        absent = [slot for slot in places if not 0 <= slot < len(self.by_slot)]
+        new = unstack(items if self._device is None else _moved(items, self._device), 0)
+        if len(new) != len(slots):
+            raise ValueError(f"{len(slots)} items are indexed, {len(new)} given; nothing was written")
+        places, by_slot = slots.tolist(), self.by_slot
+        absent = [slot for slot in places if not 0 <= slot < len(by_slot)]
         if absent:
             raise IndexError(f"index {absent[0]} has not been written; {len(self._lanes)} items are stored")
-        for i, slot in enumerate(places):
-            self.by_slot.put_one(data, i, slot)
+        extra = None if index_key is None else (index_key, slots)
+        rows = self._as_rows(new, False, 0, extra)
+        if rows is not None:
+            rows.of.table.overwrite(slots, rows.plan)
+            by_slot.put_each([ROW] * len(places), places)
+            return
+        objects = self._kept([self.codec.copy(item) for item in new], extra)
+        self._expect_objects()
+        by_slot.put_each(objects, places)
         self._lanes.store.note_edits(slots)
 
     def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
         data, first = checked.data, self._lanes.reserve_sequences(checked.steps)
         chosen, places = rows.tolist(), slots.tolist()
-        new: Any = data
-        if type(data) is NewItemRows:
-            for slot in places:
-                data.reserve_one(slot)
+        new: list[Any]
+        if type(data) is _NewRows:
+            new, write_rows = [ROW] * len(chosen), data.of.table.prepare_overwrite(slots, data.plan, rows, None)
         else:
             # A copy: a single row would keep its whole batch in memory.
-            new = {row: self.codec.copy(data[row]) if self.codec.packs else data[row] for row in chosen}
+            new = [self.codec.copy(data[row]) if self.codec.packs else data[row] for row in chosen]
+            write_rows = functools.partial(self._lanes.store.note_edits, slots)
+            self._expect_objects()
 
         def write() -> None:
-            for row, slot in zip(chosen, places, strict=True):
-                self.by_slot.put_one(new, row, slot)
-                self._sequences[slot] = first + row
-            self._lanes.store.note_edits(slots)
+            self.by_slot.put_each(new, places)
+            self._sequences.update((slot, first + row) for row, slot in zip(chosen, places, strict=True))
+            write_rows()
+            self._bind()
 
         return write
 
@@ -316,6 +338,7 @@ class ItemTable(Table):
         super().clear(reset_count)
         self.by_slot.clear()
         self._sequences.clear()
+        self._bind()
 
     # ---- reading ----
     def read(
@@ -329,7 +352,7 @@ class ItemTable(Table):
         return self._read(slots, sequences)
 
     def _read(self, slots: Tensor, sequences: bool, reuse: bool = False) -> Rows:
-        """As `read`; `reuse` as `ItemRows.pick`."""
+        """As `read`; `reuse` as `PackedItems.pick`."""
         if self._lanes.unused_since_fork:
             self._lanes.join_after_fork()
         with self._lanes.mutex:
@@ -353,14 +376,15 @@ class ItemTable(Table):
         if self._lanes.unused_since_fork:
             self._lanes.join_after_fork()
         with self._lanes.mutex:
-            packed = self.by_slot.packed
-            batch = None if packed is None else packed.gather(self.by_slot, slots, extra)
+            packed, by_slot, batch = self.by_slot.packed, self.by_slot, None
+            if packed is not None and (not by_slot.has_objects or by_slot.are_rows(slots.tolist())):
+                batch = packed.gather(slots, extra)
             if batch is None:
                 return self._read(slots, sequences)
             return Rows(batch, sequences=self._lanes.generations(slots) if sequences else None)
 
     def read_own(self, slots: Tensor, sequences: bool, reuse: bool) -> Rows:
-        """As `read`, for a caller who may change the items. `reuse` as `ItemRows.pick`."""
+        """As `read`, for a caller who may change the items. `reuse` as `PackedItems.pick`."""
         with self._lanes.mutex:
             return self.own(self._read(slots, sequences, reuse), slots)
 
@@ -375,9 +399,9 @@ class ItemTable(Table):
             return rows
         if rows.absent is not None:
             return rows._replace(batch=[copy(item) for item in rows.batch])
-        stored = list(map(functools.partial(list.__getitem__, self.by_slot), slots.tolist()))
-        if all(map(operator.is_, stored, itertools.repeat(ROW))):
+        if self.by_slot.packed is not None and not self.by_slot.has_objects:
             return rows
+        stored = self.by_slot.stored(slots.tolist())
         pairs = zip(rows.batch, stored, strict=True)
         return rows._replace(batch=[item if held is ROW else copy(item) for item, held in pairs])
 
@@ -391,8 +415,9 @@ class ItemTable(Table):
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         """As `Table.column`. KeyError: one of the items has no such leaf."""
-        if self.by_slot.packed is not None:
-            leaf = get_entry(self.by_slot.packed.gather(self.by_slot, slots, None), path)
+        packed, by_slot = self.by_slot.packed, self.by_slot
+        if packed is not None and (not by_slot.has_objects or by_slot.are_rows(slots.tolist())):
+            leaf = get_entry(packed.gather(slots, None), path)
             if type(leaf) is Tensor:
                 return leaf
         values = [get_entry(self.by_slot[slot], path) for slot in slots.tolist()]
@@ -436,31 +461,32 @@ class ItemTable(Table):
         own = {(base + i) % capacity: sequence for i, sequence in enumerate(sequences) if sequence}
         self._take_over(by_slot, packed, own, lane, shift)
 
-    def _all_as_rows(self, items: list[Any]) -> ItemRows | None:
+    def _all_as_rows(self, items: list[Any]) -> PackedItems | None:
         """Rows of these items, in the slots from 0 on; None: not all of them have one form."""
         if not (self.codec.packs and items):
             return None
         packed = self._form_of(items, False, 0, None)
-        rows = None if packed is None else packed.look(items, single=False)
-        if rows is None:
-            return None
-        rows.put(0, len(rows))
-        return packed
+        return packed if packed is not None and packed.hold(items) else None
 
     def _take_over(
-        self, by_slot: list[Any], packed: ItemRows | None, sequences: dict[int, int], lane: dict[str, Any], shift: int
+        self,
+        by_slot: list[Any],
+        packed: PackedItems | None,
+        sequences: dict[int, int],
+        lane: dict[str, Any],
+        shift: int,
     ) -> None:
         """Puts items in the place of all others; `lane` counts them, each sequence `shift` more than from now on."""
         store, base, published = self._lanes.store, lane["base"] - shift, lane["published"] - shift
         self._lanes.hold()  # as the writer of what is loaded: trajectories go on
         store.begin_restore()
-        self.by_slot.packed = packed
-        self.by_slot[:] = by_slot
+        self.by_slot.take_over(by_slot, packed)
         self._sequences.clear()
         self._sequences.update(sequences)
         store.set_seams(0, base, published, [seam - shift for seam in lane["seams"] if seam > lane["base"]])
         self._lanes.restore_lane(0, lane, shift)
         store.end_restore()
+        self._bind()
 
     def restore_point(self) -> Callable[[], None]:
         """A function that puts everything back as it is now.
@@ -495,16 +521,30 @@ class _Batch:
         return self.td[(slot - self.first) % self.capacity]
 
 
+class _NewRows:
+    """Items that are about to be stored as rows."""
+
+    __slots__ = ("of", "plan")
+
+    def __init__(self, of: PackedItems, plan: _native.Plan) -> None:
+        self.of, self.plan = of, plan
+
+    def __len__(self) -> int:
+        return self.plan.steps
+
+
 class _ItemList(CopiedAsPlain, list[Any]):
     """Items by slot; rows, those of a batch and what a codec kept become objects when somebody reads them."""
 
     _plain: ClassVar[Any] = list
-    #: Where the items are that are rows, in whose places the list has `ROW`.
-    packed: ItemRows | None = None
 
-    def __init__(self, codec: ItemCodec) -> None:
+    def __init__(self, codec: ItemCodec, capacity: int) -> None:
         super().__init__()
-        self._read, self._nbytes = codec.read, codec.nbytes
+        #: Where the items are that are rows, in whose places the list has `ROW`.
+        self.packed: PackedItems | None = None
+        #: Whether there may be items that are no rows beside those.
+        self.has_objects = False
+        self._read, self._nbytes, self._capacity = codec.read, codec.nbytes, capacity
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -531,34 +571,52 @@ class _ItemList(CopiedAsPlain, list[Any]):
 
     def clear(self) -> None:
         super().clear()
-        self.packed = None
+        self.packed, self.has_objects = None, False
+
+    def take_over(self, items: list[Any], packed: PackedItems | None) -> None:
+        """Has these instead of all others."""
+        self[:] = items
+        self.packed = packed
+        self.has_objects = packed is not None and not self.are_rows(range(len(items)))
+
+    def stored(self, slots: Iterable[int]) -> Iterator[Any]:
+        """What the list has in these slots, unread."""
+        return map(super().__getitem__, slots)
+
+    def are_rows(self, slots: Iterable[int]) -> bool:
+        """Whether the items in these slots, if there are any, are rows."""
+        n = len(self)
+        return all(map(operator.is_, self.stored(slot for slot in slots if 0 <= slot < n), itertools.repeat(ROW)))
 
     def readable(self, new: Any) -> Any:
         """New items as somebody reads them: of what a codec kept the first two, at which a border looks."""
         return new if self._read is None else [self._read(item) for item in new[:2]]
 
     def at(self, slots: Iterable[int], reuse: bool = False) -> list[Any]:
-        """The items in these slots; `reuse` as `ItemRows.pick`."""
+        """The items in these slots; `reuse` as `PackedItems.pick`."""
         packed = self.packed
-        items = list(map(super().__getitem__, slots)) if packed is None else packed.pick(self, list(slots), reuse)
+        items = list(self.stored(slots)) if packed is None else packed.pick(self, list(slots), reuse)
         if self._read is not None:
             return [self._read(item) for item in items]
         return [self[slot] for slot in slots] if _Batch in map(type, items) else items
 
-    def reserve_rows(self, rows: NewItemRows, first: int, capacity: int) -> None:
-        """Takes all memory that `put` needs."""
-        if not self:
-            self.packed = rows.of
-        rows.reserve(first, capacity)
+    def push(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> Tensor | int | None:
+        """As `RowTable.push`, of items of the form of the rows."""
+        packed = self.packed
+        if packed is None or (time_dim > 0 and type(items) is not list):
+            return None
+        slots = packed.push(items, batch_dims == 0, index_key)
+        if slots is not None and len(self) < self._capacity:
+            n = 1 if isinstance(slots, int) else slots.numel()
+            self += [ROW] * min(n, self._capacity - len(self))
+        return slots
 
-    def put(self, new: Any, first: int, capacity: int) -> None:
+    def put(self, new: Any, first: int) -> None:
         """Puts new items in the slots from `first` on, round a ring; of more than fit the last ones stay."""
+        capacity = self._capacity
         skipped = max(0, len(new) - capacity)
         n, start = len(new) - skipped, (first + skipped) % capacity
-        if type(new) is NewItemRows:
-            new.put(first, capacity)
-            kept = [ROW] * n
-        elif type(new) is _Batch:
+        if type(new) is _Batch:
             kept = [_Batch(new.td[skipped:] if skipped else new.td, start, capacity)] * n
         else:
             kept = new[skipped:]
@@ -566,19 +624,16 @@ class _ItemList(CopiedAsPlain, list[Any]):
         self[: n - until_end] = kept[until_end:]  # first: a longer batch fills all slots of a new list
         self[start : start + until_end] = kept[:until_end]
 
-    def put_one(self, new: Any, i: int, slot: int) -> None:
-        """Puts one of some new items in the place of another."""
-        if type(new) is NewItemRows:
-            new.put_one(i, slot)
-            self[slot] = ROW
-        else:
-            self[slot] = new[i]
+    def put_each(self, new: list[Any], slots: list[int]) -> None:
+        """Puts new items in the places of others."""
+        for item, slot in zip(new, slots, strict=True):
+            self[slot] = item
 
     @property
     def nbytes(self) -> int:
         """The bytes of the items' tensors, or of what a codec kept."""
         stored, batches = 0, dict[int, list[Any]]()
-        row_bytes = 0 if self.packed is None else self.packed.rows.item_bytes
+        row_bytes = 0 if self.packed is None else sum(leaf.nbytes for leaf in self.packed.layout.leaves)
         for item in super().__iter__():
             if type(item) is _Batch:
                 batches.setdefault(id(item), [item, 0])[1] += 1
@@ -587,6 +642,173 @@ class _ItemList(CopiedAsPlain, list[Any]):
         for batch, rows in batches.values():
             stored += count_bytes(batch.td) // len(batch) * rows
         return int(stored)
+
+
+class PackedItems:
+    """Items of one form as packed rows: copied in, and built anew whenever they are read.
+
+    Args:
+        item: has the form.
+        lanes: count the items.
+
+    Raises:
+        ValueError: no item of this form can be built again from a row (`can_hold`).
+    """
+
+    def __init__(self, item: Any, lanes: Lanes) -> None:
+        if not self.can_hold(item):
+            raise ValueError(f"a {type(item).__name__} of this form stays an object")
+        self._cls = None if type(item) in (Tensor, TensorDict, dict) else type(item)
+        self._has_keys = self._cls is None and type(item) is not Tensor
+        item = item if self._cls is None else item._tensordict
+        self.layout = RowLayout.of(item, 0)
+        if not self.layout.plain:
+            raise ValueError("this tensordict builds its objects otherwise: all items stay objects")
+        self._lanes, self._codec = lanes, self.layout.codec_for(_device(item))
+        self._store = lanes.store.with_growing_rows(self.layout.payload_bytes)
+        self.table = RowTable(lanes, self.layout, mapped=False, store=self._store, codec=self._codec)
+        self._reader = _native.ItemReader(self._store, self._codec, ROW)
+        self._index_leaves: dict[str | None, int | None] = {None: None}
+
+    @staticmethod
+    def can_hold(item: Any, *, batch: bool = False) -> bool:
+        """Whether items of this form can be rows: plain CPU tensors, and TensorDicts, tensorclasses and dicts of them.
+
+        Their dimensions have no names; that of a `batch` of them may have one.
+        """
+        devices = set[Any]()
+        if type(item) not in (Tensor, TensorDict, dict):
+            if not is_tensorclass(item) or type(item._tensordict) is not TensorDict or item._non_tensordict:
+                return False
+            item = item._tensordict
+        return _is_plain(item, devices, int(batch)) == _TENSORS and len(devices) <= 1
+
+    # ---- in ----
+    def plan(
+        self, items: Any, single: bool, index_key: str | None = None, index: Tensor | None = None
+    ) -> _native.Plan | None:
+        """The rows of a list of items, of one (`single`), or of a batch of them; None: one is of another form.
+
+        With `index_key` the items store their own index there: `index` (int64 [n]), or the one that `append` gives.
+        """
+        own = self._index_leaf(index_key)
+        if own == _NO_INDEX:
+            return None
+        batch = not single and type(items) is not list
+        if self._cls is not None:
+            each = [items] if single or batch else items
+            if not all(type(item) is self._cls and not item._non_tensordict for item in each):
+                return None
+            items = items._tensordict if single or batch else [item._tensordict for item in items]
+        return _native.plan_items(self._store, self._codec, 0, [items] if single else items, batch, own, index)
+
+    def push(self, items: Any, single: bool, index_key: str | None) -> Tensor | int | None:
+        """`plan` and `append` in one native call; None: nothing was written."""
+        own = self._index_leaf(index_key)
+        if own == _NO_INDEX or self._cls is not None:
+            return None
+        batch = type(items) is not list
+        return _native.push_items(self._store, self._codec, self._lanes.hold(), items, single, batch, own)
+
+    def _index_leaf(self, key: str | None) -> int | None:
+        """The number of the leaf for the items' own index; None: they have none, `_NO_INDEX`: no place for it."""
+        try:
+            return self._index_leaves[key]
+        except KeyError:
+            pass
+        fields = () if self._cls is None else [field.name for field in dataclasses.fields(self._cls)]
+        own = None
+        if self._has_keys or key in fields:  # others store no index
+            own = next((k for k, leaf in enumerate(self.layout.leaves) if leaf.path == (key,)), _NO_INDEX)
+            if own != _NO_INDEX and not self._codec.holds_index(own):
+                own = _NO_INDEX
+        self._index_leaves[key] = own
+        return own
+
+    def hold(self, items: list[Any]) -> bool:
+        """Puts items, which nobody has counted yet, in the slots from 0 on; False: one of them is of another form."""
+        for start in range(0, len(items), _ITEMS_AT_ONCE):
+            plan = self.plan(items[start : start + _ITEMS_AT_ONCE], single=False)
+            if plan is None:
+                return False
+            self._store.put(0, start, _native.pack(plan, self.layout.payload_bytes).numpy()[None])
+        return True
+
+    def leave_borders(self) -> None:
+        """Puts no seams any more: objects come between the rows, whose borders an `ItemBorder` knows."""
+        self._store.set_border(self._codec, [], [], False, None)
+
+    # ---- out ----
+    def gather(self, slots: Tensor, extra: dict[str, Any] | None) -> Any:
+        """The rows in these slots (int64 [n]) as one new batch, with these entries if they are no tensorclass.
+
+        None: one of the slots holds nothing.
+        """
+        if self._cls is not None:
+            extra = None  # a class may have no such fields
+        elif extra and self.layout.within:
+            extra = {key: repeat_per_step(value, 1, self.layout.within) for key, value in extra.items()}
+        batch, _, absent, _ = self._store.gather(self._codec, slots, None, extra)
+        return None if absent else batch if self._cls is None else self._outside(batch)
+
+    def item(self, slot: int) -> Any:
+        """A new item of the row in a slot."""
+        return self._outside(self._reader.item(slot))
+
+    def first_items(self, plan: _native.Plan) -> list[Any]:
+        """The first two of some items, as new ones."""
+        rows: Any = _native.pack(plan, self.layout.payload_bytes)[:2]
+        batch = self._outside(_native.unpack(self._codec, rows))
+        return [map_outermost(batch, operator.itemgetter(i)) for i in range(len(rows))]
+
+    def pick(self, items: list[Any], slots: list[int], reuse: bool = False) -> list[Any]:
+        """What a list has in these slots, rows as new items.
+
+        With `reuse` small items may have tensors of earlier ones that nobody has any more (`why_not_reusable`).
+        """
+        picked = self._reader.pick(items, slots, reuse)
+        if self._cls is None:
+            return picked
+        stored = list.__getitem__
+        pairs = zip(slots, picked, strict=True)
+        return [self._outside(item) if stored(items, slot) is ROW else item for slot, item in pairs]
+
+    def _outside(self, built: Any) -> Any:
+        return built if self._cls is None else self._cls._from_tensordict(built)
+
+
+_NO_INDEX = -1
+_ITEMS_AT_ONCE = 1024  # that a load packs
+_TENSORS, _NO_TENSORS, _OTHERS = 1, 0, -1
+
+
+def _is_plain(value: Any, devices: set[Any], lead: int) -> int:
+    """Whether an entry consists of tensors that rows can hold, of none, or of others; and its TensorDicts' devices.
+
+    Dimensions after the first `lead` have no names.
+    """
+    kind = type(value)
+    if kind is Tensor:
+        is_plain = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
+        return _TENSORS if is_plain and not value.is_nested else _OTHERS
+    if kind is TensorDict:
+        if any(name is not None for name in (value._td_dim_names or ())[lead:]):
+            return _OTHERS
+        devices.add(_device(value))
+        value = value._tensordict
+    elif kind is not dict:
+        return _OTHERS
+    kinds = {_is_plain(entry, devices, lead) for entry in value.values()}
+    if _OTHERS in kinds or not all(type(key) is str for key in value):
+        return _OTHERS
+    return _TENSORS if _TENSORS in kinds else _NO_TENSORS
+
+
+def _device(item: Any) -> Any:
+    """The device of an item's TensorDicts, all of which have the same; None: they have none."""
+    if type(item) is dict:
+        return next((d for d in map(_device, item.values()) if d is not None), None)
+    return item._device if type(item) is TensorDict else None
 
 
 def _moved(items: Any, device: torch.device) -> Any:

@@ -49,6 +49,10 @@ class NativeRows:
         self.bind_source(table)
         self.table, self.push = table if self._reads else None, push if self._appends else None
 
+    def bind_push(self, push: Any) -> None:
+        """Appends by `push`; rows are read by the methods of the storage."""
+        self.source, self.push, self.table = None, push if self._appends else None, None
+
     def bind_source(self, table: RowTable) -> None:
         """Uses a table of which only whole batches are read."""
         self.source, self.push, self.table = table.source if self._reads else None, None, None
@@ -63,13 +67,25 @@ class NativeRows:
 
 
 class RowTable:
-    """Packed rows: the bytes of each step next to each other."""
+    """Packed rows: the bytes of each step next to each other.
 
-    def __init__(self, lanes: Lanes, layout: RowLayout, mapped: bool) -> None:
+    Args:
+        store: holds the rows, where it is another one than that of the lanes (`Store.with_growing_rows`).
+        codec: of other batches with this layout than `layout.codec` makes.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        layout: RowLayout,
+        mapped: bool,
+        store: _native.Store | None = None,
+        codec: _native.Codec | None = None,
+    ) -> None:
         self.lanes = lanes
-        self._store = lanes.store
+        self._store = lanes.store if store is None else store
         self.layout = layout
-        self._codec = layout.codec
+        self._codec = layout.codec if codec is None else codec
         self.mapped = mapped
         self._fast = layout.plain
         self._index_leaves: dict[str, int | None] = {}
@@ -80,7 +96,7 @@ class RowTable:
             lanes.own_sequences = functools.partial(_own_sequences, self._store, layout.sequence_offset)
         #: What native calls read whole batches from; None: not all of a batch's form is made by them.
         self.source = None
-        if self._fast and not layout.within:
+        if self._fast and not layout.within and store is None:
             self.source = _native.RowSource(self._store, self._codec, mapped)
 
     @property
@@ -185,8 +201,13 @@ class RowTable:
     def overwrite(self, slots: Tensor, plan: _native.Plan) -> None:
         self._store.overwrite(slots, plan, None)
 
-    def prepare_overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor, first: int) -> Callable[[], None]:
-        """As `MadeTable.prepare_overwrite`; what is returned takes no memory. The rows may come until then."""
+    def prepare_overwrite(
+        self, slots: Tensor, plan: _native.Plan, rows: Tensor, first: int | None
+    ) -> Callable[[], None]:
+        """As `MadeTable.prepare_overwrite`; what is returned takes no memory. The rows may come until then.
+
+        With `first=None` the rows carry no sequence.
+        """
         return self._store.prepare_overwrite(slots, plan, rows, first).write
 
     def with_sequences(self) -> RowTable:

@@ -26,8 +26,8 @@ from engram.data import (
     TensorDictReplayBuffer,
 )
 from engram.pytree import is_tensorclass
-from engram.store.item_rows import ROW, ItemRows
-from engram.store.items import COPIES
+from engram.store.items import COPIES, ROW, PackedItems
+from engram.store.lanes import Lanes
 
 CAPACITY = 40
 
@@ -365,38 +365,77 @@ def test_a_child_with_a_read_of_its_own_is_asked() -> None:
 
 
 def test_bad_arguments_of_the_native_rows_are_errors() -> None:
-    rows, other = ItemRows({"a": torch.zeros(2)}, 10), ItemRows({"a": torch.zeros(50)}, 10)
-    new, wide = rows.look([{"a": torch.ones(2)}] * 3, single=False), other.look([{"a": torch.ones(50)}], single=False)
-    native = rows.rows
-    assert new is not None and wide is not None
-    new.put(8, 10)
+    rows, other = (PackedItems({"a": torch.zeros(n)}, Lanes.in_memory(10)) for n in (2, 50))
+    plan, wide = rows.plan([{"a": torch.ones(2)}] * 3, single=False), other.plan({"a": torch.ones(50)}, single=True)
+    assert plan is not None and wide is not None
+    store, codec, counts = rows._store, rows._codec, rows._lanes.store
+    reader = _native.ItemReader(store, codec, ROW)
+    given, index = [{"a": torch.ones(2)}], Indexed(torch.zeros(2), torch.zeros((), dtype=torch.int64), batch_size=[])
+    own = PackedItems(index._tensordict, Lanes.in_memory(10))
+    rows.table.append(plan)
     for error, call in (
-        (IndexError, lambda: native.item(5000)),
-        (IndexError, lambda: native.item(1 << 60)),
-        (IndexError, lambda: native.put(new._rows, 1, 3, 0, 10)),
-        (IndexError, lambda: native.put(new._rows, 4, 0, 0, 10)),
-        (IndexError, lambda: native.put(new._rows, 0, 3, 10, 10)),
-        (IndexError, lambda: native.put(new._rows, 0, 3, 0, 2)),
-        (IndexError, lambda: native.put(new._rows, 0, 3, 0, 1 << 60)),
-        (MemoryError, lambda: native.put(new._rows, 0, 3, (1 << 56) - 5, 1 << 56)),
-        (ValueError, lambda: native.put(wide._rows, 0, 1, 0, 10)),
-        (IndexError, lambda: native.new_item(new._rows, 3)),
-        (ValueError, lambda: native.new_item(wide._rows, 0)),
-        (ValueError, lambda: native.look([{"a": torch.zeros(2)}], False, 0)),
-        (ValueError, lambda: native.look([{"a": torch.zeros(2)}], False, 9)),
-        (ValueError, lambda: native.set_index(new._rows, 0, torch.arange(3))),
-        (IndexError, lambda: native.pick([ROW], [1])),
-        (IndexError, lambda: native.pick([ROW] * 6000, [5999])),
-        (IndexError, lambda: native.gather([ROW] * 6000, torch.tensor([5999]))),
-        (TypeError, lambda: native.gather([ROW], torch.tensor([0.5]))),
-        (ValueError, lambda: ItemRows([torch.zeros(2)], 10)),
-        (ValueError, lambda: _native.ItemRows(_with_sequence(), ROW)),
+        (IndexError, lambda: reader.item(5000)),
+        (IndexError, lambda: reader.item(1 << 60)),
+        (IndexError, lambda: reader.pick([ROW], [1])),
+        (IndexError, lambda: reader.pick([ROW] * 6000, [5999])),
+        (IndexError, lambda: store.gather(codec, torch.tensor([10]))),
+        (IndexError, lambda: store.gather(codec, torch.tensor([-1]))),
+        (TypeError, lambda: store.gather(codec, torch.tensor([0.5]))),
+        (ValueError, lambda: store.append(0, wide)),
+        (IndexError, lambda: store.overwrite(torch.tensor([10, 0, 1]), plan)),
+        (IndexError, lambda: store.overwrite(torch.tensor([3, 4, 5]), plan)),
+        (ValueError, lambda: store.overwrite(torch.tensor([0]), wide)),
+        (ValueError, lambda: store.put(0, 0, np.zeros((1, 11, 8), np.uint8))),
+        (ValueError, lambda: store.put(0, 0, np.zeros((1, 3, 9), np.uint8))),
+        (ValueError, lambda: store.begin_save()),
+        (ValueError, lambda: store.widened(16, 8, b"", [])),
+        (ValueError, lambda: store.with_growing_rows(8)),
+        (ValueError, lambda: counts.with_growing_rows(0)),
+        (ValueError, lambda: counts.with_growing_rows(1 << 47)),
+        (ValueError, lambda: Lanes.in_memory(10, envs=2).store.with_growing_rows(8)),
+        (ValueError, lambda: _native.plan_items(counts, codec, 0, given, False)),
+        (ValueError, lambda: _native.plan_items(store, codec, 0, given, False, 0)),
+        (ValueError, lambda: _native.plan_items(store, codec, 0, given, False, 9)),
+        (IndexError, lambda: _native.plan_items(store, codec, 1, given, False)),
+        (ValueError, lambda: own.plan(index._tensordict, True, "index", torch.arange(2))),
+        (TypeError, lambda: own.plan(index._tensordict, True, "index", torch.zeros(1))),
+        (ValueError, lambda: _native.push_items(counts, codec, 0, given, False, False)),
+        (ValueError, lambda: _native.push_items(store, codec, 0, given, False, False, 0)),
+        (IndexError, lambda: _native.push_items(store, codec, 1, given, False, False)),
+        (ValueError, lambda: _native.ItemReader(counts, codec, ROW)),
+        (ValueError, lambda: _native.ItemReader(store, other._codec, ROW)),
+        (ValueError, lambda: PackedItems([torch.zeros(2)], Lanes.in_memory(10))),
+        (ValueError, lambda: _native.push_items(store, _with_sequence(), 0, given, False, False)),
     ):
         with pytest.raises(error):
             call()
-    assert native.gather([ROW], torch.tensor([-1])) is None and native.gather([ROW], torch.tensor([1])) is None
-    assert native.item(9)["a"].tolist() == [1.0, 1.0]
+    assert store.gather(codec, torch.tensor([9]))[2] == [0] and rows.gather(torch.tensor([1, 9]), None) is None
+    for items in ([], None, [1], [{"a": torch.zeros(3)}], {"a": torch.zeros(0, 2)}):
+        assert _native.push_items(store, codec, 0, items, False, isinstance(items, dict)) is None
+    assert reader.item(2)["a"].tolist() == [1.0, 1.0] and len(rows._lanes) == 3
 
 
 def _with_sequence() -> Any:
-    return ItemRows({"a": torch.zeros(2)}, 10).layout.with_sequence().codec
+    return PackedItems({"a": torch.zeros(0)}, Lanes.in_memory(10)).layout.with_sequence().codec
+
+
+def test_rows_without_a_limit_take_memory_as_they_are_written() -> None:
+    rb = ReplayBuffer(storage=ListStorage(), batch_size=4)
+    for first in range(0, 40_000, 500):
+        rb.extend([{"a": torch.full((3,), i), "b": torch.tensor(-i)} for i in range(first, first + 500)])
+    assert packed(rb.storage) == len(rb) == 40_000
+    store = rb.storage._held_table.by_slot.packed._store
+    assert rb.storage.nbytes == 40_000 * 32 and 40_000 <= store.room < 100_000
+    assert all(rb[i]["a"].tolist() == [i] * 3 and rb[i]["b"] == -i for i in (0, 1, 499, 500, 20_000, 39_999))
+    with pytest.raises(IndexError):
+        rb[40_000]
+
+
+def test_objects_between_rows_are_no_rows_wherever_they_are() -> None:
+    rb = ReplayBuffer(storage=ListStorage(5000), collate_fn=lambda items: items)
+    rb.add({"a": torch.zeros(1)})
+    rb.extend([str(i) for i in range(4000)])
+    rb.add({"a": torch.ones(1)})
+    assert packed(rb.storage) == 2 and rb[4001] == {"a": torch.ones(1)} and rb[3000] == "2999"
+    rb[2000] = {"a": torch.full((1,), 2.0)}
+    assert rb[2000] == {"a": torch.full((1,), 2.0)} and packed(rb.storage) == 3
