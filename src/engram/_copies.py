@@ -162,6 +162,12 @@ def _reduce_by_state(check: Callable[[Any], None], part: Any) -> Any:
     return object.__reduce_ex__(part, 4)
 
 
+def refuse_what_stays(part: Any) -> None:
+    """RuntimeError for a part of a buffer that must not be sent to another process: one with a reason to stay here."""
+    if part.stays_here is not None:
+        raise RuntimeError(part.stays_here)
+
+
 def is_passing_fds() -> bool:
     """Whether this thread pickles or unpickles inside `passing_fds`."""
     return _passing.fds is not None

@@ -318,17 +318,11 @@ class LazyTable(Table):
         return np.ndim(value) == env_dims + len(leaf.shape)
 
     # ---- reading ----
-    def read(
-        self,
-        slots: Tensor,
-        shape: tuple[int, ...] | None = None,
-        extra: dict[str, Any] | None = None,
-        sequences: bool = False,
-    ) -> Rows:
+    def read(self, slots: Tensor, *how: Any) -> Rows:
         """As `MadeTable.read`, which stands in its place when the table is made."""
         if self.lanes is None or self.made is None:
             raise IndexError("nothing has been written to this storage yet")
-        return self.made.read(slots, shape, extra, sequences)
+        return self.made.read(slots, *how)
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         leaves = () if self.made is None else self.made.layout.leaves
@@ -476,15 +470,9 @@ class ObservedTable(LazyTable):
         else:
             self.native.unbind()
 
-    def read(
-        self,
-        slots: Tensor,
-        shape: tuple[int, ...] | None = None,
-        extra: dict[str, Any] | None = None,
-        sequences: bool = False,
-    ) -> Rows:
+    def read(self, slots: Tensor, *how: Any) -> Rows:
         read = super().read
-        return self.validated(lambda: read(slots, shape, extra, sequences))
+        return self.validated(lambda: read(slots, *how))
 
     def view(self) -> Any:
         """A copy of all rows, written or not: torch has no views of read-only memory."""

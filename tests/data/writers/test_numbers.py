@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -528,14 +529,14 @@ def _copies_without_counters(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Path], None]]] = {
-    "sequences in batches": (_shows_sequences, lambda path: test_row_numbers_are_in_no_batch("memory", path)),
+    "sequences in batches": (_shows_sequences, lambda path: unwrap(test_row_numbers_are_in_no_batch)("memory", path)),
     "sequences in what is exported": (
         _is_a_key, lambda path: test_row_numbers_are_not_exported("memory", path)
     ),
     "sequences that loads does not fill": (
         _fills_nothing,
-        lambda path: TestRowsThatCarryNone().test_loaded_into_a_storage_of_this_writer_they_carry_theirs(
-            "memory", False, path
+        lambda path: unwrap(TestRowsThatCarryNone.test_loaded_into_a_storage_of_this_writer_they_carry_theirs)(
+            TestRowsThatCarryNone(), "memory", False, path
         ),
     ),
     "sequences that are lost by a change in place": (

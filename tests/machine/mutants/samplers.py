@@ -12,13 +12,13 @@ from engram.data import (
     PrioritizedSliceSampler,
     RandomSampler,
     SamplerWithoutReplacement,
-    SequenceSampler,
     SliceSampler,
     SliceSamplerWithoutReplacement,
     Storage,
 )
 from engram.data.replay_buffers.reading import reader
 from engram.data.replay_buffers.samplers.epochs import RowEpochs
+from engram.data.replay_buffers.samplers.runs import RunRule
 from engram.pytree import get_entry
 from machine.mutants.base import Mutant, around
 
@@ -37,6 +37,16 @@ def never_the_newest(sample: Any, sampler: Any, storage: Storage, n: int) -> Any
 def one_further(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
     slots, info = sample()
     return (slots + 1) % storage.max_size, info
+
+
+def of_runs(changed: Any) -> Any:
+    """The same change of what a sampler of runs draws: a plan, slots and info."""
+
+    def change(draw: Any, sampler: Any, storage: Storage, n: int) -> Any:
+        plan, slots, info = draw()
+        return plan, *changed(lambda: (slots, info), sampler, storage, n)
+
+    return change
 
 
 def repeats_its_first(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
@@ -109,22 +119,22 @@ PRIORITY_MUTANTS = {
         around(PrioritizedSampler, "sample", newest_has_half), sampler="priorities as they are"
     ),
     "slices with the weights of their neighbours": Mutant(
-        around(PrioritizedSliceSampler, "_sample_rows", weights_of_the_neighbour), sampler="slices by priority"
+        around(PrioritizedSliceSampler, "_draw_runs", of_runs(weights_of_the_neighbour)), sampler="slices by priority"
     ),
     "slices by priority that start one further": Mutant(
-        around(PrioritizedSliceSampler, "_sample_rows", one_further), sampler="short slices by priority"
+        around(PrioritizedSliceSampler, "_draw_runs", of_runs(one_further)), sampler="short slices by priority"
     ),
 }
 
 
 # ---- slices that are wrong by one ----
-def only_longer_ones(rule: Any, sampler: Any, length: int) -> Any:
+def only_longer_ones(native: Any, rule: RunRule, length: int) -> Any:
     """A trajectory of exactly a slice's length is left out; short ones that are one step long, too."""
-    before, after = (length - 1 if cut else 0 for cut in sampler.span)
-    return _native.SliceRule(length, length + 1 if sampler.strict_length else 2, before, after)
+    before, after = (length - 1 if cut else 0 for cut in rule.span)
+    return _native.SliceRule(length, length + 1 if rule.strict_length else 2, before, after)
 
 
-def one_window_fewer(rule: Any, sampler: Any, length: int) -> Any:
+def one_window_fewer(native: Any, rule: RunRule, length: int) -> Any:
     return _native.SliceRule(length, 1, length - 2, length - 1)
 
 
@@ -155,42 +165,40 @@ def leaves_one_out(slices: Any, sampler: Any, *args: Any) -> Any:
     return drawn
 
 
-def burns_in_one_row_more(rule: Any, sampler: Any, length: int) -> Any:
-    return _native.SliceRule(length, rule(length).min_length, before=sampler.burn_in + 1, pad=True)
+def burns_in_one_row_more(native: Any, rule: RunRule, length: int) -> Any:
+    return _native.SliceRule(length, native(length).min_length, before=rule.burn_in + 1, pad=True)
 
 
-def by_trajectory(rule: Any, sampler: Any, length: int) -> Any:
+def by_trajectory(native: Any, rule: RunRule, length: int) -> Any:
     """The weight is not heard of."""
     return _native.SliceRule(length, length)
 
 
-def last_steps_start_nothing(rule: Any, sampler: Any, length: int) -> Any:
+def last_steps_start_nothing(native: Any, rule: RunRule, length: int) -> Any:
     return _native.SliceRule(length, 2, after=length - 2, by_window=True)
 
 
-def one_window_fewer_by_step(rule: Any, sampler: Any, length: int) -> Any:
+def one_window_fewer_by_step(native: Any, rule: RunRule, length: int) -> Any:
     return _native.SliceRule(length, 1, length - 2, length - 1, by_window=True)
 
 
-def one_step_later(rule: Any, sampler: Any, length: int) -> Any:
+def one_step_later(native: Any, rule: RunRule, length: int) -> Any:
     return _native.SliceRule(length, 1, length - 2, 1, pad=True, by_window=True)
 
 
-def one_step_longer(rule: Any, sampler: Any, length: int) -> Any:
-    return _native.SliceRule(length, rule(length).min_length + 1, length - 1, pad=True, by_window=True)
+def one_step_longer(native: Any, rule: RunRule, length: int) -> Any:
+    return _native.SliceRule(length, native(length).min_length + 1, length - 1, pad=True, by_window=True)
 
 
 SLICE_MUTANTS = {
     "slices one further, so over a trajectory's end": Mutant(
-        around(SliceSampler, "_sample_rows", one_further), sampler="slices"
+        around(SliceSampler, "_draw_runs", of_runs(one_further)), sampler="slices"
     ),
     "slices of trajectories that are longer than a slice": Mutant(
-        around(SliceSampler, "_rule", only_longer_ones), sampler="slices by id"
+        around(RunRule, "native", only_longer_ones), sampler="slices by id"
     ),
-    "short slices of two steps at least": Mutant(
-        around(SliceSampler, "_rule", only_longer_ones), sampler="short slices"
-    ),
-    "spans that miss one window": Mutant(around(SliceSampler, "_rule", one_window_fewer), sampler="spans"),
+    "short slices of two steps at least": Mutant(around(RunRule, "native", only_longer_ones), sampler="short slices"),
+    "spans that miss one window": Mutant(around(RunRule, "native", one_window_fewer), sampler="spans"),
     "slices that mark the step before their last": Mutant(
         around(reader, "mark", marks_the_step_before), sampler="two slices"
     ),
@@ -201,21 +209,21 @@ SLICE_MUTANTS = {
         around(SliceSamplerWithoutReplacement, "_slices", leaves_one_out), sampler="slices in order"
     ),
     "sequences with one row of burn-in more": Mutant(
-        around(SequenceSampler, "_rule", burns_in_one_row_more), sampler="sequences"
+        around(RunRule, "native", burns_in_one_row_more), sampler="sequences"
     ),
     "slices by step that weigh trajectories": Mutant(
-        around(SliceSampler, "_rule", by_trajectory), sampler="slices by step"
+        around(RunRule, "native", by_trajectory), sampler="slices by step"
     ),
     "slices by step that no last step starts": Mutant(
-        around(SliceSampler, "_rule", last_steps_start_nothing), sampler="short slices by step"
+        around(RunRule, "native", last_steps_start_nothing), sampler="short slices by step"
     ),
     "spans by step that miss one window": Mutant(
-        around(SliceSampler, "_rule", one_window_fewer_by_step), sampler="spans by step"
+        around(RunRule, "native", one_window_fewer_by_step), sampler="spans by step"
     ),
     "sequences by step that end one step later": Mutant(
-        around(SequenceSampler, "_rule", one_step_later), sampler="sequences by step"
+        around(RunRule, "native", one_step_later), sampler="sequences by step"
     ),
     "sequences by step of trajectories that are longer than what is trained on": Mutant(
-        around(SequenceSampler, "_rule", one_step_longer), sampler="long sequences by step"
+        around(RunRule, "native", one_step_longer), sampler="long sequences by step"
     ),
 }

@@ -22,7 +22,7 @@ from typing_extensions import Self, TypedDict, TypeVar, Unpack
 from engram._advice import advised
 from engram._arguments import BUILT_IN
 from engram._checks import is_integer
-from engram._copies import LEFT_OUT, Computed, CopyForm, MadeFromParts, PartlyCopied, pickle_by_state
+from engram._copies import LEFT_OUT, Computed, CopyForm, MadeFromParts, PartlyCopied, pickle_by_state, refuse_what_stays
 from engram._generator import Generator, is_state
 from engram._system import set_state, state_of
 from engram._text import warn_user
@@ -1095,8 +1095,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
 
 
 def _check_sending(buffer: ReplayBuffer[Any]) -> None:
-    buffer._sampler._check_sending()
-    buffer._writer._check_sending()
+    refuse_what_stays(buffer._sampler)
+    refuse_what_stays(buffer._writer)
 
 
 pickle_by_state(ReplayBuffer, _check_sending)  # as `__init_subclass__` does for its children

@@ -19,7 +19,7 @@ from typing_extensions import Self
 
 from engram._advice import advised
 from engram._arguments import BUILT_IN, KeepsArguments
-from engram._copies import Computed, PartlyCopied, pickle_by_state
+from engram._copies import Computed, PartlyCopied, pickle_by_state, refuse_what_stays
 from engram._generator import Generator
 from engram._overrides import overrides
 from engram._system import drawing, fork_registry
@@ -170,6 +170,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     storage_state: StorageState = _NOTHING
     # Brings the attributes of a sampler that an earlier version pickled to their present form; None: they have it.
     _of_earlier_pickle: ClassVar[Any] = None
+    #: Why it must not be sent to another process, alone or in a buffer; None: it may be.
+    stays_here: str | None = None
     #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
     lock: Any = _NO_LOCK
 
@@ -178,7 +180,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         own = overrides(cls, Sampler)
         if "_empty" in vars(cls) and "empty" not in own:
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
-        pickle_by_state(cls, cls._check_sending)
+        pickle_by_state(cls, refuse_what_stays)
         cls._own_methods = own
 
     def __init__(self, compilable: bool = False) -> None:
@@ -378,7 +380,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         Raises:
             RuntimeError: it cannot be told apart from the copies of the other workers.
         """
-        self._check_sending()
+        refuse_what_stays(self)
         if type(self) in BUILT_IN and "ran_out" in self._own_methods and share.workers > 1:
             raise RuntimeError(
                 f"every worker of this data loader would give all of the epochs of a {type(self).__name__}; use "
@@ -404,9 +406,6 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         same; those that say in which form rows are handed out are the constructor's alone.
         """
         return self.storage_state.settings()
-
-    def _check_sending(self) -> None:
-        """Called before it is sent to another process, alone or in a buffer; a RuntimeError where it must not be."""
 
     def _complete_copy(self) -> None:
         Sampler.__init__(self)

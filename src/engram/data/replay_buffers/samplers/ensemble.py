@@ -220,9 +220,10 @@ class SamplerEnsemble(Sampler, built_in=True):
             sampler.empty()
 
     # ---- state ----
-    def _check_sending(self) -> None:
-        for sampler in self.members:
-            sampler._check_sending()
+    @property
+    def stays_here(self) -> str | None:  # type: ignore[override]
+        """Why it must not be sent to another process: the reason of a member."""
+        return next((sampler.stays_here for sampler in self.members if sampler.stays_here is not None), None)
 
     def state_dict(self) -> dict[str, Any]:
         return {

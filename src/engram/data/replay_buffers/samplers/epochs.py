@@ -44,7 +44,7 @@ class Epochs(StorageState):
 
     _copied_as: ClassVar[Mapping[str, Any]] = {"walk": None}
 
-    number: int
+    number: int = 0  # of pickles that lack it
 
     def __init__(self, shuffle: bool, drop_last: bool) -> None:
         self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)

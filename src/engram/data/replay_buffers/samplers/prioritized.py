@@ -609,8 +609,14 @@ class PrioritizedSampler(Sampler, built_in=True):
         """As `DrawPlan.check_rows`."""
         _room(self.storage_state.max_capacity, storage, rows)
 
-    def _check_sending(self) -> None:
-        raise priorities_stay_here(self)
+    @property
+    def stays_here(self) -> str:  # type: ignore[override]
+        """Why it must not be sent to another process."""
+        return (
+            f"a {type(self).__name__} cannot be shared between processes: each would go on with priorities of its own, "
+            "and no update would reach the other. Send the storage (rb.storage), and give the buffer there a sampler "
+            "of its own; pickle and copy.deepcopy make copies"
+        )
 
     @classmethod
     def _of_earlier_pickle(cls, attributes: dict[str, Any]) -> None:
@@ -683,15 +689,6 @@ def _store_of(storage: Storage) -> _native.Store:
     lanes = storage.lanes
     assert lanes is not None
     return lanes.store
-
-
-def priorities_stay_here(sampler: Sampler) -> RuntimeError:
-    """The error for a sampler with priorities that is being sent to another process."""
-    return RuntimeError(
-        f"a {type(sampler).__name__} cannot be shared between processes: each would go on with priorities of its own, "
-        "and no update would reach the other. Send the storage (rb.storage), and give the buffer there a sampler of "
-        "its own; pickle and copy.deepcopy make copies"
-    )
 
 
 def _shifted(saved: dict[str, Any], shifts: list[int]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from engram.data.replay_buffers.storages.overrides import (
     OuterMethods,
     OwnTable,
     UndefinedMethods,
+    UsersTable,
 )
 from engram.pytree import KeyPath
 from engram.store.indexing import check_stored, from_slots
@@ -492,7 +493,7 @@ class Storage(MadeFromParts):
             form = self.saved_form.row_form()
             return _unpickled, (type(self), table.arguments(), self._checkpointer, form, state)
 
-        if isinstance(table, OwnTable | GetSetTable) and "__getstate__" in self._overrides:
+        if isinstance(table, UsersTable) and "__getstate__" in self._overrides:
             by_class = functools.partial(_made_by_class, table)
             return CopyForm(
                 held_still=lambda: self.mutex,
@@ -543,7 +544,7 @@ def _made_like(cls: Any, arguments: dict[str, Any], checkpointer: Any) -> Any:
     return twin
 
 
-def _made_by_class(table: OwnTable | GetSetTable) -> tuple[Any, ...]:
+def _made_by_class(table: UsersTable) -> tuple[Any, ...]:
     """What a pickle has of a storage whose class has a `__getstate__`; a `__setstate__` finds parts that are new."""
     kind, max_size, counted, state = table.copied_parts()
     return _begun, (kind, max_size, counted), state
@@ -553,7 +554,7 @@ def _begun(kind: type[Storage], max_size: int | None, counted: Any) -> Storage:
     storage = kind.__new__(kind)
     Storage.__init__(storage, max_size)
     table = storage.access.table
-    assert isinstance(table, OwnTable | GetSetTable)
+    assert isinstance(table, UsersTable)
     table.take_counted(counted)
     return storage
 

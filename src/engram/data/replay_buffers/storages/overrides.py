@@ -25,7 +25,7 @@ from engram import pytree
 from engram._copies import is_passing_fds
 from engram.data.replay_buffers.storages.setting import next_steps
 from engram.errors import StorageError
-from engram.pytree import KeyPath, format_key, get_entry
+from engram.pytree import KeyPath, format_key
 from engram.store.indexing import Selection, stored_generations, stored_slots
 from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
@@ -99,7 +99,7 @@ class _OfStorage:
         self._ref = weakref.ref(storage)
 
 
-class _UsersTable(_OfStorage, Table):
+class UsersTable(_OfStorage, Table):
     """The table of a child of `Storage` itself."""
 
     def __init__(self, storage: UsersStorage, max_size: int | None, own: frozenset[str]) -> None:
@@ -131,7 +131,7 @@ class _UsersTable(_OfStorage, Table):
         vars(self._storage).update({name: value for name, value in state.items() if name != "_max_size"})
 
 
-class OwnTable(_UsersTable):
+class OwnTable(UsersTable):
     """The table of a storage that defines our five methods."""
 
     @property
@@ -151,8 +151,8 @@ class OwnTable(_UsersTable):
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         self._storage.overwrite(slots, items, index_key)
 
-    def read(self, slots: Tensor, *args: Any) -> Rows:
-        return self._storage.read(slots, *args)
+    def read(self, slots: Tensor, *how: Any) -> Rows:
+        return self._storage.read(slots, *how)
 
     def after_fork(self, mutex: Any) -> None:
         super().after_fork(mutex)
@@ -192,7 +192,7 @@ class UndefinedMethods:
         )
 
 
-class GetSetTable(_UsersTable):
+class GetSetTable(UsersTable):
     """The table of a storage that defines `get`, `set` and `__len__` in TorchRL's form."""
 
     def __init__(self, storage: UsersStorage, max_size: int | None, own: frozenset[str]) -> None:
@@ -269,32 +269,14 @@ class GetSetTable(_UsersTable):
         return items
 
     # ---- reading ----
-    def read(
-        self,
-        slots: Tensor,
-        shape: tuple[int, ...] | None = None,
-        extra: dict[str, Any] | None = None,
-        sequences: bool = False,
-    ) -> Rows:
-        with self.mutex:
-            counted = self.lanes.generations(slots)
-            absent = torch.nonzero(counted < 0).reshape(-1).tolist()
-            if absent:
-                return Rows(None, absent=absent)
-            batch = self._storage.get(slots)
-        return rows_of(batch, counted if sequences else None, shape, extra)
+    def read(self, slots: Tensor, *how: Any) -> Rows:
+        return _read_by_get(self._storage, slots, *how)
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
-        if not len(self._storage):
-            return None
-        value = get_entry(_collate_list(self._storage.get(stored_slots(self.lanes.store)[:1])), path)
-        return None if value is None else LeafSpec(path, value.dtype, tuple(value.shape[1:]))
+        return _leaf_by_get(self._storage, path)
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
-        values = get_entry(_collate_list(self._storage.get(slots)), path)
-        if values is None:
-            raise KeyError(f"the stored steps have no {format_key(path)}")
-        return torch.as_tensor(values)
+        return _entry_of(self._storage.get(slots), path)
 
     # ---- copies: what the user's class keeps is copied as it is, and beside it the counters ----
     @property
@@ -491,27 +473,10 @@ class OuterMethods(_OfStorage):
         self._table.expect_sequences(by_set)
 
     # ---- reading ----
-    def read(
-        self,
-        slots: Tensor,
-        shape: tuple[int, ...] | None = None,
-        extra: dict[str, Any] | None = None,
-        sequences: bool = False,
-    ) -> Rows:
-        storage = self._storage
+    def read(self, slots: Tensor, *how: Any) -> Rows:
         if not self._reads_by_get:
-            return self._table.read(slots, shape, extra, sequences)
-        with storage.mutex:
-            counted = stored_generations(storage.lanes, slots)
-            absent = torch.nonzero(counted < 0).reshape(-1).tolist()
-            if absent:
-                return Rows(None, absent=absent)
-            batch = storage.get(storage.from_slots(slots))
-            now = stored_generations(storage.lanes, slots)
-            replaced = torch.nonzero(now != counted).reshape(-1).tolist()  # by other processes
-        if replaced:
-            return Rows(None, absent=replaced)
-        return rows_of(batch, counted if sequences else None, shape, extra)
+            return self._table.read(slots, *how)
+        return _read_by_get(self._storage, slots, *how)
 
     @property
     def item_reader(self) -> ItemReader | None:
@@ -521,13 +486,9 @@ class OuterMethods(_OfStorage):
         return _ReaderByOverride(self._storage, table.codec.copy)
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
-        storage = self._storage
         if not (self._reads_by_get and self._column_is_ours):
             return self._table.leaf(path)
-        if not len(storage) or storage.lanes is None:
-            return None
-        value = _entry(storage.read(stored_slots(storage.lanes.store)[:1]).batch, path)
-        return None if value is None else LeafSpec(path, value.dtype, tuple(value.shape[1:]))
+        return _leaf_by_get(self._storage, path)
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         storage, lanes = self._storage, self._storage.lanes
@@ -536,9 +497,7 @@ class OuterMethods(_OfStorage):
         batch = storage.read(torch.as_tensor(expand_slots(slots, lanes.envs))).batch
         if batch is None:  # other processes replace some of them
             return self._table.column(path, slots)
-        values = _entry(batch, path)
-        if values is None:
-            raise KeyError(f"the stored steps have no {format_key(path)}")
+        values = _entry_of(batch, path)
         return values.reshape(len(slots), *storage.env_shape, *values.shape[1:])
 
     def clear(self, reset_count: bool = True) -> None:
@@ -585,17 +544,50 @@ class InnerMethods(_OfStorage):
             self.prepare_replace = lambda *args: functools.partial(child().replace, *args)
 
 
-def rows_of(batch: Any, sequences: Tensor | None, shape: tuple[int, ...] | None, extra: dict[str, Any] | None) -> Rows:
-    """What a `get` returned, as a `read` returns it: reshaped, with further entries."""
+def _read_by_get(
+    storage: UsersStorage,
+    slots: Tensor,
+    shape: tuple[int, ...] | None = None,
+    extra: dict[str, Any] | None = None,
+    sequences: bool = False,
+) -> Rows:
+    """What the `get` of a user's class returns, as a `read` returns it: reshaped, with further entries."""
+    with storage.mutex:
+        counted = stored_generations(storage.lanes, slots)
+        absent = torch.nonzero(counted < 0).reshape(-1).tolist()
+        if absent:
+            return Rows(None, absent=absent)
+        batch = storage.get(storage.from_slots(slots))
+        now = stored_generations(storage.lanes, slots)
+        replaced = torch.nonzero(now != counted).reshape(-1).tolist()  # by other processes
+    if replaced:
+        return Rows(None, absent=replaced)
+    numbers = counted if sequences else None
     if isinstance(batch, list):  # which a collate function makes a batch of
-        return Rows(batch, sequences=sequences)
+        return Rows(batch, sequences=numbers)
     if shape is not None:
         batch = pytree.map_outermost(batch, lambda part: part.reshape(*shape, *part.shape[1:]))
     if extra and pytree.has_keys(batch):
         batch = pytree.copy_containers(batch)
         for key, value in extra.items():
             pytree.set_per_item(batch, key, value, 1 if shape is None else len(shape))
-    return Rows(batch, sequences=sequences)
+    return Rows(batch, sequences=numbers)
+
+
+def _leaf_by_get(storage: UsersStorage, path: KeyPath) -> LeafSpec | None:
+    """What a stored row has under a key, as its `get` hands it out."""
+    if not len(storage) or storage.lanes is None:
+        return None
+    value = _entry(storage.read(stored_slots(storage.lanes.store)[:1]).batch, path)
+    return None if value is None else LeafSpec(path, value.dtype, tuple(value.shape[1:]))
+
+
+def _entry_of(batch: Any, path: KeyPath) -> Tensor:
+    """One entry of a batch. KeyError: it has none, or not all items have it."""
+    values = _entry(batch, path)
+    if values is None:
+        raise KeyError(f"the stored steps have no {format_key(path)}")
+    return values
 
 
 def _entry(batch: Any, path: KeyPath) -> Tensor | None:
