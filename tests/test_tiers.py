@@ -6,12 +6,13 @@ import sys
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.tiers import in_tiers
+from contracts.tiers import in_ci, in_tiers, in_turns
 
 TESTS = Path(__file__).parent
 
@@ -124,7 +125,7 @@ def test_d(): pass
     assert collected(text, "--tiers") == ["test_b", "test_d", "test_a", "test_c"]
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+@pytest.mark.parametrize("workers", [pytest.param((), marks=pytest.mark.long), ("-n", "2")])
 def test_with_tiers_a_file_that_is_skipped_as_a_whole_is_counted(pytest_on, workers):
     files = {
         "test_of_a_peer.py": "pytest.importorskip('no_such_library')",
@@ -133,6 +134,24 @@ def test_with_tiers_a_file_that_is_skipped_as_a_whole_is_counted(pytest_on, work
     lines = pytest_on(files, "--tiers", *workers).splitlines()
     assert any(line.startswith("quick  1 passed, 1 skipped;") for line in lines), lines
     assert any(line.startswith("deep   1 passed;") for line in lines), lines
+
+
+def rows_in_ci(cases: list[Any]) -> list[Any]:
+    return [case for case in cases if type(case) is not type(pytest.param())]
+
+
+def test_what_is_not_kept_in_ci_is_long():
+    cases = in_ci(["a", ("b", 1), "c"], [("b", 1)])
+    assert rows_in_ci(cases) == [("b", 1)] and [case.values for case in cases if case != ("b", 1)] == [("a",), ("c",)]
+    assert all(case.marks[0].name == "long" for case in cases if case != ("b", 1))
+    with pytest.raises(AssertionError, match="are not among"):
+        in_ci(["a"], ["b"])
+
+
+def test_values_that_take_turns_are_each_in_ci():
+    cases = in_turns("abcde", [0, 1], "xyz")
+    assert len(cases) == 30
+    assert rows_in_ci(cases) == [("a", 0, "x"), ("b", 1, "y"), ("c", 0, "z"), ("d", 1, "x"), ("e", 0, "y")]
 
 
 def parts(order: list[str], workers: int) -> list[list[str]]:

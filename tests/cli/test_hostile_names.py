@@ -66,7 +66,11 @@ MAKERS = {
 }
 
 
-@pytest.fixture(params=[name if name == "store" else pytest.param(name, marks=pytest.mark.deep) for name in MAKERS])
+#: One of each way that names come in; the others are long.
+TIERS = {"store": (), **dict.fromkeys(("parquet", "checkpoint", "hdf5"), pytest.mark.deep)}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=TIERS.get(name, pytest.mark.long)) for name in MAKERS])
 def hostile(request, tmp_path):
     """A path of such a name that holds such keys."""
     folder = tmp_path / KEY

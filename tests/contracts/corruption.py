@@ -31,9 +31,14 @@ class Budget:
     """How many of each kind: changed bytes of a file of metadata (None: every one) and of all data, and so on."""
 
     metadata: int | None = 6
-    data: int = 24
-    cuts: int = 3
-    pairs: int | None = 12
+    data: int = 8
+    cuts: int = 2
+    pairs: int | None = 4
+
+    def times(self, n: int) -> Budget:
+        """This budget where each kind has a number, so many times over."""
+        metadata, pairs = (None if count is None else count * n for count in (self.metadata, self.pairs))
+        return Budget(metadata, self.data * n, self.cuts * n, pairs)
 
 
 EVERY_BYTE = Budget(None, 10_000, 100, None)
@@ -134,8 +139,10 @@ def _changed_bytes(saved: Saved, rng: random.Random, budget: Budget) -> Iterator
             places = [(rng.randrange(size), 1 << rng.randrange(8)) for _ in range(max(1, budget.data * size // total))]
         elif budget.metadata is None:  # of a long file one bit of each byte: its hash covers all bytes alike
             places = [(k, bit) for k in range(size) for bit in (BITS if size < 500 else (1 << k % 8,))]
-        else:
-            places = [(rng.randrange(size), rng.choice(BITS)) for _ in range(budget.metadata)]
+        else:  # and where a hash may not reach: its ends
+            ends = {0, 1, size // 2, size - 2, size - 1} & set(range(size))
+            some = [rng.randrange(size) for _ in range(max(0, budget.metadata - len(ends)))]
+            places = [(k, rng.choice(BITS)) for k in (*sorted(ends), *some)]
         with changed(file):
             for position, bit in places:
                 flip(file, position, bit)

@@ -1,9 +1,33 @@
-"""Both tiers in one run: each worker runs its share of the quick tests first, and then its share of the deep ones."""
+"""Which cases run in CI and which at night, and the order of quick and deep tests in one run: quick ones first."""
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Collection, Iterable, Sequence
+from itertools import product
+from typing import Any, TypeVar
+
+import pytest
 
 Item = TypeVar("Item")
+
+
+def in_ci(cases: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
+    """The cases for `parametrize`: those that are kept stay in their tier, the others are long."""
+    every, some = list(cases), list(kept)
+    assert some and all(case in every for case in some), f"{some} are not among {every}"
+    long = pytest.mark.long
+    return [
+        case if case in some else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=long)
+        for case in every
+    ]
+
+
+def in_turns(*factors: Collection[Any]) -> list[Any]:
+    """All rows of a product; CI has those in which the values of each factor take turns, so that every value is in one.
+
+    Fewer than pairs: for factors that have nothing to do with each other.
+    """
+    values = [list(factor) for factor in factors]
+    turns = range(max(map(len, values)))
+    return in_ci(product(*values), [tuple(each[k % len(each)] for each in values) for k in turns])
 
 
 def in_tiers(quick: Sequence[Item], deep: Sequence[Item], longest: Sequence[Item], workers: int) -> list[Item]:

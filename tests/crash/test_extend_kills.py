@@ -1,6 +1,6 @@
 """`kill -9` at random moments: what `extend` had returned is there, every row is whole, and writing goes on.
 
-`ENGRAM_TEST_KILLS` says how many kills; 80 by default.
+A fault that shows in one of ten kills is missed by all of 25 once in fourteen runs; at night there are thousands.
 """
 
 import os
@@ -18,7 +18,8 @@ from engram.data import LazyMemmapStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.errors import StorageError
 from engram.testing import numbers, of_numbers, state_of, steps
 
-KILLS = int(os.environ.get("ENGRAM_TEST_KILLS", "80"))
+#: How many kills: in CI, and at night.
+KILLS = pytest.mark.parametrize("kills", [25, pytest.param(300, marks=pytest.mark.long)])
 CAPACITY = 400
 ROWS = 3000
 ROWS_AT_ONCE = 1_000_000  # whose copy takes long enough for a kill to fall into it
@@ -106,19 +107,13 @@ def kill_writers(folder, kills, rows):
     return written
 
 
-def test_killed_at_random_moments_of_extend_nothing_that_returned_is_missing(tmp_path):
-    began = time.monotonic()
-    written = kill_writers(tmp_path / "store", KILLS, 20 * KILLS)
-    print(f"{KILLS} kills, {written} rows, {time.monotonic() - began:.0f} s")
-    assert written > 20 * KILLS
+@pytest.mark.parametrize("kills", [25, pytest.param(3000, marks=pytest.mark.long)])
+def test_killed_at_random_moments_of_extend_nothing_that_returned_is_missing(tmp_path, kills):
+    assert kill_writers(tmp_path / "store", kills, 20 * kills) > 20 * kills
 
 
-@pytest.mark.long
-def test_thousands_of_kills(tmp_path):
-    assert kill_writers(tmp_path / "store", 3000, 60_000) > 60_000
-
-
-def test_killed_inside_the_copy_of_an_extend_a_prefix_is_there(tmp_path):
+@pytest.mark.parametrize("least", [8, pytest.param(100, marks=pytest.mark.long)])
+def test_killed_inside_the_copy_of_an_extend_a_prefix_is_there(tmp_path, least):
     """One extend of many pieces, and kills until enough of them fell into it."""
 
     def work(log):
@@ -133,7 +128,7 @@ def test_killed_inside_the_copy_of_an_extend_a_prefix_is_there(tmp_path):
     took = sorted(run_and_kill(work, reported=3)[2] for _ in range(3))[1] / 1e9
     written, inside = ReplayBuffer.open(tmp_path).write_count, 0
     kills = 0
-    while kills < 25 or (inside < 3 and kills < 400):
+    while kills < least or (inside < 3 and kills < 400):
         said = run_and_kill(work, random.Random(kills).uniform(0, took))[:2]
         kills += 1
         before = written
@@ -145,7 +140,8 @@ def test_killed_inside_the_copy_of_an_extend_a_prefix_is_there(tmp_path):
     assert inside >= 3
 
 
-def test_killed_while_a_store_is_made_there_is_none_or_a_whole_one(tmp_path):
+@KILLS
+def test_killed_while_a_store_is_made_there_is_none_or_a_whole_one(tmp_path, kills):
     def making(folder):
         def work(log):
             rb = ReplayBuffer(storage=LazyMemmapStorage(20_000, scratch_dir=folder))
@@ -159,11 +155,11 @@ def test_killed_while_a_store_is_made_there_is_none_or_a_whole_one(tmp_path):
 
     took = sorted(run_and_kill(making(tmp_path / f"t{k}"), reported=3)[2] for k in range(5))[2] / 1e9
     made = {"none": 0, "empty": 0, "rows": 0}
-    for k in range(400):
-        if k >= 40 and made["none"] and made["rows"]:
+    for k in range(20 * kills):
+        if k >= kills and made["none"] and made["rows"]:
             break
         folder = tmp_path / str(k)
-        said = run_and_kill(making(folder), took * 2 * (k % 40) / 40)[:2]
+        said = run_and_kill(making(folder), took * 2 * (k % kills) / kills)[:2]
         try:
             rb = ReplayBuffer.open(folder)
         except StorageError as error:
@@ -180,7 +176,8 @@ def test_killed_while_a_store_is_made_there_is_none_or_a_whole_one(tmp_path):
     assert made["none"] and made["rows"]
 
 
-def test_killed_while_rows_are_replaced_each_of_them_is_old_or_new(tmp_path):
+@KILLS
+def test_killed_while_rows_are_replaced_each_of_them_is_old_or_new(tmp_path, kills):
     rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(ROWS, scratch_dir=tmp_path))
     rb.extend(steps(0, ROWS))
     rb.storage.close()
@@ -193,8 +190,8 @@ def test_killed_while_rows_are_replaced_each_of_them_is_old_or_new(tmp_path):
             log(k)
 
     last, kinds = 0, set()
-    for kill in range(600):
-        if kill >= 60 and 2 in kinds:
+    for kill in range(20 * kills):
+        if kill >= kills and 2 in kinds:
             break
         said = run_and_kill(work, random.Random(kill).uniform(0, 0.01))
         again = TensorDictReplayBuffer.open(tmp_path)

@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from contracts.kills import killed_after
+from contracts.tiers import in_turns
 from contracts.waiting import NEVER
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 
@@ -187,8 +188,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("ring", [Mapped, Shared])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("ring", "shape"), in_turns([Mapped, Shared], SHAPES))
 @pytest.mark.parametrize("kills", [8, pytest.param(250, marks=pytest.mark.long)])
 def test_a_kill_in_a_full_ring_costs_a_piece(tmp_path: Path, ring: Any, shape: str, kills: int) -> None:
     words, envs, capacity, most = SHAPES[shape]

@@ -26,7 +26,7 @@ quick = pytest.mark.quick
 ROWS = 10  # of each run
 ROOM = 100_000
 RUNS = pytest.mark.parametrize("runs", [pytest.param(120, marks=quick), pytest.param(1000, marks=pytest.mark.long)])
-FORKS = pytest.mark.parametrize("runs", [15, pytest.param(1000, marks=pytest.mark.long)])
+FORKS = pytest.mark.parametrize("runs", [8, pytest.param(1000, marks=pytest.mark.long)])
 
 
 def going_on(start: int, stop: int) -> TensorDict:
@@ -163,7 +163,7 @@ def endless() -> GymEnv:
     return GymEnv(Countdown((1000,)))
 
 
-@pytest.mark.parametrize("runs", [6, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("runs", [3, pytest.param(1000, marks=pytest.mark.long)])
 def test_asynchronous_collectors_one_after_the_other(runs: int) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(ROOM), sampler=SliceSampler(slice_len=4), batch_size=4000)
     there = 0

@@ -177,11 +177,14 @@ def test_a_save_whose_syncs_fail_twice_costs_no_state_and_none_is_believed_that_
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("every", [3, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_sync_of_a_save_fails_twice(ram_path, kind):
+def test_every_sync_of_a_save_fails_twice(ram_path, kind, every):
+    """So many of the syncs of files, each in its turn, and those of the folders, which are the last ones."""
     watched = Watched.make(kind, STYLES[len(kind) % 2], ram_path, tracer.SYNC)
     last = watched.calls
-    found = fail_twice(watched, ram_path, [*range(1, last - 2, 1 + last // 8), last - 2, last - 1, last], each=0.01)
+    ends = (last - 2, last - 1, last) if every > 3 else (last,)
+    found = fail_twice(watched, ram_path, [*range(1, last - 2, 1 + last // every), *ends], each=0.01)
     assert found["new"]
 
 

@@ -143,14 +143,15 @@ def link(script: Any, ram_path: Path) -> Iterator[ProcessLink]:
     listener.close()
 
 
-def test_each_row_is_in_once_and_in_order(link: ProcessLink, ram_path: Path) -> None:
+@pytest.mark.parametrize("kills", [6, pytest.param(12, marks=pytest.mark.long)])
+def test_each_row_is_in_once_and_in_order(link: ProcessLink, ram_path: Path, kills: int) -> None:
     rng = random.Random(0)
     client = ShardClient(link, 0)
     client.ask(time.monotonic() + 120, "adopt", LAYOUT.to_bytes())
     client.layout = LAYOUT.to_bytes()
     client.forget()
     producers, sent = [Producer(client, name, 300.0) for name in "ab"], [0, 0]
-    while link.starts < 13:
+    while link.starts <= kills:
         for _ in range(rng.randrange(1, 12)):
             k, n = rng.randrange(2), rng.choice([1, 7, 500, 4000])
             if sent[k] + n <= 90_000:
@@ -167,18 +168,19 @@ def test_each_row_is_in_once_and_in_order(link: ProcessLink, ram_path: Path) -> 
     link.program.wait()
     left = shard(400_000, scratch_dir=ram_path / "shard")
     lanes = sorted((read(left, lane) for lane in range(2)), key=len)
-    assert min(sent) > 10_000
+    assert min(sent) > 1000 * kills
     for lane, n in zip(lanes, sorted(sent), strict=True):
         assert lane == list(range(n))
 
 
-def test_a_save_of_shards_that_is_killed_is_not_in_force(link: ProcessLink, ram_path: Path) -> None:
+@pytest.mark.parametrize("saves", [12, pytest.param(60, marks=pytest.mark.long)])
+def test_a_save_of_shards_that_is_killed_is_not_in_force(link: ProcessLink, ram_path: Path, saves: int) -> None:
     rng = random.Random(1)
     rb = ShardedReplayBuffer([link], ShardedSettings(RandomSampler(), batch_size=16, timeout=300.0))
     rb.extend(rows(0, 1000))
     rb.dumps(ram_path / "saved")
     saved, killed = 1000, 0
-    for k in range(24):
+    for k in range(saves):
         events = link.call("events").result(300.0) if k % 2 else 0  # of the save before, which was finished
         rb.extend(rows(1000 * k + 1000, 1000 * k + 2000))
         rb.flush()
@@ -191,8 +193,9 @@ def test_a_save_of_shards_that_is_killed_is_not_in_force(link: ProcessLink, ram_
         except ShardUnavailableError:
             killed += 1
         rb.loads(ram_path / "saved")
-        assert len(rb) == saved and bool((whole(rb.sample()) < 61_000).all())
+        assert len(rb) == saved and bool((whole(rb.sample()) < 1000 * saves + 1000).all())
         rb.empty()
         rb.loads(ram_path / "saved")
         assert len(rb) == saved
-    assert killed == link.starts - 1 >= 6, "a save after one that was killed has more to do, so some may have ended"
+    # A save after one that was killed has more to do, so some may have ended.
+    assert killed == link.starts - 1 >= saves // 4

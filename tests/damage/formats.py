@@ -204,7 +204,7 @@ class Dataset(Saved):
     """A data set of 33 steps: where it is read, the rows that come before the damage are yielded."""
 
     errors = (DatasetError, OSError)  # OSError: there is no file, or a folder in its place
-    some = Budget(data=200, cuts=20)
+    some = Budget(data=50, cuts=5)
     READ = {"parquet": iter_parquet, "hdf5": iter_hdf5, "minari": iter_minari}
 
     def __init__(self, name: str, path: Path) -> None:

@@ -141,10 +141,17 @@ class StoreImage:
         self.put(crc, _native.testing.crc32c(bytes(self.content[begin:end])))
 
 
-def damages(place: Place, old: bytes) -> Iterator[bytes]:
-    """Other contents of a field: a bit, neighbours and multiples of its number, the ends of its range, and noise."""
+def damages(place: Place, old: bytes, edges: bool = False) -> Iterator[bytes]:
+    """Other contents of a field: a bit, neighbours and multiples of its number, the ends of its range, and noise.
+
+    `edges`: those that a missing check lets through first, which are its neighbour, none, and the ends of its range.
+    """
     n, value = place.nbytes, int.from_bytes(old, "little")
     top = 1 << 8 * n
+    if edges:
+        numbers = {0, value + 1, top >> 1, top - 1, *([top - 8, SEAM | 5] if n == 8 else [])}
+        yield from (number.to_bytes(n, "little") for number in sorted(x % top for x in numbers) if number != value)
+        return
     numbers = {0, 1, 2, top - 1, top >> 1, value ^ 1, value ^ 1 << 8 * n - 1}
     if n <= 8:
         numbers |= {value - 1, value + 1, value + 8, value * 2, value + 4096, 1 << 20, 1 << 32, 1 << 56, 1 << 62,

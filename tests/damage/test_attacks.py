@@ -100,7 +100,7 @@ def attacked(name: str, path: Path, seed: int, count: int | None) -> tuple[int, 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_some_exchanged_values_of_each_kind_are_refused_or_make_no_difference(name: str, ram_path: Path) -> None:
-    refusals, accepted = attacked(name, ram_path, seed=0, count=40)
+    refusals, accepted = attacked(name, ram_path, seed=0, count=30)
     assert refusals > accepted
 
 
@@ -148,7 +148,7 @@ WITH_STATE = ["epoch", "slice-epoch", "prioritized", "prioritized-slices", "max-
 
 @pytest.mark.parametrize("name", WITH_STATE)
 def test_an_impossible_state_of_a_part_leaves_the_rows_of_a_buffer_as_they_are(name: str, ram_path: Path) -> None:
-    assert attacked_parts(name, ram_path, 80) > 10
+    assert attacked_parts(name, ram_path, 40) > 10
 
 
 @pytest.mark.long

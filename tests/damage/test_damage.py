@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from contracts.corruption import DAMAGES, EVERY_BYTE, Budget, Saved, damage
-from contracts.each import each
 from damage.formats import BUFFERS, DATASETS, TORCHRL, Buffers, Dataset, Snapshots, Store, TorchRL
 from engram.data.replay_buffers.checkpointers import rows
 
@@ -35,19 +34,38 @@ def some(names: Iterable[str], quick: Callable[[str], bool]) -> list[Any]:
     return [pytest.param(name, marks=[pytest.mark.quick] if quick(name) else []) for name in names]
 
 
-@each("form", some(FORMATS, lambda form: form in QUICK))
-def test_damage_of_every_kind_is_noticed_and_named(form: str, ram_path: Path) -> None:
-    saved = FORMATS[form](ram_path)
+def damage_of_every_kind(form: str, path: Path, times: int) -> None:
+    saved = FORMATS[form](path)
     for kind in DAMAGES:
-        assert damage(saved, kind) or does_nothing(form, kind), f"{kind}: nothing was damaged"
+        done = damage(saved, kind, saved.some.times(times))
+        assert done or does_nothing(form, kind), f"{kind}: nothing was damaged"
 
 
-@each("kind", some(DAMAGES, lambda kind: kind != "changed bytes"))
-def test_damage_of_every_byte_of_a_small_checkpoint_is_noticed(
+@pytest.mark.parametrize("form", some(FORMATS, lambda form: form in QUICK))
+def test_damage_of_every_kind_is_noticed_and_named(form: str, ram_path: Path) -> None:
+    damage_of_every_kind(form, ram_path, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", FORMATS)
+def test_more_damage_of_every_kind_is_noticed_and_named(form: str, ram_path: Path) -> None:
+    damage_of_every_kind(form, ram_path, 8)
+
+
+@pytest.mark.parametrize("kind", some(DAMAGES, lambda kind: kind != "changed bytes"))
+def test_damage_of_many_bytes_of_a_small_checkpoint_is_noticed(
     kind: str, ram_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rows, "CHUNK_BYTES", 1000)
-    assert damage(Snapshots(ram_path), kind, Budget(None, 500, 2, None))
+    assert damage(Snapshots(ram_path), kind, Budget(60, 60, 2, None))
+
+
+@pytest.mark.long
+def test_a_change_of_every_byte_of_a_small_checkpoint_is_noticed(
+    ram_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 1000)
+    assert damage(Snapshots(ram_path), "changed bytes", EVERY_BYTE)
 
 
 @pytest.mark.long

@@ -24,24 +24,24 @@ def buffer(rows=200):
     return rb
 
 
-def planted(kind, name, tmp_path):
-    path = tmp_path / "saved"
+def planted(kind, name, ram_path):
+    path = ram_path / "saved"
     rb = buffer()
     rb.dumps(path, keep_last=2)
     rb.extend(TensorDict({"n": torch.arange(7)}, [7]))
     rb.dumps(path, keep_last=2)
     place = path / name
     if place.is_dir():
-        place.rename(tmp_path / "was")
+        place.rename(ram_path / "was")
     place.parent.mkdir(exist_ok=True)
-    plant(kind, place, tmp_path / "outside")
+    plant(kind, place, ram_path / "outside")
     return rb, path
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_loads_and_saves_touch_nothing_outside_and_work_or_say_why_not(kind, name, tmp_path):
-    rb, path = planted(kind, name, tmp_path)
+def test_loads_and_saves_touch_nothing_outside_and_work_or_say_why_not(kind, name, ram_path):
+    rb, path = planted(kind, name, ram_path)
     other = buffer(1)
     with within(NEVER):
         try:
@@ -61,31 +61,31 @@ def test_loads_and_saves_touch_nothing_outside_and_work_or_say_why_not(kind, nam
         else:
             saved = True
             buffer(1).loads(path)
-    assert (tmp_path / "outside").read_bytes() == OUTSIDE and not (tmp_path / "nothing").exists()
+    assert (ram_path / "outside").read_bytes() == OUTSIDE and not (ram_path / "nothing").exists()
     assert saved or name in ("CURRENT", "CURRENT.new", "LOCK", "g-000003")
     assert saved or kind != "hard link" or name == "g-000003"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_has_the_name_of_the_next_pointer_gives_way_but_for_a_folder(kind, tmp_path):
-    rb, path = planted(kind, "CURRENT.new", tmp_path)
+def test_whatever_has_the_name_of_the_next_pointer_gives_way_but_for_a_folder(kind, ram_path):
+    rb, path = planted(kind, "CURRENT.new", ram_path)
     with within(NEVER):
         if "folder" in kind:
             with pytest.raises(CheckpointError, match=r"CURRENT\.new"):
                 rb.dumps(path)
-            (path / "CURRENT.new").rename(tmp_path / "away")
+            (path / "CURRENT.new").rename(ram_path / "away")
         rb.dumps(path)
     other = buffer(1)
     other.loads(path)
     assert torch.equal(other[:]["n"], rb[:]["n"]) and not os.path.lexists(path / "CURRENT.new")
-    assert (tmp_path / "outside").read_bytes() == OUTSIDE
+    assert (ram_path / "outside").read_bytes() == OUTSIDE
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_save_beside_a_lost_pointer_does_not_wait_for_a_manifest(kind, tmp_path):
+def test_a_save_beside_a_lost_pointer_does_not_wait_for_a_manifest(kind, ram_path):
     """Without CURRENT the save looks into each manifest for one that could be rescued."""
-    rb, path = planted(kind, "g-000002/manifest.json", tmp_path)
+    rb, path = planted(kind, "g-000002/manifest.json", ram_path)
     (path / "CURRENT").unlink()
     with within(NEVER):
         rb.dumps(path)
-    assert verify(path).ok and (tmp_path / "outside").read_bytes() == OUTSIDE
+    assert verify(path).ok and (ram_path / "outside").read_bytes() == OUTSIDE

@@ -167,13 +167,20 @@ def attack(path: Path, images: Iterator[tuple[str, StoreImage]]) -> list[str]:
         raise AssertionError(f"{(path / 'last').read_text()}: {error}") from error
 
 
+#: Values of each field: those at the edges in CI, all of them at night.
+VALUES = pytest.mark.parametrize("edges", [True, pytest.param(False, marks=pytest.mark.long)], ids=["edges", "all"])
+
+
 def changed(
-    bases: Bases, of: Callable[[StoreImage], list[Place]], seal: Callable[[StoreImage], None] | None = None
+    bases: Bases,
+    of: Callable[[StoreImage], list[Place]],
+    edges: bool,
+    seal: Callable[[StoreImage], None] | None = None,
 ) -> Iterator[tuple[str, StoreImage]]:
     """Each base with each damage to each of these fields."""
     for base, image in bases.items():
         for place in of(image):
-            for value in damages(place, image.bytes_of(place)):
+            for value in damages(place, image.bytes_of(place), edges):
                 made = image.copy()
                 made.put(place, value)
                 if seal is not None:
@@ -190,18 +197,20 @@ def one(bases: Bases, name: str) -> Bases:
 FREE = ("store_id", "crc")
 
 
-def test_a_shape_that_was_changed_is_refused(bases: Bases, ram_path: Path) -> None:
+@VALUES
+def test_a_shape_that_was_changed_is_refused(bases: Bases, ram_path: Path, edges: bool) -> None:
     def shape(image: StoreImage) -> list[Place]:
         return image.fields("StoreGeometry")
 
-    assert attack(ram_path, changed(one(bases, "closed"), shape)) == []
+    assert attack(ram_path, changed(one(bases, "closed"), shape, edges)) == []
 
 
-def test_a_shape_that_was_changed_with_its_checksum_is_refused(bases: Bases, ram_path: Path) -> None:
+@VALUES
+def test_a_shape_that_was_changed_with_its_checksum_is_refused(bases: Bases, ram_path: Path, edges: bool) -> None:
     def shape(image: StoreImage) -> list[Place]:
         return [x for x in image.fields("StoreGeometry") if not x.name.endswith(FREE)]
 
-    opened = attack(ram_path, changed(one(bases, "closed"), shape, StoreImage.seal_header))
+    opened = attack(ram_path, changed(one(bases, "closed"), shape, edges, StoreImage.seal_header))
     # Rings of other lengths whose rows take as many pages can be true.
     assert all(".lane_capacity " in name for name in opened) and len(opened) < 8, opened
 
@@ -214,23 +223,26 @@ def test_another_store_id_with_its_checksum_makes_no_row_whole(bases: Bases, ram
     assert len(ReplayBuffer.open(ram_path)) == 0
 
 
+@VALUES
 @pytest.mark.parametrize("base", ["closed", "left open", "scanned", "with an interrupted change"])
-def test_fields_of_the_session_take_any_value(bases: Bases, ram_path: Path, base: str) -> None:
-    attack(ram_path, changed(one(bases, base), lambda image: image.fields("StoreHeader")))
+def test_fields_of_the_session_take_any_value(bases: Bases, ram_path: Path, base: str, edges: bool) -> None:
+    attack(ram_path, changed(one(bases, base), lambda image: image.fields("StoreHeader"), edges))
 
 
 # ---- lanes, seams, the log ----
+@VALUES
 @pytest.mark.parametrize("base", ["closed", "left open", "scanned", "with an interrupted change"])
-def test_fields_of_lanes_take_any_value(bases: Bases, ram_path: Path, base: str) -> None:
-    opened = attack(ram_path, changed(one(bases, base), StoreImage.lane_fields))
+def test_fields_of_lanes_take_any_value(bases: Bases, ram_path: Path, base: str, edges: bool) -> None:
+    opened = attack(ram_path, changed(one(bases, base), StoreImage.lane_fields, edges))
     assert not [name for name in opened if ".version " in name]
 
 
-def test_several_fields_at_once_take_any_value(bases: Bases, ram_path: Path) -> None:
+@pytest.mark.parametrize("images", [60, pytest.param(300, marks=pytest.mark.long)])
+def test_several_fields_at_once_take_any_value(bases: Bases, ram_path: Path, images: int) -> None:
     draw = random.Random(0)
 
-    def images() -> Iterator[tuple[str, StoreImage]]:
-        for k in range(300):
+    def damaged() -> Iterator[tuple[str, StoreImage]]:
+        for k in range(images):
             base = draw.choice(list(bases))
             made = bases[base].copy()
             fields = [*made.fields("StoreHeader"), *made.lane_fields(), *made.redo_fields()]
@@ -238,7 +250,7 @@ def test_several_fields_at_once_take_any_value(bases: Bases, ram_path: Path) -> 
                 made.put(place, draw.choice(list(damages(place, made.bytes_of(place)))))
             yield f"{k}, {base}", made
 
-    attack(ram_path, images())
+    attack(ram_path, damaged())
 
 
 def test_seams_and_the_log_take_any_value(bases: Bases, ram_path: Path) -> None:
@@ -261,8 +273,9 @@ def test_seams_and_the_log_take_any_value(bases: Bases, ram_path: Path) -> None:
 
 
 # ---- rows ----
+@VALUES
 @pytest.mark.parametrize("sealed", [False, True], ids=["", "sealed"])
-def test_trailers_take_any_value(bases: Bases, ram_path: Path, sealed: bool) -> None:
+def test_trailers_take_any_value(bases: Bases, ram_path: Path, sealed: bool, edges: bool) -> None:
     rows = [0, 3, 19, CAPACITY - 1, CAPACITY, CAPACITY + 6, 2 * CAPACITY - 1]
 
     def trailers(image: StoreImage) -> list[Place]:
@@ -273,7 +286,7 @@ def test_trailers_take_any_value(bases: Bases, ram_path: Path, sealed: bool) -> 
         for row in rows:
             image.seal_row(row)
 
-    attack(ram_path, changed(one(bases, "scanned"), trailers, seal if sealed else None))
+    attack(ram_path, changed(one(bases, "scanned"), trailers, edges, seal if sealed else None))
 
 
 def test_a_row_whose_trailer_does_not_fit_it_is_dropped_by_a_scan(bases: Bases, ram_path: Path) -> None:
@@ -290,8 +303,9 @@ def test_a_row_whose_trailer_does_not_fit_it_is_dropped_by_a_scan(bases: Bases, 
 
 
 # ---- the redo area ----
+@VALUES
 @pytest.mark.parametrize("sealed", [False, True], ids=["", "sealed"])
-def test_the_redo_area_takes_any_value(bases: Bases, ram_path: Path, sealed: bool) -> None:
+def test_the_redo_area_takes_any_value(bases: Bases, ram_path: Path, sealed: bool, edges: bool) -> None:
     entry = 2 * (8 + bases["closed"].row_stride)
 
     def fields(image: StoreImage) -> list[Place]:
@@ -302,7 +316,7 @@ def test_the_redo_area_takes_any_value(bases: Bases, ram_path: Path, sealed: boo
     def seal(image: StoreImage) -> None:
         image.seal_redo(entry)
 
-    attack(ram_path, changed(one(bases, "with an interrupted change"), fields, seal if sealed else None))
+    attack(ram_path, changed(one(bases, "with an interrupted change"), fields, edges, seal if sealed else None))
 
 
 def test_an_interrupted_change_of_more_rows_than_it_has_room_for_is_none(bases: Bases, ram_path: Path) -> None:
@@ -321,14 +335,15 @@ def test_an_interrupted_change_of_more_rows_than_it_has_room_for_is_none(bases: 
 
 
 # ---- the layout ----
-def test_every_value_of_the_layout_exchanged(content: bytes, ram_path: Path) -> None:
-    """With checksums that are right: a store that somebody made so."""
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_every_value_of_the_layout_exchanged(content: bytes, ram_path: Path, every: int) -> None:
+    """With checksums that are right: a store that somebody made so. In CI each place has a quarter of the values."""
     image = StoreImage(content)
     layout = json.loads(content[image.layout_offset : image.layout_offset + image.layout_bytes])
 
     def files() -> Iterator[tuple[str, StoreImage]]:
-        for at in places(layout):
-            for value in NASTY:
+        for k, at in enumerate(places(layout)):
+            for value in NASTY[k % every :: every]:
                 made = json.dumps(exchanged(layout, at, value)).encode()
                 fd = os.memfd_create("engram")
                 shape = (LANES, CAPACITY, 1, image.payload_bytes, 8, True)

@@ -110,7 +110,7 @@ def test_the_number_of_batches_is_that_of_all_workers_and_epochs_follow_each_oth
         len(rb.as_iterable_dataset())
 
 
-@pytest.mark.deep
+@pytest.mark.long  # with shared memory docs/getting-started.md does it in CI
 def test_started_workers_read_a_mapped_store(tmp_path):
     rb = buffer(SamplerWithoutReplacement(), storage=LazyMemmapStorage(100, scratch_dir=tmp_path))
     assert sorted(flat(batches(rb, 2, multiprocessing_context="spawn"))) == list(range(50))

@@ -171,7 +171,7 @@ def write_three(rb):
     rb.extend(steps(0, 3))
 
 
-@pytest.mark.deep
+@pytest.mark.long  # tests/processes/test_shared_init.py has it without the delay
 def test_a_process_that_it_is_sent_to_writes_the_same_rows():
     rb = delayed(storage=functools.partial(LazyTensorStorage, 10, shared_init=True), sampler=RandomSampler)
     process = multiprocessing.get_context("spawn").Process(target=write_three, args=(rb,))

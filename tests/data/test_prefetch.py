@@ -285,7 +285,7 @@ def test_a_forked_child_goes_on_with_the_same_batches():
     assert child.result() == [rb.sample().tolist() for _ in range(4)]
 
 
-@pytest.mark.parametrize("forks", [3, pytest.param(25, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("forks", [3, pytest.param(60, marks=pytest.mark.long)])
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_child_forked_while_threads_sample_and_write_can_use_the_buffer(depth, forks):
     rb = make(depth, RandomSampler, n=1000)

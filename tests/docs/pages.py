@@ -56,6 +56,14 @@ def _program(page: Path) -> list[tuple[str, str]]:
     return pieces
 
 
+#: The command, with an output of its own: that of the template may be a file, which a pipe is not.
+_COMMAND = """
+import runpy, sys
+sys.stdout = open(1, "w", closefd=False)
+runpy.run_module("engram.cli", run_name="__main__")
+"""
+
+
 def run_page(path: str, folder: Path) -> None:
     """Runs a page's code in an empty folder; fails where a reader would be left with an error.
 
@@ -71,7 +79,9 @@ def run_page(path: str, folder: Path) -> None:
         for line in text.splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["engram"]:
-                _run([sys.executable, "-m", "engram.cli", *words[1:]], path, folder)
+                command = folder / "command.py"
+                command.write_text(_COMMAND)
+                _check(finished(Program(command, *words[1:], cwd=folder)), path)
             elif words[:1] == ["make"]:
                 done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
                 assert done.returncode == 0, f"{path}: `{line}`: {done.stderr}"

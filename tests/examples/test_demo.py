@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,14 @@ import torch
 from tensordict import TensorDict
 
 from contracts.each import each
+from contracts.programs import Program, finished
 from engram.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / "dqn_cartpole.py"), "--quick", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return finished(Program(EXAMPLES / "dqn_cartpole.py", "--quick", *arguments), timeout=240)
 
 
 class TestDemo:

@@ -222,12 +222,23 @@ def exists(combo: Combo) -> bool:
 
 
 # ---- selections ----
+#: The factors with the most levels: their pairs are more than those of all others.
+WIDE = ("storage", "sampler", "transform")
+
+
 @functools.cache
-def pairwise(seed: int = 0) -> list[Combo]:
-    """Few combinations in which every possible pair of levels of two factors occurs; none that is refused."""
+def pairwise(seed: int = 0, wide: bool = True) -> list[Combo]:
+    """Few combinations in which every possible pair of levels of two factors occurs; none that is refused.
+
+    Without `wide` the levels of two wide factors need not meet, which makes half as many.
+    """
     chance, names = random.Random(seed), list(LEVELS)
     levels = [(name, level) for name in names for level in LEVELS[name]]
-    missing = {(x, y) for x, y in itertools.combinations(levels, 2) if x[0] != y[0] and _possible(dict((x, y)))}
+    missing = {
+        (x, y)
+        for x, y in itertools.combinations(levels, 2)
+        if x[0] != y[0] and (wide or not {x[0], y[0]} <= set(WIDE)) and _possible(dict((x, y)))
+    }
     waiting = sorted(missing, key=lambda pair: [names.index(pair[0][0]), str(pair)])
     found = []
     for pair in waiting:

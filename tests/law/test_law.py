@@ -7,10 +7,10 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from contracts.tiers import in_ci
 from engram.data.replay_buffers.checkpointers import rows
 from engram.errors import CorruptCheckpointError
 from law import ensembles
@@ -20,10 +20,6 @@ from law.mutants import MUTANTS
 from law.world import World, steps, use_prompt_threads
 
 pytestmark = pytest.mark.quick
-
-
-def deep(value: str) -> Any:
-    return pytest.param(value, marks=pytest.mark.deep)
 
 
 TIED = [
@@ -57,10 +53,13 @@ def test_batches_that_are_prepared_ahead_do_not_depend_on_copying_threads(folder
         world.end()
 
 
-@pytest.mark.deep
+@pytest.mark.parametrize(
+    "wide", [pytest.param(False, marks=pytest.mark.deep), pytest.param(True, marks=pytest.mark.long)], ids=["", "wide"]
+)
 @pytest.mark.parametrize("storage", STORAGES)
-def test_the_law_holds_in_every_pair_of_levels(storage: str, folder: Callable[[], Path]) -> None:
-    for nth, combo in enumerate(pairwise()):
+def test_the_law_holds_in_every_pair_of_levels(storage: str, wide: bool, folder: Callable[[], Path]) -> None:
+    """In CI without the pairs of two wide factors."""
+    for nth, combo in enumerate(pairwise(wide=wide)):
         if combo.storage == storage:
             Trial(combo, folder(), every=17, start=nth % 17).run(larger=nth % 3 == 0, unsaved=nth % 3 == 1)
 
@@ -94,7 +93,7 @@ def test_what_is_refused_by_design_says_so(why: int, folder: Callable[[], Path])
 
 
 @pytest.mark.mutant
-@pytest.mark.parametrize("name", [name if k % 6 == 0 else deep(name) for k, name in enumerate(MUTANTS)])
+@pytest.mark.parametrize("name", in_ci(MUTANTS, list(MUTANTS)[::6]))
 def test_the_law_notices_the_loss_of(name: str, folder: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[name]
     mutant.plant(monkeypatch)

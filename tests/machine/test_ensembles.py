@@ -209,7 +209,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.mark.deep
 def test_an_ensemble_is_what_plain_python_would_be():
-    run_machine(EnsembleMachine, 40, 25)
+    run_machine(EnsembleMachine, 20, 25)
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ import torch
 
 from contracts.children import Child, Signal
 from contracts.kills import killed_at, lines_of
+from contracts.tiers import in_turns
 from contracts.waiting import NEVER
 from engram.data import (
     LazyMemmapStorage,
@@ -99,7 +100,10 @@ class Store:
             faults.check((number == there).numpy(), "other rows than these")
 
 
-@pytest.fixture(params=["named file", "temporary file", "shared memory"])
+STORES = ["named file", "temporary file", "shared memory"]
+
+
+@pytest.fixture(params=STORES)
 def store(request, tmp_path):
     return Store(request.param, tmp_path)
 
@@ -177,7 +181,7 @@ def kills_in(what, store, most):
     return kills
 
 
-@pytest.mark.parametrize("what", KILLED_IN)
+@pytest.mark.parametrize(("what", "store"), in_turns(KILLED_IN, STORES), indirect=["store"])
 def test_a_process_killed_at_some_line_blocks_nobody_and_loses_nothing(what, store):
     kills_in(what, store, 4)
 
@@ -222,7 +226,7 @@ def kills_anywhere(store, times):
 
 
 def test_a_process_killed_at_a_random_moment_blocks_nobody_and_loses_nothing(store):
-    kills_anywhere(store, 6)
+    kills_anywhere(store, 4)
 
 
 @pytest.mark.long

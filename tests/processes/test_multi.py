@@ -16,6 +16,7 @@ from torch import nn
 
 from collectors.failing import Fails, cartpole, raises
 from contracts.gym_worlds import Countdown
+from contracts.tiers import in_ci
 from contracts.waiting import NEVER, allowed, comes, has_named_memory, is_gone
 from engram.collectors import (
     MultiAsyncCollector,
@@ -91,7 +92,10 @@ def test_batches_until_total_frames(cls):
     assert batches[0].device is None and batches[0]["action"].dtype is torch.int64
 
 
-@pytest.mark.parametrize(("cls", "workers"), [(MultiSyncDataCollector, 2), (MultiaSyncDataCollector, 1)])
+SPAWNED = [(MultiSyncDataCollector, 2), (MultiaSyncDataCollector, 1)]
+
+
+@pytest.mark.parametrize(("cls", "workers"), in_ci(SPAWNED, SPAWNED[1:]))
 def test_spawned_workers(cls, workers):
     """All that is sent to them, as each takes seconds to start: an environment, a policy and its new weights."""
     env, n = GymEnv(Countdown((3, 1))), 8 * workers
@@ -644,6 +648,7 @@ def test_a_collector_that_nobody_holds_ends_its_workers():
     assert workers_of() <= before
 
 
+@pytest.mark.long  # it waits for five seconds; of a worker test_workers.py sees that it is ended after fewer
 def test_shutting_down_ends_a_worker_that_is_stuck_in_a_step():
     before = workers_of()
     collector = MultiaSyncDataCollector([lambda: Fails(50, lambda: time.sleep(1000))], frames_per_batch=40)
@@ -679,7 +684,7 @@ def begun(script, then):
     return process, workers_of(process.pid)
 
 
-@pytest.mark.parametrize("then", ["pass", "time.sleep(0.2)"])
+@pytest.mark.parametrize("then", in_ci(["pass", "time.sleep(0.2)"], ["pass"]))
 def test_ctrl_c_ends_everything_within_a_second(script, then):
     process, pids = begun(script, then)
     began = time.monotonic()

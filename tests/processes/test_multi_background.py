@@ -9,6 +9,7 @@ import torch
 
 from collectors.failing import Fails, cartpole, raises
 from contracts.gym_worlds import Countdown
+from contracts.tiers import in_turns
 from contracts.waiting import NEVER, is_gone
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
@@ -43,8 +44,7 @@ def ended(collector):
     return collector
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize(("storage", "cls"), in_turns(STORAGES, BOTH))
 def test_frames_are_the_rows_of_the_buffer_at_the_end_in_a_pause_and_when_it_is_ended(cls, storage):
     rb = buffer(storage)
     with cls([cartpole] * 2, frames_per_batch=20, total_frames=400, replay_buffer=rb) as collector:
@@ -67,8 +67,7 @@ def test_frames_are_the_rows_of_the_buffer_at_the_end_in_a_pause_and_when_it_is_
     assert len(ids) == rb.write_count and int(done.sum()) <= len(ids.unique()) * 2
 
 
-@pytest.mark.parametrize("storage", ["private", "shared"])
-@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize(("storage", "cls"), in_turns(["private", "shared"], BOTH))
 def test_the_error_of_a_worker_is_raised_by_the_next_call_and_no_row_is_lost(cls, storage):
     rb = buffer(storage)
     collector = cls([cartpole, functools.partial(Fails, 47, raises)], frames_per_batch=20, replay_buffer=rb)

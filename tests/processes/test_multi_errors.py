@@ -14,6 +14,7 @@ from gymnasium.spaces import Box, Dict, Discrete
 
 from collectors.failing import Fails, cartpole, raises
 from contracts.each import each
+from contracts.tiers import in_ci
 from contracts.waiting import NEVER, allowed
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector
 from engram.data import LazyTensorStorage, ReplayBuffer
@@ -69,7 +70,7 @@ def ctrl_c():
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("method", ["state_dict", "set_seed", "load_state_dict"])
+@pytest.mark.parametrize("method", in_ci(["state_dict", "set_seed", "load_state_dict"], ["state_dict"]))
 def test_a_question_that_is_interrupted_ends_the_collector(method, ctrl_c):
     with MultiaSyncDataCollector([cartpole, busy], frames_per_batch=40) as collector:
         state = collector.state_dict()

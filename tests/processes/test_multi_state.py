@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from contracts.gym_worlds import Countdown
+from contracts.tiers import in_turns
 from contracts.waiting import NEVER
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector, worker
 from engram.envs import GymEnv, SerialEnv
@@ -152,8 +153,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("case", OTHERS)
-@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize(("case", "cls"), in_turns(OTHERS, BOTH))
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(cls, case):
     change, message = OTHERS[case]
     with made(cls, make=lambda: SerialEnv(2, cartpole)) as collector:

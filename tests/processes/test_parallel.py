@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 from contracts.each import each
 from contracts.gym_worlds import SPACES, Countdown, Echo
+from contracts.tiers import in_ci, in_turns
 from engram.collectors import SyncDataCollector
 from engram.envs import EnvBase, GymEnv, ParallelEnv, SerialEnv, step_mdp
 from engram.specs import Categorical, Composite, Unbounded
@@ -126,15 +127,14 @@ def test_episodes_are_those_of_a_serial_env(parallel, cls):
     compare(parallel, 3, lambda: cls("CartPole-v1"))
 
 
-@pytest.mark.parametrize("cls", [GymEnv, Plain])
-@pytest.mark.parametrize("categorical", [False, True])
+@pytest.mark.parametrize(("cls", "categorical"), in_turns([GymEnv, Plain], [False, True]))
 def test_all_spaces_are_those_of_a_serial_env(parallel, cls, categorical):
     everything = spaces.Dict({name.replace(" ", "_"): space for name, space in SPACES.items()})
     actions = spaces.Dict({"all": everything, "pair": spaces.Tuple([spaces.Discrete(2), spaces.Discrete(3, start=1)])})
     compare(parallel, 2, lambda: cls(Echo(*deepcopy((everything, actions))), categorical_action_encoding=categorical))
 
 
-@pytest.mark.parametrize("space", ["scalar box", "discrete from 5", "multidiscrete grid", "tuple"])
+@pytest.mark.parametrize("space", in_ci(["scalar box", "discrete from 5", "multidiscrete grid", "tuple"], ["tuple"]))
 def test_a_space_alone_is_that_of_a_serial_env(parallel, space):
     compare(parallel, 2, lambda: GymEnv(Echo(*deepcopy((SPACES[space],) * 2))))
 
@@ -144,6 +144,7 @@ def test_environments_of_any_kind_are_those_of_a_serial_env(parallel, extra):
     compare(parallel, 3, lambda: Walk(extra))
 
 
+@pytest.mark.long  # of forked ones nothing is sent; a collector's are spawned in CI
 def test_lambdas_are_sent_to_a_spawned_worker_and_give_the_same(parallel):
     length = 4
     compare(parallel, 2, lambda: GymEnv(Countdown(lengths=(length, 2))), start_method="spawn", num_workers=1)

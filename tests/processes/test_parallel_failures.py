@@ -202,10 +202,10 @@ OWNER = """
 @pytest.mark.parametrize(
     "method, then, ends",
     [
-        ("fork", "time.sleep(1000)", signal.SIGKILL),
+        pytest.param("fork", "time.sleep(1000)", signal.SIGKILL, marks=pytest.mark.long),
         ("fork", "while True: env.rollout(50)", signal.SIGKILL),
         ("fork", "while True: env.rollout(50)", signal.SIGINT),
-        ("fork", "pass", None),
+        pytest.param("fork", "pass", None, marks=pytest.mark.long),
         ("fork", "raise ValueError", None),
         pytest.param("spawn", "while True: env.rollout(50)", signal.SIGKILL, marks=pytest.mark.long),
     ],

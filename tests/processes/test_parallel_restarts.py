@@ -12,6 +12,7 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 
+from contracts.tiers import in_ci, in_turns
 from engram.collectors import MultiSyncDataCollector, SyncDataCollector
 from engram.data import LazyTensorStorage, ReplayBuffer, SliceSampler
 from engram.envs import EnvBase, GymEnv, ParallelEnv, TransformedEnv
@@ -111,8 +112,10 @@ def check_rows(batch):
 QUICK = [("raw values", 25, "SIGKILL"), ("tensordicts", 21, "the simulator broke")]
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize(("way", "at", "how"), cases(WAYS, [25, 21], HOW, quick=QUICK))
+DEEP = [("transforms of batches", 21, "exit code 7"), ("transforms of steps", 25, "SIGKILL")]
+
+
+@pytest.mark.parametrize(("way", "at", "how"), cases(WAYS, [25, 21], HOW, quick=QUICK, deep=DEEP))
 def test_a_worker_that_is_lost_costs_its_open_episodes_only(parallel, way, at, how):
     cls, transformed = WAYS[way]
     env = transformed(parallel(cls, at=at, what=HOW[how]))
@@ -132,8 +135,7 @@ def test_a_worker_that_is_lost_costs_its_open_episodes_only(parallel, way, at, h
     assert len(batch[IDS].unique()) == int(batch[IDS].max()) + 1
 
 
-@pytest.mark.parametrize("cls", [GymEnv, Plain])
-@pytest.mark.parametrize("what", [kill, fail], ids=["killed", "failed"])
+@pytest.mark.parametrize(("cls", "what"), in_turns([GymEnv, Plain], [kill, fail]))
 def test_a_worker_lost_in_a_reset_is_replaced(parallel, cls, what):
     env = parallel(cls, at=3, what=what, on_reset=True, num_workers=3)
     collector = SyncDataCollector(env, frames_per_batch=30)
@@ -190,8 +192,7 @@ def test_an_environment_with_restarts_has_what_its_specs_say(parallel, cls):
     check_env_specs(env)
 
 
-@pytest.mark.parametrize("cls", [GymEnv, Plain])
-@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize(("cls", "breaks"), in_turns([GymEnv, Plain], [False, True]))
 def test_a_rollout_leaves_out_what_a_lost_worker_did_not_step(parallel, cls, breaks):
     env = parallel(cls, at=4, what=kill)
     with pytest.warns(RuntimeWarning):
@@ -226,7 +227,7 @@ def test_an_environment_that_fails_while_it_is_made_uses_up_the_restarts(tmp_pat
     assert len(warned) == 3 and made.read_text() == "++++"
 
 
-@pytest.mark.parametrize("cls", [GymEnv, Plain])
+@pytest.mark.parametrize("cls", in_ci([GymEnv, Plain], [GymEnv]))
 def test_a_worker_that_hangs_is_replaced_and_others_that_hang_after_it(cls, tmp_path):
     makers = [lambda k=k: cls(Lives(k, tmp_path, at=5, what=hang)) for k in range(2)]
     env = ParallelEnv(2, makers, num_workers=2, restarts=2, timeout=1.5)
@@ -238,7 +239,7 @@ def test_a_worker_that_hangs_is_replaced_and_others_that_hang_after_it(cls, tmp_
     env.close()
 
 
-@pytest.mark.parametrize("cls", [GymEnv, Plain])
+@pytest.mark.parametrize("cls", in_ci([GymEnv, Plain], [Plain]))
 def test_the_same_seed_gives_a_successor_the_same_seed_another_than_before(cls, tmp_path):
     seeds = []
     for run in range(2):
@@ -256,8 +257,11 @@ def test_the_same_seed_gives_a_successor_the_same_seed_another_than_before(cls, 
     assert len({seed for of_life in seeds[0] for seed in of_life}) == 6
 
 
-@pytest.mark.parametrize("at", [25, 21], ids=["within a batch", "between two batches"])
-@pytest.mark.parametrize("cls", [GymEnv, Plain])
+#: Within a batch, and between two batches.
+MOMENTS = pytest.mark.parametrize(("at", "cls"), in_turns([25, 21], [GymEnv, Plain]))
+
+
+@MOMENTS
 def test_no_slice_in_a_buffer_joins_two_lives(parallel, cls, at):
     rb = ReplayBuffer(
         storage=LazyTensorStorage(1000, ndim=2), sampler=SliceSampler(slice_len=3, traj_key=None), batch_size=60
@@ -272,8 +276,7 @@ def test_no_slice_in_a_buffer_joins_two_lives(parallel, cls, at):
         assert bool((shown[..., :STEP] == shown[:, :1, :STEP]).all())
 
 
-@pytest.mark.parametrize("at", [25, 21], ids=["within a batch", "between two batches"])
-@pytest.mark.parametrize("cls", [GymEnv, Plain])
+@MOMENTS
 def test_whole_trajectories_end_where_their_worker_was_lost(parallel, cls, at):
     env = parallel(cls, at=at, what=kill)
     collector = SyncDataCollector(env, frames_per_batch=30, trajs_per_batch=3)
@@ -366,8 +369,7 @@ def stateless(tmp_path):
 LENGTHS = TensorDict({"length": torch.tensor([[4], [5], [6]])}, [3])
 
 
-@pytest.mark.parametrize("extra", [False, True], ids=["", "an entry without a spec"])
-@pytest.mark.parametrize("what", [kill, fail], ids=["killed", "failed"])
+@pytest.mark.parametrize(("extra", "what"), in_turns([False, True], [kill, fail]))
 def test_environments_that_read_their_state_keep_it_when_their_worker_is_replaced(stateless, what, extra):
     env = stateless(at=8, what=what)
     td = env.reset(LENGTHS.copy().set("more", torch.ones(3)) if extra else LENGTHS.copy())

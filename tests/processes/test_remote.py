@@ -74,6 +74,7 @@ def test_where_it_is_it_is_a_buffer_like_any_other():
     assert len(buffer) == 5 and buffer[3]["n"] == 3 and isinstance(buffer, engram.data.TensorDictReplayBuffer)
 
 
+@pytest.mark.long  # a fresh interpreter
 def test_it_is_loaded_when_it_is_named():
     code = "import sys, engram.data; print('engram.distributed.rpc' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

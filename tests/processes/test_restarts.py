@@ -22,6 +22,7 @@ from torch import nn
 
 from collectors.failing import cartpole
 from contracts.each import each
+from contracts.tiers import in_ci, in_turns
 from contracts.waiting import NEVER
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector
 from engram.data import LazyTensorStorage, ReplayBuffer, SliceSampler
@@ -159,16 +160,16 @@ def collected(collector, life=2, worker=1, more=2):
     return batches
 
 
-def cases(*lists, quick):
-    """All combinations; the ones named in `quick` are that."""
-    marks = {True: [pytest.mark.quick], False: []}
-    return [pytest.param(*one, marks=marks[one in quick]) for one in itertools.product(*lists)]
+def cases(*lists, quick, deep=()):
+    """All combinations: the ones named in `quick` are that, of the others CI has those in `deep`."""
+    names = [(one, "quick" if one in quick else "deep" if one in deep else "long") for one in itertools.product(*lists)]
+    return [pytest.param(*one, marks=getattr(pytest.mark, name)) for one, name in names]
 
 
 QUICK = [(MultiSyncDataCollector, "SIGKILL"), (MultiaSyncDataCollector, "the simulator broke")]
 
 
-@pytest.mark.parametrize(("cls", "how"), cases(BOTH, HOW, quick=QUICK))
+@pytest.mark.parametrize(("cls", "how"), cases(BOTH, HOW, quick=QUICK, deep=[(BOTH[0], "exit code 7")]))
 def test_a_worker_that_is_lost_costs_its_open_episode_only(cls, how, tmp_path):
     make = makers(tmp_path, at=25, what=HOW[how])
     with (
@@ -243,7 +244,7 @@ def test_two_workers_that_die_at_once_are_both_replaced(cls, tmp_path):
     assert all({int(row["life"]) for row in mine} == {1, 2} for mine in rows)
 
 
-@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize("cls", in_ci(BOTH, BOTH[:1]))
 def test_a_worker_that_hangs_is_replaced(cls, tmp_path):
     make = makers(tmp_path, at=25, what=hang)
     with (
@@ -336,8 +337,7 @@ def test_a_successor_has_its_random_frames_behind_it(tmp_path):
         assert any(actions[:50]) and not any(actions[50:])
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize(("how", "cls"), in_turns(HOW, BOTH))
 def test_workers_that_write_into_the_buffer_leave_each_row_once_and_no_slice_joins_two_lives(cls, how, tmp_path):
     make = makers(tmp_path, at=75, what=HOW[how])
     storage = LazyTensorStorage(2000, shared=True, lanes=2)
@@ -366,7 +366,7 @@ def test_workers_that_write_into_the_buffer_leave_each_row_once_and_no_slice_joi
         assert bool((slices[IDS] == slices[IDS][:, :1]).all())
 
 
-@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize("cls", in_ci(BOTH, BOTH[:1]))
 def test_a_buffer_written_here_joins_no_two_lives_in_slices_or_in_several_steps(cls, tmp_path):
     rb = ReplayBuffer(
         storage=LazyTensorStorage(2000),
@@ -387,7 +387,7 @@ def test_a_buffer_written_here_joins_no_two_lives_in_slices_or_in_several_steps(
         assert bool((slices["life"] == slices["life"][:, :1]).all())
 
 
-@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize("cls", in_ci(BOTH, BOTH[1:]))
 def test_a_buffer_written_here_has_a_seam_where_no_entry_says_that_a_life_begins(cls, tmp_path):
     def without_next(batch):
         return batch.exclude(
@@ -407,7 +407,7 @@ def test_a_buffer_written_here_has_a_seam_where_no_entry_says_that_a_life_begins
         assert bool((slices["life"] == slices["life"][:, :1]).all())
 
 
-@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize("cls", in_ci(BOTH, BOTH[1:]))
 def test_a_state_after_restarts_goes_on_where_it_stopped(cls, tmp_path):
     make = makers(tmp_path, at=25, what=kill)
     with pytest.warns(RuntimeWarning), cls(make, frames_per_batch=20, restarts=1) as collector:
@@ -428,8 +428,7 @@ def test_a_state_after_restarts_goes_on_where_it_stopped(cls, tmp_path):
         ]
 
 
-@pytest.mark.parametrize("method", ["state_dict", "set_seed", "load_state_dict"])
-@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize(("method", "cls"), in_turns(["state_dict", "set_seed", "load_state_dict"], BOTH))
 def test_a_worker_that_is_found_dead_by_a_question_is_replaced_and_asked_again(cls, method, tmp_path):
     with cls(makers(tmp_path), frames_per_batch=20, restarts=1) as collector:
         batches = [collector.rollout()]
@@ -464,7 +463,7 @@ def trajectories_of(batches):
     return whole
 
 
-@pytest.mark.parametrize(("cls", "frames"), cases(BOTH, [None, 6], quick=[(MultiSyncDataCollector, None)]))
+@pytest.mark.parametrize(("cls", "frames"), cases(BOTH, [None, 6], quick=[(BOTH[0], None)], deep=[(BOTH[1], 6)]))
 def test_whole_trajectories_of_workers_are_all_that_end(cls, frames, tmp_path):
     make = [lambda: Numbered(0, tmp_path, length=7), lambda: Numbered(1, tmp_path, length=5)]
     with cls(make, frames_per_batch=frames, trajs_per_batch=3) as collector:
@@ -525,8 +524,7 @@ def test_waiting_whole_trajectories_are_in_the_state_and_none_is_lost_at_resume(
     trajectories_of([*batches, *resumed, new])
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize(("how", "cls"), in_turns(HOW, BOTH))
 def test_whole_trajectories_of_a_lost_worker_end_where_it_was_lost(cls, how, tmp_path):
     make = makers(tmp_path, at=25, what=HOW[how])
     with pytest.warns(RuntimeWarning), cls(make, frames_per_batch=10, trajs_per_batch=2, restarts=1) as collector:
@@ -581,7 +579,10 @@ def run_to_the_end(collector):
 SHARED = {"their own writes": {"shared": True, "lanes": 2}, "writes of the owner": {}}
 
 
-@pytest.mark.parametrize(("cls", "writes"), cases(BOTH, SHARED, quick=[(MultiaSyncDataCollector, "their own writes")]))
+IN_BACKGROUND = cases(BOTH, SHARED, quick=[(BOTH[1], "their own writes")], deep=[(BOTH[0], "writes of the owner")])
+
+
+@pytest.mark.parametrize(("cls", "writes"), IN_BACKGROUND)
 def test_a_collector_in_the_background_goes_on_with_the_successor_of_a_killed_worker(cls, writes, tmp_path):
     rb = ReplayBuffer(storage=LazyTensorStorage(1000, **SHARED[writes]), batch_size=1)
     make, settings = makers(tmp_path, at=25, what=kill), {"frames_per_batch": 20, "total_frames": 400, "restarts": 1}
@@ -615,8 +616,7 @@ def test_the_end_does_not_wait_for_the_successor_of_a_killed_worker_that_hangs(c
     assert collector.frames == len(rb) == 5
 
 
-@pytest.mark.parametrize("what", [None, kill], ids=["no failure", "killed"])
-@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize(("what", "cls"), in_turns([None, kill], BOTH))
 def test_whole_trajectories_are_collected_in_the_background(cls, what, tmp_path):
     rb = ReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=1)
     make, settings = makers(tmp_path, at=25, what=what), {"trajs_per_batch": 30, "total_frames": 280, "restarts": 1}
@@ -790,8 +790,7 @@ def check_lives(rows):
 KINDS = ["batches", "writes of the owner", "their own writes"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize(("kind", "cls"), in_turns(KINDS, BOTH))
 def test_workers_killed_at_random_moments_lose_no_row_that_was_handed_over(cls, kind, tmp_path):
     kill_at_random(cls, kind, 5, tmp_path)
 

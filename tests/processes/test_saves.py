@@ -10,6 +10,7 @@ import torch
 
 import engram
 from contracts.children import Child, Signal
+from contracts.tiers import in_turns
 from contracts.waiting import comes
 from engram.data import (
     FlatStorageCheckpointer,
@@ -146,8 +147,7 @@ def saves(running, kind, checkpointer, path, times):
     return lost
 
 
-@pytest.mark.parametrize("checkpointer", CHECKPOINTERS)
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize(("checkpointer", "kind"), in_turns(CHECKPOINTERS, STORES))
 def test_saves_are_whole_while_other_processes_write(kind, checkpointer, running, tmp_path):
     saves(running, kind, checkpointer, tmp_path, 4)
 

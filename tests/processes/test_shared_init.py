@@ -59,9 +59,10 @@ def sent(thing):
         return pickle.loads(packed)
 
 
+@pytest.mark.parametrize("turns", [3, pytest.param(60, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_of_processes_that_write_at_once_one_makes_it_and_no_row_is_lost(kind, tmp_path):
-    for turn in range(8):
+def test_of_processes_that_write_at_once_one_makes_it_and_no_row_is_lost(kind, turns, tmp_path):
+    for turn in range(turns):
         folder = tmp_path / str(turn)
         folder.mkdir()
         rb = TensorDictReplayBuffer(storage=make(kind, folder), batch_size=4)

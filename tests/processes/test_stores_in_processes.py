@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from contracts.children import Child, Signal
+from contracts.tiers import in_ci
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -270,7 +271,7 @@ def _sent(rbs, go, queue):
         queue.put(repr(error))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", in_ci(["fork", "spawn"], ["fork"]))
 def test_buffers_can_be_sent_to_another_process(tmp_path, method):
     context = mp.get_context(method)
     rbs = []

@@ -13,6 +13,7 @@ import pytest
 from contracts.batch_worlds import LoopEngine
 from contracts.each import each
 from contracts.gym_worlds import Countdown
+from contracts.tiers import in_turns
 from contracts.waiting import is_gone
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector
 from engram.data import LazyTensorStorage, ReplayBuffer
@@ -33,7 +34,8 @@ def in_c():
     ctypes.PyDLL(None).sleep(1000)  # which holds the interpreter's lock
 
 
-hangs = pytest.mark.parametrize("hang", [in_python, in_c])
+HANGS = [in_python, in_c]
+PLACES = [("step", 3), ("reset", 2)]  # where it hangs, and the number that is told
 
 
 class Hangs(Countdown):
@@ -77,10 +79,9 @@ def ended(env):
     return str(caught.value)
 
 
-@hangs
-@pytest.mark.parametrize("kind", [GymEnv, Changed])
-@pytest.mark.parametrize(("where", "number"), [("step", 3), ("reset", 2)])
-def test_a_parallel_env_names_worker_environment_and_step(kind, where, number, hang):
+@pytest.mark.parametrize(("kind", "place", "hang"), in_turns([GymEnv, Changed], PLACES, HANGS))
+def test_a_parallel_env_names_worker_environment_and_step(kind, place, hang):
+    where, number = place
     env = ParallelEnv(2, [lambda: kind(Countdown((4,))), lambda: kind(Hangs(where, hang))], num_workers=2, timeout=1.5)
     assert ended(env) == (
         f"environment worker 1 was killed: {where} {number} of environment 1 did not end within timeout=1.5 s"
@@ -88,7 +89,7 @@ def test_a_parallel_env_names_worker_environment_and_step(kind, where, number, h
 
 
 def test_of_several_environments_in_one_worker_the_one_that_hangs_is_named():
-    env = ParallelEnv(3, [calm, calm, lambda: GymEnv(Hangs("step"))], num_workers=1, timeout=6.0)
+    env = ParallelEnv(3, [calm, calm, lambda: GymEnv(Hangs("step"))], num_workers=1, timeout=3.0)
     assert "worker 0 was killed: step 3 of environment 2 " in ended(env)
 
 
@@ -135,18 +136,16 @@ def failure(collector):
     return str(caught.value), batches
 
 
-@pytest.mark.parametrize("cls", BOTH)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("cls", "way"), in_turns(BOTH, WAYS))
 def test_a_collector_names_worker_environment_and_step(cls, way):
     make, place = WAYS[way]
     told, _ = failure(cls([calm, lambda: make(Hangs("step"))], frames_per_batch=20, timeout=1.5))
     assert told == f"worker 1 of {cls.__name__} was killed: {place} did not end within timeout=1.5 s"
 
 
-@hangs
-@pytest.mark.parametrize("cls", BOTH)
-@pytest.mark.parametrize(("where", "number"), [("step", 3), ("reset", 2)])
-def test_a_hanging_step_or_reset_of_a_collector_is_ended(cls, where, number, hang):
+@pytest.mark.parametrize(("cls", "place", "hang"), in_turns(BOTH, PLACES, HANGS))
+def test_a_hanging_step_or_reset_of_a_collector_is_ended(cls, place, hang):
+    where, number = place
     told, _ = failure(cls([lambda: GymEnv(Hangs(where, hang))], frames_per_batch=20, timeout=1.5))
     assert f"{where} {number} of environment 0" in told
 
@@ -168,8 +167,7 @@ def test_a_question_to_a_worker_that_hangs_ends_too():
     assert collector.is_shut_down
 
 
-@pytest.mark.parametrize("cls", BOTH)
-@hangs
+@pytest.mark.parametrize(("cls", "hang"), in_turns(BOTH, HANGS))
 def test_shutdown_leaves_no_process_of_one_that_hangs_without_a_timeout(cls, hang):
     collector = cls([calm, lambda: GymEnv(Hangs("step", hang))], frames_per_batch=20)
     pids = [worker.pid for worker in collector._workers]

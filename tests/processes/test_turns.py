@@ -131,7 +131,7 @@ def _sent(rbs, queue):
         queue.put([(rb.extend(steps(100, 103)).tolist(), len(rb)) for rb in rbs])
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_a_buffer_that_is_sent_writes_the_same_ring(tmp_path, method):
     context = mp.get_context(method)
     rbs = [TensorDictReplayBuffer(storage=make(tmp_path, 100)) for make in KINDS.values()]
@@ -385,8 +385,9 @@ def test_a_writer_killed_before_any_line_of_its_extend_blocks_nobody(tmp_path):
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("trials", [20, pytest.param(600, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_writers_killed_at_random_moments_tear_and_mix_nothing(tmp_path, kind):
+def test_writers_killed_at_random_moments_tear_and_mix_nothing(tmp_path, kind, trials):
     draw = random.Random(1)
     rb = TensorDictReplayBuffer(storage=KINDS[kind](tmp_path, 2000), sampler=SliceSampler(**SLICES), batch_size=64)
     rb.extend(rows(0, 0, 8))
@@ -399,8 +400,8 @@ def test_writers_killed_at_random_moments_tear_and_mix_nothing(tmp_path, kind):
             first += n
 
     k, takeovers = 8, 0
-    for trial in range(600):
-        if trial >= 60 and takeovers > 3:
+    for trial in range(600 + trials):
+        if trial >= trials and takeovers > 3:
             break
         begun = Signal()
         children = []

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from contracts.tiers import in_ci
 from contracts.waiting import NEVER, allowed, is_gone
 from engram.errors import WorkerError
 from engram.processes.worker import ChannelClosed, CloudpickleWrapper, Worker, close_all, wait_for_any
@@ -41,7 +42,7 @@ def start():
     close_all(workers, timeout=0.2)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", in_ci(METHODS, ["fork"]))
 def test_a_worker_answers(start, method):
     worker = start(double, start_method=method)
     worker.send(21)
@@ -260,7 +261,7 @@ def owner(script):
     return start
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", in_ci(METHODS, ["fork"]))
 def test_workers_end_when_their_owner_is_killed(owner, method):
     process, pids = owner(method=method, then="time.sleep(1000)")
     process.kill()

@@ -317,8 +317,9 @@ def test_a_buffer_that_is_gone_is_saved_all_the_same(tmp_path):
     assert twin[:]["a"].tolist() == list(range(45))
 
 
+@pytest.mark.parametrize("saves", [4, pytest.param(60, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["memory", "mapped", "environments"])
-def test_saves_beside_a_busy_writer_are_whole(tmp_path, kind):
+def test_saves_beside_a_busy_writer_are_whole(tmp_path, kind, saves):
     capacity = 3000
     rb = ReplayBuffer(storage=storage(kind, tmp_path, capacity))
     stop, at = threading.Event(), [0]
@@ -333,7 +334,7 @@ def test_saves_beside_a_busy_writer_are_whole(tmp_path, kind):
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        for _ in range(12):
+        for _ in range(saves):
             rb.dumps(tmp_path / "saved", blocking=False).result(300)
             twin = ReplayBuffer(storage=storage("memory" if kind == "mapped" else kind, tmp_path, capacity))
             twin.loads(tmp_path / "saved")

@@ -1,6 +1,5 @@
 """Any number of threads may add and sample."""
 
-import os
 import threading
 import time
 
@@ -9,6 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from contracts.each import each
+from contracts.tiers import in_turns
 from contracts.waiting import comes
 from engram.data import (
     LazyMemmapStorage,
@@ -28,7 +28,8 @@ from engram.data import (
 from engram.testing import numbers, of_numbers
 from engram.transforms import Transform
 
-SECONDS = float(os.environ.get("ENGRAM_TEST_SECONDS", "1.5"))
+#: How long threads work beside each other, in CI and at night.
+SECONDS = pytest.mark.parametrize("seconds", [0.8, pytest.param(10.0, marks=pytest.mark.long)])
 BATCH = 37
 STORAGES = {
     "list": lambda: ListStorage(500),
@@ -44,9 +45,9 @@ def emptied(storage):
     return storage
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("name", STORAGES)
-def test_threads_that_write_and_sample_never_see_a_torn_or_mixed_step(name, prefetch):
+@SECONDS
+@pytest.mark.parametrize(("name", "prefetch"), in_turns(STORAGES, [0, 2]))
+def test_threads_that_write_and_sample_never_see_a_torn_or_mixed_step(name, prefetch, seconds):
     rb = ReplayBuffer(storage=STORAGES[name](), batch_size=64, prefetch=prefetch)
     rb.extend(of_numbers(torch.arange(BATCH)))
     stop, errors, counts = threading.Event(), [], {"written": BATCH, "drawn": 0}
@@ -90,7 +91,7 @@ def test_threads_that_write_and_sample_never_see_a_torn_or_mixed_step(name, pref
     threads = [threading.Thread(target=guarded(w)) for w in work]
     for t in threads:
         t.start()
-    time.sleep(SECONDS)
+    time.sleep(seconds)
     comes(lambda: errors or counts["drawn"] > 3)
     stop.set()
     for t in threads:
@@ -124,8 +125,9 @@ def test_whole_extends_follow_each_other(name):
     assert sorted(i for index in where.values() for i in index.tolist()) == list(range(12 * BATCH))
 
 
+@SECONDS
 @pytest.mark.parametrize("name", STORAGES)
-def test_a_generation_belongs_to_the_row_beside_it(name):
+def test_a_generation_belongs_to_the_row_beside_it(name, seconds):
     rb = ReplayBuffer(storage=STORAGES[name](), batch_size=64, track_generations=True)
     rb.extend(of_numbers(torch.arange(BATCH)))
     stop = threading.Event()
@@ -139,7 +141,7 @@ def test_a_generation_belongs_to_the_row_beside_it(name):
     thread = threading.Thread(target=write)
     thread.start()
     try:
-        until = time.monotonic() + SECONDS / 2
+        until = time.monotonic() + seconds / 2
         while time.monotonic() < until:
             batch, info = rb.sample(return_info=True)
             assert len(set((info["generation"] - batch["n"]).tolist())) == 1, "generations of other rows"

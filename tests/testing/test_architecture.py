@@ -1,14 +1,13 @@
 """What docs/architecture.md says of parts of one's own is true: its examples pass their contracts."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import engram.testing
 from contracts.each import each
+from contracts.programs import Program, finished
 from engram.data import Sampler, Storage, StorageCheckpointerBase, Writer
 from engram.envs import EnvBase
 
@@ -52,9 +51,10 @@ def test_the_examples_pass_their_contracts(tmp_path: Path) -> None:
     examples = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     file = tmp_path / "test_examples.py"
     file.write_text("\n\n".join(examples))
-    options = ["-q", "-p", "no:cacheprovider", str(file)]
-    done = subprocess.run([sys.executable, "-m", "pytest", *options], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout
+    main = tmp_path / "main.py"
+    main.write_text("import pytest, sys\nsys.exit(pytest.main(sys.argv[1:]))\n")
+    done = finished(Program(main, "-q", "-p", "no:cacheprovider", file, cwd=tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
     assert len(examples) == 3
 
 

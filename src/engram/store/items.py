@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from engram import _native
+import engram._native as _native
 from engram._copies import CopiedAsPlain
 from engram.pytree import (
     KeyPath,

@@ -114,8 +114,10 @@ class CatFrames(TrajectoryTransform, built_in=True):
         return self.forward(tensordict)
 
     # ---- environments ----
-    def _init_env_state(self, specs: EnvSpecs) -> None:
-        self._history: dict[Key, list[Tensor]] = {}  #: the last N frames, oldest first
+    _history: dict[Key, list[Tensor]]  #: the last N frames, oldest first
+
+    def _env_state(self, specs: EnvSpecs) -> dict[str, Any]:
+        return {"_history": {}}
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         for source, _ in self._env_pairs:

@@ -173,9 +173,11 @@ class TargetReturn(TrajectoryTransform, built_in=True):
         self.reset_key = "_reset"
 
     # ---- environments ----
-    def _init_env_state(self, specs: EnvSpecs) -> None:
+    _reward_specs: list[Any]
+
+    def _env_state(self, specs: EnvSpecs) -> dict[str, Any]:
         specs.require([source for source, _ in self._env_pairs], "TargetReturn")
-        self._reward_specs: list[Any] = [specs.entry(source) for source, _ in self._env_pairs]
+        return {"_reward_specs": [specs.entry(source) for source, _ in self._env_pairs]}
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         if replaced := [target for _, target in self._env_pairs if target in RESULT_KEYS]:

@@ -349,8 +349,10 @@ class TrajCounter(TrajectoryTransform, built_in=True):
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         return specs.with_entries({self.out_key: Unbounded(specs.done.shape, specs.done.device, torch.int64)})
 
-    def _init_env_state(self, specs: EnvSpecs) -> None:
-        self._next, self._current = 0, torch.zeros(specs.done.shape, dtype=torch.int64)
+    _current: Tensor  # in an environment: the numbers of the running trajectories
+
+    def _env_state(self, specs: EnvSpecs) -> dict[str, Any]:
+        return {"_next": 0, "_current": torch.zeros(specs.done.shape, dtype=torch.int64)}
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         done = fresh.get("done")

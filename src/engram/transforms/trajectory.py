@@ -254,12 +254,11 @@ class TrajectoryTransform(Transform, built_in=True):
     # ---- environments ----
     def for_env(self: Self, specs: EnvSpecs) -> Self:
         own = copy.copy(self)
-        vars(own).update(_carry_over=None)
-        own._init_env_state(specs)
+        vars(own).update(self._env_state(specs), _carry_over=None)
         return own
 
-    def _init_env_state(self, specs: EnvSpecs) -> None:
-        """Sets the state of an environment before its first reset."""
+    def _env_state(self, specs: EnvSpecs) -> dict[str, Any]:
+        """The attributes that are the state of an environment, as they are before its first reset."""
         raise NotImplementedError
 
     def _deferred(self, writes: Sequence[Key], *, limit: int | None = None, **settings: Any) -> Deferred:
@@ -388,10 +387,13 @@ class RewardSum(TrajectoryTransform, built_in=True):
     def _sum_spec(self, spec: Any) -> Spec:
         return Unbounded(spec.shape, spec.device, spec.dtype if spec.dtype.is_floating_point else torch.int64)
 
-    def _init_env_state(self, specs: EnvSpecs) -> None:
+    _of: list[Any]  # the specs of the rewards
+    _sums: list[Tensor]
+
+    def _env_state(self, specs: EnvSpecs) -> dict[str, Any]:
         specs.require([source for source, _ in self._env_pairs], "RewardSum")
-        self._of: list[Any] = [specs.entry(source) for source, _ in self._env_pairs]
-        self._sums = [as_sum_dtype(spec.zero()) for spec in self._of]
+        rewards: list[Any] = [specs.entry(source) for source, _ in self._env_pairs]
+        return {"_of": rewards, "_sums": [as_sum_dtype(spec.zero()) for spec in rewards]}
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         device = fresh.get("done").device
@@ -516,9 +518,11 @@ class StepCounter(TrajectoryTransform, built_in=True):
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         return specs.with_entries({self.step_count_key: Unbounded(specs.done.shape, specs.done.device, torch.int64)})
 
-    def _init_env_state(self, specs: EnvSpecs) -> None:
-        self._count: Tensor | None = None
-        self._most = 0  # an upper bound of the counts, which avoids reading them
+    _count: Tensor | None
+    _most: int  # an upper bound of the counts, which avoids reading them
+
+    def _env_state(self, specs: EnvSpecs) -> dict[str, Any]:
+        return {"_count": None, "_most": 0}
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         zero = torch.zeros_like(fresh.get("done"), dtype=torch.int64)
@@ -605,8 +609,8 @@ class InitTracker(TrajectoryTransform, built_in=True):
         """The key of the mark in an environment."""
         return [root_key(self.init_key)]
 
-    def _init_env_state(self, specs: EnvSpecs) -> None:
-        """There is no state."""
+    def _env_state(self, specs: EnvSpecs) -> dict[str, Any]:
+        return {}
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         done = fresh.get("done")
