@@ -53,6 +53,7 @@ def test_modules_below_an_alias_are_not_loaded_twice():
         importlib.import_module("engram.collectors.distributed.nothing")
 
 
+@pytest.mark.deep
 def test_aliases_can_be_what_a_program_imports_first():
     code = "; ".join(f"import {alias}" for alias in reversed(ALIASES)) + "; print(engram.envs.common.EnvBase.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

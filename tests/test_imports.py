@@ -66,6 +66,7 @@ def output_of(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.deep
 def test_importing_loads_the_four_packages_of_the_core_and_no_other():
     code = f"""if True:
         import importlib, sys, {CORE}

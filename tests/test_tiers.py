@@ -125,7 +125,7 @@ def test_d(): pass
     assert collected(text, "--tiers") == ["test_b", "test_d", "test_a", "test_c"]
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+@pytest.mark.parametrize("workers", [pytest.param((), marks=pytest.mark.long), ("-n", "2")])
 def test_with_tiers_a_file_that_is_skipped_as_a_whole_is_counted(pytest_on, workers):
     files = {
         "test_of_a_peer.py": "pytest.importorskip('no_such_library')",

@@ -142,6 +142,7 @@ class TestOneProcess:
         with pytest.raises(TypeError, match="no append_transform"):
             SyncDataCollector(Env(), Recurrent(1, 1), frames_per_batch=8, auto_register_policy_transforms=True)
 
+    @pytest.mark.deep
     @pytest.mark.parametrize("wrap", [pytest.param(False, marks=pytest.mark.long), True])
     def test_a_compiled_policy_acts_the_same(self, wrap):
         calls = []

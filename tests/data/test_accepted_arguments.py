@@ -49,6 +49,7 @@ def test_every_part_takes_compilable(name):
         assert getattr(data, name)(**PARTS[name], compilable=compilable) is not None
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("storage", "sampler"),
     [(LazyTensorStorage, RandomSampler), (ListStorage, lambda: PrioritizedSampler(20, 1.0, 1.0))],

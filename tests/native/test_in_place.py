@@ -215,6 +215,7 @@ class TestKills:
         assert s.finish_interrupted() is False
         os.close(fd)
 
+    @pytest.mark.deep
     def test_a_process_killed_at_any_moment_leaves_whole_rows(self, tmp_path: Path) -> None:
         width, n = 512, 32
         code, row_bytes = words(width)

@@ -126,6 +126,7 @@ def test_tensors_may_be_dropped_by_any_thread() -> None:
     assert not faults
 
 
+@pytest.mark.deep
 def test_a_forked_child_uses_its_own_pool_while_threads_use_the_parents() -> None:
     s, code = three_leaves()
     kept = s.gather(code, torch.arange(64))[0]

@@ -114,6 +114,7 @@ def forks(times, prefetch, own):
     return failed
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("times", [12, pytest.param(60, marks=pytest.mark.long)])
 def test_forked_children_use_the_buffer_while_threads_draw(times):
     assert forks(times, None, own=True) == 0
