@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -31,6 +31,7 @@ from engram.data.replay_buffers.storages.overrides import (
     OwnTable,
     UndefinedMethods,
     UsersTable,
+    own_attributes,
 )
 from engram.pytree import KeyPath
 from engram.store.indexing import check_stored, from_slots
@@ -59,6 +60,11 @@ def _saved_by(storage: Storage, checkpointer: Any) -> Iterator[None]:
 
 def _is_ours(kind: type) -> bool:
     return kind.__module__.startswith("engram.")
+
+
+def _our_class(kind: type) -> Any:
+    """The class itself, or the nearest class of engram that it is derived from."""
+    return next(parent for parent in kind.__mro__ if _is_ours(parent))
 
 
 class StorageUser:
@@ -97,7 +103,7 @@ class Storage(MadeFromParts):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        ours = next(kind for kind in cls.__mro__ if _is_ours(kind))
+        ours = _our_class(cls)
         cls._overrides = own = frozenset(name for kind in cls.__mro__[: cls.__mro__.index(ours)] for name in vars(kind))
         if ours is Storage and own >= {"get", "set"} and "append" not in own:
             cls._own_table = GetSetTable
@@ -475,11 +481,15 @@ class Storage(MadeFromParts):
             buffer.after_fork()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self._held_table.sent_state(type(self).__name__)
+        state = self._held_table.sent_state(type(self).__name__)
+        own = {} if _is_direct(type(self)) else own_attributes(self)
+        return {**state, "own": own} if own else state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if not _is_direct(type(self)):
-            self.__init__(**_opening_arguments(state))  # type: ignore[misc]
+            state = {**state}
+            vars(self).update(state.pop("own", {}))
+            _begin(self, _opening_arguments(state))
         elif not vars(self):  # else `_begun` made it
             Storage.__init__(self, None)
         self._held_table.take_sent(state)
@@ -491,7 +501,9 @@ class Storage(MadeFromParts):
         def parts() -> tuple[Any, tuple[Any, ...]]:
             state = self.state_dict() if len(self) or self.lanes is not None else None
             form = self.saved_form.row_form()
-            return _unpickled, (type(self), table.arguments(), self._checkpointer, form, state)
+            own = own_attributes(self)
+            made_of = (type(self), table.arguments(), self._checkpointer, form, state)
+            return _unpickled, (*made_of, own) if own else made_of
 
         if isinstance(table, UsersTable) and "__getstate__" in self._overrides:
             by_class = functools.partial(_made_by_class, table)
@@ -519,7 +531,7 @@ _MUST_DEFINE = frozenset({"lanes", "check", "append", "overwrite", "read"})
 
 def _is_direct(kind: type[Storage]) -> bool:
     """Whether a class is a child of `Storage` that a user wrote."""
-    return next(parent for parent in kind.__mro__ if _is_ours(parent)) is Storage
+    return _our_class(kind) is Storage
 
 
 def _opening_arguments(state: dict[str, Any]) -> dict[str, Any]:
@@ -536,9 +548,14 @@ def _opening_arguments(state: dict[str, Any]) -> dict[str, Any]:
 _live: weakref.WeakSet[Storage] = fork_registry(lambda storage: storage._after_fork())
 
 
+def _begin(storage: Any, arguments: dict[str, Any]) -> None:
+    """Calls the constructor of our class, not that of a user's child of it, which has other arguments."""
+    _our_class(type(storage)).__init__(storage, **arguments)
+
+
 def _made_like(cls: Any, arguments: dict[str, Any], checkpointer: Any) -> Any:
     twin = cls.__new__(cls)
-    twin.__init__(**arguments)
+    _begin(twin, arguments)
     if checkpointer is not None:
         twin.checkpointer = checkpointer
     return twin
@@ -578,14 +595,18 @@ def _deep_copy(
         return _reconstructed(storage, memo, object.__reduce_ex__(storage, 4))  # type: ignore[arg-type]
     twin = _made_like(type(storage), copy.deepcopy(arguments, memo), copy.deepcopy(checkpointer, memo))
     memo[id(storage)] = twin
+    vars(twin).update(copy.deepcopy(own_attributes(storage), memo))
     if storage.lanes is not None:
         with twin.access.exclusive("copying"):
             storage.saved_form.copy_to(twin, memo)
     return twin
 
 
-def _unpickled(cls: Any, arguments: dict[str, Any], checkpointer: Any, form: Any, state: Any) -> Any:
+def _unpickled(
+    cls: Any, arguments: dict[str, Any], checkpointer: Any, form: Any, state: Any, own: Mapping[str, Any] | None = None
+) -> Any:
     storage = _made_like(cls, arguments, checkpointer)
+    vars(storage).update(own or {})
     storage.saved_form.take_row_form(form)
     if state is not None:
         storage.load_state_dict(state)

@@ -36,6 +36,15 @@ from engram.store.table import NOT_SENT, ItemReader, Table
 # Each object has its own.
 _NOT_COPIED = {"mutex", "native", "access", "_attached", "_held_table", "_outer_methods"}
 _NOT_COPIED |= {"_saved_as", "_of_data"}
+# What constructors of ours make again from their arguments.
+_MADE_BY_ARGUMENTS = {"_checkpointer", "_rows_table", "_file", "scratch_dir", "device", "ndim", "stack_dim"}
+_MADE_BY_ARGUMENTS |= {"compression_level"}
+
+
+def own_attributes(storage: Any) -> dict[str, Any]:
+    """What a user, or a class of the user's, keeps in a storage of ours: copies have it as copies of any object do."""
+    ours = _NOT_COPIED | _MADE_BY_ARGUMENTS
+    return {name: value for name, value in vars(storage).items() if name not in ours}
 
 
 def _without_parts(storage: UsersStorage, state: dict[str, Any]) -> dict[str, Any]:
