@@ -1,6 +1,7 @@
 """Parts as users write them, against engram's contracts; `Broken...` are wrong by one, and must fail."""
 
 import pickle
+import threading
 
 import torch
 
@@ -75,17 +76,17 @@ class TestBrokenStorage(StorageContract):
         return Broken(capacity)
 
 
-class NamedStorage(LazyTensorStorage):
-    """Has a constructor of its own, which copies cannot call."""
+class LockedStorage(LazyTensorStorage):
+    """Keeps a lock, which no copy can have."""
 
-    def __init__(self, name, steps):
-        super().__init__(steps)
-        self.name = name
+    def __init__(self, max_size):
+        super().__init__(max_size)
+        self.lock = threading.Lock()
 
 
-class TestNamedStorage(StorageContract):
+class TestLockedStorage(StorageContract):
     def make(self, capacity, path):
-        return NamedStorage("one", capacity)
+        return LockedStorage(capacity)
 
 
 class OneStorage(ListStorage):

@@ -31,7 +31,7 @@ def outcomes():
     options = ["-qq", "--tb=native", *(f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "xdist"))]
     options += ["--override-ini=addopts=--import-mode=importlib"]  # options of a plugin that is off are no mistake here
     # Of a part that fails at every test one will do; of those that are no good as copies, these tests.
-    no_copies = "TestNamedStorage or TestOneStorage or TestHookedStorage"
+    no_copies = "TestLockedStorage or TestOneStorage or TestHookedStorage"
     options += ["-k", f"(not TestBrokenStorage or writing) and (not ({no_copies}) or copy or pickle or load_makes)"]
     assert pytest.main([*options, str(OWN_PARTS)], [outcomes]) == pytest.ExitCode.TESTS_FAILED
     return outcomes
@@ -65,8 +65,8 @@ def test_without_pytest_the_message_names_what_to_install():
     [
         ("TestFloatSampler", "test_slots_are_integers_in_every_kind_of_buffer"),
         ("TestForgetfulSampler", "test_a_state_saved_alone_goes_on_with_its_storage"),
-        ("TestNamedStorage", "test_a_deep_copy_has_rows_of_its_own"),
-        ("TestNamedStorage", "test_a_pickle_gives_the_rows_back"),
+        ("TestLockedStorage", "test_a_deep_copy_has_rows_of_its_own"),
+        ("TestLockedStorage", "test_a_pickle_gives_the_rows_back"),
         ("TestOneStorage", "test_a_deep_copy_has_rows_of_its_own"),
         ("TestOneStorage", "test_a_pickle_gives_the_rows_back"),
         ("TestOneStorage", "test_a_deep_copy_of_an_empty_storage_can_be_written_to"),
