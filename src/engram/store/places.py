@@ -202,7 +202,7 @@ class Place(abc.ABC):
         """A new table. Raises StorageError, with the numbers, where there is no room for it."""
 
     def table(self, lanes: Lanes, layout: RowLayout) -> MadeTable:
-        """The table of a store that was made here."""
+        """The table over a store whose rows lie here."""
         return RowTable(lanes, layout, mapped=False)
 
     def bytes_of(self, new: NewTable) -> int:

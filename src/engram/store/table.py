@@ -166,7 +166,7 @@ class Table(abc.ABC):
     def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
         """What `read` returns, of a moment in which no other process changed stored rows in place.
 
-        With `errors_only` just an error must be of one moment.
+        With `errors_only` a result may be of several moments; only an error is not believed unless it is of one.
         """
         return read()
 

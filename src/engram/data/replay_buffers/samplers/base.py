@@ -77,7 +77,7 @@ class StorageState(PartlyCopied):
         return {}
 
     def check_saved(self, state: dict[str, Any]) -> None:
-        """ValueError where no such state can have been saved."""
+        """ValueError where a saved state is damaged: no sampler of this kind can have saved it."""
 
     def check(self, state: dict[str, Any], storage: Storage) -> None:
         """ValueError where a saved state cannot be one of this storage, which holds rows."""
@@ -112,7 +112,7 @@ class StorageState(PartlyCopied):
 
 
 _NO_LOCK = contextlib.nullcontext()  # of a child whose constructor does not call that of its base, until it is used
-_NOTHING = StorageState()  # for all samplers that say what they know, if anything, with `state_dict` alone
+_NOTHING = StorageState()  # of samplers without one: what they save, if anything, is what their `state_dict` adds
 
 T = TypeVar("T")
 

@@ -101,7 +101,7 @@ class RunRule(NamedTuple):
         return (given, batch_size // given) if self.slice_len is None else (batch_size // given, given)
 
     def native_for(self, batch_size: int | None) -> _native.SliceRule:
-        """How slices of batches of this size are drawn; None will do where slices have a length."""
+        """How slices of batches of this size are drawn; it may be None where `slice_len` says how long they are."""
         if self.slice_len is not None:
             return self.native(self.slice_len)
         if batch_size is None:

@@ -108,7 +108,7 @@ class Storage(MadeFromParts):
         if ours is Storage and own >= {"get", "set"} and "append" not in own:
             cls._own_table = GetSetTable
         if ours is not Storage or cls._own_table is GetSetTable or "__getstate__" not in own:
-            pickle_by_state(cls, _check_sending)  # else sent to processes as it is pickled
+            pickle_by_state(cls, _check_sending)  # else as `pickle` does, by its own `__getstate__`
 
     def __init__(self, max_size: int | None, checkpointer: Any = None, compilable: bool = False) -> None:
         missing = _MUST_DEFINE - self._overrides
@@ -264,14 +264,14 @@ class Storage(MadeFromParts):
         index_key: str | None = None,
         index: Tensor | None = None,
     ) -> Checked:
-        """Checks a batch (or one step, `single`) leaf by leaf; nothing is written. The first call makes the storage.
+        """Checks a batch (or one step, `single`) leaf by leaf; nothing is written. The first call makes the table.
 
         `time_dim` is the batch dimension of time. With `index_key` each row also stores its own index there: `index`
         (int64 [steps]), or the one that `append` will give it.
 
         Raises:
             ValueError, TypeError: the batch does not fit; the message names the leaf.
-            StorageError: the storage cannot be made.
+            StorageError: the table cannot be made.
         """
         return self._outer_methods.fit(items, single, time_dim, index_key, index)
 
