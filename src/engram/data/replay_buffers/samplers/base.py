@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -132,10 +131,9 @@ class StateSetting(Generic[T]):
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = self._name or name
-        self._read = attrgetter(f"storage_state.{self._name}")
 
     def __get__(self, sampler: Any, owner: type | None = None) -> T:
-        value: Any = self if sampler is None else self._read(sampler)
+        value: Any = self if sampler is None else getattr(sampler.storage_state, self._name)
         return value  # type: ignore[no-any-return]
 
     def __set__(self, sampler: Any, value: T) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args
 
 import torch
@@ -72,10 +71,10 @@ class RuleSetting(Generic[T]):
         self._checked = checked
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name, self._read = name, attrgetter(f"rule.{name}")
+        self._name = name
 
     def __get__(self, sampler: Any, owner: type | None = None) -> T:
-        value: Any = self if sampler is None else self._read(sampler)
+        value: Any = self if sampler is None else getattr(sampler.rule, self._name)
         return value  # type: ignore[no-any-return]
 
     def __set__(self, sampler: SliceSampler, value: Any) -> None:
