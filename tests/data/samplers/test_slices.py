@@ -232,11 +232,11 @@ def test_pickles_of_samplers_that_had_their_settings_as_attributes_are_read():
     ]
     for sampler in samplers:
         state = sampler.__getstate__()
-        rule = state.pop("rule")
+        rule = state.pop("_rule")
         shown = {name: value for name, value in rule._asdict().items() if hasattr(type(sampler), name)}
         read = type(sampler).__new__(type(sampler))
         read.__setstate__({**state, **shown})
-        assert read.rule == rule and repr(read) == repr(sampler) and not shown.keys() & vars(read).keys()
+        assert read._rule == rule and repr(read) == repr(sampler) and not shown.keys() & vars(read).keys()
 
 
 @pytest.mark.parametrize("ask", [{}, {"return_info": True}])
@@ -445,7 +445,7 @@ def test_slices_that_came_as_rows_are_marked_as_those_of_a_buffer(kind):
         index, info = sampler.sample(rb.storage, 20)
         slices = info["slices"]
         expected, batch = rb[index], rb[index]
-        mark(expected, sampler.rule.marks, slices, {})
+        mark(expected, sampler._rule.marks, slices, {})
         mask = slices.mask() if ("collector", "mask") in info else None
         mark_rows(batch, sampler, slices.last().flatten(), mask)
         assert_equal(batch, expected)

@@ -29,7 +29,7 @@ class FrameStackSampler(SliceSampler, built_in=True):
         (torch.Size([4, 3]), True)
     """
 
-    rule = RunRule(counts_slices=True)
+    _rule = RunRule(counts_slices=True)
 
     def __init__(self, *, slice_len: int, **settings: Any) -> None:
         settings = {"span": (True, False), "strict_length": False, "truncated_key": None, "init_key": None, **settings}

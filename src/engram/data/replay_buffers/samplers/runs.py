@@ -31,23 +31,32 @@ Weight = Literal["trajectories", "steps"]
 Cut: TypeAlias = bool | int
 
 
+class Marking(NamedTuple):
+    """How slices are marked in batches.
+
+    Attributes:
+        marks: what is marked in a batch, in this order; `masks`: the paths of masks of padding among them.
+        flags: keys in info, and paths in batches, of the flags that info gives, too.
+    """
+
+    marks: tuple[Mark, ...]
+    masks: tuple[KeyPath, ...]
+    flags: dict[Any, KeyPath]
+
+
 class RunPlan(NamedTuple):
     """How slices of batches of one size are drawn and marked.
 
     Attributes:
         rule: what it was made of; of another rule, another plan is to be made.
         n: slices of a batch; `native`: how each of them is drawn.
-        marks: what is marked in a batch, in this order; `masks`: the paths of masks of padding among them.
-        flags: keys in info, and paths in batches, of the flags that info gives, too.
     """
 
     rule: RunRule
     batch_size: int
     n: int
     native: _native.SliceRule
-    marks: tuple[Mark, ...]
-    masks: tuple[KeyPath, ...]
-    flags: dict[Any, KeyPath]
+    marking: Marking
 
 
 class RunRule(NamedTuple):
@@ -81,14 +90,28 @@ class RunRule(NamedTuple):
     slice_key: KeyPath | None = None
     adds_init: bool = False
 
+    def changed(self, name: str, value: Any) -> RunRule:
+        """This rule with another value of one field; TypeError where nothing would say how long slices are."""
+        rule = self._replace(**{name: value})
+        if value is None and name == "slice_len" and self.counts_slices:
+            raise TypeError("slice_len is the number of frames of a stack; it cannot be None")
+        if value is None and name in ("num_slices", "slice_len") and rule.num_slices is None and rule.slice_len is None:
+            other = "slice_len" if name == "num_slices" else "num_slices"
+            if (self.num_slices if name == "num_slices" else self.slice_len) is not None:  # else a size comes later
+                raise TypeError(f"{name} cannot be None where {other} is: assign {other} first")
+        return rule
+
     def plan(self, batch_size: int) -> RunPlan:
         """How batches of this size are drawn; ValueError: they cannot be."""
         n, length = self.divide(batch_size)
+        return RunPlan(self, batch_size, n, self.native(length), self.marking())
+
+    def marking(self) -> Marking:
+        """How slices are marked, whatever the size of their batch."""
         flags: tuple[KeyPath, ...] = ()
         if self.truncated_key is not None:
             flags = (*self.marked_keys, (*self.truncated_key[:-1], "terminated"))  # the last is given as it is
-        shown = {shown_key(path): path for path in flags}
-        return RunPlan(self, batch_size, n, self.native(length), self.marks, self.masks, shown)
+        return Marking(self.marks, self.masks, {shown_key(path): path for path in flags})
 
     def divide(self, batch_size: int) -> tuple[int, int]:
         """Number and length of the slices of a batch."""
@@ -115,7 +138,7 @@ class RunRule(NamedTuple):
         before, after = self.rows_cut(length)
         return _native.SliceRule(
             length, length - self.burn_in if self.strict_length else 1, before, after, pad=self.pads_around,
-            by_window=by_window, pad_behind=self.pad_output,
+            by_window=by_window, pad_behind=self.pad_output and not self.pads_around,
         )  # fmt: skip
 
     def check_length(self, length: int) -> None:
@@ -157,11 +180,13 @@ class RunRule(NamedTuple):
     def marks(self) -> tuple[Mark, ...]:
         """What is marked in a batch, in this order: the content of an entry, and its path."""
         marks: list[Mark] = [("last", path) for path in self.marked_keys]
-        if self.init_key is not None:
-            marks.append(("first" if self.adds_init else "first if any", self.init_key))
+        if self.init_key is not None and not self.adds_init:
+            marks.append(("first if any", self.init_key))
         marks += [("mask", path) for path in self.masks]
         if self.slice_key is not None:
             marks.append(("slice_id", self.slice_key))
+        if self.init_key is not None and self.adds_init:
+            marks.append(("first", self.init_key))
         return tuple(marks)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from engram.data.replay_buffers.samplers.runs import (
     MASK,
     TRUNCATED,
     Cut,
+    Marking,
     RunDraw,
     RunPlan,
     RunRule,
@@ -54,51 +56,30 @@ def mark_rows(batch: Any, sampler: SliceSampler, last: Tensor, mask: Tensor | No
         last: where slices end, bool [n]; mask: False where they are padded, bool [n].
     """
     assert sampler.slice_len is not None
-    mark(batch, sampler.rule.marks, RunsOfRows(last, mask, sampler.slice_len), {})
+    mark(batch, sampler._rule_now().marks, RunsOfRows(last, mask, sampler.slice_len), {})
 
 
-T = TypeVar("T")
+class RuleSetting(property):
+    """An attribute of a sampler that decides which slices are drawn, or what is marked in them: a part of its rule."""
 
 
-class RuleSetting(Generic[T]):
-    """An attribute of a sampler that decides which slices are drawn, or what is marked in them: a part of its rule.
+def setting(name: str, checked: Callable[[Any], Any] | None = None) -> Any:
+    """The attribute of this name.
 
     Args:
         checked: makes of what is assigned the value that it has; ValueError where that is none. None: any is one.
     """
+    place = RunRule._fields.index(name)
 
-    def __init__(self, checked: Callable[[Any], T] | None = None) -> None:
-        self._checked = checked
+    def value(self: SliceSampler) -> Any:
+        return self._rule[place]
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+    def assign(self: SliceSampler, value: Any) -> None:
+        value = value if checked is None else checked(value)
+        with self.lock:
+            self._rule = self._rule.changed(name, value)
 
-    def __get__(self, sampler: Any, owner: type | None = None) -> T:
-        value: Any = self if sampler is None else getattr(sampler.rule, self._name)
-        return value  # type: ignore[no-any-return]
-
-    def __set__(self, sampler: SliceSampler, value: Any) -> None:
-        value = value if self._checked is None else self._checked(value)
-        with sampler.lock:
-            sampler.rule = self._changed(sampler.rule, value)
-
-    def _changed(self, rule: RunRule, value: Any) -> RunRule:
-        return rule._replace(**{self._name: value})
-
-
-class SizeSetting(RuleSetting[int | None]):
-    """`num_slices` or `slice_len`: one of them decides the length of slices, so both cannot become None."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        super().__set_name__(owner, name)
-        self._checked = partial(_positive, name=name)
-
-    def _changed(self, rule: RunRule, value: Any) -> RunRule:
-        changed = super()._changed(rule, value)
-        if changed.num_slices is None and changed.slice_len is None:
-            other = "slice_len" if self._name == "num_slices" else "num_slices"
-            raise TypeError(f"{self._name} cannot be None where {other} is: assign {other} first")
-        return changed
+    return RuleSetting(value, assign)
 
 
 def _positive(n: Any, name: str) -> int | None:
@@ -129,6 +110,16 @@ def _burn_in(rows: Any) -> int:
     if not is_integer(rows, 0):
         raise ValueError(f"burn_in must be 0 or more, got {rows!r}")
     return int(rows)
+
+
+def _settings_of(kind: type[SliceSampler]) -> list[str]:
+    """The names of settings that samplers of a class have, in whatever way."""
+    return [name for name in RunRule._fields if any(_is_setting(parent, name) for parent in kind.__mro__)]
+
+
+def _is_setting(kind: type, name: str) -> bool:
+    """Whether the attribute of this name is the setting as the library has it."""
+    return isinstance(inspect.getattr_static(kind, name, None), RuleSetting)
 
 
 @advised
@@ -190,8 +181,14 @@ class SliceSampler(Sampler, built_in=True):
     """
 
     _copied_as: ClassVar[Mapping[str, Any]] = {**Sampler._copied_as, "_plan": None}
-    #: Its settings as data, which are replaced as a whole; of a class, what its settings do not say.
-    rule = RunRule()
+    # Its settings as data, which are replaced as a whole; of a class, what its settings do not say.
+    _rule = RunRule()
+    # The settings that a user's own class has in a way of its own.
+    _own_settings: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._own_settings = tuple(name for name in _settings_of(cls) if not _is_setting(cls, name))
 
     def __init__(
         self,
@@ -216,9 +213,9 @@ class SliceSampler(Sampler, built_in=True):
         Sampler.__init__(self, compilable)  # not the next class: a child that draws by priority has a table of its own
         if (num_slices is None) == (slice_len is None):
             raise TypeError(f"give exactly one of num_slices and slice_len, got {num_slices} and {slice_len}")
-        self.rule = self.rule._replace(
-            num_slices=_positive(num_slices, "num_slices"), slice_len=_positive(slice_len, "slice_len")
-        )
+        vars(self).pop("_rule", None)  # of settings that a child assigned before
+        self.num_slices = num_slices
+        self.slice_len = slice_len
         self.episodes = EpisodeIndex(
             end_key=end_key, end_keys=end_keys, traj_key=traj_key, ends=ends, trajectories=trajectories
         )
@@ -228,21 +225,22 @@ class SliceSampler(Sampler, built_in=True):
         self.pad_output = pad_output
         self.span = span
         if self.slice_len is not None:
-            self.rule.check_length(self.slice_len)
+            self._rule._replace(span=self.span).check_length(self.slice_len)
         self.slice_key = None if slice_key is None else as_path(slice_key, "slice_key")
         self.init_key = None if init_key is None else as_path(init_key, "init_key")
         self.weight = weight
         self.storage_state = UniformRuns()
 
     storage_state: RunSource  # how runs are drawn
-    num_slices, slice_len = SizeSetting(), SizeSetting()
-    strict_length = RuleSetting[bool](bool)
-    span = RuleSetting[tuple[Cut, Cut]](_pair)
-    weight = RuleSetting[Weight](_weight)
-    truncated_key = RuleSetting[KeyPath | None]()
-    pad_output = RuleSetting[bool](bool)
-    slice_key = RuleSetting[KeyPath | None]()
-    init_key = RuleSetting[KeyPath | None]()
+    num_slices: int | None = setting("num_slices", partial(_positive, name="num_slices"))
+    slice_len: int | None = setting("slice_len", partial(_positive, name="slice_len"))
+    strict_length: bool = setting("strict_length", bool)
+    span: Any = setting("span", _pair)
+    weight: Weight = setting("weight", _weight)
+    truncated_key: KeyPath | None = setting("truncated_key")
+    pad_output: bool = setting("pad_output", bool)
+    slice_key: KeyPath | None = setting("slice_key")
+    init_key: KeyPath | None = setting("init_key")
     _plan: RunPlan | None = None  # of the last batch size
 
     @property
@@ -263,44 +261,52 @@ class SliceSampler(Sampler, built_in=True):
     @property
     def marked_keys(self) -> tuple[KeyPath, ...]:
         """Where the last step of each slice is marked: truncated, done beside it. None with `truncated_key=None`."""
-        return self.rule.marked_keys
+        return self._rule_now().marked_keys
+
+    def _rule_now(self) -> RunRule:
+        """Its settings, with those that a user's own class has in a way of its own as they are now."""
+        own = self._own_settings
+        return self._rule._replace(**{name: getattr(self, name) for name in own}) if own else self._rule
 
     # ---- drawing ----
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         plan, slots, info = self._draw_runs(storage, batch_size)
         index = storage.from_slots(slots) if storage.ndim > 1 else slots
-        if not plan.flags:
+        flags = plan.marking.flags
+        if not flags:
             return index, info
         lazy = SliceInfo(info)
         lazy.epoch = info.epoch if isinstance(info, EpochInfo) else None
-        lazy.promised, lazy.make = tuple(plan.flags), partial(stored_flags, storage, plan.flags, info["slices"])
+        lazy.promised, lazy.make = tuple(flags), partial(stored_flags, storage, flags, info["slices"])
         return index, lazy
 
     def _draw_runs(self, storage: Storage, batch_size: int) -> tuple[RunPlan, Tensor, dict[Any, Any]]:
         """Slots of a batch and what is said of them, without flags; by which plan they were drawn."""
         with self.lock:
-            plan, rule = self._plan, self.rule
+            plan, rule = self._plan, self._rule_now() if self._own_settings else self._rule
             if plan is None or plan.batch_size != batch_size or plan.rule is not rule:
                 self._plan = plan = rule.plan(batch_size)
             slices = self._slices(storage, plan.native, plan.n)
-            info = self.storage_state.run_info({**self._entries(plan, slices), "slices": slices})
+            info = self.storage_state.run_info({**self._entries(plan.marking, slices), "slices": slices})
         return plan, slices.slots(), info
 
     def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
         if type(self) in BUILT_IN:
             plan, slots, info = self._draw_runs(storage, batch_size)  # the buffer reads rows with their flags
             index: Index = storage.from_slots(slots) if storage.ndim > 1 else slots
-            return self._draw_of(storage, plan, index, slots, info)
+            return self._draw_of(storage, plan.marking, index, slots, info)
         drawn = super()._draw_batch(storage, batch_size)
         if "slices" not in drawn.info:
             return drawn  # steps of its own choice
-        plan = self.rule.plan(batch_size)
-        self._check_slots(storage, plan, drawn.slots, drawn.info["slices"])
-        draw = self._draw_of(storage, plan, drawn.index, drawn.slots, drawn.info)
+        marking = self._rule_now().marking()
+        self._check_slots(storage, marking, drawn.slots, drawn.info["slices"])
+        draw = self._draw_of(storage, marking, drawn.index, drawn.slots, drawn.info)
         draw.anew = partial(self._draw_batch, storage, batch_size)
         return draw
 
-    def _draw_of(self, storage: Storage, plan: RunPlan, index: Index, slots: Tensor, info: dict[Any, Any]) -> RunDraw:
+    def _draw_of(
+        self, storage: Storage, marking: Marking, index: Index, slots: Tensor, info: dict[Any, Any]
+    ) -> RunDraw:
         """The draw of the slices in an info, which are taken out of it."""
         slices, lanes = info.pop("slices"), storage.lanes
         if type(info) is SliceInfo:  # the flags of the batch are those that are read
@@ -308,18 +314,18 @@ class SliceSampler(Sampler, built_in=True):
         assert lanes is not None
         draw = RunDraw(index, slots, info, type(self).__name__, partial(self._slices, storage, slices.rule))
         draw.runs = draw.seen = slices
-        draw.store, draw.marks, draw.flags = lanes.store, plan.marks, plan.flags
-        draw.entries = partial(self._entries, plan)
+        draw.store, draw.marks, draw.flags = lanes.store, marking.marks, marking.flags
+        draw.entries = partial(self._entries, marking)
         epoch = info.epoch if isinstance(info, EpochInfo) else None
         if epoch is not None and not self.storage_state.full_batches:
             draw.rest = partial(self._more_slices, storage, slices.rule, epoch)
         return draw
 
-    def _check_slots(self, storage: Storage, plan: RunPlan, slots: Tensor, slices: _native.SliceBatch) -> None:
+    def _check_slots(self, storage: Storage, marking: Marking, slots: Tensor, slices: _native.SliceBatch) -> None:
         """IndexError where the slots that a child gives are not those of the slices that would be marked."""
         layout = storage.layout
         # Entries that are marked only where they are must be there.
-        marks = any(what != "first if any" or layout is None or path in layout.paths for what, path in plan.marks)
+        marks = any(what != "first if any" or layout is None or path in layout.paths for what, path in marking.marks)
         if marks and not torch.equal(slots, slices.slots()):
             raise IndexError(
                 f"{type(self).__name__}.sample returned {len(slots)} rows that are not the {slices.rows} of the "
@@ -330,7 +336,7 @@ class SliceSampler(Sampler, built_in=True):
     def draw_plan(self, storage: Storage) -> DrawPlan:
         native = None
         if isinstance(self.storage_state, UniformRuns):
-            native = _native.SliceDraw(self, drawing, partial(self._planned, storage), ("rule",))
+            native = _native.SliceDraw(self, drawing, partial(self._planned, storage), ("_rule",))
         plan = super().draw_plan(storage)
         return plan._replace(
             most_rows=partial(self._most_rows, storage), native=native, episodes=self.episodes,
@@ -341,23 +347,26 @@ class SliceSampler(Sampler, built_in=True):
         self, storage: Storage, batch_size: int
     ) -> tuple[_native.Episodes, _native.Store, int, _native.SliceRule, tuple[Mark, ...]] | None:
         """What the native draw of such batches needs; None: `sample` draws."""
-        plan, packed = self.rule.plan(batch_size), self.episodes.packed(storage)
-        return None if packed is None else (*packed, plan.n, plan.native, plan.marks)
+        plan, packed = self._rule_now().plan(batch_size), self.episodes.packed(storage)
+        return None if packed is None else (*packed, plan.n, plan.native, plan.marking.marks)
 
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         with self.lock:
-            return self.storage_state.run_totals(storage, self.episodes, self.rule.native_for(batch_size), newest)
+            rule = self._rule_now().native_for(batch_size)
+            return self.storage_state.run_totals(storage, self.episodes, rule, newest)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        plan = self.rule.plan(batch_size)
+        rule = self._rule_now()
+        n, length = rule.divide(batch_size)
         if not len(storage):
             return False
         with self.lock:
-            return self.storage_state.can_draw_runs(storage, self.episodes, plan.native, plan.n)
+            return self.storage_state.can_draw_runs(storage, self.episodes, rule.native(length), n)
 
     def _most_rows(self, storage: Storage, batch_size: int) -> int:
-        n, length = self.rule.divide(batch_size)
-        if self.rule.masks:
+        rule = self._rule_now()
+        n, length = rule.divide(batch_size)
+        if rule.masks:
             return n * length
         return self.storage_state.most_rows_of_runs(n, length, stored_rows(storage))
 
@@ -371,17 +380,17 @@ class SliceSampler(Sampler, built_in=True):
     def _seed_of(self, storage: Storage) -> Tensor:
         return self._draw_seed(storage, storage.lanes)
 
-    def _entries(self, plan: RunPlan, slices: _native.SliceBatch) -> dict[Any, Any]:
+    def _entries(self, marking: Marking, slices: _native.SliceBatch) -> dict[Any, Any]:
         """What to say of these slices."""
         entries: dict[Any, Any] = {"slice_id": slices.ids()}
-        for path in plan.masks:
+        for path in marking.masks:
             entries[shown_key(path)] = slices.mask()
         entries.update(self.storage_state.run_entries(slices))
         return entries
 
     # ---- state ----
     def _config(self) -> dict[str, Any]:
-        rule = self.rule
+        rule = self._rule_now()
         own = {
             "num_slices": rule.num_slices, "slice_len": rule.slice_len, "strict_length": rule.strict_length,
             "span": rule.span, "weight": rule.weight,
@@ -390,9 +399,9 @@ class SliceSampler(Sampler, built_in=True):
 
     @classmethod
     def _of_earlier_pickle(cls, attributes: dict[str, Any]) -> None:
-        if "rule" not in attributes:
-            settings = {name: attributes.pop(name) for name in RunRule._fields if name in attributes}
-            attributes["rule"] = cls.rule._replace(**settings)
+        if "_rule" not in attributes:
+            names = [name for name in _settings_of(cls) if name in attributes and name not in cls._own_settings]
+            attributes["_rule"] = cls._rule._replace(**{name: attributes.pop(name) for name in names})
         attributes.setdefault("storage_state", UniformRuns())
 
     def __repr__(self) -> str:
@@ -526,12 +535,12 @@ class SequenceSampler(SliceSampler, built_in=True):
         super().__init__(weight=weight, strict_length=strict, init_key=init_key, **slices)
         self.burn_in = burn_in
         if self.slice_len is not None:
-            self.rule.check_length(self.slice_len)
+            self._rule._replace(burn_in=self.burn_in).check_length(self.slice_len)
         self.mask_key = as_path(mask_key, "mask_key")
 
-    rule = RunRule(pads_around=True, adds_init=True)
-    burn_in = RuleSetting[int](_burn_in)
-    mask_key = RuleSetting[KeyPath]()
+    _rule = RunRule(pads_around=True, adds_init=True)
+    burn_in: int = setting("burn_in", _burn_in)
+    mask_key: KeyPath = setting("mask_key")
 
     def _config(self) -> dict[str, Any]:
         return {**super()._config(), "burn_in": self.burn_in}
@@ -621,7 +630,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
 
     @classmethod
     def _of_earlier_pickle(cls, attributes: dict[str, Any]) -> None:
-        PrioritizedSampler._of_earlier_pickle(attributes)
+        super(SliceSampler, cls)._of_earlier_pickle(attributes)  # of the table
         super()._of_earlier_pickle(attributes)
 
     def __repr__(self) -> str:
