@@ -148,12 +148,16 @@ def passing_fds(descriptors: list[int]) -> Iterator[list[int]]:
         _passing.fds = before
 
 
+_checks: dict[type, Callable[[Any], None]] = {}
+
+
 def pickle_by_state(cls: type, check: Callable[[Any], None]) -> None:
     """Sends objects of a class to other processes by their `__getstate__`, whatever `pickle` makes of them.
 
     Args:
         check: raises an error for an object that must not be sent.
     """
+    _checks[cls] = check
     reduction.ForkingPickler.register(cls, functools.partial(_reduce_by_state, check))
 
 
@@ -163,9 +167,8 @@ def _reduce_by_state(check: Callable[[Any], None], part: Any) -> Any:
 
 
 def refuse_what_stays(part: Any) -> None:
-    """RuntimeError for a part of a buffer that must not be sent to another process: one with a reason to stay here."""
-    if part.stays_here is not None:
-        raise RuntimeError(part.stays_here)
+    """The check of its class that `pickle_by_state` was given: RuntimeError where a part of a buffer must stay here."""
+    _checks[type(part)](part)
 
 
 def is_passing_fds() -> bool:

@@ -19,7 +19,7 @@ from typing_extensions import Self
 
 from engram._advice import advised
 from engram._arguments import BUILT_IN, KeepsArguments
-from engram._copies import Computed, PartlyCopied, pickle_by_state, refuse_what_stays
+from engram._copies import Computed, PartlyCopied, pickle_by_state
 from engram._generator import Generator
 from engram._overrides import overrides
 from engram._system import drawing, fork_registry
@@ -170,8 +170,6 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     storage_state: StorageState = _NOTHING
     # Brings the attributes of a sampler that an earlier version pickled to their present form; None: they have it.
     _of_earlier_pickle: ClassVar[Any] = None
-    #: Why it must not be sent to another process, alone or in a buffer; None: it may be.
-    stays_here: str | None = None
     #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
     lock: Any = _NO_LOCK
 
@@ -180,7 +178,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         own = overrides(cls, Sampler)
         if "_empty" in vars(cls) and "empty" not in own:
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
-        pickle_by_state(cls, refuse_what_stays)
+        pickle_by_state(cls, cls._check_sending)
         cls._own_methods = own
 
     def __init__(self, compilable: bool = False) -> None:
@@ -372,6 +370,9 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         kind = type(self if is_ours else user_object(self)).__name__
         return Draw(index, slots, info, kind, partial(self._draw_batch, storage))
 
+    def _check_sending(self) -> None:
+        """RuntimeError where it must not be sent to another process, alone or in a buffer."""
+
     def _split_among_workers(self, share: WorkerShare) -> None:
         """Called in a worker process of a data loader, which draws with a copy of this sampler.
 
@@ -380,7 +381,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         Raises:
             RuntimeError: it cannot be told apart from the copies of the other workers.
         """
-        refuse_what_stays(self)
+        self._check_sending()
         if type(self) in BUILT_IN and "ran_out" in self._own_methods and share.workers > 1:
             raise RuntimeError(
                 f"every worker of this data loader would give all of the epochs of a {type(self).__name__}; use "

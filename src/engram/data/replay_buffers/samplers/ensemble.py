@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engram._arguments import BUILT_IN
 from engram._checks import is_integer
+from engram._copies import refuse_what_stays
 from engram._generator import Generator
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, sample_checked, user_object
@@ -220,10 +221,9 @@ class SamplerEnsemble(Sampler, built_in=True):
             sampler.empty()
 
     # ---- state ----
-    @property
-    def stays_here(self) -> str | None:  # type: ignore[override]
-        """Why it must not be sent to another process: the reason of a member."""
-        return next((sampler.stays_here for sampler in self.members if sampler.stays_here is not None), None)
+    def _check_sending(self) -> None:
+        for sampler in self.members:
+            refuse_what_stays(sampler)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -611,10 +611,8 @@ class PrioritizedSampler(Sampler, built_in=True):
         """As `DrawPlan.check_rows`."""
         _room(self.storage_state.max_capacity, storage, rows)
 
-    @property
-    def stays_here(self) -> str:  # type: ignore[override]
-        """Why it must not be sent to another process."""
-        return (
+    def _check_sending(self) -> None:
+        raise RuntimeError(
             f"a {type(self).__name__} cannot be shared between processes: each would go on with priorities of its own, "
             "and no update would reach the other. Send the storage (rb.storage), and give the buffer there a sampler "
             "of its own; pickle and copy.deepcopy make copies"

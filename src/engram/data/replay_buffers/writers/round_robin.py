@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engram._arguments import BUILT_IN
-from engram._copies import pickle_by_state, refuse_what_stays
+from engram._copies import pickle_by_state
 from engram._overrides import overrides
 from engram.checkpoint.snapshot import load_part, save_part
 from engram.data.replay_buffers.state.parts import SavedPart
@@ -91,7 +91,7 @@ class Writer(abc.ABC):
             del cls._cursor
         if "_empty" in vars(cls) and "empty" not in own:
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
-        pickle_by_state(cls, refuse_what_stays)
+        pickle_by_state(cls, cls._check_sending)
 
     def __init__(self, compilable: bool = False) -> None:
         pass
@@ -259,15 +259,14 @@ class Writer(abc.ABC):
             beside_rows=None if self._says_its_state else beside_rows,
         )  # fmt: skip
 
-    @property
-    def stays_here(self) -> str | None:
-        """Why it must not be sent to another process, alone or in a buffer; None: it may be."""
-        if self.placing is not Placing.REPLACING:
-            return None
-        return (
-            f"a {type(self).__name__} cannot be shared between processes: it replaces rows one by one, which needs "
-            "the storage alone. Send the storage (rb.storage) to those who read; pickle and copy.deepcopy make copies"
-        )
+    def _check_sending(self) -> None:
+        """RuntimeError where it must not be sent to another process, alone or in a buffer."""
+        if self.placing is Placing.REPLACING:
+            raise RuntimeError(
+                f"a {type(self).__name__} cannot be shared between processes: it replaces rows one by one, which needs "
+                "the storage alone. Send the storage (rb.storage) to those who read; pickle and copy.deepcopy make "
+                "copies"
+            )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(cursor={self._cursor})"
