@@ -1,8 +1,10 @@
 """Slices of trajectories: drawn at random, in epochs, and with a burn-in."""
 
+import copy
 import pickle
 import re
 import warnings
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -998,3 +1000,154 @@ def test_batches_of_dicts_and_tensors_are_split_into_burn_in_and_training_rows()
     for part in (sampler.split({"x": x, "next": {"x": x}}), [{"x": p, "next": {"x": p}} for p in sampler.split(x)]):
         assert [p["x"].tolist() for p in part] == [[[0], [4]], [[1, 2, 3], [5, 6, 7]]]
         assert [p["next"]["x"].shape[1] for p in part] == [1, 3]
+
+
+def slices_of_two_trajectories(sampler, n=20):
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(n), sampler=sampler, batch_size=12)
+    rb.extend(TensorDict({"episode": torch.arange(n) // 10, "step": torch.arange(n)}, [n]))
+    return rb
+
+
+def test_sequences_ignore_pad_output():
+    sampler = SequenceSampler(slice_len=4, burn_in=1, traj_key="episode")
+    rb = slices_of_two_trajectories(sampler)
+    sampler.pad_output = True
+    assert len(rb.sample()) == 12 and len(sampler.sample(rb.storage, 12)[0]) == 12
+
+
+class GrowingSlices(SliceSampler):
+    length = 2
+
+    @property
+    def slice_len(self):
+        return self.length
+
+    @slice_len.setter
+    def slice_len(self, value):
+        self.given_len = value
+
+
+class GrowingSequences(SequenceSampler):
+    length = 2
+    slice_len = GrowingSlices.slice_len
+
+
+@pytest.mark.parametrize("kind", [GrowingSlices, GrowingSequences])
+@pytest.mark.parametrize("ask", [{}, {"return_info": True}])
+def test_a_length_that_a_child_decides_is_obeyed_by_every_draw(kind, ask):
+    sampler = kind(slice_len=5, traj_key="episode", slice_key="slice")
+    rb = slices_of_two_trajectories(sampler)
+    assert sampler.given_len == 5 and sampler.state_dict()["slice_len"] == 2
+    for length in (2, 3, 4, 2):
+        sampler.length = length
+        batch = rb.sample(**ask)[0] if ask else rb.sample()
+        assert torch.equal(batch["slice"], torch.arange(12) // length)
+        assert sampler.sample(rb.storage, 12)[1]["slice_id"].max() == 12 // length - 1
+        assert sampler.can_sample(rb.storage, 12)
+    with pytest.raises(ValueError, match="no multiple of slice_len=5"):
+        sampler.length = 5
+        rb.sample()
+
+
+def test_a_number_of_slices_that_a_child_stores_elsewhere_is_obeyed():
+    class Slices(SliceSampler):
+        @property
+        def num_slices(self):
+            return self.settings["num_slices"]
+
+        @num_slices.setter
+        def num_slices(self, value):
+            self.settings = {"num_slices": value}
+
+    sampler = Slices(num_slices=3, traj_key="episode")
+    rb = slices_of_two_trajectories(sampler)
+    assert sampler.sample(rb.storage, 12)[1]["slice_id"].max() == 2
+    sampler.num_slices = 4
+    assert rb.sample(return_info=True)[1]["slice_id"].max() == 3 and repr(sampler).startswith("Slices(num_slices=4")
+
+
+@pytest.mark.parametrize("as_property", [False, True])
+def test_a_strict_length_of_a_child_is_its_own(as_property):
+    class Slices(SliceSampler):
+        strict_length = property(lambda self: False, lambda self, value: None) if as_property else False
+
+    sampler = Slices(slice_len=12, traj_key="episode")
+    rb = slices_of_two_trajectories(sampler)
+    if not as_property:  # the constructor's argument lies before the attribute of the class
+        with pytest.raises(RuntimeError, match="no trajectory has 12 steps"):
+            rb.sample()
+        del sampler.strict_length
+    assert not sampler.strict_length and len(rb.sample()) == 10
+    read = copy.copy(sampler)
+    assert not read.strict_length and read.can_sample(rb.storage, 12)
+
+
+def test_a_child_that_draws_another_number_of_rows_keeps_its_marks():
+    class Halves(SliceSampler):
+        def sample(self, storage, batch_size):
+            return super().sample(storage, batch_size // 2 * 2)
+
+    rb = slices_of_two_trajectories(Halves(num_slices=2, traj_key="episode"))
+    assert rb.sample(9)["next", "done"].sum() == 2
+
+
+class OwnNames(SliceSampler):
+    def __init__(self, **settings):
+        self.rule = "before"
+        super().__init__(**settings)
+        self.stays_here = self.burn_in = self.adds_init = "mine"
+
+
+def test_names_of_a_childs_attributes_are_its_own():
+    sampler = OwnNames(slice_len=3, traj_key="episode")
+    rb = slices_of_two_trajectories(sampler)
+    sampler.adds_init = True
+    for one in (sampler, pickle.loads(pickle.dumps(sampler)), pickle.loads(ForkingPickler.dumps(sampler))):
+        assert (one.rule, one.stays_here, one.burn_in, one.adds_init) == ("before", "mine", "mine", True)
+    assert len(rb.sample()) == 12 and len(rb.sample(return_info=True)[0]) == 12
+
+
+def test_pickles_from_before_keep_the_attributes_of_children():
+    state = OwnNames(slice_len=3, traj_key="episode").__getstate__()
+    state.pop("_rule", None)
+    read = OwnNames.__new__(OwnNames)
+    read.__setstate__({**state, "slice_len": 4, "strict_length": False})
+    assert (read.slice_len, read.strict_length, read.burn_in, read.adds_init) == (4, False, "mine", "mine")
+    assert len(slices_of_two_trajectories(read).sample()) == 12
+
+    read = GrowingSlices.__new__(GrowingSlices)
+    read.__setstate__({**state, "given_len": 7})
+    assert read.given_len == 7 and read.slice_len == 2
+
+
+@pytest.mark.parametrize(
+    "sampler", [SequenceSampler(num_slices=4, burn_in=2), SliceSampler(num_slices=4, span=2)], ids=repr
+)
+def test_an_empty_storage_has_no_batch_whatever_the_settings(sampler):
+    storage = LazyTensorStorage(10)
+    assert not sampler.can_sample(storage, 4)
+    with pytest.raises(ValueError, match="no multiple"):
+        sampler.can_sample(storage, 3)
+
+
+def test_marks_stand_in_the_order_of_keys_as_ever():
+    keys = {
+        SliceSampler: ["episode", "step", "next", "collector", "sid"],
+        SequenceSampler: ["episode", "step", "next", "collector", "sid", "is_init"],
+    }
+    for kind, expected in keys.items():
+        more = {"pad_output": True} if kind is SliceSampler else {}
+        rb = slices_of_two_trajectories(kind(slice_len=4, traj_key="episode", slice_key="sid", **more))
+        for batch in (rb.sample(), rb.sample(return_info=True)[0]):
+            found = [key for key in batch.keys() if key in expected]
+            assert found == [key for key in expected if key in batch.keys()]
+
+
+def test_stacks_have_a_number_of_frames():
+    sampler = FrameStackSampler(slice_len=3, traj_key="episode")
+    sampler.num_slices = 2
+    with pytest.raises(TypeError, match="slice_len is the number of frames of a stack; it cannot be None"):
+        sampler.slice_len = None
+    assert sampler.slice_len == 3
+    with pytest.raises(TypeError, match="number of frames"):
+        FrameStackSampler(slice_len=None, num_slices=2)
