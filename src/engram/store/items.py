@@ -260,8 +260,8 @@ class ItemTable(Table):
         begins_form = not by_slot
         if not begins_form and packed is not by_slot.packed:
             raise ValueError(
-                "these items were checked when other ones, or none, were stored, whose form they have: check them again; "
-                "nothing was written"
+                "these items were checked when other ones, or none, were stored, whose form they have: check them "
+                "again; nothing was written"
             )
         if begins_form:
             by_slot.packed = packed
