@@ -395,9 +395,9 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
   static thread_local std::vector<LeafCopy> copies;
   Reading all;
   OwnSequences own_sequences(codec, sequences ? slots.n : 0);
-  bool asking = false;
-  for (Store* store : stores) asking |= store->readahead().on();
-  maybe_without_gil(memory.bytes() > kGilBytes || (mapped && asking), [&] {
+  bool asking = false, grows = false;  // rows that grow may move while another thread runs
+  for (Store* store : stores) asking |= store->readahead().on(), grows |= store->grows();
+  maybe_without_gil(!grows && (memory.bytes() > kGilBytes || (mapped && asking)), [&] {
     for (size_t p = 0; p < stores.size() && all.inside; ++p) {
       copies.clear();
       for (size_t k : codec.in_row())

@@ -34,11 +34,12 @@ class NoMemoryToMap : public std::bad_alloc {
 class MappedRegion {
  public:
   // fd < 0: private memory. The caller has made the file at least `bytes` long. `read_only`: any store raises a signal.
-  static std::shared_ptr<MappedRegion> map(int fd, size_t bytes, bool read_only = false) {
+  // `grows`: memory for `grow`, which takes stretches only whose pages are all of one kind.
+  static std::shared_ptr<MappedRegion> map(int fd, size_t bytes, bool read_only = false, bool grows = false) {
     auto region = std::shared_ptr<MappedRegion>(new MappedRegion);  // allocated before the map, which it must unmap
     const bool is_private = fd < 0;
     // Private memory starts on a huge page, so that the kernel can back a big table with huge pages.
-    const size_t slack = is_private && bytes >= kHugePage ? kHugePage : 0;
+    const size_t slack = is_private && !grows && bytes >= kHugePage ? kHugePage : 0;
     void* at = ::mmap(nullptr, bytes + slack, read_only ? PROT_READ : PROT_READ | PROT_WRITE,
                       is_private ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED, fd, 0);
     if (at == MAP_FAILED && errno == ENOMEM) throw NoMemoryToMap(bytes);
@@ -61,14 +62,15 @@ class MappedRegion {
 
   // Makes private memory this long, at least as long as before; its bytes may lie elsewhere afterwards.
   void grow(size_t bytes) {
-    const size_t in_front = static_cast<size_t>(start_ - mapped_);
 #ifdef MREMAP_MAYMOVE
-    void* at = ::mremap(mapped_, mapped_bytes_, in_front + bytes, MREMAP_MAYMOVE);
-    if (at == MAP_FAILED) throw NoMemoryToMap(bytes);
-    mapped_ = static_cast<uint8_t*>(at), start_ = mapped_ + in_front, mapped_bytes_ = in_front + bytes;
+    void* at = ::mremap(mapped_, mapped_bytes_, bytes, MREMAP_MAYMOVE);
+    if (at == MAP_FAILED && errno == ENOMEM) throw NoMemoryToMap(bytes);
+    if (at == MAP_FAILED)
+      throw std::runtime_error("cannot map " + std::to_string(bytes) + " bytes: " + std::strerror(errno));
+    mapped_ = start_ = static_cast<uint8_t*>(at), mapped_bytes_ = bytes;
 #else
-    const auto longer = map(-1, bytes);
-    std::memcpy(longer->start_, start_, mapped_bytes_ - in_front);
+    const auto longer = map(-1, bytes, false, true);
+    std::memcpy(longer->start_, start_, mapped_bytes_);
     std::swap(mapped_, longer->mapped_), std::swap(start_, longer->start_);
     std::swap(mapped_bytes_, longer->mapped_bytes_);
 #endif

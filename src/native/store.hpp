@@ -250,7 +250,7 @@ class Store {
     auto store = std::unique_ptr<Store>(new Store(counts.region_, -1, {}));
     store->seams_ = counts.seams_;
     store->use_lanes(geometry);
-    store->growing_ = MappedRegion::map(-1, round_up(geometry.row_stride, kPage));
+    store->growing_ = MappedRegion::map(-1, round_up(geometry.row_stride, kPage), false, true);
     store->use_room();
     return store;
   }

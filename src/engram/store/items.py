@@ -190,7 +190,7 @@ class ItemTable(Table):
         is_batch = not single and type(batch) is not list
         if is_batch and (time_dim or not (type(batch) is Tensor or has_keys(batch))):
             return None
-        plan = packed.plan(batch, single, index_key, index)
+        plan = packed.plan(self.codec.copy(batch) if is_batch else batch, single, index_key, index)
         return None if plan is None else _NewRows(packed, plan)
 
     def _form_of(self, batch: Any, single: bool, time_dim: int, index_key: str | None) -> PackedItems | None:
@@ -258,6 +258,11 @@ class ItemTable(Table):
     def _append_rows(self, new: _NewRows, most: int | None) -> Tensor:
         by_slot, packed, first = self.by_slot, new.of, self._lanes.next_slot()
         begins_form = not by_slot
+        if not begins_form and packed is not by_slot.packed:
+            raise ValueError(
+                "these items were checked when other ones, or none, were stored, whose form they have: check them "
+                "again; nothing was written"
+            )
         if begins_form:
             by_slot.packed = packed
         elif by_slot.has_objects and self._border.begins(by_slot, self._capacity, packed.first_items(new.plan)):
@@ -415,12 +420,13 @@ class ItemTable(Table):
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         """As `Table.column`. KeyError: one of the items has no such leaf."""
-        packed, by_slot = self.by_slot.packed, self.by_slot
-        if packed is not None and (not by_slot.has_objects or by_slot.are_rows(slots.tolist())):
-            leaf = get_entry(packed.gather(slots, None), path)
-            if type(leaf) is Tensor:
-                return leaf
-        values = [get_entry(self.by_slot[slot], path) for slot in slots.tolist()]
+        with self._lanes.mutex:
+            packed, by_slot = self.by_slot.packed, self.by_slot
+            if packed is not None and (not by_slot.has_objects or by_slot.are_rows(slots.tolist())):
+                leaf = get_entry(packed.gather(slots, None), path)
+                if type(leaf) is Tensor:
+                    return leaf
+            values = [get_entry(by_slot[slot], path) for slot in slots.tolist()]
         if any(value is None for value in values):
             raise KeyError(f"some of the stored items have no {format_key(path)}")
         return torch.stack([as_tensor(value, path) for value in values])

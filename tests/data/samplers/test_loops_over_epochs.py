@@ -130,3 +130,56 @@ def test_batch_of_its_own_that_was_overwritten_whole_is_the_first_of_the_next_ep
     rest = [n for batch in rb for n in numbers(batch)]
     assert len(first) == 4 and min(first + rest) >= 60 and not set(first) & set(rest)
     assert len(first + rest) == (CAPACITY if make is rows else 2 * CAPACITY // 3)
+
+
+def set_anew(rb, how):
+    sampler = rb.sampler
+    if how == "load_state_dict":
+        sampler.load_state_dict(sampler.state_dict() | {"epoch": None, "ran_out": False})
+    elif how == "empty":
+        sampler.empty()
+    else:
+        sampler.set_epoch(5)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [(rows, "load_state_dict"), (rows, "empty"), (rows, "set_epoch"), (slices, "load_state_dict"), (slices, "empty")],
+)
+def test_loop_gives_a_whole_epoch_after_its_sampler_was_set_anew(make, how, depth, monkeypatch):
+    monkeypatch.setattr(prefetch, "PAYS_FROM_S", 0)
+    rb = filled(make(prefetch=depth))
+    for _ in range(3):
+        next(iter(rb))
+        set_anew(rb, how)
+        assert_one_epoch(rb, make)
+
+
+@pytest.mark.parametrize("make", [rows, slices])
+def test_loop_goes_on_with_the_rows_that_are_stored_after_its_buffer_was_emptied(make, ahead):
+    rb = filled(make(prefetch=ahead))
+    loop = iter(rb)
+    next(loop)
+    rb.empty()
+    filled(rb, 60)
+    found = [n for batch in loop for n in numbers(batch)]
+    assert min(found) >= 60 and len(found) == (CAPACITY if make is rows else 2 * CAPACITY // 3)
+    assert {n // 3 for n in found} == {20, 21, 22, 23}
+
+
+def test_loop_goes_on_with_slices_of_another_length():
+    rb = filled(slices())
+    loop = iter(rb)
+    next(loop)
+    rb.sampler.slice_len = 1
+    assert sorted(n // 3 for batch in loop for n in numbers(batch)) == [0, 1, 2, 3]
+
+
+def test_loop_ends_where_its_epoch_was_overwritten_also_after_another_generator(ahead):
+    rb = filled(rows(prefetch=ahead))
+    loop = iter(rb)
+    next(loop)
+    rb.set_rng(torch.Generator())
+    filled(rb, 60)
+    assert list(loop) == []

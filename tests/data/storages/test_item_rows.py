@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -439,3 +440,49 @@ def test_objects_between_rows_are_no_rows_wherever_they_are() -> None:
     assert packed(rb.storage) == 2 and rb[4001] == {"a": torch.ones(1)} and rb[3000] == "2999"
     rb[2000] = {"a": torch.full((1,), 2.0)}
     assert rb[2000] == {"a": torch.full((1,), 2.0)} and packed(rb.storage) == 3
+
+
+def test_rows_of_megabytes_are_stored_one_after_another():
+    rb = ReplayBuffer(storage=ListStorage(10), batch_size=2)
+    for i in range(5):
+        rb.add({"x": torch.full((3 << 20,), i, dtype=torch.uint8)})
+    assert [int(rb[i]["x"][-1]) for i in range(5)] == [0, 1, 2, 3, 4]
+    assert [len(rb[i]["x"]) for i in range(5)] == [3 << 20] * 5
+
+
+def test_a_column_is_not_read_while_somebody_writes():
+    storage = ListStorage(10)
+    ReplayBuffer(storage=storage, batch_size=2).extend([{"x": torch.tensor(i)} for i in range(4)])
+    read = threading.Event()
+
+    def column():
+        assert storage.column(("x",), torch.arange(4)).tolist() == [0, 1, 2, 3]
+        read.set()
+
+    thread = threading.Thread(target=column)
+    with storage.mutex:
+        thread.start()
+        assert not read.wait(0.1)
+    thread.join()
+    assert read.is_set()
+
+
+def test_a_batch_that_was_checked_is_stored_as_it_was_then():
+    storage = ListStorage(10)
+    batch = TensorDict({"x": torch.zeros(3)}, [3])
+    checked = storage.check(batch, single=False)
+    batch["x"].fill_(7)
+    storage.append(checked)
+    assert [float(storage.get(i)["x"]) for i in range(3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("first", [{"x": torch.arange(3) + 5}, {"y": torch.ones(5)}, "object"])
+def test_items_that_were_checked_before_the_first_of_others_are_refused(first):
+    storage = ListStorage(10)
+    checked = storage.check([{"x": torch.arange(3)}], single=False)
+    storage.append(storage.check([first], single=False))
+    with pytest.raises(ValueError, match="check them again"):
+        storage.append(checked)
+    assert len(storage) == 1
+    storage.append(storage.check([{"x": torch.arange(3)}], single=False))
+    assert storage.get(1)["x"].tolist() == [0, 1, 2]

@@ -493,7 +493,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             self._parts.reader.check_room(self._batch_size)
         epochs: LoopEpochs = None
         while True:
-            parts = self._parts
+            parts, sampler, storage = self._parts, self._sampler, self._storage
             source = parts.reader if parts.prefetcher is None else parts.prefetcher
             try:
                 batch, last, epochs = source.next(self._batch_size, parts.tracks_generations, epochs)
@@ -503,8 +503,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             yield batch
             if last:
                 return
-            if self._parts is not parts:
-                epochs = None  # of another sampler
+            if self._sampler is not sampler or self._storage is not storage:
+                epochs = None  # of others
 
     def __next__(self) -> T:
         return self.sample()

@@ -17,7 +17,14 @@ import torch
 import engram._native as _native
 from engram._generator import Generator
 from engram._system import fork_registry, notice_fork, set_state, state_of
-from engram.data.replay_buffers.reading.reader import BatchReader, LoopEpochs, PreparedRows, check_epochs, epochs_of
+from engram.data.replay_buffers.reading.reader import (
+    BatchReader,
+    Epochs,
+    LoopEpochs,
+    PreparedRows,
+    check_epochs,
+    epochs_of,
+)
 from engram.data.replay_buffers.samplers.draw import Draw
 
 #: A batch that takes less is prepared by who wants it: handing it from thread to thread costs more. 0: never.
@@ -105,7 +112,7 @@ class _Prepared(NamedTuple):
     generators: list[_Position]  # theirs then
     incarnations: list[int]  # of the storages then
     draws: list[Draw]  # none where one native call has drawn: it leaves the last of an epoch to the sampler
-    epochs: dict[int, int | None]  # that it is of
+    epochs: Epochs  # that it is of
 
 
 class Prefetcher:
@@ -215,7 +222,7 @@ class Prefetcher:
 
     def _next(
         self, n: int, details: bool, epochs: LoopEpochs = None
-    ) -> tuple[Any, dict[str, Any], bool, dict[int, int | None]] | None:
+    ) -> tuple[Any, dict[str, Any], bool, Epochs] | None:
         """The next batch, its info, whether it is the last of its epoch, and its epochs; None: the caller makes it.
 
         EpochOverError: as `BatchReader.next`; it stays ready.
@@ -231,6 +238,8 @@ class Prefetcher:
                     self._waited.clear()  # a batch of another size takes another time
                 self._batch_size = n
                 self._seconds.clear()
+            if self._queue and self._reader.are_set_anew(self._queue[0].epochs):
+                self.drop()  # of members that were not, the samplers are put back
             if not self._queue:
                 self._schedule(details)
             check_epochs(epochs, self._queue[0].epochs)

@@ -24,7 +24,7 @@ from engram.data.replay_buffers.reading.joining import (
 )
 from engram.data.replay_buffers.reading.reuse import PREVENT_REUSE, may_reuse, why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler
-from engram.data.replay_buffers.samplers.draw import Draw, is_per_row
+from engram.data.replay_buffers.samplers.draw import Draw, EpochName, is_per_row
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, choose_checked, ids_of, joined
 from engram.data.replay_buffers.samplers.runs import mark
 from engram.data.replay_buffers.storages.base import Storage
@@ -55,19 +55,23 @@ class EpochOverError(Exception):
     """All that was left of a loop's epoch was overwritten before it was drawn: there is no further batch."""
 
 
-#: Of the members that a loop has drawn from, the numbers of their epochs; None: it has drawn no batch yet.
-LoopEpochs = dict[int, int | None] | None
+#: The epoch of each member of those that were drawn from; None: its sampler has none, or rows of any will do.
+Epochs = dict[int, EpochName | None]
+#: Those that a loop is in; None: it has drawn no batch yet.
+LoopEpochs = Epochs | None
 
 
-def epochs_of(draws: Sequence[Draw]) -> dict[int, int | None]:
-    """The number of the epoch in which each drawn member was before this batch, unless that began one."""
+def epochs_of(draws: Sequence[Draw]) -> Epochs:
+    """The epoch in which each drawn member was before this batch, unless that began one."""
     return {draw.member: draw.epoch for draw in reversed(draws)}
 
 
-def check_epochs(loop: LoopEpochs, drawn: dict[int, int | None]) -> None:
-    """EpochOverError where a batch of these epochs is none of a loop's."""
-    if loop is not None and any(loop.get(member, number) != number for member, number in drawn.items()):
-        raise EpochOverError
+def check_epochs(loop: LoopEpochs, drawn: Epochs) -> None:
+    """EpochOverError where a batch of these epochs is of one that followed a loop's."""
+    for member, name in drawn.items() if loop else ():
+        before = loop.get(member) if loop else None
+        if name is not None and before is not None and name != before and name[0] == before[0]:
+            raise EpochOverError
 
 
 class PreparedRows(NamedTuple):
@@ -502,9 +506,14 @@ class BatchReader:
         (batch, _), last, drawn = self._draw_and_read(n, generations, epochs)
         return batch, last, {**(epochs or {}), **drawn}
 
-    def epochs(self) -> dict[int, int | None]:
-        """The number of the epoch of each member's last draw."""
+    def epochs(self) -> Epochs:
+        """The epoch of each member's last draw."""
         return {i: None if member.plan.epoch is None else member.plan.epoch() for i, member in enumerate(self.members)}
+
+    def are_set_anew(self, drawn: Epochs) -> bool:
+        """Whether a sampler was set anew since it drew in one of these epochs."""
+        now = self.epochs() if self._has_epochs else {}
+        return any(name is not None and (now[member] or name)[0] != name[0] for member, name in drawn.items())
 
     # ---- whole batches ahead, for `Prefetcher` ----
     @property
@@ -548,7 +557,7 @@ class BatchReader:
 
     def _draw_and_read(
         self, n: int, generations: bool, epochs: LoopEpochs = None
-    ) -> tuple[tuple[Any, dict[str, Any]], bool, dict[int, int | None]]:
+    ) -> tuple[tuple[Any, dict[str, Any]], bool, Epochs]:
         """A batch and its info, whether it is the last of an epoch, which goes on with the same rows where there is no
         memory for it, and the epochs that it is of. EpochOverError: as `next`.
         """

@@ -24,7 +24,7 @@ from engram._generator import Generator
 from engram._overrides import overrides
 from engram._system import drawing, fork_registry
 from engram.checkpoint.snapshot import load_part, save_part
-from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, Index
+from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, EpochName, Index
 from engram.data.replay_buffers.samplers.draw import EpochInfo as EpochInfo  # pickled infos name it here
 from engram.data.replay_buffers.state.parts import SavedPart
 from engram.store.indexing import tensor_of, to_slots
@@ -66,6 +66,7 @@ class StorageState(PartlyCopied):
     """
 
     number: int | None = None  # how many epochs have begun; None: there are none
+    restarts: int = 0  # how often it was set anew, and did not go on from its last draw
 
     def settings(self) -> dict[str, Any]:
         """Those of its settings that decide which rows are drawn."""
@@ -95,12 +96,16 @@ class StorageState(PartlyCopied):
     def sync(self, storage: Storage) -> None:
         """Takes in what was written since the last look; ValueError where what was loaded is not of this storage."""
 
+    def set_as(self) -> Any:
+        """What is another value for epochs that begin because it was set anew, and not because one was over."""
+        return self.restarts
+
     def cursor(self) -> Any:
         """What a draw changes, for `put_back`; small."""
         return None
 
     def put_back(self, cursor: Any) -> None:
-        """Goes back to where it stood at a cursor, to draw the same again."""
+        """Goes back to where it stood at a cursor, to draw the same again; not where it was set anew since."""
 
     def empty(self) -> None:
         """Forgets what was stored."""
@@ -421,8 +426,9 @@ def _rows_of_batch(n: int) -> int:
     return n
 
 
-def _epoch_of(sampler: Sampler) -> int | None:
-    return sampler.storage_state.number
+def _epoch_of(sampler: Sampler) -> EpochName:
+    state = sampler.storage_state
+    return state.set_as(), state.number or 0
 
 
 def _cursor(sampler: Sampler) -> Any:

@@ -17,6 +17,10 @@ from engram.store.episodes import EpisodeIndex
 Index = Tensor | tuple[Tensor, ...]
 #: The content of an entry ("last", "first", "first if any", "mask" or "slice_id"), and its path.
 Mark = tuple[str, KeyPath]
+#: Names an epoch of a sampler: what is another value once it was set anew (emptied, loaded, given another number or
+#: length of slices), and a number that is another one for each epoch that follows. A loop over an epoch ends where the
+#: number changes, but goes on in the epoch of a sampler that was set anew meanwhile.
+EpochName = tuple[Any, int]
 
 
 class EpochInfo(dict[str, Any]):
@@ -44,8 +48,8 @@ class DrawPlan(NamedTuple):
         native: draws the rows of a batch inside the one native call that makes it, the same as `draw` would; None: only
             `draw` does. The rows are looked at before it draws and after they were read.
         episodes: the trajectories that it draws from; None: it draws steps.
-        epoch: the number of the epoch of the last draw; `ran_out` of the sampler says whether that is over. None: there
-            are no epochs. The caller holds the lock.
+        epoch: names the epoch of the last draw; `ran_out` of the sampler says whether that is over. None: there are no
+            epochs. The caller holds the lock.
         can_repeat: whether a draw that is not believed may be made again; an epoch would leave out the rows of the
             first one.
         full_batches: whether batches that are not full are left out.
@@ -62,7 +66,7 @@ class DrawPlan(NamedTuple):
     is_ours: bool
     native: _native.RowDraw | None = None
     episodes: EpisodeIndex | None = None
-    epoch: Callable[[], int | None] | None = None
+    epoch: Callable[[], EpochName] | None = None
     can_repeat: bool = False
     full_batches: bool = False
     check_rows: Callable[[int], None] | None = None
@@ -82,13 +86,13 @@ class Draw:
         rest: up to n slots more of the same epoch; None: lost rows are replaced by any others.
         runs: the slices that rows belong to; None: to none. `marks`: what is marked in their batch, `flags`: keys in
             info and paths in the batch of flags that info gives, too.
-        epoch: the number of its epoch; rows of another have no place in its batch. None: any have.
+        epoch: names its epoch; rows of another have no place in its batch. None: any have.
         last: whether it is the last of its epoch; `incarnation`: of the storage before the draw; `member`: which of
             the tables of a batch the rows are of. Readers set them, and `epoch`.
         kind: of the sampler, for errors.
     """
 
-    epoch: int | None = None
+    epoch: EpochName | None = None
     last: bool = False
     incarnation: int
     member: int = 0

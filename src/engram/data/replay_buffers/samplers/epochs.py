@@ -40,6 +40,7 @@ class Epochs(StorageState):
         id: names it in this process.
         number: how many epochs have begun: that of the next one, where permutations come from a seed.
         ran_out: whether the last draw was the last of its epoch.
+        restarts: how often it was emptied, loaded or told to go on elsewhere.
     """
 
     _copied_as: ClassVar[Mapping[str, Any]] = {"walk": None}
@@ -52,7 +53,7 @@ class Epochs(StorageState):
         self.place = {"position": 0}
         self.walk: Any = None
         self.id = -1
-        self.number = 0
+        self.number = self.restarts = 0
         self.ran_out = False
         self._store_id: bytes | None = None  # of the store that the epoch is about; None: the next one
         self._is_loaded = False  # and nobody has said where its rows are now
@@ -125,10 +126,12 @@ class Epochs(StorageState):
         made = self._twin()
         made._begin(state["epoch"])
         made._store_id, made._is_loaded, made.ran_out = None, True, bool(state["ran_out"])
+        made.restarts += 1
         return made
 
     def rebased(self, incarnation: int, shifts: list[int]) -> Self:
         made = self._twin()
+        made.restarts += 1
         made._move(incarnation, shifts)
         return made
 
@@ -146,17 +149,23 @@ class Epochs(StorageState):
         # Not `vars`: an object whose `vars` were asked for finds its attributes more slowly from then on.
         return (
             self.epoch, self.place["position"], self.walk, self.id, self.number, self.ran_out, self._store_id,
-            self._is_loaded,
+            self._is_loaded, self.restarts,
         )  # fmt: skip
 
     def put_back(self, cursor: tuple[Any, ...]) -> None:
+        if cursor[-1] == self.restarts:
+            self._stand_at(cursor)
+
+    def _stand_at(self, cursor: tuple[Any, ...]) -> None:
         (
             self.epoch, position, self.walk, self.id, self.number, self.ran_out, self._store_id, self._is_loaded,
+            self.restarts,
         ) = cursor  # fmt: skip
         self.place = {"position": position}
 
     def empty(self) -> None:
         self.end()
+        self.restarts += 1
         self.ran_out = False
 
     def copied(self) -> Self:
@@ -166,7 +175,7 @@ class Epochs(StorageState):
 
     def _twin(self) -> Self:
         twin = type(self)(self.shuffle, self.drop_last)
-        twin.put_back(self.cursor())
+        twin._stand_at(self.cursor())
         return twin
 
 
@@ -277,12 +286,12 @@ class RowEpochs(Epochs):
     def cursor(self) -> tuple[Any, ...]:
         return (
             self.stop, self.lanes, self.epoch, self.place["position"], self.walk, self.id, self.number, self.ran_out,
-            self._store_id, self._is_loaded,
+            self._store_id, self._is_loaded, self.restarts,
         )  # fmt: skip
 
-    def put_back(self, cursor: tuple[Any, ...]) -> None:
+    def _stand_at(self, cursor: tuple[Any, ...]) -> None:
         self.stop, self.lanes = cursor[:2]
-        super().put_back(cursor[2:])
+        super()._stand_at(cursor[2:])
 
     def state(self) -> dict[str, Any]:
         state = super().state()
@@ -345,13 +354,15 @@ class SliceEpochs(Epochs, RunSource):
 
     Attributes:
         drawn: the `id` of the epoch of the last draw.
+        least_steps: of a trajectory of the last epoch.
     """
 
     walk: _native.SliceEpoch | None
+    least_steps: int = 0  # of pickles that lack it
 
     def __init__(self, shuffle: bool, drop_last: bool) -> None:
         super().__init__(shuffle, drop_last)
-        self.drawn = -1
+        self.drawn, self.least_steps = -1, 0
 
     def go_on(
         self,
@@ -375,6 +386,7 @@ class SliceEpochs(Epochs, RunSource):
             if not len(walk):
                 return 0
             self.place["position"], self.walk, self.id, self.number = 0, walk, next(EpochInfo.ids), self.number + 1
+            self.least_steps = rule.min_length
             self.epoch = {
                 "key": number, "incarnation": lanes.store.incarnation, "min_length": rule.min_length,
                 "counts": walk.counts, "lasts": walk.lasts, "lane_capacity": lanes.store.lane_capacity,
@@ -382,6 +394,9 @@ class SliceEpochs(Epochs, RunSource):
         self.resume(lanes)
         assert self.walk is not None
         return len(self.walk)
+
+    def set_as(self) -> Any:
+        return self.restarts, self.least_steps
 
     # ---- as a RunSource ----
     @property
