@@ -175,7 +175,8 @@ class Epochs(StorageState):
 
     def _twin(self) -> Self:
         twin = type(self)(self.shuffle, self.drop_last)
-        twin._stand_at(self.cursor())
+        twin.restarts = self.restarts
+        twin.put_back(self.cursor())
         return twin
 
 
