@@ -338,6 +338,11 @@ def _totals(sampler, storage):
         sampler.totals(storage, 8)
 
 
+def _check_sending(sampler, storage):
+    with contextlib.suppress(RuntimeError):  # of those with priorities
+        sampler._check_sending()
+
+
 def _split(sampler, storage):
     with contextlib.suppress(RuntimeError):  # of those with priorities
         copy.deepcopy(sampler)._split_among_workers(WorkerShare(0, 1, 7))
@@ -381,6 +386,7 @@ METHODS = {
     "totals": _totals,
     "raise_new_priority": lambda s, st: s.raise_new_priority(0.5, storage=st),
     "set_epoch": lambda s, st: s.set_epoch(1),
+    "_check_sending": _check_sending,
     "_split_among_workers": _split,
 }
 

@@ -73,7 +73,7 @@ COMPUTED = {
     ("data/replay_buffers/samplers/base.py", "_call"): "the methods that call it",
     ("data/replay_buffers/samplers/base.py", "__get__"): "the settings that stand there, at import",
     ("data/replay_buffers/samplers/base.py", "__set__"): "the settings that stand there, at import",
-    ("data/replay_buffers/samplers/slices.py", "__get__"): "the settings that stand there, at import",
+    ("data/replay_buffers/samplers/slices.py", "_rule_now"): "settings that stand there and that a child has anew",
     ("data/replay_buffers/samplers/epochs.py", "of_earlier_pickle"): "a table that stands there",
     ("data/replay_buffers/writers/round_robin.py", "_optional"): "the functions that call it",
     ("data/replay_buffers/scheduler.py", "__init__"): "the caller, who names a setting of his sampler",
