@@ -19,7 +19,7 @@ from engram._generator import Generator
 from engram._system import fork_registry, notice_fork, set_state, state_of
 from engram.data.replay_buffers.reading.reader import (
     BatchReader,
-    Epochs,
+    DrawnEpochs,
     LoopEpochs,
     PreparedRows,
     check_epochs,
@@ -112,7 +112,7 @@ class _Prepared(NamedTuple):
     generators: list[_Position]  # theirs then
     incarnations: list[int]  # of the storages then
     draws: list[Draw]  # none where one native call has drawn: it leaves the last of an epoch to the sampler
-    epochs: Epochs  # that it is of
+    epochs: DrawnEpochs  # that it is of
 
 
 class Prefetcher:
@@ -222,7 +222,7 @@ class Prefetcher:
 
     def _next(
         self, n: int, details: bool, epochs: LoopEpochs = None
-    ) -> tuple[Any, dict[str, Any], bool, Epochs] | None:
+    ) -> tuple[Any, dict[str, Any], bool, DrawnEpochs] | None:
         """The next batch, its info, whether it is the last of its epoch, and its epochs; None: the caller makes it.
 
         EpochOverError: as `BatchReader.next`; it stays ready.

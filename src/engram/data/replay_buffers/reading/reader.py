@@ -52,24 +52,24 @@ BEYOND_MEMORY = 1 << 46  # rows
 
 
 class EpochOverError(Exception):
-    """All that was left of a loop's epoch was overwritten before it was drawn: there is no further batch."""
+    """All that was left of a loop's epoch was overwritten, or drawn by others: there is no further batch."""
 
 
 #: The epoch of each member of those that were drawn from; None: its sampler has none, or rows of any will do.
-Epochs = dict[int, EpochName | None]
+DrawnEpochs = dict[int, EpochName | None]
 #: Those that a loop is in; None: it has drawn no batch yet.
-LoopEpochs = Epochs | None
+LoopEpochs = DrawnEpochs | None
 
 
-def epochs_of(draws: Sequence[Draw]) -> Epochs:
+def epochs_of(draws: Sequence[Draw]) -> DrawnEpochs:
     """The epoch in which each drawn member was before this batch, unless that began one."""
     return {draw.member: draw.epoch for draw in reversed(draws)}
 
 
-def check_epochs(loop: LoopEpochs, drawn: Epochs) -> None:
+def check_epochs(loop: LoopEpochs, drawn: DrawnEpochs) -> None:
     """EpochOverError where a batch of these epochs is of one that followed a loop's."""
-    for member, name in drawn.items() if loop else ():
-        before = loop.get(member) if loop else None
+    for member, name in drawn.items():
+        before = (loop or {}).get(member)
         if name is not None and before is not None and name != before and name[0] == before[0]:
             raise EpochOverError
 
@@ -506,11 +506,11 @@ class BatchReader:
         (batch, _), last, drawn = self._draw_and_read(n, generations, epochs)
         return batch, last, {**(epochs or {}), **drawn}
 
-    def epochs(self) -> Epochs:
+    def epochs(self) -> DrawnEpochs:
         """The epoch of each member's last draw."""
         return {i: None if member.plan.epoch is None else member.plan.epoch() for i, member in enumerate(self.members)}
 
-    def are_set_anew(self, drawn: Epochs) -> bool:
+    def are_set_anew(self, drawn: DrawnEpochs) -> bool:
         """Whether a sampler was set anew since it drew in one of these epochs."""
         now = self.epochs() if self._has_epochs else {}
         return any(name is not None and (now[member] or name)[0] != name[0] for member, name in drawn.items())
@@ -557,7 +557,7 @@ class BatchReader:
 
     def _draw_and_read(
         self, n: int, generations: bool, epochs: LoopEpochs = None
-    ) -> tuple[tuple[Any, dict[str, Any]], bool, Epochs]:
+    ) -> tuple[tuple[Any, dict[str, Any]], bool, DrawnEpochs]:
         """A batch and its info, whether it is the last of an epoch, which goes on with the same rows where there is no
         memory for it, and the epochs that it is of. EpochOverError: as `next`.
         """

@@ -96,8 +96,8 @@ class StorageState(PartlyCopied):
     def sync(self, storage: Storage) -> None:
         """Takes in what was written since the last look; ValueError where what was loaded is not of this storage."""
 
-    def set_as(self) -> Any:
-        """What is another value for epochs that begin because it was set anew, and not because one was over."""
+    def origin(self) -> Any:
+        """What its epochs go back to: another value once it was set anew, one for epochs that follow each other."""
         return self.restarts
 
     def cursor(self) -> Any:
@@ -428,7 +428,7 @@ def _rows_of_batch(n: int) -> int:
 
 def _epoch_of(sampler: Sampler) -> EpochName:
     state = sampler.storage_state
-    return state.set_as(), state.number or 0
+    return state.origin(), state.number or 0
 
 
 def _cursor(sampler: Sampler) -> Any:

@@ -17,9 +17,9 @@ from engram.store.episodes import EpisodeIndex
 Index = Tensor | tuple[Tensor, ...]
 #: The content of an entry ("last", "first", "first if any", "mask" or "slice_id"), and its path.
 Mark = tuple[str, KeyPath]
-#: Names an epoch of a sampler: what is another value once it was set anew (emptied, loaded, given another number or
-#: length of slices), and a number that is another one for each epoch that follows. A loop over an epoch ends where the
-#: number changes, but goes on in the epoch of a sampler that was set anew meanwhile.
+#: Names an epoch of a sampler: its origin, which is another value once the sampler was set anew (emptied, loaded, given
+#: another number or length of slices), and a number that is another one for each epoch that follows. A loop over an
+#: epoch ends where the number changes, but goes on in the epoch of a sampler that was set anew meanwhile.
 EpochName = tuple[Any, int]
 
 

@@ -396,7 +396,7 @@ class SliceEpochs(Epochs, RunSource):
         assert self.walk is not None
         return len(self.walk)
 
-    def set_as(self) -> Any:
+    def origin(self) -> Any:
         return self.restarts, self.least_steps
 
     # ---- as a RunSource ----

@@ -489,7 +489,7 @@ class Storage(MadeFromParts):
         if not _is_direct(type(self)):
             state = {**state}
             vars(self).update(state.pop("own", {}))
-            _begin(self, _opening_arguments(state))
+            _call_our_constructor(self, _opening_arguments(state))
         elif not vars(self):  # else `_begun` made it
             Storage.__init__(self, None)
         self._held_table.take_sent(state)
@@ -548,14 +548,14 @@ def _opening_arguments(state: dict[str, Any]) -> dict[str, Any]:
 _live: weakref.WeakSet[Storage] = fork_registry(lambda storage: storage._after_fork())
 
 
-def _begin(storage: Any, arguments: dict[str, Any]) -> None:
+def _call_our_constructor(storage: Any, arguments: dict[str, Any]) -> None:
     """Calls the constructor of our class, not that of a user's child of it, which has other arguments."""
     _our_class(type(storage)).__init__(storage, **arguments)
 
 
 def _made_like(cls: Any, arguments: dict[str, Any], checkpointer: Any) -> Any:
     twin = cls.__new__(cls)
-    _begin(twin, arguments)
+    _call_our_constructor(twin, arguments)
     if checkpointer is not None:
         twin.checkpointer = checkpointer
     return twin

@@ -34,11 +34,13 @@ from engram.store.rows import Checked, Rows, expand_slots
 from engram.store.table import NOT_SENT, ItemReader, Table
 
 # Each object has its own.
-_NOT_COPIED = {"mutex", "native", "access", "_attached", "_held_table", "_outer_methods"}
-_NOT_COPIED |= {"_saved_as", "_of_data"}
+_NOT_COPIED = {
+    *("mutex", "native", "access", "_attached", "_held_table", "_outer_methods", "_saved_as", "_of_data"),
+}
 # What constructors of ours make again from their arguments.
-_MADE_BY_ARGUMENTS = {"_checkpointer", "_rows_table", "_file", "scratch_dir", "device", "ndim", "stack_dim"}
-_MADE_BY_ARGUMENTS |= {"compression_level"}
+_MADE_BY_ARGUMENTS = {
+    *("_checkpointer", "_rows_table", "_file", "scratch_dir", "device", "ndim", "stack_dim", "compression_level"),
+}
 
 
 def own_attributes(storage: Any) -> dict[str, Any]:
