@@ -28,7 +28,7 @@ help:
 	@echo "make interop    code written for TorchRL, with only its imports changed (an environment of its own)"
 	@echo "make instructions  instructions of our commonest calls, against benchmarks/instructions.json (a minute; valgrind)"
 	@echo "make test-search  the property tests, ten times over with new examples"
-	@echo "make test-deep  kills, damage, races, processes and many trials (ten minutes), which CI runs after \`make test\`"
+	@echo "make test-deep  kills, damage, races, processes and many trials (six minutes), which CI runs after \`make test\`"
 	@echo "make test-ray   replay over a cluster of several node processes, some of which are killed (an environment of its own)"
 	@echo "make bench-ray  replay over a cluster against what it must reach (five minutes; an environment of its own)"
 	@echo "make mutants    every planted error and every protection taken out, which the tests must find (three minutes)"

@@ -8,7 +8,15 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer
+from engram.data import (
+    CompressedListStorage,
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    TensorStorage,
+)
 from engram.data.replay_buffers.storages.overrides import own_attributes
 
 
@@ -92,8 +100,6 @@ def test_a_deep_copy_of_what_points_at_its_storage_points_at_the_copy():
 
 
 def test_a_new_storage_has_no_attributes_but_ours(tmp_path):
-    from engram.data import CompressedListStorage, LazyStackStorage, TensorStorage
-
     made = [
         LazyTensorStorage(10),
         LazyTensorStorage(10, shared=True),
