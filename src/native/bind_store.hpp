@@ -15,10 +15,12 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -26,6 +28,7 @@
 #include "codec.hpp"
 #include "draw.hpp"
 #include "recovery.hpp"
+#include "stints.hpp"
 
 namespace engram {
 
@@ -80,6 +83,22 @@ inline Tensor slots_from(const Store& store, uint64_t lane, uint64_t first, size
   });
 }
 
+inline int64_t slot_in(const Store& store, uint64_t lane, uint64_t sequence) {
+  const uint64_t capacity = store.geometry().lane_capacity;
+  return static_cast<int64_t>(lane * capacity + sequence % capacity);
+}
+
+// The slots of the next n steps of a process that moves from lane to lane, if no other one writes meanwhile.
+inline Tensor next_stint_slots(const Store& store, size_t n) {
+  store.check_file();
+  if (n > kMostBytes / 8) throw std::bad_alloc();
+  const std::vector<LaneRun> runs = next_runs(store, n);
+  return slots_out(n, [&](int64_t* out) {
+    for (const LaneRun& run : runs)
+      for (uint64_t i = 0; i < run.steps; ++i) *out++ = slot_in(store, run.lane, run.first + i);
+  });
+}
+
 inline Tensor next_slots(Store& store, uint64_t lane, size_t n) {
   check_lane(store, lane);
   return slots_from(store, lane, store.lanes.lane(lane).published.load(), n);
@@ -115,9 +134,32 @@ inline bool is_index_of(const Plan& plan, uint64_t time_slot) {
   return static_cast<uint64_t>(stored) == time_slot;
 }
 
+// Appends in stints; other threads run while this process waits for a lane, and signals are handled.
+inline void append_moving_on(Store& store, const std::vector<LeafSource>& leaves, size_t n, std::optional<size_t> index,
+                             int64_t* out, bool without_gil) {
+  const auto sleep = [](double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); };
+  const auto handle_signals = [] {
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  };
+  if (without_gil) {
+    nb::gil_scoped_release unlocked;
+    return append_in_stints(store, leaves, n, index, out, [&](double seconds) {
+      sleep(seconds);
+      nb::gil_scoped_acquire locked;
+      handle_signals();
+    });
+  }
+  append_in_stints(store, leaves, n, index, out, [&](double seconds) {
+    {
+      nb::gil_scoped_release unlocked;
+      sleep(seconds);
+    }
+    handle_signals();
+  });
+}
+
 // `most`: appends at most this many of the first steps. None: the caller must get the turn first; or it has the turn, and the
-// rows store the index of others; or it must first report that rows of an earlier writer are evicted; or this process was
-// forked and holds no lane.
+// rows store the index of others; or this process was forked and holds no lane.
 inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::optional<size_t> most) {
   if (joined_after_fork()) return nb::none();
   store.must_be_writable();
@@ -131,13 +173,19 @@ inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::opt
     if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
   if (plan.codec != store.border().codec && !BorderCheck(store).fits(plan.leaves))
     throw nb::value_error("the layout is not that of the rows of this store");
+  if (store.moves_on()) {
+    int64_t first = 0, *out = &first;
+    nb::object slots;
+    if (!plan.single) slots = nb::cast(slots_out(steps, [&](int64_t* to) { out = to; }));
+    append_moving_on(store, plan.leaves, steps, plan.index, out, writes_long(store, plan.bytes));
+    return plan.single ? nb::object(nb::int_(first)) : slots;
+  }
   const Turn turn(store, lane);
   if (turn.refused()) return nb::none();
   // Makes the result before the rows: once they are published nothing may fail any more. The caller keeps this process's other
   // writers out.
   const uint64_t first = store.lanes.lane(lane).published.load();
   const uint64_t first_slot = lane * s.lane_capacity + first % s.lane_capacity;
-  if (store.would_evict(lane, first, steps)) return nb::none();
   if (store.writer() && !is_index_of(plan, first_slot)) return nb::none();
   nb::object slots = plan.single ? nb::object(nb::int_(first_slot))
                                  : slots_from(store, lane, first, steps);
@@ -550,7 +598,8 @@ inline std::unique_ptr<Store> widened(const Store& store, uint64_t payload_bytes
     if (from > s.payload_bytes || bytes > s.payload_bytes - from || to > payload_bytes || bytes > payload_bytes - to)
       throw nb::value_error("bytes lie outside the row");
   const std::string id(reinterpret_cast<const char*>(s.store_id), sizeof s.store_id);
-  auto wide = Store::create(-1, {s.lanes, s.lane_capacity, s.envs, payload_bytes, alignment, false, bytes_of(layout), id});
+  auto wide = Store::create(-1, {s.lanes, s.lane_capacity, s.envs, payload_bytes, alignment, false, bytes_of(layout), id,
+                                 (s.features & kHasExtents) != 0});
   wide->take_counters(store);
   for (uint64_t l = 0; l < s.lanes; ++l) {
     const SlotSequences sequences(store.lanes.view(l), s.lane_capacity);
@@ -770,13 +819,32 @@ inline nb::dict lane_state(const Store& store, uint64_t l) {
   d["first"] = v.first, d["published"] = v.published, d["claimed"] = v.claimed;
   d["base"] = h.base.load(), d["origin"] = store.lanes.origin(l), d["durable"] = h.durable.load();
   d["term"] = h.term.load(), d["written_at"] = h.written_at.load();
+  d["ticket"] = h.ticket.load(), d["left"] = store.lanes.stints(l).left(), d["turn"] = h.turn.load();
   return d;
+}
+
+// What is known of whose rows a lane has: (first row, stream, position of that row in it), oldest first.
+inline std::vector<std::tuple<uint64_t, uint64_t, uint64_t>> extents_of(const Store& store, uint64_t l) {
+  check_lane(store, l);
+  std::vector<std::tuple<uint64_t, uint64_t, uint64_t>> known;
+  const auto stints = store.lanes.stints(l);
+  if (!stints.records) return known;
+  stints.rows.look();
+  const LaneView v = stints.look_at_extents();
+  for (uint64_t e = v.first; e < v.published; ++e) {
+    const Extent extent = stints.extent(e);
+    known.emplace_back(extent.start, extent.stream, extent.position);
+  }
+  Lanes::Protocol::after_reading();
+  const uint64_t gone = stints.first_extent_now() - std::min(stints.first_extent_now(), v.first);
+  known.erase(known.begin(), known.begin() + static_cast<ptrdiff_t>(std::min<uint64_t>(gone, known.size())));
+  return known;
 }
 
 inline void bind_store(nb::module_& m) {
   using namespace nb::literals;
   m.attr("LOG_ENTRIES") = kLogEntries;
-  m.attr("FEATURES") = feature_names(~uint64_t{0});
+  m.attr("FEATURES") = feature_names(kKnownFeatures);
   m.attr("FIRST_REPLACED") = kFirstReplaced;
   m.attr("PID_BITS") = kPidBits;
   m.def("gather_many", &gather_many, "stores"_a, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(),
@@ -832,11 +900,11 @@ inline void bind_store(nb::module_& m) {
 
   nb::class_<Store>(m, "Store")
       .def_static("create", [](int fd, uint64_t lanes, uint64_t lane_capacity, uint64_t envs, uint64_t payload_bytes,
-                               uint64_t alignment, bool trailer, nb::bytes layout, nb::bytes store_id) {
+                               uint64_t alignment, bool trailer, nb::bytes layout, nb::bytes store_id, bool extents) {
         return Store::create(fd, {lanes, lane_capacity, envs, payload_bytes, alignment, trailer, bytes_of(layout),
-                                  bytes_of(store_id)});
+                                  bytes_of(store_id), extents});
       }, "fd"_a, "lanes"_a, "lane_capacity"_a, "envs"_a, "payload_bytes"_a, "alignment"_a, "trailer"_a, "layout"_a,
-         "store_id"_a)
+         "store_id"_a, "extents"_a = false)
       .def_static("size_needed", [](uint64_t lanes, uint64_t lane_capacity, uint64_t envs, uint64_t payload_bytes,
                                     uint64_t alignment, bool trailer, size_t layout_bytes) {
         return geometry_of({lanes, lane_capacity, envs, payload_bytes, alignment, trailer,
@@ -957,7 +1025,10 @@ inline void bind_store(nb::module_& m) {
         s.must_be_writable();
         if (published.size() != s.geometry().lanes) throw nb::value_error("one sequence for each lane");
         s.check_file();
-        for (uint64_t l = 0; l < s.geometry().lanes; ++l) s.lanes.lane(l).durable.store(published[l]);
+        for (uint64_t l = 0; l < s.geometry().lanes; ++l) {  // another process may have flushed more of a lane meanwhile
+          Counter& durable = s.lanes.lane(l).durable;
+          for (uint64_t now = durable.load(); now < published[l] && !durable.compare_exchange_weak(now, published[l]);) {}
+        }
       }, "published"_a)
       .def("sync_header", [](const Store& s) {
         s.must_be_writable();
@@ -1043,6 +1114,12 @@ inline void bind_store(nb::module_& m) {
         return l * s.geometry().lane_capacity + s.lanes.lane(l).published.load() % s.geometry().lane_capacity;
       }, "lane"_a)
       .def("next_slots", &next_slots, "lane"_a, "n"_a)
+      .def("next_stint_slots", &next_stint_slots, "n"_a)
+      .def_prop_ro("keeps_extents", [](const Store& s) { return (s.geometry().features & kHasExtents) != 0; })
+      .def_prop_ro("stint", [](const Store& s) -> std::optional<uint64_t> {
+        const uint64_t lane = s.stint().lane;
+        return lane < s.lanes.count() && s.lanes.stints(lane).goes_on(s.writer()) ? std::optional(lane) : std::nullopt;
+      })
       .def("append", &append, "lane"_a, "plan"_a, "most"_a.none() = nb::none(),
            nb::sig("def append(self, lane: int, plan: Plan, most: int | None = None) -> torch.Tensor | int | None"))
       .def("new_writer", [](const Store& s, uint64_t l, uint64_t pid) {
@@ -1052,10 +1129,22 @@ inline void bind_store(nb::module_& m) {
         const uint64_t number = s.lanes.lane(l).writers.fetch_add(1) + 1;
         return (number << kPidBits) | (pid & mask);
       }, "lane"_a, "pid"_a)
-      .def("watch_evictions", [](Store& s, uint64_t l, uint64_t from) { check_lane(s, l); s.watch_evictions(l, from); },
-           "lane"_a, "first"_a)
-      .def("end_watch", &Store::end_watch)
       .def_prop_rw("writer", &Store::writer, &Store::set_writer)
+      .def("use_writer_locks", [](Store& s, int fd, int64_t first_byte, double patience) {
+        s.set_writer_locks(WriterLocks(fd, first_byte, patience));
+      }, "fd"_a, "first_byte"_a, "patience"_a)
+      .def("extents", &extents_of, "lane"_a)
+      .def("set_stint", [](const Store& s, uint64_t l, uint64_t ticket, uint64_t left) {
+        s.must_be_writable();
+        check_lane(s, l);
+        LaneHeader& h = s.lanes.lane(l);
+        h.ticket.store(ticket), h.until.store(h.published.load() + std::min(left, s.geometry().lane_capacity));
+        if (Counter& tickets = s.lanes.header().tickets; tickets.load() < ticket) tickets.store(ticket);
+      }, "lane"_a, "ticket"_a, "left"_a)
+      .def("continue_stint", [](Store& s, uint64_t l) {
+        check_lane(s, l);
+        s.stint().lane = l;
+      }, "lane"_a)
       .def_prop_ro("has_turn", &Store::has_turn)
       .def_prop_ro("has_written", &Store::has_written)
       .def("last_writer", [](const Store& s, uint64_t l) {

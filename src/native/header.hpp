@@ -18,9 +18,11 @@ constexpr uint64_t kLogBatch = 2048;       // most entries of one change before 
 constexpr uint64_t kReservedBytes = 4096;  // of each reserved page
 
 // Optional features of a store: bit i of `features` is called kFeatures[i]. Code that does not know a set bit must refuse the
-// store; the file carries the names, so that the error can name the feature.
-constexpr const char* kFeatures[] = {"trailers"};
-constexpr uint64_t kHasTrailer = 1;
+// store; the file carries the names, so that the error can name the feature. Bit 1 is kept for `observations`.
+constexpr const char* kFeatures[] = {"trailers", "observations", "stints"};
+constexpr uint64_t kHasTrailer = 1, kHasExtents = 4, kKnownFeatures = kHasTrailer | kHasExtents;
+constexpr uint64_t kExtents = 4;      // that a lane keeps
+constexpr uint64_t kExtentWords = 3;  // of each
 
 // The constant part of the header, written when the store is created; `crc` covers the bytes before it.
 struct StoreGeometry {
@@ -64,7 +66,8 @@ struct StoreHeader {
   uint32_t clean;                   // 1: closed by its last user, everything on disk
   uint32_t session_unused;
   uint8_t host_id[16];              // of that machine, unchanged by a restart; zeros: unknown
-  uint8_t unused[1024 - 512 - 208];
+  Counter tickets;                  // of several lanes: how many stints were ever begun
+  uint8_t unused[1024 - 512 - 216];
 };
 static_assert(sizeof(StoreHeader) == 1024);
 
@@ -83,10 +86,17 @@ struct LaneHeader {
   Counter last_writer;            // the writer of the newest row; 0: unknown
   Counter writers;                // how many numbers were given to writers that take turns
   Counter written_at;             // of several lanes: when the newest row was written, ns since 1970; 0: unknown
-  uint8_t unused[512 - 320 - 32];
+  Counter ticket;                 // of several lanes: which of the store's stints the last one here was; 0: there was none
+  Counter until;                  // where the last stint ends
+  Counter extents_claimed;        // of the ring of extents, as those of rows
+  Counter extents_published;
+  Counter extents_base;
+  Counter extents[kExtents * kExtentWords];  // start, stream, position
+  uint8_t unused[512 - 320 - 72 - 8 * kExtents * kExtentWords];
 };
 static_assert(sizeof(LaneHeader) == 512);
-static_assert(offsetof(LaneHeader, turn) == 320);
+static_assert(offsetof(LaneHeader, turn) == 320 && offsetof(LaneHeader, ticket) == 352 && offsetof(LaneHeader, unused) == 488);
+static_assert(offsetof(StoreHeader, tickets) == 680);
 constexpr uint64_t kBorderKnown = uint64_t{1} << 63;
 
 // The end of each row of a store that outlives its processes.

@@ -13,6 +13,7 @@
 #include "header.hpp"
 #include "lane_protocol.hpp"
 #include "mapping.hpp"
+#include "stint_protocol.hpp"
 
 namespace engram {
 
@@ -86,6 +87,21 @@ class Lanes {
   }
 
   TurnProtocol<StdMemory> turns(uint64_t l) const { return {lanes_[l].turn, lanes_[l].last_writer}; }
+  using Stints = StintProtocol<StdMemory>;
+  Stints stints(uint64_t l) const {
+    LaneHeader& h = lanes_[l];
+    Counter* const records = geometry_.features & kHasExtents ? h.extents : nullptr;
+    return {protocol(l), turns(l), h.ticket, h.until,
+            {h.extents_claimed, h.extents_published, h.extents_base, nullptr, kExtents}, records};
+  }
+  uint64_t draw_ticket() const { return header_->tickets.fetch_add(1, std::memory_order_relaxed) + 1; }
+  // Forgets a lane's stints; for a process that has the store to itself.
+  void forget_stints(uint64_t l) const {
+    LaneHeader& h = lanes_[l];
+    const uint64_t end = std::max(h.extents_claimed.load(), h.extents_published.load());
+    h.ticket.store(0), h.until.store(0);
+    h.extents_claimed.store(end), h.extents_published.store(end), h.extents_base.store(end);
+  }
 
   // ---- appending: only by the process that holds the lane or has the turn ----
   uint64_t piece() const { return piece_; }
@@ -159,6 +175,7 @@ class Lanes {
     h.origin.store(origin);
     h.border_agreed.store(0), h.border_looked.store(0);
     h.written_at.store(0);
+    forget_stints(l);
     h.claimed.store(published);
     h.published.store(published);
     std::atomic_thread_fence(std::memory_order_seq_cst);

@@ -67,12 +67,18 @@ inline bool plan_same(const Codec& codec, PyObject* items, bool batch, const Sto
   });
 }
 
-// Appends a checked batch; rows that store their own index in leaf `own` get it here. None: another process has the turn, or
-// rows of an earlier writer would be evicted.
+// Appends a checked batch; rows that store their own index in leaf `own` get it here. None: another process has the turn.
 inline nb::object append_checked(Store& store, uint64_t lane, Plan& plan, std::optional<size_t> own, bool with_env) {
   const StoreGeometry& s = store.geometry();
+  if (store.moves_on()) {
+    int64_t first = 0, *out = &first;
+    nb::object slots;
+    if (!plan.single) slots = nb::cast(slots_out(plan.steps, [&](int64_t* to) { out = to; }));
+    append_moving_on(store, plan.leaves, plan.steps, own, out, writes_long(store, plan.bytes));
+    return plan.single ? nb::object(nb::int_(first)) : slots;
+  }
   const Turn turn(store, lane);
-  if (turn.refused() || store.would_evict(lane, store.lanes.lane(lane).published.load(), plan.steps)) return nb::none();
+  if (turn.refused()) return nb::none();
   std::vector<int64_t> index;
   if (own) {
     LeafSource& leaf = plan.leaves[*own];
@@ -111,8 +117,8 @@ inline nb::object append_checked(Store& store, uint64_t lane, Plan& plan, std::o
 
 // Checks a batch and appends it: see `Codec.check` and `Store.append`. A list holds items, stacked along time; with
 // `float_bits` Python's floats in it have so many bits. `own`: the leaf in which the rows store their own index. None: nothing
-// was written, because the batch is not plain, does not fit, has no steps, another process has the turn, rows of an earlier
-// writer would be evicted, or this process was forked and holds no lane.
+// was written, because the batch is not plain, does not fit, has no steps, another process has the turn, or this process
+// was forked and holds no lane.
 inline nb::object push(Store& store, const Codec& codec, uint64_t lane, nb::handle batch, int batch_dims, int time_dim,
                        std::optional<size_t> own, std::optional<int> float_bits) {
   if (joined_after_fork()) return nb::none();

@@ -328,6 +328,7 @@ inline void restore_lane(Store& store, uint64_t l, const LaneScan& scan) {
   h.base.store(scan.base);
   h.durable.store(scan.published);
   h.border_looked.store(0);  // the sequences of dropped rows are used again
+  store.lanes.forget_stints(l);  // whose words may be older or newer than the rows
   h.term.store(std::max(h.term.load(), scan.term) + 1);
 }
 

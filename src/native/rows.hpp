@@ -235,24 +235,37 @@ class RowWriter {
   // `looked_at`: the same steps, leaf by leaf, to check whether they continue the newest row.
   uint64_t append(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves,
                   const std::vector<LeafSource>& looked_at) {
-    const Lanes::Protocol protocol = store_.lanes.protocol(lane);
-    const uint64_t start = StdMemory::load(protocol.published), piece = store_.lanes.piece();
-    // Allocates first: a failure after a claim would lose the rows to be overwritten, and one between two pieces would lose a
-    // part of the steps.
+    const uint64_t start = StdMemory::load(store_.lanes.protocol(lane).published);
+    prepare(lane, n, leaves);
+    if (n > 0 && store_.grows()) store_.make_room_behind(lane, n);
+    const bool begins = n > 0 && this->begins(lane, n, looked_at);
+    if (begins && !store_.geometry().seams_bytes) store_.add_seam(lane, start);
+    append_part(lane, 0, n, begins, leaves);
+    return start;
+  }
+  // Takes what n steps behind the newest row may need: a failure after a claim would lose the rows to be overwritten, and one
+  // between two pieces would lose a part of the steps.
+  void prepare(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) {
     copies_.reserve(leaves.size());
     if (CopyOnWriteSnapshot* snapshot = store_.saving(); snapshot && n > 0)
-      snapshot->preserve(lane, start % protocol.capacity, n);
-    if (n > 0 && store_.grows()) store_.make_room_behind(lane, n);
-    bool begins = n > 0 && (store_.next_is_seam(lane) || BorderCheck(store_).begins(lane, n, looked_at));
-    if (begins && !store_.geometry().seams_bytes) store_.add_seam(lane, start);
-    if (n > 0) store_.begin_rows(lane);
+      snapshot->preserve(lane, StdMemory::load(store_.lanes.protocol(lane).published) % store_.lanes.capacity(), n);
+  }
+  // Whether the first of n steps needs a seam.
+  bool begins(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) const {
+    return store_.next_is_seam(lane) || BorderCheck(store_).begins(lane, n, leaves);
+  }
+  // Appends n steps from step `from` of the leaves on, after `prepare`.
+  void append_part(uint64_t lane, uint64_t from, uint64_t n, bool begins, const std::vector<LeafSource>& leaves) {
+    if (n == 0) return;
+    const Lanes::Protocol protocol = store_.lanes.protocol(lane);
+    const uint64_t piece = store_.lanes.piece();
+    store_.begin_rows(lane);
     for (uint64_t done = 0; done < n; begins = false) {
       const uint64_t take = std::min(piece, n - done);
-      protocol.append(take, begins, [&](uint64_t first) { write(lane, first, take, leaves, done, begins); });
+      protocol.append(take, begins, [&](uint64_t first) { write(lane, first, take, leaves, from + done, begins); });
       done += take;
     }
-    if (n > 0) store_.note_written(lane);
-    return start;
+    store_.note_written(lane);
   }
 
  private:

@@ -86,15 +86,16 @@ struct LaneChoice {
 };
 
 // The lane in which the fewest and oldest rows are replaced: one that is not full before one that is, then the one whose stint
-// began first. A hint, which `take_chosen` looks at again. `is_busy(holder)`: the turn of this writer is left alone, as it lives.
-template <class Memory, class StintsOf, class IsBusy>
-LaneChoice choose_lane(uint64_t lanes, StintsOf&& stints_of, IsBusy&& is_busy) {
+// began first. A hint, which `take_chosen` looks at again. `skips(lane, holder)`: this lane is not taken now, as the writer whose
+// turn it is (0: none) lives, or for another reason.
+template <class Memory, class StintsOf, class Skips>
+LaneChoice choose_lane(uint64_t lanes, StintsOf&& stints_of, Skips&& skips) {
   LaneChoice best;
   for (uint64_t l = 0; l < lanes; ++l) {
     const auto stints = stints_of(l);
     const LaneChoice next{l, stints.turns.holder(), Memory::load(stints.ticket), stints.is_full()};
     if (best.any() && (next.is_full != best.is_full ? next.is_full : next.ticket >= best.ticket)) continue;
-    if (next.holder && is_busy(next.holder)) continue;
+    if (skips(l, next.holder)) continue;
     best = next;
   }
   return best;

@@ -14,6 +14,7 @@
 #include "lanes.hpp"
 #include "readahead.hpp"
 #include "snapshot.hpp"
+#include "writer_locks.hpp"
 
 namespace engram {
 
@@ -23,6 +24,7 @@ struct StoreSpec {
   bool trailer = false;
   std::string layout;
   std::string store_id;
+  bool extents = false;  // each lane tells whose rows it has
 };
 
 // The names of these features, lowest bit first, with commas between.
@@ -48,7 +50,7 @@ inline StoreGeometry geometry_of(const StoreSpec& s) {
   StoreGeometry h{};
   std::memcpy(h.magic, kMagic, 8);
   h.version = kVersion, h.lane_version = kLaneVersion;
-  h.features = s.trailer ? kHasTrailer : 0;
+  h.features = (s.trailer ? kHasTrailer : 0) | (s.extents ? kHasExtents : 0);
   const std::string names = feature_names(h.features);
   std::memcpy(h.feature_names, names.data(), std::min(names.size(), sizeof h.feature_names));
   h.lanes = s.lanes, h.lane_capacity = s.lane_capacity, h.envs = s.envs, h.payload_bytes = s.payload_bytes;
@@ -96,8 +98,8 @@ inline StoreGeometry checked_geometry(const uint8_t* file, size_t bytes) {
   if (h.version != kVersion)
     refuse("format version " + std::to_string(h.version) + "; this engram reads version " + std::to_string(kVersion));
   if (crc32c(0, &h, offsetof(StoreGeometry, crc)) != h.crc) refuse("the header's checksum does not fit its bytes");
-  for (uint64_t unknown = h.features >> std::size(kFeatures), i = std::size(kFeatures); unknown; unknown >>= 1, ++i)
-    if (unknown & 1)
+  for (uint64_t unknown = h.features & ~kKnownFeatures, i = 0; unknown >> i; ++i)
+    if (unknown >> i & 1)
       refuse("it uses the feature " + named_feature(h, i) + ", which this engram does not know; open it with a newer one");
   if (h.lane_version != kLaneVersion)
     refuse("version " + std::to_string(h.lane_version) + " of its lanes' blocks; this engram reads version " +
@@ -105,7 +107,8 @@ inline StoreGeometry checked_geometry(const uint8_t* file, size_t bytes) {
   if (h.total_bytes > bytes)
     refuse("the file has " + std::to_string(bytes) + " bytes, its header needs " + std::to_string(h.total_bytes));
   if (h.layout_bytes > bytes || h.layout_offset > bytes - h.layout_bytes) refuse("the header points outside the file");
-  StoreSpec spec{h.lanes, h.lane_capacity, h.envs, h.payload_bytes, 8, (h.features & kHasTrailer) != 0, "", ""};
+  StoreSpec spec{h.lanes, h.lane_capacity, h.envs, h.payload_bytes, 8, (h.features & kHasTrailer) != 0, "", "",
+                 (h.features & kHasExtents) != 0};
   spec.layout.assign(reinterpret_cast<const char*>(file) + h.layout_offset, h.layout_bytes);
   spec.store_id.assign(reinterpret_cast<const char*>(h.store_id), 16);
   for (spec.alignment = 8; spec.alignment < 64 && geometry_of(spec).row_stride != h.row_stride; spec.alignment *= 2) {}
@@ -207,10 +210,6 @@ struct SharedSnapshot {
 
 constexpr uint64_t kMostRowBytes = uint64_t{1} << 46;  // of rows that grow
 
-// The lowest bits of a writer's number are its pid, for errors that name the process.
-constexpr uint64_t kPidBits = 24;
-static_assert((uint64_t{1} << kPidBits) > (1 << 22));  // Linux gives pids below 2^22
-
 class Store {
  public:
   // fd < 0: private memory. A file must already have the store's size: touching a missing part is a bus error.
@@ -281,12 +280,18 @@ class Store {
 
   // ---- seams: rows at which a trajectory begins, whatever flags and ids say ----
   // The next row that this process writes to a lane will have a seam, unless it is the lane's first row.
+  // Of a process that moves from lane to lane, whatever the lane: the first row of a stint has one in any case.
   void mark_seam(uint64_t l) const {
-    if (lanes.view(l).rows() > 0) seams_->set_next(l, true);
+    if (moves_on()) l = stint_.lane;
+    if (l < lanes.count() && lanes.view(l).rows() > 0) seams_->set_next(l, true);
   }
-  // Whether the next row will have a seam: where writers take turns, also if another one wrote the newest row.
+  // Whether the next row will have a seam: where writers take turns, also if another one wrote the newest row; where they move
+  // from lane to lane, also if this process's next row there begins a stint.
   bool next_is_seam(uint64_t l) const {
-    return seams_->next(l) || (writer_ && !lanes.turns(l).continues(writer_) && lanes.view(l).rows() > 0);
+    if (seams_->next(l)) return true;
+    if (!writer_) return false;
+    const bool goes_on = moves_on() ? stint_.lane == l && lanes.stints(l).goes_on(writer_) : lanes.turns(l).continues(writer_);
+    return !goes_on && lanes.view(l).rows() > 0;
   }
   void note_written(uint64_t l) const { seams_->set_next(l, false); }
   // For rows that are kept elsewhere: counts n rows as written; returns the first one's sequence.
@@ -338,7 +343,7 @@ class Store {
   void after_fork() {
     seams_->after_fork();
     writer_ = 0, has_turn_ = has_written_ = false;
-    end_watch();
+    stint_ = {};
   }
 
   // ---- writers that take turns in a lane. The caller keeps this process's other threads out ----
@@ -367,6 +372,19 @@ class Store {
     has_turn_ = false;
     lanes.lane(l).turn.store(dead, std::memory_order_release);
   }
+  // The stint of this process: its lane, or kNone; rows that it has appended to the store; and which entries of its rows agree
+  // at a border (BorderCheck), known in the lane of the stint before.
+  struct Stint {
+    static constexpr uint64_t kNone = LaneChoice::kNone;
+    uint64_t lane = kNone, position = 0, border_agreed = 0;
+  };
+  // Whether this process moves from lane to lane.
+  bool moves_on() const { return writer_ && lanes.count() > 1; }
+  const WriterLocks& writer_locks() const { return writer_locks_; }
+  void set_writer_locks(const WriterLocks& locks) { writer_locks_ = locks; }
+  Stint& stint() { return stint_; }
+  const Stint& stint() const { return stint_; }
+
   // Called before the first row of an append is claimed.
   void begin_rows(uint64_t l) {
     if (lanes.count() > 1) lanes.note_time(l);
@@ -374,13 +392,6 @@ class Store {
     lanes.turns(l).begin_rows(writer_);
     has_written_ = true;
   }
-
-  // ---- a lane with rows of an earlier writer ----
-  // From this sequence on, each row that this process appends to the lane replaces a row of the earlier writer.
-  void watch_evictions(uint64_t l, uint64_t from) { watched_lane_ = l, evicts_from_ = from; }
-  void end_watch() { watched_lane_ = kNoLane; }
-  // Whether n rows from a sequence on would be the first to do so; the caller must report the eviction first.
-  bool would_evict(uint64_t l, uint64_t at, uint64_t n) const { return l == watched_lane_ && at + n > evicts_from_; }
 
   // ---- the border between stored and appended rows ----
   void set_border(BorderRule rule) { border_ = std::move(rule); }
@@ -530,9 +541,10 @@ class Store {
   uint8_t* rows_ = nullptr;
   uint64_t room_ = 0;  // the slots that have memory
   std::shared_ptr<MappedRegion> growing_;  // of the rows, where they grow
-  static constexpr uint64_t kNoLane = ~uint64_t{0};
-  uint64_t writer_ = 0, watched_lane_ = kNoLane, evicts_from_ = 0;
+  uint64_t writer_ = 0;
   bool has_turn_ = false, has_written_ = false;
+  Stint stint_;
+  WriterLocks writer_locks_;
   mutable std::atomic<uint64_t> sync_failures_{0};
   BorderRule border_;
 };

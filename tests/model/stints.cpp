@@ -171,7 +171,7 @@ struct MoveOn : rl::test_suite<MoveOn<kLanes, kCapacity, kExtents, kPiece, kExte
   bool take_another(Writer& me) {
     for (;; rl::yield(1, $)) {
       const engram::LaneChoice choice = engram::choose_lane<Memory>(
-          kLanes, [&](uint64_t l) { return stints(l); }, [&](uint64_t holder) { return !is_dead(me, holder); });
+          kLanes, [&](uint64_t l) { return stints(l); }, [&](uint64_t, uint64_t holder) { return holder && !is_dead(me, holder); });
       if (!choice.any() || !take(me, choice)) continue;
       me.lane = choice.lane;
       enter(me);

@@ -562,7 +562,7 @@ class MultiCollector(PooledCollector, HasSpaces):
                 self._replace(k, error)
 
     def _attach_worker(self, k: int) -> None:
-        self.replay_buffer.storage.release()  # workers need all lanes
+        self.replay_buffer.storage.release()  # a worker may need its lane
         buffer = sent_to_writers(self.replay_buffer)
         self._workers[k].send(Call(CollectorProcess.attach_buffer, (buffer, self._ids), is_question=False))
 
@@ -1067,16 +1067,16 @@ def _sendable(function: Callable[..., Any] | None) -> CloudpickleWrapper | None:
 
 
 def can_be_shared(storage: Any, num_workers: int) -> bool:
-    """Whether workers can write into `storage`. Raises ValueError where only its number of lanes is too small."""
+    """Whether workers can write into `storage`. Raises ValueError where it is for one writer."""
     lanes = storage.lanes
     if lanes is None or lanes.locks is None:
         return False  # without a layout yet, or in private memory
     if storage.ndim > 1 and num_workers > 1:
         return False  # such a storage has one lane
-    if lanes.store.lanes < num_workers and not lanes.takes_turns:
+    if num_workers > 1 and not (lanes.takes_turns or lanes.moves_on):
         raise ValueError(
-            f"{num_workers} workers write to the replay buffer, and its storage has lanes={lanes.store.lanes}; make it "
-            f"with lanes={num_workers}, one for each"
+            f"{num_workers} workers write to the replay buffer, and its storage has lanes=1, which is for one writer; "
+            f"make it with lanes={num_workers}"
         )
     return True
 

@@ -19,6 +19,7 @@ from engram.distributed.folder_lock import FolderWatch, watch_folder
 from engram.distributed.shard import DrawnRows, Tenancy
 from engram.distributed.shard_sampling import draw_rows, lane_ranges
 from engram.errors import ShardUnavailableError, StorageError
+from engram.kernel.rows import HeldLaneCount, HeldLanes
 
 
 class ShardMovedError(ShardUnavailableError):
@@ -110,9 +111,9 @@ class LocalProducer:
             raise ShardMovedError(f"shard {self.shard.number} does not live in {folder} on this machine")
         incarnation = self.shard.totals.incarnation
         try:
-            storage = LazyMemmapStorage(None, folder, existsok=True, lanes=self.shard.facts.lanes)
+            storage = LazyMemmapStorage(None, folder, existsok=True, lanes=HeldLaneCount(self.shard.facts.lanes))
             try:
-                assert storage.lanes is not None
+                assert isinstance(storage.lanes, HeldLanes)
                 storage.lanes.hold_lane(tenancy.lane, goes_on=tenancy.rows > 0)
             except BaseException:
                 storage.close()

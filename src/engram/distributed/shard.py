@@ -33,7 +33,7 @@ from engram.distributed.shard_sampling import draw_rows, lane_ranges, read_by_se
 from engram.errors import IncarnationError, NoFreeLaneError, StorageError
 from engram.kernel.disk import Checkpoint, DocumentFile
 from engram.kernel.replay import Member
-from engram.kernel.rows import Lanes, RowLayout
+from engram.kernel.rows import HeldLaneCount, HeldLanes, RowLayout
 
 _RECORD = "shard.json"
 _PAUSE = 0.02  # seconds between two tries to take a lane
@@ -201,7 +201,7 @@ class _Tenancies:
         self.record = _Record(time.time_ns(), None, 1, 0, (None,) * lanes, {})
 
     @property
-    def _lanes(self) -> Lanes:
+    def _lanes(self) -> HeldLanes:
         return _lanes_of(self._storage)
 
     # ---- opening ----
@@ -395,9 +395,9 @@ class _Tenancies:
         self.write(dataclasses.replace(record, incarnation=incarnation, replaced=record.replaced + 1))
 
 
-def _lanes_of(storage: LazyTensorStorage | LazyMemmapStorage) -> Lanes:
+def _lanes_of(storage: LazyTensorStorage | LazyMemmapStorage) -> HeldLanes:
     lanes = storage.lanes
-    if lanes is None:
+    if not isinstance(lanes, HeldLanes):
         raise RuntimeError("the shard has no layout yet: adopt one first")
     return lanes
 
@@ -486,9 +486,13 @@ class ReplayShard:
         self._folder = None if scratch_dir is None else Path(scratch_dir)
         self._timeout = timeout
         if self._folder is None:
-            self._storage: LazyTensorStorage | LazyMemmapStorage = LazyTensorStorage(capacity, shared=True, lanes=lanes)
+            self._storage: LazyTensorStorage | LazyMemmapStorage = LazyTensorStorage(
+                capacity, shared=True, lanes=HeldLaneCount(lanes)
+            )
         else:
-            self._storage = LazyMemmapStorage(capacity, scratch_dir=self._folder, existsok=True, lanes=lanes)
+            self._storage = LazyMemmapStorage(
+                capacity, scratch_dir=self._folder, existsok=True, lanes=HeldLaneCount(lanes)
+            )
         sampler = RandomSampler() if sampler is None else sampler
         sampler.totals(self._storage)  # one that cannot tell them cannot be a shard's
         self._prioritized = isinstance(sampler, PrioritizedSampler)
@@ -596,7 +600,7 @@ class ReplayShard:
         return self._storage.write_count
 
     @property
-    def _lanes(self) -> Lanes:
+    def _lanes(self) -> HeldLanes:
         return _lanes_of(self._storage)
 
     @property
@@ -663,7 +667,7 @@ class ReplayShard:
     def lend(self, incarnation: int, producer: str, tenancy: int) -> str:
         """Lets a process of this machine write to the lane of its tenancy itself; returns the folder of the store.
 
-        The process opens the store, takes the lane (`Lanes.hold_lane`; `goes_on`: the tenancy has rows), and appends.
+        The process opens the store, takes the lane (`hold_lane`; `goes_on`: the tenancy has rows), and appends.
         The lane counts stored rows as ever. When the process has let the lane go, or has died, calls by this producer's
         name continue as before.
 

@@ -2,12 +2,16 @@
 
 from engram.checkpoint.foreign import Receiver
 from engram.store.episodes import IDS, EpisodeIndex
+from engram.store.held_lanes import HeldLanes
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
+from engram.store.places import HeldLaneCount
 
 __all__ = [
     "IDS",
     "EpisodeIndex",
+    "HeldLaneCount",
+    "HeldLanes",
     "Lanes",
     "LeafSpec",
     "Receiver",

@@ -60,7 +60,7 @@ def _checked(lane: dict[str, Any]) -> tuple[int, int]:
     if seams != sorted(seams) or seams[-1:] > [published]:
         raise ValueError(f"the seams of a lane do not rise up to {published}: {seams}")
     looked, agreed = lane["border"]["looked"], lane["border"]["agreed"]
-    _check_counts(looked, lane["replaced"])
+    _check_counts(looked, lane["replaced"], lane.get("ticket", 0), lane.get("left", 0))
     if looked > published or (agreed is not None and (type(agreed) is not int or not 0 <= agreed < 1 << 63)):
         raise ValueError(f"{lane['border']!r:.80} cannot be the evidence about the border of a lane")
     return base, published

@@ -29,6 +29,7 @@ class StoreSpec:
     Args:
         trailer: whether each row ends in a trailer, by which rows torn by a power cut are recognised.
         layout_extra: JSON that the header holds beside the layout.
+        extents: whether lanes tell whose rows they have.
     """
 
     def __init__(
@@ -39,9 +40,11 @@ class StoreSpec:
         envs: int,
         trailer: bool,
         layout_extra: dict[str, Any] | None = None,
+        extents: bool = False,
     ) -> None:
         self.layout = layout
         self.lanes, self.lane_capacity, self.envs, self.trailer = lanes, lane_capacity, envs, trailer
+        self.extents = extents
         self.layout_bytes = layout.to_bytes()
         if layout_extra is not None:
             self.layout_bytes = json.dumps({**layout.to_json(), **layout_extra}, separators=(",", ":")).encode()
@@ -53,7 +56,7 @@ class StoreSpec:
         """A new store in private memory (fd -1) or in a file that has room for it."""
         return _native.Store.create(
             fd, self.lanes, self.lane_capacity, self.envs, self.layout.payload_bytes, self.layout.alignment,
-            self.trailer, self.layout_bytes, os.urandom(16),
+            self.trailer, self.layout_bytes, os.urandom(16), self.extents,
         )  # fmt: skip
 
     def create_in(self, fd: int) -> _native.Store:
@@ -361,11 +364,15 @@ class StoreSession:
         if self._on_network and not self._takes_over:
             refuse_other_node(self.store, boot_id(), self._fd, self._path)
 
-    def on_take(self, lane: int) -> None:
-        """Before the first write to a lane; a StorageError where the file has been deleted."""
+    def on_take(self, lane: int | None) -> None:
+        """Before the first write to a lane; a StorageError where the file has been deleted.
+
+        None: to lanes where each change of writer has a seam, so that rows of both may have one term.
+        """
         if self._is_deleted():
             raise StorageError(f"{self._path} {_DELETED}; what is written to it now would be lost")
-        self.store.raise_term(lane)
+        if lane is not None:
+            self.store.raise_term(lane)
         self._begin()
         self._wrote = True  # only now: where the sync failed, the next change tries again
 

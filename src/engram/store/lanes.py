@@ -20,7 +20,7 @@ from torch import Tensor
 import engram._native as _native
 from engram._system import fork_registry, notice_fork, run_after_fork
 from engram._text import warn_user
-from engram.errors import NoFreeLaneError, StorageInUseError
+from engram.errors import NoFreeLaneError, StorageError, StorageInUseError
 from engram.store.locks import LaneLocks
 
 _MAX_DRAWS = 10_000  # of `retry_draw`
@@ -35,21 +35,25 @@ NO_LIMIT = 1 << 40  # steps of a store without a size
 
 
 class Lanes:
-    """The lanes of one store: which rows exist, where the next one goes, and which lane this process writes to.
+    """The lanes of one store: which rows exist, where the next one goes, and how this process writes there.
+
+    A store of one lane has one writer, or writers that take turns in it. In one of several lanes writers move from lane
+    to lane (`Stints`), so that together they are one ring.
 
     Args:
         store: the native store.
         locks: of a store that processes share; None for memory that is private to this process.
-        on_take: called with a lane's number when this process has taken it, before its first write.
+        on_take: called before the first write of this process, and before it takes over the turn of a dead writer: with
+            the lane's number, or None where a new writer's rows are not joined with those of others.
         on_exclusive: called before each change that needs the store alone.
-        turns: the store's only lane is shared by all who write: each has it for one append.
+        turns: any number of processes write to a store of one lane: each has it for one append.
     """
 
     def __init__(
         self,
         store: _native.Store,
         locks: LaneLocks | None = None,
-        on_take: Callable[[int], None] | None = None,
+        on_take: Callable[[int | None], None] | None = None,
         on_exclusive: Callable[[], None] | None = None,
         turns: bool = False,
     ) -> None:
@@ -57,19 +61,20 @@ class Lanes:
         self.locks = locks
         #: Whether processes take turns in the store's only lane (`turn`), so that rows of others come between its own.
         self.takes_turns = turns and locks is not None and store.lanes == 1
+        #: Whether writers move from lane to lane.
+        self.moves_on = locks is not None and store.lanes > 1
+        self._differ = self.moves_on  # lanes, in whether this process goes on there
         self.mutex = threading.RLock()  # writers of this process take turns; in-place writes keep readers by slot out
         self._on_take = on_take
         self._turns = Turns(store, locks, on_take) if self.takes_turns and locks is not None else None
+        self._stints = Stints(store, locks, on_take) if self.moves_on and locks is not None else None
         self._on_exclusive = on_exclusive
-        self._held: int | None = None
-        self._held_beside: set[int] = set()  # lanes that `hold_lane` took
+        self._held: int | None = None  # 0 from its first write on, whatever lanes it writes to
         self.unused_since_fork = False  # in a forked child that has not used the store yet
         #: Called after the first use of the store in a forked child.
         self.on_join: Callable[[], None] = _nothing
         self._copy_of = 0  # the process whose private memory this is a copy of, until the warning about it
         self._held_by_parent: int | None = None  # the lane in which such a copy goes on
-        #: Of rows that earlier writers left in the lane of this process.
-        self.evictions = EvictionWatch(store)
         #: Seams that a device may still be computing.
         self.pending_borders = PendingBorders(store)
         #: The sequences that rows carry (int64 [n] of slots); 0 where a row has the one that its lane counts.
@@ -79,7 +84,7 @@ class Lanes:
         self.shifts: list[int] = []
         self._exclusive_depth = 0
         self._session = os.urandom(8).hex()
-        self._released: dict[int, tuple[int, int]] = {}  # lanes that this process gave back: incarnation and end, then
+        self._released: tuple[int, int] | None = None  # the end of its only lane when this process gave it back
         self.capacity: int = store.lanes * store.lane_capacity * store.envs
         self.envs: int = store.envs
         _live.add(self)
@@ -104,8 +109,8 @@ class Lanes:
 
     @property
     def cursor(self) -> int:
-        """Where the next time step goes in the lane of this process (lane 0 before it has one)."""
-        return self.store.cursor(self._held or 0)
+        """Where the next time step of this process goes."""
+        return int(self.store.next_stint_slots(1)[0]) if self.moves_on else self.store.cursor(0)
 
     @property
     def is_full(self) -> bool:
@@ -125,15 +130,15 @@ class Lanes:
     def saved_states(self) -> list[dict[str, Any]]:
         """The counters of each lane as a save keeps them: `base`, `published`, `origin`, `seams`, `border`, `replaced`.
 
-        A lane's end is a seam, unless this process writes the lane or was the last to write it: a process that loads
-        the save goes on as this one would.
+        Of several lanes also `ticket` and `left`: which of the store's stints the last one there is, and how many rows
+        it may still append. A lane's end is a seam, unless this process writes there or was the last to write: a process
+        that loads the save goes on as this one would.
         """
         notice_fork()
         if self.unused_since_fork and self.locks is not None:  # a process that only saves is a user of the store, too
             self.join_after_fork()
         # A copy of private memory that is only saved stays unused.
         held = self._held_by_parent if self.unused_since_fork else self._held
-        beside = set() if self.unused_since_fork else self._held_beside
         saved = []
         self.pending_borders.settle(self.mutex)
         for i in range(self.store.lanes):
@@ -142,22 +147,32 @@ class Lanes:
             base = min(max(lane["base"], lane["first"]), published)
             # Another process may have taken the lane over since `published` was read.
             seams = [seam for seam in self.store.seams(i) if seam <= published]
-            continues = i == held or i in beside or self._released.get(i) == (self.store.incarnation, published)
-            if self.takes_turns and self.store.lane(i)["published"] != published:
+            if self._differ:
+                continues = self._continues(i, published)
+            else:
+                continues = held is not None or self._released == (self.store.incarnation, published)
+            if (self.takes_turns or self.moves_on) and self.store.lane(i)["published"] != published:
                 continues = False  # another process is writing: the row before may be its own
             if not continues and published > base and seams[-1:] != [published]:
                 seams.append(published)
             looked, agreed = self.store.border_evidence(i)
             border = {"looked": min(looked, published), "agreed": agreed}
             counters = {"base": base, "published": published, "origin": lane["origin"], "seams": seams}
-            saved.append({**counters, "border": border, "replaced": 0 if i else self.store.replaced})
+            stint = {"ticket": lane["ticket"], "left": lane["left"]} if self.moves_on else {}
+            saved.append({**counters, "border": border, "replaced": 0 if i else self.store.replaced, **stint})
         return saved
+
+    def _continues(self, lane: int, published: int) -> bool:
+        """Whether the next row of this process in a lane, of several, goes on from the newest one there."""
+        return lane == self.store.stint
 
     def restore_lane(self, i: int, lane: dict[str, Any], shift: int) -> None:
         """Takes over the counters of a saved lane (`saved_states`), whose sequences were `shift` higher."""
         store, origin = self.store, (lane["origin"] - shift) % (1 << 64)
         store.restore_lane(i, lane["base"] - shift, lane["published"] - shift, origin)
         store.set_border_evidence(i, max(0, lane["border"]["looked"] - shift), lane["border"]["agreed"])
+        if self.moves_on and not shift:
+            store.set_stint(i, lane.get("ticket", 0), lane.get("left", 0))
         if i == 0:
             store.replaced, self.shifts = lane["replaced"], []
         self.shifts.append(shift)
@@ -173,7 +188,7 @@ class Lanes:
     def widened(self, store: _native.Store) -> Lanes:
         """The same lanes of the same rows, which were copied to another store in private memory."""
         twin = copy.copy(self)
-        twin.store, twin.evictions, twin.pending_borders = store, EvictionWatch(store), PendingBorders(store)
+        twin.store, twin.pending_borders = store, PendingBorders(store)
         _live.add(twin)
         return twin
 
@@ -194,147 +209,69 @@ class Lanes:
         return [(slot // lane_slots, w) if w >= 0 else None for slot, w in zip(slots.tolist(), sequences, strict=True)]
 
     # ---- writing ----
-    def hold(self, preferred: int | None = None) -> int:
-        """The lane that this process writes to; the first call takes a free one, or the one in which all take turns.
-
-        Args:
-            preferred: the lane to take where it is free; else the first free one of `by_room`.
+    def hold(self) -> int:
+        """Makes this process a writer of the store; returns 0.
 
         Raises:
-            NoFreeLaneError: every lane has a writer.
+            NoFreeLaneError: the store has one writer, another process.
             StorageInUseError: as `turn`.
         """
         held = self._held
-        return held if held is not None else self._take(preferred)
+        return held if held is not None else self._take()
 
-    def hold_as_saved(self, saved: list[dict[str, Any]]) -> int:
-        """As `hold`, before rows with these `saved_states` are restored: takes the lane that their writer held."""
-        ends = [(lane["published"] > lane["base"], lane["seams"][-1:] != [lane["published"]]) for lane in saved]
-        return self.hold(next((i for i, end in enumerate(ends) if all(end) and i < self.store.lanes), None))
-
-    def _take(self, preferred: int | None) -> int:
+    def _take(self) -> int:
         notice_fork()
         if self.unused_since_fork:
             self.join_after_fork()
         with self.mutex:
-            if self._held is not None:
-                return self._held
-            while (found := self._first_free(preferred)) is not None:
-                lane, end = found
-                if end != _end_of(
-                    self.store, lane
-                ):  # another process had it since the look: it may be the wrong one by now
-                    self._free(lane)
-                    continue
-                own = self._released.get(lane) == end
-                self._prepare(lane)
-                if not own:
-                    self.evictions.begin(lane)
-                self._held = lane
-                return lane
-        n = self.store.lanes
-        raise NoFreeLaneError(
-            f"all {n} lane{'s' if n > 1 else ''} of this store have a writer; make the store with lanes={n + 1} or "
-            "more, or release() one of them"
-        )
+            if self._held is None:
+                if self._stints is not None:
+                    self._stints.join()
+                else:
+                    self._take_only_lane()
+                self._held = 0
+        return 0
 
-    def _first_free(self, preferred: int | None) -> tuple[int, tuple[int, int]] | None:
-        """Locks the first lane of `by_room` that is free; returns it and its end before. None: each has a writer."""
-        ends = [_end_of(self.store, lane) for lane in range(self.store.lanes)]
-        for lane in sorted(self.by_room(), key=lambda lane: lane != preferred):
-            if lane in self._held_beside:  # whose lock is this process's already
-                continue
-            if self.locks is None or self.locks.take_lane(lane, self.takes_turns):
-                return lane, ends[lane]
-        return None
-
-    def _free(self, lane: int) -> None:
-        if self.locks is not None:
-            self.locks.free_lane(lane)
-
-    def by_room(self) -> list[int]:
-        """All lanes, in the order in which a new writer should take one: where the fewest rows are lost by it.
-
-        First those that this process gave back and nobody has written to since; then by their number of rows; of equal
-        ones that whose newest row is the oldest.
-        """
-        if self.store.lanes == 1:
-            return [0]
-        own = [lane for lane, end in self._released.items() if end == _end_of(self.store, lane)][::-1]
-        lanes = self.counters()
-        rows = [lane["published"] - lane["first"] for lane in lanes]
-        others = sorted(range(len(lanes)), key=lambda i: (rows[i], lanes[i]["written_at"] if rows[i] else 0, i))
-        return own + [lane for lane in others if lane not in own]
-
-    def _prepare(self, lane: int, goes_on: bool = False) -> None:
+    def _take_only_lane(self) -> None:
+        if self.locks is not None and not self.locks.take_lanes(1, self.takes_turns):
+            raise NoFreeLaneError(
+                "all 1 lane of this store have a writer; make the store without lanes=1, so that writers take turns, "
+                "or release() it"
+            )
         try:
             if self._turns is not None:
-                self._turns.join(lane)
+                self._turns.join(0)
             elif self._on_take is not None:
-                self._on_take(lane)
-            # The last writer of this lane may have stopped in the middle of a trajectory.
-            if self._released.pop(lane, None) != _end_of(self.store, lane) and not goes_on:
-                self.store.mark_seam(lane)
+                self._on_take(0)
+            # The last writer may have stopped in the middle of a trajectory.
+            released, self._released = self._released, None
+            if released != end_of(self.store, 0):
+                self.store.mark_seam(0)
         except BaseException:
-            self._free(lane)
+            if self.locks is not None:
+                self.locks.free_lanes(1)
             raise
 
-    # ---- several lanes of one process ----
-    def holds(self, lane: int) -> bool:
-        """Whether this process writes to a lane: its own, or one that it took with `hold_lane`."""
-        notice_fork()
-        return lane == self._held or lane in self._held_beside
+    def hold_as_saved(self, saved: list[dict[str, Any]]) -> int:
+        """As `hold`, before rows with these `saved_states` are restored."""
+        return self.hold()
 
-    def hold_lane(self, lane: int, *, goes_on: bool = False) -> None:
-        """Takes a certain lane for this process, beside the one that `hold` gives; once more: nothing happens.
+    def continue_as_saved(self, saved: list[dict[str, Any]]) -> None:
+        """When rows with these `saved_states` are restored: goes on in the stint of the process that saved them."""
+        if not self.moves_on or self._held is None:
+            return
+        states = self.counters()
+        own = [i for i, lane in enumerate(saved) if states[i]["left"] and lane["seams"][-1:] != [lane["published"]]]
+        if own:
+            self.store.continue_stint(max(own, key=lambda i: states[i]["ticket"]))
 
-        Args:
-            goes_on: the next row goes on from the lane's newest one, whoever wrote that: no seam comes between them.
-
-        Raises:
-            IndexError: there is no such lane.
-            NoFreeLaneError: another process writes to it.
-            ValueError: it is this process's own, or one in which writers take turns.
-        """
-        notice_fork()
-        _check_range("lane", lane, self.store.lanes)
-        if self.unused_since_fork:
-            self.join_after_fork()
-        with self.mutex:
-            if lane in self._held_beside:
-                return
-            if self.takes_turns or lane == self._held:
-                others = " and others" if self.takes_turns else ""
-                raise ValueError(
-                    f"lane {lane} is written to by `extend` in this process{others}; "
-                    "make the store with lanes=n, and hold those that extend does not use"
-                )
-            if self.locks is not None and not self.locks.take_lane(lane):
-                raise NoFreeLaneError(f"lane {lane} of this store has a writer in another process; end it first")
-            self._prepare(lane, goes_on)
-            self.evictions.end(lane)
-            self._held_beside.add(lane)
-
-    def release_lane(self, lane: int) -> None:
-        """Gives a lane that `hold_lane` took back; others: nothing happens."""
-        notice_fork()
-        with self.mutex:
-            if lane not in self._held_beside:
-                return
-            self._note_released(lane)
-            self._held_beside.discard(lane)
-            self._free(lane)
-
-    def _note_released(self, lane: int) -> None:
-        self._released.pop(lane, None)  # so that it is the last
-        self._released[lane] = _end_of(self.store, lane)
-
-    def mark_seam_in(self, lane: int) -> None:
-        """Puts a seam before the next row of a lane that this process holds."""
-        with self.mutex:
-            if not self.holds(lane):
-                raise ValueError(f"this process does not hold lane {lane}")
-            self.store.mark_seam(lane)
+    def check_owned(self, lane: int) -> None:
+        """A StorageError where this process does not hold a lane, so that it cannot append there by its number."""
+        if lane == self._held and not (self.takes_turns or self.moves_on):
+            return
+        raise StorageError(
+            f"lane {lane} belongs to no process: writers of this store move from lane to lane, and use add and extend"
+        )
 
     def slots_of(self, lane: int | Tensor, sequences: Tensor, env: int | Tensor = 0) -> Tensor:
         """The slots that rows with these sequences lie in, or lay: int64 [n].
@@ -352,9 +289,9 @@ class Lanes:
             >>> Lanes.in_memory(10).slots_of(0, torch.tensor([3, 13, 25]))
             tensor([3, 3, 5])
         """
-        _check_range("lane", lane, self.store.lanes)
-        _check_range("environment", env, self.envs)
-        _check_range("sequence", sequences, _END_OF_SEQUENCES)
+        check_range("lane", lane, self.store.lanes)
+        check_range("environment", env, self.envs)
+        check_range("sequence", sequences, _END_OF_SEQUENCES)
         return (lane * self.store.lane_capacity + sequences % self.store.lane_capacity) * self.envs + env
 
     # ---- turns ----
@@ -381,13 +318,20 @@ class Lanes:
 
     def next_slots(self, steps: int) -> Tensor:
         """The time slots that the next steps of this process go to: int64 [steps]."""
-        lane = self.hold()
-        slots = self.store.next_slots(lane, steps)
-        # The native call notices a fork that Python did not see, and the lane is another one then.
-        return slots if lane == self._held else self.store.next_slots(self.hold(), steps)
+        self.hold()
+        slots = self._next_slots(steps)
+        if self._held is not None:
+            return slots
+        self.hold()  # the native call has noticed a fork that Python did not see
+        return self._next_slots(steps)
+
+    def _next_slots(self, steps: int) -> Tensor:
+        return self.store.next_stint_slots(steps) if self.moves_on else self.store.next_slots(0, steps)
 
     def next_slot(self) -> int:
         """The time slot that the next step of this process goes to."""
+        if self.moves_on:
+            return int(self.next_slots(1)[0])
         lane = self.hold()
         slot = self.store.next_slot(lane)
         return slot if lane == self._held else self.store.next_slot(self.hold())
@@ -405,18 +349,19 @@ class Lanes:
     def mark_seam(self) -> None:
         """Puts a seam before the next step that this process writes: a trajectory begins there."""
         with self.mutex:
-            for lane in self._released if self._held is None else (self._held,):  # one of which it takes again
-                self.store.mark_seam(lane)
+            if self._held is not None or self._released is not None:
+                self.store.mark_seam(0)
 
     def release(self) -> None:
-        """Gives this process's lane back. If no other process writes to it before this one does, trajectories go on."""
+        """Makes this process no writer any more. Where none other writes meanwhile, its trajectories go on."""
         notice_fork()
         if self._copy_of:
             self.join_after_fork()
         with self.mutex:
             if self._held is not None:
-                self._note_released(self._held)
-                self._free(self._held)
+                self._released = end_of(self.store, 0)
+                if self.locks is not None:
+                    self.locks.free_lanes(self.store.lanes)
             self._held = None
 
     @contextlib.contextmanager
@@ -444,10 +389,9 @@ class Lanes:
                     self._exclusive_depth -= 1
 
     def close(self) -> None:
-        """Gives the lane back and releases the locks."""
+        """Makes this process no writer any more, and releases the locks."""
         with self.mutex:
             self._held = None
-            self._held_beside.clear()
             if self.locks is not None:
                 self.locks.close()
 
@@ -529,9 +473,7 @@ class Lanes:
         """In a child: new mutexes, and no lane; rows in private memory are the child's own copy."""
         self.mutex = threading.RLock()
         self._exclusive_depth = 0
-        self._held_beside = set()
-        self.evictions = EvictionWatch(self.store)
-        self._released.clear()  # the parent may go on where it stopped; this process did not write there
+        self._released = None  # the parent may go on where it stopped; this process did not write there
         self.store.end_save()  # the saving thread runs in the parent only
         self.store.after_fork()
         self._session = os.urandom(8).hex()
@@ -550,15 +492,12 @@ class Turns:
         on_take: called with the lane's number when this process joins them, and when it takes a dead writer's turn.
     """
 
-    def __init__(self, store: _native.Store, locks: LaneLocks, on_take: Callable[[int], None] | None) -> None:
+    def __init__(self, store: _native.Store, locks: LaneLocks, on_take: Callable[[int | None], None] | None) -> None:
         self._store, self._locks, self._on_take = store, locks, on_take
 
     def join(self, lane: int) -> None:
         """Makes this process one of those that take turns."""
-        while not self._store.writer:
-            writer = self._store.new_writer(lane, os.getpid())
-            if self._locks.take_writer(writer >> _native.PID_BITS):  # else the header that counts them is damaged
-                self._store.writer = writer
+        _take_number(self._store, self._locks)
         if self._on_take is None:
             return
         try:
@@ -616,54 +555,44 @@ class Turns:
         )
 
 
-class EvictionWatch:
-    """Whether a process evicts rows that earlier writers left in its lane, of which it warns once."""
+class Stints:
+    """A process among the writers that move from lane to lane: each has a number, and waits in native code.
 
-    def __init__(self, store: _native.Store) -> None:
-        self._store = store
-        self._lane: int | None = None  # that is watched
-        self._taken_at: tuple[int, int] | None = None  # its incarnation and end when this process took it
-        self._has_warned = False
+    Args:
+        on_take: called with None when this process joins them.
+    """
 
-    def begin(self, lane: int) -> None:
-        """The first append to this lane that replaces a row of an earlier writer will be one with a warning."""
-        counters = self._store.lane(lane)
-        if self._store.lanes > 1 and counters["published"] > counters["first"] and not self._has_warned:
-            self._lane, self._taken_at = lane, _end_of(self._store, lane)
-            self._store.watch_evictions(lane, counters["first"] + self._store.lane_capacity)
+    def __init__(self, store: _native.Store, locks: LaneLocks, on_take: Callable[[int | None], None] | None) -> None:
+        self._store, self._locks, self._on_take = store, locks, on_take
 
-    def warn(self, held: int | None, stored: int, capacity: int) -> None:
-        """Warns, once, that rows of earlier writers leave the lane of this process, where they do from now on.
+    def join(self) -> None:
+        """Makes this process one of them.
 
-        Args:
-            held: the lane.
-            stored, capacity: steps of all lanes.
+        Raises:
+            StorageInUseError: a process holds a lane by itself.
         """
-        lane, taken_at = held, self._taken_at
-        self._end()
-        if lane is None or taken_at is None or taken_at[0] != self._store.incarnation:
-            return
-        rows, n = taken_at[1] - self._store.lane(lane)["first"], self._store.lanes
-        if rows <= 0:
-            return
-        self._has_warned = True
-        warn_user(
-            f"lane {lane} of {n} is full: from here on each step of this process replaces one of {rows} that an "
-            f"earlier writer left there, the oldest first; {stored} of {capacity} steps are stored. A writer "
-            f"has a lane of {self._store.lane_capacity} steps, and takes the free one with the fewest. To keep more "
-            "steps of each make the storage with fewer lanes or a larger max_size; where old steps are to go, ignore "
-            "this",
-            RuntimeWarning,
-        )
+        lanes = self._store.lanes
+        if not self._locks.take_lanes(lanes, shared=True):
+            raise StorageInUseError(
+                "a process holds a lane of this store for itself: a shard of a distributed buffer, or an engram from "
+                "before writers moved from lane to lane. End it first; nothing was written"
+            )
+        try:
+            _take_number(self._store, self._locks)
+            self._store.use_writer_locks(*self._locks.writer_bytes(), _TURN_TIMEOUT)
+            if self._on_take is not None:
+                self._on_take(None)
+        except BaseException:
+            self._locks.free_lanes(lanes)
+            raise
 
-    def end(self, lane: int) -> None:
-        """Watches this lane no more."""
-        if self._lane == lane:
-            self._end()
 
-    def _end(self) -> None:
-        self._lane = self._taken_at = None
-        self._store.end_watch()
+def _take_number(store: _native.Store, locks: LaneLocks) -> None:
+    """Gives this process a number among the writers of a store, and locks its byte."""
+    while not store.writer:
+        writer = store.new_writer(0, os.getpid())
+        if locks.take_writer(writer >> _native.PID_BITS):  # else the header that counts them is damaged
+            store.writer = writer
 
 
 class PendingBorders:
@@ -717,12 +646,12 @@ class PendingBorders:
                     self._store.add_seam(0, sequence)
 
 
-def _end_of(store: _native.Store, lane: int) -> tuple[int, int]:
+def end_of(store: _native.Store, lane: int) -> tuple[int, int]:
     """What is another value after a write to a lane: the incarnation of its rows, and where they end."""
     return store.incarnation, store.lane(lane)["published"]
 
 
-def _check_range(what: str, values: int | Tensor, end: int) -> None:
+def check_range(what: str, values: int | Tensor, end: int) -> None:
     """An IndexError where a number is not one of 0 to `end` - 1."""
     if isinstance(values, Tensor):
         if values.dtype != torch.int64 or values.ndim != 1:
@@ -764,4 +693,4 @@ def _warn_again() -> None:
 
 
 run_after_fork(_warn_again)
-_live: weakref.WeakSet[Lanes] = fork_registry(Lanes.after_fork)
+_live: weakref.WeakSet[Lanes] = fork_registry(lambda lanes: lanes.after_fork())

@@ -24,7 +24,17 @@ from engram.store.files import StoreSpec, open_passed_store, refuse_if_memory_is
 from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
-from engram.store.places import READ_ONLY, FirstWriters, NewTable, ObservedFile, OpenedTable, Place, TableSize, locks_of
+from engram.store.places import (
+    READ_ONLY,
+    FirstWriters,
+    NewTable,
+    ObservedFile,
+    OpenedTable,
+    Place,
+    TableSize,
+    locks_of,
+    open_lanes,
+)
 from engram.store.row_table import RowTable
 from engram.store.rows import Checked, MadeTable, Rows, expand_slots, warn_of_items
 from engram.store.table import Replacing, Table
@@ -61,8 +71,8 @@ class LazyTable(Table):
 
     @property
     def extra(self) -> str:
-        lanes, max_size = self.size.lanes, self.max_size
-        each = "" if max_size is None else f", steps_per_lane={max_size // lanes}"
+        lanes = self.size.lanes if self.known_lanes is None else self.known_lanes.store.lanes
+        each = "" if self.max_size is None else f", steps_per_lane={self.max_size // lanes}"
         return f", lanes={lanes}{each}" if lanes > 1 else ""
 
     @property
@@ -81,20 +91,16 @@ class LazyTable(Table):
         return self.place.arguments(self.size, self.known_lanes)
 
     # ---- making ----
-    def make(self, layout: RowLayout, env_shape: tuple[int, ...]) -> None:
-        """Makes the table for rows of a layout and environments of this shape."""
+    def make(self, layout: RowLayout, env_shape: tuple[int, ...], saved_lanes: int = 0) -> None:
+        """Makes the table for rows of a layout and environments of this shape, perhaps saved ones of so many lanes."""
         if not self.size.is_given:
             raise ValueError("this storage needs a max_size, or max_bytes")
         self.warn_of_copy()
         if self._expects_sequences:
             layout = layout.with_sequence()
         size = self.size
-        capacity = size.lane_capacity(layout, env_shape, self.place)
-        self.take(
-            self.place.make(
-                NewTable(layout, env_shape, self.ndim, size.lanes, capacity, takes_turns=size.given_lanes is None)
-            )
-        )
+        lanes, capacity = size.fit(layout, env_shape, self.place, saved_lanes)
+        self.take(self.place.make(NewTable(layout, env_shape, self.ndim, lanes, capacity, size.given_lanes)))
 
     def take(self, opened: OpenedTable) -> None:
         """Uses a table that was made or opened."""
@@ -234,7 +240,9 @@ class LazyTable(Table):
         with replacing("giving rows their sequences"):
             assert isinstance(made, RowTable)
             layout = made.layout.with_sequence()
-            refuse_if_memory_is_short(StoreSpec(layout, self.size.lanes, lanes.store.lane_capacity, lanes.envs, False))
+            refuse_if_memory_is_short(
+                StoreSpec(layout, lanes.store.lanes, lanes.store.lane_capacity, lanes.envs, False)
+            )
             made = made.with_sequences()
             self._set(made.lanes, made)
 
@@ -387,7 +395,7 @@ class LazyTable(Table):
             self.place = FirstWriters(self.place, state["unmade"])
         elif "descriptor" in state:
             store, locks, layout = open_passed_store(state["descriptor"])
-            lanes = Lanes(store, locks, turns=self.size.given_lanes is None)
+            lanes = open_lanes(store, locks, self.size.given_lanes)
             self.take(OpenedTable(lanes, self.place.table(lanes, layout), state["env_shape"], self.ndim))
 
     # ---- life ----

@@ -30,8 +30,8 @@ class LaneLocks:
     """The locks of one open store in this process.
 
     Every process that has the store open holds one byte shared; exclusive use holds it exclusively. Each lane has a
-    byte that its writer holds; writers that take turns in it hold it shared, and each a byte of its own, which says
-    that it lives.
+    byte that its writer holds; writers that take turns, or move from lane to lane, hold them shared, and each a byte of
+    its own, which says that it lives.
 
     Args:
         fd: a descriptor of the file, opened by this object's owner and closed here.
@@ -66,12 +66,24 @@ class LaneLocks:
             raise
         _live.add(self)
 
-    def take_lane(self, lane: int, shared: bool = False) -> bool:
-        """Takes a lane (`shared`: with others that take turns in it); False where another process holds it."""
-        return _lock(self._own_fd(), fcntl.F_RDLCK if shared else fcntl.F_WRLCK, _FIRST_LANE_BYTE + lane)
+    def take_lane(self, lane: int) -> bool:
+        """Takes a lane for this process alone; False where another one holds it."""
+        return _lock(self._own_fd(), fcntl.F_WRLCK, _FIRST_LANE_BYTE + lane)
 
     def free_lane(self, lane: int) -> None:
         _lock(self._own_fd(), fcntl.F_UNLCK, _FIRST_LANE_BYTE + lane)
+
+    def take_lanes(self, lanes: int, shared: bool) -> bool:
+        """Takes all lanes (`shared`: with others that write there); False where another process holds one."""
+        return _lock(self._own_fd(), fcntl.F_RDLCK if shared else fcntl.F_WRLCK, _FIRST_LANE_BYTE, lanes)
+
+    def free_lanes(self, lanes: int) -> None:
+        """Frees all lanes."""
+        _lock(self._own_fd(), fcntl.F_UNLCK, _FIRST_LANE_BYTE, lanes)
+
+    def writer_bytes(self) -> tuple[int, int]:
+        """The descriptor through which native code asks whether writers live, and the byte of writer 0."""
+        return self._own_fd(), _FIRST_WRITER_BYTE
 
     def take_writer(self, number: int) -> bool:
         """Takes the byte of a writer's number for as long as this object is open; False: another writer has it."""
@@ -230,9 +242,9 @@ def _close(*fds: int) -> None:
         os.close(fd)
 
 
-def _lock(fd: int, kind: int, byte: int) -> bool:
+def _lock(fd: int, kind: int, byte: int, count: int = 1) -> bool:
     try:
-        fcntl.fcntl(fd, _SET, _request(kind, byte))
+        fcntl.fcntl(fd, _SET, _request(kind, byte, count))
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
@@ -240,9 +252,9 @@ def _lock(fd: int, kind: int, byte: int) -> bool:
     return True
 
 
-def _request(kind: int, byte: int) -> bytes:
-    """A `struct flock` of one byte."""
-    return struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0)
+def _request(kind: int, byte: int, count: int = 1) -> bytes:
+    """A `struct flock` of so many bytes."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, count, 0)
 
 
 _UNLOCKED = struct.pack("h", fcntl.F_UNLCK)  # how the answer begins where nobody holds the byte

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -33,6 +34,7 @@ from engram.store.files import (
     refuse_if_memory_is_short,
 )
 from engram.store.header import FILE_NAME, StoreFile
+from engram.store.held_lanes import HeldLanes
 from engram.store.lanes import Lanes
 from engram.store.layout import RowLayout
 from engram.store.locks import LaneLocks
@@ -44,6 +46,8 @@ from engram.store.unmade import UnmadeStore
 
 READ_ONLY = "this buffer was opened with read_only=True: it looks at the rows of others and writes nothing"
 _MAX_SIZE = 1 << 56
+_USUAL_LANES, _MOST_LANES = 64, 256  # more of them cost time at each extend and draw
+_LONG_LANE = 1024  # steps: shorter ones cut slices more often, and are begun more often
 _MOST_DIMS = 64  # of a batch: more than tensors have
 _READ_TRIES = 500  # while rows are being changed in place: about two seconds
 _MAX_PAUSE = 0.005  # seconds between two of them
@@ -67,6 +71,48 @@ def memory_device(device: torch.device | str) -> torch.device:
     return usable
 
 
+@dataclasses.dataclass(frozen=True)
+class LaneCount:
+    """So many lanes of a store, in the place of `lanes=n`: as a store has them that exists."""
+
+    lanes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldLaneCount(LaneCount):
+    """So many lanes, each for a process that takes it by its number (`HeldLanes`)."""
+
+
+def lanes_for(writers: int, max_size: int) -> int:
+    """How many lanes so many writers side by side move between, in a store of about so many steps.
+
+    Example:
+        >>> lanes_for(1, 1_000_000), lanes_for(8, 1_000_000), lanes_for(8, 100_000), lanes_for(8, 1000)
+        (1, 64, 50, 20)
+    """
+    if writers == 1:
+        return 1
+    most = min(_MOST_LANES, max_size)
+    if max_size // writers >= _LONG_LANE:
+        most = min(most, max_size // _LONG_LANE)
+    suitable = min(most, max(2 * writers, min(_USUAL_LANES, max_size // _LONG_LANE)))
+    near = [n for n in range(max(2, suitable // 2), min(most, 2 * suitable) + 1) if max_size % n == 0]
+    return min(near, key=lambda n: (abs(n - suitable), n), default=max(1, suitable))
+
+
+def open_lanes(
+    store: _native.Store,
+    locks: LaneLocks,
+    given_lanes: int | LaneCount | None,
+    on_take: Callable[[int | None], None] | None = None,
+    on_exclusive: Callable[[], None] | None = None,
+) -> Lanes:
+    """The lanes of a store that processes share, for a storage with these `lanes=`."""
+    if isinstance(given_lanes, HeldLaneCount):
+        return HeldLanes(store, locks, on_take, on_exclusive)
+    return Lanes(store, locks, on_take, on_exclusive, turns=given_lanes != 1)
+
+
 class TableSize:
     """How many steps a table has room for, and in how many lanes.
 
@@ -74,24 +120,28 @@ class TableSize:
         max_size: steps; rounded up to as many for each lane.
         max_bytes: instead, what header and rows may take.
         ndim: batch dimensions of the data.
-        lanes: how many processes may append side by side; None: they take turns in one.
+        lanes: about how many processes append side by side; 1: one does; None: they take turns in one lane.
 
     Raises:
         ValueError: a setting that is not allowed.
     """
 
-    def __init__(self, max_size: Any, max_bytes: int | str | None, ndim: int, lanes: int | None) -> None:
+    def __init__(self, max_size: Any, max_bytes: int | str | None, ndim: int, lanes: int | LaneCount | None) -> None:
         size = checked_max_size(max_size)
         if max_size is not None and max_bytes is not None:
             raise ValueError(f"max_size={max_size} and max_bytes={max_bytes!r} were given; give one of them")
         self.max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
         if ndim < 1:
             raise ValueError(f"ndim must be at least 1, got {ndim}")
-        n = 1 if lanes is None else lanes
+        n = 1 if lanes is None else lanes.lanes if isinstance(lanes, LaneCount) else lanes
         if n < 1 or (n > 1 and ndim > 1):
             raise ValueError(f"lanes must be at least 1, and 1 with ndim={ndim}: got {n}")
-        self.ndim, self.given_lanes, self.lanes = ndim, lanes, n
-        self.max_size = None if size is None else math.ceil(size / n) * n
+        self.ndim, self.given_lanes, self.given_size, self._writers = ndim, lanes, size, n
+        #: Whether writers of a table of this size move from lane to lane, of which it may have any number.
+        self.moves_on = n > 1 and not isinstance(lanes, LaneCount)
+        #: How many lanes a new table has; with `max_bytes` at first as many as there are writers.
+        self.lanes = n if size is None or isinstance(lanes, LaneCount) else lanes_for(n, size)
+        self.max_size = None if size is None else math.ceil(size / self.lanes) * self.lanes
 
     @property
     def is_given(self) -> bool:
@@ -101,26 +151,43 @@ class TableSize:
     def take(self, opened: OpenedTable) -> None:
         """Takes over the size of a table that was opened as it is."""
         self.ndim, self.lanes = opened.ndim, opened.lanes.store.lanes
-        if self.lanes > 1:
-            self.given_lanes = self.lanes
+        if self.lanes > 1 and not isinstance(self.given_lanes, LaneCount):
+            self.given_lanes, self.moves_on = LaneCount(self.lanes), False
         self.max_size = opened.lanes.capacity
 
     def differences(self, opened: OpenedTable, place: Place) -> list[str]:
         """What a table that was opened has other than this says."""
         lanes, store, found = opened.lanes, opened.lanes.store, []
-        if self.max_size is not None and lanes.capacity not in range(
-            self.max_size, self.max_size + store.lanes * lanes.envs
-        ):
-            found.append(f"room for {lanes.capacity} steps, max_size={self.max_size} was asked for")
+        most = max(self.lanes, store.lanes) * lanes.envs
+        if self.given_size is not None and lanes.capacity not in range(self.given_size, self.given_size + most):
+            found.append(f"room for {lanes.capacity} steps, max_size={self.given_size} was asked for")
         if self.max_size is None:
             wanted = self.lane_capacity(opened.table.layout, opened.env_shape, place, lanes=store.lanes)
             if store.lane_capacity != wanted:
                 found.append(f"{store.total_bytes} bytes, max_bytes={self.max_bytes} was asked for")
         if self.ndim != opened.ndim:
             found.append(f"ndim={opened.ndim}, ndim={self.ndim} was asked for")
-        if self.lanes != store.lanes:
-            found.append(f"lanes={store.lanes}, lanes={self.lanes} was asked for")
+        if self.lanes != store.lanes and not (self.moves_on and store.lanes > 1):
+            found.append(f"lanes={store.lanes}, lanes={self._writers} was asked for")
+        if isinstance(self.given_lanes, HeldLaneCount) and store.keeps_extents:
+            found.append("lanes between which writers move, and no lane for each of them")
         return found
+
+    def fit(self, layout: RowLayout, env_shape: tuple[int, ...], place: Place, saved_lanes: int = 0) -> tuple[int, int]:
+        """The lanes of a new table, and time steps of each.
+
+        Args:
+            saved_lanes: of rows that it is made for; 0: for none.
+
+        Raises:
+            StorageError: not one step of each lane fits into `max_bytes`.
+        """
+        lanes = self.lanes
+        if self.moves_on and saved_lanes > 1:
+            lanes = saved_lanes
+        elif self.moves_on and self.max_bytes is not None:
+            lanes = lanes_for(lanes, lanes * self.lane_capacity(layout, env_shape, place))
+        return lanes, self.lane_capacity(layout, env_shape, place, lanes)
 
     def lane_capacity(
         self, layout: RowLayout, env_shape: tuple[int, ...], place: Place, lanes: int | None = None
@@ -128,10 +195,10 @@ class TableSize:
         """Time steps of a lane of a new table. StorageError: not one fits into `max_bytes`."""
         n, envs = self.lanes if lanes is None else lanes, math.prod(env_shape)
         if self.max_bytes is None:
-            return math.ceil((self.max_size or 0) / (n * envs))
+            return math.ceil((self.given_size or self.max_size or 0) / (n * envs))
 
         def needed(steps: int) -> int:
-            return place.bytes_of(NewTable(layout, env_shape, self.ndim, n, steps, takes_turns=True))
+            return place.bytes_of(NewTable(layout, env_shape, self.ndim, n, steps, self.given_lanes))
 
         fit, too_many = 0, self.max_bytes // max(n * envs * layout.payload_bytes, 1) + 1
         while too_many - fit > 1:  # the space between header and rows grows with their number
@@ -150,6 +217,8 @@ class TableSize:
     def arguments(self, made: Lanes | None) -> dict[str, Any]:
         """Those of a constructor for as much room, of which the table may be made already."""
         rest = {"ndim": self.ndim, "lanes": self.given_lanes}
+        if made is not None and self.moves_on:
+            rest["lanes"] = LaneCount(made.store.lanes)
         if self.max_size is None and made is None:
             return {"max_size": None, "max_bytes": self.max_bytes, **rest}
         return {"max_size": made.capacity if self.max_size is None and made is not None else self.max_size, **rest}
@@ -163,13 +232,14 @@ class NewTable(NamedTuple):
     ndim: int
     lanes: int
     lane_capacity: int
-    takes_turns: bool
+    given_lanes: int | LaneCount | None
 
     def spec(self, *, trailer: bool = False, with_dimensions: bool = False) -> StoreSpec:
         """The store of such a table; `with_dimensions` for processes that open it knowing nothing else."""
         dimensions = {"inner": list(self.env_shape), "ndim": self.ndim} if with_dimensions else None
         envs = math.prod(self.env_shape)
-        return StoreSpec(self.layout, self.lanes, self.lane_capacity, envs, trailer, dimensions)
+        extents = self.lanes > 1 and not isinstance(self.given_lanes, HeldLaneCount)
+        return StoreSpec(self.layout, self.lanes, self.lane_capacity, envs, trailer, dimensions, extents)
 
 
 class OpenedTable(NamedTuple):
@@ -371,7 +441,7 @@ class SharedMemory(Place):
         spec = new.spec()
         log.info("storage in shared memory: %s", spec)
         fd = open_shared_memory(spec)
-        lanes = Lanes(spec.create_in(fd), LaneLocks(fd), turns=new.takes_turns)
+        lanes = open_lanes(spec.create_in(fd), LaneLocks(fd), new.given_lanes)
         return OpenedTable(lanes, self.table(lanes, new.layout), new.env_shape, new.ndim)
 
     def shared(self, made: bool) -> Place:
@@ -399,7 +469,7 @@ class TemporaryFile(_File):
         spec = new.spec()
         log.info("mapped storage in a temporary file: %s", spec)
         fd = open_temporary(spec)
-        lanes = Lanes(spec.create_in(fd), LaneLocks(fd), turns=new.takes_turns)
+        lanes = open_lanes(spec.create_in(fd), LaneLocks(fd), new.given_lanes)
         return OpenedTable(lanes, self.table(lanes, new.layout), new.env_shape, new.ndim)
 
     def shared(self, made: bool) -> Place:
@@ -432,19 +502,19 @@ class FirstWriters(Place):
             return self._place.make(new)
         spec = new.spec(with_dimensions=True)
         log.info("storage that processes share from its first row on: %s", spec)
-        return self._opened(*self._unmade.open_or_make(spec), new.layout, new.takes_turns)
+        return self._opened(*self._unmade.open_or_make(spec), new.layout, new.given_lanes)
 
     def table(self, lanes: Lanes, layout: RowLayout) -> MadeTable:
         return self._place.table(lanes, layout)
 
     def _opened(
-        self, store: _native.Store, locks: LaneLocks, layout: RowLayout | None, takes_turns: bool
+        self, store: _native.Store, locks: LaneLocks, layout: RowLayout | None, given_lanes: int | LaneCount | None
     ) -> OpenedTable:
         """The table of a store that one of the processes has made, perhaps for rows of this layout."""
         saved, env_shape, ndim = saved_layout(store)
         if layout is not None and not layout.differences(saved):
             saved.take_form(layout)  # which may have a tensorclass, unnamed in the store
-        lanes = Lanes(store, locks, turns=takes_turns)
+        lanes = open_lanes(store, locks, given_lanes)
         return OpenedTable(lanes, self.table(lanes, saved), env_shape, ndim)
 
     def bytes_of(self, new: NewTable) -> int:
@@ -456,7 +526,7 @@ class FirstWriters(Place):
     def find_made(self, size: TableSize) -> OpenedTable | None:
         if self._unmade is None or not self._unmade.is_made():
             return None
-        return self._opened(*self._unmade.open(), None, size.given_lanes is None)
+        return self._opened(*self._unmade.open(), None, size.given_lanes)
 
     def making(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._unmade is None else self._unmade.held()
@@ -506,7 +576,7 @@ class NamedFile(_File):
         spec = self._spec(new)
         if create_named(self.folder, spec, _start_header):
             log.info("mapped storage in %s: %s", self.folder, spec)
-        return self._opened(new, None, new.takes_turns)
+        return self._opened(new, None, new.given_lanes)
 
     def _spec(self, new: NewTable) -> StoreSpec:
         return new.spec(trailer=True, with_dimensions=True)
@@ -520,13 +590,13 @@ class NamedFile(_File):
 
     def open(self, size: TableSize) -> OpenedTable:
         """The store that is there. StorageError: it is damaged, or of another size than was asked for."""
-        return self._opened(None, size if size.is_given else None, size.given_lanes is None)
+        return self._opened(None, size if size.is_given else None, size.given_lanes)
 
-    def _opened(self, new: NewTable | None, size: TableSize | None, takes_turns: bool) -> OpenedTable:
+    def _opened(self, new: NewTable | None, size: TableSize | None, given_lanes: int | LaneCount | None) -> OpenedTable:
         """Opens the file, whichever process made it; its layout must be the new one, its size the given one."""
         session = StoreSession(self.folder, self._takes_over)
         try:
-            opened = self._table_of(session, new, takes_turns)
+            opened = self._table_of(session, new, given_lanes)
             differences = [] if size is None else size.differences(opened, self)
             if differences:
                 raise StorageError(
@@ -543,7 +613,9 @@ class NamedFile(_File):
     def _own_folder(self) -> Path | None:
         return self.folder.absolute() if self._makes_folder else None
 
-    def _table_of(self, session: StoreSession, new: NewTable | None, takes_turns: bool) -> OpenedTable:
+    def _table_of(
+        self, session: StoreSession, new: NewTable | None, given_lanes: int | LaneCount | None
+    ) -> OpenedTable:
         try:
             saved, env_shape, ndim = saved_layout(session.store)
             differences = [] if new is None else new.layout.differences(saved)
@@ -554,7 +626,7 @@ class NamedFile(_File):
                 raise StorageError(f"another process made a different store in {self.folder}: {'; '.join(differences)}")
             saved.take_form(new.layout)  # which may have a tensorclass, unnamed in the file
             ndim = new.ndim
-        lanes = Lanes(session.store, session.locks, session.on_take, session.on_exclusive, takes_turns)
+        lanes = open_lanes(session.store, session.locks, given_lanes, session.on_take, session.on_exclusive)
         return OpenedTable(lanes, self.table(lanes, saved), env_shape, ndim)
 
     def awaits_others(self) -> bool:
@@ -684,7 +756,7 @@ class ObservedLanes(Lanes):
         self._folder = folder
         self._frozen_at: int | None = None  # the incarnation of `freeze`
 
-    def hold(self, preferred: int | None = None) -> NoReturn:
+    def hold(self) -> NoReturn:
         raise StorageError(READ_ONLY)
 
     @contextlib.contextmanager

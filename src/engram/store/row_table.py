@@ -151,11 +151,10 @@ class RowTable:
     def _append_in_turn(self, plan: _native.Plan, most: int | None) -> Tensor | int:
         """As `append`, where it is another process's turn, or the first one of this, or others have written.
 
-        Also before rows of an earlier writer are evicted, and in a process that has just found out that it was forked.
+        Also in a process that has just found out that it was forked.
         """
         with self.lanes.mutex, self.lanes.turn():  # the mutex of a forked child is another one than its caller holds
             lane = self.lanes.hold()
-            self.lanes.evictions.warn(lane, len(self.lanes), self.lanes.capacity)
             slots = self._store.append(lane, plan, most)
         if slots is None:
             raise IndexTakenError(
@@ -176,13 +175,13 @@ class RowTable:
                 written.
             StorageError: this process does not hold the lane.
         """
-        self._check_held(lane)
+        self.lanes.check_owned(lane)
         given: Any = rows
         return self._store.append_packed(lane, self._codec, given)
 
     def append_leaves(self, lane: int, leaves: list[Any]) -> Tensor:
         """As `append_packed`, of the bytes of each leaf: uint8 [n, nbytes] for each of `layout.leaves`."""
-        self._check_held(lane)
+        self.lanes.check_owned(lane)
         plan = None if self.layout.carries_sequence else self.layout.raw_leaf_codec.check_list(leaves, 1, 0)
         if plan is None:
             sizes = [leaf.nbytes for leaf in self.layout.leaves]
@@ -193,10 +192,6 @@ class RowTable:
         slots = self._store.append(lane, plan)
         assert isinstance(slots, Tensor)
         return slots
-
-    def _check_held(self, lane: int) -> None:
-        if not self.lanes.holds(lane):
-            raise StorageError(f"this process does not hold lane {lane}: hold_lane({lane}) first; nothing was written")
 
     def overwrite(self, slots: Tensor, plan: _native.Plan) -> None:
         self._store.overwrite(slots, plan, None)

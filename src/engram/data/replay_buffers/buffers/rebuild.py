@@ -43,6 +43,7 @@ from engram.data.replay_buffers.writers import Writer, WriterEnsemble
 from engram.errors import CheckpointError
 from engram.store.counters import Counters
 from engram.store.header import StoreFile
+from engram.store.places import LaneCount
 from engram.transforms.base import InvertedTransform, Transform
 
 
@@ -317,6 +318,7 @@ def _storage_for(kind: str, state: dict[str, Any], in_file: Callable[[int], bool
         return ListStorage(capacity)
     # Nothing was ever written where the capacity is 0: then any storage takes it.
     rows, ndim, checkpointer = max(1, capacity * counters.envs * lanes), layout.get("ndim", 1), _CHECKPOINTERS[kind]()
+    as_saved = LaneCount(lanes) if lanes > 1 else None
     if in_file(counters.rows * layout.get("row_bytes", 0)):
-        return LazyMemmapStorage(rows, ndim=ndim, lanes=lanes if lanes > 1 else None, checkpointer=checkpointer)
-    return LazyTensorStorage(rows, ndim=ndim, shared=lanes > 1, lanes=lanes, checkpointer=checkpointer)
+        return LazyMemmapStorage(rows, ndim=ndim, lanes=as_saved, checkpointer=checkpointer)
+    return LazyTensorStorage(rows, ndim=ndim, shared=lanes > 1, lanes=as_saved or 1, checkpointer=checkpointer)

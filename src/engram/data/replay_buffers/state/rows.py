@@ -111,11 +111,16 @@ class _Sink(StoredRows):
         if counters["envs"] != envs:
             differences.append(f"counters of {counters['envs']} environments, but a layout of {envs} there")
         known, size = table.known_lanes, table.size
-        room = size.lane_capacity(saved, env_shape, table.place) if known is None else known.store.lane_capacity
+        if known is None:
+            n, room = size.fit(saved, env_shape, table.place, len(lanes))
+        else:
+            n, room = known.store.lanes, known.store.lane_capacity
         rows = [lane["published"] - lane["base"] for lane in lanes]
-        if len(lanes) > table.size.lanes:
-            differences.append(f"{table.size.lanes} lanes here, {len(lanes)} there")
-        if any(r > room for r in rows):
+        if len(lanes) > n:
+            differences.append(f"{n} lanes here, {len(lanes)} there")
+        if len(lanes) > 1 and sum(rows) > n * room:
+            differences.append(f"room for {n * room * envs} steps here, {sum(rows) * envs} saved there")
+        elif any(r > room for r in rows):
             differences.append(f"room for {room * envs} steps in a lane here, {max(rows) * envs} saved there")
         return differences
 
@@ -163,7 +168,7 @@ class RowLoad(_Sink):
             table.make_room(layout_of(layout, table.made.layout), self._replacing)
             return
         # A copy: batches of this storage may give it another form, and what was saved may fill several storages.
-        table.make(copy.copy(layout_of(layout, None)), env_shape_of(layout))
+        table.make(copy.copy(layout_of(layout, None)), env_shape_of(layout), len(counters["lanes"]))
         if table.place.awaits_others():
             self.check_restore(layout, counters)  # another process may have made it
 
@@ -184,6 +189,7 @@ class RowLoad(_Sink):
             for i, lane in enumerate(self._counters["lanes"]):
                 self._lanes.restore_lane(i, lane, self._shift(i))
             self._lanes.store.end_restore()
+            self._lanes.continue_as_saved(self._counters["lanes"])
 
     def forget(self) -> None:
         """Leaves the storage empty and without a layout, unless other processes may use its table."""

@@ -16,6 +16,7 @@ from engram.store.header import FILE_NAME
 from engram.store.lazy_table import LazyTable, ObservedTable
 from engram.store.places import (
     FirstWriters,
+    LaneCount,
     NamedFile,
     ObservedFile,
     OpenedTable,
@@ -87,9 +88,10 @@ class LazyMemmapStorage(LazyTensorStorage):
         scratch_dir: a folder for the file.
         ndim: batch dimensions of the data; the last one is time.
         existsok: open the store that is in `scratch_dir` instead of refusing it.
-        lanes: how many processes may append side by side, each to a ring of its own of `max_size / lanes` steps: no
-            more of one writer are kept. A new writer takes the free lane with the fewest steps. None: any number take
-            turns in one ring, an `extend` at a time, and slices end where another process wrote.
+        lanes: about how many processes append side by side; more are welcome. The ring is cut in some dozens of lanes,
+            and a writer fills one after the other, each time that with the oldest steps: `max_size` steps are kept,
+            whoever writes, and trajectories are cut where a writer moves on. None: any number take turns in one ring,
+            an `extend` at a time, and slices end where another process wrote. 1: one process writes.
         device: "cpu" or "auto": a mapped file is memory of the CPU.
         compilable: accepted, without effect.
         auto_cleanup: delete the store in `scratch_dir` when this object is closed or collected, or its process ends (a
@@ -126,7 +128,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         scratch_dir: str | os.PathLike[str] | None = None,
         ndim: int = 1,
         existsok: bool = False,
-        lanes: int | None = None,
+        lanes: int | LaneCount | None = None,
         *,
         checkpointer: Any = None,
         device: torch.device | str = "cpu",

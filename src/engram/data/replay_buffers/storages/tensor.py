@@ -24,6 +24,7 @@ from engram.store.places import (
     FirstWriters,
     GivenRoom,
     GivenTensors,
+    LaneCount,
     OpenedTable,
     Place,
     PrivateMemory,
@@ -63,7 +64,7 @@ class TableStorage(Storage):
 
     # ---- rows as bytes ----
     def append_packed(self, lane: int, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
-        """Writes rows as bytes, uint8 [n, layout.payload_bytes], to a lane that this process holds: `Lanes.hold_lane`.
+        """Writes rows as bytes, uint8 [n, layout.payload_bytes], to a lane that this process holds (`HeldLanes`).
 
         Returns time slots, int64 [n].
 
@@ -72,8 +73,9 @@ class TableStorage(Storage):
             StorageError: this process does not hold the lane; or the rows are not kept as bytes.
 
         Example:
+            >>> from engram.kernel.rows import HeldLaneCount
             >>> batch = TensorDict({"x": torch.arange(3)}, [3])
-            >>> storage = LazyTensorStorage(10, shared=True, lanes=2)
+            >>> storage = LazyTensorStorage(10, shared=True, lanes=HeldLaneCount(2))
             >>> storage.adopt(RowLayout.of(batch, 1))
             >>> storage.lanes.hold_lane(1)
             >>> storage.append_packed(1, storage.layout.pack(batch))
@@ -190,9 +192,10 @@ class LazyTensorStorage(TensorStorage):
         device: where the rows are kept; "auto": on the device of the first batch.
         ndim: batch dimensions of the data; the last one is time.
         shared: keep the rows in memory that other processes see and write too.
-        lanes: how many processes may append side by side, each to a ring of its own of `max_size / lanes` steps: no
-            more of one writer are kept. A new writer takes the free lane with the fewest steps. None: any number take
-            turns in one ring, an `extend` at a time, and slices end where another process wrote.
+        lanes: about how many processes append side by side; more are welcome. The ring is cut in some dozens of lanes,
+            and a writer fills one after the other, each time that with the oldest steps: `max_size` steps are kept,
+            whoever writes, and trajectories are cut where a writer moves on. None: any number take turns in one ring,
+            an `extend` at a time, and slices end where another process wrote. 1: one process writes.
         compilable: accepted, without effect: under `torch.compile` each use of a buffer is a graph break.
         consolidated, cleanup_memmap: accepted, without effect: rows are packed in one memory, which goes with them.
         shared_init: shared, and processes that have it (forked, or sent) before the first write share it, too: the
@@ -223,7 +226,7 @@ class LazyTensorStorage(TensorStorage):
         device: torch.device | str = "cpu",
         ndim: int = 1,
         shared: bool = False,
-        lanes: int | None = None,
+        lanes: int | LaneCount | None = None,
         *,
         checkpointer: Any = None,
         compilable: bool = False,

@@ -1,0 +1,252 @@
+"""Writers that move from lane to lane: together the lanes are one ring, whoever writes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engram import _native
+from engram.errors import StorageInUseError
+from native.core.support import Array, row_words, store, words
+
+WIDTH = 2
+FIRST_WRITER_BYTE = 1 << 61  # of the locks: docs/store-format.md
+SET_LOCK = getattr(fcntl, "F_OFD_SETLK", 37)
+
+
+class Writers:
+    """A store of several lanes in memory that processes share, and objects that write there as processes would."""
+
+    def __init__(self, fd: int, lanes: int, capacity: int, *, extents: bool = True) -> None:
+        self.code, payload = words(WIDTH)
+        self.fd, self.max_size = fd, lanes * capacity
+        self.store = store(payload, capacity, lanes=lanes, fd=fd, extents=extents)
+        self.count = 0  # rows that all have written
+
+    def new(self, patience: float = 0.0) -> _native.Store:
+        """One more writer, whose process is taken to live as long as it holds a lock, which it does not."""
+        one = _native.Store.open(self.fd)
+        one.writer = one.new_writer(0, os.getpid())
+        one.use_writer_locks(self.fd, FIRST_WRITER_BYTE, patience)
+        return one
+
+    def extend(self, writer: _native.Store, n: int) -> Array:
+        """Appends the next n rows; returns their slots."""
+        rows = row_words(np.arange(self.count, self.count + n), WIDTH)
+        self.count += n
+        slots: Array = writer.append(0, self.code.check_list([rows], 1, 0))
+        return slots
+
+    def numbers(self, slots: Array) -> list[int]:
+        """The numbers of the rows in these slots."""
+        (rows,), overwritten, absent, _ = self.store.gather(self.code, slots)
+        assert not overwritten and not absent
+        return [int(n) for n in rows[:, 0] // 1_000_003]
+
+
+@contextlib.contextmanager
+def writers(lanes: int, capacity: int, **options: Any) -> Iterator[Writers]:
+    fd = os.memfd_create("stints")
+    try:
+        yield Writers(fd, lanes, capacity, **options)
+    finally:
+        os.close(fd)
+
+
+def some_shapes(n: int, seed: int) -> Iterator[tuple[int, int, random.Random]]:
+    draw = random.Random(seed)
+    for _ in range(n):
+        yield draw.randrange(2, 20), draw.randrange(1, 60), draw
+
+
+def test_one_writer_fills_the_lanes_as_one_ring() -> None:
+    for lanes, capacity, draw in some_shapes(40, seed=1):
+        with writers(lanes, capacity) as shared:
+            me, total = shared.new(), lanes * capacity
+            for _ in range(30):
+                first, n = shared.count, draw.randrange(1, 90)
+                expected = me.next_stint_slots(n)
+                slots = shared.extend(me, n)
+                assert [int(slot) for slot in slots] == [w % total for w in range(first, first + n)]
+                assert [int(slot) for slot in expected] == [int(slot) for slot in slots]
+                assert shared.store.rows() == min(shared.count, total) and list(me.next_stint_slots(1)) == [
+                    shared.count % total
+                ]
+
+
+def test_no_row_leaves_before_max_size_rows_are_in_whoever_writes() -> None:
+    for lanes, capacity, draw in some_shapes(40, seed=2):
+        with writers(lanes, capacity) as shared:
+            those = [shared.new() for _ in range(6)]
+            for _ in range(40):
+                k = draw.randrange(6)
+                if draw.randrange(5) == 0:
+                    those[k] = shared.new()
+                shared.extend(those[k], draw.randrange(1, 40))
+                assert shared.store.rows() == min(shared.count, shared.max_size)
+
+
+def test_rows_lie_in_the_slots_that_are_returned() -> None:
+    for lanes, capacity, draw in some_shapes(10, seed=3):
+        with writers(lanes, capacity) as shared:
+            those = [shared.new() for _ in range(3)]
+            for _ in range(20):
+                first, n = shared.count, draw.randrange(1, max(2, capacity * (lanes - 3)))
+                slots = shared.extend(those[draw.randrange(3)], n)
+                assert shared.numbers(slots) == list(range(first, first + n))
+
+
+def test_a_stint_begins_with_a_seam_where_the_lane_has_rows_and_only_there() -> None:
+    with writers(3, 4) as shared:
+        a, b = shared.new(), shared.new()
+        shared.extend(a, 2)
+        shared.extend(b, 1)  # in another lane: nobody has filled it
+        shared.extend(a, 2)
+        shared.extend(b, 3)
+        assert [shared.store.seams(lane) for lane in range(3)] == [[], [], []]
+        shared.extend(a, 6)  # the last lane, which was empty, and two rows of the oldest
+        assert [shared.store.seams(lane) for lane in range(3)] == [[4], [], []]
+        shared.extend(a, 1)
+        assert shared.store.seams(0) == [4]
+
+
+def test_a_stint_that_another_writer_ended_is_left() -> None:
+    with writers(2, 4) as shared:
+        a, b = shared.new(), shared.new()
+        assert list(shared.extend(a, 8)) == list(range(8))
+        assert list(shared.extend(a, 2)) == [0, 1]
+        assert list(shared.extend(b, 4)) == [4, 5, 6, 7]
+        assert list(shared.extend(b, 3)) == [
+            2,
+            3,
+            0,
+        ]  # the oldest lane, from where it stands, once
+        assert list(shared.extend(a, 2)) == [4, 5]  # not behind the rows of the other one
+
+
+def test_extents_say_whose_rows_a_lane_has() -> None:
+    for lanes, capacity, draw in some_shapes(10, seed=4):
+        with writers(lanes, capacity) as shared:
+            those, truth, sent = [shared.new() for _ in range(4)], {}, [0] * 4
+            for _ in range(40):
+                k, n = draw.randrange(4), draw.randrange(1, 30)
+                shared.extend(those[k], n)
+                for number in range(shared.count - n, shared.count):
+                    truth[number] = those[k].writer, sent[k]
+                    sent[k] += 1
+            known = 0
+            for lane in range(lanes):
+                state, extents = shared.store.lane(lane), shared.store.extents(lane)
+                for w in range(state["first"], state["published"]):
+                    extent = next((x for x in reversed(extents) if x[0] <= w), None)
+                    if extent is not None:
+                        (number,) = shared.numbers(np.array([lane * capacity + w % capacity]))
+                        assert (extent[1], extent[2] + w - extent[0]) == truth[number]
+                        known += 1
+            assert known > shared.max_size // 2
+
+
+def test_a_store_without_extents_has_stints_all_the_same() -> None:
+    with writers(3, 5, extents=False) as shared:
+        a, b = shared.new(), shared.new()
+        for n in (4, 9, 2, 20, 7):
+            shared.extend(a, n), shared.extend(b, n)
+            assert shared.store.rows() == min(shared.count, 15)
+        assert [shared.store.extents(lane) for lane in range(3)] == [[], [], []]
+
+
+def test_after_empty_one_writer_begins_with_the_first_lane() -> None:
+    with writers(3, 5) as shared:
+        me = shared.new()
+        shared.extend(me, 23)
+        me.empty(True)
+        assert list(shared.extend(me, 7)) == [0, 1, 2, 3, 4, 5, 6]
+        assert [len(shared.store.extents(lane)) for lane in range(3)] == [1, 1, 0]
+
+
+def test_a_slow_writer_has_its_share_of_the_rows_and_old_rows_go() -> None:
+    with writers(64, 100) as shared:
+        fast, slow, of_slow, ages = shared.new(), shared.new(), set(), []
+        for k in range(1300):
+            shared.extend(fast, 19)
+            of_slow.add(shared.count)
+            shared.extend(slow, 1)
+            if k > 700 and k % 20 == 0:
+                ages.append((shared.count - min(shared.numbers(np.arange(shared.max_size)))) / shared.max_size)
+        numbers = shared.numbers(np.arange(shared.max_size))
+        assert 0.035 < sum(number in of_slow for number in numbers) / shared.max_size < 0.055
+        newest = range(shared.count - shared.max_size, shared.count)
+        assert sum(number in newest for number in numbers) > 0.98 * shared.max_size
+        assert (
+            sum(ages) / len(ages) < 1.2 and max(ages) < 1 + 20 / 64 + 0.02
+        )  # while the slow one fills a lane of old rows
+
+
+def test_each_of_many_writers_of_few_rows_is_kept() -> None:
+    with writers(16, 64) as shared:
+        for _ in range(300):
+            shared.extend(shared.new(), 10)
+            assert shared.store.rows() == min(shared.count, shared.max_size)
+
+
+@contextlib.contextmanager
+def alive(shared: Writers, writer: _native.Store) -> Iterator[None]:
+    """A block in which a writer's byte is locked, as by a process that lives."""
+    fd = os.open(f"/proc/self/fd/{shared.fd}", os.O_RDWR)
+    byte = FIRST_WRITER_BYTE + (writer.writer >> _native.PID_BITS)
+    try:
+        fcntl.fcntl(fd, SET_LOCK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        yield
+    finally:
+        os.close(fd)
+
+
+def test_the_lane_of_a_dead_writer_is_taken_over_with_a_new_term() -> None:
+    with writers(2, 4) as shared:
+        me, other = shared.new(), shared.new()
+        term = shared.store.lane(0)["term"]
+        assert other.begin_turn(0) == 0  # inside an append
+        assert list(shared.extend(me, 2)) == [0, 1]
+        assert shared.store.lane(0)["term"] == term + 1
+
+
+def test_the_lane_of_a_living_writer_is_left_to_it() -> None:
+    with writers(2, 4) as shared:
+        me, other = shared.new(patience=0.05), shared.new()
+        with alive(shared, other):
+            assert other.begin_turn(0) == 0
+            assert list(shared.extend(me, 2)) == [4, 5]
+            other.end_turn(0)
+            assert list(shared.extend(me, 3)) == [6, 7, 0]
+
+
+def test_who_waits_too_long_for_a_lane_is_told_for_whom() -> None:
+    with writers(2, 4) as shared:
+        me, others = shared.new(patience=0.05), [shared.new(), shared.new()]
+        with alive(shared, others[0]), alive(shared, others[1]):
+            assert [other.begin_turn(lane) for lane, other in enumerate(others)] == [0, 0]
+            with pytest.raises(StorageInUseError, match=rf"each of the 2 lanes.*0\.05 seconds.*process {os.getpid()}"):
+                shared.extend(me, 1)
+        assert shared.store.rows() == 0
+
+
+def test_a_writer_waits_until_a_lane_is_free() -> None:
+    with writers(2, 4) as shared:
+        me, others = shared.new(patience=30), [shared.new(), shared.new()]
+        with alive(shared, others[0]), alive(shared, others[1]):
+            assert [other.begin_turn(lane) for lane, other in enumerate(others)] == [0, 0]
+            timer = threading.Timer(0.05, lambda: others[1].end_turn(1))
+            timer.start()
+            try:
+                assert list(shared.extend(me, 2)) == [4, 5]
+            finally:
+                timer.join()
