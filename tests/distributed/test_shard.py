@@ -22,6 +22,7 @@ from engram.errors import IncarnationError, NoFreeLaneError, StorageError, Stora
 from engram.store import files, places
 from engram.store.files import FILE_NAME
 from engram.store.layout import RowLayout
+from engram.store.places import HeldLaneCount
 
 
 class TestProducers:
@@ -151,7 +152,7 @@ class TestLending:
         s = shard(scratch_dir=path, **settings)
         tenancy = s.join(s.incarnation, "a")
         folder = s.lend(s.incarnation, "a", tenancy.number)
-        other = LazyMemmapStorage(None, folder, existsok=True, lanes=settings.get("lanes", 4))
+        other = LazyMemmapStorage(None, folder, existsok=True, lanes=HeldLaneCount(settings.get("lanes", 4)))
         other.lanes.hold_lane(tenancy.lane, goes_on=True)
         return s, tenancy, other
 
@@ -192,7 +193,8 @@ class TestLending:
         s = shard(scratch_dir=tmp_path, lanes=1, idle=0.0, sampler=sampler)
         write(s, "x", rows(0, 3))
         tenancy = s.join(s.incarnation, "a")
-        other = LazyMemmapStorage(None, s.lend(s.incarnation, "a", tenancy.number), existsok=True, lanes=1)
+        folder = s.lend(s.incarnation, "a", tenancy.number)
+        other = LazyMemmapStorage(None, folder, existsok=True, lanes=HeldLaneCount(1))
         other.lanes.hold_lane(0)
         s.close()
         s = shard(scratch_dir=tmp_path, lanes=1, sampler=SliceSampler(slice_len=2, traj_key="traj"))

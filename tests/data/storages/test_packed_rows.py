@@ -14,15 +14,20 @@ from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, Slic
 from engram.errors import NoFreeLaneError, StorageError
 from engram.store.episodes import EpisodeIndex
 from engram.store.layout import RowLayout
+from engram.store.places import HeldLaneCount
 from engram.testing import numbers, steps
 
 LAYOUT = RowLayout.of(steps(0, 1), 1)
 
 
 def shared(capacity: int = 40, lanes: int = 4) -> LazyTensorStorage:
-    storage = LazyTensorStorage(capacity, shared=True, lanes=lanes)
+    storage = LazyTensorStorage(capacity, shared=True, lanes=HeldLaneCount(lanes))
     storage.adopt(LAYOUT)
     return storage
+
+
+def opened(folder: Path, lanes: int) -> LazyMemmapStorage:
+    return LazyMemmapStorage(None, folder, existsok=True, lanes=HeldLaneCount(lanes))
 
 
 class TestAdopting:
@@ -76,11 +81,24 @@ class TestLanes:
         with pytest.raises(NoFreeLaneError):
             storage.lanes.hold()
 
-    def test_one_in_which_writers_take_turns_is_not_held(self) -> None:
-        storage = LazyTensorStorage(10, shared=True)
-        storage.adopt(LAYOUT)
-        with pytest.raises(ValueError, match="and others"):
-            storage.lanes.hold_lane(0)
+    def test_one_of_writers_that_take_turns_or_move_on_is_not_appended_to_by_number(self) -> None:
+        for lanes in (None, 2):
+            storage = LazyTensorStorage(10, shared=True, lanes=lanes)
+            storage.adopt(LAYOUT)
+            with pytest.raises(StorageError, match="lane 0 belongs to no process"):
+                storage.append_packed(0, LAYOUT.pack(steps(0, 1)))
+
+    def test_extend_takes_the_free_one_with_the_fewest_rows(self) -> None:
+        storage = shared(capacity=40, lanes=4)
+        for lane, n in enumerate((3, 2, 9, 4)):
+            storage.lanes.hold_lane(lane)
+            storage.append_packed(lane, LAYOUT.pack(steps(0, n)))
+        for lane in (2, 3):
+            storage.lanes.release_lane(lane)
+        assert storage.lanes.by_room()[:2] == [3, 2] and storage.lanes.hold() == 3  # those that it gave back itself
+        storage.lanes.release()
+        storage.lanes._ends.clear()  # as another process
+        assert storage.lanes.by_room() == [1, 0, 3, 2]
 
     def test_one_that_extend_uses_is_not_held_twice(self) -> None:
         storage = shared()
@@ -94,9 +112,9 @@ class TestLanes:
             shared().lanes.hold_lane(lane)
 
     def test_one_that_another_process_writes_is_refused(self, tmp_path: Path) -> None:
-        mine = LazyMemmapStorage(40, scratch_dir=tmp_path / "rows", lanes=4)
+        mine = LazyMemmapStorage(40, scratch_dir=tmp_path / "rows", lanes=HeldLaneCount(4))
         mine.adopt(LAYOUT)
-        other = LazyMemmapStorage.open(tmp_path / "rows")  # locks of its own, as another process has them
+        other = opened(tmp_path / "rows", 4)  # locks of its own, as another process has them
         mine.lanes.hold_lane(2)
         with pytest.raises(NoFreeLaneError, match="lane 2"):
             other.lanes.hold_lane(2)
@@ -138,12 +156,12 @@ class TestSeams:
 
     def lengths(self, goes_on: bool, tmp_path: Path) -> list[int]:
         layout = RowLayout.of(self.DATA([0]), 1)
-        first = LazyMemmapStorage(20, scratch_dir=tmp_path / "rows", lanes=2)
+        first = LazyMemmapStorage(20, scratch_dir=tmp_path / "rows", lanes=HeldLaneCount(2))
         first.adopt(layout)
         first.lanes.hold_lane(1)
         first.append_packed(1, layout.pack(self.DATA([7, 7, 7])))
         first.close()
-        again = LazyMemmapStorage.open(tmp_path / "rows")
+        again = opened(tmp_path / "rows", 2)
         again.lanes.hold_lane(1, goes_on=goes_on)
         again.append_packed(1, layout.pack(self.DATA([7, 7])))
         return EpisodeIndex(traj_key="traj").trajectories(again).length.tolist()
@@ -163,7 +181,7 @@ class TestSeams:
         layout = RowLayout.of(data([0]), 1)
         lengths = []
         for by_leaf in (None, False, True):
-            storage = LazyTensorStorage(20, shared=True, lanes=2)
+            storage = LazyTensorStorage(20, shared=True, lanes=HeldLaneCount(2))
             rb = ReplayBuffer(storage=storage)
             storage.adopt(layout)
             storage.lanes.hold_lane(1)
