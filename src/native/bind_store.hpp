@@ -1058,6 +1058,7 @@ inline void bind_store(nb::module_& m) {
           s.lanes.set_counters(l, 0, 0, 0);
           s.lanes.lane(l).term.fetch_add(1);  // so that readers do not take an old row for a new one
         }
+        s.lanes.header().tickets.store(0);
       })
       .def("restore_lane", [](const Store& s, uint64_t l, uint64_t base, uint64_t published, uint64_t origin) {
         s.must_be_writable();

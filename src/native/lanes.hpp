@@ -163,6 +163,7 @@ class Lanes {
   void empty(bool reset_count) const {
     begin_change();
     for (uint64_t l = 0; l < count(); ++l) empty_lane(l, reset_count);
+    header_->tickets.store(0);
     end_change();
   }
   // A kill in here leaves a lane without rows, and the values that `repair` needs to finish emptying it: `base` says where

@@ -1,6 +1,7 @@
 """`info`: what is at a path, from headers; it disturbs nobody."""
 
 import os
+import re
 import warnings
 
 import numpy as np
@@ -9,10 +10,13 @@ import torch
 from tensordict import TensorDict
 
 from cli.support import episodes, store
+from contracts.children import Child
 from engram.cli import description, info
+from engram.cli.tables import show_info
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, ReplayBufferEnsemble
 from engram.data.datasets import write_hdf5, write_minari, write_parquet
 from engram.errors import CheckpointError
+from engram.store.places import LaneCount
 
 
 def test_a_store_in_use_is_described(tmp_path):
@@ -33,7 +37,7 @@ def test_the_file_of_a_store_means_the_store(tmp_path):
 
 
 def test_lanes_say_who_writes_them_and_how_many_seams_they_have(tmp_path):
-    rb = store(tmp_path, lanes=2)
+    rb = store(tmp_path, lanes=LaneCount(2))
     assert [lane.held for lane in info(tmp_path / "store").lanes] == [True, False]
     rb.storage.mark_seam()
     rb.extend(episodes(100))
@@ -41,6 +45,21 @@ def test_lanes_say_who_writes_them_and_how_many_seams_they_have(tmp_path):
     assert (lane.rows, lane.written, lane.seams) == (400, 400, 1)
     rb.storage.close()
     assert [lane.held for lane in info(tmp_path / "store").lanes] == [False, False]
+
+
+def test_writers_that_move_from_lane_to_lane_are_shown_with_their_share_and_newest_row(tmp_path, capsys):
+    rb = store(tmp_path, lanes=4)
+    size = len(rb)
+    pid = Child(lambda: (rb.extend(episodes(100)), os.getpid())[1]).result()
+    rb.extend(episodes(20))
+    stats = rb.stats()
+    assert [(x.pid, x.rows, x.written) for x in stats.writers] == [(os.getpid(), size + 20, size + 20), (pid, 100, 100)]
+    newest = rb.storage.lanes.cursor - 1
+    assert stats.writers[0].newest == newest and stats.writers[1].newest not in range(size + 20)
+    found = info(tmp_path / "store")
+    assert found.writers == stats.writers and found.to_json()["writers"][1]["rows"] == 100
+    show_info(found)
+    assert re.search(rf"{pid} .*100 .*{100 / (size + 120) * 100:.1f} %", capsys.readouterr().out)
 
 
 def test_episodes_lengths_and_returns_are_those_of_the_rows(tmp_path):

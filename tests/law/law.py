@@ -111,19 +111,18 @@ class Trial:
         rb.dumps(path, keep_last=999)
         name = f"g-{len(list(path.glob('g-*'))):06d}"
         if way == "reopened" and rb.storage.lanes is not None:
-            copy, lane = self.new_folder(), rb.storage.lanes.hold()
+            copy = self.new_folder()
             shutil.copytree(rb.storage.scratch_dir, copy / "store", dirs_exist_ok=True)
-            return Saved(k, memory, lambda twin: self.reopened(twin, copy / "store", lane, path, name)), None
+            return Saved(k, memory, lambda twin: self.reopened(twin, copy / "store", path, name)), None
         return Saved(k, memory, lambda twin: _loads(twin, path, name)), None
 
-    def reopened(self, twin: World, store: Path, lane: int, path: Path, name: str) -> World:
-        """The store as it was left, in the lane where it was written, with a checkpoint of the other parts."""
+    def reopened(self, twin: World, store: Path, path: Path, name: str) -> World:
+        """The store as it was left, with a checkpoint of the other parts."""
         twin.end()
         kind = TensorDictReplayBuffer if self.combo.tensordict else ReplayBuffer
         writer = type(twin.rb.writer)()
         twin.rb = twin.with_transforms(kind.open(store, writer=writer, **twin.parts()))
         twin.rb.loads(path, snapshot=name, parts=("sampler", "writer", "generator"))
-        twin.rb.storage.lanes.hold(lane)  # a new writer takes the emptiest
         return twin
 
     def follow(self, saved: Saved, said: list[Any], states: dict[int, Any], used: bool) -> None:

@@ -25,6 +25,7 @@ from engram.data import (
     SliceSampler,
 )
 from engram.errors import StorageInUseError
+from engram.store.places import HeldLaneCount
 from processes.rows import Faults, Maker, check_rows, check_slices
 
 LANE = 200
@@ -37,11 +38,11 @@ class Store:
     def __init__(self, kind, path):
         self.kind, self.path = kind, path
         if kind == "named file":
-            storage = LazyMemmapStorage(2 * LANE, scratch_dir=path / "store", lanes=2)
+            storage = LazyMemmapStorage(2 * LANE, scratch_dir=path / "store", lanes=HeldLaneCount(2))
         elif kind == "temporary file":
-            storage = LazyMemmapStorage(2 * LANE, lanes=2)
+            storage = LazyMemmapStorage(2 * LANE, lanes=HeldLaneCount(2))
         else:
-            storage = LazyTensorStorage(2 * LANE, shared=True, lanes=2)
+            storage = LazyTensorStorage(2 * LANE, shared=True, lanes=HeldLaneCount(2))
         self.rb = ReplayBuffer(storage=storage, batch_size=8, sampler=SliceSampler(**SLICES))
         self.maker = Maker(0, 1)
         self.side = mmap.mmap(-1, 4096)
@@ -55,7 +56,8 @@ class Store:
     # ---- in a child ----
     def open(self):
         if self.kind == "named file":
-            return ReplayBuffer.open(self.path / "store", sampler=SliceSampler(**SLICES), batch_size=8)
+            storage = LazyMemmapStorage(None, self.path / "store", existsok=True, lanes=HeldLaneCount(2))
+            return ReplayBuffer(storage=storage, sampler=SliceSampler(**SLICES), batch_size=8)
         return self.rb
 
     def extend(self, rb, session, n=20):

@@ -522,8 +522,10 @@ def test_workers_write_to_a_shared_buffer_themselves():
     with MultiSyncDataCollector([cartpole] * 2, frames_per_batch=100, replay_buffer=buffer) as collector:
         for _ in range(5):
             collector.rollout()
-        held = [buffer.storage.lanes.store.lane(k)["published"] for k in range(2)]
-    assert sum(held) == 500 and min(held) >= 200
+        store = buffer.storage.lanes.store
+        written = {stream: position for lane in range(store.lanes) for _, stream, position in store.extents(lane)}
+        rows = [store.lane(lane)["published"] for lane in range(store.lanes)]
+    assert len(written) == 2 and sum(rows) == 500 and sorted(rows)[-2] >= 200
 
 
 def test_a_learner_with_priorities_samples_what_workers_write():
@@ -537,13 +539,23 @@ def test_a_learner_with_priorities_samples_what_workers_write():
     assert len(buffer) >= 1000
 
 
-def test_a_shared_storage_with_too_few_lanes_is_refused():
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(6000, shared=True, lanes=2), batch_size=32)
+def test_a_shared_storage_for_one_writer_is_refused():
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(6000, shared=True, lanes=1), batch_size=32)
     buffer.extend(SyncDataCollector(cartpole, frames_per_batch=10).rollout())
     before = workers_of()
-    with pytest.raises(ValueError, match="3 workers write to the replay buffer, and its storage has lanes=2"):
+    with pytest.raises(ValueError, match="3 workers write to the replay buffer, and its storage has lanes=1.*lanes=3"):
         MultiSyncDataCollector([cartpole] * 3, frames_per_batch=30, replay_buffer=buffer)
     assert workers_of() <= before
+
+
+def test_more_workers_than_lanes_said_write_themselves():
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(6000, shared=True, lanes=2), batch_size=32)
+    with MultiSyncDataCollector([cartpole] * 3, frames_per_batch=90, replay_buffer=buffer) as collector:
+        for _ in range(3):
+            collector.rollout()
+        store = buffer.storage.lanes.store
+        streams = {stream for lane in range(store.lanes) for _, stream, _ in store.extents(lane)}
+    assert len(buffer) == 270 and len(streams) == 3
 
 
 # ---- state ----

@@ -27,6 +27,7 @@ from engram.data import (
     StorageEnsemble,
     TensorStorageCheckpointer,
 )
+from engram.store.places import HeldLaneCount
 from engram.store.views import RowSnapshot
 from processes.rows import Faults, Maker, check_rows, check_slices, columns
 
@@ -38,8 +39,8 @@ CHECKPOINTERS = {
     "h5": H5StorageCheckpointer,
 }
 STORES = {
-    "shared memory": lambda path: LazyTensorStorage(LANES * LANE, shared=True, lanes=LANES),
-    "mapped file": lambda path: LazyMemmapStorage(LANES * LANE, scratch_dir=path / "store", lanes=LANES),
+    "shared memory": lambda path: LazyTensorStorage(LANES * LANE, shared=True, lanes=HeldLaneCount(LANES)),
+    "mapped file": lambda path: LazyMemmapStorage(LANES * LANE, scratch_dir=path / "store", lanes=HeldLaneCount(LANES)),
 }
 
 
@@ -123,7 +124,7 @@ def check_saved(rb, before, after, left_out=0):
 
 
 def twin(checkpointer=TensorStorageCheckpointer):
-    storage = LazyTensorStorage(LANES * LANE, shared=True, lanes=LANES)
+    storage = LazyTensorStorage(LANES * LANE, shared=True, lanes=HeldLaneCount(LANES))
     storage.checkpointer = checkpointer()
     return ReplayBuffer(storage=storage, batch_size=32)
 

@@ -71,7 +71,7 @@ def test_more_writers_than_lanes_are_welcome(make):
         children.append(Child(lambda k=k, done=done: (rb.extend(steps(10 * k, 10 * k + 3)), done.send(), go.wait())))
         done.wait()
     assert sorted(numbers(rb[:])) == [0, 1, 2, *(10 * k + i for k in range(1, n + 3) for i in range(3))]
-    for child in children:
+    for _ in children:
         go.send()
     for child in children:
         child.result()

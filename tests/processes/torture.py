@@ -45,8 +45,9 @@ from engram.data import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
-from engram.store.lanes import Lanes
+from engram.store.held_lanes import HeldLanes
 from engram.store.locks import LaneLocks
+from engram.store.places import HeldLaneCount
 from native.core.support import store
 from native.support import numbers_of, row_words, words
 from processes.plants import PLANTS
@@ -240,9 +241,9 @@ class BufferTorture(Torture):
     def _make_store(self) -> None:
         size = self.lanes * self.lane_capacity
         if self.o.memory == "shared":
-            storage: Any = LazyTensorStorage(size, shared=True, lanes=self.lanes)
+            storage: Any = LazyTensorStorage(size, shared=True, lanes=HeldLaneCount(self.lanes))
         else:
-            storage = LazyMemmapStorage(size, scratch_dir=self.folder, lanes=self.lanes)
+            storage = LazyMemmapStorage(size, scratch_dir=self.folder, lanes=HeldLaneCount(self.lanes))
         rb = ReplayBuffer(storage=storage)
         rb.extend(Maker(0, self._session()).rows(0, 1))
         self.storage = storage if self.o.memory == "shared" else None
@@ -253,7 +254,9 @@ class BufferTorture(Torture):
 
     def join(self, sampler: Any = None) -> ReplayBuffer:
         """In a child: a buffer over the store."""
-        storage = LazyMemmapStorage.open(self.folder) if self.storage is None else self.storage
+        storage = self.storage
+        if storage is None:
+            storage = LazyMemmapStorage(None, self.folder, existsok=True, lanes=HeldLaneCount(self.lanes))
         return ReplayBuffer(storage=storage, sampler=sampler, batch_size=BATCH)
 
     def _fill(self) -> None:
@@ -456,10 +459,10 @@ class StoreTorture(Torture):
         store(8 * self.o.words, self.lane_capacity, lanes=self.lanes, trailer=self.o.trailer, fd=fd)
         os.close(fd)
 
-    def _join(self) -> Lanes:
+    def _join(self) -> HeldLanes:
         fd = os.open(self.folder, os.O_RDWR | os.O_CLOEXEC)
         opened = _native.Store.open(fd, os.fstat(fd).st_size)
-        return Lanes(opened, LaneLocks(fd, str(self.folder)), on_take=opened.raise_term)
+        return HeldLanes(opened, LaneLocks(fd, str(self.folder)), opened.raise_term)
 
     def _check_rest(self) -> dict[str, Any]:
         lanes, faults, checks = self._join(), Faults(), 0

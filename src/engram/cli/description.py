@@ -18,7 +18,7 @@ import numpy.typing as npt
 from engram._progress import progress_bar
 from engram.cli.kinds import Kind, kind_of, one_snapshot, store_folder
 from engram.errors import StorageError, StorageInUseError
-from engram.kernel.disk import Checkpoint, Counters, StoreFile
+from engram.kernel.disk import Checkpoint, Counters, StoreFile, WriterShare, writer_shares
 from engram.kernel.tools import visible
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class KeyInfo(NamedTuple):
 class LaneInfo(NamedTuple):
     """A lane: its rows (of all environments), steps ever written, seams among its rows, whether a process holds it.
 
-    `held` is None where that cannot be known: in a checkpoint.
+    `held` is None where that cannot be known: in a checkpoint. Where writers move from lane to lane, it says whether
+    the one that wrote there last has the store open.
     """
 
     rows: int
@@ -75,6 +76,7 @@ class Info:
         envs: environments of a time step.
         keys: the entries of a step.
         lanes: the lanes.
+        writers: of a store whose writers move from lane to lane, those of which it has rows.
         in_use: whether a process has the store open.
         snapshot: the snapshot of a checkpoint that is described.
         parts: the parts of the buffer that were saved, and of what kind each is.
@@ -93,6 +95,7 @@ class Info:
     envs: int = 1
     keys: tuple[KeyInfo, ...] = ()
     lanes: tuple[LaneInfo, ...] = ()
+    writers: tuple[WriterShare, ...] = ()
     in_use: bool | None = None
     snapshot: str | None = None
     parts: dict[str, str] | None = None
@@ -106,6 +109,7 @@ class Info:
         as_dict = dict(self.__dict__)
         as_dict["keys"] = [{**key._asdict(), "shape": list(key.shape)} for key in self.keys]
         as_dict["lanes"] = [lane._asdict() for lane in self.lanes]
+        as_dict["writers"] = [writer._asdict() for writer in self.writers]
         for name in ("lengths", "returns"):
             as_dict[name] = None if as_dict[name] is None else as_dict[name]._asdict()
         as_dict["notes"] = list(self.notes)
@@ -253,6 +257,7 @@ def _of_header(path: str | os.PathLike[str], store: Any, opened: StoreFile, rows
         envs=store.envs,
         keys=_keys(layout),
         lanes=tuple(_lane(lane, rows[i], store.envs, opened.has_writer(i)) for i, lane in enumerate(lanes)),
+        writers=writer_shares(store),
         in_use=opened.is_in_use,
     )
 

@@ -19,7 +19,7 @@ from engram.cli.own_files import REPORT, check_target, write_target
 from engram.cli.plots import LENGTHS, RETURNS, Series, figure, import_matplotlib, png_of_figure, series
 from engram.cli.rows import RowsShown, _drawn, _read
 from engram.cli.sources import open_rows
-from engram.cli.tables import HELD, facts
+from engram.cli.tables import HELD, WRITER_HEAD, facts, writer_rows
 from engram.data import Storage
 from engram.kernel.tools import human_bytes, visible
 
@@ -142,6 +142,8 @@ def _head(described: Info) -> Iterator[str]:
         ]
         head = ("lane", "rows", "steps ever written", "seams", "writer")
         yield "<h2>Lanes</h2>" + _table(head[: len(lanes[0])], lanes)
+    if described.writers:
+        yield "<h2>Writers</h2>" + _table(WRITER_HEAD, writer_rows(described))
 
 
 def _sections(storage: Storage, progress: bool) -> Iterator[str]:

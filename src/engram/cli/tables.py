@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from engram.cli.verification import Verification
 
 HELD = {True: "a process", False: "nobody", None: "-"}
+WRITER_HEAD = ("process", "rows", "share", "steps written", "newest at")
 
 
 def show_info(result: Info) -> None:
@@ -31,8 +32,19 @@ def show_info(result: Info) -> None:
             (str(i), f"{x.rows:,}", f"{x.written:,}", str(x.seams), HELD[x.held]) for i, x in enumerate(result.lanes)
         ]
         print_table(("lane", "rows", "steps written", "seams", "writer"), lanes)
+    if result.writers:
+        print_table(WRITER_HEAD, writer_rows(result))
     for note in result.notes:
         print_line(f"  {note}", style="dim")
+
+
+def writer_rows(result: Info) -> list[tuple[str, ...]]:
+    """A row of a table for each writer."""
+    total = sum(writer.rows for writer in result.writers)
+    return [
+        (str(x.pid or "not known"), f"{x.rows:,}", f"{100 * x.rows / total:.1f} %", f"{x.written:,}", str(x.newest))
+        for x in result.writers
+    ]
 
 
 def facts(result: Info) -> Iterator[tuple[str, str]]:

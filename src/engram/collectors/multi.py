@@ -811,7 +811,7 @@ class MultiSyncDataCollector(MultiCollector):
             over waits for the next batch.
         traj_format: as in `SyncDataCollector`.
         replay_buffer: gets each batch; iterating then yields None. Workers write into it themselves where its storage
-            is shared (`shared=True`, or mapped) and has a lane for each; else the batches come here first.
+            is shared (`shared=True`, or mapped) and not for one writer (`lanes=1`); else the batches come here first.
         update_at_each_batch: calls `update_policy_weights_()` before each batch.
         track_policy_version: int64 `("collector", "policy_version")` says which weights acted.
         preemptive_threshold: a fraction of the workers, 0 to 1: when so many (one at least) have their batch, the

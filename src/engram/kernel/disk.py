@@ -6,6 +6,7 @@ from engram.checkpoint.writer import saving
 from engram.store.counters import Counters
 from engram.store.header import StoreFile
 from engram.store.locks import FirstByte
+from engram.store.writers import WriterShare, writer_shares
 
 __all__ = [
     "Checkpoint",
@@ -13,5 +14,7 @@ __all__ = [
     "DocumentFile",
     "FirstByte",
     "StoreFile",
+    "WriterShare",
     "saving",
+    "writer_shares",
 ]

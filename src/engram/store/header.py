@@ -12,7 +12,7 @@ from pathlib import Path
 import engram._native as _native
 from engram._system import boot_id, open_regular
 from engram.errors import StorageError, StorageInUseError
-from engram.store.locks import has_writer, is_open_elsewhere
+from engram.store.locks import has_writer, is_open_elsewhere, is_writer_alive
 from engram.store.nodes import refuse_other_node
 
 FILE_NAME = "rows.engram"
@@ -112,7 +112,10 @@ class StoreFile:
         return is_open_elsewhere(self.fd)
 
     def has_writer(self, lane: int) -> bool:
-        """Whether another process holds a lane."""
+        """Whether another process holds a lane; where writers move on, whether the one that wrote there last lives."""
+        if self.store.keeps_extents:
+            last = self.store.last_writer(lane)
+            return bool(last) and is_writer_alive(self.fd, last >> _native.PID_BITS)
         return has_writer(self.fd, lane)
 
     def close(self) -> None:

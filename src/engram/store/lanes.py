@@ -131,8 +131,8 @@ class Lanes:
         """The counters of each lane as a save keeps them: `base`, `published`, `origin`, `seams`, `border`, `replaced`.
 
         Of several lanes also `ticket` and `left`: which of the store's stints the last one there is, and how many rows
-        it may still append. A lane's end is a seam, unless this process writes there or was the last to write: a process
-        that loads the save goes on as this one would.
+        it may still append. A lane's end is a seam, unless this process writes there or was the last to write: a
+        process that loads the save goes on as this one would.
         """
         notice_fork()
         if self.unused_since_fork and self.locks is not None:  # a process that only saves is a user of the store, too

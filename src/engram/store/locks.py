@@ -200,6 +200,11 @@ def has_writer(fd: int, lane: int) -> bool:
     return _is_locked(fd, _FIRST_LANE_BYTE + lane)
 
 
+def is_writer_alive(fd: int, number: int) -> bool:
+    """Whether another process with this writer's number has the store of this descriptor open; takes no lock."""
+    return _is_locked(fd, _FIRST_WRITER_BYTE + number)
+
+
 class FirstByte:
     """The first byte of the open file `fd`, closed here, which one description at a time holds until its process ends.
 

@@ -32,7 +32,7 @@ from engram.data.replay_buffers.buffers.dataset import BatchDataset
 from engram.data.replay_buffers.buffers.delayed import delay, is_delayed
 from engram.data.replay_buffers.buffers.in_place import grid_index, in_index_order, is_int
 from engram.data.replay_buffers.buffers.parts import BufferParts, Entries, PartSettings
-from engram.data.replay_buffers.buffers.stats import BatchCount, BufferStats, count_steps, shown_content
+from engram.data.replay_buffers.buffers.stats import BatchCount, BufferStats, count_steps, shown_content, writers_of
 from engram.data.replay_buffers.reading.reader import MANY_ROWS, EpochOverError, LoopEpochs
 from engram.data.replay_buffers.reading.reuse import why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, user_object
@@ -572,7 +572,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
 
     # ---- by index ----
     def __len__(self) -> int:
-        """Stored steps of all writers; of a storage with `lanes=n` at most `max_size / n` of each."""
+        """Stored steps of all writers."""
         return len(self._storage)
 
     @property
@@ -581,7 +581,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         return self._storage.write_count
 
     def stats(self) -> BufferStats:
-        """The state of the buffer in numbers, counted now: rows, bytes, capacity, writes, draws, episodes.
+        """The state of the buffer in numbers, counted now: rows, bytes, capacity, writes, draws, episodes, writers.
 
         Episodes are those of the sampler, if it draws slices; else of `("collector", "traj_ids")`, `"episode"` or
         `("next", "done")`. The first call looks at every stored step's id or flag, later ones at new steps.
@@ -595,6 +595,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             writes=counted.writes,
             draws=self._handed_out.batches,
             episodes=counted.episodes,
+            writers=writers_of(storage),
         )
 
     @overload

@@ -10,6 +10,7 @@ from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.pytree import format_key
 from engram.store.episodes import EpisodeIndex, StoredTrajectories
+from engram.store.writers import WriterShare, writer_shares
 
 _COUNTED_IN_REPR = 1 << 20  # rows: `repr` reads the flags of no more to count episodes
 
@@ -25,6 +26,8 @@ class BufferStats(NamedTuple):
         draws: batches that this object has handed out, by `sample` and in iteration.
         episodes: trajectories of which steps are stored, as a slice sampler with these keys would see them: seams and
             the write cursor cut them, too. None where the steps do not say where trajectories end.
+        writers: of a storage with several lanes, whose rows it has: the `pid` of each process, its `rows`, how many it
+            has `written`, and the slot of its `newest` one.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
@@ -32,7 +35,8 @@ class BufferStats(NamedTuple):
         >>> _ = rb.extend(TensorDict({"n": torch.arange(5), "next": {"done": done}}, [5]))
         >>> _ = rb.sample()
         >>> rb.stats()
-        BufferStats(rows=4, bytes=..., capacity=4, writes=5, draws=1, episodes=2)
+        BufferStats(rows=4, bytes=..., capacity=4, writes=5, draws=1, episodes=2,
+                    writers=())
     """
 
     rows: int
@@ -41,6 +45,7 @@ class BufferStats(NamedTuple):
     writes: int
     draws: int
     episodes: int | None
+    writers: tuple[WriterShare, ...] = ()
 
 
 class BatchCount:
@@ -65,6 +70,15 @@ def count_steps(storage: Storage, sampler: Sampler, index: EpisodeIndex) -> Step
     episodes = sampler.draw_plan(storage).episodes or index
     with sampler.lock, storage.mutex:
         return storage.access.validated(lambda: _counted(storage, episodes))
+
+
+def writers_of(storage: Storage) -> tuple[WriterShare, ...]:
+    """Whose rows a storage has; () where it does not tell, or there was one writer at a time."""
+    lanes = storage.lanes
+    if lanes is None:
+        return ()
+    with storage.mutex:
+        return storage.access.validated(lambda: writer_shares(lanes.store))
 
 
 def _counted(storage: Storage, index: EpisodeIndex) -> StepCount:

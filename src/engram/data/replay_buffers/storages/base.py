@@ -247,7 +247,7 @@ class Storage(MadeFromParts):
         return self.access.settled(lambda: self._held_table.is_full)
 
     def __len__(self) -> int:
-        """Stored steps of all writers; with `lanes=n` at most `max_size / n` of each."""
+        """Stored steps of all writers."""
         return self.access.settled(self._held_table.count)
 
     @property
