@@ -73,9 +73,14 @@ def memory_device(device: torch.device | str) -> torch.device:
 
 @dataclasses.dataclass(frozen=True)
 class LaneCount:
-    """So many lanes of a store, in the place of `lanes=n`: as a store has them that exists."""
+    """So many lanes of a store, in the place of `lanes=n`: as a store has them that exists; `writers`: n, if known."""
 
     lanes: int
+    writers: int | None = None
+
+    def __index__(self) -> int:
+        """The `lanes=n` of a storage that is as good."""
+        return self.lanes if self.writers is None else self.writers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +223,7 @@ class TableSize:
         """Those of a constructor for as much room, of which the table may be made already."""
         rest = {"ndim": self.ndim, "lanes": self.given_lanes}
         if made is not None and self.moves_on:
-            rest["lanes"] = LaneCount(made.store.lanes)
+            rest["lanes"] = LaneCount(made.store.lanes, self._writers)
         if self.max_size is None and made is None:
             return {"max_size": None, "max_bytes": self.max_bytes, **rest}
         return {"max_size": made.capacity if self.max_size is None and made is not None else self.max_size, **rest}

@@ -11,6 +11,7 @@ from data.samplers.episode_oracle import World
 from engram import _native
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
 from engram.store.episodes import EpisodeIndex
+from engram.store.places import HeldLaneCount
 
 CAPACITY = 12
 
@@ -25,10 +26,10 @@ def writers(kind, path):
         return [ReplayBuffer(storage=ListStorage(CAPACITY))]
     if kind == "columns":
         return [columns()]
-    store = LazyMemmapStorage(2 * CAPACITY, path, lanes=2)
+    store = LazyMemmapStorage(2 * CAPACITY, path, lanes=HeldLaneCount(2))
     return [
         ReplayBuffer(storage=store),
-        ReplayBuffer(storage=LazyMemmapStorage(2 * CAPACITY, path, existsok=True, lanes=2)),
+        ReplayBuffer(storage=LazyMemmapStorage(2 * CAPACITY, path, existsok=True, lanes=HeldLaneCount(2))),
     ]
 
 

@@ -29,6 +29,7 @@ from engram.data import (
 from engram.data.replay_buffers.samplers.frames import FrameStackSampler
 from engram.data.replay_buffers.samplers.runs import RunRule, mark
 from engram.data.replay_buffers.samplers.slices import mark_rows
+from engram.store.places import LaneCount
 from engram.testing.helpers import assert_equal, numbers, steps
 from engram.testing.sampler import SamplerContract
 
@@ -316,7 +317,7 @@ def test_trajectories_of_all_environments_and_lanes_are_as_likely(tmp_path):
     starts = batch["n"][::3]
     episode = torch.bucketize(starts.contiguous(), torch.tensor([0, 10, 20, 100, 200, 203]), right=True)
     assert_uniform(episode.tolist(), range(1, 7))
-    many = [ReplayBuffer(storage=LazyMemmapStorage(60, tmp_path, existsok=True, lanes=2)) for _ in range(2)]
+    many = [ReplayBuffer(storage=LazyMemmapStorage(60, tmp_path, existsok=True, lanes=LaneCount(2))) for _ in range(2)]
     many[0].extend(episodes([5, 5, 5]))
     many[1].extend(episodes([20], start=50))
     many[0].set_sampler(SliceSampler(slice_len=5))

@@ -27,6 +27,7 @@ from engram.data import (
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
+from engram.store.places import LaneCount
 from engram.testing import SamplerContract, chi_square, env_steps, numbers, steps
 
 
@@ -357,7 +358,7 @@ def test_an_epoch_whose_oldest_rows_were_overwritten_is_loaded_into_lanes_of_any
     saved.extend(torch.arange(10, 15))
     saved.dumps(tmp_path)
     for capacity, lanes in ((10, 1), (20, 1), (20, 2), (60, 3)):
-        storage = LazyTensorStorage(capacity, lanes=lanes, shared=lanes > 1)
+        storage = LazyTensorStorage(capacity, lanes=LaneCount(lanes), shared=lanes > 1)
         rb = ReplayBuffer(storage=storage, sampler=SamplerWithoutReplacement(), batch_size=4)
         rb.extend(torch.arange(100, 103))
         rb.loads(tmp_path)

@@ -206,7 +206,7 @@ class TestRanks:
         with pytest.raises(ValueError, match="ndim=2"):
             rb.set_writer(TensorDictMaxValueWriter())
         assert type(rb.writer) is RoundRobinWriter
-        with pytest.raises(ValueError, match="lanes=1, got 2"):
+        with pytest.raises(ValueError, match="lanes=1, got"):
             make(LazyTensorStorage(10, shared=True, lanes=2)).extend(items([1.0]))
 
 

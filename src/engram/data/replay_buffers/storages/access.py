@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from engram.data.replay_buffers.storages.overrides import (
 )
 from engram.data.replay_buffers.storages.setting import RowSetter
 from engram.store.indexing import MissingRowError, look_again, select, unwritten
+from engram.store.places import LaneCount
 from engram.store.rows import Checked, Rows
 from engram.store.table import ItemReader, Table
 
@@ -191,5 +193,7 @@ class Access:
     def description(self) -> dict[str, Any] | None:
         """Arguments for a storage like this one, as far as a checkpoint can have them; None: they are not known."""
         arguments = self.table.arguments()
+        if arguments is not None and isinstance(arguments.get("lanes"), LaneCount):
+            arguments["lanes"] = operator.index(arguments["lanes"])
         plain = {bool, int, str, type(None)}
         return arguments if arguments is not None and plain.issuperset(map(type, arguments.values())) else None
