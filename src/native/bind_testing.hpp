@@ -108,14 +108,16 @@ inline nb::dict block_fields() {
     using Block = StoreHeader;
     return Fields{ENGRAM_FIELD(incarnation), ENGRAM_FIELD(edits), ENGRAM_FIELD(log_head), ENGRAM_FIELD(replaced),
                   ENGRAM_FIELD(boot_id), ENGRAM_FIELD(clean), ENGRAM_FIELD(session_unused), ENGRAM_FIELD(host_id),
-                  ENGRAM_FIELD(unused)};
+                  ENGRAM_FIELD(tickets), ENGRAM_FIELD(unused)};
   };
   const auto lane = [] {
     using Block = LaneHeader;
     return Fields{ENGRAM_FIELD(claimed), ENGRAM_FIELD(published), ENGRAM_FIELD(base), ENGRAM_FIELD(origin),
                   ENGRAM_FIELD(durable), ENGRAM_FIELD(term), ENGRAM_FIELD(version), ENGRAM_FIELD(version_unused),
                   ENGRAM_FIELD(border_looked), ENGRAM_FIELD(border_agreed), ENGRAM_FIELD(turn),
-                  ENGRAM_FIELD(last_writer), ENGRAM_FIELD(writers), ENGRAM_FIELD(written_at), ENGRAM_FIELD(unused)};
+                  ENGRAM_FIELD(last_writer), ENGRAM_FIELD(writers), ENGRAM_FIELD(written_at),
+                  ENGRAM_FIELD(ticket), ENGRAM_FIELD(until), ENGRAM_FIELD(extents_claimed),
+                  ENGRAM_FIELD(extents_published), ENGRAM_FIELD(extents_base), ENGRAM_FIELD(extents), ENGRAM_FIELD(unused)};
   };
   const auto trailer = [] {
     using Block = Trailer;

@@ -15,6 +15,7 @@ from contracts.waiting import NEVER
 from engram.cli import verification, verify
 from engram.data import LazyMemmapStorage, ReplayBuffer
 from engram.data.datasets import write_minari, write_parquet
+from engram.store.places import HeldLaneCount
 
 
 def flip(file: Path, at: int) -> None:
@@ -155,7 +156,7 @@ def test_rows_that_are_overwritten_or_changed_meanwhile_are_no_damage(tmp_path, 
 
 def test_every_row_of_every_lane_is_compared_once(tmp_path, monkeypatch):
     monkeypatch.setattr(verification, "_ROWS_AT_ONCE", 7)  # many pieces, in two threads
-    rb = store(tmp_path, steps=120, capacity=200, lanes=2)
+    rb = store(tmp_path, steps=120, capacity=200, lanes=HeldLaneCount(2))
     rb.extend(episodes(100))  # this lane has gone round
     native = rb.storage.lanes.store
     at = [native.rows_offset + row * native.row_stride for row in (0, 50, 99)]

@@ -71,7 +71,7 @@ def test_an_unlimited_list_has_no_capacity():
 def test_environments_count_as_steps_and_trajectories_of_their_own():
     rb = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), batch_size=4)
     rb.extend(torch.stack([steps(0, 4), steps(1, 5), steps(2, 6)]))
-    assert rb.stats()[2:] == (12, 12, 0, 5) and rb.stats().rows == 12
+    assert rb.stats()[2:] == (12, 12, 0, 5, ()) and rb.stats().rows == 12
 
 
 def test_tensors_that_exist_count_as_written():

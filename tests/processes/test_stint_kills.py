@@ -19,7 +19,7 @@ KINDS = {
     "shared memory": lambda path, n: LazyTensorStorage(n, shared=True, lanes=WRITERS),
     "named file": lambda path, n: LazyMemmapStorage(n, scratch_dir=path / "store", lanes=WRITERS),
 }
-WORDS = 24
+WORDS = 128  # long rows: so that some writers die while they copy
 
 
 def rows(stream: int | torch.Tensor, number: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ def write_for_ever(rb: ReplayBuffer, seed: int) -> None:
     rb.storage.lanes.hold()
     stream = rb.storage.lanes.store.writer
     while True:
-        n = draw.randrange(1, 100)
+        n = draw.choice((1, 20, 100, 400))
         rb.extend(rows(stream, torch.arange(at, at + n)))
         at += n
         if draw.randrange(4) == 0:
