@@ -62,14 +62,13 @@ def check(rb: ReplayBuffer) -> tuple[int, int]:
         mine, at = batch[stays], sequences[stays]
         assert torch.equal(mine, rows(mine[:, 0], mine[:, 1])), f"lane {lane}: torn rows"
         believed += len(mine)
-        extents = [extent for extent in before if extent in after]
-        for start, stop in zip(extents, [*extents[1:], (int(at[-1]) + 1 if len(at) else 0, 0, 0)], strict=True):
-            if extents[-1] is start and before[-1] != after[-1]:
-                continue  # another stint began meanwhile: where the one before ends is not known here
-            of = (at >= start[0]) & (at < stop[0]) & (at < state["published"])
-            if before.index(start) + 1 < len(before):
-                of &= at < before[before.index(start) + 1][0]
-            assert (mine[of][:, 0] == start[1]).all() and torch.equal(mine[of][:, 1], start[2] + at[of] - start[0])
+        # A stint that is the newest before and after has not ended meanwhile; others end where the next one begins.
+        for k, (start, stream, position) in enumerate(before):
+            if before[k] not in after or (k + 1 == len(before) and before[-1] != after[-1]):
+                continue
+            stop = before[k + 1][0] if k + 1 < len(before) else state["published"]
+            of = (at >= start) & (at < stop)
+            assert (mine[of][:, 0] == stream).all() and torch.equal(mine[of][:, 1], position + at[of] - start)
             known += int(of.sum())
     return believed, known
 
