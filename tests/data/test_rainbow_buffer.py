@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clients.trainings import rainbow
 from engram.compat.cleanrl import PrioritizedReplayBuffer
 from engram.data import LazyMemmapStorage
 from engram.testing import chi_square
@@ -187,3 +188,10 @@ def test_transitions_and_priorities_outlive_the_process(tmp_path):
     other = small()
     other.buffer.loads(tmp_path / "saved")
     assert other.size == 10 and other.sampler.priorities(range(10)).tolist() == list(range(10))
+
+
+@pytest.mark.deep
+def test_a_small_rainbow_learns_the_value_of_each_step():
+    outcome = rainbow.main(PrioritizedReplayBuffer, 1200)
+    to_the_reward = torch.tensor([3, 2, 1, 0])
+    assert (outcome["values"][:, 1] - 0.9**to_the_reward).abs().max() < 0.05
