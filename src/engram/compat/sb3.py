@@ -114,9 +114,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
     # ---- reading; `sample` is inherited, and draws ----
     def _get_samples(self, batch_inds: npt.NDArray[Any], env: VecNormalize | None = None) -> Any:
         rows = self.rows
-        # Of one environment nothing is drawn, as stable-baselines3's draw of it takes no random number.
-        envs = None if self.n_envs == 1 else np.random.randint(0, high=self.n_envs, size=len(batch_inds))
-        slots = rows.slots(batch_inds, envs)
+        slots = rows.draw_environments(batch_inds)
         if self.n_steps == 1:
             batch, discounts = rows.transitions(slots), None
             rewards = batch.reward

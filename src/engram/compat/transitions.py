@@ -133,10 +133,12 @@ class TransitionRows:
         }
 
     # ---- reading ----
-    def slots(self, times: npt.NDArray[Any], envs: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
-        """The slots of rows at time slots and environments, int64 [n] each; None: there is one environment."""
-        slots: npt.NDArray[Any] = times if envs is None else times * self.n_envs + envs
-        return slots
+    def draw_environments(self, times: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The slots of time slots, int64 [n], each of an environment that NumPy's generator draws."""
+        if self.n_envs == 1:  # a draw of one of one takes no random number
+            return times
+        envs = np.random.randint(0, high=self.n_envs, size=len(times))
+        return times * self.n_envs + envs
 
     def transitions(self, slots: Slots, last: Slots | None = None) -> Transitions:
         """The transitions in slots, int64 [n].
@@ -181,15 +183,6 @@ class TransitionRows:
             return leaves
         whole = storage.get(storage.from_slots(torch.as_tensor(slots)))  # which names what is absent, and reads again
         return [get_entry(whole, path) for path in paths]
-
-    def read(self, times: npt.NDArray[Any], envs: npt.NDArray[Any]) -> dict[str, Any]:
-        """The transitions at time slots and environments, int64 [n] each: tensors `[n, ...]` under their keys.
-
-        Raises:
-            IndexError: one that has not been written.
-        """
-        batch: dict[str, Any] = read_slots(self.buffer, times * self.n_envs + envs)
-        return batch
 
     def _rebuilt(self, leaves: list[Tensor]) -> Any:
         """Observations of these leaves, in the form of their space."""

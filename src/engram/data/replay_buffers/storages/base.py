@@ -382,7 +382,7 @@ class Storage(MadeFromParts):
         numbers: KeyPath = ("next", "reward"),
         over: KeyPath = ("next", "done"),
     ) -> Following:
-        """The rows of slots (int64 [n]) and those that follow on each in its lane, of which returns over steps are made.
+        """The rows of slots (int64 [n]) and those that follow on each in its lane: returns over steps are made of them.
 
         Args:
             steps: at most so many, with the first one. They end where `over` is set, or at the lane's newest row;
