@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 import torch
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
 
 from benchmarks.programs.turns import BY_HAND, Make, main
 from engram.collectors import SyncDataCollector
@@ -67,11 +69,24 @@ def native(envs: int) -> Any:
     return gymnasium.make_vec("CartPole-v1", envs, vectorization_mode="vector_entry_point")
 
 
-def pool(envs: int) -> Any:
-    """EnvPool's CartPole, stepped by one thread."""
-    import envpool
+class Pool(gymnasium.vector.VectorEnv):
+    """EnvPool's CartPole, stepped by one thread, as gymnasium's vector environment."""
 
-    return envpool.make("CartPole-v1", env_type="gymnasium", num_envs=envs, num_threads=1, seed=1)
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+
+    def __init__(self, envs: int) -> None:
+        import envpool
+
+        self._pool = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=envs, num_threads=1, seed=1)
+        self.num_envs = envs
+        self.single_observation_space = self._pool.observation_space
+        self.single_action_space = self._pool.action_space
+        self.observation_space = batch_space(self.single_observation_space, envs)
+        self.action_space = batch_space(self.single_action_space, envs)
+        self.step = self._pool.step
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return self._pool.reset()
 
 
 def rows(quick: bool = False) -> dict[str, dict[str, Make]]:
@@ -80,8 +95,8 @@ def rows(quick: bool = False) -> dict[str, dict[str, Make]]:
     kinds = {
         "random actions, native vector of 64, batches of 32 steps": Settings(native, 64, 32, calls),
         "random actions, native vector of 64, batches of 128 steps": Settings(native, 64, 128, calls),
-        "random actions, EnvPool of 8, batches of 128 steps": Settings(pool, 8, 128, 4 * calls),
-        "random actions, EnvPool of 64, batches of 128 steps": Settings(pool, 64, 128, 2 * calls),
+        "random actions, EnvPool of 8, batches of 128 steps": Settings(Pool, 8, 128, 4 * calls),
+        "random actions, EnvPool of 64, batches of 128 steps": Settings(Pool, 64, 128, 2 * calls),
     }
     return {title: {BY_HAND: partial(Bare, s), "engram": partial(Engram, s)} for title, s in kinds.items()}
 
