@@ -32,7 +32,6 @@ class OffPolicy:
         self, algorithm: Any, collector: Any, *, frames: int, random_frames: int, frames_per_batch: int, **settings: Any
     ) -> None:
         self.algorithm, self.collector, self._random_frames = algorithm, collector, random_frames
-        self._frames = random_frames
         self._parameters = OffPolicyTrainerParams(
             training_collector=collector,
             max_epochs=1,
@@ -50,8 +49,8 @@ class OffPolicy:
     def run(self) -> int:
         self.collector.reset()
         self.collector.collect(n_step=self._random_frames, random=True)
-        self.algorithm.run_training(self._parameters)
-        return int(self.collector.collect_step)
+        self.algorithm.run_training(self._parameters)  # counts its own frames
+        return self._random_frames + int(self.collector.collect_step)
 
 
 def make_dqn(s: dqn.Settings) -> Program:

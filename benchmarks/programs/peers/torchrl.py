@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class DQN:
     def run(self) -> int:
         s, frames = self._s, 0
         for batch in self.collector:
-            self.buffer.extend(self._stored(batch))
+            self.buffer.extend(batch.exclude(*self._left_out) if self._left_out else batch)
             self.explorer.step(batch.numel())
             frames += batch.numel()
             if frames > s.learning_starts:
@@ -75,8 +75,7 @@ def make_dqn(s: dqn.Settings) -> Program:
     torch.manual_seed(s.seed)
     env = GymEnv(s.env)
     env.set_seed(s.seed)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(s.capacity), batch_size=s.batch_size)
-    return DQN(s, env, dqn.q_network(s), "observation", buffer, lambda batch: batch)
+    return DQN(s, env, dqn.q_network(s), "observation")
 
 
 def make_pixel_dqn(s: pixel_dqn.Settings) -> Program:
@@ -84,15 +83,7 @@ def make_pixel_dqn(s: pixel_dqn.Settings) -> Program:
     stacked = CatFrames(pixel_dqn.STACK, dim=-3, in_keys=["observation"], out_keys=["stack"])
     env = TransformedEnv(GymWrapper(catch.Catch()), stacked)
     env.set_seed(s.seed)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(s.capacity), batch_size=s.batch_size)
-    return DQN(
-        s,
-        env,
-        pixel_dqn.QNetwork(),
-        "stack",
-        buffer,
-        lambda batch: batch.exclude("observation", ("next", "observation")),
-    )
+    return DQN(s, env, pixel_dqn.QNetwork(), "stack", left_out=("observation", ("next", "observation")))
 
 
 class SAC:
