@@ -29,10 +29,9 @@ logging.getLogger("torchrl").setLevel(logging.ERROR)
 class DQN:
     """A collector, a buffer, and a loop over updates."""
 
-    def __init__(
-        self, s: dqn.Settings, env: Any, net: nn.Module, key: str, buffer: Any, stored: Callable[..., Any]
-    ) -> None:
-        self._s, self.buffer, self._stored = s, buffer, stored
+    def __init__(self, s: dqn.Settings, env: Any, net: nn.Module, key: str, *, left_out: tuple[Any, ...] = ()) -> None:
+        self._s, self._left_out = s, left_out
+        self.buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(s.capacity), batch_size=s.batch_size)
         actor = QValueActor(net, in_keys=[key], spec=env.action_spec)
         self.explorer = EGreedyModule(
             env.action_spec, eps_init=1.0, eps_end=s.least_epsilon, annealing_num_steps=s.explore_for
