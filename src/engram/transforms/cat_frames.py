@@ -123,7 +123,7 @@ class CatFrames(TrajectoryTransform, built_in=True):
         for source, _ in self._env_pairs:
             spec = specs.entry(source)
             if spec is not None:
-                self._check_dims(source, spec.ndim - specs.observation.ndim)
+                _check_dims(source, spec.ndim - specs.observation.ndim, self.dim)
         return EnvTransformMixin.transform_specs(self, specs)
 
     def _mapped(self, spec: Any) -> Spec:
@@ -178,7 +178,7 @@ class CatFrames(TrajectoryTransform, built_in=True):
                 frames = self._frames(batch, root, view)
                 pasts[root] = _Past.of(before, root, frames, continues, trajectories)
             newest = None if root == source else self._frames(batch, source, view).flatten(0, 1)
-            stacks = self._stacked(*pasts[root].steps(), newest)
+            stacks = _stack_frames(self, *pasts[root].steps(), newest)
             results.append((target, stacks.reshape((*view.shape, *stacks.shape[1:]))))
         for target, value in results:
             set_entry(batch, target, value)
@@ -186,42 +186,8 @@ class CatFrames(TrajectoryTransform, built_in=True):
 
     def _frames(self, batch: Any, key: Key, view: BatchView) -> Tensor:
         frames = view.split(require_tensor(batch, key, "CatFrames"), key)
-        self._check_dims(key, frames.ndim - 2)
+        _check_dims(key, frames.ndim - 2, self.dim)
         return frames
-
-    def _check_dims(self, key: Key, dims: int) -> None:
-        if dims < -self.dim:
-            raise ValueError(
-                f"dim={self.dim} needs frames of {-self.dim} dimensions or more; {key!r} has {dims} beside the batch's"
-            )
-
-    def _stacked(
-        self, frames: Tensor, at: Tensor, first: Tensor, newest: Tensor | None, rows: Tensor | None = None
-    ) -> Tensor:
-        """[R, ...]: the last N frames at each of R steps.
-
-        Args:
-            frames: [M, ...]; at: int64 [R]: the last frame of each step; first: int64 [R]: the first of its trajectory.
-            newest: [L, ...]: frames that come behind those; rows: int64 [R]: which of them, None: all, L = R.
-        """
-        constant = None
-        if self.padding == "constant":
-            constant = torch.as_tensor(self.padding_value, dtype=frames.dtype)
-        if not (frames.requires_grad or (newest is not None and newest.requires_grad)):
-            behind = None if newest is None else newest.contiguous()
-            stacks = _native.stack_frames(frames.contiguous(), at, first, self.N, self.dim, behind, rows, constant)
-            if stacks is not None:
-                return stacks
-        columns = []
-        for age in range(self.N - 1 - (newest is not None), -1, -1):
-            frame = frames[torch.maximum(at - age, first)]
-            if constant is not None:
-                exists = (at - age >= first).reshape(-1, *[1] * (frame.ndim - 1))
-                frame = torch.where(exists, frame, constant)
-            columns.append(frame)
-        if newest is not None:
-            columns.append(newest if rows is None else newest[rows])
-        return torch.cat(columns, self.dim)
 
     def _settings(self) -> dict[str, Any]:
         return {"N": self.N, "dim": self.dim, "padding": self.padding, **super()._settings()}
@@ -251,7 +217,7 @@ class StackedFrames(Transform, built_in=True):
             root = _root_of(batch, source)
             newest = None if root == source else self._frames(batch, source, len(ids))
             frames = self._frames(batch, root, len(ids))
-            stacks.append((target, self.frames._stacked(frames, last, first, newest, last)))
+            stacks.append((target, _stack_frames(self.frames, frames, last, first, newest, last)))
         remove_entry(batch, self.slice_key)
         batch = take_rows(batch, last)
         for target, value in stacks:
@@ -261,12 +227,12 @@ class StackedFrames(Transform, built_in=True):
     def _frames(self, batch: Any, key: Key, n: int) -> Tensor:
         leaf = require_tensor(batch, key, "CatFrames")
         frames = leaf if leaf.ndim and len(leaf) == n else BatchView((n,)).split(leaf, key)  # refuses it
-        self.frames._check_dims(key, frames.ndim - 1)
+        _check_dims(key, frames.ndim - 1, self.frames.dim)
         return frames
 
     def _pairs_of(self, batch: Any) -> list[tuple[Key, Key]]:
         """The entries to stack, and where: observations, and those under `next` that exist."""
-        pairs = dict(self.frames._pairs(batch))
+        pairs = dict(zip(self.frames.in_keys, self.frames.out_keys, strict=True))
         for source, target in list(pairs.items()):
             following: Key = ("next", *key_path(source))
             if key_path(source)[0] != "next" and get_tensor(batch, following) is not None:
@@ -316,3 +282,38 @@ def _root_of(batch: Any, key: Key) -> Key:
         if get_tensor(batch, root) is not None:
             return root
     return key
+
+
+def _check_dims(key: Key, dims: int, dim: int) -> None:
+    if dims < -dim:
+        raise ValueError(f"dim={dim} needs frames of {-dim} dimensions or more; {key!r} has {dims} beside the batch's")
+
+
+def _stack_frames(
+    form: CatFrames, frames: Tensor, at: Tensor, first: Tensor, newest: Tensor | None, rows: Tensor | None = None
+) -> Tensor:
+    """[R, ...]: the last N frames at each of R steps.
+
+    Args:
+        form: how they are stacked.
+        frames: [M, ...]; at: int64 [R]: the last frame of each step; first: int64 [R]: the first of its trajectory.
+        newest: [L, ...]: frames that come behind those; rows: int64 [R]: which of them, None: all, L = R.
+    """
+    constant = None
+    if form.padding == "constant":
+        constant = torch.as_tensor(form.padding_value, dtype=frames.dtype)
+    if not (frames.requires_grad or (newest is not None and newest.requires_grad)):
+        behind = None if newest is None else newest.contiguous()
+        stacks = _native.stack_frames(frames.contiguous(), at, first, form.N, form.dim, behind, rows, constant)
+        if stacks is not None:
+            return stacks
+    columns = []
+    for age in range(form.N - 1 - (newest is not None), -1, -1):
+        frame = frames[torch.maximum(at - age, first)]
+        if constant is not None:
+            exists = (at - age >= first).reshape(-1, *[1] * (frame.ndim - 1))
+            frame = torch.where(exists, frame, constant)
+        columns.append(frame)
+    if newest is not None:
+        columns.append(newest if rows is None else newest[rows])
+    return torch.cat(columns, form.dim)
