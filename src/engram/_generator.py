@@ -85,7 +85,8 @@ def draw_slots_by_numpy(n: int, times: int, envs: int = 1) -> Tensor:
     Raises:
         ValueError: there is no such slot.
     """
-    return _native.draw_slots_by_numpy(np.random.get_bit_generator(), n, times, envs)
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # which NumPy's stubs leave out
+    return _native.draw_slots_by_numpy(generator, n, times, envs)
 
 
 def is_state(state: Any) -> bool:
