@@ -145,6 +145,13 @@ def test_weights_correct_for_priorities_as_far_as_beta_says():
         assert rb.beta == beta
 
 
+@pytest.mark.parametrize("form", [list, torch.tensor, lambda values: torch.tensor(values, requires_grad=True)])
+def test_priorities_are_taken_in_any_form(form):
+    rb = filled(small(), 4)
+    rb.update_priorities(torch.tensor([3, 1]), form([-2.0, 0.5]))
+    assert rb.sampler.priorities(range(4)).tolist() == [1.0, 0.5, 1.0, 2.0]
+
+
 def test_a_new_transition_has_the_highest_priority_so_far():
     rb = filled(small(), 10)
     rb.update_priorities([3], np.array([7.0]))
