@@ -117,6 +117,13 @@ def test_batches_have_the_fields_shapes_and_dtypes_that_the_script_reads():
         assert values.dtype is torch.float32 and values.shape == (32, 1)
 
 
+def test_batches_are_put_on_the_device():
+    rb = filled(PrioritizedReplayBuffer(9, (2,), "meta", 3, 0.9, observation_dtype=np.float32), 5)
+    data = rb.sample(4)
+    tensors = [part for part in data if isinstance(part, torch.Tensor)]
+    assert len(tensors) == 6 and {part.device.type for part in tensors} == {"meta"} and data.indices.shape == (4,)
+
+
 def test_a_row_takes_two_observations_and_less_than_a_hundred_bytes():
     rb = PrioritizedReplayBuffer(2000, (4, 84, 84), "cpu", 1, 0.99)
     rb.add(np.zeros((4, 84, 84), np.uint8), 0, 0.0, np.zeros((4, 84, 84), np.uint8), False)
