@@ -287,9 +287,10 @@ class PrioritizedReplayBuffer:
             batch["index"].numpy(),
             torch.from_numpy(weights[:, None]),
         )
-        if self.device.type != "cpu":
-            made = PrioritizedBatch(*(part.to(self.device) if isinstance(part, Tensor) else part for part in made))
-        return made
+        if self.device.type == "cpu":
+            return made
+        tensors = {name: part.to(self.device) for name, part in made._asdict().items() if isinstance(part, Tensor)}
+        return made._replace(**tensors)
 
     def update_priorities(self, indices: Any, priorities: Any) -> None:
         """Gives the transitions in these slots, `indices` of a batch, the priorities `|priorities|`: [n] each.
