@@ -289,7 +289,9 @@ class PrioritizedReplayBuffer:
         )
         if self.device.type == "cpu":
             return made
-        tensors = {name: part.to(self.device) for name, part in made._asdict().items() if isinstance(part, Tensor)}
+        tensors: dict[str, Any] = {
+            name: part.to(self.device) for name, part in made._asdict().items() if isinstance(part, Tensor)
+        }
         return made._replace(**tensors)
 
     def update_priorities(self, indices: Any, priorities: Any) -> None:
