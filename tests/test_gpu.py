@@ -20,6 +20,7 @@ from engram.data import (
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
+    ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictReplayBuffer,
@@ -126,6 +127,14 @@ def test_batches_are_prepared_for_a_gpu_while_the_learner_works():
         assert same(batch.exclude("index"), stored[batch["index"].cpu()].exclude("index"))
 
 
+@each("transform", [None, lambda batch: {**batch, "more": batch["more"].to(GPU)}])
+def test_dicts_and_what_is_in_main_memory_beside_a_gpu_are_page_locked(transform):
+    rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=16, pin_memory=True, transform=transform)
+    rb.extend({"pixels": np.zeros((50, 3), np.uint8), "more": np.arange(50)})
+    batch = rb.sample()
+    assert batch["pixels"].is_pinned() and batch["more"].is_cuda == (transform is not None)
+
+
 def test_returns_of_several_steps_are_added_up_on_a_gpu():
     pair = [buffer(device, transform=MultiStepTransform(n_steps=3, gamma=0.5)) for device in ("cpu", GPU)]
     for rb in pair:
@@ -165,6 +174,7 @@ def cartpole():
 
 
 def collected(make_env, **settings):
+    torch.manual_seed(7)  # random actions
     collector = SyncDataCollector(make_env, policy(), frames_per_batch=60, **settings)
     collector.set_seed(4)
     with collector:
