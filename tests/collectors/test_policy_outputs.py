@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gymnasium
 import pytest
 import torch
 from tensordict import NonTensorData
@@ -18,8 +19,12 @@ from contracts.each import each
 from contracts.gym_loop import WORLDS, Proxy
 from contracts.gym_worlds import Countdown
 from engram.collectors import Collector
+from engram.collectors.output_columns import OutputsWay
+from engram.collectors.policy_weights import PolicyWeights
+from engram.collectors.sync import make_rollout
+from engram.collectors.trajectories import StepTags
 from engram.envs import GymEnv, SerialEnv
-from engram.envs.policies import fast_module_call
+from engram.envs.policies import as_policy, fast_module_call
 
 
 def worlds(n):
@@ -221,6 +226,36 @@ def test_batch_is_not_written_again(n):
     batches = [(batch, batch.clone()) for batch in collect(worlds(n), OutputsPolicy(next_memory), batches=4)]
     for batch, copy in batches:
         assert_same(batch, copy)
+
+
+def ways(env, write):
+    policy = as_policy(OutputsPolicy(write), env)
+    rollout = make_rollout(env, policy, StepTags(env.numel(), PolicyWeights(policy, None)), max_frames_per_traj=None)
+    for _ in range(2):
+        rollout.collect(4, random_steps=0)
+        yield rollout.outputs_way
+
+
+def vector():
+    return GymEnv(gymnasium.vector.SyncVectorEnv([Countdown] * 2), categorical_action_encoding=True)
+
+
+@each("make", [lambda: worlds(1), lambda: worlds(3), vector])
+@each("write", [plain, next_memory, appearing])
+def test_outputs_that_are_tensors_of_one_form_go_into_columns(make, write):
+    assert [*ways(make(), write)] == [OutputsWay("columns")] * 2
+
+
+@each("make", [lambda: worlds(1), lambda: worlds(3)])
+@each("write, entry, found", [(not_a_tensor, "'text'", "NonTensorData"), (another_dtype, "'value'", "float64")])
+def test_the_way_of_other_outputs_says_why(make, write, entry, found):
+    first, second = ways(make(), write)
+    assert first.way == "tensordicts" and entry in first.reason and found in first.reason
+    assert second == (OutputsWay("columns") if write is another_dtype else first)
+
+
+def test_environments_that_are_stepped_through_tensordicts_say_so():
+    assert "TensorDict interface" in next(ways(Proxy(worlds(1)), plain)).reason
 
 
 class Memory(nn.Module):
