@@ -13,7 +13,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from engram.compat.transitions import REFUSES_SHARED_OBSERVATIONS, MakeStorage, TransitionRows, truncations
+from engram.compat.transitions import REFUSES_SHARED_OBSERVATIONS, MakeStorage, TransitionRows, on_device, truncations
 from engram.data import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -126,20 +126,11 @@ class ReplayBuffer:
         Raises:
             ValueError: nothing is stored.
         """
-        times = np.random.randint(0, self.size(), size=batch_size)
-        batch = self.rows.transitions(self.rows.draw_environments(times))
-        return ReplayBufferSamples(
-            self._on_device(batch.observation),
-            batch.action.to(self.device),
-            self._on_device(batch.next_observation),
-            batch.terminated.to(self.device),
-            batch.reward.to(self.device),
+        batch = self.rows.transitions(self.rows.draw(batch_size))
+        made = ReplayBufferSamples(
+            batch.observation, batch.action, batch.next_observation, batch.terminated, batch.reward
         )
-
-    def _on_device(self, obs: Any) -> Any:
-        if isinstance(obs, dict):
-            return {key: self._on_device(part) for key, part in obs.items()}
-        return obs.to(self.device)
+        return made if self.device.type == "cpu" else ReplayBufferSamples(*(on_device(x, self.device) for x in made))
 
 
 class PrioritizedBatch(NamedTuple):
