@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram.collectors.output_columns import OutputsWay
 from engram.collectors.trajectories import StepTags
 from engram.envs.action_checks import EntriesCheck
 from engram.envs.base import EnvBase, FrameQueue, lost_episodes, reset_where, step_mdp_of
@@ -34,6 +35,10 @@ class Rollout(Protocol):
 
     is_random: bool
 
+    @property
+    def outputs_way(self) -> OutputsWay:
+        """How the outputs of the policy got into the last batch."""
+
     def collect(self, steps: int, *, random_steps: int) -> RolloutResult:
         """A batch `[*batch_size, steps]` in TED; the first `random_steps` of each environment have random actions."""
 
@@ -57,6 +62,7 @@ class TensorDictRollout:
         reset_when_done: bool = True,
     ) -> None:
         self.is_random = False  # whatever the policy: the environment may hold one
+        self.outputs_way = OutputsWay("tensordicts", "the environment is stepped through its TensorDict interface")
         self._env = env
         self._tags = tags
         self._policy, self._weights = policy, tags.weights

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from engram._advice import advised
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.gym_rollout import GymRollout
+from engram.collectors.output_columns import OutputsWay
 from engram.collectors.policy_weights import PolicyWeights, shapes_of
 from engram.collectors.rollout import (
     Rollout,
@@ -171,6 +172,10 @@ class DeferredTransformRollout:
         self._transforms = _transforms_of(env)
         self.is_random = below.is_random
         self.restart()
+
+    @property
+    def outputs_way(self) -> OutputsWay:
+        return (self._below if self._fallback is None else self._fallback).outputs_way
 
     def restart(self) -> None:
         self._below.restart()
