@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.collectors.action_sources import ActionSource, ModuleActions, RandomActions, TensorDictActions, skipping
-from engram.collectors.rollout import RolloutResult, ted_batch
+from engram.collectors.rollout import RolloutResult, StepColumns, Steps
 from engram.collectors.trajectories import StepTags
 from engram.envs.base import stack_steps
 from engram.envs.codecs import Array, ArrayCodec, DiscreteCodec, Rewards, SpaceLeaf, flag_of, rewards_of
@@ -76,7 +76,7 @@ class GymRollout:
             return self._cut_short(batch, rewards, rewards.error)
         self._first_row = batch.observations.last_row()
         self._last_slots = {env: slot - steps * len(self._engines) for env, slot in self._last_slots.items()}
-        return RolloutResult(self._batch_of(batch, rewards.values, steps))
+        return RolloutResult(self._steps_of(batch, rewards.values, steps))
 
     def _cut_short(self, batch: _StepBuffer, rewards: Rewards, error: BaseException) -> RolloutResult:
         """Makes a batch of the whole rows before an error, and restarts: no trajectory continues after it."""
@@ -86,7 +86,7 @@ class GymRollout:
         if steps == 0:
             raise error
         batch.observations.cut(steps)
-        return RolloutResult(self._batch_of(batch, rewards.values[: steps * len(self._engines)], steps), error)
+        return RolloutResult(self._steps_of(batch, rewards.values[: steps * len(self._engines)], steps), error)
 
     def _empty_observations(self, steps: int) -> Observations | ByteObservations:
         leaves = self._engines[0].leaves
@@ -212,12 +212,12 @@ class GymRollout:
         if self._max_frames is not None:
             self._last_slots[env] = slot + self._max_frames * len(self._engines)
 
-    def _batch_of(self, batch: _StepBuffer, rewards: Array, steps: int) -> TensorDictBase:
+    def _steps_of(self, batch: _StepBuffer, rewards: Array, steps: int) -> Steps:
         outcomes = batch.outcomes(rewards, self._batch_size)
         shape = torch.Size((*self._batch_size, steps))
         actions = batch.actions[0] if len(batch.actions) == 1 else torch.cat(batch.actions)
         actions = actions if len(actions) == len(rewards) else actions[: len(rewards)]
-        return ted_batch(
+        return StepColumns(
             {**batch.observations.before(), "action": in_time(actions, self._batch_size)},
             batch.observations.after(),
             outcomes,

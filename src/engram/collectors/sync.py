@@ -20,8 +20,10 @@ from engram.collectors.background import BackgroundCollector
 from engram.collectors.gym_rollout import GymRollout
 from engram.collectors.policy_weights import PolicyWeights, shapes_of
 from engram.collectors.rollout import (
+    BatchSteps,
     Rollout,
     RolloutResult,
+    Steps,
     TensorDictRollout,
     is_cpu,
     is_environment,
@@ -165,7 +167,8 @@ class DeferredTransformRollout:
         if self._fallback is not None:
             return self._fallback.collect(steps, random_steps=random_steps)
         try:
-            batch, error = self._below.collect(steps, random_steps=random_steps)
+            collected, error = self._below.collect(steps, random_steps=random_steps)
+            batch = collected.batch()
             done = batch.get(("next", "done")).reshape(-1, batch.shape[-1])
             starts = torch.ones_like(done)
             starts[:, 1:] = done[:, :-1]
@@ -180,7 +183,7 @@ class DeferredTransformRollout:
             raise
         if error is not None:
             self.restart()
-        return RolloutResult(batch, error)
+        return RolloutResult(BatchSteps(batch), error)
 
 
 def _transforms_of(env: Any) -> list[Any]:

@@ -108,16 +108,16 @@ class StepTags:
         if broken_off is not None:
             self.cuts.append((env, broken_off))
 
-    def tag(self, done: Array, shape: torch.Size, versions: Callable[[], Array] | None = None) -> dict[str, Tensor]:
+    def tag(self, done: Array, shape: torch.Size, versions: Callable[[], Array] | None = None) -> dict[str, Array]:
         """Entries int64 `shape` for steps whose `("next", "done")` is `done`, bool `[envs, time]`.
 
         `versions` gives the versions of the steps, int64 `[envs, time]`, where they are not all the present one.
         """
         ids = self.ids.number(done)
-        tags = {"traj_ids": torch.from_numpy(ids).reshape(shape)} if self._tracks_ids else {}
+        tags = {"traj_ids": ids.reshape(shape)} if self._tracks_ids else {}
         if self._tracks_version:
-            now = torch.full(shape, self.weights.version, dtype=torch.int64)
-            tags["policy_version"] = now if versions is None else torch.from_numpy(versions()).reshape(shape)
+            now = np.full(shape, self.weights.version, np.int64)
+            tags["policy_version"] = now if versions is None else versions().reshape(shape)
         return tags
 
 

@@ -18,7 +18,7 @@ from engram.collectors.action_sources import (
     TensorDictActions,
     skipping,
 )
-from engram.collectors.rollout import RolloutResult, ted_batch
+from engram.collectors.rollout import RolloutResult, StepColumns, Steps
 from engram.collectors.trajectories import StepTags
 from engram.envs.base import FrameIndex, stack_steps
 from engram.envs.codecs import (
@@ -82,7 +82,7 @@ class VectorRollout:
         except BaseException as error:
             return self._cut_short(steps, error)
         try:
-            return RolloutResult(self._batch_of(self._log.take(steps), steps))
+            return RolloutResult(self._steps_of(self._log.take(steps), steps))
         except BaseException:
             self.restart()  # half a batch is lost: no trajectory may go on across the gap
             raise
@@ -97,7 +97,7 @@ class VectorRollout:
             steps = min(steps, int(self._log.waiting.min()))
             if steps == 0:
                 raise error
-            return RolloutResult(self._batch_of(self._log.take(steps), steps), error)
+            return RolloutResult(self._steps_of(self._log.take(steps), steps), error)
         finally:
             self.restart()
 
@@ -223,7 +223,7 @@ class VectorRollout:
         self._to_reset[:] = False
         source.reset_envs(envs)
 
-    def _batch_of(self, window: StepWindow, steps: int) -> TensorDictBase:
+    def _steps_of(self, window: StepWindow, steps: int) -> Steps:
         shape = torch.Size((self._engine.n, steps))
         done = window.terminated | window.truncated
         outcomes = {
@@ -233,7 +233,7 @@ class VectorRollout:
             "truncated": window.truncated,
         }
         tags = self._tags.tag(done[..., 0], shape, window.versions)
-        return ted_batch(
+        return StepColumns(
             {**window.before, **window.action},
             window.after,
             outcomes,
