@@ -21,6 +21,7 @@ from engram.collectors.gym_rollout import GymRollout
 from engram.collectors.policy_weights import PolicyWeights, shapes_of
 from engram.collectors.rollout import (
     BatchSteps,
+    ColumnPlaces,
     Rollout,
     RolloutResult,
     Steps,
@@ -464,12 +465,13 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
     def _next_batch(self) -> TensorDictBase | None:
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
-        batch = self._collect_trajectories() if self._trajs_per_batch else self._collect_batch()
-        self.frames += batch.numel()
+        steps = BatchSteps(self._collect_trajectories()) if self._trajs_per_batch else self._collect_batch()
+        self.frames += steps.shape.numel()
         self.batches += 1
-        if self._splits:
-            batch = split_trajectories(batch)
-        batch = with_time_named(batch)
+        if self._writer is not None and self.postproc is None and self.post_collect_hook is None:
+            self._writer.write_steps(steps)
+            return None
+        batch = with_time_named(split_trajectories(steps.batch()) if self._splits else steps.batch())
         if self.return_same_td:
             batch = self._into_same_td(batch)
         if self.postproc is not None:
@@ -482,7 +484,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
 
     def _collect_trajectories(self) -> TensorDictBase:
         while self._assembler.count < self._trajs_per_batch and self._failure is None:
-            self._assembler.add(self._collect_batch())
+            self._assembler.add(self._collect_batch().batch())
         if self._failure is not None and self._assembler.count == 0:
             raise self._failure
         return self._assembler.take(min(self._trajs_per_batch, self._assembler.count))
@@ -493,29 +495,36 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         self._same_td = batch if self._same_td is None else self._same_td.update_(batch)
         return self._same_td
 
-    def _collect_batch(self) -> TensorDictBase:
+    def _collect_batch(self) -> Steps:
         if self.reset_at_each_iter:
             self._reset()
         start = time.perf_counter()
         random_frames = max(0, self.init_random_frames - self._stepped)
-        batch, self._failure = self._collect_steps(random_steps=-(-random_frames // self._width))
+        steps, self._failure = self._collect_steps(random_steps=-(-random_frames // self._width))
         if self._failure is not None and self._writer is None and not isinstance(self._failure, Exception):
             raise self._failure  # an interrupt is never held back
-        self.broken_off = [env for env, _ in self._tags.cuts]
-        if self._tags.cuts:
+        cuts = self._tags.cuts
+        self.broken_off = [env for env, _ in cuts]
+        if cuts:
             self._end_broken_off()
         if self._episode_steps is not None:
-            self._episode_steps.put_into(batch)
-        self._stepped += batch.numel()
+            steps.count_steps(self._episode_steps)
+        frames = steps.shape.numel()
+        self._stepped += frames
         if self.reset_when_done:
-            self._episodes.add_batch(batch)
+            steps.count_episodes(self._episodes)
+        if self.set_truncated or self.compact_obs or self.storing_device is not None:
+            steps = BatchSteps(self._changed(steps.batch()))
+        self._throughput.add(frames, time.perf_counter() - start)
+        return steps
+
+    def _changed(self, batch: TensorDictBase) -> TensorDictBase:
+        """A batch as `set_truncated`, `compact_obs` and `storing_device` have it."""
         if self.set_truncated:
             truncate_last_step(batch)
         if self.compact_obs:
             batch = without_next_observations(batch, self.env)
-        batch = to_storing_device(batch, self.storing_device, waits=self._waits_for_copies)
-        self._throughput.add(batch.numel(), time.perf_counter() - start)
-        return batch
+        return to_storing_device(batch, self.storing_device, waits=self._waits_for_copies)
 
     def _end_broken_off(self) -> None:
         """Ends trajectories whose last step was handed out before the environment had to be replaced."""
@@ -811,6 +820,9 @@ class BufferWriter:
     def __init__(self, replay_buffer: ReplayBuffer[Any]) -> None:
         self.replay_buffer = replay_buffer
         self._needs_seam = True
+        self._places: tuple[Any, ColumnPlaces] | None = (
+            None  # a layout of the storage, and where columns have its leaves
+        )
 
     def restart(self) -> None:
         """Marks a seam before the next batch: it continues nothing that was written before."""
@@ -829,6 +841,28 @@ class BufferWriter:
             self.replay_buffer.extend(batch)
         self._needs_seam = False
 
+    def write_steps(self, steps: Steps) -> None:
+        """As `write`; makes no batch where columns can be copied into the rows of the storage."""
+        if self._needs_seam or not self._append_columns(steps):
+            self.write(with_time_named(steps.batch()))
+
+    def _append_columns(self, steps: Steps) -> bool:
+        """Writes columns, if there are some and the buffer takes them; else nothing was written."""
+        writer = self.replay_buffer.column_writer
+        layout = None if writer is None else writer.layout
+        if writer is None or layout is None:
+            return False
+        if self._places is None or self._places[0] is not layout:
+            self._places = layout, ColumnPlaces([leaf.path for leaf in layout.leaves], writer.index_path)
+        columns = steps.columns(self._places[1])
+        if columns is None:
+            return False
+        dims, ndim = len(steps.shape), writer.ndim
+        if dims != ndim:
+            lead = (-1,) if ndim == 1 else (-1, steps.shape[-1])
+            columns = [None if column is None else column.reshape(*lead, *column.shape[dims:]) for column in columns]
+        return writer.append_columns(columns)
+
 
 class OtherBufferWriter(BufferWriter):
     """The same for a buffer of another library, which has no seams and holds nothing back."""
@@ -839,6 +873,9 @@ class OtherBufferWriter(BufferWriter):
 
     def write(self, batch: TensorDictBase) -> None:
         self.replay_buffer.extend(batch if self._ndim is None else _with_ndim(batch, self._ndim))
+
+    def write_steps(self, steps: Steps) -> None:
+        self.write(with_time_named(steps.batch()))
 
 
 def buffer_writer(replay_buffer: Any) -> BufferWriter:

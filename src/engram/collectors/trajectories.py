@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
 
 from engram._native import number_trajectories
 from engram.collectors.policy_weights import PolicyWeights
@@ -80,14 +79,6 @@ class EpisodeSteps:
         counts = time - np.maximum.accumulate(begins, 1)
         self._made = np.where(done[:, -1], 0, counts[:, -1] + 1)
         return counts
-
-    def put_into(self, batch: TensorDictBase) -> None:
-        """Sets `step_count`, int64 `[*, time, 1]`, at the root and under `next`, unless the batch has such an entry."""
-        if batch.get("step_count", None) is not None:
-            return
-        done = batch.get(("next", "done")).reshape(-1, batch.shape[-1]).cpu().numpy()
-        count = torch.from_numpy(self.before(done)).reshape(*batch.shape, 1)
-        batch.set("step_count", count).set(("next", "step_count"), count + 1)
 
 
 class StepTags:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from engram.data.replay_buffers.samplers.draw import DrawPlan
     from engram.data.replay_buffers.storages.base import Storage
     from engram.data.replay_buffers.writers.round_robin import Writer
+    from engram.pytree import KeyPath
+    from engram.store.layout import RowLayout
     from engram.transforms.compose import Compose
 
 
@@ -121,6 +123,35 @@ class BatchWriter:
         with storage.mutex if priorities is None else self._writing():
             slots = self._append(batch, single, time_dim, priorities)
         return self._index_of(slots, single)
+
+    # ---- columns ----
+    @property
+    def layout(self) -> RowLayout | None:
+        """What a stored step consists of; None before the first write."""
+        return self._storage.layout
+
+    @property
+    def ndim(self) -> int:
+        """The batch dimensions of columns."""
+        return self._storage.ndim
+
+    @property
+    def index_path(self) -> KeyPath | None:
+        """The leaf in which rows store their own index, for which there is no column; None: there is none."""
+        key = self._writer.index_key
+        return None if key is None else (key,)
+
+    def append_columns(self, columns: list[Any]) -> bool:
+        """Writes a batch that is an array or tensor `[*batch, ...]` for each leaf of `layout`, without its index.
+
+        False: nothing was written; `write` writes it, or says what does not fit.
+        """
+        storage, given = self._storage, self.priorities
+        if not self.pushes or self.transform.transforms or (given is not None and given.are_stored()):
+            return False
+        with storage.mutex:
+            append = storage.native.push_columns
+            return append is not None and append(columns, storage.ndim, self._time_dim, self._writer.index_key)
 
     def flush(self) -> Any:
         """Writes the steps that transforms hold back; returns their indices."""

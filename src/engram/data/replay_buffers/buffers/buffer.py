@@ -27,6 +27,7 @@ from engram._generator import Generator, is_state
 from engram._system import set_state, state_of
 from engram._text import warn_user
 from engram.checkpoint.protocols import StorageCheckpointerBase
+from engram.data.replay_buffers.buffers.batch_writer import BatchWriter
 from engram.data.replay_buffers.buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
 from engram.data.replay_buffers.buffers.dataset import BatchDataset
 from engram.data.replay_buffers.buffers.delayed import delay, is_delayed
@@ -363,6 +364,15 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
                 return pushed
         index: Tensor = writes.write(data, single=False, update_priority=update_priority)
         return index
+
+    _own_extend = extend
+
+    @property
+    def column_writer(self) -> BatchWriter | None:
+        """What collectors write columns with, of which no batch is made; None where `extend` was replaced."""
+        if type(self).extend is not self._own_extend or "extend" in vars(self):
+            return None
+        return self._parts.batch_writer
 
     def flush_transforms(self) -> Tensor:
         """Writes the steps that transforms hold back; returns their indices as `extend` does, none if none waited.

@@ -63,7 +63,7 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
         key: str = self._priority_key
         return key
 
-    extend = with_argument(ReplayBuffer.extend, "data", "tensordicts")
+    extend = _own_extend = with_argument(ReplayBuffer.extend, "data", "tensordicts")
 
     def update_tensordict_priority(self, data: Any) -> None:
         """Sets the priorities of a batch's rows from `data[priority_key]`.
