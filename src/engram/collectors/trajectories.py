@@ -105,7 +105,7 @@ class StepTags:
         `versions` gives the versions of the steps, int64 `[envs, time]`, where they are not all the present one.
         """
         ids = self.ids.number(done)
-        tags = {"traj_ids": ids.reshape(shape)} if self._tracks_ids else {}
+        tags: dict[str, Array] = {"traj_ids": ids.reshape(shape)} if self._tracks_ids else {}
         if self._tracks_version:
             now = np.full(shape, self.weights.version, np.int64)
             tags["policy_version"] = now if versions is None else versions().reshape(shape)

@@ -128,11 +128,14 @@ class RowTable:
         With `index_key` each row also stores its own index there, if its layout has such an entry. Returns what
         `append` does. None: nothing was written, and `fit` and `append` write it, or say what does not fit.
         """
-        lane, own = self.lanes._held, None
+        lane, own = self.lanes.held, None
         if lane is None or not self._fast:
             return None
         if index_key is not None:
-            own = self._index_leaf(index_key)
+            try:
+                own = self._index_leaves[index_key]
+            except KeyError:
+                own = self._index_leaf(index_key)
             if own == _NO_INDEX:
                 return None
         bits = _FLOAT_BITS.get(torch.get_default_dtype(), 0) if type(batch) is list else None
@@ -144,25 +147,23 @@ class RowTable:
 
         What stands for the leaf of the rows' own index is ignored. False: nothing was written.
         """
-        lane = self.lanes._held
+        lane, own = self.lanes.held, None
         if lane is None or not self._fast:
             return False
-        own = None if index_key is None else self._index_leaf(index_key)
-        if own == _NO_INDEX:
-            return False
+        if index_key is not None:
+            own = self._index_leaves[index_key] if index_key in self._index_leaves else self._index_leaf(index_key)
+            if own == _NO_INDEX:
+                return False
         return _native.push_columns(self._store, self._codec, lane, columns, batch_dims, time_dim, own)
 
     def _index_leaf(self, key: str) -> int | None:
         """The number of the leaf for the rows' own index; None: there is none, `_NO_INDEX`: the entry is another."""
-        try:
-            return self._index_leaves[key]
-        except KeyError:
-            leaf = None
-            if (key,) in self.layout.paths:
-                leaf = next(k for k, leaf in enumerate(self.layout.leaves) if leaf.path == (key,))
-                leaf = leaf if self._codec.holds_index(leaf) else _NO_INDEX
-            self._index_leaves[key] = leaf
-            return leaf
+        leaf = None
+        if (key,) in self.layout.paths:
+            leaf = next(k for k, leaf in enumerate(self.layout.leaves) if leaf.path == (key,))
+            leaf = leaf if self._codec.holds_index(leaf) else _NO_INDEX
+        self._index_leaves[key] = leaf
+        return leaf
 
     def append(self, plan: _native.Plan, most: int | None = None) -> Tensor | int:
         slots = self._store.append(self.lanes.hold(), plan, most)

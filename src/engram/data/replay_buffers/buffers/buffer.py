@@ -365,14 +365,13 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         index: Tensor = writes.write(data, single=False, update_priority=update_priority)
         return index
 
-    _own_extend = extend
+    _own_extend: ClassVar[Any] = extend
 
     @property
     def column_writer(self) -> BatchWriter | None:
         """What collectors write columns with, of which no batch is made; None where `extend` was replaced."""
-        if type(self).extend is not self._own_extend or "extend" in vars(self):
-            return None
-        return self._parts.batch_writer
+        extend: Any = type(self).extend
+        return self._parts.batch_writer if extend is self._own_extend and "extend" not in vars(self) else None
 
     def flush_transforms(self) -> Tensor:
         """Writes the steps that transforms hold back; returns their indices as `extend` does, none if none waited.

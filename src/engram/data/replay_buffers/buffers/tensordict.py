@@ -63,7 +63,8 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
         key: str = self._priority_key
         return key
 
-    extend = _own_extend = with_argument(ReplayBuffer.extend, "data", "tensordicts")
+    extend = with_argument(ReplayBuffer.extend, "data", "tensordicts")
+    _own_extend = extend
 
     def update_tensordict_priority(self, data: Any) -> None:
         """Sets the priorities of a batch's rows from `data[priority_key]`.
