@@ -326,6 +326,10 @@ class StepColumns:
             return None
 
     def batch(self) -> TensorDictBase:
+        if not self._is_kept:
+            for part in ("_before", "_after", "_outcomes", "_tags"):
+                setattr(self, part, {key: _copied(column) for key, column in vars(self)[part].items()})
+            self._is_kept = True
         following = self._batch_of({**self._after, **self._outcomes})
         flags = {key: np.zeros((*self.shape, 1), np.bool_) for key in FLAGS}
         collector = {"collector": self._batch_of(self._tags)} if self._tags else {}
@@ -333,16 +337,15 @@ class StepColumns:
         return td if self._policy_outputs is None else self._policy_outputs.update(td)
 
     def _batch_of(self, entries: Mapping[Any, Any]) -> TensorDict:
-        values = {key: self._own(value) for key, value in entries.items()}
+        values = {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in entries.items()}
         kinds = {*map(type, values), *map(type, values.values())}
         if self._device is None and kinds <= {str, Tensor, TensorDict}:  # no nested keys, nothing to convert
             return tensordict_of(values, self.shape, device=None)
         return TensorDict(values, batch_size=self.shape, device=self._device)
 
-    def _own(self, value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            return torch.from_numpy(value if self._is_kept else value.copy())
-        return value if self._is_kept or isinstance(value, TensorDictBase) else value.clone()
+
+def _copied(column: Any) -> Any:
+    return column.copy() if isinstance(column, np.ndarray) else column.clone()
 
 
 @functools.lru_cache(maxsize=8)
