@@ -87,7 +87,7 @@ class ByHand:
         begin(s.seed)
         self._s = s
         self.learner = Learner(q_network(s), s)
-        self._env = gymnasium.make(s.env)
+        self.env = gymnasium.make(s.env)
         self._generator = np.random.default_rng(s.seed)
         self.observations = np.zeros((s.capacity, 4), np.float32)
         self.next_observations = np.zeros((s.capacity, 4), np.float32)
@@ -105,7 +105,7 @@ class ByHand:
         return tuple(torch.from_numpy(column[slots]) for column in columns)
 
     def run(self) -> int:
-        s, env, q = self._s, self._env, self.learner.q
+        s, env, q = self._s, self.env, self.learner.q
         observation, _ = env.reset(seed=s.seed)
         frame = 0
         while frame < s.frames:
@@ -134,13 +134,13 @@ class ByHand:
 class EpsilonGreedy(nn.Module):
     """With probability `epsilon` a random action, else the one with the highest value."""
 
-    def __init__(self, q: nn.Module) -> None:
+    def __init__(self, q: nn.Module, actions: int = 2) -> None:
         super().__init__()
-        self.q, self.epsilon = q, 1.0
+        self.q, self.actions, self.epsilon = q, actions, 1.0
 
     def forward(self, observation: Tensor) -> Tensor:
         if random.random() < self.epsilon:
-            return torch.tensor(random.randrange(2))
+            return torch.tensor(random.randrange(self.actions))
         return self.q(observation).argmax()
 
 
@@ -151,20 +151,20 @@ class Engram:
         begin(s.seed)
         self._s = s
         q = q_network(s)
-        self.learner, self._policy = Learner(q, s), EpsilonGreedy(q)
+        self.learner, self.policy = Learner(q, s), EpsilonGreedy(q)
         self.buffer = TensorDictReplayBuffer(
             storage=LazyTensorStorage(s.capacity),
             batch_size=s.batch_size,
             generator=torch.Generator().manual_seed(s.seed),
         )
-        self._collector = SyncDataCollector(
+        self.collector = SyncDataCollector(
             lambda: GymEnv(s.env, categorical_action_encoding=True),
-            self._policy,
+            self.policy,
             frames_per_batch=s.frames_per_batch,
             total_frames=s.frames,
             replay_buffer=self.buffer,
         )
-        self._collector.set_seed(s.seed)
+        self.collector.set_seed(s.seed)
 
     def sample(self) -> tuple[Tensor, ...]:
         batch = self.buffer.sample()
@@ -178,9 +178,9 @@ class Engram:
         )
 
     def run(self) -> int:
-        s, collector = self._s, self._collector
+        s, collector = self._s, self.collector
         for _ in collector:
-            self._policy.epsilon = s.epsilon(collector.frames)
+            self.policy.epsilon = s.epsilon(collector.frames)
             if collector.frames > s.learning_starts:
                 for _ in range(s.updates_per_batch):
                     self.learner.update(*self.sample())

@@ -112,13 +112,13 @@ class CollectByHand:
 
     def __init__(self, s: Settings) -> None:
         torch.manual_seed(s.seed)
-        self.s, self.agent, self._env = s, Agent(), vector(s)
-        self._observation, _ = self._env.reset(seed=s.seed)
+        self.s, self.agent, self.env = s, Agent(), vector(s)
+        self._observation, _ = self.env.reset(seed=s.seed)
         self._ended = np.zeros(s.envs, np.bool_)
 
     def collect(self) -> dict[str, Array]:
         """Steps of all environments. `idle`: calls that only reset an environment, whose rows are no steps."""
-        s, env, agent, observation, ended = self.s, self._env, self.agent, self._observation, self._ended
+        s, env, agent, observation, ended = self.s, self.env, self.agent, self._observation, self._ended
         resets_in_next_call = s.vectorization == "vector_entry_point"
         observations = np.empty((s.steps, s.envs, 4), np.float32)
         actions = np.empty((s.steps, s.envs), np.int64)
@@ -233,6 +233,7 @@ class Engram(CollectWithEngram):
 
 
 NATIVE = "vector_entry_point"
+COLUMNS = ("observation", "action", "log_prob", "value", "reward", "done")
 
 
 def collecting(quick: bool = False) -> dict[str, dict[str, Make]]:
