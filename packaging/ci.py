@@ -5,8 +5,9 @@
     python packaging/ci.py docs model  these parts, and those that they need
 
 Two parts run beside each other, as most use one core, and one more that mostly `waits`, for processes that start or are
-found gone. Parts that are `alone` use both cores, and their tests have limits of time. The output of a part comes when it ends, and stays in build/ci. A fault
-stops no other part; at the end there is a table of all parts, and the last lines of those that failed.
+found gone. Parts that are `alone` use both cores, and their tests have limits of time. The output of a part comes when
+it ends, and stays in build/ci. A fault stops no other part; at the end there is a table of all parts, and the last
+lines of those that failed.
 
 A part is skipped if all that it can see is as it was when the part last passed. The hashes of that are kept beside the
 layers of environments (packaging/environment.py); in a clean clone without such a folder every part runs.

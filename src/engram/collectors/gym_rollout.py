@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,14 @@ from engram.envs.policies import RandomPolicy, TensorDictPolicy, as_observation_
 
 Rows = list[np.ndarray[Any, Any]]
 LARGEST_AS_BYTES = 1024  # bytes of one observation: above, the second copy costs more than one write into an array
+
+
+class OneEpisode(NamedTuple):
+    """Where a single environment is between two batches: its observation, whether it is reset, steps until a cut."""
+
+    row: Rows | None
+    must_reset: bool
+    left: int | None
 
 
 class GymRollout:
@@ -63,6 +71,16 @@ class GymRollout:
         self._to_reset = list(range(len(self._engines)))
         self._last_slots: dict[int, int] = {}  # by environment: the slot of its last state before it is truncated
         self._first_row: Rows | None = None
+
+    @property
+    def episode(self) -> OneEpisode:
+        """Where the only environment is; may be replaced between two batches."""
+        return OneEpisode(self._first_row, bool(self._to_reset), self._last_slots.get(0))
+
+    @episode.setter
+    def episode(self, episode: OneEpisode) -> None:
+        self._first_row, self._to_reset = episode.row, [0] if episode.must_reset else []
+        self._last_slots = {} if episode.left is None else {0: episode.left}
 
     def collect(self, steps: int, *, random_steps: int) -> RolloutResult:
         batch = _StepBuffer(self._empty_observations(steps), len(self._engines))

@@ -32,6 +32,7 @@ from engram.collectors.rollout import (
 )
 from engram.collectors.settings import CollectorSettings, Device, storage_ndim
 from engram.collectors.stats import EpisodeStats, Throughput
+from engram.collectors.step_rollout import StepRollout
 from engram.collectors.trajectories import EpisodeSteps, StepTags, TrajectoryAssembler, waiting_steps
 from engram.collectors.utils import split_trajectories
 from engram.collectors.vector_rollout import VectorRollout
@@ -115,7 +116,10 @@ class _Choice(NamedTuple):
         if engines is not None and is_cpu(env.device):
             if clock is not None:
                 engines = [TimedEnv(engine, clock, i) for i, engine in enumerate(engines)]
-            return GymRollout(env, engines, self.policy, self.tags, max_frames_per_traj=max_frames)
+            rollout = GymRollout(env, engines, self.policy, self.tags, max_frames_per_traj=max_frames)
+            if env.batch_size:
+                return rollout
+            return StepRollout(env, engines[0], self.policy, self.tags, rollout, max_frames_per_traj=max_frames)
         return None
 
     def with_deferred_transforms(self, env: Any, max_frames: int | None) -> Rollout | None:

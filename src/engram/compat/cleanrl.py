@@ -110,7 +110,7 @@ class ReplayBuffer:
             infos: looked at with `handle_timeout_termination` only: a list of one dict for each environment, or the
                 dict of arrays that gymnasium's vector environments give.
         """
-        truncated = np.zeros(self.n_envs, np.bool_)
+        truncated = None
         if self.handle_timeout_termination:
             truncated = truncations([infos] if isinstance(infos, dict) else infos, self.n_envs)
         self.rows.add(obs, next_obs, action, reward, done, truncated)
@@ -127,15 +127,13 @@ class ReplayBuffer:
             ValueError: nothing is stored.
         """
         times = np.random.randint(0, self.size(), size=batch_size)
-        envs = np.random.randint(0, high=self.n_envs, size=(batch_size,))
-        batch = self.rows.read(times, envs)
-        following = batch["next"]
+        batch = self.rows.transitions(self.rows.draw_environments(times))
         return ReplayBufferSamples(
-            self._on_device(batch["observation"]),
-            batch["action"].to(self.device),
-            self._on_device(following["observation"]),
-            following["terminated"].float().to(self.device),
-            following["reward"].to(self.device),
+            self._on_device(batch.observation),
+            batch.action.to(self.device),
+            self._on_device(batch.next_observation),
+            batch.terminated.to(self.device),
+            batch.reward.to(self.device),
         )
 
     def _on_device(self, obs: Any) -> Any:

@@ -370,8 +370,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     @property
     def column_writer(self) -> BatchWriter | None:
         """What collectors write columns with, of which no batch is made; None where `extend` was replaced."""
-        extend: Any = type(self).extend
-        return self._parts.batch_writer if extend is self._own_extend and "extend" not in vars(self) else None
+        kind: Any = type(self)
+        return self._parts.batch_writer if kind.extend is kind._own_extend and "extend" not in vars(self) else None
 
     def flush_transforms(self) -> Tensor:
         """Writes the steps that transforms hold back; returns their indices as `extend` does, none if none waited.
