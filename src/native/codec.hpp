@@ -193,6 +193,7 @@ class Codec {
   // As `check_without`, of the leaves of a batch in the order of the layout; what stands for leaf `own` is ignored.
   bool check_columns(Plan& plan, PyObject* columns, int batch_dims, int time_dim, std::optional<size_t> own) const {
     if (!PyList_CheckExact(columns)) return false;
+    plan.codec = number_;
     plan.scalars.reserve(scalars_reserved_), plan.leaves.reserve(sources()), plan.keep.reserve(leaves_.size());
     for (size_t k = 0; k < leaves_.size(); ++k) {
       if (PyList_Size(columns) != static_cast<Py_ssize_t>(leaves_.size())) return false;  // also if taking one changed it

@@ -150,6 +150,7 @@ inline bool push_columns(Store& store, const Codec& codec, uint64_t lane, nb::ha
   Plan plan;
   if (!codec.check_columns(plan, columns.ptr(), batch_dims, time_dim, own)) return false;
   if (plan.steps == 0 || plan.envs != store.geometry().envs) return false;
+  check_border(store, plan);
   return !append_checked(store, lane, plan, own, with_env, false).is_none();
 }
 

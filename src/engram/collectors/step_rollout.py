@@ -52,7 +52,7 @@ class StepRollout:
         self._keys = {leaf.key for leaf in engine.leaves}
         self._codec = codec if isinstance(codec, ArrayCodec) else None  # None: an action is more than one array
         self._check, self._decode = action_check(codec), codec.decode_one
-        self._known = self._known_action(codec)
+        self._known, self._action_shape = self._known_action(codec), codec.spec.shape
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
         self._random = RandomActions(random, codec, env.batch_size, tags.weights)
         self.restart()
@@ -153,8 +153,9 @@ class StepRollout:
 
     def _raw_of(self, action: Any, number: int, *, is_first: bool) -> Any:
         """The raw form of the action of a step. Raises ValueError for one that is not of the environment's space."""
-        try:
-            raw = self._known(action) if not is_first or self._check.accepts(action) else None  # the shape, too
+        try:  # of the first the shape is compared, too
+            fits = not is_first or (type(action) is Tensor and action.shape == self._action_shape)
+            raw = self._known(action) if fits else None
         except Exception:
             raw = None
         if raw is None:
@@ -227,7 +228,7 @@ class _Window:
     """
 
     def __init__(self, leaves: list[SpaceLeaf], codec: ArrayCodec, first_row: list[Array] | None) -> None:
-        self._leaves, self._codec = [(leaf, leaf.codec.is_plain) for leaf in leaves], codec
+        self._leaves, self._codec = [(leaf, _is_raw(leaf.codec)) for leaf in leaves], codec
         step = sum(leaf.codec.raw_dtype.itemsize * math.prod(leaf.codec.raw_shape) for leaf in leaves)
         self.room = max(FEW_STEPS, min(WINDOW_STEPS, WINDOW_BYTES // max(1, step)))
         self.stop = 0  #: the slot of the next step
@@ -239,7 +240,7 @@ class _Window:
         self.dtype = first.raw_dtype if takes_any_value else None  # None: several arrays, or `put` compares values
         self.shape = first.raw_shape
         self.rows = {leaf.key: _rows(leaf, array) for leaf, array in zip(leaves, self._observations, strict=True)}
-        self.actions, self._has_plain_actions = np.empty((self.room, *codec.raw_shape), codec.raw_dtype), codec.is_plain
+        self.actions, self._has_plain_actions = np.empty((self.room, *codec.raw_shape), codec.raw_dtype), _is_raw(codec)
         self._rewards = np.empty((self.room, 1), np.float32)
         self._done, self._terminated, self._truncated = (np.zeros((self.room, 1), np.bool_) for _ in range(3))
         self._outcomes = {
@@ -296,8 +297,14 @@ class _Window:
         return before, after, outcomes
 
 
+def _is_raw(codec: ArrayCodec) -> bool:
+    """Whether a tensor has the very numbers of the raw array."""
+    is_choice = isinstance(codec, DiscreteCodec) and codec.spec.shape == () and codec.start == 0
+    return codec.is_plain or (is_choice and codec.raw_dtype == np.int64)
+
+
 def _rows(leaf: SpaceLeaf, array: Array) -> Callable[[int], Tensor]:
     """A function from a slot to the observation that is stored there."""
-    if leaf.codec.is_plain:
+    if _is_raw(leaf.codec):
         return torch.from_numpy(array).unbind(0).__getitem__  # views: a third of the cost of one index each
     return lambda slot: leaf.codec.encode(array[slot])

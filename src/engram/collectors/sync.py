@@ -37,6 +37,7 @@ from engram.collectors.trajectories import EpisodeSteps, StepTags, TrajectoryAss
 from engram.collectors.utils import split_trajectories
 from engram.collectors.vector_rollout import VectorRollout
 from engram.data import ReplayBuffer
+from engram.data.replay_buffers.buffers.batch_writer import ColumnRows
 from engram.envs.base import EnvBase, mark_truncated, with_time_named
 from engram.envs.engines import Autoreset, HasEngines
 from engram.envs.from_torchrl import as_env
@@ -349,6 +350,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         self.pre_collect_hook, self.post_collect_hook = pre_collect_hook, post_collect_hook
         self._compile_policy, self._cudagraph_policy = compile_policy, cudagraph_policy
         self._failure: BaseException | None = None  # to be raised before anything else is collected
+        self._no_grad = torch.no_grad()
         self.set_truncated, self._waits_for_copies = set_truncated, not no_cuda_sync
         self._trajs_per_batch, self._assembler = trajs_per_batch or 0, TrajectoryAssembler()
         self.traj_format = traj_format or "padded"
@@ -435,9 +437,12 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         policy raised: at once where nothing was stepped before or the rows went into the replay buffer, else in the
         call after the one that handed them out.
         """
-        self._refuse_beside_background()
-        self._refuse_if_shut_down()
-        self._raise_failure()
+        if self._background is not None:
+            self._refuse_beside_background()
+        if self.is_shut_down:
+            self._refuse_if_shut_down()
+        if self._failure is not None:
+            self._raise_failure()
         try:
             batch = self._next_batch()
         except BaseException as error:
@@ -545,8 +550,12 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         if self._rollout.is_random:  # no policy: the switches would cost as much as four steps of CartPole
             return self._rollout.collect(self._steps, random_steps=random_steps)
         self._prepare()
-        with self._weights.collecting(), torch.no_grad(), set_exploration_type(self.exploration_type):
-            return self._rollout.collect(self._steps, random_steps=random_steps)
+        self._weights.begin_batch()
+        try:
+            with self._no_grad, set_exploration_type(self.exploration_type):
+                return self._rollout.collect(self._steps, random_steps=random_steps)
+        finally:
+            self._weights.end_batch()
 
     def reset(self, index: None = None) -> None:
         """Resets every environment before the next batch; trajectories that have not ended are left unfinished.
@@ -824,9 +833,8 @@ class BufferWriter:
     def __init__(self, replay_buffer: ReplayBuffer[Any]) -> None:
         self.replay_buffer = replay_buffer
         self._needs_seam = True
-        self._places: tuple[Any, ColumnPlaces] | None = (
-            None  # a layout of the storage, and where columns have its leaves
-        )
+        self._rows: ColumnRows | None = None  # those that were written last
+        self._places = ColumnPlaces(())  # where columns are, in their order
 
     def restart(self) -> None:
         """Marks a seam before the next batch: it continues nothing that was written before."""
@@ -852,20 +860,19 @@ class BufferWriter:
 
     def _append_columns(self, steps: Steps) -> bool:
         """Writes columns, if there are some and the buffer takes them; else nothing was written."""
-        writer = self.replay_buffer.column_writer
-        layout = None if writer is None else writer.layout
-        if writer is None or layout is None:
+        rows = self.replay_buffer.column_rows
+        if rows is None:
             return False
-        if self._places is None or self._places[0] is not layout:
-            self._places = layout, ColumnPlaces([leaf.path for leaf in layout.leaves], writer.index_path)
-        columns = steps.columns(self._places[1])
+        if self._rows is not rows:
+            self._rows, self._places = rows, ColumnPlaces(rows.paths, rows.index_path)
+        columns = steps.columns(self._places)
         if columns is None:
             return False
-        dims, ndim = len(steps.shape), writer.ndim
-        if dims != ndim:
-            lead = (-1,) if ndim == 1 else (-1, steps.shape[-1])
+        dims = len(steps.shape)
+        if dims != rows.ndim:
+            lead = (-1,) if rows.ndim == 1 else (-1, steps.shape[-1])
             columns = [None if column is None else column.reshape(*lead, *column.shape[dims:]) for column in columns]
-        return writer.append_columns(columns)
+        return rows.append(columns)
 
 
 class OtherBufferWriter(BufferWriter):

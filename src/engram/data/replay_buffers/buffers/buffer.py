@@ -27,7 +27,7 @@ from engram._generator import Generator, is_state
 from engram._system import set_state, state_of
 from engram._text import warn_user
 from engram.checkpoint.protocols import StorageCheckpointerBase
-from engram.data.replay_buffers.buffers.batch_writer import BatchWriter
+from engram.data.replay_buffers.buffers.batch_writer import ColumnRows
 from engram.data.replay_buffers.buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
 from engram.data.replay_buffers.buffers.dataset import BatchDataset
 from engram.data.replay_buffers.buffers.delayed import delay, is_delayed
@@ -368,10 +368,11 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     _own_extend: ClassVar[Any] = extend
 
     @property
-    def column_writer(self) -> BatchWriter | None:
-        """What collectors write columns with, of which no batch is made; None where `extend` was replaced."""
+    def column_rows(self) -> ColumnRows | None:
+        """For collectors: rows to which columns are appended as they are; None where `extend` does more than that."""
         kind: Any = type(self)
-        return self._parts.batch_writer if kind.extend is kind._own_extend and "extend" not in vars(self) else None
+        extends_plainly = kind.extend is kind._own_extend and "extend" not in vars(self)
+        return self._parts.batch_writer.column_rows if extends_plainly else None
 
     def flush_transforms(self) -> Tensor:
         """Writes the steps that transforms hold back; returns their indices as `extend` does, none if none waited.
