@@ -14,6 +14,7 @@
 #include "bind_store.hpp"
 #include "bind_testing.hpp"
 #include "fork_page.hpp"
+#include "frames.hpp"
 #include "items.hpp"
 #include "n_step.hpp"
 #include "owner_watch.hpp"
@@ -50,6 +51,7 @@ NB_MODULE(_native, m) {
   bind_priorities(m);
   bind_ranks(m);
   bind_trajectories(m);
+  bind_frames(m);
   bind_atomics(m);
   bind_owner_watch(m);
   bind_fork_page(m);

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from engram._advice import advised
@@ -50,7 +49,7 @@ from engram.envs.policies import (
     as_policy,
     compiled_policy,
     cudagraph_policy,
-    is_hooked,
+    module_keys,
     observation_keys,
     set_exploration_type,
 )
@@ -207,13 +206,8 @@ def _keys_used_by(policy: TensorDictPolicy) -> set[Any] | None:
         return set()
     if isinstance(policy, ObservationPolicy):
         return set(policy.in_keys)
-    module = policy.function if isinstance(policy, CallablePolicy) else None
-    if not isinstance(module, TensorDictModuleBase):
-        return None
-    members = [m for m in module.modules() if isinstance(m, TensorDictModuleBase)]
-    if any(type(m).__module__.split(".")[0] != "tensordict" or is_hooked(m) for m in members):
-        return None  # a class of another package may read more than its keys
-    return {*module.in_keys, *module.out_keys}
+    keys = module_keys(policy)
+    return None if keys is None else {*keys.read, *keys.written}
 
 
 ROWS_FOR_TRAJECTORIES = 32  # stepped at a time with `trajs_per_batch`, where `frames_per_batch` is not given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -18,9 +18,10 @@ from engram.collectors.action_sources import (
     TensorDictActions,
     skipping,
 )
+from engram.collectors.output_columns import OutputColumns
 from engram.collectors.rollout import RolloutResult, StepColumns, Steps
 from engram.collectors.trajectories import StepTags
-from engram.envs.base import FrameIndex, stack_steps
+from engram.envs.base import FrameIndex
 from engram.envs.codecs import (
     BOOL,
     DOUBLE,
@@ -65,9 +66,9 @@ class VectorRollout:
         self.is_random = isinstance(policy, RandomPolicy)
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
         self._random = RandomActions(random, self._codec, self._batch_size, tags.weights)
-        self._log = StepLog(engine.n, engine.leaves, space_leaves(engine.action, ("action",)))
+        self._log = StepLog(engine.n, engine.leaves, space_leaves(engine.action, ("action",)), self._device)
         self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, tags.weights, self._device)
-        self._tensordict_actions.start(self._log, self._log.store_outputs)
+        self._tensordict_actions.start(self._log, self._log)
         self.restart()
 
     def restart(self) -> None:
@@ -131,7 +132,7 @@ class VectorRollout:
         direct = as_observation_policy(self._policy)  # looked up again for each batch: hooks come and go
         if direct is not None and set(direct.in_keys) <= {*self._log.keys}:
             size, weights, device = self._batch_size, self._tags.weights, self._device
-            return ModuleActions(direct, self._codec, size, weights, device, self._log, self._log.store_outputs)
+            return ModuleActions(direct, self._codec, size, weights, device, self._log, self._log)
         return self._tensordict_actions
 
     def _chosen(self, source: ActionSource, calls: int) -> Iterator[Any]:
@@ -269,7 +270,8 @@ class StepLog:
     over the latter, the last observation of the episode is kept apart. All arrays are copied at once.
     """
 
-    def __init__(self, n: int, leaves: list[SpaceLeaf], actions: list[SpaceLeaf]) -> None:
+    def __init__(self, n: int, leaves: list[SpaceLeaf], actions: list[SpaceLeaf], device: torch.device | None) -> None:
+        self._outputs = OutputColumns(torch.Size((n,)), device)  # of the policy, besides the action
         self._n, self._leaves, self._action_leaves = n, leaves, actions
         codec, is_single = leaves[0].codec, len(leaves) == 1 and not leaves[0].path
         # None: there are several arrays, or their values must be checked.
@@ -289,8 +291,7 @@ class StepLog:
         self._terminated: list[bytes] = []
         self._truncated: list[bytes] = []
         self._last_of_episodes: list[_LastObservations] = []
-        self._outputs: list[TensorDictBase | None] = []  # of the policy, besides the action
-        self._next_outputs: TensorDictBase | None = None
+        self._outputs.clear()
         self._versions: list[int] = []
         self._version = 0
         self._dropped = 0
@@ -340,9 +341,11 @@ class StepLog:
         """Adds the raw actions `[calls, n, ...]` of the next calls, where an action is one array."""
         self._actions[0].extend(np.array(actions, self._action_leaves[0].codec.raw_dtype, order="C"))
 
-    def store_outputs(self, outputs: TensorDictBase) -> None:
-        """Stores what the policy writes besides the action of the next call; a second time replaces the first."""
-        self._next_outputs = outputs
+    def store_outputs(self, outputs: Mapping[str, Any]) -> None:
+        self._outputs.put(self._calls, outputs)
+
+    def store_tensordict(self, outputs: TensorDictBase, reason: str) -> None:
+        self._outputs.put_tensordict(self._calls, outputs, reason)
 
     def note_version(self, version: int) -> None:
         """Notes the version of the weights that choose the actions from the next call on."""
@@ -368,8 +371,6 @@ class StepLog:
         self._terminated.append(terminated.tobytes())
         self._truncated.append(truncated.tobytes())
         self._versions.append(self._version)
-        self._outputs.append(self._next_outputs)
-        self._next_outputs = None
         if last is not None:
             self._last_of_episodes.append(_LastObservations(self._last_call + 1, *last))
         self._uncounted.append(reward.tobytes())  # last: a call with rewards is whole
@@ -400,7 +401,11 @@ class StepLog:
 
     @property
     def _last_call(self) -> int:
-        return self._dropped + len(self._rewards) + len(self._uncounted) - 1
+        return self._dropped + self._calls - 1
+
+    @property
+    def _calls(self) -> int:
+        return len(self._rewards) + len(self._uncounted)
 
     def last_ends(self) -> Array:
         """Whether the last call ended the episode of each environment, bool `[n]`."""
@@ -473,13 +478,11 @@ class StepLog:
         window.reward = _rows(self._rewards, len(self._rewards) * n, np.float32, 1).take(slots, 0)
         window.terminated = _rows(self._terminated, len(self._terminated) * n, np.bool_, 1).take(slots, 0)
         window.truncated = _rows(self._truncated, len(self._truncated) * n, np.bool_, 1).take(slots, 0)
-        some = next((outputs for outputs in self._outputs if outputs is not None), None)
-        if some is not None:
-            by_call = [some.empty() if outputs is None else outputs for outputs in self._outputs]
-            window.policy_outputs = stack_steps(by_call, 0).reshape(-1)[torch.from_numpy(slots)]
+        window.policy_outputs = self._outputs.at(torch.from_numpy(slots), self._calls)
 
     def _drop(self, calls: int) -> None:
-        flat: list[list[Any]] = [self._rewards, self._terminated, self._truncated, self._outputs]
+        self._outputs.drop(calls)
+        flat: list[list[Any]] = [self._rewards, self._terminated, self._truncated]
         for column in (*self._shown, *self._actions, *flat):
             del column[:calls]
         self._versions = self._versions[calls:]  # the window has the old list

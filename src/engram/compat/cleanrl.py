@@ -214,6 +214,7 @@ class PrioritizedReplayBuffer:
         self.obs_shape = tuple(obs_shape)
         self.device = torch.device(device)
         self._dtype = np.dtype(observation_dtype)
+        self._shapes = self.obs_shape, (1, *self.obs_shape)
         self._episode = _RunningEpisode(n_step, gamma)
         self.sampler = PrioritizedSampler(None, alpha, beta, eps)
         self.buffer: TensorDictReplayBuffer[Any] = TensorDictReplayBuffer(
@@ -293,17 +294,19 @@ class PrioritizedReplayBuffer:
             IndexError: there is no such slot.
             ValueError: a priority is NaN or infinite, or there is not one for each. Nothing is changed.
         """
-        magnitudes = torch.as_tensor(priorities).abs().reshape(-1)
-        self.buffer.update_priority(torch.as_tensor(indices), magnitudes)
+        magnitudes = torch.as_tensor(priorities, device="cpu").detach().abs().reshape(-1)
+        self.buffer.update_priority(torch.as_tensor(indices, device="cpu"), magnitudes)
 
     def _observation(self, name: str, value: Any) -> npt.NDArray[Any]:
         """One observation as it is stored: `obs_shape`."""
-        array = np.asarray(value)
-        if array.shape not in (self.obs_shape, (1, *self.obs_shape)):
-            raise ValueError(f"{name} must have shape {self.obs_shape} or {(1, *self.obs_shape)}, got {array.shape}")
-        if not np.can_cast(array.dtype, self._dtype, "same_kind"):
-            raise TypeError(f"{name} is {array.dtype}, the buffer stores {self._dtype}: set observation_dtype")
-        return array.astype(self._dtype, copy=False).reshape(self.obs_shape)
+        array = value if isinstance(value, np.ndarray) else np.asarray(value)
+        if array.shape not in self._shapes:
+            raise ValueError(f"{name} must have shape {self._shapes[0]} or {self._shapes[1]}, got {array.shape}")
+        if array.dtype != self._dtype:
+            if not np.can_cast(array.dtype, self._dtype, "same_kind"):
+                raise TypeError(f"{name} is {array.dtype}, the buffer stores {self._dtype}: set observation_dtype")
+            array = array.astype(self._dtype)
+        return array.reshape(self.obs_shape)
 
 
 class _Start:
@@ -353,7 +356,9 @@ class _RunningEpisode:
 
 def _single(name: str, value: Any) -> Any:
     """The one number in a value of one environment."""
-    array = np.asarray(value)
+    if type(value) is bool:
+        return value
+    array = value if isinstance(value, np.ndarray) else np.asarray(value)
     if array.size != 1:
         raise ValueError(f"{name} must be one number, that of one environment, got shape {array.shape}")
     return array.item()
