@@ -165,14 +165,13 @@ class StepRollout:
 
     def _known_action(self, codec: Any) -> Callable[[Any], Any]:
         """A function that gives the raw form of an action, and None, or raises, for one that needs a closer look."""
-        accepts, array_of = self._check.accepts, self._check.array_of
-        if not isinstance(codec, ArrayCodec) or (isinstance(codec, DiscreteCodec) and not codec.has_tables):
-            return lambda action: codec.decode_one(action) if accepts(action) else None
-        if isinstance(codec, DiscreteCodec):
+        if isinstance(codec, DiscreteCodec) and codec.has_tables:
             return codec.known_action
+        if not isinstance(codec, ArrayCodec) or isinstance(codec, DiscreteCodec):
+            return lambda action: codec.decode_one(action) if self._check.accepts(action) else None
 
         def known(action: Any) -> Any:
-            array = array_of(action)
+            array = self._check.array_of(action)
             return None if array is None else codec.raw_of(array)
 
         return known
