@@ -862,9 +862,9 @@ class BufferWriter:
         columns = steps.columns(self._places)
         if columns is None:
             return False
-        dims = len(steps.shape)
+        dims, frames = len(steps.shape), steps.shape.numel()
         if dims != rows.ndim:
-            lead = (-1,) if rows.ndim == 1 else (-1, steps.shape[-1])
+            lead = (frames,) if rows.ndim == 1 else (frames // steps.shape[-1], steps.shape[-1])
             columns = [None if column is None else column.reshape(*lead, *column.shape[dims:]) for column in columns]
         return rows.append(columns)
 

@@ -104,8 +104,8 @@ class ColumnRows:
         """Writes a batch behind the newest row. False: nothing was written, because it is not of this layout, ..."""
         storage = self._storage
         with storage.mutex:
-            push = storage.native.push_columns
-            if push is None or storage.layout is not self.layout:
+            push, layout = storage.native.push_columns, storage.layout
+            if push is None or layout is not self.layout:
                 return False
             return push(columns, self.ndim, self._time_dim, self._index_key)
 
@@ -152,16 +152,13 @@ class BatchWriter:
     @property
     def column_rows(self) -> ColumnRows | None:
         """The rows to which columns can be appended as they are; None where `write` does more than that."""
-        given, native = self.priorities, self._storage.native
-        push = native.push_columns
-        if push is None or not self.pushes or self.transform.transforms:
+        given, layout = self.priorities, self._storage.layout
+        if layout is None or not self.pushes or self.transform.transforms or self._storage.native.push_columns is None:
             return None
         if given is not None and given.are_stored():
             return None
         rows = self._column_rows
-        if rows is None or rows.layout is not self._storage.layout:
-            layout = self._storage.layout
-            assert layout is not None
+        if rows is None or rows.layout is not layout:
             rows = self._column_rows = ColumnRows(self._storage, layout, self._time_dim, self._writer.index_key)
         return rows
 

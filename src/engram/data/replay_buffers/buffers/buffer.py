@@ -298,6 +298,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     _entries: Entries | None = None  # that batches get at their root
     _make_default_writer: Callable[[], Writer] = RoundRobinWriter
     _is_shut_down = False
+    _extends_plainly: ClassVar[bool] = True  # by the library's own `extend`
     _copied_as: ClassVar[Mapping[str, Any]] = {
         **dict.fromkeys(("_parts", "_iteration", "_is_shut_down"), LEFT_OUT),
         "_handed_out": Computed(lambda buffer: BatchCount()),
@@ -365,14 +366,11 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         index: Tensor = writes.write(data, single=False, update_priority=update_priority)
         return index
 
-    _own_extend: ClassVar[Any] = extend
-
     @property
     def column_rows(self) -> ColumnRows | None:
         """For collectors: rows to which columns are appended as they are; None where `extend` does more than that."""
-        kind: Any = type(self)
-        extends_plainly = kind.extend is kind._own_extend and "extend" not in vars(self)
-        return self._parts.batch_writer.column_rows if extends_plainly else None
+        plainly = self._extends_plainly and "extend" not in vars(self)
+        return self._parts.batch_writer.column_rows if plainly else None
 
     def flush_transforms(self) -> Tensor:
         """Writes the steps that transforms hold back; returns their indices as `extend` does, none if none waited.
@@ -1084,6 +1082,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     # ---- copies: what `pickle` and `copy` make; what is sent to a process travels by `__getstate__` ----
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        definer = next(vars(kind) for kind in cls.__mro__ if "extend" in vars(kind))
+        cls._extends_plainly = bool(definer.get("_extends_plainly"))
         pickle_by_state(cls, _check_sending)
 
     def _copy_form(self) -> CopyForm:
