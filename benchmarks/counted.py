@@ -26,7 +26,7 @@ from benchmarks.collect import FRAMES_PER_BATCH, Greedy
 from benchmarks.data import cartpole
 from engram.collectors import SyncDataCollector
 from engram.compat import cleanrl
-from engram.compat.transitions import TransitionRows
+from engram.compat.transitions import TransitionRows, powers
 from engram.data import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -101,8 +101,9 @@ def _adapters() -> Iterator[tuple[str, Call, int]]:
     for name, (envs, space) in kinds.items():
         rows = TransitionRows(ADAPTED // envs, envs, space, spaces.Discrete(2))
         yield from _written(f"SB3 adapter's rows, {name}", rows, (*_step(envs, space), np.zeros(envs, np.bool_)))
-        yield f"SB3 adapter's rows, {name}: {BATCH} of them", lambda rows=rows: rows.transitions(slots), CALLS
-    yield f"SB3 adapter's rows, {name}: 3 steps of {BATCH}", lambda: rows.n_steps(slots, 3), CALLS
+        yield f"SB3 adapter's rows, {name}: sample({BATCH})", _sampling(rows), CALLS
+    discounts = powers(0.99, 3)
+    yield f"SB3 adapter's rows, {name}: 3 steps of {BATCH}", lambda: rows.n_steps(slots, discounts), CALLS
 
 
 def _written(name: str, rb: Any, step: tuple[Any, ...]) -> Iterator[tuple[str, Call, int]]:
@@ -110,6 +111,10 @@ def _written(name: str, rb: Any, step: tuple[Any, ...]) -> Iterator[tuple[str, C
     for _ in range(ADAPTED):
         rb.add(*step)
     yield f"{name}: add", lambda: rb.add(*step), CALLS
+
+
+def _sampling(rows: TransitionRows) -> Call:
+    return lambda: rows.transitions(rows.draw(BATCH))
 
 
 def _step(envs: int, space: Any = BOX) -> tuple[Any, ...]:

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
+from benchmarks.cases import BY_HAND
 from benchmarks.programs.shares import Parts, measured_parts
 
-BY_HAND, ENGRAM = "by hand", "engram"
+ENGRAM = "engram"
 PEERS = {"torchrl": "torchrl", "tianshou": "tianshou", "stable-baselines3": "sb3"}
 
 

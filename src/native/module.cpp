@@ -17,6 +17,7 @@
 #include "frames.hpp"
 #include "items.hpp"
 #include "n_step.hpp"
+#include "numpy_random.hpp"
 #include "owner_watch.hpp"
 #include "push.hpp"
 #include "shared_atomics.hpp"
@@ -46,6 +47,7 @@ NB_MODULE(_native, m) {
   bind_batches(m);
   bind_push(m);
   bind_n_step(m);
+  bind_numpy_random(m);
   bind_items(m);
   bind_episodes(m);
   bind_priorities(m);
