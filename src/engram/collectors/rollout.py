@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram.collectors.output_columns import OutputsWay
 from engram.collectors.stats import EpisodeStats
 from engram.collectors.trajectories import EpisodeSteps, StepTags
 from engram.envs.action_checks import EntriesCheck
@@ -82,6 +83,10 @@ class Rollout(Protocol):
 
     is_random: bool
 
+    @property
+    def outputs_way(self) -> OutputsWay:
+        """How the outputs of the policy got into the last batch."""
+
     def collect(self, steps: int, *, random_steps: int) -> RolloutResult:
         """The next steps `[*batch_size, steps]`; the first `random_steps` of each environment have random actions."""
 
@@ -105,6 +110,7 @@ class TensorDictRollout:
         reset_when_done: bool = True,
     ) -> None:
         self.is_random = False  # whatever the policy: the environment may hold one
+        self.outputs_way = OutputsWay("tensordicts", "the environment is stepped through its TensorDict interface")
         self._env = env
         self._tags = tags
         self._policy, self._weights = policy, tags.weights

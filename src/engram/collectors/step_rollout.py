@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.collectors.action_sources import RandomActions
 from engram.collectors.gym_rollout import GymRollout, OneEpisode
-from engram.collectors.output_columns import OutputColumns
+from engram.collectors.output_columns import OutputColumns, OutputsWay
 from engram.collectors.rollout import RolloutResult, StepColumns, Steps
 from engram.collectors.trajectories import StepTags
 from engram.envs.codecs import Array, ArrayCodec, DiscreteCodec, Rewards, SpaceLeaf, flag_of, rewards_of
@@ -54,8 +55,13 @@ class StepRollout:
         self._check, self._decode = action_check(codec), codec.decode_one
         self._known, self._action_shape = self._known_action(codec), codec.spec.shape
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
+        self._outputs_way = OutputsWay("columns")
         self._random = RandomActions(random, codec, env.batch_size, tags.weights)
         self.restart()
+
+    @property
+    def outputs_way(self) -> OutputsWay:
+        return self._general.outputs_way if self._window is None else self._outputs_way
 
     def restart(self) -> None:
         self._general.restart()
@@ -181,7 +187,7 @@ class StepRollout:
         shape = torch.Size((len(rewards),))
         done = outcomes["done"].reshape(1, -1)
         tags = self._tags.tag(done, shape, lambda: np.array([batch.versions[: len(rewards)]], np.int64))
-        outputs = batch.outputs_of(len(rewards))
+        self._outputs_way, outputs = batch.outputs_of(len(rewards))
         return StepColumns(before, after, outcomes, tags, outputs, shape=shape, device=self._device, is_kept=False)
 
 
@@ -213,9 +219,11 @@ class _FewSteps:
             self._outputs.put(len(self.rewards), outputs)
         return action
 
-    def outputs_of(self, steps: int) -> Any:
-        """What the policy gave besides the action, a TensorDict `[steps]`; None where it was nothing."""
-        return None if self._outputs is None else self._outputs.take(steps)
+    def outputs_of(self, steps: int) -> tuple[OutputsWay, TensorDictBase | None]:
+        """What the policy gave besides the action, `[steps]`, and how; None where it was nothing."""
+        return (
+            (OutputsWay("columns"), None) if self._outputs is None else (self._outputs.way, self._outputs.take(steps))
+        )
 
 
 class _Window:

@@ -18,7 +18,7 @@ from engram.collectors.action_sources import (
     TensorDictActions,
     skipping,
 )
-from engram.collectors.output_columns import OutputColumns
+from engram.collectors.output_columns import OutputColumns, OutputsWay
 from engram.collectors.rollout import RolloutResult, StepColumns, Steps
 from engram.collectors.trajectories import StepTags
 from engram.envs.base import FrameIndex
@@ -69,6 +69,7 @@ class VectorRollout:
         self._log = StepLog(engine.n, engine.leaves, space_leaves(engine.action, ("action",)), self._device)
         self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, tags.weights, self._device)
         self._tensordict_actions.start(self._log, self._log)
+        self.outputs_way = OutputsWay("columns")
         self.restart()
 
     def restart(self) -> None:
@@ -227,6 +228,7 @@ class VectorRollout:
     def _steps_of(self, window: StepWindow, steps: int) -> Steps:
         shape = torch.Size((self._engine.n, steps))
         done = window.terminated | window.truncated
+        self.outputs_way = window.outputs_way
         outcomes = {
             "reward": window.reward,
             "done": done,
@@ -478,6 +480,7 @@ class StepLog:
         window.reward = _rows(self._rewards, len(self._rewards) * n, np.float32, 1).take(slots, 0)
         window.terminated = _rows(self._terminated, len(self._terminated) * n, np.bool_, 1).take(slots, 0)
         window.truncated = _rows(self._truncated, len(self._truncated) * n, np.bool_, 1).take(slots, 0)
+        window.outputs_way = self._outputs.way
         window.policy_outputs = self._outputs.at(torch.from_numpy(slots), self._calls)
 
     def _drop(self, calls: int) -> None:
@@ -499,6 +502,7 @@ class StepWindow:
     reward: Array
     terminated: Array
     truncated: Array
+    outputs_way: OutputsWay
 
     def __init__(self, calls: Array, versions: list[int]) -> None:
         self._calls, self._versions = calls, versions
