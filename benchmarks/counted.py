@@ -26,7 +26,7 @@ from benchmarks.collect import FRAMES_PER_BATCH, Greedy
 from benchmarks.data import cartpole
 from engram.collectors import SyncDataCollector
 from engram.compat import cleanrl
-from engram.compat.transitions import TransitionRows
+from engram.compat.transitions import TransitionRows, powers
 from engram.data import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -100,9 +100,9 @@ def _adapters() -> Iterator[tuple[str, Call, int]]:
     kinds = {"1 environment": (1, BOX), "8 environments": (8, BOX), "dict": (1, spaces.Dict(position=BOX, goal=BOX))}
     for name, (envs, space) in kinds.items():
         rows = TransitionRows(ADAPTED // envs, envs, space, spaces.Discrete(2))
-        yield from _written(f"SB3 adapter's rows, {name}", rows, (*_step(envs, space), np.zeros(envs, np.bool_)))
+        yield from _written(f"SB3 adapter's rows, {name}", rows, _step(envs, space))
         yield f"SB3 adapter's rows, {name}: {BATCH} of them", lambda rows=rows: rows.transitions(slots), CALLS
-    yield f"SB3 adapter's rows, {name}: 3 steps of {BATCH}", lambda: rows.n_steps(slots, 3), CALLS
+    yield f"SB3 adapter's rows, {name}: 3 steps of {BATCH}", lambda: rows.n_steps(slots, powers(0.99, 3)), CALLS
 
 
 def _written(name: str, rb: Any, step: tuple[Any, ...]) -> Iterator[tuple[str, Call, int]]:
