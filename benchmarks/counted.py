@@ -100,9 +100,10 @@ def _adapters() -> Iterator[tuple[str, Call, int]]:
     kinds = {"1 environment": (1, BOX), "8 environments": (8, BOX), "dict": (1, spaces.Dict(position=BOX, goal=BOX))}
     for name, (envs, space) in kinds.items():
         rows = TransitionRows(ADAPTED // envs, envs, space, spaces.Discrete(2))
-        yield from _written(f"SB3 adapter's rows, {name}", rows, _step(envs, space))
-        yield f"SB3 adapter's rows, {name}: {BATCH} of them", lambda rows=rows: rows.transitions(slots), CALLS
-    yield f"SB3 adapter's rows, {name}: 3 steps of {BATCH}", lambda: rows.n_steps(slots, powers(0.99, 3)), CALLS
+        yield from _written(f"SB3 adapter's rows, {name}", rows, (*_step(envs, space), np.zeros(envs, np.bool_)))
+        yield f"SB3 adapter's rows, {name}: sample({BATCH})", _sampling(rows), CALLS
+    discounts = powers(0.99, 3)
+    yield f"SB3 adapter's rows, {name}: 3 steps of {BATCH}", lambda: rows.n_steps(slots, discounts), CALLS
 
 
 def _written(name: str, rb: Any, step: tuple[Any, ...]) -> Iterator[tuple[str, Call, int]]:
@@ -110,6 +111,10 @@ def _written(name: str, rb: Any, step: tuple[Any, ...]) -> Iterator[tuple[str, C
     for _ in range(ADAPTED):
         rb.add(*step)
     yield f"{name}: add", lambda: rb.add(*step), CALLS
+
+
+def _sampling(rows: TransitionRows) -> Call:
+    return lambda: rows.transitions(rows.draw(BATCH))
 
 
 def _step(envs: int, space: Any = BOX) -> tuple[Any, ...]:

@@ -12,14 +12,13 @@ from pathlib import Path
 from benchmarks import chart, report
 from benchmarks.cases import BY_HAND
 from benchmarks.libraries import OURS, PEERS
-from benchmarks.report import Document, Row, figure, text_of, times, times_by_hand, times_faster
+from benchmarks.report import Document, Row, figure, text_of, times, times_faster
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "latest.json"
 FRONT_PAGE, RECORDS = ROOT / "README.md", ROOT / "benchmarks" / "README.md"
 BEGIN, END = "<!-- figures: written by python -m benchmarks.publish -->", "<!-- end of figures -->"
 NAMES = {"torchrl": "TorchRL", "tianshou": "tianshou", "stable-baselines3": "Stable-Baselines3", "cpprb": "cpprb"}
-PROGRAM_PEERS = ("stable-baselines3", "torchrl", "tianshou")
 CALLS = {
     "sample_small": "sample 256 of 100,000 steps with 11 keys",
     "extend": "store 64 steps",
@@ -53,7 +52,7 @@ def front_page(document: Document) -> str:
     rows = {row["key"]: row for row in document["rows"]}
     programs = [_program_line(rows[key], name) for key, name in chart.PROGRAMS.items() if key in rows]
     calls = [_call_line(rows[key], name) for key, name in CALLS.items() if key in rows]
-    header = ("CPU time a step of a whole program", BY_HAND, OURS, *(NAMES[peer] for peer in PROGRAM_PEERS))
+    header = ("CPU time a step of a whole program", BY_HAND, OURS, *(NAMES[peer] for peer in report.PROGRAM_PEERS))
     parts = [report.markdown_table(header, programs)] if programs else []
     parts.append(report.markdown_table(("a call", OURS, "TorchRL", "fastest other library"), calls))
     parts.append(_measured_on(document))
@@ -61,12 +60,8 @@ def front_page(document: Document) -> str:
 
 
 def _program_line(row: Row, name: str) -> list[str]:
-    def cell(form: str) -> str:
-        ratio = times_by_hand(row, form)
-        more = "" if ratio is None or form == BY_HAND else f" ({times(ratio)})"
-        return text_of(figure(row, form), row["unit"]) + more
-
-    return [name, *(cell(form) for form in (BY_HAND, OURS, *PROGRAM_PEERS))]
+    by_hand = text_of(figure(row, BY_HAND), row["unit"])
+    return [name, by_hand, *(report.program_figure(row, form) for form in (OURS, *report.PROGRAM_PEERS))]
 
 
 def _call_line(row: Row, name: str) -> list[str]:

@@ -259,14 +259,18 @@ def _own_words(row: Row, name: str, rows: dict[str, Row]) -> str:
 
 def program_cells(row: Row, rows: dict[str, Row]) -> list[str]:
     """The cells of one line of the table of whole programs: CPU time a frame."""
-    ours = times_by_hand(row, OURS)
-    line = [row["title"], text_of(figure(row, BY_HAND), row["unit"])]
-    line += [text_of(figure(row, OURS), row["unit"]) + detail(row, OURS), "" if ours is None else times(ours)]
-    for peer in PROGRAM_PEERS:
-        ratio = times_faster(row, peer)
-        more = f" ({times(ratio)})" if ratio is not None else ""
-        line.append(text_of(figure(row, peer), row["unit"]) + more if peer in row["contenders"] else "")
-    return [*line, *target_cells(aims(row, rows))]
+    forms = [program_figure(row, form) for form in PROGRAM_PEERS]
+    by_hand, ours = (text_of(figure(row, form), row["unit"]) + detail(row, form) for form in (BY_HAND, OURS))
+    ratio = times_by_hand(row, OURS)
+    return [row["title"], by_hand, ours, "" if ratio is None else times(ratio), *forms, *target_cells(aims(row, rows))]
+
+
+def program_figure(row: Row, form: str) -> str:
+    """CPU time a frame, and in brackets how many times as long as by hand that is; empty where it has no such form."""
+    if form not in row["contenders"]:
+        return ""
+    ratio = times_by_hand(row, form)
+    return text_of(figure(row, form), row["unit"]) + ("" if ratio is None else f" ({times(ratio)})")
 
 
 def share_lines(rows: list[Row]) -> list[list[str]]:

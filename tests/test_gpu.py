@@ -20,13 +20,25 @@ from engram.data import (
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
+    ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictReplayBuffer,
     TensorStorage,
 )
 from engram.envs import GymEnv, SerialEnv
-from engram.envs.transforms import MultiStepTransform
+from engram.envs.transforms import (
+    CatFrames,
+    Compose,
+    InitTracker,
+    MultiStepTransform,
+    RewardSum,
+    StepCounter,
+    TransformedEnv,
+    VecNorm,
+)
+from engram.testing import TransformContract
+from transforms import test_contracts
 
 GPU = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -59,6 +71,14 @@ def same(one, other):
     assert {*one.keys(True, True)} == {*other.keys(True, True)}
     for key in one.keys(True, True):
         torch.testing.assert_close(one[key], other[key], rtol=0, atol=0, equal_nan=True)
+    return True
+
+
+def close(one, other):
+    one, other = one.cpu(), other.cpu()
+    assert {*one.keys(True, True)} == {*other.keys(True, True)}
+    for key in one.keys(True, True):
+        torch.testing.assert_close(one[key], other[key], equal_nan=True)
     return True
 
 
@@ -126,6 +146,14 @@ def test_batches_are_prepared_for_a_gpu_while_the_learner_works():
         assert same(batch.exclude("index"), stored[batch["index"].cpu()].exclude("index"))
 
 
+@each("transform", [None, lambda batch: {**batch, "more": batch["more"].to(GPU)}])
+def test_dicts_and_what_is_in_main_memory_beside_a_gpu_are_page_locked(transform):
+    rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=16, pin_memory=True, transform=transform)
+    rb.extend({"pixels": np.zeros((50, 3), np.uint8), "more": np.arange(50)})
+    batch = rb.sample()
+    assert batch["pixels"].is_pinned() and batch["more"].is_cuda == (transform is not None)
+
+
 def test_returns_of_several_steps_are_added_up_on_a_gpu():
     pair = [buffer(device, transform=MultiStepTransform(n_steps=3, gamma=0.5)) for device in ("cpu", GPU)]
     for rb in pair:
@@ -143,6 +171,42 @@ def test_an_adapter_puts_its_batches_on_a_gpu():
         rb.drawn = rb.sample(32)
     for one, other in zip(pair[0].drawn, pair[1].drawn, strict=True):
         assert other.is_cuda and torch.equal(one, other.cpu())
+
+
+# ---- transforms ----
+CONTRACTS = {
+    name: kind
+    for name, kind in vars(test_contracts).items()
+    if name.startswith("Test") and isinstance(kind, type) and issubclass(kind, TransformContract)
+}
+
+
+@each("contract", CONTRACTS)
+def test_a_transform_changes_a_batch_on_a_gpu_as_one_in_main_memory(contract):
+    case = CONTRACTS[contract]()
+    batch = case.batch(12)
+    plain, on_gpu = (case.prepared().forward(batch.clone().to(device)) for device in ("cpu", GPU))
+    assert {leaf.device.type for leaf in on_gpu.values(True, True)} == {GPU}
+    assert close(plain, on_gpu)
+
+
+def alternating(td):
+    return td.set("action", td["step_count"][..., 0] % 2)
+
+
+def test_transforms_of_an_environment_on_a_gpu_change_its_steps_as_in_main_memory():
+    rollouts = []
+    for device in ("cpu", GPU):
+        transform = Compose(
+            InitTracker(), StepCounter(max_steps=20), RewardSum(), CatFrames(3, dim=-1, in_keys=["observation"]),
+            VecNorm(in_keys=["observation"]),
+        )  # fmt: skip
+        env = TransformedEnv(GymEnv("CartPole-v1", categorical_action_encoding=True, device=device), transform)
+        env.set_seed(2)
+        rollouts.append(
+            env.rollout(50, lambda td: td.set("action", td["step_count"][..., 0] % 2), break_when_any_done=False)
+        )
+    assert rollouts[1]["observation"].is_cuda and close(*rollouts)
 
 
 # ---- collectors ----
@@ -165,6 +229,7 @@ def cartpole():
 
 
 def collected(make_env, **settings):
+    torch.manual_seed(7)  # random actions
     collector = SyncDataCollector(make_env, policy(), frames_per_batch=60, **settings)
     collector.set_seed(4)
     with collector:

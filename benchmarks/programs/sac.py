@@ -213,7 +213,7 @@ class Engram:
         return collector.frames
 
 
-ROWS = [Row("program_sac", "SAC, an update each step", Settings(), in_all_forms(ByHand, Engram, "make_sac"), most=1.05)]
+ROWS = [Row("program_sac", "SAC, an update each step", Settings(), in_all_forms(ByHand, Engram, "make_sac"))]
 
 if __name__ == "__main__":
     main(__doc__, ROWS)

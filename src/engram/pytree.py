@@ -429,6 +429,19 @@ def _is_named(item: Any) -> bool:
     return isinstance(item, tuple) and hasattr(item, "_fields")
 
 
+def pinned(batch: Any) -> Any:
+    """The batch with its tensors in page-locked memory; those on a GPU, and what is no tensor, as they are."""
+    if isinstance(batch, Tensor):
+        return batch.pin_memory() if batch.device.type == "cpu" else batch
+    if has_batch_size(batch):
+        return batch.apply(pinned)
+    if isinstance(batch, dict):
+        return {k: pinned(v) for k, v in batch.items()}
+    if isinstance(batch, list | tuple):
+        return _rebuilt(batch, [pinned(v) for v in batch])
+    return batch
+
+
 def move_dim(batch: Any, source: int, target: int) -> Any:
     """The batch with one of its batch dimensions in another place, as `torch.movedim` has it: time, above all."""
     if source == target:

@@ -26,6 +26,9 @@ class OutputsWay(NamedTuple):
     reason: str = ""
 
 
+COLUMNS = OutputsWay("columns")
+
+
 class _Column(NamedTuple):
     """The rows of one entry, `[capacity, *batch_size, ...]`, and the shape of a row."""
 
@@ -62,22 +65,18 @@ class OutputColumns:
 
     def clear(self) -> None:
         """Drops all steps; their memory is not written again."""
-        self._reason = ""  # why the steps are TensorDicts
+        self.way = COLUMNS
+        self._in_columns = True
         self._columns: dict[Any, _Column] = {}
         self._length = 0
         self._steps: list[TensorDictBase | None] = []  # used only after a change to TensorDicts
-
-    @property
-    def way(self) -> OutputsWay:
-        """Whether the steps are in columns now."""
-        return OutputsWay("tensordicts", self._reason) if self._reason else OutputsWay("columns")
 
     def put(self, step: int, outputs: Mapping[str, Any]) -> None:
         """Copies the outputs of a step, the entries of a TensorDict `[*batch_size]` at its root; replaces former ones.
 
         Steps that are left out are zero.
         """
-        if self._reason:
+        if not self._in_columns:
             return self._put_tensordict(step, self._tensordict_of(outputs))
         if step >= self._capacity:
             self._grow(step + 1)
@@ -106,7 +105,7 @@ class OutputColumns:
             return None
         shape, dim = torch.Size((*self._batch_size, steps)), len(self._batch_size)
         try:
-            if self._reason:
+            if not self._in_columns:
                 return self._stacked(steps, dim)
             self._grow(steps)
             found = {k: column.rows[:steps].movedim(0, dim).contiguous() for k, column in self._columns.items()}
@@ -120,7 +119,7 @@ class OutputColumns:
 
         None where there are no outputs.
         """
-        if self._reason:
+        if not self._in_columns:
             stacked = self._stacked(steps, 0)
             return None if stacked is None else stacked.reshape(-1)[slots]
         self._grow(steps)
@@ -190,14 +189,14 @@ class OutputColumns:
         return None if found == before else f"{key!r} was {before} in the steps before, and is {found}"
 
     def _change_to_tensordicts(self, reason: str) -> None:
-        if self._reason:
+        if not self._in_columns:
             return
         columns, batch_size, device = self._columns, self._batch_size, self._device
         self._steps = [
             TensorDict({key: column.rows[t] for key, column in columns.items()}, batch_size, device=device)
             for t in range(self._length)
         ]
-        self._reason, self._columns = reason, {}
+        self.way, self._in_columns, self._columns = OutputsWay("tensordicts", reason), False, {}
 
     def _tensordict_of(self, outputs: Mapping[str, Any]) -> TensorDictBase:
         return TensorDict(dict(outputs), self._batch_size, device=self._device)

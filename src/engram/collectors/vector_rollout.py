@@ -18,8 +18,8 @@ from engram.collectors.action_sources import (
     TensorDictActions,
     skipping,
 )
-from engram.collectors.output_columns import OutputColumns
-from engram.collectors.rollout import RolloutResult, ted_batch
+from engram.collectors.output_columns import OutputColumns, OutputsWay
+from engram.collectors.rollout import RolloutResult, StepColumns, Steps
 from engram.collectors.trajectories import StepTags
 from engram.envs.base import FrameIndex
 from engram.envs.codecs import (
@@ -69,6 +69,7 @@ class VectorRollout:
         self._log = StepLog(engine.n, engine.leaves, space_leaves(engine.action, ("action",)), self._device)
         self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, tags.weights, self._device)
         self._tensordict_actions.start(self._log, self._log)
+        self.outputs_way = OutputsWay("columns")
         self.restart()
 
     def restart(self) -> None:
@@ -83,7 +84,7 @@ class VectorRollout:
         except BaseException as error:
             return self._cut_short(steps, error)
         try:
-            return RolloutResult(self._batch_of(self._log.take(steps), steps))
+            return RolloutResult(self._steps_of(self._log.take(steps), steps))
         except BaseException:
             self.restart()  # half a batch is lost: no trajectory may go on across the gap
             raise
@@ -98,7 +99,7 @@ class VectorRollout:
             steps = min(steps, int(self._log.waiting.min()))
             if steps == 0:
                 raise error
-            return RolloutResult(self._batch_of(self._log.take(steps), steps), error)
+            return RolloutResult(self._steps_of(self._log.take(steps), steps), error)
         finally:
             self.restart()
 
@@ -224,9 +225,10 @@ class VectorRollout:
         self._to_reset[:] = False
         source.reset_envs(envs)
 
-    def _batch_of(self, window: StepWindow, steps: int) -> TensorDictBase:
+    def _steps_of(self, window: StepWindow, steps: int) -> Steps:
         shape = torch.Size((self._engine.n, steps))
         done = window.terminated | window.truncated
+        self.outputs_way = window.outputs_way
         outcomes = {
             "reward": window.reward,
             "done": done,
@@ -234,7 +236,7 @@ class VectorRollout:
             "truncated": window.truncated,
         }
         tags = self._tags.tag(done[..., 0], shape, window.versions)
-        return ted_batch(
+        return StepColumns(
             {**window.before, **window.action},
             window.after,
             outcomes,
@@ -478,6 +480,7 @@ class StepLog:
         window.reward = _rows(self._rewards, len(self._rewards) * n, np.float32, 1).take(slots, 0)
         window.terminated = _rows(self._terminated, len(self._terminated) * n, np.bool_, 1).take(slots, 0)
         window.truncated = _rows(self._truncated, len(self._truncated) * n, np.bool_, 1).take(slots, 0)
+        window.outputs_way = self._outputs.way
         window.policy_outputs = self._outputs.at(torch.from_numpy(slots), self._calls)
 
     def _drop(self, calls: int) -> None:
@@ -499,6 +502,7 @@ class StepWindow:
     reward: Array
     terminated: Array
     truncated: Array
+    outputs_way: OutputsWay
 
     def __init__(self, calls: Array, versions: list[int]) -> None:
         self._calls, self._versions = calls, versions

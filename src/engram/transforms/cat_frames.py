@@ -23,7 +23,7 @@ from engram.pytree import (
     take_rows,
 )
 from engram.specs import Bounded, Spec
-from engram.transforms.base import EnvTransformMixin, Transform, select_reset, to_device
+from engram.transforms.base import EnvTransformMixin, FrameStacks, Transform, select_reset, to_device
 from engram.transforms.env_specs import EnvSpecs, map_spec
 from engram.transforms.trajectory import BatchView, TrajectoryBounds, TrajectoryTransform
 
@@ -114,10 +114,14 @@ class CatFrames(TrajectoryTransform, built_in=True):
         return self.forward(tensordict)
 
     # ---- environments ----
-    _history: dict[Key, list[Tensor]]  #: the last N frames, oldest first
+    _history: dict[Key, list[Tensor]]  #: by out_key: the last N frames, oldest first
 
     def _env_state(self, specs: EnvSpecs) -> dict[str, Any]:
         return {"_history": {}}
+
+    def frame_stacks(self) -> FrameStacks | None:
+        padding = None if self.padding == "same" else self.padding_value
+        return FrameStacks(tuple(self._env_pairs), self.N, self.dim, padding) if type(self) is CatFrames else None
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         for source, _ in self._env_pairs:
@@ -140,8 +144,8 @@ class CatFrames(TrajectoryTransform, built_in=True):
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         for source, target in self._env_pairs:
             frame = fresh.get(source)
-            old = self._history.get(source, [None] * self.N)
-            self._history[source] = [
+            old = self._history.get(target, [None] * self.N)
+            self._history[target] = [
                 select_reset(td, *pair) for pair in zip(self._first_frames(frame), old, strict=True)
             ]
             self._set_frames(fresh, source, target)
@@ -150,9 +154,9 @@ class CatFrames(TrajectoryTransform, built_in=True):
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         for source, target in self._env_pairs:
             frame = following.get(source)
-            history = self._history.get(source)
+            history = self._history.get(target)
             moved = None if history is None else [*(to_device(old, frame.device) for old in history[1:]), frame]
-            self._history[source] = self._first_frames(frame) if moved is None else moved
+            self._history[target] = self._first_frames(frame) if moved is None else moved
             self._set_frames(following, source, target)
         return following
 
@@ -162,7 +166,7 @@ class CatFrames(TrajectoryTransform, built_in=True):
         return [pad] * (self.N - 1) + [frame]
 
     def _set_frames(self, td: TensorDictBase, source: Key, target: Key) -> None:
-        history = self._history[source]
+        history = self._history[target]
         td.set(target, torch.cat(history, self.dim))
         if target != source:
             history[-1] = history[-1].clone()  # the caller holds the same tensor, and may write into it

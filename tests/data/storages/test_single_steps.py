@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 import warnings
 from typing import Any
 
@@ -424,6 +425,15 @@ class TestDrawsOfNumPy:
                 draw_slots_by_numpy(1, times, envs)
         with pytest.raises(AttributeError):
             _native.draw_slots_by_numpy(object(), 1, 1, 1)
+
+    def test_a_thread_that_draws_is_waited_for(self):
+        drawing = threading.Thread(target=draw_slots_by_numpy, args=(5, 10), daemon=True)
+        with np.random.get_bit_generator().lock:
+            drawing.start()
+            drawing.join(0.2)
+            assert drawing.is_alive()
+        drawing.join(300)
+        assert not drawing.is_alive()
 
     def test_a_generator_that_was_put_in_its_place_is_drawn_from(self):
         before = np.random.get_bit_generator()
