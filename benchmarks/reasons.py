@@ -23,7 +23,7 @@ REASONS = {
             "program_pool_8",
             "program_pool_64",
         ],
-        "A collector checks actions and values at each step, numbers trajectories, and stores more columns than the loop "
+        "A collector checks actions and values at each step, numbers trajectories, and stores more columns than a loop "
         "by hand keeps": ["program_dqn", "program_dqn_16"],
         "Batches also have next observations, flags and trajectory ids, and one environment lies after the other": [
             "program_collect_8",
