@@ -19,7 +19,7 @@ from engram.collectors.action_sources import (
     skipping,
 )
 from engram.collectors.output_columns import OutputColumns, OutputsWay
-from engram.collectors.rollout import RolloutResult, ted_batch
+from engram.collectors.rollout import RolloutResult, StepColumns, Steps
 from engram.collectors.trajectories import StepTags
 from engram.envs.base import FrameIndex
 from engram.envs.codecs import (
@@ -84,7 +84,7 @@ class VectorRollout:
         except BaseException as error:
             return self._cut_short(steps, error)
         try:
-            return RolloutResult(self._batch_of(self._log.take(steps), steps))
+            return RolloutResult(self._steps_of(self._log.take(steps), steps))
         except BaseException:
             self.restart()  # half a batch is lost: no trajectory may go on across the gap
             raise
@@ -99,7 +99,7 @@ class VectorRollout:
             steps = min(steps, int(self._log.waiting.min()))
             if steps == 0:
                 raise error
-            return RolloutResult(self._batch_of(self._log.take(steps), steps), error)
+            return RolloutResult(self._steps_of(self._log.take(steps), steps), error)
         finally:
             self.restart()
 
@@ -225,7 +225,7 @@ class VectorRollout:
         self._to_reset[:] = False
         source.reset_envs(envs)
 
-    def _batch_of(self, window: StepWindow, steps: int) -> TensorDictBase:
+    def _steps_of(self, window: StepWindow, steps: int) -> Steps:
         shape = torch.Size((self._engine.n, steps))
         done = window.terminated | window.truncated
         self.outputs_way = window.outputs_way
@@ -236,7 +236,7 @@ class VectorRollout:
             "truncated": window.truncated,
         }
         tags = self._tags.tag(done[..., 0], shape, window.versions)
-        return ted_batch(
+        return StepColumns(
             {**window.before, **window.action},
             window.after,
             outcomes,
