@@ -18,6 +18,7 @@
 #include "owner_watch.hpp"
 #include "push.hpp"
 #include "shared_atomics.hpp"
+#include "step_columns.hpp"
 #include "trajectories.hpp"
 
 namespace nb = nanobind;
@@ -48,6 +49,7 @@ NB_MODULE(_native, m) {
   bind_priorities(m);
   bind_ranks(m);
   bind_trajectories(m);
+  bind_step_columns(m);
   bind_atomics(m);
   bind_owner_watch(m);
   bind_fork_page(m);

@@ -66,6 +66,16 @@ nb::tuple add_episodes(CpuArray<const Reward, 2> reward, CpuArray<const bool, 2>
   return nb::make_tuple(ended.size(), returns, sizes);
 }
 
+// Adds the frames of calls to `waiting` [n]: a call is a frame of each environment that it did not only reset, which `idle` says
+// with one byte for each call and environment, [calls, n].
+inline void count_frames(nb::bytes idle, CpuArray<int64_t, 1> waiting) {
+  const size_t n = waiting.shape(0);
+  if (n == 0 || idle.size() % n != 0) throw nb::value_error("the arrays are not of the same environments");
+  const char* only_reset = idle.c_str();
+  for (size_t at = 0; at < idle.size(); at += n)
+    for (size_t env = 0; env < n; ++env) waiting.data()[env] += !only_reset[at + env];
+}
+
 // Takes the first `steps` waiting frames of each of n environments, oldest first. `idle` has one byte for each call and
 // environment, [calls, n]: whether the call only reset the environment, and so made no frame. `taken` [n] says how many frames
 // of each environment were taken before. Writes the call that made each frame to `taken_calls` [n, steps], and returns how many
@@ -104,6 +114,7 @@ inline void bind_trajectories(nb::module_& m) {
   using namespace nb::literals;
   m.def("number_trajectories", &number_trajectories, "done"_a, "current"_a.noconvert(), "starts"_a.noconvert(), "count"_a,
         "ids"_a.noconvert());
+  m.def("count_frames", &count_frames, "idle"_a, "waiting"_a.noconvert());
   m.def("take_frames", &take_frames, "idle"_a, "taken"_a.noconvert(), "waiting"_a.noconvert(), "calls"_a.noconvert());
   m.def("add_episodes", &add_episodes<float>, "reward"_a.noconvert(), "done"_a, "totals"_a.noconvert(),
         "lengths"_a.noconvert(), "most"_a);
