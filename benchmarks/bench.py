@@ -20,6 +20,7 @@ from rich.console import Console
 from benchmarks import chart, report
 from benchmarks.cases import (
     Result,
+    adapters,
     cartpole,
     checkpoints,
     classic,
@@ -54,6 +55,7 @@ IN_TURNS = {
     "max_value": max_value.groups,
     "resize": resize.groups,
     "classic": classic.groups,
+    "adapters": adapters.groups,
 }
 ALONE = {
     "releases": releases.results,
@@ -78,6 +80,7 @@ TOPICS = {
     "max_value": "Ensembles, the best rows, transforms",
     "resize": "Ensembles, the best rows, transforms",
     "classic": "The classic comparison: 128 steps of a tensor, a dict, a TensorDict",
+    "adapters": "Under other trainers",
     "mapped": "Larger than memory",
     "collect": "Collectors",
     "parallel": "Worker processes",

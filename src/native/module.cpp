@@ -15,6 +15,7 @@
 #include "bind_testing.hpp"
 #include "fork_page.hpp"
 #include "items.hpp"
+#include "n_step.hpp"
 #include "owner_watch.hpp"
 #include "push.hpp"
 #include "shared_atomics.hpp"
@@ -44,6 +45,7 @@ NB_MODULE(_native, m) {
   bind_store(m);
   bind_batches(m);
   bind_push(m);
+  bind_n_step(m);
   bind_items(m);
   bind_episodes(m);
   bind_priorities(m);

@@ -134,6 +134,23 @@ inline nb::object push(Store& store, const Codec& codec, uint64_t lane, nb::hand
   return append_checked(store, lane, plan, own, with_env);
 }
 
+// Appends one time step of all environments, of numpy arrays that are converted to what the rows have (`Codec::check_step`), and
+// makes no index of it. False: nothing was written, for one of the reasons of `push`.
+inline bool push_step(Store& store, const Codec& codec, uint64_t lane, nb::handle step) {
+  if (joined_after_fork()) return false;
+  store.must_be_writable();
+  check_lane(store, lane);
+  check_codec(store, codec);
+  std::vector<nb::object> values;
+  Plan plan;
+  if (!codec.check_step(plan, values, step.ptr(), store.geometry().envs)) return false;
+  check_border(store, plan);
+  const Turn turn(store, lane);
+  if (turn.refused() || store.would_evict(lane, store.lanes.lane(lane).published.load(), 1)) return false;
+  maybe_without_gil(writes_long(store, plan.bytes), [&] { RowWriter(store).append(lane, 1, plan.leaves); });
+  return true;
+}
+
 inline void check_items_of(const Store& store, const Codec& codec, std::optional<size_t> own) {
   store.must_be_writable();
   check_codec(store, codec);
@@ -183,6 +200,7 @@ inline void bind_push(nb::module_& m) {
                 "own: int | None = None) -> torch.Tensor | int | None"));
   m.def("plan_items", &plan_items, "store"_a, "codec"_a, "lane"_a, "items"_a.none(), "batch"_a,
         "own"_a.none() = nb::none(), "index"_a.none() = nb::none());
+  m.def("push_step", &push_step, "store"_a, "codec"_a, "lane"_a, "step"_a.none());
   m.def("push", &push, "store"_a, "codec"_a, "lane"_a, "batch"_a.none(), "batch_dims"_a, "time_dim"_a,
         "own"_a.none() = nb::none(), "float_bits"_a.none() = nb::none(),
         nb::sig("def push(store: Store, codec: Codec, lane: int, batch: object | None, batch_dims: int, time_dim: int, "

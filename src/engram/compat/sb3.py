@@ -14,6 +14,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from engram.compat.transitions import REFUSES_SHARED_OBSERVATIONS, MakeStorage, TransitionRows, truncations
 from engram.data import LazyTensorStorage
+from engram.kernel.rows import Following
 
 
 class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
@@ -107,47 +108,41 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         done: npt.NDArray[Any],
         infos: list[dict[str, Any]],
     ) -> None:
-        handled = self.handle_timeout_termination
-        truncated = truncations(infos, self.n_envs) if handled else np.zeros(self.n_envs, np.bool_)
+        truncated = truncations(infos, self.n_envs) if self.handle_timeout_termination else None
         self.rows.add(obs, next_obs, action, reward, done, truncated)
 
     # ---- reading; `sample` is inherited, and draws ----
     def _get_samples(self, batch_inds: npt.NDArray[Any], env: VecNormalize | None = None) -> Any:
-        envs = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
-        batch = self.rows.read(batch_inds, envs)
-        last, rewards, discounts = batch["next"], batch["next"]["reward"], None
-        if self.n_steps > 1:
-            last_inds, rewards, discounts = self._n_step_returns(batch_inds, envs, env)
-            last = self.rows.read(last_inds, envs)["next"]
-            discounts = discounts.to(self.device)
-        elif env is not None:
-            rewards = torch.from_numpy(self._normalize_reward(rewards.numpy(), env))
-        kind = DictReplayBufferSamples if isinstance(batch["observation"], dict) else ReplayBufferSamples
+        rows = self.rows
+        slots = rows.draw_environments(batch_inds)
+        if self.n_steps == 1:
+            batch, discounts = rows.transitions(slots), None
+            rewards = batch.reward
+            if env is not None:
+                rewards = torch.from_numpy(self._normalize_reward(rewards.numpy(), env))
+        else:
+            following = rows.n_steps(slots, self.n_steps)
+            batch = rows.transitions(slots, following.last)
+            rewards, discounts = map(self.to_torch, self._returns(following, env))
+        kind = DictReplayBufferSamples if isinstance(batch.observation, dict) else ReplayBufferSamples
         return kind(
-            observations=self._on_device(batch["observation"], env),
-            actions=batch["action"].to(self.device),
-            next_observations=self._on_device(last["observation"], env),
-            dones=last["terminated"].float().to(self.device),
-            rewards=rewards.to(self.device),
-            discounts=discounts,
+            self._on_device(batch.observation, env),
+            batch.action.to(self.device),
+            self._on_device(batch.next_observation, env),
+            batch.terminated.to(self.device),
+            rewards.to(self.device),
+            discounts,
         )
 
-    def _n_step_returns(
-        self, first: npt.NDArray[Any], envs: npt.NDArray[Any], env: VecNormalize | None
-    ) -> tuple[npt.NDArray[Any], torch.Tensor, torch.Tensor]:
-        """For each step: the slot of the last one that it reaches, the rewards up to there, gamma to that power."""
-        steps = np.arange(self.n_steps)
-        times = (first[:, None] + steps) % self.buffer_size
-        at = times.reshape(-1), envs.repeat(self.n_steps)
-        over, reward = (self.rows.column(("next", k), *at).numpy().reshape(times.shape) for k in ("done", "reward"))
-        over = over | (times == (self.pos - 1) % self.buffer_size)  # what comes behind the newest step is older
-        taken = np.where(over.any(1), over.argmax(1), self.n_steps - 1)
-        within = steps <= taken[:, None]
-        reward = self._normalize_reward(np.where(within, reward, 0), env)
-        weight = self.gamma ** np.arange(self.n_steps, dtype=np.float32)
-        returns = (reward * weight * within).sum(1, keepdims=True)
-        discounts = self.gamma ** within.sum(1, keepdims=True).astype(np.float32)
-        return times[np.arange(len(first)), taken], torch.from_numpy(returns), torch.from_numpy(discounts)
+    def _returns(
+        self, following: Following, env: VecNormalize | None
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """The rewards of each step and those that follow on it, each `gamma` times less; gamma to their number."""
+        reward, counts = following.numbers.numpy(), following.counts.numpy()[:, None]
+        powers = self.gamma ** np.arange(self.n_steps + 1, dtype=np.float32)
+        if env is not None:  # which may make other numbers of the zeros behind the last
+            reward = self._normalize_reward(reward, env) * (np.arange(self.n_steps) < counts)
+        return (reward * powers[:-1]).sum(1, keepdims=True), powers[counts]
 
     def _on_device(self, obs: Any, env: VecNormalize | None) -> Any:
         if env is not None:

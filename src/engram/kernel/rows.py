@@ -4,10 +4,12 @@ from engram.checkpoint.foreign import Receiver
 from engram.store.episodes import IDS, EpisodeIndex
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
+from engram.store.n_step import Following
 
 __all__ = [
     "IDS",
     "EpisodeIndex",
+    "Following",
     "Lanes",
     "LeafSpec",
     "Receiver",

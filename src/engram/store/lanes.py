@@ -61,7 +61,7 @@ class Lanes:
         self._on_take = on_take
         self._turns = Turns(store, locks, on_take) if self.takes_turns and locks is not None else None
         self._on_exclusive = on_exclusive
-        self._held: int | None = None
+        self.held: int | None = None
         self._held_beside: set[int] = set()  # lanes that `hold_lane` took
         self.unused_since_fork = False  # in a forked child that has not used the store yet
         #: Called after the first use of the store in a forked child.
@@ -105,7 +105,7 @@ class Lanes:
     @property
     def cursor(self) -> int:
         """Where the next time step goes in the lane of this process (lane 0 before it has one)."""
-        return self.store.cursor(self._held or 0)
+        return self.store.cursor(self.held or 0)
 
     @property
     def is_full(self) -> bool:
@@ -132,7 +132,7 @@ class Lanes:
         if self.unused_since_fork and self.locks is not None:  # a process that only saves is a user of the store, too
             self.join_after_fork()
         # A copy of private memory that is only saved stays unused.
-        held = self._held_by_parent if self.unused_since_fork else self._held
+        held = self._held_by_parent if self.unused_since_fork else self.held
         beside = set() if self.unused_since_fork else self._held_beside
         saved = []
         self.pending_borders.settle(self.mutex)
@@ -204,7 +204,7 @@ class Lanes:
             NoFreeLaneError: every lane has a writer.
             StorageInUseError: as `turn`.
         """
-        held = self._held
+        held = self.held
         return held if held is not None else self._take(preferred)
 
     def hold_as_saved(self, saved: list[dict[str, Any]]) -> int:
@@ -217,8 +217,8 @@ class Lanes:
         if self.unused_since_fork:
             self.join_after_fork()
         with self.mutex:
-            if self._held is not None:
-                return self._held
+            if self.held is not None:
+                return self.held
             while (found := self._first_free(preferred)) is not None:
                 lane, end = found
                 if end != _end_of(
@@ -230,7 +230,7 @@ class Lanes:
                 self._prepare(lane)
                 if not own:
                     self.evictions.begin(lane)
-                self._held = lane
+                self.held = lane
                 return lane
         n = self.store.lanes
         raise NoFreeLaneError(
@@ -283,7 +283,7 @@ class Lanes:
     def holds(self, lane: int) -> bool:
         """Whether this process writes to a lane: its own, or one that it took with `hold_lane`."""
         notice_fork()
-        return lane == self._held or lane in self._held_beside
+        return lane == self.held or lane in self._held_beside
 
     def hold_lane(self, lane: int, *, goes_on: bool = False) -> None:
         """Takes a certain lane for this process, beside the one that `hold` gives; once more: nothing happens.
@@ -303,7 +303,7 @@ class Lanes:
         with self.mutex:
             if lane in self._held_beside:
                 return
-            if self.takes_turns or lane == self._held:
+            if self.takes_turns or lane == self.held:
                 others = " and others" if self.takes_turns else ""
                 raise ValueError(
                     f"lane {lane} is written to by `extend` in this process{others}; "
@@ -384,13 +384,13 @@ class Lanes:
         lane = self.hold()
         slots = self.store.next_slots(lane, steps)
         # The native call notices a fork that Python did not see, and the lane is another one then.
-        return slots if lane == self._held else self.store.next_slots(self.hold(), steps)
+        return slots if lane == self.held else self.store.next_slots(self.hold(), steps)
 
     def next_slot(self) -> int:
         """The time slot that the next step of this process goes to."""
         lane = self.hold()
         slot = self.store.next_slot(lane)
-        return slot if lane == self._held else self.store.next_slot(self.hold())
+        return slot if lane == self.held else self.store.next_slot(self.hold())
 
     def advance(self, steps: int, begins: bool = False) -> Tensor:
         """Counts steps as written, for storages that keep their rows elsewhere; returns their time slots.
@@ -405,7 +405,7 @@ class Lanes:
     def mark_seam(self) -> None:
         """Puts a seam before the next step that this process writes: a trajectory begins there."""
         with self.mutex:
-            for lane in self._released if self._held is None else (self._held,):  # one of which it takes again
+            for lane in self._released if self.held is None else (self.held,):  # one of which it takes again
                 self.store.mark_seam(lane)
 
     def release(self) -> None:
@@ -414,10 +414,10 @@ class Lanes:
         if self._copy_of:
             self.join_after_fork()
         with self.mutex:
-            if self._held is not None:
-                self._note_released(self._held)
-                self._free(self._held)
-            self._held = None
+            if self.held is not None:
+                self._note_released(self.held)
+                self._free(self.held)
+            self.held = None
 
     @contextlib.contextmanager
     def exclusive(self, operation: str) -> Iterator[None]:
@@ -446,7 +446,7 @@ class Lanes:
     def close(self) -> None:
         """Gives the lane back and releases the locks."""
         with self.mutex:
-            self._held = None
+            self.held = None
             self._held_beside.clear()
             if self.locks is not None:
                 self.locks.close()
@@ -520,7 +520,7 @@ class Lanes:
                 self.locks.join()
             parent, self._copy_of = self._copy_of, 0
             if self.unused_since_fork and self.locks is None:
-                self._held = self._held_by_parent
+                self.held = self._held_by_parent
             self.unused_since_fork = False
             self.on_join()
         warn_of_copy(parent)
@@ -536,8 +536,8 @@ class Lanes:
         self.store.after_fork()
         self._session = os.urandom(8).hex()
         if not self.unused_since_fork:
-            self._held_by_parent = self._held if self.locks is None else None
-        self._held = None
+            self._held_by_parent = self.held if self.locks is None else None
+        self.held = None
         self.unused_since_fork = True
         if self.locks is None:
             self._copy_of = os.getppid()
