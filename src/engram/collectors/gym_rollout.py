@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -15,9 +15,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.collectors.action_sources import ActionSource, ModuleActions, RandomActions, TensorDictActions, skipping
+from engram.collectors.output_columns import OutputColumns
 from engram.collectors.rollout import RolloutResult, ted_batch
 from engram.collectors.trajectories import StepTags
-from engram.envs.base import stack_steps
 from engram.envs.codecs import Array, ArrayCodec, DiscreteCodec, Rewards, SpaceLeaf, flag_of, rewards_of
 from engram.envs.engines import GymEngine
 from engram.envs.policies import RandomPolicy, TensorDictPolicy, as_observation_policy
@@ -65,7 +65,11 @@ class GymRollout:
         self._first_row: Rows | None = None
 
     def collect(self, steps: int, *, random_steps: int) -> RolloutResult:
-        batch = _StepBuffer(self._empty_observations(steps), len(self._engines))
+        batch = _StepBuffer(
+            self._empty_observations(steps),
+            OutputColumns(self._batch_size, self._device, capacity=steps),
+            len(self._engines),
+        )
         source = self._source(batch)
         try:
             self._run_all(batch, source, steps, steps if self.is_random else min(steps, random_steps))
@@ -100,10 +104,8 @@ class GymRollout:
         direct = as_observation_policy(self._policy)  # looked up again for each batch: hooks come and go
         if direct is not None and set(direct.in_keys) <= {*batch.observations.keys}:
             weights, device = self._tags.weights, self._device
-            return ModuleActions(
-                direct, self._codec, self._batch_size, weights, device, batch.observations, batch.store_outputs
-            )
-        return self._tensordict_actions.start(batch.observations, batch.store_outputs)
+            return ModuleActions(direct, self._codec, self._batch_size, weights, device, batch.observations, batch)
+        return self._tensordict_actions.start(batch.observations, batch)
 
     def _run_all(self, batch: _StepBuffer, source: ActionSource, steps: int, random_steps: int) -> None:
         if random_steps:
@@ -222,7 +224,7 @@ class GymRollout:
             batch.observations.after(),
             outcomes,
             self._tags.tag(outcomes["done"].reshape(-1, steps), shape, lambda: batch.versions_of(steps)),
-            batch.stacked_outputs(steps, len(self._batch_size)),
+            batch.outputs.take(steps),
             shape=shape,
             device=self._device,
         )
@@ -231,13 +233,13 @@ class GymRollout:
 class _StepBuffer:
     """The steps of one batch, while it is collected."""
 
-    def __init__(self, observations: Observations | ByteObservations, width: int) -> None:
+    def __init__(self, observations: Observations | ByteObservations, outputs: OutputColumns, width: int) -> None:
         self.observations = observations
+        self.outputs = outputs
         self._width = width  # environments
         self.actions: list[Any] = []  # encoded, in blocks
         self.versions: list[int] = []  # by step, of the weights that chose the actions
         self.rewards: list[Any] = []
-        self._policy_outputs: list[TensorDictBase] = []  # by step, of a policy that writes more than the action
         self._ends: list[tuple[int, bool, bool]] = []  # slot, terminated, truncated
 
     def end(self, slot: int, terminated: Any, truncated: Any, *, is_cut: bool) -> bool:
@@ -247,13 +249,11 @@ class _StepBuffer:
             self._ends.append((slot, is_terminated, is_truncated))
         return is_terminated or is_truncated
 
-    def store_outputs(self, outputs: TensorDictBase) -> None:
-        """Stores what the policy writes besides the action of the next step."""
-        self._fill_outputs(len(self.rewards) // self._width, outputs)
-        self._policy_outputs.append(outputs)
+    def store_outputs(self, outputs: Mapping[str, Any]) -> None:
+        self.outputs.put(len(self.rewards) // self._width, outputs)
 
-    def _fill_outputs(self, steps: int, like: TensorDictBase) -> None:
-        self._policy_outputs += [like.empty() for _ in range(steps - len(self._policy_outputs))]
+    def store_tensordict(self, outputs: TensorDictBase, reason: str) -> None:
+        self.outputs.put_tensordict(len(self.rewards) // self._width, outputs, reason)
 
     def versions_of(self, steps: int) -> Array:
         """The versions of the policy that acted in the first steps, int64 `[environments, steps]`."""
@@ -268,14 +268,6 @@ class _StepBuffer:
                 terminated[slot], truncated[slot], done[slot] = is_terminated, is_truncated, True
         columns = {"reward": rewards.reshape(slots, 1), "done": done, "terminated": terminated, "truncated": truncated}
         return {key: in_time(column, batch_size) for key, column in columns.items()} if batch_size else columns
-
-    def stacked_outputs(self, steps: int, time_dim: int) -> TensorDictBase | None:
-        """The other outputs of the policy in the first steps, `[*batch_size, steps]`; None where there are none."""
-        if not self._policy_outputs:
-            return None
-        self._fill_outputs(steps, self._policy_outputs[-1])
-        stacked = stack_steps(self._policy_outputs[:steps], time_dim)
-        return None if stacked.is_empty() else stacked
 
 
 class Observations:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -19,9 +19,10 @@ from engram.collectors.action_sources import (
     TensorDictActions,
     skipping,
 )
+from engram.collectors.output_columns import OutputColumns
 from engram.collectors.rollout import RolloutResult, ted_batch
 from engram.collectors.trajectories import StepTags
-from engram.envs.base import FrameIndex, stack_steps
+from engram.envs.base import FrameIndex
 from engram.envs.codecs import (
     ArrayCodec,
     SpaceLeaf,
@@ -63,9 +64,9 @@ class VectorRollout:
         self.is_random = isinstance(policy, RandomPolicy)
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
         self._random = RandomActions(random, self._codec, self._batch_size, tags.weights)
-        self._log = StepLog(engine.n, engine.leaves, space_leaves(engine.action, ("action",)))
+        self._log = StepLog(engine.n, engine.leaves, space_leaves(engine.action, ("action",)), self._device)
         self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, tags.weights, self._device)
-        self._tensordict_actions.start(self._log, self._log.store_outputs)
+        self._tensordict_actions.start(self._log, self._log)
         self.restart()
 
     def restart(self) -> None:
@@ -127,7 +128,7 @@ class VectorRollout:
         direct = as_observation_policy(self._policy)  # looked up again for each batch: hooks come and go
         if direct is not None and set(direct.in_keys) <= {*self._log.keys}:
             size, weights, device = self._batch_size, self._tags.weights, self._device
-            return ModuleActions(direct, self._codec, size, weights, device, self._log, self._log.store_outputs)
+            return ModuleActions(direct, self._codec, size, weights, device, self._log, self._log)
         return self._tensordict_actions
 
     def _chosen(self, source: ActionSource, calls: int) -> Iterator[Any]:
@@ -269,7 +270,8 @@ class StepLog:
     The columns of one batch are used again for the next one, unless a policy has read observations: it may hold these.
     """
 
-    def __init__(self, n: int, leaves: list[SpaceLeaf], actions: list[SpaceLeaf]) -> None:
+    def __init__(self, n: int, leaves: list[SpaceLeaf], actions: list[SpaceLeaf], device: torch.device | None) -> None:
+        self._outputs = OutputColumns(torch.Size((n,)), device)  # of the policy, besides the action
         self._n, self._leaves, self._action_leaves = n, leaves, actions
         #: Whether an observation is one array, whose values need no check.
         self._is_one_array = len(leaves) == 1 and not leaves[0].path and leaves[0].codec.limits is None
@@ -280,8 +282,7 @@ class StepLog:
         """Drops everything, frames that wait for a batch included."""
         self._is_begun = False
         self._last_of_episodes: list[_LastObservations] = []
-        self._outputs: list[TensorDictBase | None] = []  # of the policy, besides the action
-        self._next_outputs: TensorDictBase | None = None
+        self._outputs.clear()
         self._versions: list[int] = []
         self._version = 0
         self._dropped = 0
@@ -371,9 +372,11 @@ class StepLog:
         """Adds the raw actions `[calls, n, ...]` of the next calls, where an action is one array."""
         self._actions[0][self._calls : self._calls + len(actions)] = actions
 
-    def store_outputs(self, outputs: TensorDictBase) -> None:
-        """Stores what the policy writes besides the action of the next call; a second time replaces the first."""
-        self._next_outputs = outputs
+    def store_outputs(self, outputs: Mapping[str, Any]) -> None:
+        self._outputs.put(self._calls, outputs)
+
+    def store_tensordict(self, outputs: TensorDictBase, reason: str) -> None:
+        self._outputs.put_tensordict(self._calls, outputs, reason)
 
     def note_version(self, version: int) -> None:
         """Notes the version of the weights that choose the actions from the next call on."""
@@ -393,8 +396,6 @@ class StepLog:
             self._last_of_episodes.append(_LastObservations(self._last_call + 1, *self._last_rows(last)))
         self._frames.add(idle)
         self._versions.append(self._version)
-        self._outputs.append(self._next_outputs)
-        self._next_outputs = None
         self._calls += 1
         return ends > 0
 
@@ -494,16 +495,11 @@ class StepLog:
 
     def _outputs_of(self, steps: int, calls: Array | None) -> TensorDictBase | None:
         """What the policy wrote besides the actions, `[n, steps]`; None: nothing."""
-        some = next((outputs for outputs in self._outputs if outputs is not None), None)
-        if some is None:
-            return None
-        by_call = stack_steps([some.empty() if outputs is None else outputs for outputs in self._outputs], 0)
-        if calls is None:
-            return by_call[:steps].transpose(0, 1).contiguous()
-        return by_call[torch.from_numpy(calls), torch.arange(self._n)[:, None]]
+        frames = np.broadcast_to(np.arange(steps), (self._n, steps)) if calls is None else calls
+        return self._outputs.at(torch.from_numpy(frames * self._n + np.arange(self._n)[:, None]), self._calls)
 
     def _drop(self, calls: int, steps: int) -> None:
-        del self._outputs[:calls]
+        self._outputs.drop(calls)
         self._versions = self._versions[calls:]  # the window has the old list
         self._dropped += calls
         self._last_of_episodes = [entry for entry in self._last_of_episodes if entry.call >= self._dropped]
