@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bind_store.hpp"
+#include "trajectories.hpp"
 
 namespace engram {
 
@@ -90,46 +91,76 @@ class StepColumn {
   size_t bytes_;
 };
 
+// Columns [calls, n, ...] of what calls give. Row c of an observation is what the environments showed before call c.
+struct StepColumns {
+  std::vector<StepColumn> observations;
+  StepColumn reward, terminated, truncated, done, idle;
+};
+
 // Copies what calls give into columns: row c of rewards and flags is what call c gave, row c + 1 of an observation what the
-// environments showed after it.
+// environments showed after it. A call is a frame of each environment that it did not only reset (`idle`), and frames are
+// counted in `waiting` [n].
 class StepRecorder {
  public:
   enum Result { kNoneEnds = 0, kSomeEnd = 1, kOtherForm = -1, kBeyondFloat = -2 };
 
-  StepRecorder(nb::list observations, nb::handle reward, nb::handle terminated, nb::handle truncated)
-      : reward_(reward, true, kFloat), terminated_(terminated, true, kBool), truncated_(truncated, true, kBool) {
-    observations_.reserve(nb::len(observations));
-    for (nb::handle column : observations) observations_.emplace_back(column, true);
-    const auto fits = [&](const StepColumn& column, size_t rows) {
-      return column.envs() == reward_.envs() && column.rows() >= rows;
-    };
-    bool all = terminated_.bytes() == 1 && truncated_.bytes() == 1 && reward_.bytes() == sizeof(float) &&
-               fits(terminated_, reward_.rows()) && fits(truncated_, reward_.rows());
-    for (const StepColumn& column : observations_) all = all && fits(column, reward_.rows() + 1);
-    if (!all) throw nb::value_error("the columns are not of the same environments and calls");
+  StepRecorder(nb::list observations, nb::handle reward, nb::handle terminated, nb::handle truncated, nb::handle done,
+               nb::handle idle, CpuArray<int64_t, 1> waiting)
+      : to_{{}, {reward, true, kFloat}, {terminated, true, kBool}, {truncated, true, kBool}, {done, true, kBool},
+            {idle, true, kBool}},
+        waiting_(std::move(waiting)) {
+    to_.observations.reserve(nb::len(observations));
+    for (nb::handle column : observations) to_.observations.emplace_back(column, true);
+    shown_.reserve(to_.observations.size());
+    const size_t n = to_.reward.envs(), calls = to_.reward.rows();
+    bool fit = waiting_.shape(0) == n && to_.reward.bytes() == sizeof(float);
+    for (const StepColumn* flag : {&to_.terminated, &to_.truncated, &to_.done, &to_.idle})
+      fit = fit && flag->envs() == n && flag->rows() >= calls && flag->bytes() == 1;
+    for (const StepColumn& column : to_.observations) fit = fit && column.envs() == n && column.rows() > calls;
+    if (!fit) throw nb::value_error("the columns are not of the same environments and calls");
   }
   // Returns whether an episode ends with the call. kOtherForm: an array is not exactly of its column's form, kBeyondFloat: a
-  // reward is beyond float32; the call is then not to be counted. Rewards are float32 or float64.
-  int add(size_t call, nb::tuple observations, nb::handle reward, nb::handle terminated, nb::handle truncated) {
-    if (call >= reward_.rows()) throw nb::index_error("the columns have no row for this call");
-    const size_t n = reward_.envs();
-    ArrayView rewards, terminations, truncations;
-    if (nb::len(observations) != observations_.size()) return kOtherForm;
-    std::vector<ArrayView> more(observations_.size());  // released before this returns
-    for (size_t k = 0; k < more.size(); ++k)
-      if (!more[k].of(nb::handle(observations[k]).ptr()) || !observations_[k].takes(more[k])) return kOtherForm;
+  // reward is beyond float32; the call is then not counted. Rewards are float32 or float64; `idle` None: no environment.
+  int add(size_t call, nb::tuple observations, nb::handle reward, nb::handle terminated, nb::handle truncated,
+          nb::handle idle) {
+    if (call >= to_.reward.rows()) throw nb::index_error("the columns have no row for this call");
+    const Shown shown(shown_);
+    if (nb::len(observations) != to_.observations.size()) return kOtherForm;
+    for (size_t k = 0; k < to_.observations.size(); ++k)
+      if (!shown_.emplace_back().of(nb::handle(observations[k]).ptr()) || !to_.observations[k].takes(shown_[k]))
+        return kOtherForm;
+    const size_t n = to_.reward.envs();
+    ArrayView rewards, terminations, truncations, resets;
     if (!rewards.of(reward.ptr()) || !(rewards.is_row(kFloat, n) || rewards.is_row(kDouble, n))) return kOtherForm;
     if (!terminations.of(terminated.ptr()) || !terminations.is_row(kBool, n)) return kOtherForm;
     if (!truncations.of(truncated.ptr()) || !truncations.is_row(kBool, n)) return kOtherForm;
-    if (rewards.dtype() == kFloat) copy_array(reward_.row(call), rewards.view());
-    else if (!narrow(reward_.row(call), rewards.view())) return kBeyondFloat;
-    for (size_t k = 0; k < more.size(); ++k) copy_array(observations_[k].row(call + 1), more[k].view());
-    copy_array(terminated_.row(call), terminations.view());
-    copy_array(truncated_.row(call), truncations.view());
-    return std::memchr(terminated_.row(call), 1, n) || std::memchr(truncated_.row(call), 1, n) ? kSomeEnd : kNoneEnds;
+    if (!idle.is_none() && !(resets.of(idle.ptr()) && resets.is_row(kBool, n))) return kOtherForm;
+    if (rewards.dtype() == kFloat) copy_array(to_.reward.row(call), rewards.view());
+    else if (!narrow(to_.reward.row(call), rewards.view())) return kBeyondFloat;
+    for (size_t k = 0; k < shown_.size(); ++k) copy_array(to_.observations[k].row(call + 1), shown_[k].view());
+    uint8_t *terminates = to_.terminated.row(call), *truncates = to_.truncated.row(call), *ends = to_.done.row(call);
+    copy_array(terminates, terminations.view());
+    copy_array(truncates, truncations.view());
+    uint8_t any = 0;
+    for (size_t env = 0; env < n; ++env) any |= ends[env] = terminates[env] | truncates[env];
+    count(to_.idle.row(call), idle.is_none() ? nullptr : &resets.view());
+    return any ? kSomeEnd : kNoneEnds;
   }
 
  private:
+  // The views of one call's observations, which are released when the call is recorded.
+  struct Shown {
+    explicit Shown(std::vector<ArrayView>& views) : views(views) { views.clear(); }
+    ~Shown() { views.clear(); }
+    std::vector<ArrayView>& views;
+  };
+  void count(uint8_t* row, const Py_buffer* resets) {
+    const size_t n = to_.reward.envs();
+    if (resets) copy_array(row, *resets);
+    else std::memset(row, 0, n);
+    int64_t* waiting = waiting_.data();
+    for (size_t env = 0; env < n; ++env) waiting[env] += !row[env];
+  }
   // False: a finite number is beyond float32.
   static bool narrow(uint8_t* to, const Py_buffer& v) {
     const auto* from = static_cast<const uint8_t*>(v.buf);
@@ -142,8 +173,9 @@ class StepRecorder {
     }
     return true;
   }
-  std::vector<StepColumn> observations_;
-  StepColumn reward_, terminated_, truncated_;
+  StepColumns to_;
+  CpuArray<int64_t, 1> waiting_;
+  std::vector<ArrayView> shown_;
 };
 
 // The environments whose episode ends with a call, bool [n], without those that it only reset (`idle`); None: there are none.
@@ -202,25 +234,31 @@ class LastRows {
 };
 
 // Copies frame t of each environment, which is of call `calls[env * steps + t]` (null: of call t), to [n, steps, ...].
-template <size_t fixed>
+template <size_t fixed, bool with_last>
 void copy_frames(uint8_t* to, const StepColumn& column, size_t first_row, size_t steps, const int64_t* calls,
                  const LastRows* last, const uint8_t* last_rows) {
   const size_t n = column.envs(), bytes = fixed ? fixed : column.bytes(), row_bytes = n * column.bytes();
   for (size_t env = 0; env < n; ++env) {
     const uint8_t* from = column.row(first_row) + env * bytes;
-    const LastRows::Entry* entry = last ? last->begin(env) : nullptr;
-    const LastRows::Entry* end = last ? last->end(env) : nullptr;
+    const LastRows::Entry* entry = with_last ? last->begin(env) : nullptr;
+    const LastRows::Entry* const end = with_last ? last->end(env) : nullptr;
     for (size_t t = 0; t < steps; ++t, to += bytes) {
       const size_t call = calls ? static_cast<size_t>(calls[env * steps + t]) : t;
-      while (entry != end && entry->call < static_cast<int64_t>(call)) ++entry;
-      const bool is_last = entry != end && entry->call == static_cast<int64_t>(call);
-      std::memcpy(to, is_last ? last_rows + entry->row * bytes : from + call * row_bytes, bytes);
+      const uint8_t* row = from + call * row_bytes;
+      if constexpr (with_last) {
+        while (entry != end && entry->call < static_cast<int64_t>(call)) ++entry;
+        if (entry != end && entry->call == static_cast<int64_t>(call)) row = last_rows + entry->row * bytes;
+      }
+      std::memcpy(to, row, bytes);
     }
   }
 }
 inline void copy_frames_of(uint8_t* to, const StepColumn& column, size_t first_row, size_t steps, const int64_t* calls,
                            const LastRows* last, const uint8_t* last_rows) {
-  const auto copy = [&](auto size) { copy_frames<size()>(to, column, first_row, steps, calls, last, last_rows); };
+  const auto copy = [&](auto size) {
+    if (last && last->size()) copy_frames<size(), true>(to, column, first_row, steps, calls, last, last_rows);
+    else copy_frames<size(), false>(to, column, first_row, steps, calls, nullptr, nullptr);
+  };
   switch (column.bytes()) {
     case 0: return;
     case 1: return copy(std::integral_constant<size_t, 1>{});
@@ -231,11 +269,14 @@ inline void copy_frames_of(uint8_t* to, const StepColumn& column, size_t first_r
   }
 }
 
+constexpr size_t kMostUnset = 16;
+
 // The frames of a batch as tensors [n, steps, ...]: one of each column, of the rows of the frames' calls, then one of each of
 // `following`, of the rows after those. `calls` [n, steps] says which call each frame is of; None: frame t is of call t. For
-// `following`, `last_rows` has the arrays [k, ...] of the last observations of episodes, see `LastRows`.
+// `following`, `last_rows` has the arrays [k, ...] of the last observations of episodes, see `LastRows`. In the end come `unset`
+// tensors of flags [n, steps, 1] that are false.
 inline nb::list lay_out_frames(nb::list columns, nb::list following, size_t steps, nb::handle calls, nb::handle last_calls,
-                               nb::handle last_envs, nb::list last_rows) {
+                               nb::handle last_envs, nb::list last_rows, size_t unset) {
   std::vector<StepColumn> all;
   const size_t present = nb::len(columns), total = present + nb::len(following);
   all.reserve(total);
@@ -268,12 +309,16 @@ inline nb::list lay_out_frames(nb::list columns, nb::list following, size_t step
         static_cast<size_t>(lasts[k].view().len) != last.size() * all[present + k].bytes())
       throw nb::value_error("an array of last observations is not of its column's form");
   const std::vector<int64_t> lead{static_cast<int64_t>(n), static_cast<int64_t>(steps)};
-  LeafMemory memory(total);
+  static const std::vector<int64_t> one{1};
+  if (unset > kMostUnset) throw nb::value_error("too many flags");
+  LeafMemory memory(total + unset);
   for (const StepColumn& column : all) {
     if (column.bytes() && n * steps > kMostBytes / column.bytes()) throw std::bad_alloc();
     memory.plan(column.dtype(), lead, column.inner(), n * steps * column.bytes());
   }
+  for (size_t k = 0; k < unset; ++k) memory.plan(kBool, lead, one, n * steps);
   memory.take();
+  for (size_t k = 0; k < unset; ++k) std::memset(memory.data(total + k), 0, n * steps);
   maybe_without_gil(memory.bytes() > kGilBytes, [&] {
     for (size_t k = 0; k < total; ++k) {
       const bool is_next = k >= present;
@@ -282,22 +327,47 @@ inline nb::list lay_out_frames(nb::list columns, nb::list following, size_t step
     }
   });
   nb::list tensors;
-  for (size_t k = 0; k < total; ++k) tensors.append(memory.make(k));
+  for (size_t k = 0; k < total + unset; ++k) tensors.append(memory.make(k));
   return tensors;
+}
+
+// Choices, int64 [...] from `start` on, as one-hot vectors, int64 [..., n]. TypeError: they are no contiguous int64 array.
+// IndexError: one is beyond the n choices.
+inline Tensor one_hot(nb::handle choices, int64_t start, size_t n) {
+  ArrayView view;
+  if (!view.of(choices.ptr()) || !(view.dtype() == kInt64) || !PyBuffer_IsContiguous(&view.view(), 'C'))
+    throw nb::type_error("choices are a contiguous int64 array");
+  const size_t total = static_cast<size_t>(view.view().len) / sizeof(int64_t);
+  if (n == 0 || total > kMostBytes / sizeof(int64_t) / n) throw std::bad_alloc();
+  std::vector<int64_t> shape(view.view().shape, view.view().shape + view.view().ndim);
+  const std::vector<int64_t> inner{static_cast<int64_t>(n)};
+  OutBlock block;
+  block.plan(kInt64, shape.data(), shape.size(), inner, total * n * sizeof(int64_t));
+  block.take();
+  auto* to = reinterpret_cast<int64_t*>(block.data(0));
+  std::memset(to, 0, total * n * sizeof(int64_t));
+  const auto* from = static_cast<const int64_t*>(view.view().buf);
+  for (size_t i = 0; i < total; ++i, to += n) {
+    const uint64_t choice = static_cast<uint64_t>(from[i]) - static_cast<uint64_t>(start);
+    if (choice >= n) throw nb::index_error("a choice is beyond the space");
+    to[choice] = 1;
+  }
+  return block.make(0);
 }
 
 inline void bind_step_columns(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<StepRecorder>(m, "StepRecorder")
-      .def(nb::init<nb::list, nb::handle, nb::handle, nb::handle>(), "observations"_a, "reward"_a, "terminated"_a,
-           "truncated"_a)
+      .def(nb::init<nb::list, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, CpuArray<int64_t, 1>>(),
+           "observations"_a, "reward"_a, "terminated"_a, "truncated"_a, "done"_a, "idle"_a, "waiting"_a.noconvert())
       .def("add", &StepRecorder::add, "call"_a, "observations"_a, "reward"_a.none(), "terminated"_a.none(),
-           "truncated"_a.none());
+           "truncated"_a.none(), "idle"_a.none());
   m.def("ended_envs", &ended_envs, "n"_a, "terminated"_a.none(), "truncated"_a.none(), "idle"_a.none() = nb::none(),
         nb::sig("def ended_envs(n: int, terminated: object | None, truncated: object | None, idle: object | None = None) -> "
                 "numpy.typing.NDArray[numpy.bool_] | None"));
+  m.def("one_hot", &one_hot, "choices"_a, "start"_a, "n"_a);
   m.def("lay_out_frames", &lay_out_frames, "columns"_a, "following"_a, "steps"_a, "calls"_a.none(), "last_calls"_a,
-        "last_envs"_a, "last_rows"_a);
+        "last_envs"_a, "last_rows"_a, "unset"_a);
 }
 
 }  // namespace engram

@@ -217,17 +217,30 @@ def ted_batch(
     reward and the flags, `tags` what goes under `"collector"`. `policy_outputs` has what the policy wrote besides.
     """
 
+    flags = {key: torch.from_numpy(np.zeros((*shape, 1), dtype=np.bool_)) for key in FLAGS}
+    columns = {key: torch.from_numpy(column) for key, column in outcomes.items()}
+    return ted_of({**before, **flags}, {**after, **columns}, tags, policy_outputs, shape=shape, device=device)
+
+
+def ted_of(
+    root: Mapping[Any, Any],
+    following: Mapping[Any, Any],
+    tags: Mapping[str, Tensor],
+    policy_outputs: TensorDictBase | None,
+    *,
+    shape: torch.Size,
+    device: torch.device | None,
+) -> TensorDictBase:
+    """The same of all entries at the root and under `"next"`, flags included."""
+
     def of_batch(entries: dict[Any, Any]) -> TensorDict:
         kinds = {*map(type, entries), *map(type, entries.values())}
         if device is None and kinds <= {str, Tensor, TensorDict}:  # no nested keys, nothing to convert
             return tensordict_of(entries, shape, device=None)
         return TensorDict(entries, batch_size=shape, device=device)
 
-    flags = {key: torch.from_numpy(np.zeros((*shape, 1), dtype=np.bool_)) for key in FLAGS}
-    columns = {key: torch.from_numpy(column) for key, column in outcomes.items()}
-    following = of_batch({**after, **columns})
     collector = {"collector": of_batch({**tags})} if tags else {}
-    td = of_batch({**before, **flags, **collector, "next": following})
+    td = of_batch({**root, **collector, "next": of_batch({**following})})
     return td if policy_outputs is None else policy_outputs.update(td)
 
 

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram._native import StepRecorder, lay_out_frames
+from engram._native import StepRecorder, lay_out_frames, take_frames
 from engram.collectors.action_sources import (
     ActionSource,
     MaskedRandom,
@@ -20,9 +20,8 @@ from engram.collectors.action_sources import (
     skipping,
 )
 from engram.collectors.output_columns import OutputColumns
-from engram.collectors.rollout import RolloutResult, ted_batch
+from engram.collectors.rollout import RolloutResult, ted_of
 from engram.collectors.trajectories import StepTags
-from engram.envs.base import FrameIndex
 from engram.envs.codecs import (
     ArrayCodec,
     SpaceLeaf,
@@ -32,7 +31,7 @@ from engram.envs.codecs import (
     space_leaves,
 )
 from engram.envs.engines import Autoreset, VectorEngine, VectorStep
-from engram.envs.policies import RandomPolicy, TensorDictPolicy, as_observation_policy
+from engram.envs.policies import FLAGS, RandomPolicy, TensorDictPolicy, as_observation_policy
 
 Array = np.ndarray[Any, Any]
 MOST_AHEAD = 100_000  # frames that an environment may have more than another one that waits for the end of its episode
@@ -89,7 +88,7 @@ class VectorRollout:
     def _cut_short(self, steps: int, error: BaseException) -> RolloutResult:
         """Makes a batch of the steps before an error that every environment has, and restarts."""
         try:
-            self._log.count()
+            self._log.recount()
             steps = min(steps, int(self._log.waiting.min()))
             if steps == 0:
                 raise error
@@ -168,7 +167,6 @@ class VectorRollout:
                 source.reset_envs([env for env, _ in out.last])
             if ends_matter and (ends or has_limit) and self._note_ends(out) and number < calls:
                 self._reset(source)
-        log.count()
 
     def _note_ends(self, out: VectorStep) -> bool:
         """Notes which episodes end with this call; returns whether environments have to be reset."""
@@ -187,7 +185,6 @@ class VectorRollout:
 
     def _cut(self, idle: Array) -> None:
         """Ends the trajectories of environments (bool `[n]`) that the last call only reset, where none had ended."""
-        self._log.count()
         for env in np.flatnonzero(idle).tolist():
             if not self._log.cut(env):
                 self._tags.cut(env)
@@ -222,24 +219,15 @@ class VectorRollout:
 
     def _batch_of(self, window: StepWindow, steps: int) -> TensorDictBase:
         shape = torch.Size((self._engine.n, steps))
-        done = torch.logical_or(window.terminated, window.truncated)
         following = {
             **window.after,
             "reward": window.reward,
-            "done": done,
+            "done": window.done,
             "terminated": window.terminated,
             "truncated": window.truncated,
         }
-        tags = self._tags.tag(done.numpy()[..., 0], shape, window.versions)
-        return ted_batch(
-            window.before,
-            following,
-            {},
-            tags,
-            window.policy_outputs,
-            shape=shape,
-            device=self._device,
-        )
+        tags = self._tags.tag(window.done.numpy()[..., 0], shape, window.versions)
+        return ted_of(window.before, following, tags, window.policy_outputs, shape=shape, device=self._device)
 
 
 def raise_endless(drains: Array, max_frames: int | None) -> NoReturn:
@@ -273,6 +261,8 @@ class StepLog:
     def __init__(self, n: int, leaves: list[SpaceLeaf], actions: list[SpaceLeaf], device: torch.device | None) -> None:
         self._outputs = OutputColumns(torch.Size((n,)), device)  # of the policy, besides the action
         self._n, self._leaves, self._action_leaves = n, leaves, actions
+        self._waiting = np.zeros(n, np.int64)  # frames that no batch has taken
+        self._are_plain = [leaf.codec.is_plain for leaf in (*leaves, *actions)]  # the tensor equals the raw array
         #: Whether an observation is one array, whose values need no check.
         self._is_one_array = len(leaves) == 1 and not leaves[0].path and leaves[0].codec.limits is None
         self._action_dtype = None if actions[0].path else actions[0].codec.raw_dtype  # None: several arrays
@@ -283,11 +273,14 @@ class StepLog:
         self._is_begun = False
         self._last_of_episodes: list[_LastObservations] = []
         self._outputs.clear()
+        self._has_outputs = False
         self._versions: list[int] = []
         self._version = 0
         self._dropped = 0
-        self._frames = FrameIndex(self._n)
         self._calls = 0
+        self._waiting[:] = 0
+        self._taken = np.zeros(self._n, np.int64)  # frames of the calls in the columns that batches have taken
+        self._is_even = True  # whether frame t of each environment is of call t
         self._allocate(0)
 
     def _allocate(self, room: int) -> None:
@@ -298,21 +291,28 @@ class StepLog:
             np.empty((room, n, *leaf.codec.raw_shape), leaf.codec.raw_dtype) for leaf in self._action_leaves
         ]
         self._reward = np.empty((room, n, 1), np.float32)
-        self._terminated, self._truncated = (np.empty((room, n, 1), np.bool_) for _ in range(2))
-        self._record = StepRecorder(self._shown, self._reward, self._terminated, self._truncated).add
+        self._terminated, self._truncated, self._done = (np.empty((room, n, 1), np.bool_) for _ in range(3))
+        self._idle = np.empty((room, n), np.bool_)  # whether the call only reset the environment
+        self._record = StepRecorder(
+            self._shown, self._reward, self._terminated, self._truncated, self._done, self._idle, self._waiting
+        ).add
         self._views: list[Sequence[Tensor] | None] = [None] * len(self._leaves)  # of the observations, by call
 
+    def _by_call(self) -> list[Array]:
+        """The columns that have a row for each call, in the order in which batches are laid out; idle comes last."""
+        return [*self._actions, self._reward, self._terminated, self._truncated, self._done, self._idle]
+
     def _keep(self, first: int, room: int) -> None:
-        """Keeps the calls from the column's row `first` on, which becomes row 0, with room for `room` calls in all."""
-        kept = [*self._actions, self._reward, self._terminated, self._truncated]
-        shown, end = self._shown, self._calls
+        """Keeps the calls from the columns' row `first` on, which becomes row 0, with room for `room` calls in all."""
+        shown, by_call, end = self._shown, self._by_call(), self._calls
         if room != self._room or any(views is not None for views in self._views):
             self._allocate(room)
         self._calls = end - first
         for column, old in zip(self._shown, shown, strict=True):
             column[: self._calls + 1] = old[first : end + 1]
-        for column, old in zip([*self._actions, self._reward, self._terminated, self._truncated], kept, strict=True):
-            column[: self._calls] = old[first:end]
+        if self._calls:
+            for column, old in zip(self._by_call(), by_call, strict=True):
+                column[: self._calls] = old[first:end]
 
     def reserve(self, calls: int) -> None:
         """Makes room for so many more calls."""
@@ -323,7 +323,7 @@ class StepLog:
     @property
     def waiting(self) -> Array:
         """Frames of each environment that no batch has taken, int64 `[n]`."""
-        return self._frames.waiting
+        return self._waiting
 
     @property
     def is_empty(self) -> bool:
@@ -373,9 +373,11 @@ class StepLog:
         self._actions[0][self._calls : self._calls + len(actions)] = actions
 
     def store_outputs(self, outputs: Mapping[str, Any]) -> None:
+        self._has_outputs = True
         self._outputs.put(self._calls, outputs)
 
     def store_tensordict(self, outputs: TensorDictBase, reason: str) -> None:
+        self._has_outputs = True
         self._outputs.put_tensordict(self._calls, outputs, reason)
 
     def note_version(self, version: int) -> None:
@@ -388,13 +390,14 @@ class StepLog:
         Nothing is added then. A reward beyond float32 is such a value, too.
         """
         observation, reward, terminated, truncated, last, idle = out
-        arrays = (observation,) if self._is_one_array else self._rows_of(observation)
-        ends = self._record(self._calls, arrays, reward, terminated, truncated)
-        if ends < 0:
-            ends = self._record_converted(out)
         if last:
             self._last_of_episodes.append(_LastObservations(self._last_call + 1, *self._last_rows(last)))
-        self._frames.add(idle)
+        arrays = (observation,) if self._is_one_array else self._rows_of(observation)
+        ends = self._record(self._calls, arrays, reward, terminated, truncated, idle)
+        if ends < 0:
+            ends = self._record_converted(out)
+        if idle is not None:
+            self._is_even = False
         self._versions.append(self._version)
         self._calls += 1
         return ends > 0
@@ -407,7 +410,7 @@ class StepLog:
         error = narrow_rewards(reward[None]).error
         if error is not None:
             raise error
-        ends = self._record(self._calls, arrays, reward, terminated, truncated)
+        ends = self._record(self._calls, arrays, reward, terminated, truncated, out.idle)
         assert ends >= 0, "converted values are of the columns' form"
         return ends
 
@@ -422,19 +425,20 @@ class StepLog:
 
     def last_ends(self) -> Array:
         """Whether the last call ended the episode of each environment, bool `[n]`."""
-        ends: Array = self._terminated[self._calls - 1, :, 0] | self._truncated[self._calls - 1, :, 0]
-        return ends
+        return self._done[self._calls - 1, :, 0].copy()
 
     def truncate(self, envs: Array) -> None:
         """Marks the last call as truncating the episodes of `envs` (bool `[n]`)."""
         self._truncated[self._calls - 1, :, 0] |= envs
+        self._done[self._calls - 1, :, 0] |= envs
 
     def cut(self, env: int) -> bool:
         """Marks the newest frame of an environment as truncated if it ends no episode; False: a batch has taken it."""
-        call = self._frames.last_frame(env)
-        if call is None:
+        if not self._waiting[env]:
             return False
+        call = np.flatnonzero(~self._idle[: self._calls, env])[-1]
         self._truncated[call, env] |= ~self._terminated[call, env]
+        self._done[call, env] = True
         return True
 
     def reset_envs(self, envs: Array, observation: Any) -> None:
@@ -450,13 +454,19 @@ class StepLog:
         for rows, shown in zip(begun, self._shown, strict=True):
             shown[self._calls][envs] = rows[envs]
 
-    def count(self) -> None:
-        """Counts the calls since the last count as waiting frames."""
-        self._frames.count()
+    def recount(self) -> None:
+        """Counts the frames of the calls that were added as a whole: an interrupt may come in the middle of `add`."""
+        self._waiting[:] = (~self._idle[: self._calls]).sum(0) - self._taken
 
     def take(self, steps: int) -> StepWindow:
         """Takes the first `steps` waiting frames of each environment, oldest first."""
-        calls, dropped = self._frames.take(steps)
+        if self._is_even:
+            calls, dropped = None, steps
+            self._waiting -= steps
+        else:
+            calls = np.empty((self._n, steps), np.int64)
+            dropped = take_frames(self._idle[: self._calls], self._taken, self._waiting, calls)
+            self._is_even = dropped == self._calls
         window = self._lay_out(steps, calls)
         self._drop(dropped, steps)
         return window
@@ -470,36 +480,43 @@ class StepLog:
             for number in range(len(self._leaves))
         ]
         tensors = lay_out_frames(
-            [*self._shown, *self._actions, self._reward, self._terminated, self._truncated],
+            [*self._shown, *self._by_call()[:-1]],
             self._shown,
             steps,
             calls,
             np.array(last_calls, np.int64),
             np.array([env for last in lasts for env in last.envs], np.int64),
             last_rows,
+            len(FLAGS),
         )
+        observed, acted = len(self._leaves), len(self._leaves) + len(self._action_leaves)
         leaves = [*self._leaves, *self._action_leaves]
-        entries = {leaf.key: _encoded(leaf, tensor) for leaf, tensor in zip(leaves, tensors, strict=False)}
-        reward, terminated, truncated = tensors[len(leaves) : len(leaves) + 3]
-        following = zip(self._leaves, tensors[len(leaves) + 3 :], strict=True)
+        before = {leaf.key: self._encoded(k, tensors[k]) for k, leaf in enumerate(leaves)}
+        outcomes, following = tensors[acted : acted + 4], tensors[acted + 4 : acted + 4 + observed]
         return StepWindow(
-            entries,
-            {leaf.key: _encoded(leaf, tensor) for leaf, tensor in following},
-            reward,
-            terminated,
-            truncated,
+            before | dict(zip(FLAGS, tensors[-len(FLAGS) :], strict=True)),
+            {leaf.key: self._encoded(k, following[k]) for k, leaf in enumerate(self._leaves)},
+            *outcomes,
             self._outputs_of(steps, calls),
             self._versions,
             calls,
         )
 
+    def _encoded(self, number: int, raw: Tensor) -> Any:
+        """Raw values `[n, time, ...]` of a leaf as the tensor that batches have."""
+        codec = (*self._leaves, *self._action_leaves)[number].codec
+        return raw if self._are_plain[number] else codec.encode(raw.numpy())
+
     def _outputs_of(self, steps: int, calls: Array | None) -> TensorDictBase | None:
         """What the policy wrote besides the actions, `[n, steps]`; None: nothing."""
+        if not self._has_outputs:
+            return None
         frames = np.broadcast_to(np.arange(steps), (self._n, steps)) if calls is None else calls
         return self._outputs.at(torch.from_numpy(frames * self._n + np.arange(self._n)[:, None]), self._calls)
 
     def _drop(self, calls: int, steps: int) -> None:
-        self._outputs.drop(calls)
+        if self._has_outputs:
+            self._outputs.drop(calls)
         self._versions = self._versions[calls:]  # the window has the old list
         self._dropped += calls
         self._last_of_episodes = [entry for entry in self._last_of_episodes if entry.call >= self._dropped]
@@ -510,11 +527,12 @@ class StepLog:
 class StepWindow(NamedTuple):
     """The frames of a batch `[n, time]`: tensors by key, reward and flags `[n, time, 1]`."""
 
-    before: dict[Any, Any]  # observations and action
+    before: dict[Any, Any]  # observations, action, and flags that are not set
     after: dict[Any, Any]  # observations
     reward: Tensor
     terminated: Tensor
     truncated: Tensor
+    done: Tensor
     policy_outputs: TensorDictBase | None
     call_versions: list[int]
     calls: Array | None  # the call of each frame; None: frame t is of call t
@@ -524,8 +542,3 @@ class StepWindow(NamedTuple):
         by_call = np.array(self.call_versions, np.int64)
         n, steps = self.reward.shape[:2]
         return np.tile(by_call[:steps], (n, 1)) if self.calls is None else by_call.take(self.calls)
-
-
-def _encoded(leaf: SpaceLeaf, raw: Tensor) -> Any:
-    """Raw values `[n, time, ...]` as the tensor that batches have."""
-    return raw if leaf.codec.is_plain else leaf.codec.encode(raw.numpy())

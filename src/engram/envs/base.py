@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from engram._advice import absent_member, advised
-from engram._native import count_frames, take_frames
+from engram._native import take_frames
 from engram._providers import PROVIDERS
 from engram.envs.action_checks import action_keys
 from engram.envs.checks import compare_with_specs
@@ -25,6 +25,7 @@ from engram.pytree import Key, as_keys, key_path
 from engram.specs import Categorical, Composite, Spec, Stacked, StackedComposite, Unbounded
 from engram.specs.spaces import EncodedSpaces, HasSpaces
 from engram.specs.tensors import usable_device
+from engram.store.layout import name_dimensions
 from engram.transforms.base import IDLE
 
 
@@ -118,7 +119,7 @@ def stack_steps(steps: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
 
 def with_time_named(batch: TensorDictBase) -> TensorDictBase:
     """The same batch `[*, time]`, whose last dimension has the name "time"."""
-    batch.names = [*(None for _ in batch.shape[1:]), "time"]
+    name_dimensions(batch, [*[None] * (batch.ndim - 1), "time"])
     return batch
 
 
@@ -153,7 +154,6 @@ class FrameIndex:
         self._idle: list[bytes] = []  # bool [n] for each call, as bytes: a tenth of the cost of small arrays
         self._none_idle = bytes(n)
         self._counted = 0
-        self._is_uneven = False  # whether frames were taken of calls that are still in this index
 
     def add(self, idle: Array | None) -> None:
         """Adds one call; `idle`, bool `[n]`, says which environments it only reset (None: no environment)."""
@@ -163,7 +163,10 @@ class FrameIndex:
         """Counts the frames of the calls since the last count, or of the first `calls` of them, as waiting."""
         new = self._idle[self._counted :] if calls is None else self._idle[self._counted : self._counted + calls]
         self._counted += len(new)
-        count_frames(b"".join(new), self.waiting)
+        self.waiting += len(new)
+        resets = [row for row in new if row is not self._none_idle]
+        if resets:
+            self.waiting -= np.frombuffer(b"".join(resets), np.bool_).reshape(len(resets), -1).sum(0)
 
     def last_frame(self, env: int) -> int | None:
         """The call, numbered as in `take`, of an environment's newest frame; None if a batch has taken it."""
@@ -171,20 +174,14 @@ class FrameIndex:
             return None
         return next(call for call in reversed(range(self._counted)) if not self._idle[call][env])
 
-    def take(self, steps: int) -> tuple[Array | None, int]:
+    def take(self, steps: int) -> tuple[Array, int]:
         """Takes the first `steps` waiting frames of each environment, oldest first.
 
-        Returns the call of each frame, int64 `[n, steps]`, where call 0 is the oldest one in this index (None: frame t
-        of every environment is of call t); and the number of oldest calls without waiting frames, which the index
-        drops.
+        Returns the call of each frame, int64 `[n, steps]`, where call 0 is the oldest one in this index; and the number
+        of oldest calls without waiting frames, which the index drops.
         """
-        if not self._is_uneven and self._idle[: min(steps, self._counted)].count(self._none_idle) == steps:
-            calls, dropped = None, steps
-            self.waiting -= steps
-        else:
-            calls = np.empty((len(self.waiting), steps), np.int64)
-            dropped = take_frames(b"".join(self._idle[: self._counted]), self._taken, self.waiting, calls)
-            self._is_uneven = bool(self._taken.any())
+        calls = np.empty((len(self.waiting), steps), np.int64)
+        dropped = take_frames(b"".join(self._idle[: self._counted]), self._taken, self.waiting, calls)
         del self._idle[:dropped]
         self._counted -= dropped
         return calls, dropped
@@ -269,9 +266,10 @@ class FrameQueue:
         n, total = self._batch_size.numel(), len(self._steps)
         batch = stack_steps(self._steps, len(self._batch_size))
         versions = np.array(self._versions, np.int64)
-        calls, dropped = (None, steps) if self._index is None else self._index.take(steps)
-        if calls is None:
-            calls = np.broadcast_to(np.arange(steps), (n, steps))
+        if self._index is None:
+            calls, dropped = np.broadcast_to(np.arange(steps), (n, steps)), steps
+        else:
+            calls, dropped = self._index.take(steps)
         del self._steps[:dropped], self._versions[:dropped]
         if steps < total:
             rows = batch.reshape(n, total)[torch.arange(n)[:, None], torch.from_numpy(calls.copy())]

@@ -513,7 +513,8 @@ class GymVectorEngine(VectorEngine):
 
     def step(self, actions: Any) -> VectorStep:
         observation, reward, terminated, truncated, infos = self.env.step(actions)
-        observation = self._shown(observation, infos)
+        if self._info is not None:
+            observation = self._shown(observation, infos)
         if self.autoreset is Autoreset.DISABLED:
             return VectorStep(observation, reward, terminated, truncated)
         idle = self._over if self.autoreset is Autoreset.NEXT_STEP else None
