@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import random
 from dataclasses import dataclass, replace
-from functools import partial
 
 import gymnasium
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.programs.turns import BY_HAND, Make, main
+from benchmarks.programs.shares import Parts
+from benchmarks.programs.turns import Row, in_all_forms, main
 from engram.collectors import SyncDataCollector
 from engram.data import LazyTensorStorage, TensorDictReplayBuffer
 from engram.envs import GymEnv
@@ -25,19 +25,22 @@ class Settings:
     """Everything that decides how a run goes; equal in all forms."""
 
     env: str = "CartPole-v1"
-    frames: int = 3_200
+    frames: int = 1_280
     frames_per_batch: int = 1  # steps between updates
     updates_per_batch: int = 1
-    learning_starts: int = 640
+    learning_starts: int = 256
     capacity: int = 10_000
     batch_size: int = 128
     learning_rate: float = 2.5e-4
     gamma: float = 0.99
-    copy_every: int = 250  # updates
-    explore_for: int = 1_600  # frames in which epsilon falls from 1 to
+    copy_every: int = 100  # updates
+    explore_for: int = 640  # frames in which epsilon falls from 1 to
     least_epsilon: float = 0.05
     widths: tuple[int, int] = (120, 84)
     seed: int = 1
+
+    def shorter(self) -> Settings:
+        return replace(self, frames=self.learning_starts + 64)
 
     def epsilon(self, frames: int) -> float:
         return max(self.least_epsilon, 1 - (1 - self.least_epsilon) * frames / self.explore_for)
@@ -103,6 +106,9 @@ class ByHand:
         slots = self.draw(stored)
         columns = (self.observations, self.actions, self.rewards, self.next_observations, self.terminations)
         return tuple(torch.from_numpy(column[slots]) for column in columns)
+
+    def parts(self) -> Parts:
+        return Parts(learner=[(self.learner, "update")], replay=[(self, "sample")])
 
     def run(self) -> int:
         s, env, q = self._s, self.env, self.learner.q
@@ -177,6 +183,9 @@ class Engram:
             following["terminated"].squeeze(1),
         )
 
+    def parts(self) -> Parts:
+        return Parts(learner=[(self.learner, "update")], replay=[(self, "sample"), (self.buffer, "extend")])
+
     def run(self) -> int:
         s, collector = self._s, self.collector
         for _ in collector:
@@ -187,16 +196,22 @@ class Engram:
         return collector.frames
 
 
-def rows(quick: bool = False) -> dict[str, dict[str, Make]]:
-    """The rows of the benchmark, each with its forms."""
-    usual = Settings(frames=960) if quick else Settings()
-    kinds = {
-        "DQN, an update each step": usual,
-        "the same, frames_per_batch=16": replace(usual, frames_per_batch=16, updates_per_batch=16),
-        "DQN, an update every 4 steps": replace(usual, frames_per_batch=4),
-    }
-    return {title: {BY_HAND: partial(ByHand, s), "engram": partial(Engram, s)} for title, s in kinds.items()}
-
+ROWS = [
+    Row("program_dqn", "DQN, an update each step", Settings(), in_all_forms(ByHand, Engram, "make_dqn"), most=1.05),
+    Row(
+        "program_dqn_16",
+        "the same, 16 steps, then 16 updates",
+        Settings(frames_per_batch=16, updates_per_batch=16),
+        in_all_forms(ByHand, Engram),
+        most=1.05,
+    ),
+    Row(
+        "program_dqn_4",
+        "DQN, an update every 4 steps",
+        Settings(frames=2_560, frames_per_batch=4),
+        in_all_forms(ByHand, Engram, "make_dqn"),
+    ),
+]
 
 if __name__ == "__main__":
-    main(__doc__, rows)
+    main(__doc__, ROWS)

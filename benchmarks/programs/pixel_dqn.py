@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 
 from benchmarks.programs import dqn
 from benchmarks.programs.catch import SIZE, Catch
-from benchmarks.programs.turns import BY_HAND, Make, main
+from benchmarks.programs.shares import Parts
+from benchmarks.programs.turns import Row, in_all_forms, main
 from engram.collectors import SyncDataCollector
 from engram.data import LazyTensorStorage, SequenceSampler, TensorDictReplayBuffer
 from engram.envs import GymEnv, TransformedEnv
@@ -27,12 +27,12 @@ Array = np.ndarray
 class Settings(dqn.Settings):
     """Everything that decides how a run goes; equal in all forms."""
 
-    frames: int = 480
+    frames: int = 240
     frames_per_batch: int = 4
-    learning_starts: int = 80
+    learning_starts: int = 40
     capacity: int = 1_000
     batch_size: int = 32
-    explore_for: int = 240
+    explore_for: int = 120
 
 
 class QNetwork(nn.Module):
@@ -72,6 +72,9 @@ class ByHand:
         slots = self.draw(stored)
         columns = (self.observations, self.actions, self.rewards, self.next_observations, self.terminations)
         return tuple(torch.from_numpy(column[slots]) for column in columns)
+
+    def parts(self) -> Parts:
+        return Parts(learner=[(self.learner, "update")], replay=[(self, "sample")])
 
     def run(self) -> int:
         s, env, q = self._s, self.env, self.learner.q
@@ -138,6 +141,9 @@ class Engram:
             following["terminated"].squeeze(1),
         )
 
+    def parts(self) -> Parts:
+        return Parts(learner=[(self.learner, "update")], replay=[(self, "sample"), (self.buffer, "extend")])
+
     def run(self) -> int:
         s, collector = self._s, self.collector
         for batch in collector:
@@ -149,11 +155,14 @@ class Engram:
         return collector.frames
 
 
-def rows(quick: bool = False) -> dict[str, dict[str, Make]]:
-    """The row of the benchmark with its forms."""
-    s = Settings(frames=160) if quick else Settings()
-    return {"pixel DQN": {BY_HAND: partial(ByHand, s), "engram": partial(Engram, s)}}
-
+ROWS = [
+    Row(
+        "program_pixel_dqn",
+        "pixel DQN, an update every 4 steps",
+        Settings(),
+        in_all_forms(ByHand, Engram, "make_pixel_dqn"),
+    )
+]
 
 if __name__ == "__main__":
-    main(__doc__, rows)
+    main(__doc__, ROWS)

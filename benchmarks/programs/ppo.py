@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import gymnasium
@@ -15,7 +15,8 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from benchmarks.programs.turns import BY_HAND, Make, main
+from benchmarks.programs.shares import Parts
+from benchmarks.programs.turns import Row, in_all_forms, main
 from engram.collectors import SyncDataCollector
 from engram.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
 from engram.envs import GymEnv
@@ -42,6 +43,9 @@ class Settings:
     largest_norm: float = 0.5
     vectorization: str = "sync"
     seed: int = 1
+
+    def shorter(self) -> Settings:
+        return replace(self, batches=1)
 
 
 def layer(inputs: int, outputs: int, gain: float = 2**0.5) -> nn.Linear:
@@ -137,6 +141,9 @@ class CollectByHand:
         columns = {"observation": observations, "action": actions, "log_prob": log_probs, "value": values}
         return {**columns, "reward": rewards, "done": dones, "idle": idle, "last": observation}
 
+    def parts(self) -> Parts:
+        return Parts()
+
     def run(self) -> int:
         frames = 0
         for _ in range(self.s.batches):
@@ -157,6 +164,17 @@ class ByHand(CollectByHand):
         """The order of the rows of a batch in an epoch."""
         return self._generator.permutation(self.s.steps * self.s.envs)
 
+    def minibatches(self, columns: list[Tensor]) -> Iterator[list[Tensor]]:
+        """An epoch over the columns of a batch."""
+        order = self.epoch()
+        for start in range(0, len(order), self.s.minibatch):
+            rows = torch.from_numpy(order[start : start + self.s.minibatch])
+            yield [column[rows] for column in columns]
+
+    def parts(self) -> Parts:
+        learner = [(self.learner, "advantages"), (self.learner, "update")]
+        return Parts(learner=learner, iterators=[(self, "minibatches")])
+
     def run(self) -> int:
         s, frames = self.s, 0
         for _ in range(s.batches):
@@ -166,10 +184,8 @@ class ByHand(CollectByHand):
             kept = (columns["observation"], columns["action"], columns["log_prob"], advantage, advantage + value)
             flat = [column.reshape(-1, *column.shape[2:]) for column in kept]
             for _ in range(s.epochs):
-                order = self.epoch()
-                for start in range(0, len(order), s.minibatch):
-                    rows = torch.from_numpy(order[start : start + s.minibatch])
-                    self.learner.update(*(column[rows] for column in flat))
+                for minibatch in self.minibatches(flat):
+                    self.learner.update(*minibatch)
             frames += s.steps * s.envs
         return frames
 
@@ -190,6 +206,9 @@ class CollectWithEngram:
             total_frames=s.batches * s.steps * s.envs,
         )
         self.collector.set_seed(s.seed)
+
+    def parts(self) -> Parts:
+        return Parts()
 
     def run(self) -> int:
         for _ in self.collector:
@@ -222,12 +241,20 @@ class Engram(CollectWithEngram):
         keys = ("observation", "action", "log_prob", "advantage", "goal")
         self.learner.update(*(batch[key] for key in keys))
 
+    def minibatches(self) -> Iterator[TensorDictBase]:
+        """An epoch over the batch in the buffer."""
+        return iter(self.buffer)
+
+    def parts(self) -> Parts:
+        learner = [(self, "put_advantages"), (self.learner, "update")]
+        return Parts(learner=learner, replay=[(self.buffer, "extend")], iterators=[(self, "minibatches")])
+
     def run(self) -> int:
         for batch in self.collector:
             self.put_advantages(batch)
             self.buffer.extend(batch.reshape(-1))
             for _ in range(self.s.epochs):
-                for minibatch in self.buffer:
+                for minibatch in self.minibatches():
                     self.update(minibatch)
         return self.collector.frames
 
@@ -236,28 +263,31 @@ NATIVE = "vector_entry_point"
 COLUMNS = ("observation", "action", "log_prob", "value", "reward", "done")
 
 
-def collecting(quick: bool = False) -> dict[str, dict[str, Make]]:
-    """Rows of collecting alone."""
-    few, many = Settings(batches=2 if quick else 16), Settings(envs=64, batches=2 if quick else 8)
-    kinds = {
-        "PPO collection, 8 gymnasium sync environments": few,
-        "PPO collection, 64 gymnasium sync environments": many,
-        "PPO collection, native vector of 8": replace(few, vectorization=NATIVE),
-        "PPO collection, native vector of 64": replace(many, vectorization=NATIVE),
-    }
-    return {
-        title: {BY_HAND: partial(CollectByHand, s), "engram": partial(CollectWithEngram, s)}
-        for title, s in kinds.items()
-    }
-
-
-def rows(quick: bool = False) -> dict[str, dict[str, Make]]:
-    """Rows of whole programs."""
-    few = Settings(batches=2 if quick else 8)
-    many = Settings(envs=64, batches=1 if quick else 3, minibatch=2_048)
-    kinds = {"PPO, 8 environments": few, "PPO, 64 environments": many}
-    return {title: {BY_HAND: partial(ByHand, s), "engram": partial(Engram, s)} for title, s in kinds.items()}
-
+FEW, MANY = Settings(batches=8), Settings(envs=64, batches=4)
+COLLECTING = in_all_forms(CollectByHand, CollectWithEngram)
+WHOLE = in_all_forms(ByHand, Engram, "make_ppo")
+COLLECTION_ROWS = [
+    Row("program_collect_8", "PPO collection, 8 gymnasium sync environments", FEW, COLLECTING, most=1.1),
+    Row("program_collect_64", "PPO collection, 64 gymnasium sync environments", MANY, COLLECTING, most=1.1),
+    Row(
+        "program_collect_native_8",
+        "PPO collection, native vector of 8",
+        replace(FEW, vectorization=NATIVE),
+        COLLECTING,
+        most=1.1,
+    ),
+    Row(
+        "program_collect_native_64",
+        "PPO collection, native vector of 64",
+        replace(MANY, vectorization=NATIVE, batches=8),
+        COLLECTING,
+        most=1.1,
+    ),
+]
+ROWS = [
+    Row("program_ppo_8", "PPO, 8 environments", replace(FEW, batches=4), WHOLE),
+    Row("program_ppo_64", "PPO, 64 environments", replace(MANY, batches=1, minibatch=2_048), WHOLE),
+]
 
 if __name__ == "__main__":
-    main(__doc__, lambda quick: {**collecting(quick), **rows(quick)})
+    main(__doc__, [*COLLECTION_ROWS, *ROWS])

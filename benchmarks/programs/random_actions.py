@@ -6,15 +6,17 @@ The bare loop draws its actions before the clock starts. Calls that only reset a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 import torch
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
 
-from benchmarks.programs.turns import BY_HAND, Make, main
+from benchmarks.programs.shares import Parts
+from benchmarks.programs.turns import Row, in_all_forms, main
 from engram.collectors import SyncDataCollector
 from engram.envs import GymEnv
 
@@ -26,8 +28,11 @@ class Settings:
     make: Callable[[int], Any]  # a vector environment of so many
     envs: int
     steps: int  # of each environment in a batch
-    calls: int = 4_000
+    calls: int = 4_096
     seed: int = 1
+
+    def shorter(self) -> Settings:
+        return replace(self, calls=256)
 
 
 class Bare:
@@ -40,6 +45,9 @@ class Bare:
         self._env.reset()
         ended = [np.count_nonzero(np.logical_or(*self._env.step(row)[2:4])) for row in self._actions]
         self._frames = s.calls * s.envs - sum(ended)  # each end is followed by a call that only resets; about as many
+
+    def parts(self) -> Parts:
+        return Parts()
 
     def run(self) -> int:
         step = self._env.step
@@ -57,6 +65,9 @@ class Engram:
         )
         torch.manual_seed(s.seed)
 
+    def parts(self) -> Parts:
+        return Parts()
+
     def run(self) -> int:
         for _ in self._collector:
             pass
@@ -67,24 +78,57 @@ def native(envs: int) -> Any:
     return gymnasium.make_vec("CartPole-v1", envs, vectorization_mode="vector_entry_point")
 
 
-def pool(envs: int) -> Any:
-    """EnvPool's CartPole, stepped by one thread."""
-    import envpool
+class Pool(gymnasium.vector.VectorEnv):
+    """EnvPool's CartPole, stepped by one thread, as gymnasium's vector environment."""
 
-    return envpool.make("CartPole-v1", env_type="gymnasium", num_envs=envs, num_threads=1, seed=1)
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+
+    def __init__(self, envs: int) -> None:
+        import envpool
+
+        self._pool = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=envs, num_threads=1, seed=1)
+        self.num_envs = envs
+        self.single_observation_space = self._pool.observation_space
+        self.single_action_space = self._pool.action_space
+        self.observation_space = batch_space(self.single_observation_space, envs)
+        self.action_space = batch_space(self.single_action_space, envs)
+        self.step = self._pool.step
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return self._pool.reset()
 
 
-def rows(quick: bool = False) -> dict[str, dict[str, Make]]:
-    """The rows of the benchmark, each with its forms."""
-    calls = 256 if quick else 4_096
-    kinds = {
-        "random actions, native vector of 64, batches of 32 steps": Settings(native, 64, 32, calls),
-        "random actions, native vector of 64, batches of 128 steps": Settings(native, 64, 128, calls),
-        "random actions, EnvPool of 8, batches of 128 steps": Settings(pool, 8, 128, 4 * calls),
-        "random actions, EnvPool of 64, batches of 128 steps": Settings(pool, 64, 128, 2 * calls),
-    }
-    return {title: {BY_HAND: partial(Bare, s), "engram": partial(Engram, s)} for title, s in kinds.items()}
-
+BOTH, MOST = in_all_forms(Bare, Engram), 1 / 0.9
+ROWS = [
+    Row(
+        "program_random_32",
+        "random actions, native vector of 64, batches of 32 steps",
+        Settings(native, 64, 32),
+        BOTH,
+        most=MOST,
+    ),
+    Row(
+        "program_random_128",
+        "random actions, native vector of 64, batches of 128 steps",
+        Settings(native, 64, 128),
+        BOTH,
+        most=MOST,
+    ),
+    Row(
+        "program_pool_8",
+        "random actions, EnvPool of 8, batches of 128 steps",
+        Settings(Pool, 8, 128, calls=16_384),
+        BOTH,
+        most=MOST,
+    ),
+    Row(
+        "program_pool_64",
+        "random actions, EnvPool of 64, batches of 128 steps",
+        Settings(Pool, 64, 128, calls=8_192),
+        BOTH,
+        most=MOST,
+    ),
+]
 
 if __name__ == "__main__":
-    main(__doc__, rows)
+    main(__doc__, ROWS)

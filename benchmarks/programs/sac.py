@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium
@@ -13,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.programs.turns import BY_HAND, Make, main
+from benchmarks.programs.shares import Parts
+from benchmarks.programs.turns import Row, in_all_forms, main
 from engram.collectors import SyncDataCollector
 from engram.data import LazyTensorStorage, TensorDictReplayBuffer
 from engram.envs import GymEnv
@@ -26,8 +26,8 @@ class Settings:
     """Everything that decides how a run goes; equal in all forms."""
 
     env: str = "Pendulum-v1"
-    frames: int = 480
-    random_frames: int = 96  # at the beginning, before the first update
+    frames: int = 240
+    random_frames: int = 48  # at the beginning, before the first update
     capacity: int = 10_000
     batch_size: int = 256
     width: int = 256
@@ -36,6 +36,9 @@ class Settings:
     gamma: float = 0.99
     target_rate: float = 0.005
     seed: int = 1
+
+    def shorter(self) -> Settings:
+        return replace(self, frames=self.random_frames + 16)
 
 
 LARGEST = 2.0  # torque
@@ -143,6 +146,9 @@ class ByHand:
         columns = (self.observations, self.actions, self.rewards, self.next_observations, self.terminations)
         return tuple(torch.from_numpy(column[slots]) for column in columns)
 
+    def parts(self) -> Parts:
+        return Parts(learner=[(self.learner, "update")], replay=[(self, "sample")])
+
     def run(self) -> int:
         s, env = self._s, self.env
         observation, _ = env.reset(seed=s.seed)
@@ -195,6 +201,9 @@ class Engram:
             following["terminated"].squeeze(1),
         )
 
+    def parts(self) -> Parts:
+        return Parts(learner=[(self.learner, "update")], replay=[(self, "sample"), (self.buffer, "extend")])
+
     def run(self) -> int:
         s, collector = self._s, self.collector
         for _ in collector:
@@ -204,11 +213,7 @@ class Engram:
         return collector.frames
 
 
-def rows(quick: bool = False) -> dict[str, dict[str, Make]]:
-    """The row of the benchmark with its forms."""
-    s = Settings(frames=300) if quick else Settings()
-    return {"SAC": {BY_HAND: partial(ByHand, s), "engram": partial(Engram, s)}}
-
+ROWS = [Row("program_sac", "SAC, an update each step", Settings(), in_all_forms(ByHand, Engram, "make_sac"))]
 
 if __name__ == "__main__":
-    main(__doc__, rows)
+    main(__doc__, ROWS)

@@ -32,6 +32,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+import engram._native as _native
 from engram.errors import is_masked, masked_array
 
 Key = Union[str, tuple[str, ...]]
@@ -375,6 +376,48 @@ def _map(batch: Any, on_leaf: Callable[[Tensor], Any], on_batch: Callable[[Any],
     return on_leaf(as_leaf(batch, path))
 
 
+def take_rows(batch: Any, rows: Tensor) -> Any:
+    """A copy of certain rows, int64 [n] from 0 on, of a batch `[m, *]` of any form.
+
+    It is what indexing gives, without torch's kernel, which copies element by element.
+    """
+    return map_outermost(batch, lambda leaf: leaf.index_select(0, rows), lambda part: _take_rows(part, rows))
+
+
+def _take_rows(batch: Any, rows: Tensor) -> Any:
+    leaves: list[Tensor] = []
+    is_plain = len(rows) <= len(batch) and _lists_leaves(batch, leaves)
+    taken = _native.take_rows(leaves, rows) if is_plain else None
+    if not taken:
+        return batch[rows]
+    part = batch[: len(rows)]  # of the right form, but for the leaves
+    _put_leaves(part, iter(taken))
+    return part
+
+
+def _lists_leaves(batch: Any, leaves: list[Tensor]) -> bool:
+    """Appends the leaves of a TensorDict; False where it has other entries than tensors without gradients."""
+    if type(batch) is not TensorDict:
+        return False
+    for value in batch._tensordict.values():
+        if type(value) is not Tensor:
+            if not _lists_leaves(value, leaves):
+                return False
+        elif value.requires_grad:
+            return False
+        else:
+            leaves.append(value)
+    return True
+
+
+def _put_leaves(batch: TensorDict, leaves: Iterator[Tensor]) -> None:
+    for key, value in batch._tensordict.items():
+        if type(value) is TensorDict:
+            _put_leaves(value, leaves)
+        else:
+            batch._tensordict[key] = next(leaves)
+
+
 def _rebuilt(like: Any, values: list[Any]) -> Any:
     """A list, tuple or named tuple of the class of `like` with these members."""
     kind = type(like)
@@ -384,6 +427,19 @@ def _rebuilt(like: Any, values: list[Any]) -> Any:
 def _is_named(item: Any) -> bool:
     """Whether it is a named tuple."""
     return isinstance(item, tuple) and hasattr(item, "_fields")
+
+
+def pinned(batch: Any) -> Any:
+    """The batch with its tensors in page-locked memory; those on a GPU, and what is no tensor, as they are."""
+    if isinstance(batch, Tensor):
+        return batch.pin_memory() if batch.device.type == "cpu" else batch
+    if has_batch_size(batch):
+        return batch.apply(pinned)
+    if isinstance(batch, dict):
+        return {k: pinned(v) for k, v in batch.items()}
+    if isinstance(batch, list | tuple):
+        return _rebuilt(batch, [pinned(v) for v in batch])
+    return batch
 
 
 def move_dim(batch: Any, source: int, target: int) -> Any:

@@ -1,4 +1,4 @@
-// The steps that follow on a row in its episode, as returns over several steps are made of them.
+// Returns over several steps (Sutton, 1988), of rewards and flags as they lie in the rows of a store.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -7,96 +7,141 @@
 #include <vector>
 
 #include "bind_store.hpp"
+#include "casts.hpp"
 
 namespace engram {
 
-// The slots of the rows that follow on each of n, at most `steps` with the first one; behind a lane's newest row it is repeated.
-struct FollowingSlots {
-  std::vector<int64_t> slots;
-  std::vector<int64_t> sequences;  // that these rows have
-  std::vector<size_t> counts;      // of each of n: how many of `steps` are other rows
-
-  // False: a slot holds no row.
-  bool find(const Store& store, const int64_t* first, size_t n, size_t steps) {
-    const StoreGeometry& s = store.geometry();
-    std::vector<SlotSequences> lanes;
-    for (uint64_t l = 0; l < s.lanes; ++l) lanes.emplace_back(store.lanes.view(l), s.lane_capacity);
-    slots.clear(), sequences.clear(), counts.clear();
-    slots.reserve(n * steps), sequences.reserve(n * steps), counts.reserve(n);
-    for (size_t i = 0; i < n; ++i) {
-      const auto slot = static_cast<uint64_t>(first[i]);
-      if (slot >= store.slots()) refuse_slots(store);
-      uint64_t time = slot, env = 0, lane = 0, sequence = 0;
-      if (s.envs > 1) time = slot / s.envs, env = slot - time * s.envs;
-      if (s.lanes > 1) lane = time / s.lane_capacity, time -= lane * s.lane_capacity;
-      if (!lanes[lane].find(time, sequence)) return false;
-      const uint64_t count = std::min<uint64_t>(steps, lanes[lane].newest - sequence + 1);
-      counts.push_back(count);
-      for (size_t k = 0; k < steps; ++k) {
-        slots.push_back(static_cast<int64_t>((lane * s.lane_capacity + time) * s.envs + env));
-        sequences.push_back(static_cast<int64_t>(sequence));
-        if (k + 1 < count) ++sequence, time = time + 1 == s.lane_capacity ? 0 : time + 1;
-      }
-    }
-    return true;
+// The sum of float32 numbers side by side, in the order in which numpy adds them: its returns are the same to the last bit.
+inline float numpy_sum(const float* x, size_t n) {
+  if (n < 8) {
+    float sum = 0;
+    for (size_t i = 0; i < n; ++i) sum += x[i];
+    return sum;
   }
+  if (n > 128) {
+    const size_t half = n / 2 / 8 * 8;
+    return numpy_sum(x, half) + numpy_sum(x + half, n - half);
+  }
+  float r[8];
+  std::copy_n(x, 8, r);
+  size_t i = 8;
+  for (; i < n / 8 * 8; i += 8)
+    for (size_t k = 0; k < 8; ++k) r[k] += x[i + k];
+  float sum = ((r[0] + r[1]) + (r[2] + r[3])) + ((r[4] + r[5]) + (r[6] + r[7]));
+  for (; i < n; ++i) sum += x[i];
+  return sum;
+}
+
+// Reads rows where they lie, from one to the next in time. As `RowReader`: rows that were overwritten meanwhile are noticed
+// afterwards.
+class StepWalk {
+ public:
+  StepWalk(const Store& store, const Leaf& reward, const Leaf& done) : store_(store), reward_(reward), done_(done) {
+    epoch_ = store.lanes.epoch();
+    for (uint64_t l = 0; l < store.geometry().lanes; ++l) {
+      const LaneView view = store.lanes.view(l);
+      lanes_.emplace_back(view, store.geometry().lane_capacity);
+      oldest_.push_back(view.published);
+    }
+  }
+  // The rewards of the row in a slot and of those behind it, at most n: to the first with a flag, or the lane's newest. Returns
+  // how many they are, and changes the slot to that of the last; 0: the slot holds no row.
+  size_t read(uint64_t& slot, size_t n, float* rewards) {
+    const StoreGeometry& s = store_.geometry();
+    uint64_t time = slot, env = 0, lane = 0, sequence = 0;
+    if (s.envs > 1) time = slot / s.envs, env = slot - time * s.envs;
+    if (s.lanes > 1) lane = time / s.lane_capacity, time -= lane * s.lane_capacity;
+    if (!lanes_[lane].find(time, sequence)) return 0;
+    oldest_[lane] = std::min(oldest_[lane], sequence);
+    const uint64_t first = store_.physical(lane, env, 0);
+    for (size_t count = 1;; ++count) {
+      const uint8_t* const row = store_.row(first + time);
+      if (!cast_numbers(reward_.dtype, row + reward_.offset, {kDLFloat, 32}, reinterpret_cast<uint8_t*>(rewards++), 1)) return 0;
+      const uint8_t* const flags = row + done_.offset;
+      const bool done = std::any_of(flags, flags + done_.bytes, [](uint8_t flag) { return flag != 0; });
+      if (done || count == n || sequence == lanes_[lane].newest) {
+        slot = (lane * s.lane_capacity + time) * s.envs + env;
+        return count;
+      }
+      ++sequence, time = time + 1 == s.lane_capacity ? 0 : time + 1;
+    }
+  }
+  // Whether all rows that were read are whole.
+  bool is_whole() const {
+    Lanes::Protocol::after_reading();
+    const Epoch now = store_.lanes.epoch();
+    for (uint64_t l = 0; l < lanes_.size(); ++l)
+      if (lanes_[l].any && store_.lanes.first_now(l) > oldest_[l]) return false;
+    return epoch_ == now && epoch_.quiet() && epoch_.incarnation % 2 == 0;
+  }
+
+ private:
+  const Store& store_;
+  const Leaf &reward_, &done_;
+  Epoch epoch_;
+  std::vector<SlotSequences> lanes_;
+  std::vector<uint64_t> oldest_;  // of the rows that were read, in each lane
 };
 
-// Reads the numbers of one leaf in the rows that follow on each of n slots, up to `steps` of them: to the first with a flag in the
-// bool leaf `over`, or to the lane's newest. Returns the numbers [n, steps], 0 behind the last; the slot of the last; and how many
-// they are. None: a slot holds no row, or rows were overwritten meanwhile.
-inline nb::object read_following(Store& store, const Codec& codec, nb::handle slots_in, size_t steps, size_t numbers,
-                                 size_t over, bool mapped) {
+// Of the rows in slots [n]: their rewards and those of the steps that follow, float32 [n, steps], 0 behind the last; the slot of
+// the last, int64 [n], and their number, int64 [n]; the sum of the rewards times `discounts`, and the discount of what comes after
+// the last, float32 [n, 1]. `discounts`: float32 [steps + 1]. None: a slot holds no row, or rows were overwritten meanwhile.
+inline nb::object read_n_steps(Store& store, const Codec& codec, nb::handle slots_in,
+                               nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu> discounts, size_t reward_leaf,
+                               size_t done_leaf, bool mapped) {
   check_codec(store, codec);
-  const SlotsArg first(nb::borrow(slots_in));
-  const Leaf &number = leaf_of(codec, numbers), &flag = leaf_of(codec, over);
-  if (number.bytes != number.itemsize) throw nb::value_error("a leaf of one number is needed");
-  if (!(flag.dtype == DType{kDLBool, 8})) throw nb::value_error("a bool leaf is needed to say where episodes end");
-  if (steps < 1) throw nb::value_error("at least one step is needed");
-  const size_t n = first.n, most = kMostBytes / (8 + number.bytes + flag.bytes);
-  if (n > most || steps > most / std::max<size_t>(1, n)) throw std::bad_alloc();
-  FollowingSlots following;
-  if (!following.find(store, first.data, n, steps)) return nb::none();
-  std::vector<uint8_t> flags(n * steps * flag.bytes);
-  const std::vector<int64_t> scalar, lead{static_cast<int64_t>(n)}, matrix{static_cast<int64_t>(n), static_cast<int64_t>(steps)};
-  LeafMemory memory(3);
-  memory.plan(number.dtype, matrix, scalar, n * steps * number.bytes);
+  const SlotsArg slots(nb::borrow(slots_in));
+  const Leaf &reward = leaf_of(codec, reward_leaf), &done = leaf_of(codec, done_leaf);
+  if (reward.bytes != reward.itemsize) throw nb::value_error("a reward must be one number");
+  if (!(done.dtype == DType{kDLBool, 8})) throw nb::value_error("a bool leaf is needed to say where episodes end");
+  if (discounts.shape(0) < 2) throw nb::value_error("discounts are needed for each step, and for what comes after the last");
+  const size_t n = slots.n, steps = discounts.shape(0) - 1;
+  const std::vector<int64_t> lead(1, static_cast<int64_t>(n)), scalar, one(1, 1), row(1, static_cast<int64_t>(steps));
+  if (steps > kMostBytes / sizeof(float) / std::max<size_t>(1, n)) throw std::bad_alloc();
+  LeafMemory memory(5);
+  memory.plan({kDLFloat, 32}, lead, row, n * steps * sizeof(float));
   memory.plan({kDLInt, 64}, lead, scalar, n * 8);
   memory.plan({kDLInt, 64}, lead, scalar, n * 8);
+  memory.plan({kDLFloat, 32}, lead, one, n * sizeof(float));
+  memory.plan({kDLFloat, 32}, lead, one, n * sizeof(float));
   memory.take();
-  std::vector<LeafCopy> copies{{number.offset, number.bytes, memory.data(0), static_cast<ptrdiff_t>(number.bytes)},
-                               {flag.offset, flag.bytes, flags.data(), static_cast<ptrdiff_t>(flag.bytes)}};
-  if (copies[1].offset < copies[0].offset) std::swap(copies[0], copies[1]);
-  Reading reading;
-  const bool release = !store.grows() && (memory.bytes() > kGilBytes || (mapped && store.readahead().on()));
-  maybe_without_gil(release, [&] {
-    read_rows(store, following.slots.data(), following.slots.size(), copies, mapped, true, reading);
-  });
-  const std::vector<uint64_t>& read = reading.result.sequences;
-  const bool same = reading.inside && std::equal(read.begin(), read.end(), following.sequences.begin(), following.sequences.end(),
-                                                 [](uint64_t a, int64_t b) { return a == static_cast<uint64_t>(b); });
-  if (!same || !reading.result.missing.empty() || !reading.result.unwritten.empty()) return nb::none();
+  auto* const rewards = reinterpret_cast<float*>(memory.data(0));
   auto* const last = reinterpret_cast<int64_t*>(memory.data(1));
   auto* const counts = reinterpret_cast<int64_t*>(memory.data(2));
-  for (size_t i = 0; i < n; ++i) {
-    size_t count = 1;
-    const auto is_over = [&](size_t k) {
-      const uint8_t* const of = flags.data() + (i * steps + k) * flag.bytes;
-      return std::any_of(of, of + flag.bytes, [](uint8_t one) { return one != 0; });
-    };
-    while (count < following.counts[i] && !is_over(count - 1)) ++count;
-    std::memset(memory.data(0) + (i * steps + count) * number.bytes, 0, (steps - count) * number.bytes);
-    last[i] = following.slots[i * steps + count - 1], counts[i] = static_cast<int64_t>(count);
-  }
-  const nb::object made = memory.make(0), last_slots = memory.make(1);
-  return nb::make_tuple(made, last_slots, memory.make(2));
+  auto* const returns = reinterpret_cast<float*>(memory.data(3));
+  auto* const discount = reinterpret_cast<float*>(memory.data(4));
+  std::vector<float> products(steps);
+  bool inside = true, whole = true;
+  // Rows that grow may move while another thread runs.
+  const bool release = !store.grows() && (memory.bytes() > kGilBytes || (mapped && store.readahead().on()));
+  maybe_without_gil(release, [&] {
+    StepWalk walk(store, reward, done);
+    for (size_t i = 0; i < n && inside && whole; ++i) {
+      auto slot = static_cast<uint64_t>(slots.data[i]);
+      if (!(inside = slot < store.slots())) break;
+      float* const mine = rewards + i * steps;
+      const size_t count = walk.read(slot, steps, mine);
+      whole = count > 0;
+      std::fill(mine + count, mine + steps, 0.0F);
+      last[i] = static_cast<int64_t>(slot), counts[i] = static_cast<int64_t>(count), discount[i] = discounts.data()[count];
+      for (size_t k = 0; k < steps; ++k) products[k] = mine[k] * discounts.data()[k];
+      returns[i] = numpy_sum(products.data(), steps);
+    }
+    whole = whole && walk.is_whole();
+  });
+  if (!inside) refuse_slots(store);
+  if (!whole) return nb::none();
+  nb::list made;
+  for (size_t i = 0; i < 5; ++i) made.append(memory.make(i));
+  return nb::tuple(made);
 }
 
 inline void bind_n_step(nb::module_& m) {
   using namespace nb::literals;
-  m.def("read_following", &read_following, "store"_a, "codec"_a, "slots"_a, "steps"_a, "numbers"_a, "over"_a, "mapped"_a = false,
-        nb::sig("def read_following(store: Store, codec: Codec, slots: object, steps: int, numbers: int, over: int, "
-                "mapped: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None"));
+  m.def("read_n_steps", &read_n_steps, "store"_a, "codec"_a, "slots"_a, "discounts"_a.noconvert(), "reward"_a, "done"_a,
+        "mapped"_a = false,
+        nb::sig("def read_n_steps(store: Store, codec: Codec, slots: object, discounts: numpy.typing.NDArray[numpy.float32], "
+                "reward: int, done: int, mapped: bool = False) -> tuple[torch.Tensor, ...] | None"));
 }
 
 }  // namespace engram

@@ -117,6 +117,13 @@ def test_batches_have_the_fields_shapes_and_dtypes_that_the_script_reads():
         assert values.dtype is torch.float32 and values.shape == (32, 1)
 
 
+def test_batches_are_put_on_the_device():
+    rb = filled(PrioritizedReplayBuffer(9, (2,), "meta", 3, 0.9, observation_dtype=np.float32), 5)
+    data = rb.sample(4)
+    tensors = [part for part in data if isinstance(part, torch.Tensor)]
+    assert len(tensors) == 6 and {part.device.type for part in tensors} == {"meta"} and data.indices.shape == (4,)
+
+
 def test_a_row_takes_two_observations_and_less_than_a_hundred_bytes():
     rb = PrioritizedReplayBuffer(2000, (4, 84, 84), "cpu", 1, 0.99)
     rb.add(np.zeros((4, 84, 84), np.uint8), 0, 0.0, np.zeros((4, 84, 84), np.uint8), False)
@@ -143,6 +150,13 @@ def test_weights_correct_for_priorities_as_far_as_beta_says():
         weights = (1 / priorities[data.indices] ** 0.5) ** beta
         np.testing.assert_allclose(data.weights[:, 0], weights / weights.max(), rtol=1e-5)
         assert rb.beta == beta
+
+
+@pytest.mark.parametrize("form", [list, torch.tensor, lambda values: torch.tensor(values, requires_grad=True)])
+def test_priorities_are_taken_in_any_form(form):
+    rb = filled(small(), 4)
+    rb.update_priorities(torch.tensor([3, 1]), form([-2.0, 0.5]))
+    assert rb.sampler.priorities(range(4)).tolist() == [1.0, 0.5, 1.0, 2.0]
 
 
 def test_a_new_transition_has_the_highest_priority_so_far():

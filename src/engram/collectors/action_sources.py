@@ -19,7 +19,7 @@ from engram.collectors.policy_weights import PolicyWeights
 from engram.envs.base import merge_where, zero_where
 from engram.envs.codecs import SpaceCodec, space_leaves
 from engram.envs.engines import action_check
-from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy, zero_outputs
+from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy, module_keys, zero_outputs
 from engram.pytree import get_entry
 from engram.specs.tensors import ChoiceSpec
 from engram.store.layout import tensordict_of
@@ -178,11 +178,11 @@ class ModuleActions(ActionSource):
     ) -> None:
         super().__init__(codec, batch_size, weights)
         self._policy, self._module, self._device = policy, policy.module, device
-        self._keys = frozenset(observed.keys)
+        self._keys = frozenset(key if isinstance(key, str) else key[0] for key in observed.keys)
         self._row, *self._more_rows = [observed.rows(key) for key in policy.in_keys]
         self._sink = sink
-        self._last_outputs: dict[str, Tensor] = {}
-        self._zero_outputs: dict[str, Tensor] | None = None
+        self._last_outputs: dict[str, Any] = {}
+        self._zero_outputs: dict[str, Any] | None = None
 
     def choose(self, t: int) -> Any:
         row = self._row(t)
@@ -191,13 +191,19 @@ class ModuleActions(ActionSource):
 
     def _action_of(self, out: Any) -> Any:
         action, others = self._policy.split(out)
-        device = self._device
-        self._last_outputs = outputs = {
-            key: value if device is None else value.to(device) for key, value in others.items() if key not in self._keys
-        }
+        if self._device is not None or type(action) is not Tensor:
+            action, others = self._on_device(action, others)
+        self._last_outputs = outputs = {key: value for key, value in others.items() if key not in self._keys}
         if outputs:
             self._sink.store_outputs(outputs)
         return action
+
+    def _on_device(self, action: Any, others: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The same as entries of a TensorDict."""
+        if self._policy.out_keys is None:
+            return action, dict(TensorDict(others, self._batch_size, device=self._device).items())
+        td = TensorDict({**others, "action": action}, self._batch_size, device=self._device)
+        return td.get("action"), dict(td.exclude("action").items())
 
     def skip_step(self, t: int) -> None:
         if self._policy.outputs == 1:
@@ -244,6 +250,8 @@ class TensorDictActions(ActionSource):
         self._rows = {key: observed.rows(key) for key in observed.keys}
         self._not_outputs = frozenset({"action", *FLAGS, *self._rows})
         self._has_flat_keys = all(isinstance(key, str) for key in self._rows)
+        keys = module_keys(self._policy)  # looked up again for each batch: hooks come and go
+        self._read = None if keys is None else {key if isinstance(key, str) else key[0] for key in keys.read}
         self._sink = sink
         return self
 
@@ -263,7 +271,8 @@ class TensorDictActions(ActionSource):
         last = self._last_outputs
         if isinstance(last, dict):
             last = TensorDict(last, self._batch_size, device=self._device)
-        self._store(zero_where(mask_of(envs, self._batch_size), last))
+        if not last.is_empty():
+            self._store(zero_where(mask_of(envs, self._batch_size), last))
         self.reset_envs(envs)
 
     def reset_envs(self, envs: Envs) -> None:
@@ -272,11 +281,16 @@ class TensorDictActions(ActionSource):
         self._ended[envs] = True
 
     def _state(self, t: int) -> TensorDictBase:
-        """The TensorDict for the policy: what it wrote in the last step, the observations and the flags."""
-        if self._ended is not None:
-            self._carried = self._without(self._carried, self._ended)
-            self._ended = None
+        """The TensorDict for the policy: what it wrote in the last step, the observations and the flags.
+
+        What it wrote is left out where it reads none of it.
+        """
         carried, rows = self._carried, self._rows
+        if self._read is not None and isinstance(carried, dict) and self._read.isdisjoint(carried):
+            carried = {}  # nobody sees it
+        elif self._ended is not None:
+            self._carried = carried = self._without(carried, self._ended)
+            self._ended = None
         if isinstance(carried, dict) and self._has_flat_keys:
             return self._input.filled({**carried, **{key: row(t) for key, row in rows.items()}, **self._flags})
         td = TensorDict(carried, self._batch_size, device=self._device) if isinstance(carried, dict) else carried.copy()
@@ -296,6 +310,7 @@ class TensorDictActions(ActionSource):
 
     def _keep_outputs(self, out: TensorDictBase) -> None:
         outputs = self._store(out)
+        self._ended = None
         if isinstance(outputs, dict):
             following = outputs.get("next")
             if following is None:

@@ -57,19 +57,18 @@ class GymRollout:
         self._random = RandomActions(random, self._codec, self._batch_size, tags.weights)
         self._keeps_bytes = self.is_random and not self._batch_size and can_keep_bytes(engines[0].leaves)
         self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, tags.weights, self._device)
+        self._outputs = OutputColumns(self._batch_size, self._device)
+        self.outputs_way = self._outputs.way
         self.restart()
 
     def restart(self) -> None:
         self._to_reset = list(range(len(self._engines)))
         self._last_slots: dict[int, int] = {}  # by environment: the slot of its last state before it is truncated
         self._first_row: Rows | None = None
+        self._outputs.clear()
 
     def collect(self, steps: int, *, random_steps: int) -> RolloutResult:
-        batch = _StepBuffer(
-            self._empty_observations(steps),
-            OutputColumns(self._batch_size, self._device, capacity=steps),
-            len(self._engines),
-        )
+        batch = _StepBuffer(self._empty_observations(steps), self._outputs, len(self._engines))
         source = self._source(batch)
         try:
             self._run_all(batch, source, steps, steps if self.is_random else min(steps, random_steps))
@@ -84,13 +83,15 @@ class GymRollout:
 
     def _cut_short(self, batch: _StepBuffer, rewards: Rewards, error: BaseException) -> RolloutResult:
         """Makes a batch of the whole rows before an error, and restarts: no trajectory continues after it."""
-        self.restart()
-        error = error if rewards.error is None else rewards.error  # the earlier one
-        steps = len(rewards.values) // len(self._engines)
-        if steps == 0:
-            raise error
-        batch.observations.cut(steps)
-        return RolloutResult(self._batch_of(batch, rewards.values[: steps * len(self._engines)], steps), error)
+        try:
+            error = error if rewards.error is None else rewards.error  # the earlier one
+            steps = len(rewards.values) // len(self._engines)
+            if steps == 0:
+                raise error
+            batch.observations.cut(steps)
+            return RolloutResult(self._batch_of(batch, rewards.values[: steps * len(self._engines)], steps), error)
+        finally:
+            self.restart()
 
     def _empty_observations(self, steps: int) -> Observations | ByteObservations:
         leaves = self._engines[0].leaves
@@ -215,6 +216,7 @@ class GymRollout:
             self._last_slots[env] = slot + self._max_frames * len(self._engines)
 
     def _batch_of(self, batch: _StepBuffer, rewards: Array, steps: int) -> TensorDictBase:
+        self.outputs_way = batch.outputs.way
         outcomes = batch.outcomes(rewards, self._batch_size)
         shape = torch.Size((*self._batch_size, steps))
         actions = batch.actions[0] if len(batch.actions) == 1 else torch.cat(batch.actions)

@@ -26,13 +26,15 @@ class OutputsWay(NamedTuple):
     reason: str = ""
 
 
+COLUMNS = OutputsWay("columns")
+
+
 class _Column(NamedTuple):
     """The rows of one entry, `[capacity, *batch_size, ...]`, and the shape of a row."""
 
     rows: Tensor
     dtype: torch.dtype
     shape: torch.Size
-    device: torch.device
 
 
 class OutputColumns:
@@ -63,35 +65,27 @@ class OutputColumns:
 
     def clear(self) -> None:
         """Drops all steps; their memory is not written again."""
-        self._reason = ""  # why the steps are TensorDicts
+        self.way = COLUMNS
+        self._in_columns = True
         self._columns: dict[Any, _Column] = {}
         self._length = 0
         self._steps: list[TensorDictBase | None] = []  # used only after a change to TensorDicts
-
-    @property
-    def way(self) -> OutputsWay:
-        """Whether the steps are in columns now."""
-        return OutputsWay("tensordicts", self._reason) if self._reason else OutputsWay("columns")
 
     def put(self, step: int, outputs: Mapping[str, Any]) -> None:
         """Copies the outputs of a step, the entries of a TensorDict `[*batch_size]` at its root; replaces former ones.
 
         Steps that are left out are zero.
         """
-        if self._reason:
+        if not self._in_columns:
             return self._put_tensordict(step, self._tensordict_of(outputs))
         if step >= self._capacity:
             self._grow(step + 1)
         columns = self._columns
         for key, value in outputs.items():
             column = columns.get(key)
-            if (
-                column is None
-                or type(value) is not Tensor
-                or value.dtype != column.dtype
-                or value.shape != column.shape
-                or value.device != column.device
-            ):
+            if column is None or type(value) is not Tensor:
+                return self._put_otherwise(step, outputs)
+            if value.dtype != column.dtype or value.shape != column.shape:
                 return self._put_otherwise(step, outputs)
             column.rows[step] = value
         if step >= self._length:
@@ -107,22 +101,25 @@ class OutputColumns:
 
         The memory is the caller's from then on.
         """
+        if not self._length:
+            return None
         shape, dim = torch.Size((*self._batch_size, steps)), len(self._batch_size)
-        if not self._reason:
+        try:
+            if not self._in_columns:
+                return self._stacked(steps, dim)
             self._grow(steps)
             found = {k: column.rows[:steps].movedim(0, dim).contiguous() for k, column in self._columns.items()}
-            batch: TensorDictBase | None = TensorDict(found, shape, device=self._device) if found else None
-        else:
-            batch = self._stacked(steps, dim)
-        self.clear()
-        return batch
+            return TensorDict(found, shape, device=self._device) if found else None
+        finally:
+            self.clear()
+            self._capacity = steps  # as many as the next batch will have
 
     def at(self, slots: Tensor, steps: int) -> TensorDictBase | None:
         """A copy of the outputs at `slots`, int64 of any shape: `step * environments + environment`, of so many steps.
 
         None where there are no outputs.
         """
-        if self._reason:
+        if not self._in_columns:
             stacked = self._stacked(steps, 0)
             return None if stacked is None else stacked.reshape(-1)[slots]
         self._grow(steps)
@@ -148,12 +145,9 @@ class OutputColumns:
             return
         self._capacity = max(steps, 2 * self._capacity)
         for key, column in self._columns.items():
-            rows = self._zeros(column)
+            rows = column.rows.new_zeros((self._capacity, *column.shape))
             rows[: len(column.rows)] = column.rows
             self._columns[key] = column._replace(rows=rows)
-
-    def _zeros(self, like: _Column | Tensor) -> Tensor:
-        return torch.zeros((self._capacity, *like.shape), dtype=like.dtype, device=like.device)
 
     def _put_otherwise(self, step: int, outputs: Mapping[str, Any]) -> None:
         """`put` of entries that have no column yet, that are nested, or that fit no column."""
@@ -163,7 +157,8 @@ class OutputColumns:
                 self.put_tensordict(step, self._tensordict_of(outputs), reason)
                 return
             if key not in self._columns:
-                self._columns[key] = _Column(self._zeros(value), value.dtype, value.shape, value.device)
+                zeros = torch.zeros((self._capacity, *value.shape), dtype=value.dtype, device=value.device)
+                self._columns[key] = _Column(zeros, value.dtype, value.shape)
         for key, value in leaves.items():
             self._columns[key].rows[step] = value
         self._length = max(self._length, step + 1)
@@ -190,18 +185,18 @@ class OutputColumns:
             if any(path[: len(other)] == other[: len(path)] for other in others):
                 return f"{key!r} is an entry in one step, and has entries below it in another"
             return None
-        found, before = ((one.dtype, tuple(one.shape), str(one.device)) for one in (value, column))
+        found, before = ((one.dtype, tuple(one.shape)) for one in (value, column))
         return None if found == before else f"{key!r} was {before} in the steps before, and is {found}"
 
     def _change_to_tensordicts(self, reason: str) -> None:
-        if self._reason:
+        if not self._in_columns:
             return
         columns, batch_size, device = self._columns, self._batch_size, self._device
         self._steps = [
             TensorDict({key: column.rows[t] for key, column in columns.items()}, batch_size, device=device)
             for t in range(self._length)
         ]
-        self._reason, self._columns = reason, {}
+        self.way, self._in_columns, self._columns = OutputsWay("tensordicts", reason), False, {}
 
     def _tensordict_of(self, outputs: Mapping[str, Any]) -> TensorDictBase:
         return TensorDict(dict(outputs), self._batch_size, device=self._device)

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram.collectors.output_columns import OutputsWay
 from engram.collectors.trajectories import StepTags
 from engram.envs.action_checks import EntriesCheck
 from engram.envs.base import EnvBase, FrameQueue, lost_episodes, reset_where, step_mdp_of
@@ -34,6 +35,10 @@ class Rollout(Protocol):
 
     is_random: bool
 
+    @property
+    def outputs_way(self) -> OutputsWay:
+        """How the outputs of the policy got into the last batch."""
+
     def collect(self, steps: int, *, random_steps: int) -> RolloutResult:
         """A batch `[*batch_size, steps]` in TED; the first `random_steps` of each environment have random actions."""
 
@@ -57,6 +62,7 @@ class TensorDictRollout:
         reset_when_done: bool = True,
     ) -> None:
         self.is_random = False  # whatever the policy: the environment may hold one
+        self.outputs_way = OutputsWay("tensordicts", "the environment is stepped through its TensorDict interface")
         self._env = env
         self._tags = tags
         self._policy, self._weights = policy, tags.weights
@@ -233,14 +239,14 @@ def ted_of(
 ) -> TensorDictBase:
     """The same of all entries at the root and under `"next"`, flags included."""
 
-    def of_batch(entries: dict[Any, Any]) -> TensorDict:
-        kinds = {*map(type, entries), *map(type, entries.values())}
-        if device is None and kinds <= {str, Tensor, TensorDict}:  # no nested keys, nothing to convert
-            return tensordict_of(entries, shape, device=None)
-        return TensorDict(entries, batch_size=shape, device=device)
-
-    collector = {"collector": of_batch({**tags})} if tags else {}
-    td = of_batch({**root, **collector, "next": of_batch({**following})})
+    entries = (root, following, tags)
+    kinds = {kind for part in entries for kind in (*map(type, part), *map(type, part.values()))}
+    is_plain = device is None and kinds <= {str, Tensor, TensorDict}  # no nested keys, nothing to convert
+    make: Any = tensordict_of if is_plain else TensorDict
+    collector = {"collector": make({**tags}, shape, device=device)} if tags else {}
+    td: TensorDictBase = make(
+        {**root, **collector, "next": make({**following}, shape, device=device)}, shape, device=device
+    )
     return td if policy_outputs is None else policy_outputs.update(td)
 
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from engram._advice import advised
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.gym_rollout import GymRollout
+from engram.collectors.output_columns import OutputsWay
 from engram.collectors.policy_weights import PolicyWeights, shapes_of
 from engram.collectors.rollout import (
     Rollout,
@@ -35,6 +35,7 @@ from engram.collectors.vector_rollout import VectorRollout
 from engram.data import ReplayBuffer
 from engram.envs.base import EnvBase, mark_truncated, with_time_named
 from engram.envs.engines import Autoreset, HasEngines
+from engram.envs.frame_stacks import StackingEngine, can_stack
 from engram.envs.from_torchrl import as_env
 from engram.envs.policies import (
     CallablePolicy,
@@ -45,7 +46,7 @@ from engram.envs.policies import (
     as_policy,
     compiled_policy,
     cudagraph_policy,
-    is_hooked,
+    module_keys,
     observation_keys,
     set_exploration_type,
 )
@@ -54,7 +55,7 @@ from engram.processes.timeouts import CallTimer, TimedEnv, reject_timeout
 from engram.pytree import key_path
 from engram.specs.spaces import EncodedSpaces, HasSpaces
 from engram.specs.tensors import usable_device
-from engram.transforms.base import Deferred
+from engram.transforms.base import Deferred, FrameStacks
 from engram.transforms.trajectory import StepCounter
 
 
@@ -101,35 +102,55 @@ class _Choice(NamedTuple):
             timed, self.policy, self.tags, max_frames_per_traj=max_frames, reset_when_done=self.resets
         )
 
-    def by_raw_values(self, env: Any, max_frames: int | None) -> Rollout | None:
-        """A rollout with raw values; None where the environment has none, or is not in main memory."""
+    def by_raw_values(self, env: Any, max_frames: int | None, stacks: Sequence[FrameStacks] = ()) -> Rollout | None:
+        """A rollout with raw values, of which frames are stacked; None where the environment has none, or where it is
+        not in main memory.
+        """
         engine = env.vector_engine() if isinstance(env, EnvBase) else None
         engines: Any = env.engines() if isinstance(env, HasEngines) else None
         clock = self.clock
-        if engine is not None and is_cpu(env.device):
+        if engine is not None and is_cpu(env.device) and not stacks:
             timed: Any = engine if clock is None else TimedEnv(engine, clock, 0)
             return VectorRollout(env, timed, self.policy, self.tags, max_frames_per_traj=max_frames)
         if engines is not None and is_cpu(env.device):
             if clock is not None:
                 engines = [TimedEnv(engine, clock, i) for i, engine in enumerate(engines)]
+            for stack in stacks:
+                if not can_stack(engines[0], stack):
+                    return None
+                engines = [StackingEngine(engine, stack) for engine in engines]
             return GymRollout(env, engines, self.policy, self.tags, max_frames_per_traj=max_frames)
         return None
 
     def with_deferred_transforms(self, env: Any, max_frames: int | None) -> Rollout | None:
-        """A rollout with transforms of whole batches; None where a transform, or the policy, needs every step."""
+        """A rollout with transforms of whole batches, and stacks of raw frames.
+
+        None where another transform, or the policy, needs every step.
+        """
         transforms = env.deferrable_transforms() if isinstance(env, TransformedEnv) else None
         if transforms is None or not is_cpu(env.device):
             return None
-        plan = [deferred for one in transforms if (deferred := one.deferred()) is not None]
+        stacks, plan = [], []
+        for one in transforms:
+            stack, deferred = one.frame_stacks(), one.deferred()
+            if stack is not None:
+                stacks.append(stack)
+            elif deferred is not None:
+                plan.append(deferred)
+            else:
+                return None
+        written = {key for deferred in plan for key in deferred.writes}
+        if written & {key for stack in stacks for pair in stack.pairs for key in pair}:
+            return None
         used = _keys_used_by(self.policy)
-        if len(plan) < len(transforms) or used is None or used & {key for deferred in plan for key in deferred.writes}:
+        if plan and (used is None or used & written):
             return None
         limits = [n for n in (max_frames, *(deferred.limit for deferred in plan)) if n is not None]
         base, least = env.base_env, min(limits, default=None)
         if isinstance(base, TransformedEnv) and base.deferrable_transforms() is not None:
-            below = self.with_deferred_transforms(base, least)
+            below = None if stacks else self.with_deferred_transforms(base, least)
         else:
-            below = self.by_raw_values(base, least)
+            below = self.by_raw_values(base, least, stacks)
         if below is None:
             return None
         return DeferredTransformRollout(env, below, plan, self.tags, lambda: self.by_tensordicts(env, max_frames))
@@ -151,6 +172,10 @@ class DeferredTransformRollout:
         self._transforms = _transforms_of(env)
         self.is_random = below.is_random
         self.restart()
+
+    @property
+    def outputs_way(self) -> OutputsWay:
+        return (self._below if self._fallback is None else self._fallback).outputs_way
 
     def restart(self) -> None:
         self._below.restart()
@@ -184,12 +209,12 @@ class DeferredTransformRollout:
 
 
 def _transforms_of(env: Any) -> list[Any]:
-    """The identities and limits of the transforms of an environment and of those below it, to notice changes."""
+    """The transforms of an environment and of those below it: which they are, their limits, and what is stacked."""
     transforms = env.deferrable_transforms() if isinstance(env, TransformedEnv) else None
     if transforms is None:
         return []
-    limits = [(id(one), one.max_steps if isinstance(one, StepCounter) else None) for one in transforms]
-    return [limits, *_transforms_of(env.base_env)]
+    now = [(id(one), one.max_steps if isinstance(one, StepCounter) else one.frame_stacks()) for one in transforms]
+    return [now, *_transforms_of(env.base_env)]
 
 
 def _keys_used_by(policy: TensorDictPolicy) -> set[Any] | None:
@@ -198,13 +223,8 @@ def _keys_used_by(policy: TensorDictPolicy) -> set[Any] | None:
         return set()
     if isinstance(policy, ObservationPolicy):
         return set(policy.in_keys)
-    module = policy.function if isinstance(policy, CallablePolicy) else None
-    if not isinstance(module, TensorDictModuleBase):
-        return None
-    members = [m for m in module.modules() if isinstance(m, TensorDictModuleBase)]
-    if any(type(m).__module__.split(".")[0] != "tensordict" or is_hooked(m) for m in members):
-        return None  # a class of another package may read more than its keys
-    return {*module.in_keys, *module.out_keys}
+    keys = module_keys(policy)
+    return None if keys is None else {*keys.read, *keys.written}
 
 
 ROWS_FOR_TRAJECTORIES = 32  # stepped at a time with `trajs_per_batch`, where `frames_per_batch` is not given

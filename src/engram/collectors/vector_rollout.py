@@ -19,7 +19,7 @@ from engram.collectors.action_sources import (
     TensorDictActions,
     skipping,
 )
-from engram.collectors.output_columns import OutputColumns
+from engram.collectors.output_columns import OutputColumns, OutputsWay
 from engram.collectors.rollout import RolloutResult, ted_of
 from engram.collectors.trajectories import StepTags
 from engram.envs.codecs import (
@@ -66,6 +66,7 @@ class VectorRollout:
         self._log = StepLog(engine.n, engine.leaves, space_leaves(engine.action, ("action",)), self._device)
         self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, tags.weights, self._device)
         self._tensordict_actions.start(self._log, self._log)
+        self.outputs_way = OutputsWay("columns")
         self.restart()
 
     def restart(self) -> None:
@@ -219,6 +220,7 @@ class VectorRollout:
 
     def _batch_of(self, window: StepWindow, steps: int) -> TensorDictBase:
         shape = torch.Size((self._engine.n, steps))
+        self.outputs_way = window.outputs_way
         following = {
             **window.after,
             "reward": window.reward,
@@ -425,7 +427,8 @@ class StepLog:
 
     def last_ends(self) -> Array:
         """Whether the last call ended the episode of each environment, bool `[n]`."""
-        return self._done[self._calls - 1, :, 0].copy()
+        ends: Array = self._done[self._calls - 1, :, 0].copy()
+        return ends
 
     def truncate(self, envs: Array) -> None:
         """Marks the last call as truncating the episodes of `envs` (bool `[n]`)."""
@@ -492,11 +495,16 @@ class StepLog:
         observed, acted = len(self._leaves), len(self._leaves) + len(self._action_leaves)
         leaves = [*self._leaves, *self._action_leaves]
         before = {leaf.key: self._encoded(k, tensors[k]) for k, leaf in enumerate(leaves)}
-        outcomes, following = tensors[acted : acted + 4], tensors[acted + 4 : acted + 4 + observed]
+        reward, terminated, truncated, done = tensors[acted : acted + 4]
+        following = tensors[acted + 4 : acted + 4 + observed]
         return StepWindow(
             before | dict(zip(FLAGS, tensors[-len(FLAGS) :], strict=True)),
             {leaf.key: self._encoded(k, following[k]) for k, leaf in enumerate(self._leaves)},
-            *outcomes,
+            reward,
+            terminated,
+            truncated,
+            done,
+            self._outputs.way,
             self._outputs_of(steps, calls),
             self._versions,
             calls,
@@ -533,6 +541,7 @@ class StepWindow(NamedTuple):
     terminated: Tensor
     truncated: Tensor
     done: Tensor
+    outputs_way: OutputsWay
     policy_outputs: TensorDictBase | None
     call_versions: list[int]
     calls: Array | None  # the call of each frame; None: frame t is of call t

@@ -13,7 +13,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from engram.compat.transitions import REFUSES_SHARED_OBSERVATIONS, MakeStorage, TransitionRows, truncations
+from engram.compat.transitions import REFUSES_SHARED_OBSERVATIONS, MakeStorage, TransitionRows, on_device, truncations
 from engram.data import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -126,20 +126,11 @@ class ReplayBuffer:
         Raises:
             ValueError: nothing is stored.
         """
-        times = np.random.randint(0, self.size(), size=batch_size)
-        batch = self.rows.transitions(self.rows.draw_environments(times))
-        return ReplayBufferSamples(
-            self._on_device(batch.observation),
-            batch.action.to(self.device),
-            self._on_device(batch.next_observation),
-            batch.terminated.to(self.device),
-            batch.reward.to(self.device),
+        batch = self.rows.transitions(self.rows.draw(batch_size))
+        made = ReplayBufferSamples(
+            batch.observation, batch.action, batch.next_observation, batch.terminated, batch.reward
         )
-
-    def _on_device(self, obs: Any) -> Any:
-        if isinstance(obs, dict):
-            return {key: self._on_device(part) for key, part in obs.items()}
-        return obs.to(self.device)
+        return made if self.device.type == "cpu" else ReplayBufferSamples(*(on_device(x, self.device) for x in made))
 
 
 class PrioritizedBatch(NamedTuple):
@@ -214,6 +205,7 @@ class PrioritizedReplayBuffer:
         self.obs_shape = tuple(obs_shape)
         self.device = torch.device(device)
         self._dtype = np.dtype(observation_dtype)
+        self._shapes = self.obs_shape, (1, *self.obs_shape)
         self._episode = _RunningEpisode(n_step, gamma)
         self.sampler = PrioritizedSampler(None, alpha, beta, eps)
         self.buffer: TensorDictReplayBuffer[Any] = TensorDictReplayBuffer(
@@ -275,16 +267,23 @@ class PrioritizedReplayBuffer:
                 "next_obs of the one before as obs"
             )
         batch = self.buffer.sample(batch_size)
-        following, weights = batch["next"], batch["priority_weight"]
-        return PrioritizedBatch(
-            batch["observation"].to(self.device),
-            batch["action"].to(self.device),
-            following["reward"].to(self.device),
-            following["observation"].to(self.device),
-            following["terminated"].float().to(self.device),
+        following, weights = batch["next"], batch["priority_weight"].numpy()
+        weights /= weights.max()
+        made = PrioritizedBatch(
+            batch["observation"],
+            batch["action"],
+            following["reward"],
+            following["observation"],
+            following["terminated"].to(torch.float32),
             batch["index"].numpy(),
-            (weights / weights.max()).unsqueeze(1).to(self.device),
+            torch.from_numpy(weights[:, None]),
         )
+        if self.device.type == "cpu":
+            return made
+        tensors: dict[str, Any] = {
+            name: part.to(self.device) for name, part in made._asdict().items() if isinstance(part, Tensor)
+        }
+        return made._replace(**tensors)
 
     def update_priorities(self, indices: Any, priorities: Any) -> None:
         """Gives the transitions in these slots, `indices` of a batch, the priorities `|priorities|`: [n] each.
@@ -293,17 +292,19 @@ class PrioritizedReplayBuffer:
             IndexError: there is no such slot.
             ValueError: a priority is NaN or infinite, or there is not one for each. Nothing is changed.
         """
-        magnitudes = torch.as_tensor(priorities).abs().reshape(-1)
-        self.buffer.update_priority(torch.as_tensor(indices), magnitudes)
+        magnitudes = np.abs(_array(priorities)).reshape(-1)
+        self.buffer.update_priority(torch.from_numpy(_array(indices)), torch.from_numpy(magnitudes))
 
     def _observation(self, name: str, value: Any) -> npt.NDArray[Any]:
         """One observation as it is stored: `obs_shape`."""
-        array = np.asarray(value)
-        if array.shape not in (self.obs_shape, (1, *self.obs_shape)):
-            raise ValueError(f"{name} must have shape {self.obs_shape} or {(1, *self.obs_shape)}, got {array.shape}")
-        if not np.can_cast(array.dtype, self._dtype, "same_kind"):
-            raise TypeError(f"{name} is {array.dtype}, the buffer stores {self._dtype}: set observation_dtype")
-        return array.astype(self._dtype, copy=False).reshape(self.obs_shape)
+        array = value if isinstance(value, np.ndarray) else np.asarray(value)
+        if array.shape not in self._shapes:
+            raise ValueError(f"{name} must have shape {self._shapes[0]} or {self._shapes[1]}, got {array.shape}")
+        if array.dtype != self._dtype:
+            if not np.can_cast(array.dtype, self._dtype, "same_kind"):
+                raise TypeError(f"{name} is {array.dtype}, the buffer stores {self._dtype}: set observation_dtype")
+            array = array.astype(self._dtype)
+        return array.reshape(self.obs_shape)
 
 
 class _Start:
@@ -353,7 +354,14 @@ class _RunningEpisode:
 
 def _single(name: str, value: Any) -> Any:
     """The one number in a value of one environment."""
-    array = np.asarray(value)
+    if type(value) is bool:
+        return value
+    array = value if isinstance(value, np.ndarray) else np.asarray(value)
     if array.size != 1:
         raise ValueError(f"{name} must be one number, that of one environment, got shape {array.shape}")
     return array.item()
+
+
+def _array(values: Any) -> npt.NDArray[Any]:
+    """Values of an array, a list or a tensor on any device."""
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)

@@ -11,10 +11,19 @@ from gymnasium import spaces
 from stable_baselines3.common import buffers
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
+from torch import Tensor
 
-from engram.compat.transitions import REFUSES_SHARED_OBSERVATIONS, MakeStorage, TransitionRows, truncations
+from engram.compat.transitions import (
+    REFUSES_SHARED_OBSERVATIONS,
+    MakeStorage,
+    Slots,
+    TransitionRows,
+    on_device,
+    powers,
+    truncations,
+)
 from engram.data import LazyTensorStorage
-from engram.kernel.rows import Following
+from engram.kernel.rows import NSteps
 
 
 class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
@@ -111,46 +120,46 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         truncated = truncations(infos, self.n_envs) if self.handle_timeout_termination else None
         self.rows.add(obs, next_obs, action, reward, done, truncated)
 
-    # ---- reading; `sample` is inherited, and draws ----
+    # ---- reading ----
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
+        if self.optimize_memory_usage:  # which draws no step of the slot that comes next
+            return super().sample(batch_size, env)
+        return self._batch(self.rows.draw(batch_size), env)
+
     def _get_samples(self, batch_inds: npt.NDArray[Any], env: VecNormalize | None = None) -> Any:
-        rows = self.rows
-        slots = rows.draw_environments(batch_inds)
+        return self._batch(self.rows.draw_environments(batch_inds), env)
+
+    def _batch(self, slots: Slots, env: VecNormalize | None) -> Any:
+        """The transitions in slots, int64 [n], as stable-baselines3 hands them to its algorithms."""
+        rows, discounts = self.rows, None
         if self.n_steps == 1:
-            batch, discounts = rows.transitions(slots), None
-            rewards = batch.reward
-            if env is not None:
-                rewards = torch.from_numpy(self._normalize_reward(rewards.numpy(), env))
+            batch = rows.transitions(slots)
+            rewards = batch.reward if env is None else self._normalized(batch.reward, env)
         else:
-            following = rows.n_steps(slots, self.n_steps)
-            batch = rows.transitions(slots, following.last)
-            rewards, discounts = map(self.to_torch, self._returns(following, env))
-        kind = DictReplayBufferSamples if isinstance(batch.observation, dict) else ReplayBufferSamples
-        return kind(
-            self._on_device(batch.observation, env),
-            batch.action.to(self.device),
-            self._on_device(batch.next_observation, env),
-            batch.terminated.to(self.device),
-            rewards.to(self.device),
-            discounts,
-        )
-
-    def _returns(
-        self, following: Following, env: VecNormalize | None
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """The rewards of each step and those that follow on it, each `gamma` times less; gamma to their number."""
-        reward, counts = following.numbers.numpy(), following.counts.numpy()[:, None]
-        powers = self.gamma ** np.arange(self.n_steps + 1, dtype=np.float32)
-        if env is not None:  # which may make other numbers of the zeros behind the last
-            reward = self._normalize_reward(reward, env) * (np.arange(self.n_steps) < counts)
-        return (reward * powers[:-1]).sum(1, keepdims=True), powers[counts]
-
-    def _on_device(self, obs: Any, env: VecNormalize | None) -> Any:
+            steps = rows.n_steps(slots, powers(self.gamma, self.n_steps))
+            batch = rows.transitions(slots, steps.last)
+            rewards = steps.returns if env is None else self._normalized_returns(steps, env)
+            discounts = steps.discounts
+        observations, following = batch.observation, batch.next_observation
         if env is not None:
-            arrays = {k: v.numpy() for k, v in obs.items()} if isinstance(obs, dict) else obs.numpy()
-            obs = self._normalize_obs(arrays, env)
+            observations, following = (self._normalized_observations(obs, env) for obs in (observations, following))
+        kind = DictReplayBufferSamples if isinstance(observations, dict) else ReplayBufferSamples
+        made = kind(observations, batch.action, following, batch.terminated, rewards, discounts)
+        return made if self.device.type == "cpu" else kind(*(on_device(part, self.device) for part in made))
+
+    def _normalized(self, rewards: Tensor, env: VecNormalize) -> Tensor:
+        return torch.from_numpy(self._normalize_reward(rewards.numpy(), env))
+
+    def _normalized_returns(self, steps: NSteps, env: VecNormalize) -> Tensor:
+        within = np.arange(self.n_steps) < steps.counts.numpy()[:, None]  # the zeros behind are normalised, too
+        rewards = self._normalize_reward(steps.rewards.numpy(), env) * within
+        return torch.from_numpy((rewards * powers(self.gamma, self.n_steps)[:-1]).sum(1, keepdims=True))
+
+    def _normalized_observations(self, obs: Any, env: VecNormalize) -> Any:
         if isinstance(obs, dict):
-            return {key: torch.as_tensor(part, device=self.device) for key, part in obs.items()}
-        return torch.as_tensor(obs, device=self.device)
+            arrays = self._normalize_obs({key: part.numpy() for key, part in obs.items()}, env)
+            return {key: torch.from_numpy(part) for key, part in arrays.items()}
+        return torch.from_numpy(self._normalize_obs(obs.numpy(), env))
 
     # ---- to look at ----
     observations = property(lambda self: self.rows.all_observations())

@@ -14,7 +14,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from engram.data import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, Storage
-from engram.kernel.rows import Following
+from engram.kernel.rows import NSteps, draw_slots_by_numpy
 from engram.pytree import KeyPath, get_entry
 
 #: Makes a storage: called with the number of steps of all environments together, and `ndim=2`.
@@ -133,6 +133,14 @@ class TransitionRows:
         }
 
     # ---- reading ----
+    def draw(self, n: int) -> Tensor:
+        """The slots of n rows, int64 [n]: time slots and then environments, as `np.random.randint` draws them.
+
+        Raises:
+            ValueError: nothing is stored.
+        """
+        return draw_slots_by_numpy(n, len(self.buffer) // self.n_envs, self.n_envs)
+
     def draw_environments(self, times: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The slots of time slots, int64 [n], each of an environment that NumPy's generator draws."""
         if self.n_envs == 1:  # a draw of one of one takes no random number
@@ -162,13 +170,16 @@ class TransitionRows:
             self._rebuilt(observation), action, reward, self._rebuilt(following), terminated.to(torch.float32)
         )
 
-    def n_steps(self, slots: Slots, n_steps: int) -> Following:
-        """The rewards of the steps in slots, int64 [n], and of those that follow on each: float32 [n, n_steps].
+    def n_steps(self, slots: Slots, discounts: npt.NDArray[np.float32]) -> NSteps:
+        """The rewards of the steps in slots, int64 [n], and of those that follow on each, and the returns of these.
+
+        Args:
+            discounts: `powers` of gamma for so many steps.
 
         Raises:
             IndexError: one that has not been written.
         """
-        return self.buffer.storage.read_following(slots, n_steps)
+        return self.buffer.storage.read_n_steps(slots, discounts)
 
     def columns(self, slots: Slots, paths: tuple[KeyPath, ...]) -> list[Tensor]:
         """Entries of the rows in slots, int64 [n]: a tensor [n, ...] for each path.
@@ -297,6 +308,21 @@ def _paths_of(space: Any) -> list[KeyPath]:
     if not isinstance(space, Mapping):
         return [()]
     return [(key, *path) for key, part in space.items() for path in _paths_of(part)]
+
+
+@functools.lru_cache(16)
+def powers(gamma: float, n_steps: int) -> npt.NDArray[np.float32]:
+    """The discounts of so many steps, and of what comes after them: float32 [n_steps + 1]."""
+    made: npt.NDArray[np.float32] = gamma ** np.arange(n_steps + 1, dtype=np.float32)
+    made.flags.writeable = False
+    return made
+
+
+def on_device(part: Any, device: torch.device) -> Any:
+    """A tensor, or a dict of them, on a device; None is None."""
+    if isinstance(part, dict):
+        return {key: on_device(value, device) for key, value in part.items()}
+    return part if part is None else part.to(device)
 
 
 def shape_of(space: Any) -> tuple[int, ...]:

@@ -117,7 +117,9 @@ class HasEngines(ABC):
 InfoKeys = Sequence[Key] | Mapping[Key, Spec]
 
 
-class _ArraySpace(NamedTuple):
+class ArraySpace(NamedTuple):
+    """What an `ArrayCodec` needs to know of a space: the form of its values."""
+
     dtype: Any
     shape: tuple[int, ...]
 
@@ -135,7 +137,7 @@ class InfoReader:
     def __init__(self, specs: Mapping[Key, Spec]) -> None:
         self._columns = [(key_path(key), *_raw_dtype_and_shape(key, spec)) for key, spec in specs.items()]
         self.leaves = [
-            SpaceLeaf(key, (1, index), ArrayCodec(spec, _ArraySpace(*self._columns[index][1:])))
+            SpaceLeaf(key, (1, index), ArrayCodec(spec, ArraySpace(*self._columns[index][1:])))
             for index, (key, spec) in enumerate(specs.items())
         ]
 

@@ -1,17 +1,19 @@
 """Rows: where each key lies in one, the lanes that they are written to, the episodes that they form, saved rows."""
 
+from engram._generator import draw_slots_by_numpy
 from engram.checkpoint.foreign import Receiver
 from engram.store.episodes import IDS, EpisodeIndex
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
-from engram.store.n_step import Following
+from engram.store.n_step import NSteps
 
 __all__ = [
     "IDS",
     "EpisodeIndex",
-    "Following",
     "Lanes",
     "LeafSpec",
+    "NSteps",
     "Receiver",
     "RowLayout",
+    "draw_slots_by_numpy",
 ]

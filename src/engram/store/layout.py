@@ -557,28 +557,15 @@ def name_dimensions(tensordict: TensorDictBase, names: list[str | None]) -> None
         >>> batch.names
         ['time']
     """
-    nested = _unnamed(tensordict, len(names)) if _builds_tensordicts() else None
-    if nested is None:
-        tensordict.names = names
-    else:
-        for one in nested:
-            one._td_dim_names = list(names)
-
-
-def _unnamed(tensordict: Any, dims: int) -> list[Any] | None:
-    """A TensorDict and those in it, where all have so many dimensions and no names; None where one is otherwise."""
-    attributes = vars(tensordict) if type(tensordict) is TensorDict else {}
-    if attributes.get("_td_dim_names", 0) is not None or len(attributes["_batch_size"]) != dims:
-        return None
-    found = [tensordict]
-    for value in attributes["_tensordict"].values():
-        if type(value) is torch.Tensor:
-            continue
-        below = _unnamed(value, dims)
-        if below is None:
-            return None
-        found += below
-    return found
+    found: list[Any] = [tensordict]
+    for one in found:  # which grows by the nested ones
+        attributes = vars(one) if type(one) is TensorDict else {}
+        if attributes.get("_td_dim_names", 0) is not None or len(attributes["_batch_size"]) != len(names):
+            tensordict.names = names
+            return
+        found += [value for value in attributes["_tensordict"].values() if type(value) is not torch.Tensor]
+    for one in found:
+        one._td_dim_names = list(names)
 
 
 def _same_as_public() -> bool:

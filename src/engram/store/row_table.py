@@ -307,14 +307,18 @@ class RowTable:
             leaves = self._chosen_leaves[paths] = [self._leaf_number(path) for path in paths]
         return Rows(*self._store.gather_leaves(self._codec, slots, leaves, self.mapped))
 
-    def read_following(
-        self, slots: Tensor | np.ndarray[Any, Any], steps: int, numbers: pytree.KeyPath, over: pytree.KeyPath
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """As `Storage.read_following`, in one native call; None: a slot holds no row, or rows were overwritten."""
+    def read_n_steps(
+        self,
+        slots: Tensor | np.ndarray[Any, Any],
+        discounts: np.ndarray[Any, Any],
+        reward: pytree.KeyPath,
+        done: pytree.KeyPath,
+    ) -> tuple[Tensor, ...] | None:
+        """As `Storage.read_n_steps`, in one native call; None: a slot holds no row, or rows were overwritten."""
         if self.lanes.unused_since_fork:
             self.lanes.join_after_fork()
-        leaves = self._leaf_number(numbers), self._leaf_number(over)
-        return _native.read_following(self._store, self._codec, slots, steps, *leaves, self.mapped)
+        leaves = self._leaf_number(reward), self._leaf_number(done)
+        return _native.read_n_steps(self._store, self._codec, slots, discounts, *leaves, self.mapped)
 
     def _leaf_number(self, path: pytree.KeyPath) -> int:
         try:

@@ -1,8 +1,7 @@
-"""Steps that are written without an index, some entries of rows, and the steps that follow on a stored one."""
+"""Steps that are written without an index, some entries of rows, n-step returns, and slots that NumPy draws."""
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,9 @@ import torch
 
 import engram._native as _native
 from contracts.each import each
+from engram._generator import draw_slots_by_numpy
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
-from engram.store.n_step import Following, follow
+from engram.store.n_step import NSteps, read_n_steps
 
 ENVS = 3
 DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64")
@@ -157,7 +157,7 @@ class TestAppendStep:
         observed = ReplayBuffer.open(tmp_path, read_only=True).storage
         assert not observed.append_step(step(4)) and rb.write_count == 4
         assert observed.read_leaves(np.array([1]), (("action",),)).batch[0].tolist() == [[1]]
-        assert observed.read_following(np.array([1]), 5).numbers.tolist() == [[0.5, 1, 1.5, 0, 0]]
+        assert observed.read_n_steps(np.array([1]), np.ones(6)).rewards.tolist() == [[0.5, 1, 1.5, 0, 0]]
 
 
 class TestReadLeaves:
@@ -220,12 +220,12 @@ def walk(rows: list[dict[str, Any]], first: int, steps: int) -> tuple[list[float
     raise AssertionError
 
 
-class TestReadFollowing:
+class TestReadNSteps:
     @each("written", [3, 7, 17])
     @each("ndim", [1, 2])
     @each("native", [True, False])
     @each("steps", [1, 2, 3, 9])
-    def test_it_ends_with_the_episode_and_with_the_newest_row(self, written, ndim, native, steps, tmp_path):
+    def test_they_end_with_the_episode_and_with_the_newest_row(self, written, ndim, native, steps, tmp_path):
         envs = ENVS if ndim == 2 else 1
         storage = STORED["in memory"](tmp_path, ndim)
         rb = ReplayBuffer(storage=storage)
@@ -233,16 +233,38 @@ class TestReadFollowing:
             rb.add(step(t, *(ENVS,) * (ndim - 1)))
         if not native:
             storage.native.table = None
-        alive = range(max(0, written - 7), written)
-        at = [(t, env) for t in alive for env in range(envs)]
-        found = storage.read_following(np.array([t % 7 * envs + env for t, env in at]), steps)
-        assert type(found) is Following and found.numbers.dtype == torch.float32
+        powers = np.float32(0.9) ** np.arange(steps + 1)
+        at = [(t, env) for t in range(max(0, written - 7), written) for env in range(envs)]
+        found = storage.read_n_steps(np.array([t % 7 * envs + env for t, env in at]), powers)
+        assert type(found) is NSteps and found.rewards.dtype == found.returns.dtype == found.discounts.dtype
         for i, (t, env) in enumerate(at):
             history = [step(s, *(ENVS,) * (ndim - 1)) for s in range(written)]
             mine = [{"next": {k: v[env] if ndim == 2 else v for k, v in h["next"].items()}} for h in history]
             rewards, last = walk(mine, t, steps)
-            assert found.numbers[i].tolist() == rewards + [0.0] * (steps - len(rewards))
+            assert found.rewards[i].tolist() == rewards + [0.0] * (steps - len(rewards))
             assert (found.last[i], found.counts[i]) == (last % 7 * envs + env, len(rewards))
+            assert found.returns[i].item() == pytest.approx(float(np.dot(rewards, powers[: len(rewards)])))
+            assert found.discounts[i].tolist() == [np.float32(powers[len(rewards)])]
+
+    @each("steps", [1, 2, 7, 8, 9, 16, 23, 128, 129, 300])
+    def test_returns_are_numpys_to_the_last_bit(self, steps):
+        storage = LazyTensorStorage(400)
+        done = torch.zeros(400, dtype=torch.bool)
+        done[torch.randint(0, 400, (3,))] = True
+        ReplayBuffer(storage=storage).extend({"next": {"reward": torch.randn(400), "done": done}})
+        powers = np.float32(0.99) ** np.arange(steps + 1, dtype=np.float32)
+        slots = torch.arange(400)
+        native = storage.read_n_steps(slots, powers)
+        storage.native.table = None
+        assert all(equal(a, b) for a, b in zip(native, storage.read_n_steps(slots, powers), strict=True))
+
+    @each("dtype", [torch.float32, torch.float64, torch.int64, torch.int8, torch.bool, torch.float16])
+    def test_rewards_of_any_dtype_become_float32(self, dtype):
+        storage = LazyTensorStorage(4)
+        rewards = torch.tensor([0, 1, 1, 0]).to(dtype)
+        done = torch.zeros(4, dtype=torch.bool)
+        ReplayBuffer(storage=storage).extend({"next": {"reward": rewards, "done": done}})
+        assert storage.read_n_steps(np.array([0]), [1, 0.5, 0.25]).returns.equal(torch.tensor([[0.5]]))
 
     @each("native", [True, False])
     def test_lanes_of_others_are_no_continuation(self, native):
@@ -253,21 +275,21 @@ class TestReadFollowing:
         storage.append_packed(1, storage.layout.pack(tensors(stacked(4, 5, 6))))
         if not native:
             storage.native.table = None
-        found = storage.read_following(np.array([0, 1, 4, 6]), 3)
-        assert found.numbers.tolist() == [[0, 0.5, 0], [0.5, 0, 0], [2, 2.5, 3], [3, 0, 0]]
+        found = storage.read_n_steps(np.array([0, 1, 4, 6]), np.ones(4))
+        assert found.rewards.tolist() == [[0, 0.5, 0], [0.5, 0, 0], [2, 2.5, 3], [3, 0, 0]]
         assert found.last.tolist() == [1, 1, 6, 6]
 
     @each("native", [True, False])
     def test_slots_without_a_row_are_an_error(self, native):
         storage = LazyTensorStorage(8)
         with pytest.raises(IndexError):
-            storage.read_following(np.array([0]), 2)
+            storage.read_n_steps(np.array([0]), np.ones(3))
         ReplayBuffer(storage=storage).add(step(0))
         if not native:
             storage.native.table = None
         for slot in (1, 8, -1):
             with pytest.raises(IndexError):
-                storage.read_following(np.array([0, slot]), 2)
+                storage.read_n_steps(np.array([0, slot]), np.ones(3))
 
     @each("native", [True, False])
     def test_other_entries_are_refused(self, native):
@@ -276,29 +298,36 @@ class TestReadFollowing:
         if not native:
             storage.native.table = None
         slots = np.array([0])
-        for numbers, over, error in (
+        for reward, done, error in (
             (("obs",), ("next", "done"), ValueError), (("action",), ("next", "reward"), ValueError),
             (("gone",), ("next", "done"), KeyError), (("action",), ("gone",), KeyError),
         ):  # fmt: skip
             with pytest.raises(error):
-                storage.read_following(slots, 2, numbers, over)
-        with pytest.raises(ValueError, match="steps must be 1 or more"):
-            storage.read_following(slots, 0)
-        codec, store = storage.layout.codec, storage.lanes.store
-        for steps, numbers, over in ((0, 1, 4), (1, 9, 4), (1, 1, 9)):
-            with pytest.raises((IndexError, ValueError)):
-                _native.read_following(store, codec, slots, steps, numbers, over)
-        with pytest.raises(MemoryError):
-            _native.read_following(store, codec, slots, 1 << 60, 1, 4)
+                storage.read_n_steps(slots, np.ones(3), reward, done)
+        for discounts in ([1.0], [], np.ones((2, 2))):
+            with pytest.raises(ValueError, match="discounts must be"):
+                storage.read_n_steps(slots, discounts)
+
+    def test_the_native_call_checks_what_it_is_given(self):
+        storage = LazyTensorStorage(8)
+        ReplayBuffer(storage=storage).add(step(0))
+        codec, store, slots = storage.layout.codec, storage.lanes.store, np.array([0])
+        discounts = np.ones(3, np.float32)
+        for reward, done in ((9, 4), (1, 9)):
+            with pytest.raises(IndexError, match="leaf"):
+                _native.read_n_steps(store, codec, slots, discounts, reward, done)
+        for wrong in (np.ones(1, np.float32), np.ones(0, np.float32), np.ones(3), np.ones(6, np.float32)[::2]):
+            with pytest.raises((ValueError, TypeError)):
+                _native.read_n_steps(store, codec, slots, wrong, 1, 4)
+        assert _native.read_n_steps(store, codec, np.array([1]), discounts, 1, 4) is None
 
     def test_one_flag_of_several_is_enough(self):
         storage = LazyTensorStorage(8)
         flags = torch.tensor([[False, False], [False, True], [False, False]])
         ReplayBuffer(storage=storage).extend({"r": torch.arange(3.0), "ends": flags})
-        found = storage.read_following(np.array([0, 2]), 3, ("r",), ("ends",))
-        assert found.counts.tolist() == [2, 1]
+        assert storage.read_n_steps(np.array([0, 2]), np.ones(4), ("r",), ("ends",)).counts.tolist() == [2, 1]
 
-    def test_rows_that_are_lost_meanwhile_are_read_again(self):
+    def test_rows_that_are_overwritten_meanwhile_are_not_taken(self):
         storage = LazyTensorStorage(4)
         rb = ReplayBuffer(storage=storage)
         for t in range(4):
@@ -312,14 +341,37 @@ class TestReadFollowing:
             reads.append(at)
             return rows.batch[0].reshape(-1), rows.batch[1].reshape(-1)
 
-        assert follow(storage.lanes, torch.tensor([0]), 2, read) is None
-        assert follow(storage.lanes, torch.tensor([1]), 2, read) is not None
+        assert read_n_steps(storage.lanes, torch.tensor([0]), np.ones(3, np.float32), read) is None
+        assert read_n_steps(storage.lanes, torch.tensor([1]), np.ones(3, np.float32), read) is not None
 
-    def test_pickled_results_are_the_same(self):
-        storage = LazyTensorStorage(4)
-        ReplayBuffer(storage=storage).add(step(0))
-        found = storage.read_following(np.array([0]), 2)
-        assert pickle.loads(pickle.dumps(found)).last.equal(found.last)
+
+class TestDrawsOfNumPy:
+    @each("times", [1, 2, 3, 7, 8, 1000, 65_537, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, 1 << 40])
+    @each("envs", [1, 2, 3, 8])
+    def test_numbers_and_state_are_those_of_randint(self, times, envs):
+        np.random.seed(7)
+        expected = np.random.randint(0, times, size=50) * envs + np.random.randint(0, envs, size=50)
+        after = np.random.random(3)
+        np.random.seed(7)
+        assert draw_slots_by_numpy(50, times, envs).tolist() == expected.tolist()
+        assert (np.random.random(3) == after).all()
+
+    def test_nothing_to_draw_from_is_an_error(self):
+        for times, envs in ((0, 1), (1, 0), (1 << 60, 8)):
+            with pytest.raises(ValueError):
+                draw_slots_by_numpy(1, times, envs)
+        with pytest.raises(AttributeError):
+            _native.draw_slots_by_numpy(object(), 1, 1, 1)
+
+    def test_a_generator_that_was_put_in_its_place_is_drawn_from(self):
+        before = np.random.get_bit_generator()
+        try:
+            np.random.set_bit_generator(np.random.PCG64(3))
+            expected = np.random.randint(0, 10, size=20).tolist()
+            np.random.set_bit_generator(np.random.PCG64(3))
+            assert draw_slots_by_numpy(20, 10).tolist() == expected
+        finally:
+            np.random.set_bit_generator(before)
 
 
 def stacked(*times: int) -> dict[str, Any]:

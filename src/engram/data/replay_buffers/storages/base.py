@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
@@ -38,7 +38,7 @@ from engram.pytree import KeyPath
 from engram.store.indexing import check_stored, from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
-from engram.store.n_step import Following, follow
+from engram.store.n_step import NSteps, read_n_steps
 from engram.store.places import checked_max_size
 from engram.store.rows import Checked, Rows
 from engram.store.table import Table
@@ -375,20 +375,21 @@ class Storage(MadeFromParts):
             raise KeyError(f"the stored steps have no {missing[0]}")
         return rows._replace(batch=leaves)
 
-    def read_following(
+    def read_n_steps(
         self,
         slots: Tensor | np.ndarray[Any, Any],
-        steps: int,
-        numbers: KeyPath = ("next", "reward"),
-        over: KeyPath = ("next", "done"),
-    ) -> Following:
-        """The rows of slots (int64 [n]) and those that follow on each in its lane: returns over steps are made of them.
+        discounts: Sequence[float] | np.ndarray[Any, Any],
+        reward: KeyPath = ("next", "reward"),
+        done: KeyPath = ("next", "done"),
+    ) -> NSteps:
+        """The rows of slots (int64 [n]) and those that follow on each in its lane, with the n-step returns of them.
 
         Args:
-            steps: at most so many, with the first one. They end where `over` is set, or at the lane's newest row;
-                seams between rows are not looked at.
-            numbers: the entry, of one number, that is returned of each.
-            over: a bool entry; with several flags one is enough.
+            discounts: of the reward of each step, the first one's first, and of what comes after the last:
+                `gamma ** np.arange(n_steps + 1)`.
+            reward: an entry of one number.
+            done: a bool entry that ends the steps, as the lane's newest row does; of several flags one is enough. Seams
+                between rows are not looked at.
 
         Raises:
             IndexError: a slot holds no row.
@@ -398,35 +399,40 @@ class Storage(MadeFromParts):
             >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
             >>> done = torch.tensor([False, False, True, False, False])
             >>> index = rb.extend({"next": {"reward": torch.arange(5.0), "done": done}})
-            >>> following = rb.storage.read_following(np.array([0, 1, 3]), 3)
-            >>> following.numbers.tolist(), following.last.tolist(), following.counts.tolist()
-            ([[0.0, 1.0, 2.0], [1.0, 2.0, 0.0], [3.0, 4.0, 0.0]], [2, 2, 4], [3, 2, 2])
+            >>> steps = rb.storage.read_n_steps(np.array([0, 1, 3]), 0.5 ** np.arange(4))
+            >>> steps.rewards.tolist(), steps.last.tolist()
+            ([[0.0, 1.0, 2.0], [1.0, 2.0, 0.0], [3.0, 4.0, 0.0]], [2, 2, 4])
+            >>> steps.returns.flatten(), steps.discounts.flatten()
+            (tensor([1., 2., 5.]), tensor([0.1250, 0.2500, 0.2500]))
         """
-        if steps < 1:
-            raise ValueError(f"steps must be 1 or more, got {steps}")
+        powers = np.ascontiguousarray(discounts, np.float32)
+        if powers.ndim != 1 or len(powers) < 2:
+            raise ValueError(f"discounts must be of each step, and one for what comes after the last, got {discounts}")
         table = self.native.table
-        found = None if table is None else table.read_following(slots, steps, numbers, over)
+        found = None if table is None else table.read_n_steps(slots, powers, reward, done)
         if found is not None:
-            return Following(*found)
-        return self.access.beside_writers(functools.partial(self._follow, torch.as_tensor(slots), steps, numbers, over))
+            return NSteps(*found)
+        return self.access.beside_writers(
+            functools.partial(self._read_n_steps, torch.as_tensor(slots), powers, reward, done)
+        )
 
-    def _follow(self, slots: Tensor, steps: int, numbers: KeyPath, over: KeyPath) -> Following:
-        """As `read_following`, of rows of any storage."""
+    def _read_n_steps(self, slots: Tensor, discounts: np.ndarray[Any, Any], reward: KeyPath, done: KeyPath) -> NSteps:
+        """As `read_n_steps`, of rows of any storage."""
 
         def read(at: Tensor) -> tuple[Tensor, Tensor] | None:
-            rows = self.read_leaves(at, (numbers, over))
+            rows = self.read_leaves(at, (reward, done))
             if rows.absent is not None or rows.overwritten is not None:
                 return None
-            number, flag = rows.batch
-            if number[:1].numel() != 1 or flag.dtype != torch.bool:
-                raise ValueError(f"{pytree.format_key(numbers)} must be one number, {pytree.format_key(over)} bool")
-            return number.reshape(-1), flag.reshape(len(at), -1).any(1)
+            numbers, flags = rows.batch
+            if numbers[:1].numel() != 1 or flags.dtype != torch.bool:
+                raise ValueError(f"{pytree.format_key(reward)} must be one number, {pytree.format_key(done)} bool")
+            return numbers.reshape(-1).to(torch.float32), flags.reshape(len(at), -1).any(1)
 
         for _ in range(_MOST_LOOKS):
             with self.mutex:
                 if self.lanes is None:
                     raise IndexError("nothing has been written to this storage yet")
-                found = follow(self.lanes, slots, steps, read)
+                found = read_n_steps(self.lanes, slots, discounts, read)
             if found is not None:
                 return found
         raise RuntimeError("other processes overwrite these rows faster than they can be copied; read fewer at a time")
