@@ -15,9 +15,21 @@ REASONS = {
             "prioritized_cycle",
         ],
         "Each row is in another page of memory, for the floor too": ["epochs_60000000"],
-        "A collector keeps every step, and checks it; the bare loop keeps nothing": [
+        "A collector draws and checks actions, and keeps every step; the bare loop keeps nothing": [
             "collect_serial",
             "collect_vector",
+            "program_random_32",
+            "program_random_128",
+            "program_pool_8",
+            "program_pool_64",
+        ],
+        "A collector checks actions and values at each step, numbers trajectories, and stores more columns than a loop "
+        "by hand keeps": ["program_dqn", "program_dqn_16"],
+        "Batches also have next observations, flags and trajectory ids, and one environment lies after the other": [
+            "program_collect_8",
+            "program_collect_64",
+            "program_collect_native_8",
+            "program_collect_native_64",
         ],
         "Rows are read and verified; this floor only writes a file of that size": ["load_warm_mapped"],
     }.items()

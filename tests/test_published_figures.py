@@ -4,6 +4,7 @@ import json
 
 import pytest
 from benchmarks import publish, report
+from benchmarks.cases import programs
 
 DOCUMENT = json.loads(publish.RESULTS.read_text())
 
@@ -100,3 +101,8 @@ def test_front_page_shows_programs_first_and_names_the_commit():
     text = publish.front_page({**document(PROGRAM, *DOCUMENT["rows"]), "machine": machine})
     assert text.index("| DQN, an update each step | 110 us | 132 us (1.2x) |") < text.index("| a call |")
     assert "commit abc1234" in text
+
+
+def test_reasons_are_of_rows_that_there_are():
+    measured = {row["key"] for row in DOCUMENT["rows"]} | {row.key for row in programs.ROWS}
+    assert set(report.REASONS) <= measured

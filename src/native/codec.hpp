@@ -190,6 +190,23 @@ class Codec {
     finish(plan, batch_dims);
     return true;
   }
+  // As `check_without`, of the leaves of a batch in the order of the layout; what stands for leaf `own` is ignored.
+  bool check_columns(Plan& plan, PyObject* columns, int batch_dims, int time_dim, std::optional<size_t> own) const {
+    if (!PyList_CheckExact(columns)) return false;
+    plan.codec = number_;
+    plan.scalars.reserve(scalars_reserved_), plan.leaves.reserve(sources()), plan.keep.reserve(leaves_.size());
+    for (size_t k = 0; k < leaves_.size(); ++k) {
+      if (PyList_Size(columns) != static_cast<Py_ssize_t>(leaves_.size())) return false;  // also if taking one changed it
+      PyObject* column = PyList_GetItem(columns, static_cast<Py_ssize_t>(k));
+      if (k == own)
+        plan.leaves.push_back({leaves_[k].offset, leaves_[k].bytes, nullptr, 0, 0});
+      else if (!take(k, plan.keep.emplace_back(nb::borrow(column)).ptr(), batch_dims, time_dim, plan, {}))
+        return false;
+    }
+    if (!plan.sized) return false;
+    finish(plan, batch_dims);
+    return true;
+  }
   // As `check_without`, for items (`batch`: a batch of them) that are exactly of this form, so that equal items can be built
   // again: plain tensors, keys in the same order, the batch dimensions and the device of each TensorDict, no names.
   bool check_same(Plan& plan, std::vector<nb::object>& values, PyObject* items, bool batch, std::optional<size_t> own) const {

@@ -269,14 +269,11 @@ inline void copy_frames_of(uint8_t* to, const StepColumn& column, size_t first_r
   }
 }
 
-constexpr size_t kMostUnset = 16;
-
 // The frames of a batch as tensors [n, steps, ...]: one of each column, of the rows of the frames' calls, then one of each of
 // `following`, of the rows after those. `calls` [n, steps] says which call each frame is of; None: frame t is of call t. For
-// `following`, `last_rows` has the arrays [k, ...] of the last observations of episodes, see `LastRows`. In the end come `unset`
-// tensors of flags [n, steps, 1] that are false.
+// `following`, `last_rows` has the arrays [k, ...] of the last observations of episodes, see `LastRows`.
 inline nb::list lay_out_frames(nb::list columns, nb::list following, size_t steps, nb::handle calls, nb::handle last_calls,
-                               nb::handle last_envs, nb::list last_rows, size_t unset) {
+                               nb::handle last_envs, nb::list last_rows) {
   std::vector<StepColumn> all;
   const size_t present = nb::len(columns), total = present + nb::len(following);
   all.reserve(total);
@@ -309,16 +306,12 @@ inline nb::list lay_out_frames(nb::list columns, nb::list following, size_t step
         static_cast<size_t>(lasts[k].view().len) != last.size() * all[present + k].bytes())
       throw nb::value_error("an array of last observations is not of its column's form");
   const std::vector<int64_t> lead{static_cast<int64_t>(n), static_cast<int64_t>(steps)};
-  static const std::vector<int64_t> one{1};
-  if (unset > kMostUnset) throw nb::value_error("too many flags");
-  LeafMemory memory(total + unset);
+  LeafMemory memory(total);
   for (const StepColumn& column : all) {
     if (column.bytes() && n * steps > kMostBytes / column.bytes()) throw std::bad_alloc();
     memory.plan(column.dtype(), lead, column.inner(), n * steps * column.bytes());
   }
-  for (size_t k = 0; k < unset; ++k) memory.plan(kBool, lead, one, n * steps);
   memory.take();
-  for (size_t k = 0; k < unset; ++k) std::memset(memory.data(total + k), 0, n * steps);
   maybe_without_gil(memory.bytes() > kGilBytes, [&] {
     for (size_t k = 0; k < total; ++k) {
       const bool is_next = k >= present;
@@ -327,7 +320,7 @@ inline nb::list lay_out_frames(nb::list columns, nb::list following, size_t step
     }
   });
   nb::list tensors;
-  for (size_t k = 0; k < total + unset; ++k) tensors.append(memory.make(k));
+  for (size_t k = 0; k < total; ++k) tensors.append(memory.make(k));
   return tensors;
 }
 
@@ -367,7 +360,7 @@ inline void bind_step_columns(nb::module_& m) {
                 "numpy.typing.NDArray[numpy.bool_] | None"));
   m.def("one_hot", &one_hot, "choices"_a, "start"_a, "n"_a);
   m.def("lay_out_frames", &lay_out_frames, "columns"_a, "following"_a, "steps"_a, "calls"_a.none(), "last_calls"_a,
-        "last_envs"_a, "last_rows"_a, "unset"_a);
+        "last_envs"_a, "last_rows"_a);
 }
 
 }  // namespace engram

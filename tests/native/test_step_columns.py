@@ -147,10 +147,9 @@ def test_frames_are_laid_out_as_by_array_operations(n, steps, more, shape, dtype
     following = column[1:].copy()
     following[last_calls, last_envs] = last
     for asked, frames in ((None, np.arange(steps)[None]), (calls, calls)):
-        present, after, unset = lay_out_frames([column], [column], steps, asked, last_calls, last_envs, [last], 1)
+        present, after = lay_out_frames([column], [column], steps, asked, last_calls, last_envs, [last])
         assert np.array_equal(present.numpy(), column[frames, envs])
         assert np.array_equal(after.numpy(), following[frames, envs])
-        assert unset.dtype is torch.bool and unset.shape == (n, steps, 1) and not unset.any()
 
 
 def test_frames_of_no_call_or_environment_are_refused():
@@ -160,7 +159,7 @@ def test_frames_of_no_call_or_environment_are_refused():
     def laid_out(
         steps=2, calls=None, last_calls=none, last_envs=none, last=rows[:0], columns=(column,), next_of=column
     ):
-        return lay_out_frames([*columns], [next_of], steps, calls, last_calls, last_envs, [last], 0)
+        return lay_out_frames([*columns], [next_of], steps, calls, last_calls, last_envs, [last])
 
     assert [tensor.shape for tensor in laid_out()] == [(2, 2, 1)] * 2
     zero = np.zeros(1, np.int64)
@@ -181,8 +180,6 @@ def test_frames_of_no_call_or_environment_are_refused():
     ):  # fmt: skip
         with pytest.raises(error):
             laid_out(**wrong)
-    with pytest.raises(ValueError, match="too many"):
-        lay_out_frames([column], [], 2, None, none, none, [], 1 << 20)
 
 
 @pytest.mark.parametrize("start", [0, 5, -3])

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engram.collectors.action_sources import ActionSource, ModuleActions, RandomActions, TensorDictActions, skipping
 from engram.collectors.output_columns import OutputColumns
-from engram.collectors.rollout import RolloutResult, ted_batch
+from engram.collectors.rollout import RolloutResult, StepColumns, Steps
 from engram.collectors.trajectories import StepTags
 from engram.envs.codecs import Array, ArrayCodec, DiscreteCodec, Rewards, SpaceLeaf, flag_of, rewards_of
 from engram.envs.engines import GymEngine
@@ -24,6 +24,14 @@ from engram.envs.policies import RandomPolicy, TensorDictPolicy, as_observation_
 
 Rows = list[np.ndarray[Any, Any]]
 LARGEST_AS_BYTES = 1024  # bytes of one observation: above, the second copy costs more than one write into an array
+
+
+class OneEpisode(NamedTuple):
+    """Where a single environment is between two batches: its observation, whether it is reset, steps until a cut."""
+
+    row: Rows | None
+    must_reset: bool
+    left: int | None
 
 
 class GymRollout:
@@ -67,6 +75,16 @@ class GymRollout:
         self._first_row: Rows | None = None
         self._outputs.clear()
 
+    @property
+    def episode(self) -> OneEpisode:
+        """Where the only environment is; may be replaced between two batches."""
+        return OneEpisode(self._first_row, bool(self._to_reset), self._last_slots.get(0))
+
+    @episode.setter
+    def episode(self, episode: OneEpisode) -> None:
+        self._first_row, self._to_reset = episode.row, [0] if episode.must_reset else []
+        self._last_slots = {} if episode.left is None else {0: episode.left}
+
     def collect(self, steps: int, *, random_steps: int) -> RolloutResult:
         batch = _StepBuffer(self._empty_observations(steps), self._outputs, len(self._engines))
         source = self._source(batch)
@@ -79,7 +97,7 @@ class GymRollout:
             return self._cut_short(batch, rewards, rewards.error)
         self._first_row = batch.observations.last_row()
         self._last_slots = {env: slot - steps * len(self._engines) for env, slot in self._last_slots.items()}
-        return RolloutResult(self._batch_of(batch, rewards.values, steps))
+        return RolloutResult(self._steps_of(batch, rewards.values, steps))
 
     def _cut_short(self, batch: _StepBuffer, rewards: Rewards, error: BaseException) -> RolloutResult:
         """Makes a batch of the whole rows before an error, and restarts: no trajectory continues after it."""
@@ -89,7 +107,7 @@ class GymRollout:
             if steps == 0:
                 raise error
             batch.observations.cut(steps)
-            return RolloutResult(self._batch_of(batch, rewards.values[: steps * len(self._engines)], steps), error)
+            return RolloutResult(self._steps_of(batch, rewards.values[: steps * len(self._engines)], steps), error)
         finally:
             self.restart()
 
@@ -215,13 +233,13 @@ class GymRollout:
         if self._max_frames is not None:
             self._last_slots[env] = slot + self._max_frames * len(self._engines)
 
-    def _batch_of(self, batch: _StepBuffer, rewards: Array, steps: int) -> TensorDictBase:
+    def _steps_of(self, batch: _StepBuffer, rewards: Array, steps: int) -> Steps:
         self.outputs_way = batch.outputs.way
         outcomes = batch.outcomes(rewards, self._batch_size)
         shape = torch.Size((*self._batch_size, steps))
         actions = batch.actions[0] if len(batch.actions) == 1 else torch.cat(batch.actions)
         actions = actions if len(actions) == len(rewards) else actions[: len(rewards)]
-        return ted_batch(
+        return StepColumns(
             {**batch.observations.before(), "action": in_time(actions, self._batch_size)},
             batch.observations.after(),
             outcomes,

@@ -20,8 +20,11 @@ from engram.collectors.gym_rollout import GymRollout
 from engram.collectors.output_columns import OutputsWay
 from engram.collectors.policy_weights import PolicyWeights, shapes_of
 from engram.collectors.rollout import (
+    BatchSteps,
+    ColumnPlaces,
     Rollout,
     RolloutResult,
+    Steps,
     TensorDictRollout,
     is_cpu,
     is_environment,
@@ -29,10 +32,12 @@ from engram.collectors.rollout import (
 )
 from engram.collectors.settings import CollectorSettings, Device, storage_ndim
 from engram.collectors.stats import EpisodeStats, Throughput
+from engram.collectors.step_rollout import StepRollout
 from engram.collectors.trajectories import EpisodeSteps, StepTags, TrajectoryAssembler, waiting_steps
 from engram.collectors.utils import split_trajectories
 from engram.collectors.vector_rollout import VectorRollout
 from engram.data import ReplayBuffer
+from engram.data.replay_buffers.buffers.batch_writer import ColumnRows
 from engram.envs.base import EnvBase, mark_truncated, with_time_named
 from engram.envs.engines import Autoreset, HasEngines
 from engram.envs.frame_stacks import StackingEngine, can_stack
@@ -119,7 +124,10 @@ class _Choice(NamedTuple):
                 if not can_stack(engines[0], stack):
                     return None
                 engines = [StackingEngine(engine, stack) for engine in engines]
-            return GymRollout(env, engines, self.policy, self.tags, max_frames_per_traj=max_frames)
+            rollout = GymRollout(env, engines, self.policy, self.tags, max_frames_per_traj=max_frames)
+            if env.batch_size or stacks:
+                return rollout
+            return StepRollout(env, engines[0], self.policy, self.tags, rollout, max_frames_per_traj=max_frames)
         return None
 
     def with_deferred_transforms(self, env: Any, max_frames: int | None) -> Rollout | None:
@@ -190,22 +198,28 @@ class DeferredTransformRollout:
         if self._fallback is not None:
             return self._fallback.collect(steps, random_steps=random_steps)
         try:
-            batch, error = self._below.collect(steps, random_steps=random_steps)
-            done = batch.get(("next", "done")).reshape(-1, batch.shape[-1])
-            starts = torch.ones_like(done)
-            starts[:, 1:] = done[:, :-1]
-            if self._begins is not None:
-                starts[:, 0] = self._begins
-                starts[[env for env, _ in self._tags.cuts], 0] = True
-            self._begins = done[:, -1].clone()
-            for deferred in self._plan:
-                deferred.apply(batch, starts)
+            collected, error = self._below.collect(steps, random_steps=random_steps)
+            if self._plan:
+                collected = BatchSteps(self._applied(collected.batch()))
         except BaseException:
             self.restart()
             raise
         if error is not None:
             self.restart()
-        return RolloutResult(batch, error)
+        return RolloutResult(collected, error)
+
+    def _applied(self, batch: TensorDictBase) -> TensorDictBase:
+        """Changes a batch as the transforms do."""
+        done = batch.get(("next", "done")).reshape(-1, batch.shape[-1])
+        starts = torch.ones_like(done)
+        starts[:, 1:] = done[:, :-1]
+        if self._begins is not None:
+            starts[:, 0] = self._begins
+            starts[[env for env, _ in self._tags.cuts], 0] = True
+        self._begins = done[:, -1].clone()
+        for deferred in self._plan:
+            deferred.apply(batch, starts)
+        return batch
 
 
 def _transforms_of(env: Any) -> list[Any]:
@@ -361,6 +375,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         self.pre_collect_hook, self.post_collect_hook = pre_collect_hook, post_collect_hook
         self._compile_policy, self._cudagraph_policy = compile_policy, cudagraph_policy
         self._failure: BaseException | None = None  # to be raised before anything else is collected
+        self._no_grad = torch.no_grad()
         self.set_truncated, self._waits_for_copies = set_truncated, not no_cuda_sync
         self._trajs_per_batch, self._assembler = trajs_per_batch or 0, TrajectoryAssembler()
         self.traj_format = traj_format or "padded"
@@ -447,9 +462,12 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         policy raised: at once where nothing was stepped before or the rows went into the replay buffer, else in the
         call after the one that handed them out.
         """
-        self._refuse_beside_background()
-        self._refuse_if_shut_down()
-        self._raise_failure()
+        if self._background is not None:
+            self._refuse_beside_background()
+        if self.is_shut_down:
+            self._refuse_if_shut_down()
+        if self._failure is not None:
+            self._raise_failure()
         try:
             batch = self._next_batch()
         except BaseException as error:
@@ -481,12 +499,13 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
     def _next_batch(self) -> TensorDictBase | None:
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
-        batch = self._collect_trajectories() if self._trajs_per_batch else self._collect_batch()
-        self.frames += batch.numel()
+        steps = BatchSteps(self._collect_trajectories()) if self._trajs_per_batch else self._collect_batch()
+        self.frames += steps.shape.numel()
         self.batches += 1
-        if self._splits:
-            batch = split_trajectories(batch)
-        batch = with_time_named(batch)
+        if self._writer is not None and self.postproc is None and self.post_collect_hook is None:
+            self._writer.write_steps(steps)
+            return None
+        batch = with_time_named(split_trajectories(steps.batch()) if self._splits else steps.batch())
         if self.return_same_td:
             batch = self._into_same_td(batch)
         if self.postproc is not None:
@@ -499,7 +518,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
 
     def _collect_trajectories(self) -> TensorDictBase:
         while self._assembler.count < self._trajs_per_batch and self._failure is None:
-            self._assembler.add(self._collect_batch())
+            self._assembler.add(self._collect_batch().batch())
         if self._failure is not None and self._assembler.count == 0:
             raise self._failure
         return self._assembler.take(min(self._trajs_per_batch, self._assembler.count))
@@ -510,29 +529,36 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         self._same_td = batch if self._same_td is None else self._same_td.update_(batch)
         return self._same_td
 
-    def _collect_batch(self) -> TensorDictBase:
+    def _collect_batch(self) -> Steps:
         if self.reset_at_each_iter:
             self._reset()
         start = time.perf_counter()
         random_frames = max(0, self.init_random_frames - self._stepped)
-        batch, self._failure = self._collect_steps(random_steps=-(-random_frames // self._width))
+        steps, self._failure = self._collect_steps(random_steps=-(-random_frames // self._width))
         if self._failure is not None and self._writer is None and not isinstance(self._failure, Exception):
             raise self._failure  # an interrupt is never held back
-        self.broken_off = [env for env, _ in self._tags.cuts]
-        if self._tags.cuts:
+        cuts = self._tags.cuts
+        self.broken_off = [env for env, _ in cuts]
+        if cuts:
             self._end_broken_off()
         if self._episode_steps is not None:
-            self._episode_steps.put_into(batch)
-        self._stepped += batch.numel()
+            steps.count_steps(self._episode_steps)
+        frames = steps.shape.numel()
+        self._stepped += frames
         if self.reset_when_done:
-            self._episodes.add_batch(batch)
+            steps.count_episodes(self._episodes)
+        if self.set_truncated or self.compact_obs or self.storing_device is not None:
+            steps = BatchSteps(self._changed(steps.batch()))
+        self._throughput.add(frames, time.perf_counter() - start)
+        return steps
+
+    def _changed(self, batch: TensorDictBase) -> TensorDictBase:
+        """A batch as `set_truncated`, `compact_obs` and `storing_device` have it."""
         if self.set_truncated:
             truncate_last_step(batch)
         if self.compact_obs:
             batch = without_next_observations(batch, self.env)
-        batch = to_storing_device(batch, self.storing_device, waits=self._waits_for_copies)
-        self._throughput.add(batch.numel(), time.perf_counter() - start)
-        return batch
+        return to_storing_device(batch, self.storing_device, waits=self._waits_for_copies)
 
     def _end_broken_off(self) -> None:
         """Ends trajectories whose last step was handed out before the environment had to be replaced."""
@@ -549,8 +575,12 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         if self._rollout.is_random:  # no policy: the switches would cost as much as four steps of CartPole
             return self._rollout.collect(self._steps, random_steps=random_steps)
         self._prepare()
-        with self._weights.collecting(), torch.no_grad(), set_exploration_type(self.exploration_type):
-            return self._rollout.collect(self._steps, random_steps=random_steps)
+        self._weights.begin_batch()
+        try:
+            with self._no_grad, set_exploration_type(self.exploration_type):
+                return self._rollout.collect(self._steps, random_steps=random_steps)
+        finally:
+            self._weights.end_batch()
 
     def reset(self, index: None = None) -> None:
         """Resets every environment before the next batch; trajectories that have not ended are left unfinished.
@@ -828,6 +858,8 @@ class BufferWriter:
     def __init__(self, replay_buffer: ReplayBuffer[Any]) -> None:
         self.replay_buffer = replay_buffer
         self._needs_seam = True
+        self._rows: ColumnRows | None = None  # those that were written last
+        self._places = ColumnPlaces(())  # where columns are, in their order
 
     def restart(self) -> None:
         """Marks a seam before the next batch: it continues nothing that was written before."""
@@ -846,6 +878,27 @@ class BufferWriter:
             self.replay_buffer.extend(batch)
         self._needs_seam = False
 
+    def write_steps(self, steps: Steps) -> None:
+        """As `write`; makes no batch where columns can be copied into the rows of the storage."""
+        if self._needs_seam or not self._append_columns(steps):
+            self.write(with_time_named(steps.batch()))
+
+    def _append_columns(self, steps: Steps) -> bool:
+        """Writes columns, if there are some and the buffer takes them; else nothing was written."""
+        rows = self.replay_buffer.column_rows
+        if rows is None:
+            return False
+        if self._rows is not rows:
+            self._rows, self._places = rows, ColumnPlaces(rows.paths, rows.index_path)
+        columns = steps.columns(self._places)
+        if columns is None:
+            return False
+        dims, frames = len(steps.shape), steps.shape.numel()
+        if dims != rows.ndim:
+            lead = (frames,) if rows.ndim == 1 else (frames // steps.shape[-1], steps.shape[-1])
+            columns = [None if column is None else column.reshape(*lead, *column.shape[dims:]) for column in columns]
+        return rows.append(columns)
+
 
 class OtherBufferWriter(BufferWriter):
     """The same for a buffer of another library, which has no seams and holds nothing back."""
@@ -856,6 +909,9 @@ class OtherBufferWriter(BufferWriter):
 
     def write(self, batch: TensorDictBase) -> None:
         self.replay_buffer.extend(batch if self._ndim is None else _with_ndim(batch, self._ndim))
+
+    def write_steps(self, steps: Steps) -> None:
+        self.write(with_time_named(steps.batch()))
 
 
 def buffer_writer(replay_buffer: Any) -> BufferWriter:

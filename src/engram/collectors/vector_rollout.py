@@ -20,7 +20,7 @@ from engram.collectors.action_sources import (
     skipping,
 )
 from engram.collectors.output_columns import OutputColumns, OutputsWay
-from engram.collectors.rollout import RolloutResult, ted_of
+from engram.collectors.rollout import RolloutResult, StepColumns, Steps
 from engram.collectors.trajectories import StepTags
 from engram.envs.codecs import (
     ArrayCodec,
@@ -31,7 +31,7 @@ from engram.envs.codecs import (
     space_leaves,
 )
 from engram.envs.engines import Autoreset, VectorEngine, VectorStep
-from engram.envs.policies import FLAGS, RandomPolicy, TensorDictPolicy, as_observation_policy
+from engram.envs.policies import RandomPolicy, TensorDictPolicy, as_observation_policy
 
 Array = np.ndarray[Any, Any]
 MOST_AHEAD = 100_000  # frames that an environment may have more than another one that waits for the end of its episode
@@ -81,7 +81,7 @@ class VectorRollout:
         except BaseException as error:
             return self._cut_short(steps, error)
         try:
-            return RolloutResult(self._batch_of(self._log.take(steps), steps))
+            return RolloutResult(self._steps_of(self._log.take(steps), steps))
         except BaseException:
             self.restart()  # half a batch is lost: no trajectory may go on across the gap
             raise
@@ -93,7 +93,7 @@ class VectorRollout:
             steps = min(steps, int(self._log.waiting.min()))
             if steps == 0:
                 raise error
-            return RolloutResult(self._batch_of(self._log.take(steps), steps), error)
+            return RolloutResult(self._steps_of(self._log.take(steps), steps), error)
         finally:
             self.restart()
 
@@ -218,18 +218,19 @@ class VectorRollout:
         self._to_reset[:] = False
         source.reset_envs(envs)
 
-    def _batch_of(self, window: StepWindow, steps: int) -> TensorDictBase:
+    def _steps_of(self, window: StepWindow, steps: int) -> Steps:
         shape = torch.Size((self._engine.n, steps))
         self.outputs_way = window.outputs_way
-        following = {
-            **window.after,
-            "reward": window.reward,
-            "done": window.done,
-            "terminated": window.terminated,
-            "truncated": window.truncated,
+        outcomes = {
+            "reward": window.reward.numpy(),
+            "done": window.done.numpy(),
+            "terminated": window.terminated.numpy(),
+            "truncated": window.truncated.numpy(),
         }
-        tags = self._tags.tag(window.done.numpy()[..., 0], shape, window.versions)
-        return ted_of(window.before, following, tags, window.policy_outputs, shape=shape, device=self._device)
+        tags = self._tags.tag(outcomes["done"][..., 0], shape, window.versions)
+        return StepColumns(
+            window.before, window.after, outcomes, tags, window.policy_outputs, shape=shape, device=self._device
+        )
 
 
 def raise_endless(drains: Array, max_frames: int | None) -> NoReturn:
@@ -490,15 +491,14 @@ class StepLog:
             np.array(last_calls, np.int64),
             np.array([env for last in lasts for env in last.envs], np.int64),
             last_rows,
-            len(FLAGS),
         )
-        observed, acted = len(self._leaves), len(self._leaves) + len(self._action_leaves)
         leaves = [*self._leaves, *self._action_leaves]
+        acted = len(leaves)
         before = {leaf.key: self._encoded(k, tensors[k]) for k, leaf in enumerate(leaves)}
         reward, terminated, truncated, done = tensors[acted : acted + 4]
-        following = tensors[acted + 4 : acted + 4 + observed]
+        following = tensors[acted + 4 :]
         return StepWindow(
-            before | dict(zip(FLAGS, tensors[-len(FLAGS) :], strict=True)),
+            before,
             {leaf.key: self._encoded(k, following[k]) for k, leaf in enumerate(self._leaves)},
             reward,
             terminated,
@@ -535,7 +535,7 @@ class StepLog:
 class StepWindow(NamedTuple):
     """The frames of a batch `[n, time]`: tensors by key, reward and flags `[n, time, 1]`."""
 
-    before: dict[Any, Any]  # observations, action, and flags that are not set
+    before: dict[Any, Any]  # observations and action
     after: dict[Any, Any]  # observations
     reward: Tensor
     terminated: Tensor

@@ -136,6 +136,8 @@ def reward_vector(value: Any, shape: tuple[int, ...]) -> Array:
 
 def rewards_of(values: Sequence[Any]) -> Rewards:
     """The rewards of many steps, each checked as by `reward_of`."""
+    if len(values) == 1 and type(values[0]) is float and -1e38 < values[0] < 1e38:
+        return Rewards(np.array(values, np.float32), None)  # of small batches: a tenth of the cost
     if _NUMBERS.issuperset(map(type, values)):
         with np.errstate(over="ignore"), contextlib.suppress(OverflowError):
             column = np.fromiter(values, np.float32, len(values))  # a third of the cost of an array of a list

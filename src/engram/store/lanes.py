@@ -61,7 +61,7 @@ class Lanes:
         self._on_take = on_take
         self._turns = Turns(store, locks, on_take) if self.takes_turns and locks is not None else None
         self._on_exclusive = on_exclusive
-        self.held: int | None = None
+        self.held: int | None = None  #: the lane of this process; None: it has none yet
         self._held_beside: set[int] = set()  # lanes that `hold_lane` took
         self.unused_since_fork = False  # in a forked child that has not used the store yet
         #: Called after the first use of the store in a forked child.

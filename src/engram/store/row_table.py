@@ -29,13 +29,15 @@ _new_tuple: Any = tuple.__new__
 class NativeRows:
     """What native calls may do with stored rows past the methods of a storage, now."""
 
-    __slots__ = ("_appends", "_reads", "push", "push_step", "source", "table")
+    __slots__ = ("_appends", "_reads", "push", "push_columns", "push_step", "source", "table")
 
     def __init__(self) -> None:
         #: What whole batches are read from.
         self.source: _native.RowSource | None = None
         #: Checks and appends plain data in one call, as `RowTable.push`; returns the index as `add` and `extend` do.
         self.push: Callable[[Any, int, int, str | None], Any] | None = None
+        #: Checks and appends the leaves of a batch, as `RowTable.push_columns`.
+        self.push_columns: Callable[[list[Any], int, int, str | None], bool] | None = None
         #: Appends a step of plain arrays, converts their numbers, and makes no index: as `RowTable.push_step`.
         self.push_step: Callable[[Any], bool] | None = None
         #: Rows that may be read together with those of other tables.
@@ -51,6 +53,7 @@ class NativeRows:
         self.bind_source(table)
         self.table, self.push = table if self._reads else None, push if self._appends else None
         self.push_step = table.push_step if self._appends else None
+        self.push_columns = None if self.push is None else table.push_columns
 
     def bind_push(self, push: Any) -> None:
         """Appends by `push`; rows are read by the methods of the storage."""
@@ -64,7 +67,7 @@ class NativeRows:
 
     def unbind(self) -> None:
         """There is no table."""
-        self.source = self.push = self.push_step = self.table = None
+        self.source = self.push = self.push_step = self.push_columns = self.table = None
 
     def pause(self) -> None:
         """Nothing is read until the table is bound again."""
@@ -137,12 +140,26 @@ class RowTable:
             try:
                 own = self._index_leaves[index_key]
             except KeyError:
-                own = self._index_leaves[index_key] = self._index_leaf(index_key)
+                own = self._index_leaf(index_key)
             if own == _NO_INDEX:
                 return None
         bits = _FLOAT_BITS.get(torch.get_default_dtype(), 0) if type(batch) is list else None
         # Positional: the hot path.
         return _native.push(self._store, self._codec, lane, batch, batch_dims, time_dim, own, bits)
+
+    def push_columns(self, columns: list[Any], batch_dims: int, time_dim: int, index_key: str | None) -> bool:
+        """As `push`, of an array or tensor `[*batch, ...]` for each of `layout.leaves`; makes no index.
+
+        What stands for the leaf of the rows' own index is ignored. False: nothing was written.
+        """
+        lane, own = self.lanes.held, None
+        if lane is None or not self._fast:
+            return False
+        if index_key is not None:
+            own = self._index_leaves[index_key] if index_key in self._index_leaves else self._index_leaf(index_key)
+            if own == _NO_INDEX:
+                return False
+        return _native.push_columns(self._store, self._codec, lane, columns, batch_dims, time_dim, own)
 
     def push_step(self, step: Any) -> bool:
         """Appends one time step of all environments, of numpy arrays, and makes no index of it, in one native call.
@@ -156,10 +173,12 @@ class RowTable:
 
     def _index_leaf(self, key: str) -> int | None:
         """The number of the leaf for the rows' own index; None: there is none, `_NO_INDEX`: the entry is another."""
-        if (key,) not in self.layout.paths:
-            return None
-        k = next(k for k, leaf in enumerate(self.layout.leaves) if leaf.path == (key,))
-        return k if self._codec.holds_index(k) else _NO_INDEX
+        leaf = None
+        if (key,) in self.layout.paths:
+            leaf = next(k for k, leaf in enumerate(self.layout.leaves) if leaf.path == (key,))
+            leaf = leaf if self._codec.holds_index(leaf) else _NO_INDEX
+        self._index_leaves[key] = leaf
+        return leaf
 
     def append(self, plan: _native.Plan, most: int | None = None) -> Tensor | int:
         slots = self._store.append(self.lanes.hold(), plan, most)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import threading
+import warnings
 from typing import Any
 
 import numpy as np
@@ -9,6 +14,7 @@ import pytest
 import torch
 
 import engram._native as _native
+from contracts.children import Child, Signal
 from contracts.each import each
 from engram._generator import draw_slots_by_numpy
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
@@ -158,6 +164,63 @@ class TestAppendStep:
         assert not observed.append_step(step(4)) and rb.write_count == 4
         assert observed.read_leaves(np.array([1]), (("action",),)).batch[0].tolist() == [[1]]
         assert observed.read_n_steps(np.array([1]), np.ones(6)).rewards.tolist() == [[0.5, 1, 1.5, 0, 0]]
+
+
+class TestStepsBesideOthers:
+    def test_a_step_behind_one_of_another_process_begins_a_trajectory(self):
+        storage = LazyTensorStorage(20, shared=True)
+        rb = ReplayBuffer(storage=storage)
+        rb.add(step(0))
+        Child(lambda: storage.append_step(step(1)) or rb.add(step(1))).result()
+        rb.add(step(2))
+        assert storage.append_step(step(3)) and storage.lanes.states()[0]["seams"] == [1, 2]
+
+    def test_a_process_that_another_one_keeps_out_is_told(self):
+        storage = LazyTensorStorage(20, shared=True)
+        rb = ReplayBuffer(storage=storage)
+        rb.add(step(0))
+        go, there = Signal(), Signal()
+
+        def hold():
+            with storage.mutex, storage.access.turn():
+                there.send(), go.wait()
+
+        child = Child(hold)
+        there.wait()
+        assert not storage.append_step(step(1))
+        go.send(), child.result()
+        assert storage.append_step(step(1)) and rb.write_count == 2
+
+    def test_rows_of_an_earlier_writer_are_not_evicted_unsaid(self):
+        rb = ReplayBuffer(storage=LazyTensorStorage(8, shared=True, lanes=2))
+
+        def fill():
+            for t in range(4):
+                rb.add(step(t))
+
+        fill(), rb.storage.release(), Child(fill).result()
+
+        def write():
+            rb.storage.lanes.hold()
+            first = rb.storage.append_step(step(5))
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                rb.add(step(5))
+            return first, [w.category for w in caught], rb.storage.append_step(step(6))
+
+        assert Child(write).result() == (False, [RuntimeWarning], True)
+
+    def test_a_child_that_was_forked_by_other_code_does_not_write_to_its_parents_lane(self):
+        storage = LazyTensorStorage(20, shared=True, lanes=2)
+        ReplayBuffer(storage=storage).add(step(0))
+        pid = ctypes.PyDLL(None).fork()  # of which no hook of Python's is told
+        if pid == 0:
+            code = 9
+            with contextlib.suppress(BaseException):
+                code = int(storage.append_step(step(1)))
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert storage.append_step(step(1)) and storage.write_count == 2
 
 
 class TestReadLeaves:
@@ -362,6 +425,15 @@ class TestDrawsOfNumPy:
                 draw_slots_by_numpy(1, times, envs)
         with pytest.raises(AttributeError):
             _native.draw_slots_by_numpy(object(), 1, 1, 1)
+
+    def test_a_thread_that_draws_is_waited_for(self):
+        drawing = threading.Thread(target=draw_slots_by_numpy, args=(5, 10), daemon=True)
+        with np.random.get_bit_generator().lock:
+            drawing.start()
+            drawing.join(0.2)
+            assert drawing.is_alive()
+        drawing.join(300)
+        assert not drawing.is_alive()
 
     def test_a_generator_that_was_put_in_its_place_is_drawn_from(self):
         before = np.random.get_bit_generator()
