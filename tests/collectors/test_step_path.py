@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from contracts.each import each
-from contracts.gym_loop import Rule, on_tensordicts, remembering
+from contracts.gym_loop import Proxy, Rule, on_tensordicts, remembering
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.collectors import SyncDataCollector, step_rollout
 from engram.collectors.step_rollout import StepRollout
@@ -36,6 +38,16 @@ class TwoOutputs(nn.Module):
 
     def forward(self, observation):
         return observation.sum(-1).long() % 3, observation.sum(-1, keepdim=True)
+
+
+class Ragged(nn.Module):
+    """Has another dtype in every second step, of one of its outputs."""
+
+    calls = 0
+
+    def forward(self, observation):
+        self.calls += 1
+        return torch.tensor(1), torch.zeros(2, dtype=[torch.float32, torch.float64][self.calls % 2])
 
 
 class Fails:
@@ -364,3 +376,27 @@ def test_a_window_that_is_full_hands_the_last_observation_on(monkeypatch):
 
 def test_on_tensordicts_is_a_policy_of_the_general_way():
     both(lambda _: SyncDataCollector(lambda: GymEnv(Countdown()), on_tensordicts, frames_per_batch=2))
+
+
+@each(
+    "size, make_policy, way, reason",
+    [
+        (1, POLICIES["a module"], "steps", ""),
+        (1, POLICIES["two outputs"], "columns", ""),
+        (64, POLICIES["a module"], "columns", ""),
+        (3, lambda: TensorDictModule(Ragged(), ["observation"], ["action", "more"]), "tensordicts", "'more' was"),
+    ],
+)
+def test_stats_say_which_way_the_steps_went_and_why(size, make_policy, way, reason):
+    collector = SyncDataCollector(countdown(), make_policy(), frames_per_batch=size)
+    collector.rollout()
+    stats = collector.stats
+    assert stats()["way"] == way and reason in stats()["reason"]
+    assert {**stats._asdict(), "way": way, "reason": stats()["reason"]} == stats() or stats.episodes == 0
+    assert pickle.loads(pickle.dumps(stats)).steps_way == stats.steps_way and stats.frames == size
+
+
+def test_stats_of_an_environment_without_raw_values_name_the_reason():
+    collector = SyncDataCollector(Proxy(GymEnv(Countdown())), Rule(), frames_per_batch=3)
+    collector.rollout()
+    assert collector.stats()["way"] == "tensordicts" and "TensorDict interface" in collector.stats()["reason"]

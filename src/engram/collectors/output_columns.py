@@ -19,7 +19,8 @@ class OutputsWay(NamedTuple):
     """How the outputs of a policy get into a batch.
 
     `way` is "columns" where each step writes into one tensor for each entry, and "tensordicts" where the TensorDicts of
-    the steps are kept and stacked in the end, which takes longer. `reason` says why that is so; "" with columns.
+    the steps are kept and stacked in the end, which takes longer. `reason` says why that is so; "" with columns. It is
+    "steps" of small batches without such outputs.
     """
 
     way: str

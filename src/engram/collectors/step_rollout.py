@@ -23,7 +23,7 @@ from engram.envs.policies import ObservationPolicy, RandomPolicy, TensorDictPoli
 FEW_STEPS = 32  # of a batch: with more of them what is done once a batch does not count
 WINDOW_STEPS, WINDOW_BYTES = 256, 1 << 20  # the room of a window: so many steps, or so many bytes of observations
 
-Choose = Callable[[int], Any]
+_BY_STEPS = OutputsWay("steps")
 
 
 class StepRollout:
@@ -55,7 +55,7 @@ class StepRollout:
         self._check, self._decode = action_check(codec), codec.decode_one
         self._known, self._action_shape = self._known_action(codec), codec.spec.shape
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
-        self._outputs_way = OutputsWay("columns")
+        self._outputs_way = _BY_STEPS
         self._random = RandomActions(random, codec, env.batch_size, tags.weights)
         self.restart()
 
@@ -221,9 +221,9 @@ class _FewSteps:
 
     def outputs_of(self, steps: int) -> tuple[OutputsWay, TensorDictBase | None]:
         """What the policy gave besides the action, `[steps]`, and how; None where it was nothing."""
-        return (
-            (OutputsWay("columns"), None) if self._outputs is None else (self._outputs.way, self._outputs.take(steps))
-        )
+        if self._outputs is None:
+            return _BY_STEPS, None
+        return self._outputs.way, self._outputs.take(steps)
 
 
 class _Window:

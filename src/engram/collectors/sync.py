@@ -31,7 +31,7 @@ from engram.collectors.rollout import (
     random_state_of,
 )
 from engram.collectors.settings import CollectorSettings, Device, storage_ndim
-from engram.collectors.stats import EpisodeStats, Throughput
+from engram.collectors.stats import EpisodeStats, StepsWay, Throughput
 from engram.collectors.step_rollout import StepRollout
 from engram.collectors.trajectories import EpisodeSteps, StepTags, TrajectoryAssembler, waiting_steps
 from engram.collectors.utils import split_trajectories
@@ -440,6 +440,10 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
             reset_when_done=self.reset_when_done,
             clock=clock,
         )
+
+    @property
+    def _steps_way(self) -> StepsWay:
+        return StepsWay(*self._rollout.outputs_way)
 
     @property
     def policy(self) -> Any:
