@@ -36,11 +36,14 @@ from engram.data import (
     TensorDictReplayBuffer,
 )
 from engram.envs import GymEnv
+from engram.envs.transforms import CatFrames
 
 ROWS, BATCH, APPENDED = 100_000, 256, 64
 ADAPTED = 10_000
 """Steps in the buffers that stand in for those of other libraries: they are written one by one."""
 SLICES, EPISODE = 8, 200
+PAIRS, GAME = 32, 1000
+"""Of stacks of four 84 x 84 frames, before and after a step; the steps that are stored."""
 BOX = spaces.Box(-np.inf, np.inf, (4,), np.float32)
 BUFFERS = {"ReplayBuffer": ReplayBuffer, "TensorDictReplayBuffer": TensorDictReplayBuffer}
 WARM_UP, CALLS = 300, 300
@@ -71,6 +74,7 @@ def calls() -> Iterator[tuple[str, Call, int]]:
     sampler = SliceSampler(num_slices=SLICES, traj_key=("collector", "traj_ids"))
     rb = _full(ReplayBuffer, data, sampler=sampler)
     yield f"slices, {SLICES} x {BATCH // SLICES}", lambda rb=rb: rb.sample(BATCH), CALLS
+    yield f"stacked pairs, {PAIRS}", _stacking(), CALLS
     rb = _full(ReplayBuffer, data, sampler=SamplerWithoutReplacement())
     yield f"epoch, sample({BATCH})", lambda rb=rb: rb.sample(BATCH), CALLS
     yield from _adapters()
@@ -82,6 +86,18 @@ def _full(buffer: type[ReplayBuffer], data: Any, **parts: Any) -> ReplayBuffer:
     rb = buffer(storage=LazyTensorStorage(ROWS), batch_size=BATCH, **parts)
     rb.extend(data)
     return rb
+
+
+def _stacking() -> Call:
+    frames = torch.zeros(GAME + 1, 1, 84, 84, dtype=torch.uint8)
+    done = (torch.arange(GAME) % EPISODE == EPISODE - 1).unsqueeze(1)
+    steps = {"pixels": frames[:-1], "action": torch.zeros(GAME), "next": {"pixels": frames[1:], "done": done}}
+    stacks = CatFrames(4, dim=-3, in_keys=["pixels"], out_keys=["stack"])
+    transform, sampler = stacks.make_rb_transform_and_sampler(PAIRS, end_key=("next", "done"), weight="steps")
+    storage = LazyTensorStorage(GAME)
+    rb = TensorDictReplayBuffer(storage=storage, sampler=sampler, transform=transform, batch_size=PAIRS)
+    rb.extend(TensorDict(steps, [GAME]))
+    return rb.sample
 
 
 def _adapters() -> Iterator[tuple[str, Call, int]]:

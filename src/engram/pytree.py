@@ -386,18 +386,17 @@ def take_rows(batch: Any, rows: Tensor) -> Any:
 
 def _take_rows(batch: Any, rows: Tensor) -> Any:
     leaves: list[Tensor] = []
-    is_plain = len(rows) <= len(batch) and _lists_leaves(batch, leaves)
-    taken = _native.take_rows(leaves, rows) if is_plain else None
-    if not taken:
-        return batch[rows]
-    part = batch[: len(rows)]  # of the right form, but for the leaves
-    _put_leaves(part, iter(taken))
-    return part
+    taken = _native.take_rows(leaves, rows) if _lists_leaves(batch, leaves) else None
+    return batch[rows] if taken is None else _of_leaves(batch, iter(taken), len(rows))
+
+
+#: The attributes of a TensorDict that has no names, no lock and nothing else that its rows could not have.
+_PLAIN_ATTRIBUTES = {"_tensordict", "_batch_size", "_device", "_td_dim_names"}
 
 
 def _lists_leaves(batch: Any, leaves: list[Tensor]) -> bool:
-    """Appends the leaves of a TensorDict; False where it has other entries than tensors without gradients."""
-    if type(batch) is not TensorDict:
+    """Appends the leaves of a plain TensorDict; False where it has other entries than tensors without gradients."""
+    if type(batch) is not TensorDict or vars(batch).keys() != _PLAIN_ATTRIBUTES or batch._td_dim_names is not None:
         return False
     for value in batch._tensordict.values():
         if type(value) is not Tensor:
@@ -410,12 +409,15 @@ def _lists_leaves(batch: Any, leaves: list[Tensor]) -> bool:
     return True
 
 
-def _put_leaves(batch: TensorDict, leaves: Iterator[Tensor]) -> None:
-    for key, value in batch._tensordict.items():
-        if type(value) is TensorDict:
-            _put_leaves(value, leaves)
-        else:
-            batch._tensordict[key] = next(leaves)
+def _of_leaves(batch: TensorDict, leaves: Iterator[Tensor], n: int) -> TensorDict:
+    """A plain TensorDict like this one with other leaves, of n rows: indexing makes it in ten times the time."""
+    made: TensorDict = TensorDict.__new__(TensorDict)
+    entries = {
+        key: _of_leaves(value, leaves, n) if type(value) is TensorDict else next(leaves)
+        for key, value in batch._tensordict.items()
+    }
+    vars(made).update(vars(batch), _tensordict=entries, _batch_size=torch.Size((n, *batch.batch_size[1:])))
+    return made
 
 
 def _rebuilt(like: Any, values: list[Any]) -> Any:

@@ -121,17 +121,18 @@ inline std::pair<Tensor, Tensor> slice_bounds(nb::handle ids_in) {
 
 // Copies certain rows of all tensors [m, ...]. Returns None where one is not a plain tensor on the CPU, contiguous.
 inline std::optional<nb::list> take_rows(nb::list tensors, nb::handle rows_in) {
-  const SlotsArg rows(rows_in);
   std::vector<TensorView> views(nb::len(tensors));
-  std::vector<std::vector<int64_t>> shapes;
+  for (size_t k = 0; k < views.size(); ++k)
+    if (!frames_of(tensors[k], views[k])) return std::nullopt;
+  const SlotsArg rows(rows_in);  // after the tensors: rows of those of another device lie there, too
   const auto lead = static_cast<int64_t>(rows.n);
+  std::vector<std::vector<int64_t>> shapes;
   int64_t shortest = INT64_MAX;
   size_t total = 0;
-  for (size_t k = 0; k < views.size(); ++k) {
-    if (!frames_of(tensors[k], views[k])) return std::nullopt;
-    shortest = std::min(shortest, views[k].shape[0]);
-    shapes.emplace_back(views[k].shape + 1, views[k].shape + views[k].ndim);
-    const size_t bytes = bytes_of_one(views[k]);
+  for (const TensorView& view : views) {
+    shortest = std::min(shortest, view.shape[0]);
+    shapes.emplace_back(view.shape + 1, view.shape + view.ndim);
+    const size_t bytes = bytes_of_one(view);
     if (bytes && rows.n > (kMostBytes - total) / bytes) throw std::bad_alloc();
     total += rows.n * bytes;
   }

@@ -121,6 +121,9 @@ def test_tensors_that_are_not_plain_are_left_to_the_caller(unusual):
     at = torch.zeros(1, dtype=torch.int64)
     assert _native.stack_frames(unusual, at, at, 2, -1) is None
     assert _native.take_rows([frames(4, 2), unusual], at) is None
+    elsewhere = torch.empty(1, dtype=torch.int64, device="meta")
+    assert _native.stack_frames(unusual, elsewhere, elsewhere, 2, -1) is None
+    assert _native.take_rows([unusual], elsewhere) is None
     plain = torch.ones(4, 3)
     assert _native.stack_frames(plain, at, at, 2, -1, unusual, at) is None
 
