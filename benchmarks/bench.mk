@@ -1,8 +1,8 @@
 # `make bench`: ours against its peers, in an environment of their own. Included by the Makefile.
-#   make bench                         everything, about twenty minutes
-#   make bench BENCH="--quick"         a look, a few minutes
-#   python -m benchmarks.report --targets FILE    all targets against the figures of a run
-#   make bench BENCH="--only cartpole" one case; see `python -m benchmarks.bench --help`
+#   make bench                          everything, about twenty-five minutes
+#   make bench BENCH=--publish          and write the figures into README.md, benchmarks/README.md and the chart
+#   make bench BENCH=--quick            a look, a few minutes
+#   make bench BENCH="--only programs"  one case; see `python -m benchmarks.bench --help`
 #   make instructions                  counts the instructions of our commonest calls and compares them with the file
 #   make instructions UPDATE=1         writes the file; see `python -m benchmarks.instructions --help`
 BENCH_VENV ?= .venv-bench

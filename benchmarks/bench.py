@@ -1,4 +1,7 @@
-"""`python -m benchmarks.bench [--quick] [--only CASE ...]`: measure everything, print the table, write JSON and PNG."""
+"""`python -m benchmarks.bench [--quick] [--only CASE ...]`: measure, print the tables, write JSON and PNG.
+
+`--publish` then writes the figures into the pages that show them (`benchmarks/publish.py`).
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks import chart, report
+from benchmarks import chart, publish, report
 from benchmarks.cases import (
     Result,
+    adapters,
     cartpole,
     checkpoints,
     classic,
@@ -32,6 +36,7 @@ from benchmarks.cases import (
     parallel,
     pixels,
     prioritized,
+    programs,
     releases,
     resize,
     slices,
@@ -54,8 +59,10 @@ IN_TURNS = {
     "max_value": max_value.groups,
     "resize": resize.groups,
     "classic": classic.groups,
+    "adapters": adapters.groups,
 }
 ALONE = {
+    "programs": programs.results,
     "releases": releases.results,
     "epochs": epochs.results,
     "mapped": mapped.results,
@@ -64,8 +71,9 @@ ALONE = {
     "workers": workers.results,
     "checkpoints": checkpoints.results,
 }
-CASES = (*IN_TURNS, *ALONE)
+CASES = tuple(sorted((*IN_TURNS, *ALONE), key=lambda name: name != "programs"))  # whole programs first
 TOPICS = {
+    "programs": report.PROGRAMS,
     "cartpole": "Uniform batches",
     "pixels": "Uniform batches",
     "wide": "Uniform batches",
@@ -78,6 +86,7 @@ TOPICS = {
     "max_value": "Ensembles, the best rows, transforms",
     "resize": "Ensembles, the best rows, transforms",
     "classic": "The classic comparison: 128 steps of a tensor, a dict, a TensorDict",
+    "adapters": "Under other trainers",
     "mapped": "Larger than memory",
     "collect": "Collectors",
     "parallel": "Worker processes",
@@ -105,9 +114,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--quick", action="store_true", help="small data and few rounds: a look, not a measurement")
     parser.add_argument(
-        "--out", type=Path, default=RESULTS / "latest.json", help="the JSON file; the PNG lies beside it"
+        "--out", type=Path, help="the JSON file, the PNG lies beside it; results/latest.json, part.json for parts of it"
     )
-    return parser.parse_args()
+    parser.add_argument("--publish", action="store_true", help="write the figures of a whole run into the pages")
+    chosen = parser.parse_args()
+    is_whole = not chosen.quick and set(chosen.only) == set(CASES)
+    if chosen.publish and not is_whole:
+        parser.error("--publish: the pages show a whole run; leave --quick and --only out")
+    chosen.out = chosen.out or RESULTS / ("latest.json" if is_whole else "part.json")
+    return chosen
 
 
 def main() -> None:
@@ -137,6 +152,8 @@ def main() -> None:
     report.show(document, console)
     chart.draw(document, chosen.out.with_suffix(".png"))
     console.print(f"written: {chosen.out} and {chosen.out.with_suffix('.png').name}")
+    if chosen.publish:
+        publish.write(document)
 
 
 def _attempt(case: Callable[[], list[Result]], console: Console) -> list[Result]:

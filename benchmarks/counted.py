@@ -17,12 +17,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from gymnasium import spaces
 from tensordict import TensorDict
 
 from benchmarks.collect import FRAMES_PER_BATCH, Greedy
 from benchmarks.data import cartpole
 from engram.collectors import SyncDataCollector
+from engram.compat import cleanrl
+from engram.compat.transitions import TransitionRows, powers
 from engram.data import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -32,9 +36,15 @@ from engram.data import (
     TensorDictReplayBuffer,
 )
 from engram.envs import GymEnv
+from engram.envs.transforms import CatFrames
 
 ROWS, BATCH, APPENDED = 100_000, 256, 64
+ADAPTED = 10_000
+"""Steps in the buffers that stand in for those of other libraries: they are written one by one."""
 SLICES, EPISODE = 8, 200
+PAIRS, GAME = 32, 1000
+"""Of stacks of four 84 x 84 frames, before and after a step; the steps that are stored."""
+BOX = spaces.Box(-np.inf, np.inf, (4,), np.float32)
 BUFFERS = {"ReplayBuffer": ReplayBuffer, "TensorDictReplayBuffer": TensorDictReplayBuffer}
 WARM_UP, CALLS = 300, 300
 BATCHES_COLLECTED = 4
@@ -64,8 +74,10 @@ def calls() -> Iterator[tuple[str, Call, int]]:
     sampler = SliceSampler(num_slices=SLICES, traj_key=("collector", "traj_ids"))
     rb = _full(ReplayBuffer, data, sampler=sampler)
     yield f"slices, {SLICES} x {BATCH // SLICES}", lambda rb=rb: rb.sample(BATCH), CALLS
+    yield f"stacked pairs, {PAIRS}", _stacking(), CALLS
     rb = _full(ReplayBuffer, data, sampler=SamplerWithoutReplacement())
     yield f"epoch, sample({BATCH})", lambda rb=rb: rb.sample(BATCH), CALLS
+    yield from _adapters()
     yield f"{FRAMES_PER_BATCH} frames, random", _collecting(None), BATCHES_COLLECTED
     yield f"{FRAMES_PER_BATCH} frames, MLP 2x64", _collecting(Greedy()), BATCHES_COLLECTED
 
@@ -74,6 +86,58 @@ def _full(buffer: type[ReplayBuffer], data: Any, **parts: Any) -> ReplayBuffer:
     rb = buffer(storage=LazyTensorStorage(ROWS), batch_size=BATCH, **parts)
     rb.extend(data)
     return rb
+
+
+def _stacking() -> Call:
+    frames = torch.zeros(GAME + 1, 1, 84, 84, dtype=torch.uint8)
+    done = (torch.arange(GAME) % EPISODE == EPISODE - 1).unsqueeze(1)
+    steps = {"pixels": frames[:-1], "action": torch.zeros(GAME), "next": {"pixels": frames[1:], "done": done}}
+    stacks = CatFrames(4, dim=-3, in_keys=["pixels"], out_keys=["stack"])
+    transform, sampler = stacks.make_rb_transform_and_sampler(PAIRS, end_key=("next", "done"), weight="steps")
+    storage = LazyTensorStorage(GAME)
+    rb = TensorDictReplayBuffer(storage=storage, sampler=sampler, transform=transform, batch_size=PAIRS)
+    rb.extend(TensorDict(steps, [GAME]))
+    return rb.sample
+
+
+def _adapters() -> Iterator[tuple[str, Call, int]]:
+    """The buffers for CleanRL, and the rows behind those for stable-baselines3, which is not installed here."""
+    rb = cleanrl.ReplayBuffer(ADAPTED, BOX, spaces.Discrete(2), "cpu", handle_timeout_termination=False)
+    yield from _written("CleanRL adapter", rb, (*_step(1), {}))
+    yield f"CleanRL adapter: sample({BATCH})", lambda: rb.sample(BATCH), CALLS
+    obs, _, *rest = _step(1)
+    rainbow = cleanrl.PrioritizedReplayBuffer(ADAPTED, (4,), "cpu", 3, 0.99, observation_dtype=np.float32)
+    yield from _written("Rainbow adapter", rainbow, (obs, *rest[:2], obs, rest[2]))
+    yield f"Rainbow adapter: sample({BATCH})", lambda: rainbow.sample(BATCH), CALLS
+    data = rainbow.sample(BATCH)
+    errors = data.weights.numpy()
+    yield f"Rainbow adapter: update of {BATCH}", lambda: rainbow.update_priorities(data.indices, errors), CALLS
+    slots = np.random.default_rng(0).integers(0, ADAPTED, BATCH)
+    kinds = {"1 environment": (1, BOX), "8 environments": (8, BOX), "dict": (1, spaces.Dict(position=BOX, goal=BOX))}
+    for name, (envs, space) in kinds.items():
+        rows = TransitionRows(ADAPTED // envs, envs, space, spaces.Discrete(2))
+        yield from _written(f"SB3 adapter's rows, {name}", rows, (*_step(envs, space), np.zeros(envs, np.bool_)))
+        yield f"SB3 adapter's rows, {name}: sample({BATCH})", _sampling(rows), CALLS
+    discounts = powers(0.99, 3)
+    yield f"SB3 adapter's rows, {name}: 3 steps of {BATCH}", lambda: rows.n_steps(slots, discounts), CALLS
+
+
+def _written(name: str, rb: Any, step: tuple[Any, ...]) -> Iterator[tuple[str, Call, int]]:
+    """`add` to a buffer that is full."""
+    for _ in range(ADAPTED):
+        rb.add(*step)
+    yield f"{name}: add", lambda: rb.add(*step), CALLS
+
+
+def _sampling(rows: TransitionRows) -> Call:
+    return lambda: rows.transitions(rows.draw(BATCH))
+
+
+def _step(envs: int, space: Any = BOX) -> tuple[Any, ...]:
+    """obs, next_obs, action, reward and done of a step, as a vector environment gives them."""
+    obs = np.ones((envs, 4), np.float32)
+    given: Any = {"position": obs, "goal": obs} if isinstance(space, spaces.Dict) else obs
+    return given, given, np.ones(envs, np.int64), np.ones(envs), np.zeros(envs, np.bool_)
 
 
 def _updating(rb: ReplayBuffer) -> Call:

@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ PACKAGES = (
     "cpprb",
     "tianshou",
     "stable-baselines3",
+    "envpool",
 )
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """CPU, memory, versions, date, and the read-ahead of the device under `folder`."""
+    """Commit, CPU, memory, versions, date, and the read-ahead of the device under `folder`."""
     return {
+        "commit": commit(),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "memory_gb": round(_meminfo("MemTotal") / 1e9, 1),
@@ -35,6 +38,21 @@ def facts(folder: Path) -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def commit() -> str | None:
+    """The commit that is checked out, with "+" where files differ from it; None outside of a clone."""
+    try:
+        named = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=10", "--exclude=*", "--dirty=+"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return named.stdout.strip()
 
 
 def available_memory() -> int:

@@ -7,9 +7,9 @@ What it shows:
 - `GymEnv(from_pixels=True)`, uint8 pictures `[H, W, 3]`, in a `TransformedEnv` that makes them small and grey and, by
   `CatFrames`, shows the policy the last four: one picture does not say where the ball is going.
 - The buffer keeps single small pictures, as bytes, not the stacks: a quarter of the memory.
-- `SequenceSampler` with `weight="steps"` draws a step, each with equal probability whatever its episode's length, with
-  the three before it in that episode, and the same `CatFrames`, appended to the buffer, stacks them again: what the
-  learner reads is, byte for byte, what the policy saw, at the beginnings of episodes too.
+- `CatFrames.make_rb_transform_and_sampler` gives the buffer a sampler that draws a step, with `weight="steps"` each with
+  equal probability whatever its episode's length, with the three before it in that episode, and a transform that stacks
+  them again: what the learner reads is, byte for byte, what the policy saw, at the beginnings of episodes too.
 
 Stacks of four frames are those of Mnih et al. (2015).
 """
@@ -28,7 +28,7 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 from engram.collectors import SyncDataCollector
-from engram.data import LazyTensorStorage, SequenceSampler, TensorDictReplayBuffer
+from engram.data import LazyTensorStorage, TensorDictReplayBuffer
 from engram.envs import GymEnv, TransformedEnv
 from engram.envs.transforms import CatFrames, Compose, DTypeCastTransform, GrayScale, Resize, ToTensorImage
 
@@ -75,21 +75,15 @@ def make_env() -> TransformedEnv:
 
 def make_buffer(settings: Settings, seed: int) -> TensorDictReplayBuffer:
     """Takes steps with single frames, gives back steps with stacks, `[batch_size]`."""
-    buffer = TensorDictReplayBuffer(
+    frames = CatFrames(FRAMES, dim=-3, in_keys=["pixels"], out_keys=["observation"])
+    stacks, sampler = frames.make_rb_transform_and_sampler(settings.batch_size, weight="steps")
+    return TensorDictReplayBuffer(
         storage=LazyTensorStorage(settings.capacity),
-        sampler=SequenceSampler(slice_len=FRAMES, burn_in=FRAMES - 1, weight="steps"),
-        batch_size=settings.batch_size * FRAMES,
+        sampler=sampler,
+        transform=stacks,
+        batch_size=settings.batch_size,
         generator=torch.Generator().manual_seed(seed),
     )
-    keys, stacks = ["pixels", ("next", "pixels")], ["observation", ("next", "observation")]
-    buffer.append_transform(CatFrames(FRAMES, dim=-3, in_keys=keys, out_keys=stacks))
-    buffer.append_transform(last_rows)
-    return buffer
-
-
-def last_rows(batch: TensorDictBase) -> TensorDictBase:
-    """Of each sequence, the step that was drawn; those before it have done their part."""
-    return batch.reshape(-1, FRAMES)[:, -1]
 
 
 def to_store(batch: TensorDictBase) -> TensorDictBase:

@@ -4,9 +4,10 @@
     make release-check  every part
     python packaging/ci.py docs model  these parts, and those that they need
 
-Two parts run beside each other: most use one core, or wait for processes and the network. Parts that are `alone` use
-both cores, and their tests have limits of time. The output of a part comes when it ends, and stays in build/ci. A fault
-stops no other part; at the end there is a table of all parts, and the last lines of those that failed.
+Two parts run beside each other, as most use one core, and one more that mostly `waits`, for processes that start or are
+found gone. Parts that are `alone` use both cores, and their tests have limits of time. The output of a part comes when
+it ends, and stays in build/ci. A fault stops no other part; at the end there is a table of all parts, and the last
+lines of those that failed.
 
 A part is skipped if all that it can see is as it was when the part last passed. The hashes of that are kept beside the
 layers of environments (packaging/environment.py); in a clean clone without such a folder every part runs.
@@ -55,7 +56,8 @@ class Part:
     """A command, which runs after the parts that it `needs`.
 
     `sees` are the paths, beside EVERY, that can change its outcome; without them it is never skipped. No other part
-    runs beside one that is `alone`. One `of_releases` runs in `make release-check`, and where it is asked for.
+    runs beside one that is `alone`, and one that `waits` is not counted among those that do. One `of_releases` runs in
+    `make release-check`, and where it is asked for.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Part:
     needs: tuple[str, ...] = ()
     sees: tuple[str, ...] = ()
     alone: bool = False
+    waits: bool = False
     of_releases: bool = False
 
 
@@ -78,7 +81,7 @@ PARTS = (
     make("environment"),
     Part("tools", (".ci/tools",)),
     make("model", needs=("tools",), sees=("tests/model", "src/native")),
-    make("test-ray", needs=BUILT, sees=(*ALL_TESTS, "benchmarks")),
+    make("test-ray", needs=BUILT, sees=(*ALL_TESTS, "benchmarks"), waits=True),
     make(
         "wheel-check",
         sees=("src", "packaging", "tests/native", "tests/conftest.py", "tests/contracts", "*.md", "LICENSE"),
@@ -93,8 +96,8 @@ PARTS = (
     make("static", needs=BUILT),
     make("peers", ".venv-bench/.engram", needs=BUILT),
     make("docs", sees=("docs", "mkdocs.yml", "src", "packaging", "examples", "benchmarks", "*.md")),
+    make("interop", "interop", "PYTEST=-m 'not theirs'", needs=PEERS, sees=(*ALL_TESTS, "benchmarks")),
     make("tests", "test-tiers", needs=BUILT, alone=True),
-    make("interop", "interop", "PYTEST=-m 'not theirs'", needs=PEERS, sees=(*ALL_TESTS, "benchmarks"), alone=True),
     make("theirs", "interop", "PYTEST=-m theirs", needs=PEERS, sees=ALL_TESTS, alone=True, of_releases=True),
 )
 
@@ -139,7 +142,7 @@ class Outcome:
 
 @dataclass
 class Run:
-    """Parts, at most BESIDE beside each other, and what became of each."""
+    """Parts, at most BESIDE beside each other and beside those that wait, and what became of each."""
 
     parts: Sequence[Part]
     root: Path
@@ -155,7 +158,7 @@ class Run:
 
     def __call__(self) -> bool:
         """Whether every part passed, or was skipped."""
-        threads = [threading.Thread(target=self._work) for _ in range(BESIDE)]
+        threads = [threading.Thread(target=self._work) for _ in range(BESIDE + self._waiting)]
         self.logs.mkdir(parents=True, exist_ok=True)
         try:
             for thread in threads:
@@ -212,10 +215,15 @@ class Run:
                 self.changed.wait()
             return None
 
+    @property
+    def _waiting(self) -> int:
+        return sum(part.waits for part in self.parts)
+
     def _may_start(self, part: Part) -> bool:
         beside = [other for other in self.taken.values() if other.name not in self.outcomes]
         alone = not beside if part.alone else not any(other.alone for other in beside)
-        return alone and all(need in self.outcomes for need in part.needs)
+        has_room = part.waits or sum(not other.waits for other in beside) < BESIDE
+        return alone and has_room and all(need in self.outcomes for need in part.needs)
 
     def _do(self, part: Part) -> Outcome:
         with self.changed:

@@ -99,6 +99,13 @@ def test_no_part_runs_beside_one_that_is_alone_nor_three_beside_each_other(ci, r
     assert set((clone / "beside").read_text().split()) <= {"1", "2"}
 
 
+def test_part_that_waits_runs_beside_two_others(ci, run, clone):
+    for name in "abc":
+        os.mkfifo(clone / name)
+    waits = ci.Part("waits", ("sh", "-c", "echo x >a; echo x >b; cat c"), waits=True)
+    assert set(run(shell(ci, "a", "cat a"), shell(ci, "b", "cat b; echo x >c"), waits).values()) == {"passed"}
+
+
 def test_part_that_may_start_does_not_wait_for_those_before_it(ci, run, clone):
     waits = shell(ci, "waits", "test -e made", needs=("first",))
     parts = [
@@ -193,7 +200,7 @@ def test_part_of_releases_runs_when_it_or_everything_is_asked_for(ci):
 
 
 def test_tests_with_limits_of_time_on_both_cores_are_alone(ci):
-    assert {part.name for part in ci.PARTS if part.alone} == {"tests", "interop", "theirs"}
+    assert {part.name for part in ci.PARTS if part.alone} == {"tests", "theirs"}
 
 
 def test_process_that_a_part_left_behind_is_ended(ci, run, clone):

@@ -5,7 +5,7 @@ from collections import OrderedDict, namedtuple
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict, tensorclass
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, tensorclass
 
 from contracts.each import each
 from engram import pytree
@@ -189,6 +189,43 @@ def test_rows_are_selected_by_a_mask(kind):
         assert torch.equal(part, leaf[mask])
     with pytest.raises(ValueError, match="3 steps are indexed, the values have 2"):
         pytree.select_rows(nested(kind, 2), mask)
+
+
+@each("kind", ALL)
+@each("rows", [[2, 0], [1], [], [0, 1, 2, 2]])
+def test_rows_are_taken_by_number(kind, rows):
+    batch, rows = nested(kind, 3), torch.tensor(rows, dtype=torch.int64)
+    taken = pytree.take_rows(batch, rows)
+    assert type(taken) is (dict if kind == "ordered dict" else type(batch))
+    for part, leaf in zip(parts(kind, taken), leaves(3), strict=True):
+        assert torch.equal(part, leaf[rows])
+    for part, leaf in zip(parts(kind, batch), leaves(3), strict=True):
+        assert torch.equal(part, leaf)
+
+
+def test_rows_of_tensordicts_keep_all_that_indexing_keeps():
+    x = torch.arange(6.0).reshape(3, 2)
+    weight = torch.ones(3, requires_grad=True)
+    stack = LazyStackedTensorDict(*[TensorDict({"x": torch.full((2,), n)}) for n in range(3)])
+    rows = torch.tensor([2, 0])
+    for batch in (
+        TensorDict({"x": x.t().contiguous().t(), "next": TensorDict({"y": x}, [3])}, [3], names=["time"], device="cpu"),
+        TensorDict({"x": x, "next": TensorDict({"y": x}, [3, 2])}, [3]),
+        TensorDict({"x": x, "text": NonTensorStack("a", "b", "c")}, [3]),
+        TensorDict({"x": x, "stack": stack}, [3]),
+        TensorDict({"step": nested("tensorclass", 3)}, [3]),
+        TensorDict({"x": x * weight.unsqueeze(1), "weight": weight}, [3]),
+        TensorDict({"x": x, "none": {}}, [3]).lock_(),
+        TensorDict({}, [3]),
+    ):
+        taken, expected = pytree.take_rows(batch, rows), batch[rows]
+        for key in expected.keys(True, True):
+            is_tensor = isinstance(expected[key], torch.Tensor)
+            assert torch.equal(taken[key], expected[key]) if is_tensor else taken[key] == expected[key]
+        assert (taken.batch_size, taken.names, taken.device) == (expected.batch_size, expected.names, expected.device)
+        assert list(taken.keys(True)) == list(expected.keys(True)) and taken.is_locked == expected.is_locked
+    assert taken.batch_size == (2,)
+    assert pytree.take_rows(TensorDict({"x": x * weight.unsqueeze(1)}, [3]), rows)["x"].requires_grad
 
 
 @each("kind", ["TensorDict", "dict", "dict of TensorDicts", "tensorclass", "tuple"])

@@ -15,6 +15,8 @@ Make = Callable[[], Turn]
 Result = dict[str, Any]
 FLOOR = "floor"
 ALONE, BESIDE = "alone", "beside"
+BY_HAND = "by hand"
+"""The contender of whole programs that is a loop with arrays, without a library."""
 
 
 @dataclass

@@ -32,6 +32,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+import engram._native as _native
 from engram.errors import is_masked, masked_array
 
 Key = Union[str, tuple[str, ...]]
@@ -375,6 +376,50 @@ def _map(batch: Any, on_leaf: Callable[[Tensor], Any], on_batch: Callable[[Any],
     return on_leaf(as_leaf(batch, path))
 
 
+def take_rows(batch: Any, rows: Tensor) -> Any:
+    """A copy of certain rows, int64 [n] from 0 on, of a batch `[m, *]` of any form.
+
+    It is what indexing gives, without torch's kernel, which copies element by element.
+    """
+    return map_outermost(batch, lambda leaf: leaf.index_select(0, rows), lambda part: _take_rows(part, rows))
+
+
+def _take_rows(batch: Any, rows: Tensor) -> Any:
+    leaves: list[Tensor] = []
+    taken = _native.take_rows(leaves, rows) if _lists_leaves(batch, leaves) else None
+    return batch[rows] if taken is None else _of_leaves(batch, iter(taken), len(rows))
+
+
+#: The attributes of a TensorDict that has no names, no lock and nothing else that its rows could not have.
+_PLAIN_ATTRIBUTES = {"_tensordict", "_batch_size", "_device", "_td_dim_names"}
+
+
+def _lists_leaves(batch: Any, leaves: list[Tensor]) -> bool:
+    """Appends the leaves of a plain TensorDict; False where it has other entries than tensors without gradients."""
+    if type(batch) is not TensorDict or vars(batch).keys() != _PLAIN_ATTRIBUTES or batch._td_dim_names is not None:
+        return False
+    for value in batch._tensordict.values():
+        if type(value) is not Tensor:
+            if not _lists_leaves(value, leaves):
+                return False
+        elif value.requires_grad:
+            return False
+        else:
+            leaves.append(value)
+    return True
+
+
+def _of_leaves(batch: TensorDict, leaves: Iterator[Tensor], n: int) -> TensorDict:
+    """A plain TensorDict like this one with other leaves, of n rows: indexing makes it in ten times the time."""
+    made: TensorDict = TensorDict.__new__(TensorDict)
+    entries = {
+        key: _of_leaves(value, leaves, n) if type(value) is TensorDict else next(leaves)
+        for key, value in batch._tensordict.items()
+    }
+    vars(made).update(vars(batch), _tensordict=entries, _batch_size=torch.Size((n, *batch.batch_size[1:])))
+    return made
+
+
 def _rebuilt(like: Any, values: list[Any]) -> Any:
     """A list, tuple or named tuple of the class of `like` with these members."""
     kind = type(like)
@@ -384,6 +429,19 @@ def _rebuilt(like: Any, values: list[Any]) -> Any:
 def _is_named(item: Any) -> bool:
     """Whether it is a named tuple."""
     return isinstance(item, tuple) and hasattr(item, "_fields")
+
+
+def pinned(batch: Any) -> Any:
+    """The batch with its tensors in page-locked memory; those on a GPU, and what is no tensor, as they are."""
+    if isinstance(batch, Tensor):
+        return batch.pin_memory() if batch.device.type == "cpu" else batch
+    if has_batch_size(batch):
+        return batch.apply(pinned)
+    if isinstance(batch, dict):
+        return {k: pinned(v) for k, v in batch.items()}
+    if isinstance(batch, list | tuple):
+        return _rebuilt(batch, [pinned(v) for v in batch])
+    return batch
 
 
 def move_dim(batch: Any, source: int, target: int) -> Any:

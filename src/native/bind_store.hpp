@@ -158,6 +158,12 @@ inline void append_moving_on(Store& store, const std::vector<LeafSource>& leaves
   });
 }
 
+// Called before rows are written: the rule of the border reads leaves of the layout for which it was made.
+inline void check_border(const Store& store, const Plan& plan) {
+  if (plan.codec != store.border().codec && !BorderCheck(store).fits(plan.leaves))
+    throw nb::value_error("the layout is not that of the rows of this store");
+}
+
 // `most`: appends at most this many of the first steps. None: the caller must get the turn first; or it has the turn, and the
 // rows store the index of others; or this process was forked and holds no lane.
 inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::optional<size_t> most) {
@@ -171,8 +177,7 @@ inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::opt
                            std::to_string(s.envs)).c_str());
   for (const LeafSource& leaf : plan.leaves)
     if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
-  if (plan.codec != store.border().codec && !BorderCheck(store).fits(plan.leaves))
-    throw nb::value_error("the layout is not that of the rows of this store");
+  check_border(store, plan);
   if (store.moves_on()) {
     int64_t first = 0, *out = &first;
     nb::object slots;
@@ -509,6 +514,40 @@ inline std::optional<std::pair<Tensor, Tensor>> joint_index(nb::list drawn, cons
 inline nb::tuple gather(Store& store, const Codec& codec, nb::handle slots_in, std::optional<std::vector<int64_t>> shape,
                         nb::handle extra, bool mapped, bool sequences) {
   return gather_many({&store}, codec, slots_in, std::move(shape), extra, mapped, sequences);
+}
+
+// ---- some leaves of rows, without the batch around them ----
+inline const Leaf& leaf_of(const Codec& codec, size_t k) {
+  if (k >= codec.leaves().size()) throw nb::index_error("the rows have no such leaf");
+  return codec.leaves()[k];
+}
+
+// As `gather`, of the leaves with these numbers only: a list of a tensor [n, ...] for each, and the positions of rows that were
+// overwritten meanwhile and of slots without a row.
+inline nb::tuple gather_leaves(Store& store, const Codec& codec, nb::handle slots_in, const std::vector<size_t>& chosen,
+                               bool mapped) {
+  check_codec(store, codec);
+  const SlotsArg slots(nb::borrow(slots_in));
+  const std::vector<int64_t> lead(1, static_cast<int64_t>(slots.n));
+  LeafMemory memory(chosen.size());
+  for (size_t k : chosen) memory.plan(leaf_of(codec, k), lead, slots.n);
+  if (!chosen.empty()) memory.take();
+  nb::list tensors;
+  for (size_t i = 0; i < chosen.size(); ++i) tensors.append(memory.make(i));
+  // No Python code runs from here until the copy ends: a finaliser that reads would use the same scratch memory.
+  static thread_local std::vector<LeafCopy> copies;
+  copies.clear();
+  for (size_t i = 0; i < chosen.size(); ++i) {
+    const Leaf& leaf = codec.leaves()[chosen[i]];
+    copies.push_back({leaf.offset, leaf.bytes, memory.data(i), static_cast<ptrdiff_t>(leaf.bytes)});
+  }
+  std::sort(copies.begin(), copies.end(), [](const LeafCopy& a, const LeafCopy& b) { return a.offset < b.offset; });
+  Reading reading;
+  // Rows that grow may move while another thread runs.
+  const bool release = !store.grows() && (memory.bytes() > kGilBytes || (mapped && store.readahead().on()));
+  maybe_without_gil(release, [&] { read_rows(store, slots.data, slots.n, copies, mapped, false, reading); });
+  if (!reading.inside) refuse_slots(store);
+  return nb::make_tuple(tensors, positions(reading.result.missing), positions(reading.result.unwritten));
 }
 
 // Rows that will replace stored ones. The constructor allocates all memory that `write` needs. The caller keeps store and plan
@@ -1166,6 +1205,7 @@ inline void bind_store(nb::module_& m) {
       .def("append_packed", &append_packed, "lane"_a, "codec"_a, "rows"_a.noconvert())
       .def("gather", &gather, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(), "extra"_a.none() = nb::none(),
            "mapped"_a = false, "sequences"_a = false)
+      .def("gather_leaves", &gather_leaves, "codec"_a, "slots"_a, "leaves"_a, "mapped"_a = false)
       .def("begin_save", [](Store& s, bool beside_writers) {
         if (s.geometry().payload_bytes == 0 || s.grows()) throw nb::value_error("this store's rows are kept elsewhere");
         return SharedSnapshot{beside_writers ? s.begin_save() : s.watch_save()};

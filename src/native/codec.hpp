@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "casters.hpp"
+#include "casts.hpp"
 #include "rows.hpp"
 #include "tensors.hpp"
 
@@ -189,6 +190,23 @@ class Codec {
     finish(plan, batch_dims);
     return true;
   }
+  // As `check_without`, of the leaves of a batch in the order of the layout; what stands for leaf `own` is ignored.
+  bool check_columns(Plan& plan, PyObject* columns, int batch_dims, int time_dim, std::optional<size_t> own) const {
+    if (!PyList_CheckExact(columns)) return false;
+    plan.codec = number_;
+    plan.scalars.reserve(scalars_reserved_), plan.leaves.reserve(sources()), plan.keep.reserve(leaves_.size());
+    for (size_t k = 0; k < leaves_.size(); ++k) {
+      if (PyList_Size(columns) != static_cast<Py_ssize_t>(leaves_.size())) return false;  // also if taking one changed it
+      PyObject* column = PyList_GetItem(columns, static_cast<Py_ssize_t>(k));
+      if (k == own)
+        plan.leaves.push_back({leaves_[k].offset, leaves_[k].bytes, nullptr, 0, 0});
+      else if (!take(k, plan.keep.emplace_back(nb::borrow(column)).ptr(), batch_dims, time_dim, plan, {}))
+        return false;
+    }
+    if (!plan.sized) return false;
+    finish(plan, batch_dims);
+    return true;
+  }
   // As `check_without`, for items (`batch`: a batch of them) that are exactly of this form, so that equal items can be built
   // again: plain tensors, keys in the same order, the batch dimensions and the device of each TensorDict, no names.
   bool check_same(Plan& plan, std::vector<nb::object>& values, PyObject* items, bool batch, std::optional<size_t> own) const {
@@ -207,6 +225,20 @@ class Codec {
     plan.codec = number_;
     if (plan.sized) finish(plan, 1);
     return plan.sized;
+  }
+  // As `check_without`, of one time step of `envs` environments, whose entries are numpy arrays of as many numbers as the rows
+  // have, in any shape and any dtype that `cast_numbers` converts. Converted numbers are kept in `plan.staged`.
+  bool check_step(Plan& plan, std::vector<nb::object>& values, PyObject* step, size_t envs) const {
+    if (!has_tree_) return false;
+    values.resize(leaves_.size());
+    if (!flatten_root(step, values, std::nullopt, nullptr)) return false;
+    plan.leaves.reserve(sources()), plan.buffers.reserve(leaves_.size());
+    size_t staged = 0;
+    for (size_t k = 0; k < leaves_.size(); ++k)
+      if (!take_cast(leaves_[k], values[k].ptr(), envs, plan, staged)) return false;
+    plan.steps = 1, plan.envs = envs, plan.sized = true, plan.codec = number_;
+    finish(plan, 1);
+    return true;
   }
   // Whether a leaf can hold the rows' own index: one number of time for each step of an item, or time and environment.
   bool holds_index(size_t k, bool& with_env) const {
@@ -448,6 +480,30 @@ class Codec {
     return batch_dims == 0 && leaf.shape.empty() && fits(leaf, o, numbers) && take_number(leaf, o, plan);
   }
 
+  // Plans the numbers of an array for one leaf of each environment. False: it is no plain array, has another number of them,
+  // has gaps, or another dtype that numbers are not converted from. `staged`: bytes of `plan.staged` that are in use.
+  bool take_cast(const Leaf& leaf, PyObject* o, size_t envs, Plan& plan, size_t& staged) const {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(o)) != array_type_.ptr()) return false;
+    Buffer buffer;
+    DType dtype{};
+    if (!buffer.get(o)) return false;
+    const Py_buffer& v = buffer.view();
+    const size_t bytes = envs * leaf.bytes, numbers = bytes / leaf.itemsize;
+    if (!dtype_of_format(v.format, v.itemsize, dtype) || v.len != static_cast<Py_ssize_t>(numbers) * v.itemsize) return false;
+    if ((!v.buf && v.len > 0) || !PyBuffer_IsContiguous(&v, 'C')) return false;
+    const auto* from = static_cast<const uint8_t*>(v.buf);
+    if (dtype == leaf.dtype) {
+      plan.buffers.push_back(std::move(buffer));
+    } else {
+      if (plan.staged.empty()) plan.staged.resize(envs * leaf_bytes());  // once: addresses in it must not change
+      uint8_t* const to = plan.staged.data() + staged;
+      if (!cast_numbers(dtype, from, leaf.dtype, to, numbers)) return false;
+      staged += bytes, from = to;
+    }
+    plan.leaves.push_back({leaf.offset, leaf.bytes, from, 0, static_cast<ptrdiff_t>(leaf.bytes)});
+    return true;
+  }
+
  public:
   // Whether a tensor is a lazily negated or conjugated view. Where its dispatch keys cannot be read, torch is asked, but only
   // about tensors that can be lazy, because its `is_neg` releases the GIL: lazy tensors are views, or were made in inference
@@ -501,6 +557,12 @@ class Codec {
     return true;
   }
 
+  size_t leaf_bytes() const {
+    size_t bytes = 0;
+    for (const Leaf& leaf : leaves_) bytes += leaf.bytes;
+    return bytes;
+  }
+
   static bool fits(const Leaf& leaf, PyObject* o, const Numbers& numbers) {
     if (!numbers.float_bits || PyBool_Check(o)) return true;
     if (PyLong_Check(o)) return leaf.dtype == DType{kDLInt, 64};
@@ -537,8 +599,7 @@ class Codec {
 
   void finish(Plan& plan, int batch_dims) const {
     plan.single = batch_dims == 0;
-    size_t row = 0;
-    for (const Leaf& leaf : leaves_) row += leaf.bytes;
+    size_t row = leaf_bytes();
     if (sequence_) {
       static constexpr uint8_t none[kSequenceBytes] = {};
       plan.leaves.push_back({*sequence_, kSequenceBytes, none, 0, 0});

@@ -63,8 +63,18 @@ inline const ForkPage ForkPage::instance_;
 // fork is left as it is.
 inline uint64_t forks() { return ForkPage::instance().forks(); }
 
+// Whether this thread may call Python. The stable ABI, which begins with Python 3.12, has no function that says so; there each
+// thread knows its own state, which has a dict.
+inline bool holds_gil() {
+#ifdef Py_LIMITED_API
+  return PyThreadState_GetDict() != nullptr;
+#else
+  return PyGILState_Check();
+#endif
+}
+
 [[gnu::noinline, gnu::cold]] inline void run_fork_callbacks() {
-  if (!PyGILState_Check())
+  if (!holds_gil())
     throw std::runtime_error("this process was forked by other code than Python's, in the middle of a call of engram");
   nb::module_::import_("engram._system").attr("run_fork_callbacks")();
 }

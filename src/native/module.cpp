@@ -14,10 +14,14 @@
 #include "bind_store.hpp"
 #include "bind_testing.hpp"
 #include "fork_page.hpp"
+#include "frames.hpp"
 #include "items.hpp"
+#include "n_step.hpp"
+#include "numpy_random.hpp"
 #include "owner_watch.hpp"
 #include "push.hpp"
 #include "shared_atomics.hpp"
+#include "step_columns.hpp"
 #include "trajectories.hpp"
 
 namespace nb = nanobind;
@@ -45,11 +49,15 @@ NB_MODULE(_native, m) {
   bind_store(m);
   bind_batches(m);
   bind_push(m);
+  bind_n_step(m);
+  bind_numpy_random(m);
   bind_items(m);
   bind_episodes(m);
   bind_priorities(m);
   bind_ranks(m);
   bind_trajectories(m);
+  bind_step_columns(m);
+  bind_frames(m);
   bind_atomics(m);
   bind_owner_watch(m);
   bind_fork_page(m);

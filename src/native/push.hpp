@@ -67,15 +67,17 @@ inline bool plan_same(const Codec& codec, PyObject* items, bool batch, const Sto
   });
 }
 
-// Appends a checked batch; rows that store their own index in leaf `own` get it here. None: another process has the turn.
-inline nb::object append_checked(Store& store, uint64_t lane, Plan& plan, std::optional<size_t> own, bool with_env) {
+// Appends a checked batch; rows that store their own index in leaf `own` get it here. Returns its slots, or True where they are
+// not `wanted`. None: another process has the turn.
+inline nb::object append_checked(Store& store, uint64_t lane, Plan& plan, std::optional<size_t> own, bool with_env,
+                                 bool wanted = true) {
   const StoreGeometry& s = store.geometry();
   if (store.moves_on()) {
-    int64_t first = 0, *out = &first;
-    nb::object slots;
-    if (!plan.single) slots = nb::cast(slots_out(plan.steps, [&](int64_t* to) { out = to; }));
+    int64_t first = 0, *out = plan.single ? &first : nullptr;
+    nb::object slots = nb::bool_(true);
+    if (wanted && !plan.single) slots = nb::cast(slots_out(plan.steps, [&](int64_t* to) { out = to; }));
     append_moving_on(store, plan.leaves, plan.steps, own, out, writes_long(store, plan.bytes));
-    return plan.single ? nb::object(nb::int_(first)) : slots;
+    return wanted && plan.single ? nb::object(nb::int_(first)) : slots;
   }
   const Turn turn(store, lane);
   if (turn.refused()) return nb::none();
@@ -90,19 +92,21 @@ inline nb::object append_checked(Store& store, uint64_t lane, Plan& plan, std::o
   nb::object slots;
   const auto steps = static_cast<int64_t>(plan.steps);
   static const std::vector<int64_t> scalar;
-  if (!plan.single) {
+  if (!wanted) {
+    slots = nb::bool_(true);
+  } else if (!plan.single) {
     block.emplace();
     block->plan({kDLInt, 64}, &steps, 1, scalar, plan.steps * 8);
     block->take();
     slots = block->make(0);  // may run Python code, such as another append: the first slot is looked up afterwards
   }
   const uint64_t first = store.lanes.lane(lane).published.load(), base = lane * s.lane_capacity;
-  if (plan.single) slots = nb::int_(base + first % s.lane_capacity);
+  if (wanted && plan.single) slots = nb::int_(base + first % s.lane_capacity);
   uint64_t slot = first % s.lane_capacity;
-  auto* out = plan.single ? nullptr : reinterpret_cast<int64_t*>(block->data(0));
+  auto* out = block ? reinterpret_cast<int64_t*>(block->data(0)) : nullptr;
   int64_t* own_index = index.data();
   const size_t each = own ? plan.leaves[*own].bytes / 8 : 0;
-  for (size_t i = 0; i < plan.steps; ++i) {
+  for (size_t i = 0; (out || each) && i < plan.steps; ++i) {
     const auto at = static_cast<int64_t>(base + slot);
     if (out) out[i] = at;
     for (size_t env = 0; each && env < plan.envs; ++env)
@@ -138,6 +142,37 @@ inline nb::object push(Store& store, const Codec& codec, uint64_t lane, nb::hand
   if (!codec.check_without(plan, values, batch.ptr(), batch_dims, time_dim, own, {})) return nb::none();
   if (plan.steps == 0 || plan.envs != store.geometry().envs) return nb::none();
   return append_checked(store, lane, plan, own, with_env);
+}
+
+// As `push`, of the leaves of a batch in the order of the layout; what stands for leaf `own` is ignored. Whether it was written.
+inline bool push_columns(Store& store, const Codec& codec, uint64_t lane, nb::handle columns, int batch_dims, int time_dim,
+                         std::optional<size_t> own) {
+  if (joined_after_fork()) return false;
+  store.must_be_writable();
+  check_lane(store, lane);
+  check_codec(store, codec);
+  Codec::check_dims(batch_dims, time_dim);
+  bool with_env = false;
+  if (own && !codec.holds_index(*own, with_env)) throw nb::value_error("this leaf has no room for an index");
+  Plan plan;
+  if (!codec.check_columns(plan, columns.ptr(), batch_dims, time_dim, own)) return false;
+  if (plan.steps == 0 || plan.envs != store.geometry().envs) return false;
+  check_border(store, plan);
+  return !append_checked(store, lane, plan, own, with_env, false).is_none();
+}
+
+// Appends one time step of all environments, of numpy arrays that are converted to what the rows have (`Codec::check_step`), and
+// makes no index of it. False: nothing was written, for one of the reasons of `push`.
+inline bool push_step(Store& store, const Codec& codec, uint64_t lane, nb::handle step) {
+  if (joined_after_fork()) return false;
+  store.must_be_writable();
+  check_lane(store, lane);
+  check_codec(store, codec);
+  std::vector<nb::object> values;
+  Plan plan;
+  if (!codec.check_step(plan, values, step.ptr(), store.geometry().envs)) return false;
+  check_border(store, plan);
+  return !append_checked(store, lane, plan, std::nullopt, false, false).is_none();
 }
 
 inline void check_items_of(const Store& store, const Codec& codec, std::optional<size_t> own) {
@@ -189,6 +224,11 @@ inline void bind_push(nb::module_& m) {
                 "own: int | None = None) -> torch.Tensor | int | None"));
   m.def("plan_items", &plan_items, "store"_a, "codec"_a, "lane"_a, "items"_a.none(), "batch"_a,
         "own"_a.none() = nb::none(), "index"_a.none() = nb::none());
+  m.def("push_columns", &push_columns, "store"_a, "codec"_a, "lane"_a, "columns"_a, "batch_dims"_a, "time_dim"_a,
+        "own"_a.none() = nb::none(),
+        nb::sig("def push_columns(store: Store, codec: Codec, lane: int, columns: list[object], batch_dims: int, "
+                "time_dim: int, own: int | None = None) -> bool"));
+  m.def("push_step", &push_step, "store"_a, "codec"_a, "lane"_a, "step"_a.none());
   m.def("push", &push, "store"_a, "codec"_a, "lane"_a, "batch"_a.none(), "batch_dims"_a, "time_dim"_a,
         "own"_a.none() = nb::none(), "float_bits"_a.none() = nb::none(),
         nb::sig("def push(store: Store, codec: Codec, lane: int, batch: object | None, batch_dims: int, time_dim: int, "

@@ -113,19 +113,9 @@ def test_n_step_batches_are_those_of_its_own_buffer(n_envs, n_steps, handle, ste
         cls(10 * n_envs, BOX, ACTIONS["box"], "cpu", **settings) for cls in (buffers.NStepReplayBuffer, ReplayBuffer)
     ]
     fill(pair, BOX, ACTIONS["box"], steps=steps, n_envs=n_envs)
-    assert_same_n_steps(pair)
+    assert_same_batches(pair)
     for name in ("dones", "timeouts"):
         assert same(*(getattr(buffer, name) for buffer in pair)), name
-
-
-def assert_same_n_steps(pair: list[Any]) -> None:
-    for seed in range(5):
-        batches = []
-        for buffer in pair:
-            np.random.seed(seed)
-            batches.append(buffer.sample(64))
-        for name, theirs, ours in zip(batches[0]._fields, *batches, strict=True):
-            torch.testing.assert_close(ours, theirs.to(ours.dtype), msg=name)
 
 
 def test_truncation_without_done_ends_an_episode_for_every_reader(tmp_path):
@@ -155,8 +145,8 @@ def test_time_limits_count_as_ends_where_they_are_not_handled():
     assert_same_batches(pair)
 
 
-@pytest.mark.parametrize("observation", ["box", "dict"])
-def test_batches_are_normalised(observation):
+@pytest.mark.parametrize(("observation", "n_steps"), [("box", 1), ("dict", 1), ("box", 3)])
+def test_batches_are_normalised(observation, n_steps):
     space = OBSERVATIONS[observation]
     if observation == "dict":
         space = spaces.Dict(a=BOX, c=spaces.Box(0, 255, (2, 4, 4), np.uint8))
@@ -174,8 +164,10 @@ def test_batches_are_normalised(observation):
     env.reset()
     for _ in range(10):
         env.step(batched(ACTIONS["box"], 3))
-    kind = buffers.DictReplayBuffer if observation == "dict" else buffers.ReplayBuffer
-    pair = [cls(30, space, ACTIONS["box"], "cpu", n_envs=3) for cls in (kind, ReplayBuffer)]
+    kinds = buffers.DictReplayBuffer if observation == "dict" else buffers.ReplayBuffer, ReplayBuffer
+    if n_steps > 1:
+        kinds = buffers.NStepReplayBuffer, NStepReplayBuffer
+    pair = [cls(30, space, ACTIONS["box"], "cpu", n_envs=3) for cls in kinds]
     fill(pair, space, ACTIONS["box"], steps=8, n_envs=3)
     assert_same_batches(pair, env)
 
@@ -194,6 +186,17 @@ def test_a_replay_buffer_is_saved_and_loaded(tmp_path):
     assert_same_batches([model.replay_buffer, again.replay_buffer])
     again.learn(20)
     assert again.replay_buffer.pos == 80 and model.replay_buffer.pos == 60
+
+
+def test_a_pickle_of_an_earlier_version_is_loaded():
+    pair = [ReplayBuffer(30, BOX, ACTIONS["box"], "cpu", n_envs=3) for _ in range(2)]
+    fill(pair, BOX, ACTIONS["box"], steps=4, n_envs=3)
+    earlier = {"steps", "n_envs", "buffer", "_observation_space", "_action_size", "_action_dtype"}
+    for name in vars(pair[1].rows).keys() - earlier:
+        delattr(pair[1].rows, name)
+    pair[1] = pickle.loads(pickle.dumps(pair[1]))
+    fill(pair, BOX, ACTIONS["box"], steps=9, n_envs=3)
+    assert_same_batches(pair)
 
 
 def test_a_training_goes_on_with_the_rows_in_a_file(tmp_path):

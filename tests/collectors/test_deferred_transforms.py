@@ -15,7 +15,15 @@ from engram.collectors import SyncDataCollector, sync
 from engram.collectors.rollout import TensorDictRollout
 from engram.collectors.sync import DeferredTransformRollout
 from engram.envs import GymEnv, ParallelEnv, SerialEnv, TransformedEnv
-from engram.envs.transforms import Compose, InitTracker, RewardClipping, RewardScaling, RewardSum, StepCounter
+from engram.envs.transforms import (
+    CatFrames,
+    Compose,
+    InitTracker,
+    RewardClipping,
+    RewardScaling,
+    RewardSum,
+    StepCounter,
+)
 
 
 class Walk(gymnasium.Env):
@@ -110,6 +118,127 @@ def test_a_policy_that_looks_at_nothing_new_is_no_hindrance(monkeypatch, random)
     made = [batches(monkeypatch, env, PARTS["all"](), later=later, **kwargs) for later in (True, False)]
     for found, expected in zip(*made, strict=True):
         assert_equal(found, expected)
+
+
+class Pictures(Walk):
+    """Two pictures, one of which the environment goes on writing into, and a number."""
+
+    observation_space = gymnasium.spaces.Dict(
+        left=gymnasium.spaces.Box(0, 255, (2, 3, 4), np.uint8),
+        right=gymnasium.spaces.Box(0, 255, (2, 3, 4), np.uint8),
+        speed=gymnasium.spaces.Discrete(5),
+    )
+    shown = np.zeros((2, 3, 4), np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.pictures(), {}
+
+    def step(self, action):
+        return self.pictures(), *super().step(action)[1:]
+
+    def pictures(self):
+        self.shown[...] = self.np_random.integers(0, 256, self.shown.shape, np.uint8)
+        return {"left": self.shown, "right": self.shown[::-1].copy(), "speed": self.t % 5}
+
+
+STACKED_ENVS = {
+    "alone": ENVS["alone"],
+    "in series": ENVS["in series"],
+    "pictures": lambda: GymEnv(Pictures()),
+    "pictures in series": lambda: SerialEnv(2, lambda: GymEnv(Pictures())),
+}
+STACKS = {
+    "in their place": lambda key, dim: [CatFrames(3, dim, [key, ("next", key)])],
+    "constant": lambda key, dim: [RewardSum(), CatFrames(3, dim, key, "s", padding="constant", padding_value=7)],
+    "of stacks": lambda key, dim: [CatFrames(2, dim, key, "s"), StepCounter(4), CatFrames(2, -1, ["s"])],
+    "twice": lambda key, dim: [CatFrames(2, dim, [key, key], ["s", "t"])],
+    "of one frame": lambda key, dim: [CatFrames(1, dim, key, "s")],
+    "nested": lambda key, dim: [CatFrames(5, dim, key, [("group", "s")])],
+}
+
+
+@pytest.mark.parametrize("stacks", STACKS)
+@pytest.mark.parametrize("env", STACKED_ENVS)
+@pytest.mark.parametrize("kwargs", [{}, {"reset_at_each_iter": True}, {"max_frames_per_traj": 3}], ids=str)
+def test_stacks_of_raw_frames_are_those_of_steps(monkeypatch, env, stacks, kwargs):
+    key, dim = ("left", -3) if "pictures" in env else ("observation", -1)
+    parts = STACKS[stacks]
+    made = [batches(monkeypatch, STACKED_ENVS[env], parts(key, dim), later=later, **kwargs) for later in (True, False)]
+    for found, expected in zip(*made, strict=True):
+        assert_equal(found, expected)
+
+
+class Newest(nn.Module):
+    def forward(self, stack):
+        return nn.functional.one_hot((stack[..., 2:].sum(-1) - stack[..., :2].sum(-1)).long() % 3, 3)
+
+
+@pytest.mark.parametrize("random", [0, 20])
+@pytest.mark.parametrize("env", ["alone", "in series"])
+@pytest.mark.parametrize("kind", ["module", "TensorDictModule", "callable"])
+def test_policies_read_the_stacks_of_raw_frames(monkeypatch, kind, env, random):
+    policy = {
+        "module": Newest(),
+        "TensorDictModule": TensorDictModule(Newest(), in_keys=["observation"], out_keys=["action"]),
+        "callable": lambda td: td.set("action", Newest()(td["observation"])),
+    }[kind]
+    kwargs = {"policy": policy, "init_random_frames": random}
+    made = [
+        batches(monkeypatch, STACKED_ENVS[env], [CatFrames(2, -1, ["observation"])], later=later, **kwargs)
+        for later in (True, False)
+    ]
+    for found, expected in zip(*made, strict=True):
+        assert_equal(found, expected)
+
+
+def test_other_stacks_that_come_later_are_seen_in_the_next_batch():
+    frames = CatFrames(2, -1, ["observation"], ["s"])
+    env = TransformedEnv(GymEnv(Walk()), frames)
+    collector = SyncDataCollector(env, frames_per_batch=30)
+    assert type(collector._rollout) is DeferredTransformRollout
+    collector.rollout()
+    env.transform.padding = "constant"
+    assert (collector.rollout()["s"][0, :2] == 0).all()
+    env.append_transform(CatFrames(2, -1, ["s"], ["t"]))
+    assert collector.rollout()["t"].shape == (30, 8)
+
+
+def test_observations_that_are_not_of_the_space_are_named_below_stacks():
+    class Wrong(Walk):
+        def step(self, action):
+            observation, *rest = super().step(action)
+            self.steps = getattr(self, "steps", 0) + 1
+            return (observation[:1] if self.steps == 7 else observation), *rest
+
+    collector = SyncDataCollector(
+        TransformedEnv(GymEnv(Wrong()), CatFrames(2, -1, ["observation"])), frames_per_batch=20
+    )
+    assert len(collector.rollout()) == 6
+    with pytest.raises(ValueError, match=r"observation 'observation' of shape \(1,\)"):
+        collector.rollout()
+
+
+class OwnFrames(CatFrames):
+    def _step(self, td, following):
+        return super()._step(td, following)
+
+
+@each(
+    "env",
+    [
+        lambda: TransformedEnv(GymEnv(Walk()), OwnFrames(2, -1, ["observation"])),
+        lambda: TransformedEnv(GymEnv(Pictures()), CatFrames(2, -1, ["speed"])),  # one-hot vectors of numbers
+        lambda: TransformedEnv(GymEnv(Native(3)), CatFrames(2, -1, ["observation"])),
+        lambda: TransformedEnv(GymEnv(Walk()), Compose(StepCounter(), CatFrames(2, -1, ["step_count"]))),
+        lambda: TransformedEnv(GymEnv(Walk()), Compose(RewardSum(), CatFrames(2, -1, ["episode_reward"]))),
+        lambda: TransformedEnv(TransformedEnv(GymEnv(Walk()), RewardSum()), CatFrames(2, -1, ["observation"])),
+    ],
+)
+def test_frames_that_are_not_raw_are_stacked_step_by_step(env):
+    collector = SyncDataCollector(env(), frames_per_batch=10)
+    assert type(collector._rollout) is TensorDictRollout
+    assert len(collector.rollout()) > 0
 
 
 class Reader(TensorDictModuleBase):

@@ -72,6 +72,7 @@ TRANSFORMS = {
     "RenameTransform, moving": lambda: RenameTransform(["observation", "pixels"], ["pixels", "observation"]),
     "GrayScale": lambda: Compose(ToTensorImage(), GrayScale()),
     "CatFrames": lambda: Compose(ToTensorImage(), CatFrames(3, -3)),
+    "CatFrames, twice": lambda: CatFrames(3, -1, ["observation", "observation"], ["s", "t"]),
     "CatFrames, constant": lambda: CatFrames(3, -1, ["observation"], ["s"], padding="constant", padding_value=-7),
     "DTypeCastTransform": lambda: DTypeCastTransform(torch.float64, torch.float32),
     "DTypeCastTransform by keys": lambda: DTypeCastTransform(torch.uint8, torch.int16, ["pixels"], ["wide"]),

@@ -543,7 +543,7 @@ def test_a_shared_storage_for_one_writer_is_refused():
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(6000, shared=True, lanes=1), batch_size=32)
     buffer.extend(SyncDataCollector(cartpole, frames_per_batch=10).rollout())
     before = workers_of()
-    with pytest.raises(ValueError, match="3 workers write to the replay buffer, and its storage has lanes=1.*lanes=3"):
+    with pytest.raises(ValueError, match=r"3 workers write to the replay buffer, and its storage has lanes=1.*lanes=3"):
         MultiSyncDataCollector([cartpole] * 3, frames_per_batch=30, replay_buffer=buffer)
     assert workers_of() <= before
 

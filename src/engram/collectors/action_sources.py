@@ -6,7 +6,8 @@ has called `reset_envs` for all environments that start a new episode with this 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,8 +19,10 @@ from engram.collectors.policy_weights import PolicyWeights
 from engram.envs.base import merge_where, zero_where
 from engram.envs.codecs import SpaceCodec, space_leaves
 from engram.envs.engines import action_check
-from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy, zero_outputs
+from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy, module_keys, zero_outputs
+from engram.pytree import get_entry
 from engram.specs.tensors import ChoiceSpec
+from engram.store.layout import tensordict_of
 
 Array = np.ndarray[Any, Any]
 Envs = Array | list[int] | range
@@ -35,6 +38,16 @@ class ObservedSteps(Protocol):
 
     def rows(self, key: Any) -> Callable[[int], Tensor]:
         """A function from t to the observation `[*batch_size, *shape]` before step t, once that is the newest."""
+
+
+class OutputSink(Protocol):
+    """Takes what a policy writes besides the action of the next step; a second time replaces the first."""
+
+    def store_outputs(self, outputs: Mapping[str, Any]) -> None:
+        """Takes the entries at the root of a TensorDict `[*batch_size]`; the tensors may change afterwards."""
+
+    def store_tensordict(self, outputs: TensorDictBase, reason: str) -> None:
+        """Takes a TensorDict; `reason` says why these are no entries for `store_outputs`."""
 
 
 def mask_of(envs: Envs, batch_size: torch.Size) -> Tensor:
@@ -149,8 +162,8 @@ class RandomActions(ActionSource):
 class ModuleActions(ActionSource):
     """Actions of a module on observation tensors, which is called directly.
 
-    `store_outputs` gets a TensorDict of what the module returns besides the action, for steps where there is any, and
-    after `discard` one that replaces the last.
+    `sink` gets what the module returns besides the action, for steps where there is any, and after `discard` what
+    replaces the last.
     """
 
     def __init__(
@@ -159,17 +172,17 @@ class ModuleActions(ActionSource):
         codec: SpaceCodec,
         batch_size: torch.Size,
         weights: PolicyWeights,
-        device: Any,
+        device: torch.device | None,
         observed: ObservedSteps,
-        store_outputs: Callable[[TensorDictBase], object],
+        sink: OutputSink,
     ) -> None:
         super().__init__(codec, batch_size, weights)
         self._policy, self._module, self._device = policy, policy.module, device
-        self._keys = observed.keys
+        self._keys = frozenset(key if isinstance(key, str) else key[0] for key in observed.keys)
         self._row, *self._more_rows = [observed.rows(key) for key in policy.in_keys]
-        self._store_outputs = store_outputs
-        self._last_outputs: TensorDictBase | None = None
-        self._zero_outputs: TensorDictBase | None = None
+        self._sink = sink
+        self._last_outputs: dict[str, Any] = {}
+        self._zero_outputs: dict[str, Any] | None = None
 
     def choose(self, t: int) -> Any:
         row = self._row(t)
@@ -178,11 +191,19 @@ class ModuleActions(ActionSource):
 
     def _action_of(self, out: Any) -> Any:
         action, others = self._policy.split(out)
-        self._last_outputs = None
-        if others:
-            self._last_outputs = TensorDict(others, self._batch_size, device=self._device).exclude(*self._keys)
-            self._store_outputs(self._last_outputs)
+        if self._device is not None or type(action) is not Tensor:
+            action, others = self._on_device(action, others)
+        self._last_outputs = outputs = {key: value for key, value in others.items() if key not in self._keys}
+        if outputs:
+            self._sink.store_outputs(outputs)
         return action
+
+    def _on_device(self, action: Any, others: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The same as entries of a TensorDict."""
+        if self._policy.out_keys is None:
+            return action, dict(TensorDict(others, self._batch_size, device=self._device).items())
+        td = TensorDict({**others, "action": action}, self._batch_size, device=self._device)
+        return td.get("action"), dict(td.exclude("action").items())
 
     def skip_step(self, t: int) -> None:
         if self._policy.outputs == 1:
@@ -191,13 +212,14 @@ class ModuleActions(ActionSource):
             rows = [self._row, *self._more_rows]
             observations = {key: row(t) for key, row in zip(self._policy.in_keys, rows, strict=True)}
             state = TensorDict(observations, self._batch_size, device=self._device)
-            self._zero_outputs = zero_outputs(self._policy, state).exclude(*self._keys)
-        if not self._zero_outputs.is_empty():
-            self._store_outputs(self._zero_outputs.clone())
+            self._zero_outputs = dict(zero_outputs(self._policy, state).exclude(*self._keys).items())
+        if self._zero_outputs:
+            self._sink.store_outputs(self._zero_outputs)
 
     def discard(self, envs: Envs) -> None:
-        if self._last_outputs is not None:
-            self._store_outputs(zero_where(mask_of(envs, self._batch_size), self._last_outputs))
+        if self._last_outputs:
+            last = TensorDict(self._last_outputs, self._batch_size, device=self._device)
+            self._sink.store_outputs(dict(zero_where(mask_of(envs, self._batch_size), last).items()))
 
 
 class TensorDictActions(ActionSource):
@@ -209,28 +231,35 @@ class TensorDictActions(ActionSource):
         codec: SpaceCodec,
         batch_size: torch.Size,
         weights: PolicyWeights,
-        device: Any,
+        device: torch.device | None,
     ) -> None:
         super().__init__(codec, batch_size, weights)
-        self._policy = policy
-        self._carried = TensorDict(batch_size=batch_size, device=device)
-        self._flag = torch.zeros(*batch_size, 1, dtype=torch.bool)
+        self._policy, self._device = policy, device
+        self._carried: dict[str, Tensor] | TensorDictBase = {}  # a TensorDict, if not all entries are plain tensors
+        self._ended: Array | None = None  # bool [n]: the environments whose carried entries are to be zeros
+        self._flags = dict.fromkeys(FLAGS, torch.zeros(*batch_size, 1, dtype=torch.bool))
         self._zero_outputs: TensorDictBase | None = None
-        self._last_outputs: TensorDictBase = self._carried
+        self._last_outputs: dict[str, Any] | TensorDictBase = {}
+        self._input = _PolicyInput(batch_size, device)
 
-    def start(self, observed: ObservedSteps, store_outputs: Callable[[TensorDictBase], object]) -> TensorDictActions:
-        """Reads `observed` from now on; `store_outputs` gets what the policy writes besides the action.
+    def start(self, observed: ObservedSteps, sink: OutputSink) -> TensorDictActions:
+        """Reads `observed` from now on; `sink` gets what the policy writes besides the action.
 
         After `discard` it gets outputs that replace the last ones.
         """
         self._rows = {key: observed.rows(key) for key in observed.keys}
-        self._store_outputs = store_outputs
+        self._not_outputs = frozenset({"action", *FLAGS, *self._rows})
+        self._has_flat_keys = all(isinstance(key, str) for key in self._rows)
+        keys = module_keys(self._policy)  # looked up again for each batch: hooks come and go
+        self._read = None if keys is None else {key if isinstance(key, str) else key[0] for key in keys.read}
+        self._sink = sink
         return self
 
     def choose(self, t: int) -> Any:
         out = self._policy(self._state(t))
         self._keep_outputs(out)
-        return out.get("action")
+        action = get_entry(out, "action")
+        return action if type(action) is Tensor else out.get("action")
 
     def skip_step(self, t: int) -> None:
         state = self._state(t)
@@ -239,26 +268,114 @@ class TensorDictActions(ActionSource):
         self._keep_outputs(state.update(self._zero_outputs.clone()))
 
     def discard(self, envs: Envs) -> None:
-        mask = mask_of(envs, self._batch_size)
-        self._store_outputs(zero_where(mask, self._last_outputs))
-        self._carried = zero_where(mask, self._carried)
+        last = self._last_outputs
+        if isinstance(last, dict):
+            last = TensorDict(last, self._batch_size, device=self._device)
+        if not last.is_empty():
+            self._store(zero_where(mask_of(envs, self._batch_size), last))
+        self.reset_envs(envs)
 
     def reset_envs(self, envs: Envs) -> None:
-        if not self._carried.is_empty():
-            self._carried = zero_where(mask_of(envs, self._batch_size), self._carried)
+        if self._ended is None:
+            self._ended = np.zeros(self._batch_size.numel(), np.bool_)
+        self._ended[envs] = True
 
     def _state(self, t: int) -> TensorDictBase:
-        td = self._carried.copy()
-        for key, row in self._rows.items():
+        """The TensorDict for the policy: what it wrote in the last step, the observations and the flags.
+
+        What it wrote is left out where it reads none of it.
+        """
+        carried, rows = self._carried, self._rows
+        if self._read is not None and isinstance(carried, dict) and self._read.isdisjoint(carried):
+            carried = {}  # nobody sees it
+        elif self._ended is not None:
+            self._carried = carried = self._without(carried, self._ended)
+            self._ended = None
+        if isinstance(carried, dict) and self._has_flat_keys:
+            return self._input.filled({**carried, **{key: row(t) for key, row in rows.items()}, **self._flags})
+        td = TensorDict(carried, self._batch_size, device=self._device) if isinstance(carried, dict) else carried.copy()
+        for key, row in rows.items():
             td.set(key, row(t))
-        return td.update(dict.fromkeys(FLAGS, self._flag))
+        return td.update(self._flags)
+
+    def _without(self, carried: dict[str, Tensor] | TensorDictBase, ended: Array) -> dict[str, Tensor] | TensorDictBase:
+        """`carried` with zeros for the environments that have `ended`."""
+        if not isinstance(carried, dict):
+            return zero_where(mask_of(ended, self._batch_size), carried)
+        mask, dims = torch.from_numpy(ended).reshape(self._batch_size), len(self._batch_size)
+        return {
+            key: value.masked_fill(mask.to(value.device).reshape(mask.shape + (1,) * (value.ndim - dims)), 0)
+            for key, value in carried.items()
+        }
 
     def _keep_outputs(self, out: TensorDictBase) -> None:
-        self._last_outputs = outputs = out.exclude("action", *FLAGS, *self._rows)
-        self._store_outputs(outputs)
-        following = outputs.get("next", None)
-        carried = outputs.exclude("next").copy()
-        self._carried = carried if following is None else carried.update(following.copy())
+        outputs = self._store(out)
+        self._ended = None
+        if isinstance(outputs, dict):
+            following = outputs.get("next")
+            if following is None:
+                carried = outputs
+            elif type(following) is TensorDict:
+                carried = {**outputs, **dict(following.items())}
+                del carried["next"]
+            if all(type(value) is Tensor for value in carried.values()):
+                self._carried = carried
+                return
+            outputs = TensorDict(outputs, self._batch_size, device=self._device)
+        nested = outputs.get("next", None)
+        rest = outputs.exclude("next").copy()
+        self._carried = rest if nested is None else rest.update(nested.copy())
+
+    def _store(self, out: TensorDictBase) -> dict[str, Any] | TensorDictBase:
+        """Stores what the policy wrote besides the action, and returns it: its entries where `out` is as its input."""
+        is_like_input = out.batch_size == self._batch_size and out.device == self._device
+        if type(out) is not TensorDict or not is_like_input:
+            outputs = out.exclude(*self._not_outputs)
+            self._sink.store_tensordict(outputs, f"the policy returned {_described(out)}")
+            self._last_outputs = outputs
+            return outputs
+        if not self._has_flat_keys:
+            out = out.exclude(*self._not_outputs)
+        entries = {key: value for key, value in out.items() if key not in self._not_outputs}
+        self._sink.store_outputs(entries)
+        self._last_outputs = entries
+        return entries
+
+
+def _described(td: TensorDictBase) -> str:
+    return f"a {type(td).__name__} with batch_size={tuple(td.batch_size)} and device={td.device}"
+
+
+class _PolicyInput:
+    """The TensorDict that a policy is called with: made once, and filled anew for each step.
+
+    A policy may keep it, and finds in it later what it found then: while anything but this object refers to it, or
+    where the policy has locked it or changed its batch size or device, the next step gets another one.
+    """
+
+    def __init__(self, batch_size: torch.Size, device: torch.device | None) -> None:
+        self._batch_size, self._device = batch_size, device
+        self._renew()
+
+    def _renew(self) -> None:
+        self._entries: dict[str, Any] = {}
+        self._td = tensordict_of(self._entries, self._batch_size, device=self._device)
+        self._references = sys.getrefcount(self._td)
+        self._entries.update(dict.fromkeys(FLAGS, torch.zeros(*self._batch_size, 1, dtype=torch.bool)))
+        self._has_entries = "done" in self._td  # else tensordict has copied the dict, and cannot share it
+
+    def filled(self, entries: dict[str, Any]) -> TensorDict:
+        """The TensorDict with these entries, all of which begin with the batch size."""
+        if not self._has_entries:
+            return TensorDict(entries, self._batch_size, device=self._device)
+        if sys.getrefcount(self._td) != self._references or self._was_changed(self._td):
+            self._renew()
+        self._entries.clear()
+        self._entries.update(entries)
+        return self._td
+
+    def _was_changed(self, td: TensorDict) -> bool:
+        return bool(td.is_locked) or td.batch_size != self._batch_size or td.device != self._device
 
 
 class MaskedRandom(ActionSource):

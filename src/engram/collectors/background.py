@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 from engram._advice import advised
 from engram._system import fork_registry, notice_fork
 from engram._text import log
-from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
+from engram.collectors.stats import CollectorStats, EpisodeStats, StepsWay, Throughput, collector_stats
 from engram.envs.policies import own_exploration_type
 from engram.processes.worker import CLOSE_TIMEOUT
 
@@ -223,9 +223,22 @@ class BackgroundCollector:
     def stats(self) -> CollectorStats:
         """Frames, speed, and returns and lengths of the last episodes, of all workers, for a progress bar.
 
-        Speeds count the time in which the caller waits for a batch.
+        Speeds count the time in which the caller waits for a batch. `collector.stats()` is a dict of them, which also
+        says which way the steps of the last batch went ("steps", "columns" or "tensordicts"), and why no faster one.
+
+        >>> from engram.collectors import SyncDataCollector
+        >>> from engram.envs import GymEnv
+        >>> collector = SyncDataCollector(GymEnv("CartPole-v1"), frames_per_batch=1)
+        >>> _ = collector.rollout()
+        >>> collector.stats.frames, collector.stats()["way"]
+        (1, 'steps')
         """
-        return collector_stats(self.frames, self.batches, self._episodes, self._throughput)
+        return collector_stats(self.frames, self.batches, self._episodes, self._throughput, self._steps_way)
+
+    @property
+    def _steps_way(self) -> StepsWay:
+        """Which way the steps of the last batch went; "" where that is not known."""
+        return StepsWay("", "the steps are made in other processes")
 
     @property
     def trajs_per_batch(self) -> int | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,15 +15,23 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.collectors.action_sources import ActionSource, ModuleActions, RandomActions, TensorDictActions, skipping
-from engram.collectors.rollout import RolloutResult, ted_batch
+from engram.collectors.output_columns import OutputColumns
+from engram.collectors.rollout import RolloutResult, StepColumns, Steps
 from engram.collectors.trajectories import StepTags
-from engram.envs.base import stack_steps
 from engram.envs.codecs import Array, ArrayCodec, DiscreteCodec, Rewards, SpaceLeaf, flag_of, rewards_of
 from engram.envs.engines import GymEngine
 from engram.envs.policies import RandomPolicy, TensorDictPolicy, as_observation_policy
 
 Rows = list[np.ndarray[Any, Any]]
 LARGEST_AS_BYTES = 1024  # bytes of one observation: above, the second copy costs more than one write into an array
+
+
+class OneEpisode(NamedTuple):
+    """Where a single environment is between two batches: its observation, whether it is reset, steps until a cut."""
+
+    row: Rows | None
+    must_reset: bool
+    left: int | None
 
 
 class GymRollout:
@@ -57,15 +65,28 @@ class GymRollout:
         self._random = RandomActions(random, self._codec, self._batch_size, tags.weights)
         self._keeps_bytes = self.is_random and not self._batch_size and can_keep_bytes(engines[0].leaves)
         self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, tags.weights, self._device)
+        self._outputs = OutputColumns(self._batch_size, self._device)
+        self.outputs_way = self._outputs.way
         self.restart()
 
     def restart(self) -> None:
         self._to_reset = list(range(len(self._engines)))
         self._last_slots: dict[int, int] = {}  # by environment: the slot of its last state before it is truncated
         self._first_row: Rows | None = None
+        self._outputs.clear()
+
+    @property
+    def episode(self) -> OneEpisode:
+        """Where the only environment is; may be replaced between two batches."""
+        return OneEpisode(self._first_row, bool(self._to_reset), self._last_slots.get(0))
+
+    @episode.setter
+    def episode(self, episode: OneEpisode) -> None:
+        self._first_row, self._to_reset = episode.row, [0] if episode.must_reset else []
+        self._last_slots = {} if episode.left is None else {0: episode.left}
 
     def collect(self, steps: int, *, random_steps: int) -> RolloutResult:
-        batch = _StepBuffer(self._empty_observations(steps), len(self._engines))
+        batch = _StepBuffer(self._empty_observations(steps), self._outputs, len(self._engines))
         source = self._source(batch)
         try:
             self._run_all(batch, source, steps, steps if self.is_random else min(steps, random_steps))
@@ -76,17 +97,19 @@ class GymRollout:
             return self._cut_short(batch, rewards, rewards.error)
         self._first_row = batch.observations.last_row()
         self._last_slots = {env: slot - steps * len(self._engines) for env, slot in self._last_slots.items()}
-        return RolloutResult(self._batch_of(batch, rewards.values, steps))
+        return RolloutResult(self._steps_of(batch, rewards.values, steps))
 
     def _cut_short(self, batch: _StepBuffer, rewards: Rewards, error: BaseException) -> RolloutResult:
         """Makes a batch of the whole rows before an error, and restarts: no trajectory continues after it."""
-        self.restart()
-        error = error if rewards.error is None else rewards.error  # the earlier one
-        steps = len(rewards.values) // len(self._engines)
-        if steps == 0:
-            raise error
-        batch.observations.cut(steps)
-        return RolloutResult(self._batch_of(batch, rewards.values[: steps * len(self._engines)], steps), error)
+        try:
+            error = error if rewards.error is None else rewards.error  # the earlier one
+            steps = len(rewards.values) // len(self._engines)
+            if steps == 0:
+                raise error
+            batch.observations.cut(steps)
+            return RolloutResult(self._steps_of(batch, rewards.values[: steps * len(self._engines)], steps), error)
+        finally:
+            self.restart()
 
     def _empty_observations(self, steps: int) -> Observations | ByteObservations:
         leaves = self._engines[0].leaves
@@ -100,10 +123,8 @@ class GymRollout:
         direct = as_observation_policy(self._policy)  # looked up again for each batch: hooks come and go
         if direct is not None and set(direct.in_keys) <= {*batch.observations.keys}:
             weights, device = self._tags.weights, self._device
-            return ModuleActions(
-                direct, self._codec, self._batch_size, weights, device, batch.observations, batch.store_outputs
-            )
-        return self._tensordict_actions.start(batch.observations, batch.store_outputs)
+            return ModuleActions(direct, self._codec, self._batch_size, weights, device, batch.observations, batch)
+        return self._tensordict_actions.start(batch.observations, batch)
 
     def _run_all(self, batch: _StepBuffer, source: ActionSource, steps: int, random_steps: int) -> None:
         if random_steps:
@@ -212,17 +233,18 @@ class GymRollout:
         if self._max_frames is not None:
             self._last_slots[env] = slot + self._max_frames * len(self._engines)
 
-    def _batch_of(self, batch: _StepBuffer, rewards: Array, steps: int) -> TensorDictBase:
+    def _steps_of(self, batch: _StepBuffer, rewards: Array, steps: int) -> Steps:
+        self.outputs_way = batch.outputs.way
         outcomes = batch.outcomes(rewards, self._batch_size)
         shape = torch.Size((*self._batch_size, steps))
         actions = batch.actions[0] if len(batch.actions) == 1 else torch.cat(batch.actions)
         actions = actions if len(actions) == len(rewards) else actions[: len(rewards)]
-        return ted_batch(
+        return StepColumns(
             {**batch.observations.before(), "action": in_time(actions, self._batch_size)},
             batch.observations.after(),
             outcomes,
             self._tags.tag(outcomes["done"].reshape(-1, steps), shape, lambda: batch.versions_of(steps)),
-            batch.stacked_outputs(steps, len(self._batch_size)),
+            batch.outputs.take(steps),
             shape=shape,
             device=self._device,
         )
@@ -231,13 +253,13 @@ class GymRollout:
 class _StepBuffer:
     """The steps of one batch, while it is collected."""
 
-    def __init__(self, observations: Observations | ByteObservations, width: int) -> None:
+    def __init__(self, observations: Observations | ByteObservations, outputs: OutputColumns, width: int) -> None:
         self.observations = observations
+        self.outputs = outputs
         self._width = width  # environments
         self.actions: list[Any] = []  # encoded, in blocks
         self.versions: list[int] = []  # by step, of the weights that chose the actions
         self.rewards: list[Any] = []
-        self._policy_outputs: list[TensorDictBase] = []  # by step, of a policy that writes more than the action
         self._ends: list[tuple[int, bool, bool]] = []  # slot, terminated, truncated
 
     def end(self, slot: int, terminated: Any, truncated: Any, *, is_cut: bool) -> bool:
@@ -247,13 +269,11 @@ class _StepBuffer:
             self._ends.append((slot, is_terminated, is_truncated))
         return is_terminated or is_truncated
 
-    def store_outputs(self, outputs: TensorDictBase) -> None:
-        """Stores what the policy writes besides the action of the next step."""
-        self._fill_outputs(len(self.rewards) // self._width, outputs)
-        self._policy_outputs.append(outputs)
+    def store_outputs(self, outputs: Mapping[str, Any]) -> None:
+        self.outputs.put(len(self.rewards) // self._width, outputs)
 
-    def _fill_outputs(self, steps: int, like: TensorDictBase) -> None:
-        self._policy_outputs += [like.empty() for _ in range(steps - len(self._policy_outputs))]
+    def store_tensordict(self, outputs: TensorDictBase, reason: str) -> None:
+        self.outputs.put_tensordict(len(self.rewards) // self._width, outputs, reason)
 
     def versions_of(self, steps: int) -> Array:
         """The versions of the policy that acted in the first steps, int64 `[environments, steps]`."""
@@ -268,14 +288,6 @@ class _StepBuffer:
                 terminated[slot], truncated[slot], done[slot] = is_terminated, is_truncated, True
         columns = {"reward": rewards.reshape(slots, 1), "done": done, "terminated": terminated, "truncated": truncated}
         return {key: in_time(column, batch_size) for key, column in columns.items()} if batch_size else columns
-
-    def stacked_outputs(self, steps: int, time_dim: int) -> TensorDictBase | None:
-        """The other outputs of the policy in the first steps, `[*batch_size, steps]`; None where there are none."""
-        if not self._policy_outputs:
-            return None
-        self._fill_outputs(steps, self._policy_outputs[-1])
-        stacked = stack_steps(self._policy_outputs[:steps], time_dim)
-        return None if stacked.is_empty() else stacked
 
 
 class Observations:

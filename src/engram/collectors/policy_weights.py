@@ -6,8 +6,8 @@ import copy
 import operator
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,8 +36,8 @@ class PolicyWeights:
     `policy` is the user's own object (`is_shared`) unless its parameters live elsewhere than `device`, or a factory
     made it (`is_own`). Weights of a shared policy change between two of its calls, those of a copy between two batches.
 
-    A rollout collects in `collecting()`. It holds `call_lock` during each call of the policy, and the version of that
-    call's rows is the one that `begin_call` returns.
+    A rollout collects between `begin_batch` and `end_batch`. It holds `call_lock` during each call of the policy, and
+    the version of that call's rows is the one that `begin_call` returns.
     """
 
     def __init__(self, original: Any, device: torch.device | None, *, is_own: bool = False) -> None:
@@ -64,17 +64,18 @@ class PolicyWeights:
         if self._collecting != threading.get_ident():
             self._collecting = None
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """A batch is collected by this thread: updates of a copy, and those of this thread, wait for a later moment."""
+    def begin_batch(self) -> None:
+        """This thread collects a batch: updates of a copy, and those of this thread, wait for a later moment."""
         with self._lock:
-            self._take_over()
+            if self._pending is not None:
+                self._take_over()
             self._collecting = threading.get_ident()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._collecting = None
+
+    def end_batch(self) -> None:
+        """The batch is collected: updates that waited are taken over."""
+        with self._lock:
+            self._collecting = None
+            if self._pending is not None:
                 self._take_over()
 
     def begin_call(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -10,23 +11,71 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from engram.collectors.trajectories import StepTags
+from engram.collectors.output_columns import OutputsWay
+from engram.collectors.stats import EpisodeStats
+from engram.collectors.trajectories import EpisodeSteps, StepTags
 from engram.envs.action_checks import EntriesCheck
 from engram.envs.base import EnvBase, FrameQueue, lost_episodes, reset_where, step_mdp_of
 from engram.envs.policies import FLAGS, TensorDictPolicy, random_policy, zero_outputs
+from engram.pytree import KeyPath
 from engram.store.layout import tensordict_of
 
 Array = np.ndarray[Any, Any]
 
 
+class Steps(Protocol):
+    """Steps `[*batch_size, time]` that a rollout has collected; a batch of them is made when it is wanted."""
+
+    shape: torch.Size
+
+    def count_episodes(self, episodes: EpisodeStats) -> None:
+        """Adds the rewards, and where episodes end."""
+
+    def count_steps(self, counter: EpisodeSteps) -> None:
+        """Adds `step_count` at the root and under `next`, unless there is such an entry."""
+
+    def columns(self, places: ColumnPlaces) -> list[Any] | None:
+        """The columns in these places, `[*batch_size, time, ...]`, for reading until the rollout collects again.
+
+        None: the steps do not lie in columns, or not in exactly these.
+        """
+
+    def batch(self) -> TensorDictBase:
+        """A batch in TED."""
+
+
 class RolloutResult(NamedTuple):
-    """A batch; with an `error`, the whole rows `[*batch_size, fewer steps]` that were stepped before it.
+    """Steps; with an `error`, the whole rows `[*batch_size, fewer steps]` that were stepped before it.
 
     Without a whole row a rollout raises the error itself. After an error it has restarted.
     """
 
-    batch: TensorDictBase
+    steps: Steps
     error: BaseException | None = None
+
+
+class BatchSteps:
+    """Steps that are a batch already."""
+
+    def __init__(self, batch: TensorDictBase) -> None:
+        self._batch = batch
+        self.shape = batch.shape
+
+    def count_episodes(self, episodes: EpisodeStats) -> None:
+        episodes.add_batch(self._batch)
+
+    def count_steps(self, counter: EpisodeSteps) -> None:
+        batch = self._batch
+        if batch.get("step_count", None) is None:
+            done = batch.get(("next", "done")).reshape(-1, batch.shape[-1]).cpu().numpy()
+            count = torch.from_numpy(counter.before(done)).reshape(*batch.shape, 1)
+            batch.set("step_count", count).set(("next", "step_count"), count + 1)
+
+    def columns(self, places: ColumnPlaces) -> list[Any] | None:
+        return None
+
+    def batch(self) -> TensorDictBase:
+        return self._batch
 
 
 class Rollout(Protocol):
@@ -34,8 +83,12 @@ class Rollout(Protocol):
 
     is_random: bool
 
+    @property
+    def outputs_way(self) -> OutputsWay:
+        """How the outputs of the policy got into the last batch."""
+
     def collect(self, steps: int, *, random_steps: int) -> RolloutResult:
-        """A batch `[*batch_size, steps]` in TED; the first `random_steps` of each environment have random actions."""
+        """The next steps `[*batch_size, steps]`; the first `random_steps` of each environment have random actions."""
 
     def restart(self) -> None:
         """Resets every environment before its next step; frames that wait for the next batch are dropped."""
@@ -57,6 +110,7 @@ class TensorDictRollout:
         reset_when_done: bool = True,
     ) -> None:
         self.is_random = False  # whatever the policy: the environment may hold one
+        self.outputs_way = OutputsWay("tensordicts", "the environment is stepped through its TensorDict interface")
         self._env = env
         self._tags = tags
         self._policy, self._weights = policy, tags.weights
@@ -93,7 +147,7 @@ class TensorDictRollout:
             steps = min(steps, frames.least)
             if steps == 0:
                 raise
-        return RolloutResult(self._batch_of(frames, steps), error)
+        return RolloutResult(BatchSteps(self._batch_of(frames, steps)), error)
 
     def _batch_of(self, frames: FrameQueue, steps: int) -> TensorDictBase:
         try:
@@ -104,7 +158,7 @@ class TensorDictRollout:
         done = batch.get(("next", "done")).reshape(-1, steps).cpu().numpy()
         ends = done if self._resets else np.zeros_like(done)
         for name, tag in self._tags.tag(ends, batch.shape, lambda: versions).items():
-            batch.set(("collector", name), tag)
+            batch.set(("collector", name), torch.from_numpy(tag))
         return batch
 
     def _step(self, number: int, *, is_random: bool) -> tuple[TensorDictBase, int]:
@@ -201,34 +255,111 @@ def _reset_masks(td: TensorDictBase, mask: Tensor) -> TensorDictBase:
     return masks
 
 
-def ted_batch(
-    before: Mapping[Any, Any],
-    after: Mapping[Any, Any],
-    outcomes: Mapping[str, Array],
-    tags: Mapping[str, Tensor],
-    policy_outputs: TensorDictBase | None,
-    *,
-    shape: torch.Size,
-    device: torch.device | None,
-) -> TensorDictBase:
-    """Puts entries `[*shape, ...]` together into a batch in TED.
+class ColumnPlaces:
+    """Where `StepColumns` has the entries with these paths; `left_out` is one of them that it does not have."""
 
-    `before` is what stands at the root (observations, action), `after` the observations under `"next"`, `outcomes` the
-    reward and the flags, `tags` what goes under `"collector"`. `policy_outputs` has what the policy wrote besides.
+    def __init__(self, paths: Sequence[KeyPath], left_out: KeyPath | None = None) -> None:
+        self.places = [_LEFT_OUT if path == left_out else _place_of(path) for path in paths]
+        self.wanted = len(self.places) - self.places.count(_LEFT_OUT)
+
+
+OUTCOMES = ("reward", "done", "terminated", "truncated")
+_BEFORE, _FLAGS, _TAGS, _AFTER, _OUTCOMES = range(5)  # the parts of the columns
+_LEFT_OUT = (5, "")
+_NOTHING = {"": None}
+
+
+def _place_of(path: KeyPath) -> tuple[int, Any]:
+    """Which part has the entry with a path, and under which key."""
+    root, below = path[0], path[1] if len(path) == 2 else path[1:]
+    if root == "next" and below:
+        return (_OUTCOMES if below in OUTCOMES else _AFTER), below
+    if root == "collector" and below:
+        return _TAGS, below
+    return (_FLAGS if path[0] in FLAGS else _BEFORE), path[0] if len(path) == 1 else path
+
+
+class StepColumns:
+    """Steps whose entries lie in columns, arrays or tensors `[*shape, ...]` by key.
+
+    Args:
+        before: what stands at the root (observations, action).
+        after: the observations under `"next"`.
+        outcomes: arrays `[*shape, 1]`, the reward and the flags.
+        tags: arrays, what goes under `"collector"`.
+        policy_outputs: what the policy wrote besides.
+        is_kept: whether the memory is nobody else's, so that a batch can be made of it; else it is copied.
     """
 
-    def of_batch(entries: dict[Any, Any]) -> TensorDict:
-        kinds = {*map(type, entries), *map(type, entries.values())}
-        if device is None and kinds <= {str, Tensor, TensorDict}:  # no nested keys, nothing to convert
-            return tensordict_of(entries, shape, device=None)
-        return TensorDict(entries, batch_size=shape, device=device)
+    def __init__(
+        self,
+        before: Mapping[Any, Any],
+        after: Mapping[Any, Any],
+        outcomes: Mapping[str, Array],
+        tags: Mapping[str, Array],
+        policy_outputs: TensorDictBase | None,
+        *,
+        shape: torch.Size,
+        device: torch.device | None,
+        is_kept: bool = True,
+    ) -> None:
+        self._before, self._after, self._outcomes, self._tags = before, after, outcomes, tags
+        self._policy_outputs = policy_outputs
+        self._device, self._is_kept = device, is_kept
+        self.shape = shape
 
-    flags = {key: torch.from_numpy(np.zeros((*shape, 1), dtype=np.bool_)) for key in FLAGS}
-    columns = {key: torch.from_numpy(column) for key, column in outcomes.items()}
-    following = of_batch({**after, **columns})
-    collector = {"collector": of_batch({**tags})} if tags else {}
-    td = of_batch({**before, **flags, **collector, "next": following})
-    return td if policy_outputs is None else policy_outputs.update(td)
+    def count_episodes(self, episodes: EpisodeStats) -> None:
+        rows = (-1, self.shape[-1])
+        episodes.add(self._outcomes["reward"].reshape(rows), self._outcomes["done"].reshape(rows))
+
+    def count_steps(self, counter: EpisodeSteps) -> None:
+        if "step_count" not in self._before:
+            count = counter.before(self._outcomes["done"].reshape(-1, self.shape[-1])).reshape(*self.shape, 1)
+            self._before = {**self._before, "step_count": count}
+            self._after = {**self._after, "step_count": count + 1}
+
+    def columns(self, places: ColumnPlaces) -> list[Any] | None:
+        if self._policy_outputs is not None:
+            return None
+        flags = dict.fromkeys(FLAGS, _no_flags(self.shape))
+        parts: tuple[Mapping[Any, Any], ...] = (self._before, flags, self._tags, self._after, self._outcomes)
+        if sum(map(len, parts)) != places.wanted:
+            return None
+        parts = (*parts, _NOTHING)
+        try:
+            return [parts[part][key] for part, key in places.places]
+        except KeyError:
+            return None
+
+    def batch(self) -> TensorDictBase:
+        if not self._is_kept:
+            for part in ("_before", "_after", "_outcomes", "_tags"):
+                setattr(self, part, {key: _copied(column) for key, column in vars(self)[part].items()})
+            self._is_kept = True
+        following = self._batch_of({**self._after, **self._outcomes})
+        flags = {key: np.zeros((*self.shape, 1), np.bool_) for key in FLAGS}
+        collector = {"collector": self._batch_of(self._tags)} if self._tags else {}
+        td = self._batch_of({**self._before, **flags, **collector, "next": following})
+        return td if self._policy_outputs is None else self._policy_outputs.update(td)
+
+    def _batch_of(self, entries: Mapping[Any, Any]) -> TensorDict:
+        values = {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in entries.items()}
+        kinds = {*map(type, values), *map(type, values.values())}
+        if self._device is None and kinds <= {str, Tensor, TensorDict}:  # no nested keys, nothing to convert
+            return tensordict_of(values, self.shape, device=None)
+        return TensorDict(values, batch_size=self.shape, device=self._device)
+
+
+def _copied(column: Any) -> Any:
+    return column.copy() if isinstance(column, np.ndarray) else column.clone()
+
+
+@functools.lru_cache(maxsize=8)
+def _no_flags(shape: torch.Size) -> Array:
+    """A flag that is never set, `[*shape, 1]`, for reading."""
+    flags = np.zeros((*shape, 1), np.bool_)
+    flags.setflags(write=False)
+    return flags
 
 
 def is_environment(value: Any) -> bool:

@@ -15,14 +15,19 @@ from engram._native import add_episodes
 Array = np.ndarray[Any, Any]
 
 
-class CollectorStats(NamedTuple):
-    """Figures for a progress bar: `bar.set_postfix(collector.stats._asdict())`.
+class StepsWay(NamedTuple):
+    """Which way the steps of the last batch went: by "steps", "columns" or "tensordicts", from the fastest on.
 
-    Speeds count the time inside the collector, not the time between batches: `steps_per_second` over the last 10
-    batches, `mean_steps_per_second` over all. Returns and lengths are those of whole episodes, however many batches
-    they stretch over: of the last one that ended, and means over the last 100; NaN before the first has ended.
+    By steps go small batches of one environment: nothing is made for each batch. In columns lie the values of
+    environments and what a policy writes besides its action; with TensorDicts one is made for each step. `reason` says
+    why no faster way was gone; "" where there is none.
     """
 
+    way: str
+    reason: str = ""
+
+
+class _Figures(NamedTuple):
     frames: int
     batches: int
     episodes: int
@@ -32,6 +37,23 @@ class CollectorStats(NamedTuple):
     last_return: float
     mean_length: float
     last_length: float
+
+
+class CollectorStats(_Figures):
+    """Figures for a progress bar: `bar.set_postfix(collector.stats._asdict())`.
+
+    Speeds count the time inside the collector, not the time between batches: `steps_per_second` over the last 10
+    batches, `mean_steps_per_second` over all. Returns and lengths are those of whole episodes, however many batches
+    they stretch over: of the last one that ended, and means over the last 100; NaN before the first has ended.
+
+    Called, as in `collector.stats()`, they are a dict that also has `"way"` and `"reason"`: see `steps_way`.
+    """
+
+    steps_way: StepsWay = StepsWay("")  #: which way the steps went; "" where that is not known, as of other processes
+
+    def __call__(self) -> dict[str, Any]:
+        """The figures by name, which way the steps went, and why it was no faster one."""
+        return {**self._asdict(), "way": self.steps_way.way, "reason": self.steps_way.reason}
 
 
 class Throughput:
@@ -92,9 +114,10 @@ class EpisodeStats:
         ended, returns, lengths = add_episodes(
             np.ascontiguousarray(reward), done, self._return, self._length, self._window
         )
-        self.count += ended
-        self.returns.extend(returns)
-        self.lengths.extend(lengths)
+        if ended:
+            self.count += ended
+            self.returns.extend(returns)
+            self.lengths.extend(lengths)
 
     def add_batch(self, batch: TensorDictBase) -> None:
         """Adds the steps of a batch `[*envs, time]`; nothing of agents that have rewards and flags in groups."""
@@ -128,9 +151,11 @@ class EpisodeStats:
             own.extend(loaded)
 
 
-def collector_stats(frames: int, batches: int, episodes: EpisodeStats, throughput: Throughput) -> CollectorStats:
+def collector_stats(
+    frames: int, batches: int, episodes: EpisodeStats, throughput: Throughput, way: StepsWay
+) -> CollectorStats:
     """Puts all figures together."""
-    return CollectorStats(
+    stats = CollectorStats(
         frames=frames,
         batches=batches,
         episodes=episodes.count,
@@ -141,10 +166,14 @@ def collector_stats(frames: int, batches: int, episodes: EpisodeStats, throughpu
         mean_length=_mean(episodes.lengths),
         last_length=_last(episodes.lengths),
     )
+    stats.steps_way = way
+    return stats
 
 
 def _as_rows(leaf: torch.Tensor, shape: torch.Size, merge: np.ufunc) -> Array:
     """`[*shape, ...]` as an array `[envs, time]`; further dimensions (agents) are merged by `merge`."""
+    if leaf.is_cpu and not leaf.requires_grad and leaf.shape == (*shape, 1) and leaf.numel():
+        return leaf.numpy().reshape(-1, shape[-1])  # the usual case: a third of the cost
     rows = leaf.detach().cpu().numpy().reshape(shape[:-1].numel(), shape[-1], -1)
     return rows[..., 0] if rows.shape[-1] == 1 else np.asarray(merge.reduce(rows, -1))
 

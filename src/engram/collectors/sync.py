@@ -7,34 +7,40 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from engram._advice import advised
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.gym_rollout import GymRollout
+from engram.collectors.output_columns import OutputsWay
 from engram.collectors.policy_weights import PolicyWeights, shapes_of
 from engram.collectors.rollout import (
+    BatchSteps,
+    ColumnPlaces,
     Rollout,
     RolloutResult,
+    Steps,
     TensorDictRollout,
     is_cpu,
     is_environment,
     random_state_of,
 )
 from engram.collectors.settings import CollectorSettings, Device, storage_ndim
-from engram.collectors.stats import EpisodeStats, Throughput
+from engram.collectors.stats import EpisodeStats, StepsWay, Throughput
+from engram.collectors.step_rollout import StepRollout
 from engram.collectors.trajectories import EpisodeSteps, StepTags, TrajectoryAssembler, waiting_steps
 from engram.collectors.utils import split_trajectories
 from engram.collectors.vector_rollout import VectorRollout
 from engram.data import ReplayBuffer
+from engram.data.replay_buffers.buffers.batch_writer import ColumnRows
 from engram.envs.base import EnvBase, mark_truncated, with_time_named
 from engram.envs.engines import Autoreset, HasEngines
+from engram.envs.frame_stacks import StackingEngine, can_stack
 from engram.envs.from_torchrl import as_env
 from engram.envs.policies import (
     CallablePolicy,
@@ -45,7 +51,7 @@ from engram.envs.policies import (
     as_policy,
     compiled_policy,
     cudagraph_policy,
-    is_hooked,
+    module_keys,
     observation_keys,
     set_exploration_type,
 )
@@ -54,7 +60,7 @@ from engram.processes.timeouts import CallTimer, TimedEnv, reject_timeout
 from engram.pytree import key_path
 from engram.specs.spaces import EncodedSpaces, HasSpaces
 from engram.specs.tensors import usable_device
-from engram.transforms.base import Deferred
+from engram.transforms.base import Deferred, FrameStacks
 from engram.transforms.trajectory import StepCounter
 
 
@@ -101,35 +107,58 @@ class _Choice(NamedTuple):
             timed, self.policy, self.tags, max_frames_per_traj=max_frames, reset_when_done=self.resets
         )
 
-    def by_raw_values(self, env: Any, max_frames: int | None) -> Rollout | None:
-        """A rollout with raw values; None where the environment has none, or is not in main memory."""
+    def by_raw_values(self, env: Any, max_frames: int | None, stacks: Sequence[FrameStacks] = ()) -> Rollout | None:
+        """A rollout with raw values, of which frames are stacked; None where the environment has none, or where it is
+        not in main memory.
+        """
         engine = env.vector_engine() if isinstance(env, EnvBase) else None
         engines: Any = env.engines() if isinstance(env, HasEngines) else None
         clock = self.clock
-        if engine is not None and is_cpu(env.device):
+        if engine is not None and is_cpu(env.device) and not stacks:
             timed: Any = engine if clock is None else TimedEnv(engine, clock, 0)
             return VectorRollout(env, timed, self.policy, self.tags, max_frames_per_traj=max_frames)
         if engines is not None and is_cpu(env.device):
             if clock is not None:
                 engines = [TimedEnv(engine, clock, i) for i, engine in enumerate(engines)]
-            return GymRollout(env, engines, self.policy, self.tags, max_frames_per_traj=max_frames)
+            for stack in stacks:
+                if not can_stack(engines[0], stack):
+                    return None
+                engines = [StackingEngine(engine, stack) for engine in engines]
+            rollout = GymRollout(env, engines, self.policy, self.tags, max_frames_per_traj=max_frames)
+            if env.batch_size or stacks:
+                return rollout
+            return StepRollout(env, engines[0], self.policy, self.tags, rollout, max_frames_per_traj=max_frames)
         return None
 
     def with_deferred_transforms(self, env: Any, max_frames: int | None) -> Rollout | None:
-        """A rollout with transforms of whole batches; None where a transform, or the policy, needs every step."""
+        """A rollout with transforms of whole batches, and stacks of raw frames.
+
+        None where another transform, or the policy, needs every step.
+        """
         transforms = env.deferrable_transforms() if isinstance(env, TransformedEnv) else None
         if transforms is None or not is_cpu(env.device):
             return None
-        plan = [deferred for one in transforms if (deferred := one.deferred()) is not None]
+        stacks, plan = [], []
+        for one in transforms:
+            stack, deferred = one.frame_stacks(), one.deferred()
+            if stack is not None:
+                stacks.append(stack)
+            elif deferred is not None:
+                plan.append(deferred)
+            else:
+                return None
+        written = {key for deferred in plan for key in deferred.writes}
+        if written & {key for stack in stacks for pair in stack.pairs for key in pair}:
+            return None
         used = _keys_used_by(self.policy)
-        if len(plan) < len(transforms) or used is None or used & {key for deferred in plan for key in deferred.writes}:
+        if plan and (used is None or used & written):
             return None
         limits = [n for n in (max_frames, *(deferred.limit for deferred in plan)) if n is not None]
         base, least = env.base_env, min(limits, default=None)
         if isinstance(base, TransformedEnv) and base.deferrable_transforms() is not None:
-            below = self.with_deferred_transforms(base, least)
+            below = None if stacks else self.with_deferred_transforms(base, least)
         else:
-            below = self.by_raw_values(base, least)
+            below = self.by_raw_values(base, least, stacks)
         if below is None:
             return None
         return DeferredTransformRollout(env, below, plan, self.tags, lambda: self.by_tensordicts(env, max_frames))
@@ -152,6 +181,10 @@ class DeferredTransformRollout:
         self.is_random = below.is_random
         self.restart()
 
+    @property
+    def outputs_way(self) -> OutputsWay:
+        return (self._below if self._fallback is None else self._fallback).outputs_way
+
     def restart(self) -> None:
         self._below.restart()
         self._begins: Tensor | None = None  # bool [N]: whose next frame follows a reset; None: all
@@ -165,31 +198,37 @@ class DeferredTransformRollout:
         if self._fallback is not None:
             return self._fallback.collect(steps, random_steps=random_steps)
         try:
-            batch, error = self._below.collect(steps, random_steps=random_steps)
-            done = batch.get(("next", "done")).reshape(-1, batch.shape[-1])
-            starts = torch.ones_like(done)
-            starts[:, 1:] = done[:, :-1]
-            if self._begins is not None:
-                starts[:, 0] = self._begins
-                starts[[env for env, _ in self._tags.cuts], 0] = True
-            self._begins = done[:, -1].clone()
-            for deferred in self._plan:
-                deferred.apply(batch, starts)
+            collected, error = self._below.collect(steps, random_steps=random_steps)
+            if self._plan:
+                collected = BatchSteps(self._applied(collected.batch()))
         except BaseException:
             self.restart()
             raise
         if error is not None:
             self.restart()
-        return RolloutResult(batch, error)
+        return RolloutResult(collected, error)
+
+    def _applied(self, batch: TensorDictBase) -> TensorDictBase:
+        """Changes a batch as the transforms do."""
+        done = batch.get(("next", "done")).reshape(-1, batch.shape[-1])
+        starts = torch.ones_like(done)
+        starts[:, 1:] = done[:, :-1]
+        if self._begins is not None:
+            starts[:, 0] = self._begins
+            starts[[env for env, _ in self._tags.cuts], 0] = True
+        self._begins = done[:, -1].clone()
+        for deferred in self._plan:
+            deferred.apply(batch, starts)
+        return batch
 
 
 def _transforms_of(env: Any) -> list[Any]:
-    """The identities and limits of the transforms of an environment and of those below it, to notice changes."""
+    """The transforms of an environment and of those below it: which they are, their limits, and what is stacked."""
     transforms = env.deferrable_transforms() if isinstance(env, TransformedEnv) else None
     if transforms is None:
         return []
-    limits = [(id(one), one.max_steps if isinstance(one, StepCounter) else None) for one in transforms]
-    return [limits, *_transforms_of(env.base_env)]
+    now = [(id(one), one.max_steps if isinstance(one, StepCounter) else one.frame_stacks()) for one in transforms]
+    return [now, *_transforms_of(env.base_env)]
 
 
 def _keys_used_by(policy: TensorDictPolicy) -> set[Any] | None:
@@ -198,13 +237,8 @@ def _keys_used_by(policy: TensorDictPolicy) -> set[Any] | None:
         return set()
     if isinstance(policy, ObservationPolicy):
         return set(policy.in_keys)
-    module = policy.function if isinstance(policy, CallablePolicy) else None
-    if not isinstance(module, TensorDictModuleBase):
-        return None
-    members = [m for m in module.modules() if isinstance(m, TensorDictModuleBase)]
-    if any(type(m).__module__.split(".")[0] != "tensordict" or is_hooked(m) for m in members):
-        return None  # a class of another package may read more than its keys
-    return {*module.in_keys, *module.out_keys}
+    keys = module_keys(policy)
+    return None if keys is None else {*keys.read, *keys.written}
 
 
 ROWS_FOR_TRAJECTORIES = 32  # stepped at a time with `trajs_per_batch`, where `frames_per_batch` is not given
@@ -226,7 +260,8 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         policy: a callable on TensorDicts, a TensorDictModule, a module or function whose parameters have the names of
             observations, an `nn.Module` on the only observation, `env.rand_step`, or None for random actions. Of
             several tensors in a tuple the first is the action, the others are `"output1"`, ... It runs
-            under `torch.no_grad`.
+            under `torch.no_grad`. A policy may keep the TensorDict that it gets: what it finds there later is
+            what it found then. Its outputs are copied at each step.
         policy_factory: makes the policy, instead of `policy`; it is the collector's own then.
         frames_per_batch: frames of one batch, over all environments; may be left out beside `trajs_per_batch`.
         total_frames: where to stop (-1 or None: never); if it does not divide, a warning, and the last batch is whole.
@@ -341,6 +376,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         self.pre_collect_hook, self.post_collect_hook = pre_collect_hook, post_collect_hook
         self._compile_policy, self._cudagraph_policy = compile_policy, cudagraph_policy
         self._failure: BaseException | None = None  # to be raised before anything else is collected
+        self._no_grad = torch.no_grad()
         self.set_truncated, self._waits_for_copies = set_truncated, not no_cuda_sync
         self._trajs_per_batch, self._assembler = trajs_per_batch or 0, TrajectoryAssembler()
         self.traj_format = traj_format or "padded"
@@ -407,6 +443,10 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         )
 
     @property
+    def _steps_way(self) -> StepsWay:
+        return StepsWay(*self._rollout.outputs_way)
+
+    @property
     def policy(self) -> Any:
         """The policy that collects: the caller's own, or its copy on `policy_device`."""
         return self._weights.policy
@@ -427,9 +467,12 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         policy raised: at once where nothing was stepped before or the rows went into the replay buffer, else in the
         call after the one that handed them out.
         """
-        self._refuse_beside_background()
-        self._refuse_if_shut_down()
-        self._raise_failure()
+        if self._background is not None:
+            self._refuse_beside_background()
+        if self.is_shut_down:
+            self._refuse_if_shut_down()
+        if self._failure is not None:
+            self._raise_failure()
         try:
             batch = self._next_batch()
         except BaseException as error:
@@ -461,12 +504,13 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
     def _next_batch(self) -> TensorDictBase | None:
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
-        batch = self._collect_trajectories() if self._trajs_per_batch else self._collect_batch()
-        self.frames += batch.numel()
+        steps = BatchSteps(self._collect_trajectories()) if self._trajs_per_batch else self._collect_batch()
+        self.frames += steps.shape.numel()
         self.batches += 1
-        if self._splits:
-            batch = split_trajectories(batch)
-        batch = with_time_named(batch)
+        if self._writer is not None and self.postproc is None and self.post_collect_hook is None:
+            self._writer.write_steps(steps)
+            return None
+        batch = with_time_named(split_trajectories(steps.batch()) if self._splits else steps.batch())
         if self.return_same_td:
             batch = self._into_same_td(batch)
         if self.postproc is not None:
@@ -479,7 +523,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
 
     def _collect_trajectories(self) -> TensorDictBase:
         while self._assembler.count < self._trajs_per_batch and self._failure is None:
-            self._assembler.add(self._collect_batch())
+            self._assembler.add(self._collect_batch().batch())
         if self._failure is not None and self._assembler.count == 0:
             raise self._failure
         return self._assembler.take(min(self._trajs_per_batch, self._assembler.count))
@@ -490,29 +534,36 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         self._same_td = batch if self._same_td is None else self._same_td.update_(batch)
         return self._same_td
 
-    def _collect_batch(self) -> TensorDictBase:
+    def _collect_batch(self) -> Steps:
         if self.reset_at_each_iter:
             self._reset()
         start = time.perf_counter()
         random_frames = max(0, self.init_random_frames - self._stepped)
-        batch, self._failure = self._collect_steps(random_steps=-(-random_frames // self._width))
+        steps, self._failure = self._collect_steps(random_steps=-(-random_frames // self._width))
         if self._failure is not None and self._writer is None and not isinstance(self._failure, Exception):
             raise self._failure  # an interrupt is never held back
-        self.broken_off = [env for env, _ in self._tags.cuts]
-        if self._tags.cuts:
+        cuts = self._tags.cuts
+        self.broken_off = [env for env, _ in cuts]
+        if cuts:
             self._end_broken_off()
         if self._episode_steps is not None:
-            self._episode_steps.put_into(batch)
-        self._stepped += batch.numel()
+            steps.count_steps(self._episode_steps)
+        frames = steps.shape.numel()
+        self._stepped += frames
         if self.reset_when_done:
-            self._episodes.add_batch(batch)
+            steps.count_episodes(self._episodes)
+        if self.set_truncated or self.compact_obs or self.storing_device is not None:
+            steps = BatchSteps(self._changed(steps.batch()))
+        self._throughput.add(frames, time.perf_counter() - start)
+        return steps
+
+    def _changed(self, batch: TensorDictBase) -> TensorDictBase:
+        """A batch as `set_truncated`, `compact_obs` and `storing_device` have it."""
         if self.set_truncated:
             truncate_last_step(batch)
         if self.compact_obs:
             batch = without_next_observations(batch, self.env)
-        batch = to_storing_device(batch, self.storing_device, waits=self._waits_for_copies)
-        self._throughput.add(batch.numel(), time.perf_counter() - start)
-        return batch
+        return to_storing_device(batch, self.storing_device, waits=self._waits_for_copies)
 
     def _end_broken_off(self) -> None:
         """Ends trajectories whose last step was handed out before the environment had to be replaced."""
@@ -529,8 +580,12 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         if self._rollout.is_random:  # no policy: the switches would cost as much as four steps of CartPole
             return self._rollout.collect(self._steps, random_steps=random_steps)
         self._prepare()
-        with self._weights.collecting(), torch.no_grad(), set_exploration_type(self.exploration_type):
-            return self._rollout.collect(self._steps, random_steps=random_steps)
+        self._weights.begin_batch()
+        try:
+            with self._no_grad, set_exploration_type(self.exploration_type):
+                return self._rollout.collect(self._steps, random_steps=random_steps)
+        finally:
+            self._weights.end_batch()
 
     def reset(self, index: None = None) -> None:
         """Resets every environment before the next batch; trajectories that have not ended are left unfinished.
@@ -808,6 +863,8 @@ class BufferWriter:
     def __init__(self, replay_buffer: ReplayBuffer[Any]) -> None:
         self.replay_buffer = replay_buffer
         self._needs_seam = True
+        self._rows: ColumnRows | None = None  # those that were written last
+        self._places = ColumnPlaces(())  # where columns are, in their order
 
     def restart(self) -> None:
         """Marks a seam before the next batch: it continues nothing that was written before."""
@@ -826,6 +883,27 @@ class BufferWriter:
             self.replay_buffer.extend(batch)
         self._needs_seam = False
 
+    def write_steps(self, steps: Steps) -> None:
+        """As `write`; makes no batch where columns can be copied into the rows of the storage."""
+        if self._needs_seam or not self._append_columns(steps):
+            self.write(with_time_named(steps.batch()))
+
+    def _append_columns(self, steps: Steps) -> bool:
+        """Writes columns, if there are some and the buffer takes them; else nothing was written."""
+        rows = self.replay_buffer.column_rows
+        if rows is None:
+            return False
+        if self._rows is not rows:
+            self._rows, self._places = rows, ColumnPlaces(rows.paths, rows.index_path)
+        columns = steps.columns(self._places)
+        if columns is None:
+            return False
+        dims, frames = len(steps.shape), steps.shape.numel()
+        if dims != rows.ndim:
+            lead = (frames,) if rows.ndim == 1 else (frames // steps.shape[-1], steps.shape[-1])
+            columns = [None if column is None else column.reshape(*lead, *column.shape[dims:]) for column in columns]
+        return rows.append(columns)
+
 
 class OtherBufferWriter(BufferWriter):
     """The same for a buffer of another library, which has no seams and holds nothing back."""
@@ -836,6 +914,9 @@ class OtherBufferWriter(BufferWriter):
 
     def write(self, batch: TensorDictBase) -> None:
         self.replay_buffer.extend(batch if self._ndim is None else _with_ndim(batch, self._ndim))
+
+    def write_steps(self, steps: Steps) -> None:
+        self.write(with_time_named(steps.batch()))
 
 
 def buffer_writer(replay_buffer: Any) -> BufferWriter:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
 
 from engram._native import number_trajectories
 from engram.collectors.policy_weights import PolicyWeights
@@ -81,14 +80,6 @@ class EpisodeSteps:
         self._made = np.where(done[:, -1], 0, counts[:, -1] + 1)
         return counts
 
-    def put_into(self, batch: TensorDictBase) -> None:
-        """Sets `step_count`, int64 `[*, time, 1]`, at the root and under `next`, unless the batch has such an entry."""
-        if batch.get("step_count", None) is not None:
-            return
-        done = batch.get(("next", "done")).reshape(-1, batch.shape[-1]).cpu().numpy()
-        count = torch.from_numpy(self.before(done)).reshape(*batch.shape, 1)
-        batch.set("step_count", count).set(("next", "step_count"), count + 1)
-
 
 class StepTags:
     """The entries under `"collector"` of each step: its trajectory and the policy's version, if tracked."""
@@ -108,16 +99,16 @@ class StepTags:
         if broken_off is not None:
             self.cuts.append((env, broken_off))
 
-    def tag(self, done: Array, shape: torch.Size, versions: Callable[[], Array] | None = None) -> dict[str, Tensor]:
+    def tag(self, done: Array, shape: torch.Size, versions: Callable[[], Array] | None = None) -> dict[str, Array]:
         """Entries int64 `shape` for steps whose `("next", "done")` is `done`, bool `[envs, time]`.
 
         `versions` gives the versions of the steps, int64 `[envs, time]`, where they are not all the present one.
         """
         ids = self.ids.number(done)
-        tags = {"traj_ids": torch.from_numpy(ids).reshape(shape)} if self._tracks_ids else {}
+        tags: dict[str, Array] = {"traj_ids": ids.reshape(shape)} if self._tracks_ids else {}
         if self._tracks_version:
-            now = torch.full(shape, self.weights.version, dtype=torch.int64)
-            tags["policy_version"] = now if versions is None else torch.from_numpy(versions()).reshape(shape)
+            now = np.full(shape, self.weights.version, np.int64)
+            tags["policy_version"] = now if versions is None else versions().reshape(shape)
         return tags
 
 

@@ -11,9 +11,19 @@ from gymnasium import spaces
 from stable_baselines3.common import buffers
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
+from torch import Tensor
 
-from engram.compat.transitions import REFUSES_SHARED_OBSERVATIONS, MakeStorage, TransitionRows, truncations
+from engram.compat.transitions import (
+    REFUSES_SHARED_OBSERVATIONS,
+    MakeStorage,
+    Slots,
+    TransitionRows,
+    on_device,
+    powers,
+    truncations,
+)
 from engram.data import LazyTensorStorage
+from engram.kernel.rows import NSteps
 
 
 class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
@@ -107,55 +117,49 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         done: npt.NDArray[Any],
         infos: list[dict[str, Any]],
     ) -> None:
-        handled = self.handle_timeout_termination
-        truncated = truncations(infos, self.n_envs) if handled else np.zeros(self.n_envs, np.bool_)
+        truncated = truncations(infos, self.n_envs) if self.handle_timeout_termination else None
         self.rows.add(obs, next_obs, action, reward, done, truncated)
 
-    # ---- reading; `sample` is inherited, and draws ----
+    # ---- reading ----
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
+        if self.optimize_memory_usage:  # which draws no step of the slot that comes next
+            return super().sample(batch_size, env)
+        return self._batch(self.rows.draw(batch_size), env)
+
     def _get_samples(self, batch_inds: npt.NDArray[Any], env: VecNormalize | None = None) -> Any:
-        envs = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
-        batch = self.rows.read(batch_inds, envs)
-        last, rewards, discounts = batch["next"], batch["next"]["reward"], None
-        if self.n_steps > 1:
-            last_inds, rewards, discounts = self._n_step_returns(batch_inds, envs, env)
-            last = self.rows.read(last_inds, envs)["next"]
-            discounts = discounts.to(self.device)
-        elif env is not None:
-            rewards = torch.from_numpy(self._normalize_reward(rewards.numpy(), env))
-        kind = DictReplayBufferSamples if isinstance(batch["observation"], dict) else ReplayBufferSamples
-        return kind(
-            observations=self._on_device(batch["observation"], env),
-            actions=batch["action"].to(self.device),
-            next_observations=self._on_device(last["observation"], env),
-            dones=last["terminated"].float().to(self.device),
-            rewards=rewards.to(self.device),
-            discounts=discounts,
-        )
+        return self._batch(self.rows.draw_environments(batch_inds), env)
 
-    def _n_step_returns(
-        self, first: npt.NDArray[Any], envs: npt.NDArray[Any], env: VecNormalize | None
-    ) -> tuple[npt.NDArray[Any], torch.Tensor, torch.Tensor]:
-        """For each step: the slot of the last one that it reaches, the rewards up to there, gamma to that power."""
-        steps = np.arange(self.n_steps)
-        times = (first[:, None] + steps) % self.buffer_size
-        at = times.reshape(-1), envs.repeat(self.n_steps)
-        over, reward = (self.rows.column(("next", k), *at).numpy().reshape(times.shape) for k in ("done", "reward"))
-        over = over | (times == (self.pos - 1) % self.buffer_size)  # what comes behind the newest step is older
-        taken = np.where(over.any(1), over.argmax(1), self.n_steps - 1)
-        within = steps <= taken[:, None]
-        reward = self._normalize_reward(np.where(within, reward, 0), env)
-        weight = self.gamma ** np.arange(self.n_steps, dtype=np.float32)
-        returns = (reward * weight * within).sum(1, keepdims=True)
-        discounts = self.gamma ** within.sum(1, keepdims=True).astype(np.float32)
-        return times[np.arange(len(first)), taken], torch.from_numpy(returns), torch.from_numpy(discounts)
-
-    def _on_device(self, obs: Any, env: VecNormalize | None) -> Any:
+    def _batch(self, slots: Slots, env: VecNormalize | None) -> Any:
+        """The transitions in slots, int64 [n], as stable-baselines3 hands them to its algorithms."""
+        rows, discounts = self.rows, None
+        if self.n_steps == 1:
+            batch = rows.transitions(slots)
+            rewards = batch.reward if env is None else self._normalized(batch.reward, env)
+        else:
+            steps = rows.n_steps(slots, powers(self.gamma, self.n_steps))
+            batch = rows.transitions(slots, steps.last)
+            rewards = steps.returns if env is None else self._normalized_returns(steps, env)
+            discounts = steps.discounts
+        observations, following = batch.observation, batch.next_observation
         if env is not None:
-            arrays = {k: v.numpy() for k, v in obs.items()} if isinstance(obs, dict) else obs.numpy()
-            obs = self._normalize_obs(arrays, env)
+            observations, following = (self._normalized_observations(obs, env) for obs in (observations, following))
+        kind = DictReplayBufferSamples if isinstance(observations, dict) else ReplayBufferSamples
+        made = kind(observations, batch.action, following, batch.terminated, rewards, discounts)
+        return made if self.device.type == "cpu" else kind(*(on_device(part, self.device) for part in made))
+
+    def _normalized(self, rewards: Tensor, env: VecNormalize) -> Tensor:
+        return torch.from_numpy(self._normalize_reward(rewards.numpy(), env))
+
+    def _normalized_returns(self, steps: NSteps, env: VecNormalize) -> Tensor:
+        within = np.arange(self.n_steps) < steps.counts.numpy()[:, None]  # the zeros behind are normalised, too
+        rewards = self._normalize_reward(steps.rewards.numpy(), env) * within
+        return torch.from_numpy((rewards * powers(self.gamma, self.n_steps)[:-1]).sum(1, keepdims=True))
+
+    def _normalized_observations(self, obs: Any, env: VecNormalize) -> Any:
         if isinstance(obs, dict):
-            return {key: torch.as_tensor(part, device=self.device) for key, part in obs.items()}
-        return torch.as_tensor(obs, device=self.device)
+            arrays = self._normalize_obs({key: part.numpy() for key, part in obs.items()}, env)
+            return {key: torch.from_numpy(part) for key, part in arrays.items()}
+        return torch.from_numpy(self._normalize_obs(obs.numpy(), env))
 
     # ---- to look at ----
     observations = property(lambda self: self.rows.all_observations())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from engram.data import LazyTensorStorage, ReplayBuffer, Storage
+from engram.data import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, Storage
+from engram.kernel.rows import NSteps, draw_slots_by_numpy
 from engram.pytree import KeyPath, get_entry
 
 #: Makes a storage: called with the number of steps of all environments together, and `ndim=2`.
@@ -24,6 +25,24 @@ REFUSES_SHARED_OBSERVATIONS = (
     "memory here, where rows hold both observations: leave it out, and where memory is short halve buffer_size or keep "
     "the rows in a file, storage=LazyMemmapStorage"
 )
+
+
+_FLAGS = ("done", "reported_done", "terminated", "truncated")
+Slots: TypeAlias = npt.NDArray[Any] | Tensor
+
+
+class Transitions(NamedTuple):
+    """Steps of one environment each: tensors `[n, ...]`, observations in the form of their space.
+
+    Attributes:
+        terminated: float32 [n, 1]: 1 where nothing comes after the step.
+    """
+
+    observation: Any
+    action: Tensor
+    reward: Tensor
+    next_observation: Any
+    terminated: Tensor
 
 
 class TransitionRows:
@@ -62,41 +81,147 @@ class TransitionRows:
     def is_full(self) -> bool:
         return len(self.buffer) == self.steps * self.n_envs
 
-    # ---- writing and reading ----
-    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, truncated: Any) -> None:
-        """Stores one time step: arrays `[n_envs, ...]`; an episode ends where it is done or truncated."""
-        done, truncated = self._per_env(done, np.bool_), self._per_env(truncated, np.bool_)
+    # ---- what follows from the spaces; pickles of earlier versions do not have it ----
+    @functools.cached_property
+    def _not_truncated(self) -> npt.NDArray[np.bool_]:
+        return np.zeros(self.n_envs, np.bool_)
+
+    @functools.cached_property
+    def _observation_paths(self) -> list[KeyPath]:
+        return _paths_of(self._observation_space)
+
+    @functools.cached_property
+    def _now(self) -> tuple[KeyPath, ...]:
+        """The entries of a step itself."""
+        return (*(("observation", *path) for path in self._observation_paths), ("action",), ("next", "reward"))
+
+    @functools.cached_property
+    def _then(self) -> tuple[KeyPath, ...]:
+        """The entries of what follows on a step."""
+        return (*(("next", "observation", *path) for path in self._observation_paths), ("next", "terminated"))
+
+    # ---- writing ----
+    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, truncated: Any = None) -> None:
+        """Stores one time step: arrays `[n_envs, ...]`; an episode ends where it is done or truncated.
+
+        Args:
+            truncated: None: no environment is.
+        """
+        over = terminated = done
+        if truncated is None:
+            truncated = self._not_truncated
+        else:
+            done, truncated = np.asarray(done, np.bool_).reshape(-1), np.asarray(truncated, np.bool_).reshape(-1)
+            over, terminated = done | truncated, done & ~truncated
         step = {
-            "observation": self._observations(obs, self._observation_space),
-            "action": np.asarray(action, self._action_dtype).reshape(self.n_envs, self._action_size),
+            "observation": obs,
+            "action": action,
             "next": {
-                "observation": self._observations(next_obs, self._observation_space),
-                "reward": self._per_env(reward, np.float32),
-                "done": done | truncated,
+                "observation": next_obs,
+                "reward": reward,
+                "done": over,
                 "reported_done": done,
-                "terminated": done & ~truncated,
+                "terminated": terminated,
                 "truncated": truncated,
             },
         }
-        storage = self.buffer.storage
-        with storage.mutex:  # as `buffer.add`, without the index of each environment, which takes longer than the rest
-            self.buffer.writer.write(storage, step, single=True, time_dim=-1)
+        buffer = self.buffer
+        storage, writer = buffer.storage, buffer.writer
+        if type(writer) is RoundRobinWriter and storage.append_step(step):
+            return
+        with storage.mutex:
+            writer.write(storage, self._converted(step), single=True, time_dim=-1)
 
-    def read(self, times: npt.NDArray[Any], envs: npt.NDArray[Any]) -> dict[str, Any]:
-        """The transitions at time slots and environments, int64 [n] each: tensors `[n, ...]` under their keys.
+    def _converted(self, step: dict[str, Any]) -> dict[str, Any]:
+        """A step whose arrays have the shapes and dtypes of the rows."""
+        following = step["next"]
+        flags = {key: self._per_env(following[key], np.bool_) for key in _FLAGS}
+        return {
+            "observation": self._observations(step["observation"], self._observation_space),
+            "action": np.asarray(step["action"], self._action_dtype).reshape(self.n_envs, self._action_size),
+            "next": {
+                "observation": self._observations(following["observation"], self._observation_space),
+                "reward": self._per_env(following["reward"], np.float32),
+                **flags,
+            },
+        }
+
+    # ---- reading ----
+    def draw(self, n: int) -> Tensor:
+        """The slots of n rows, int64 [n]: time slots and then environments, as `np.random.randint` draws them.
+
+        Raises:
+            ValueError: nothing is stored.
+        """
+        return draw_slots_by_numpy(n, len(self.buffer) // self.n_envs, self.n_envs)
+
+    def draw_environments(self, times: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The slots of time slots, int64 [n], each of an environment that NumPy's generator draws."""
+        if self.n_envs == 1:  # a draw of one of one takes no random number
+            return times
+        envs = np.random.randint(0, high=self.n_envs, size=len(times))
+        return times * self.n_envs + envs
+
+    def transitions(self, slots: Slots, last: Slots | None = None) -> Transitions:
+        """The transitions in slots, int64 [n].
+
+        Args:
+            last: what follows is that of these rows, of which `n_steps` says where they are.
 
         Raises:
             IndexError: one that has not been written.
         """
-        batch: dict[str, Any] = read_slots(self.buffer, times * self.n_envs + envs)
-        return batch
+        now, then = self._now, self._then
+        if last is None:
+            columns = self.columns(slots, (*now, *then))
+        else:
+            columns = [*self.columns(slots, now), *self.columns(last, then)]
+        n = len(self._observation_paths)
+        observation, action, reward, following, terminated = (
+            columns[:n], columns[n], columns[n + 1], columns[n + 2 : -1], columns[-1],
+        )  # fmt: skip
+        return Transitions(
+            self._rebuilt(observation), action, reward, self._rebuilt(following), terminated.to(torch.float32)
+        )
 
-    def column(self, path: KeyPath, times: npt.NDArray[Any], envs: npt.NDArray[Any]) -> Tensor:
-        """One entry of these steps, also of slots that have not been written, where it means nothing: [n, ...]."""
+    def n_steps(self, slots: Slots, discounts: npt.NDArray[np.float32]) -> NSteps:
+        """The rewards of the steps in slots, int64 [n], and of those that follow on each, and the returns of these.
+
+        Args:
+            discounts: `powers` of gamma for so many steps.
+
+        Raises:
+            IndexError: one that has not been written.
+        """
+        return self.buffer.storage.read_n_steps(slots, discounts)
+
+    def columns(self, slots: Slots, paths: tuple[KeyPath, ...]) -> list[Tensor]:
+        """Entries of the rows in slots, int64 [n]: a tensor [n, ...] for each path.
+
+        Raises:
+            IndexError: one that has not been written.
+        """
         storage = self.buffer.storage
-        with storage.mutex:
-            return storage.column(path, torch.from_numpy(times))[torch.arange(len(times)), torch.from_numpy(envs)]
+        rows = storage.read_leaves(slots, paths)
+        if rows.absent is None and rows.overwritten is None:
+            leaves: list[Tensor] = rows.batch
+            return leaves
+        whole = storage.get(storage.from_slots(torch.as_tensor(slots)))  # which names what is absent, and reads again
+        return [get_entry(whole, path) for path in paths]
 
+    def _rebuilt(self, leaves: list[Tensor]) -> Any:
+        """Observations of these leaves, in the form of their space."""
+        if self._observation_paths == [()]:
+            return leaves[0]
+        observation: dict[str, Any] = {}
+        for path, leaf in zip(self._observation_paths, leaves, strict=True):
+            node = observation
+            for key in path[:-1]:
+                node = node.setdefault(key, {})
+            node[path[-1]] = leaf
+        return observation
+
+    # ---- all time slots ----
     def all_observations(self, *path: str) -> Any:
         """Observations under this path at all time slots: `[steps, n_envs, ...]`, a dict of these for a Dict space."""
         return self._all_parts((*path, "observation"), self._observation_space)
@@ -192,17 +317,47 @@ def read_slots(buffer: ReplayBuffer, slots: npt.NDArray[Any]) -> Any:
     return storage.get(storage.from_slots(at))  # which names what is absent, and reads again
 
 
+def _paths_of(space: Any) -> list[KeyPath]:
+    """Where the arrays of an observation are: `[()]` where it is one."""
+    if not isinstance(space, Mapping):
+        return [()]
+    return [(key, *path) for key, part in space.items() for path in _paths_of(part)]
+
+
+@functools.lru_cache(16)
+def powers(gamma: float, n_steps: int) -> npt.NDArray[np.float32]:
+    """The discounts of so many steps, and of what comes after them: float32 [n_steps + 1]."""
+    made: npt.NDArray[np.float32] = gamma ** np.arange(n_steps + 1, dtype=np.float32)
+    made.flags.writeable = False
+    return made
+
+
+def on_device(part: Any, device: torch.device) -> Any:
+    """A tensor, or a dict of them, on a device; None is None."""
+    if isinstance(part, dict):
+        return {key: on_device(value, device) for key, value in part.items()}
+    return part if part is None else part.to(device)
+
+
 def shape_of(space: Any) -> tuple[int, ...]:
     """The shape of one observation: that of its space; (1,) for a Discrete one."""
     shape: tuple[int, ...] = (1,) if isinstance(space, spaces.Discrete) else space.shape
     return shape
 
 
-def truncations(infos: Sequence[Mapping[str, Any]], n_envs: int) -> npt.NDArray[np.bool_]:
+def truncations(infos: Sequence[Mapping[str, Any]], n_envs: int) -> npt.NDArray[np.bool_] | None:
     """Whether each environment is cut off, [n_envs]: its info's "TimeLimit.truncated", a flag or an array of one.
 
-    One info of several environments may hold an array with the flag of each, and a single flag counts for all.
+    One info of several environments may hold an array with the flag of each, and a single flag counts for all. None:
+    no environment is.
     """
+    for info in infos:  # the usual step: a loop takes a fifth of the time of an array
+        flag = info.get("TimeLimit.truncated", False)
+        if flag is not False and flag is not np.False_:
+            break
+    else:
+        if len(infos) == n_envs:
+            return None
     flags = np.array([info.get("TimeLimit.truncated", False) for info in infos], np.bool_)
     if flags.size not in (1, n_envs) or not len(infos):
         raise ValueError(

@@ -7,11 +7,12 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
+    CompositeDistribution,
     CudaGraphModule,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
@@ -28,16 +29,19 @@ from tensordict.nn import (
 )
 from tensordict.nn.probabilistic import interaction_type as exploration_type
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from engram._overrides import overrides
 from engram.envs.action_checks import action_keys
+from engram.pytree import get_entry, set_entry
 from engram.specs import Composite, Spec
 from engram.specs.torchrl import stack_members
 from engram.transforms.base import IDLE
 
 Call = Callable[[TensorDictBase], TensorDictBase]
-# Options of TensorDictModule and TensorDictSequential that change the result of a call.
-MODULE_OPTIONS = ("method", "method_kwargs", "_kwargs", "_out_to_in_map")
+# Options of TensorDictModule, ProbabilisticTensorDictModule and TensorDictSequential that change the result of a call.
+MODULE_OPTIONS = ("method", "method_kwargs", "_kwargs", "_get_kwargs", "_out_to_in_map")
+DRAW_OPTIONS = ("num_samples", "_generator", "_generator_key")
 SEQUENCE_OPTIONS = ("partial_tolerant", "_select_before_return", "return_composite")
 
 
@@ -46,13 +50,15 @@ def fast_module_call(module: Any) -> Call:
 
     A TensorDictModule searches for the package pandas at each call if that is not installed, which takes longer than a
     small network. For modules, and sequences of them, without hooks or overridden methods the inner module is called
-    directly; any other module is returned itself.
+    directly, and random draws from a distribution are made here; any other module is returned itself.
     """
     if not isinstance(module, nn.Module) or is_hooked(module):
         return module  # type: ignore[no-any-return]
     forward, state = type(module).forward, vars(module)
     if forward is TensorDictModule.forward:
         return _of_module(module)
+    if type(module) is ProbabilisticTensorDictModule:
+        return _of_draw(module)
     sequences = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)
     parts = state["_modules"].get("module", None)
     has_options = any(state.get(name) for name in SEQUENCE_OPTIONS) or state.get("inplace") is not None
@@ -86,7 +92,7 @@ def _ends_in_a_draw(module: Any, parts: nn.ModuleList) -> bool:
 
 def _of_module(module: Any) -> Call:
     state, inner = vars(module), module.module
-    is_plain = "_call_module" not in overrides(type(module), TensorDictModule) and isinstance(inner, nn.Module)
+    is_plain = "_call_module" not in overrides(type(module), TensorDictModule)
     keys = list(module.out_keys_source)
     if not is_plain or any(state.get(name) for name in MODULE_OPTIONS) or state.get("inplace", True) is not True:
         return module  # type: ignore[no-any-return]
@@ -95,14 +101,35 @@ def _of_module(module: Any) -> Call:
     in_keys = list(module.in_keys)
 
     def call(td: TensorDictBase) -> TensorDictBase:
-        values = [td.get(key, None) for key in in_keys]
-        if any(value is None for value in values):
-            return module(td)  # whose error names the key
-        out = inner(*values)
-        if isinstance(out, (dict, TensorDictBase)) and all(key in out for key in keys):
-            out = tuple(out[key] for key in keys)
-        for key, value in zip(keys, out if isinstance(out, tuple) else (out,), strict=True):
-            td.set(key, value if isinstance(value, Tensor) else TensorDict.from_any(value))
+        values = [get_entry(td, key) for key in in_keys]  # a tenth of the cost of `td.get`
+        if any(type(value) is not Tensor for value in values):
+            values = [td.get(key, None) for key in in_keys]
+            if any(value is None for value in values):
+                return module(td)  # whose error names the key
+        for key, value in named_outputs(inner(*values), keys).items():
+            set_entry(td, key, value)
+        return td
+
+    return call
+
+
+def _of_draw(module: Any) -> Call:
+    state, kind = vars(module), module.distribution_class
+    is_known = isinstance(kind, type) and kind.__module__.split(".")[0] in ("torch", "torchrl", "tensordict")
+    keys = module.dist_sample_keys
+    if not is_known or not issubclass(kind, Distribution) or issubclass(kind, CompositeDistribution) or len(keys) != 1:
+        return module  # type: ignore[no-any-return]
+    if any(state.get(name) is not None for name in DRAW_OPTIONS):
+        return module  # type: ignore[no-any-return]
+
+    def call(td: TensorDictBase) -> TensorDictBase:
+        if (exploration_type() or module.default_interaction_type) is not ExplorationType.RANDOM:
+            return module(td)
+        distribution = module.get_dist(td)
+        sample = distribution.rsample() if distribution.has_rsample else distribution.sample()
+        set_entry(td, keys[0], sample)
+        if module.return_log_prob:
+            set_entry(td, module.log_prob_key, distribution.log_prob(sample))
         return td
 
     return call
@@ -209,15 +236,24 @@ def written_actions(env: Any) -> list[Any]:
 
 
 class ObservationPolicy:
-    """A policy from a module or function that maps the tensors under `in_keys` to the action.
+    """A policy from a module or function that maps the tensors under `in_keys` to the action, and to other outputs.
 
-    Of several outputs, a tuple of two or more tensors, the first is the action; the others are `"output1"`, ...
+    With `out_keys` these are the names of what it returns, one of which is `"action"`. Without, of a tuple of two or
+    more tensors, the first is the action; the others are `"output1"`, ...
     """
 
-    def __init__(self, module: Callable[..., Any], in_keys: Sequence[Any], outputs: int | None = None) -> None:
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        in_keys: Sequence[Any],
+        outputs: int | None = None,
+        *,
+        out_keys: Sequence[str] | None = None,
+    ) -> None:
         self.module = module
         self.in_keys = list(in_keys)
-        self.outputs = outputs  # the number of outputs; None until the first call
+        self.out_keys = None if out_keys is None else list(out_keys)
+        self.outputs = outputs if out_keys is None else len(out_keys)  # None until the first call
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         action, others = self.split(self.call(td))
@@ -227,11 +263,15 @@ class ObservationPolicy:
         """The module's output for the tensors of `td`."""
         return self.module(*[td.get(key) for key in self.in_keys])
 
-    def split(self, out: Any) -> tuple[Any, dict[str, Tensor]]:
+    def split(self, out: Any) -> tuple[Any, dict[str, Any]]:
         """The action, as the module returned it, and the other outputs.
 
-        Raises TypeError if one of several outputs is not a tensor.
+        Raises TypeError if one of several outputs without names is not a tensor, and ValueError for another number of
+        outputs than of names.
         """
+        if self.out_keys is not None:
+            others = named_outputs(out, self.out_keys)
+            return others.pop("action"), others
         if not isinstance(out, tuple) or len(out) < 2:
             self.outputs = 1
             return out, {}
@@ -243,6 +283,19 @@ class ObservationPolicy:
                     "action, or a tuple of tensors whose first is the action. TensorDictModule names others"
                 )
         return out[0], {f"output{number}": value for number, value in enumerate(out[1:], 1)}
+
+
+def named_outputs(out: Any, keys: Sequence[str]) -> dict[str, Any]:
+    """What a TensorDictModule sets under its `out_keys`, of what the module in it has returned.
+
+    Raises ValueError for another number of outputs than of keys.
+    """
+    if isinstance(out, (dict, TensorDictBase)) and all(key in out for key in keys):
+        out = tuple(out[key] for key in keys)
+    values = out if isinstance(out, tuple) else () if out is None else (out,)
+    if len(values) != len(keys):
+        raise ValueError(f"the policy's module returned {len(values)} values for its out_keys {list(keys)}")
+    return {k: v if isinstance(v, Tensor) else TensorDict.from_any(v) for k, v in zip(keys, values, strict=True)}
 
 
 class CallablePolicy:
@@ -272,7 +325,7 @@ class CallablePolicy:
 
 def _is_missing(td: TensorDictBase, key: Any) -> bool:
     try:
-        return td.get(key, None) is None
+        return get_entry(td, key) is None
     except RuntimeError:  # agents' values of different shapes cannot be stacked
         return False
 
@@ -380,17 +433,40 @@ def _with_function(policy: TensorDictPolicy, wrap: Callable[[Any], Any]) -> Tens
 
 
 def as_observation_policy(policy: TensorDictPolicy) -> ObservationPolicy | None:
-    """The policy as a module from observations to the action; None if it reads or writes anything else.
+    """The policy as a module from observations to the action and other outputs; None where it may be something else.
 
-    A TensorDictModule qualifies if it is exactly of that class, reads one key, writes only the action, and has no hooks
-    or options.
+    A TensorDictModule qualifies if it is exactly of that class, has no hooks or options, and writes `"action"` and
+    other entries at the root.
     """
     if isinstance(policy, ObservationPolicy):
         return policy
     module: Any = policy.function if isinstance(policy, CallablePolicy) else None
     if type(module) is not TensorDictModule or not _is_plain_module(module):
         return None
-    return ObservationPolicy(module.module, module.in_keys, outputs=1)
+    return ObservationPolicy(module.module, module.in_keys, out_keys=module.out_keys)
+
+
+class ModuleKeys(NamedTuple):
+    """The entries of its input that a module reads, and those that it writes."""
+
+    read: frozenset[Any]
+    written: frozenset[Any]
+
+
+def module_keys(policy: TensorDictPolicy) -> ModuleKeys | None:
+    """What a policy reads and writes where it is a module on TensorDicts; None where it may read anything.
+
+    That is known where all modules in it are classes of tensordict and have no hooks.
+    """
+    module = policy.function if isinstance(policy, CallablePolicy) else None
+    if not isinstance(module, TensorDictModuleBase):
+        return None
+    for member in module.modules():
+        if isinstance(member, TensorDictModuleBase):
+            is_known = type(member).__module__.split(".")[0] == "tensordict" and not is_hooked(member)
+            if not is_known or vars(member).get("_generator_key") is not None:  # an entry that no key names
+                return None
+    return ModuleKeys(frozenset(module.in_keys), frozenset(module.out_keys))
 
 
 def _expanded(policy: RandomPolicy, env: Any) -> RandomPolicy:
@@ -411,11 +487,12 @@ def _expanded(policy: RandomPolicy, env: Any) -> RandomPolicy:
 
 
 def _is_plain_module(module: Any) -> bool:
-    state = vars(module)
-    options = [state.get(name) for name in MODULE_OPTIONS]
-    keys_fit = len(module.in_keys) == 1 and list(module.out_keys) == ["action"] == list(module.out_keys_source)
-    changed = is_hooked(module) or any(options)
-    return keys_fit and not changed and state.get("inplace", True) is True and isinstance(module.module, nn.Module)
+    state, keys = vars(module), list(module.out_keys)
+    if is_hooked(module) or any(state.get(name) for name in MODULE_OPTIONS) or state.get("inplace", True) is not True:
+        return False
+    at_root = all(isinstance(key, str) and key not in ("_", "next", *FLAGS) for key in keys)
+    distinct = len({*keys, *module.in_keys}) == len(keys) + len(module.in_keys)
+    return at_root and distinct and "action" in keys and keys == list(module.out_keys_source)
 
 
 def _takes_tensordict(module: nn.Module) -> bool:

@@ -81,7 +81,7 @@ class ColumnTable:
 
     def fit_rows(self, rows: Any) -> tuple[int, list[Tensor]]:
         leaves = self.layout.fitting(rows, 1)
-        return len(leaves[0]), leaves
+        return len(leaves[0]), [t.to(self._device) for t in leaves]
 
     def append(self, leaves: list[Tensor], most: int | None = None) -> Tensor:
         leaves = [leaf[:most] for leaf in leaves]
@@ -185,6 +185,8 @@ class ColumnTable:
         """Writes packed rows from a sequence on."""
         slots = (torch.arange(start, start + rows.shape[1]) % self._lanes.store.lane_capacity).to(self._device)
         for column, x in zip(self._stored(), self.layout.stored, strict=True):
+            if not x.nbytes:  # arrays without elements have strides that views refuse
+                continue
             # A copy with strides of its own: of one row, any strides count as contiguous, and views refuse some.
             part = rows[:, :, x.offset : x.offset + x.nbytes].transpose(1, 0, 2).copy()
             leaf = torch.from_numpy(part).view(x.dtype).reshape(rows.shape[1], *self._env_shape, *x.shape)

@@ -20,7 +20,7 @@ class HeldLanes(Lanes):
 
     @property
     def cursor(self) -> int:
-        return self.store.cursor(self._held or 0)
+        return self.store.cursor(self.held or 0)
 
     def hold(self) -> int:
         """Takes a lane for what is written without a lane's number: the first free one of `by_room`.
@@ -28,14 +28,14 @@ class HeldLanes(Lanes):
         Raises:
             NoFreeLaneError: every lane has a writer.
         """
-        if self._held is None:
+        if self.held is None:
             self._hold_first(self.by_room())
-        assert self._held is not None
-        return self._held
+        assert self.held is not None
+        return self.held
 
     def hold_as_saved(self, saved: list[dict[str, Any]]) -> int:
         ends = [(lane["published"] > lane["base"], lane["seams"][-1:] != [lane["published"]]) for lane in saved]
-        if self._held is None:
+        if self.held is None:
             self._hold_first(sorted(self.by_room(), key=lambda i: i >= len(ends) or not all(ends[i])))
         return self.hold()
 
@@ -46,7 +46,7 @@ class HeldLanes(Lanes):
         with self.mutex:
             for lane in lanes:
                 if lane not in self._beside and self._take_lane(lane, goes_on=False):
-                    self._held = lane
+                    self.held = lane
                     return
         raise NoFreeLaneError(f"all {self.store.lanes} lanes of this store have a writer")
 
@@ -90,7 +90,7 @@ class HeldLanes(Lanes):
     def holds(self, lane: int) -> bool:
         """Whether this process writes to a lane: its own, or one that it took with `hold_lane`."""
         notice_fork()
-        return lane == self._held or lane in self._beside
+        return lane == self.held or lane in self._beside
 
     def check_owned(self, lane: int) -> None:
         if not self.holds(lane):
@@ -114,7 +114,7 @@ class HeldLanes(Lanes):
         with self.mutex:
             if lane in self._beside:
                 return
-            if lane == self._held:
+            if lane == self.held:
                 raise ValueError(f"lane {lane} is written to by `extend` in this process; hold another one")
             if not self._take_lane(lane, goes_on):
                 raise NoFreeLaneError(f"lane {lane} of this store has a writer in another process; end it first")
@@ -137,15 +137,15 @@ class HeldLanes(Lanes):
 
     def mark_seam(self) -> None:
         with self.mutex:
-            for lane in self._ends if self._held is None else (self._held,):  # one of which it takes again
+            for lane in self._ends if self.held is None else (self.held,):  # one of which it takes again
                 self.store.mark_seam(lane)
 
     def release(self) -> None:
         notice_fork()
         with self.mutex:
-            if self._held is not None:
-                self._give_back(self._held)
-            self._held = None
+            if self.held is not None:
+                self._give_back(self.held)
+            self.held = None
 
     def close(self) -> None:
         with self.mutex:
@@ -161,5 +161,5 @@ class HeldLanes(Lanes):
         return self.holds(lane) or self._ends.get(lane) == (self.store.incarnation, published)
 
     def _next_slots(self, steps: int) -> Any:
-        assert self._held is not None
-        return self.store.next_slots(self._held, steps)
+        assert self.held is not None
+        return self.store.next_slots(self.held, steps)

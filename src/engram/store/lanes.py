@@ -69,7 +69,8 @@ class Lanes:
         self._turns = Turns(store, locks, on_take) if self.takes_turns and locks is not None else None
         self._stints = Stints(store, locks, on_take) if self.moves_on and locks is not None else None
         self._on_exclusive = on_exclusive
-        self._held: int | None = None  # 0 from its first write on, whatever lanes it writes to
+        #: 0 from the first write of this process on, whatever lanes it writes to; None: it has written nothing yet.
+        self.held: int | None = None
         self.unused_since_fork = False  # in a forked child that has not used the store yet
         #: Called after the first use of the store in a forked child.
         self.on_join: Callable[[], None] = _nothing
@@ -138,7 +139,7 @@ class Lanes:
         if self.unused_since_fork and self.locks is not None:  # a process that only saves is a user of the store, too
             self.join_after_fork()
         # A copy of private memory that is only saved stays unused.
-        held = self._held_by_parent if self.unused_since_fork else self._held
+        held = self._held_by_parent if self.unused_since_fork else self.held
         saved = []
         self.pending_borders.settle(self.mutex)
         for i in range(self.store.lanes):
@@ -216,7 +217,7 @@ class Lanes:
             NoFreeLaneError: the store has one writer, another process.
             StorageInUseError: as `turn`.
         """
-        held = self._held
+        held = self.held
         return held if held is not None else self._take()
 
     def _take(self) -> int:
@@ -224,12 +225,12 @@ class Lanes:
         if self.unused_since_fork:
             self.join_after_fork()
         with self.mutex:
-            if self._held is None:
+            if self.held is None:
                 if self._stints is not None:
                     self._stints.join()
                 else:
                     self._take_only_lane()
-                self._held = 0
+                self.held = 0
         return 0
 
     def _take_only_lane(self) -> None:
@@ -258,7 +259,7 @@ class Lanes:
 
     def continue_as_saved(self, saved: list[dict[str, Any]]) -> None:
         """When rows with these `saved_states` are restored: goes on in the stint of the process that saved them."""
-        if not self.moves_on or self._held is None:
+        if not self.moves_on or self.held is None:
             return
         states = self.counters()
         own = [i for i, lane in enumerate(saved) if states[i]["left"] and lane["seams"][-1:] != [lane["published"]]]
@@ -267,7 +268,7 @@ class Lanes:
 
     def check_owned(self, lane: int) -> None:
         """A StorageError where this process does not hold a lane, so that it cannot append there by its number."""
-        if lane == self._held and not (self.takes_turns or self.moves_on):
+        if lane == self.held and not (self.takes_turns or self.moves_on):
             return
         raise StorageError(
             f"lane {lane} belongs to no process: writers of this store move from lane to lane, and use add and extend"
@@ -320,7 +321,7 @@ class Lanes:
         """The time slots that the next steps of this process go to: int64 [steps]."""
         self.hold()
         slots = self._next_slots(steps)
-        if self._held is not None:
+        if self.held is not None:
             return slots
         self.hold()  # the native call has noticed a fork that Python did not see
         return self._next_slots(steps)
@@ -334,7 +335,7 @@ class Lanes:
             return int(self.next_slots(1)[0])
         lane = self.hold()
         slot = self.store.next_slot(lane)
-        return slot if lane == self._held else self.store.next_slot(self.hold())
+        return slot if lane == self.held else self.store.next_slot(self.hold())
 
     def advance(self, steps: int, begins: bool = False) -> Tensor:
         """Counts steps as written, for storages that keep their rows elsewhere; returns their time slots.
@@ -349,7 +350,7 @@ class Lanes:
     def mark_seam(self) -> None:
         """Puts a seam before the next step that this process writes: a trajectory begins there."""
         with self.mutex:
-            if self._held is not None or self._released is not None:
+            if self.held is not None or self._released is not None:
                 self.store.mark_seam(0)
 
     def release(self) -> None:
@@ -358,11 +359,11 @@ class Lanes:
         if self._copy_of:
             self.join_after_fork()
         with self.mutex:
-            if self._held is not None:
+            if self.held is not None:
                 self._released = end_of(self.store, 0)
                 if self.locks is not None:
                     self.locks.free_lanes(self.store.lanes)
-            self._held = None
+            self.held = None
 
     @contextlib.contextmanager
     def exclusive(self, operation: str) -> Iterator[None]:
@@ -391,7 +392,7 @@ class Lanes:
     def close(self) -> None:
         """Makes this process no writer any more, and releases the locks."""
         with self.mutex:
-            self._held = None
+            self.held = None
             if self.locks is not None:
                 self.locks.close()
 
@@ -464,7 +465,7 @@ class Lanes:
                 self.locks.join()
             parent, self._copy_of = self._copy_of, 0
             if self.unused_since_fork and self.locks is None:
-                self._held = self._held_by_parent
+                self.held = self._held_by_parent
             self.unused_since_fork = False
             self.on_join()
         warn_of_copy(parent)
@@ -478,8 +479,8 @@ class Lanes:
         self.store.after_fork()
         self._session = os.urandom(8).hex()
         if not self.unused_since_fork:
-            self._held_by_parent = self._held if self.locks is None else None
-        self._held = None
+            self._held_by_parent = self.held if self.locks is None else None
+        self.held = None
         self.unused_since_fork = True
         if self.locks is None:
             self._copy_of = os.getppid()

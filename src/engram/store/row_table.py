@@ -29,13 +29,17 @@ _new_tuple: Any = tuple.__new__
 class NativeRows:
     """What native calls may do with stored rows past the methods of a storage, now."""
 
-    __slots__ = ("_appends", "_reads", "push", "source", "table")
+    __slots__ = ("_appends", "_reads", "push", "push_columns", "push_step", "source", "table")
 
     def __init__(self) -> None:
         #: What whole batches are read from.
         self.source: _native.RowSource | None = None
         #: Checks and appends plain data in one call, as `RowTable.push`; returns the index as `add` and `extend` do.
         self.push: Callable[[Any, int, int, str | None], Any] | None = None
+        #: Checks and appends the leaves of a batch, as `RowTable.push_columns`.
+        self.push_columns: Callable[[list[Any], int, int, str | None], bool] | None = None
+        #: Appends a step of plain arrays, converts their numbers, and makes no index: as `RowTable.push_step`.
+        self.push_step: Callable[[Any], bool] | None = None
         #: Rows that may be read together with those of other tables.
         self.table: RowTable | None = None
         self._reads = self._appends = True
@@ -48,18 +52,22 @@ class NativeRows:
         """Uses a table, to whose rows `push` appends."""
         self.bind_source(table)
         self.table, self.push = table if self._reads else None, push if self._appends else None
+        self.push_step = table.push_step if self._appends else None
+        self.push_columns = None if self.push is None else table.push_columns
 
     def bind_push(self, push: Any) -> None:
         """Appends by `push`; rows are read by the methods of the storage."""
-        self.source, self.push, self.table = None, push if self._appends else None, None
+        self.unbind()
+        self.push = push if self._appends else None
 
     def bind_source(self, table: RowTable) -> None:
         """Uses a table of which only whole batches are read."""
-        self.source, self.push, self.table = table.source if self._reads else None, None, None
+        self.unbind()
+        self.source = table.source if self._reads else None
 
     def unbind(self) -> None:
         """There is no table."""
-        self.source = self.push = self.table = None
+        self.source = self.push = self.push_step = self.push_columns = self.table = None
 
     def pause(self) -> None:
         """Nothing is read until the table is bound again."""
@@ -89,6 +97,8 @@ class RowTable:
         self.mapped = mapped
         self._fast = layout.plain
         self._index_leaves: dict[str, int | None] = {}
+        self._leaf_numbers = {leaf.path: k for k, leaf in enumerate(layout.leaves)}
+        self._chosen_leaves: dict[tuple[pytree.KeyPath, ...], list[int]] = {}
         border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
         if border.decides:
             self._store.set_border(self._codec, list(border.entries), list(border.done), border.either, border.id)
@@ -123,26 +133,52 @@ class RowTable:
         With `index_key` each row also stores its own index there, if its layout has such an entry. Returns what
         `append` does. None: nothing was written, and `fit` and `append` write it, or say what does not fit.
         """
-        lane, own = self.lanes._held, None
+        lane, own = self.lanes.held, None
         if lane is None or not self._fast:
             return None
         if index_key is not None:
             try:
                 own = self._index_leaves[index_key]
             except KeyError:
-                own = self._index_leaves[index_key] = self._index_leaf(index_key)
+                own = self._index_leaf(index_key)
             if own == _NO_INDEX:
                 return None
         bits = _FLOAT_BITS.get(torch.get_default_dtype(), 0) if type(batch) is list else None
         # Positional: the hot path.
         return _native.push(self._store, self._codec, lane, batch, batch_dims, time_dim, own, bits)
 
+    def push_columns(self, columns: list[Any], batch_dims: int, time_dim: int, index_key: str | None) -> bool:
+        """As `push`, of an array or tensor `[*batch, ...]` for each of `layout.leaves`; makes no index.
+
+        What stands for the leaf of the rows' own index is ignored. False: nothing was written.
+        """
+        lane, own = self.lanes.held, None
+        if lane is None or not self._fast:
+            return False
+        if index_key is not None:
+            own = self._index_leaves[index_key] if index_key in self._index_leaves else self._index_leaf(index_key)
+            if own == _NO_INDEX:
+                return False
+        return _native.push_columns(self._store, self._codec, lane, columns, batch_dims, time_dim, own)
+
+    def push_step(self, step: Any) -> bool:
+        """Appends one time step of all environments, of numpy arrays, and makes no index of it, in one native call.
+
+        Arrays have as many numbers as the rows, in any shape and dtype: `numpy.reshape` and `astype` in one. False:
+        nothing was written; `fit` and `append` write it, or say what does not fit.
+        """
+        lane = self.lanes.held
+        # Positional: the hot path.
+        return lane is not None and self._fast and _native.push_step(self._store, self._codec, lane, step)
+
     def _index_leaf(self, key: str) -> int | None:
         """The number of the leaf for the rows' own index; None: there is none, `_NO_INDEX`: the entry is another."""
-        if (key,) not in self.layout.paths:
-            return None
-        k = next(k for k, leaf in enumerate(self.layout.leaves) if leaf.path == (key,))
-        return k if self._codec.holds_index(k) else _NO_INDEX
+        leaf = None
+        if (key,) in self.layout.paths:
+            leaf = next(k for k, leaf in enumerate(self.layout.leaves) if leaf.path == (key,))
+            leaf = leaf if self._codec.holds_index(leaf) else _NO_INDEX
+        self._index_leaves[key] = leaf
+        return leaf
 
     def append(self, plan: _native.Plan, most: int | None = None) -> Tensor | int:
         slots = self._store.append(self.lanes.hold(), plan, most)
@@ -275,6 +311,34 @@ class RowTable:
         for key, value in (extra or {}).items():
             pytree.set_entry(batch, key, value)
         return Rows(batch, *rest)
+
+    def read_leaves(self, slots: Tensor | np.ndarray[Any, Any], paths: tuple[pytree.KeyPath, ...]) -> Rows:
+        """As `Storage.read_leaves`."""
+        if self.lanes.unused_since_fork:
+            self.lanes.join_after_fork()
+        leaves = self._chosen_leaves.get(paths)
+        if leaves is None:
+            leaves = self._chosen_leaves[paths] = [self._leaf_number(path) for path in paths]
+        return Rows(*self._store.gather_leaves(self._codec, slots, leaves, self.mapped))
+
+    def read_n_steps(
+        self,
+        slots: Tensor | np.ndarray[Any, Any],
+        discounts: np.ndarray[Any, Any],
+        reward: pytree.KeyPath,
+        done: pytree.KeyPath,
+    ) -> tuple[Tensor, ...] | None:
+        """As `Storage.read_n_steps`, in one native call; None: a slot holds no row, or rows were overwritten."""
+        if self.lanes.unused_since_fork:
+            self.lanes.join_after_fork()
+        leaves = self._leaf_number(reward), self._leaf_number(done)
+        return _native.read_n_steps(self._store, self._codec, slots, discounts, *leaves, self.mapped)
+
+    def _leaf_number(self, path: pytree.KeyPath) -> int:
+        try:
+            return self._leaf_numbers[path]
+        except KeyError:
+            raise KeyError(f"the stored steps have no {pytree.format_key(path)}") from None
 
     def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
         if self._store.read_only:

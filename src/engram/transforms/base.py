@@ -70,6 +70,15 @@ class Deferred(NamedTuple):
     apply: Callable[[TensorDictBase, Tensor], None]
 
 
+class FrameStacks(NamedTuple):
+    """Stacks of the last frames of observations in their episode, concatenated, oldest first: `CatFrames` as data."""
+
+    pairs: tuple[tuple[Key, Key], ...]  #: each observation, and where its stack goes; in this order
+    n: int  #: frames
+    dim: int  #: the dimension along which they are concatenated, counted from the end
+    padding: float | None  #: the value of frames before the first one; None: they are the first one
+
+
 class EnvTransformMixin:
     """The part of `Transform` that `TransformedEnv` uses.
 
@@ -172,6 +181,10 @@ class EnvTransformMixin:
 
     def deferred(self) -> Deferred | None:
         """Its form for whole batches; None if it must be applied to each step."""
+        return None
+
+    def frame_stacks(self) -> FrameStacks | None:
+        """What it does, if that is nothing but to stack observations."""
         return None
 
     def close(self) -> None:

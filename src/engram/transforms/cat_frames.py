@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+import engram._native as _native
 from engram._advice import advised
 from engram._providers import PROVIDERS
 from engram.pytree import (
@@ -17,13 +17,13 @@ from engram.pytree import (
     as_key,
     get_tensor,
     key_path,
-    map_outermost,
     remove_entry,
     require_tensor,
     set_entry,
+    take_rows,
 )
 from engram.specs import Bounded, Spec
-from engram.transforms.base import EnvTransformMixin, Transform, select_reset, to_device
+from engram.transforms.base import EnvTransformMixin, FrameStacks, Transform, select_reset, to_device
 from engram.transforms.env_specs import EnvSpecs, map_spec
 from engram.transforms.trajectory import BatchView, TrajectoryBounds, TrajectoryTransform
 
@@ -114,16 +114,20 @@ class CatFrames(TrajectoryTransform, built_in=True):
         return self.forward(tensordict)
 
     # ---- environments ----
-    _history: dict[Key, list[Tensor]]  #: the last N frames, oldest first
+    _history: dict[Key, list[Tensor]]  #: by out_key: the last N frames, oldest first
 
     def _env_state(self, specs: EnvSpecs) -> dict[str, Any]:
         return {"_history": {}}
+
+    def frame_stacks(self) -> FrameStacks | None:
+        padding = None if self.padding == "same" else self.padding_value
+        return FrameStacks(tuple(self._env_pairs), self.N, self.dim, padding) if type(self) is CatFrames else None
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         for source, _ in self._env_pairs:
             spec = specs.entry(source)
             if spec is not None:
-                self._check_dims(source, spec.ndim - specs.observation.ndim)
+                _check_dims(source, spec.ndim - specs.observation.ndim, self.dim)
         return EnvTransformMixin.transform_specs(self, specs)
 
     def _mapped(self, spec: Any) -> Spec:
@@ -140,8 +144,8 @@ class CatFrames(TrajectoryTransform, built_in=True):
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         for source, target in self._env_pairs:
             frame = fresh.get(source)
-            old = self._history.get(source, [None] * self.N)
-            self._history[source] = [
+            old = self._history.get(target, [None] * self.N)
+            self._history[target] = [
                 select_reset(td, *pair) for pair in zip(self._first_frames(frame), old, strict=True)
             ]
             self._set_frames(fresh, source, target)
@@ -150,9 +154,9 @@ class CatFrames(TrajectoryTransform, built_in=True):
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         for source, target in self._env_pairs:
             frame = following.get(source)
-            history = self._history.get(source)
+            history = self._history.get(target)
             moved = None if history is None else [*(to_device(old, frame.device) for old in history[1:]), frame]
-            self._history[source] = self._first_frames(frame) if moved is None else moved
+            self._history[target] = self._first_frames(frame) if moved is None else moved
             self._set_frames(following, source, target)
         return following
 
@@ -162,50 +166,32 @@ class CatFrames(TrajectoryTransform, built_in=True):
         return [pad] * (self.N - 1) + [frame]
 
     def _set_frames(self, td: TensorDictBase, source: Key, target: Key) -> None:
-        history = self._history[source]
+        history = self._history[target]
         td.set(target, torch.cat(history, self.dim))
         if target != source:
             history[-1] = history[-1].clone()  # the caller holds the same tensor, and may write into it
 
     def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
         # Reads all entries before setting any, as an out_key may be among in_keys.
-        results, left = [], {}
+        results: list[tuple[Key, Tensor]] = []
+        pasts: dict[Key, _Past] = {}
+        view = trajectories.view
         for source, target in self._pairs(batch):
             root = _root_of(batch, source)
-            frames = self._frames(batch, root, trajectories)
-            past = _Past.of(before, root, frames, continues, trajectories, self.N)
-            now = None if root == source else self._frames(batch, source, trajectories)
-            results.append((target, trajectories.view.join(self._concatenated(past, now))))
-            left[root] = past.tail(self.N - 1)
+            if root not in pasts:
+                frames = self._frames(batch, root, view)
+                pasts[root] = _Past.of(before, root, frames, continues, trajectories)
+            newest = None if root == source else self._frames(batch, source, view).flatten(0, 1)
+            stacks = _stack_frames(self, *pasts[root].steps(), newest)
+            results.append((target, stacks.reshape((*view.shape, *stacks.shape[1:]))))
         for target, value in results:
             set_entry(batch, target, value)
-        return left
+        return {root: past.tail(self.N - 1) for root, past in pasts.items()}
 
-    def _frames(self, batch: Any, key: Key, trajectories: TrajectoryBounds) -> Tensor:
-        frames = trajectories.view.split(require_tensor(batch, key, "CatFrames"), key)
-        self._check_dims(key, frames.ndim - 2)
+    def _frames(self, batch: Any, key: Key, view: BatchView) -> Tensor:
+        frames = view.split(require_tensor(batch, key, "CatFrames"), key)
+        _check_dims(key, frames.ndim - 2, self.dim)
         return frames
-
-    def _check_dims(self, key: Key, dims: int) -> None:
-        if dims < -self.dim:
-            raise ValueError(
-                f"dim={self.dim} needs frames of {-self.dim} dimensions or more; {key!r} has {dims} beside the batch's"
-            )
-
-    def _concatenated(self, past: _Past, now: Tensor | None) -> Tensor:
-        """[S, T, ...]: the last N frames at each step; the newest is that of `now` if given."""
-        rows = torch.arange(past.frames.shape[0], device=past.frames.device).unsqueeze(1)
-        at = torch.arange(past.frames.shape[1], device=past.frames.device)[past.length :]
-        ages = range(self.N - 1, -1, -1) if now is None else range(self.N - 2, -1, -1)
-        columns = []
-        for age in ages:
-            place = torch.maximum(at - age, past.first)
-            frame = past.frames[rows, place]
-            if self.padding == "constant":
-                exists = (at - age >= past.first).reshape(*place.shape, *[1] * (frame.ndim - 2))
-                frame = torch.where(exists, frame, torch.as_tensor(self.padding_value, dtype=frame.dtype))
-            columns.append(frame)
-        return torch.cat(columns if now is None else [*columns, now], self.dim)
 
     def _settings(self) -> dict[str, Any]:
         return {"N": self.N, "dim": self.dim, "padding": self.padding, **super()._settings()}
@@ -228,25 +214,34 @@ class StackedFrames(Transform, built_in=True):
         ids = get_tensor(batch, self.slice_key)
         if ids is None:  # `rb[:]` and `rb[i]`: single frames
             return batch
-        ends = torch.ones_like(ids, dtype=torch.bool)
-        ends[:-1] = ids[1:] != ids[:-1]
-        ends = ends.unsqueeze(0)
-        bounds = TrajectoryBounds(BatchView(tuple(ids.shape)), ends, None, torch.zeros_like(ends), ends)
-        self._with_next(batch)._run(batch, bounds, torch.zeros(1, dtype=torch.bool), None)
+        last, first = _native.slice_bounds(ids.cpu().contiguous())
+        last, first = last.to(ids.device), first.to(ids.device)
+        stacks = []
+        for source, target in self._pairs_of(batch):
+            root = _root_of(batch, source)
+            newest = None if root == source else self._frames(batch, source, len(ids))
+            frames = self._frames(batch, root, len(ids))
+            stacks.append((target, _stack_frames(self.frames, frames, last, first, newest, last)))
         remove_entry(batch, self.slice_key)
-        last = ends.flatten().nonzero().flatten()
-        return map_outermost(batch, lambda leaf: leaf[last], lambda td: td[last])
+        batch = take_rows(batch, last)
+        for target, value in stacks:
+            set_entry(batch, target, value)
+        return batch
 
-    def _with_next(self, batch: Any) -> CatFrames:
-        """The transform for the observations, and for those under `next` that exist."""
-        both = copy.copy(self.frames)
-        pairs = dict(zip(both.in_keys, both.out_keys, strict=True))
+    def _frames(self, batch: Any, key: Key, n: int) -> Tensor:
+        leaf = require_tensor(batch, key, "CatFrames")
+        frames = leaf if leaf.ndim and len(leaf) == n else BatchView((n,)).split(leaf, key)  # refuses it
+        _check_dims(key, frames.ndim - 1, self.frames.dim)
+        return frames
+
+    def _pairs_of(self, batch: Any) -> list[tuple[Key, Key]]:
+        """The entries to stack, and where: observations, and those under `next` that exist."""
+        pairs = dict(zip(self.frames.in_keys, self.frames.out_keys, strict=True))
         for source, target in list(pairs.items()):
             following: Key = ("next", *key_path(source))
             if key_path(source)[0] != "next" and get_tensor(batch, following) is not None:
                 pairs.setdefault(following, ("next", *key_path(target)))
-        both.in_keys, both.out_keys = list(pairs), list(pairs.values())
-        return both
+        return list(pairs.items())
 
     def _settings(self) -> dict[str, Any]:
         return {"frames": self.frames}
@@ -256,15 +251,13 @@ class _Past:
     """The frames of a batch, preceded by the last frames of the batch before."""
 
     def __init__(self, frames: Tensor, length: int, first: Tensor, last_first: Tensor) -> None:
-        self.frames = frames  # [S, length + T, ...]
-        self.length = length  # the number of frames of the batch before
-        self.first = first  # int64 [S, T]: where in `frames` each step's trajectory starts
+        self._frames = frames  # [S, length + T, ...]
+        self._length = length  # the number of frames of the batch before
+        self._first = first  # int64 [S, T]: where in `frames` each step's trajectory starts
         self._last_first = last_first  # int64 [S]: where in `frames` the trajectory of the last step starts
 
     @classmethod
-    def of(
-        cls, before: Any, root: Key, frames: Tensor, continues: Tensor, trajectories: TrajectoryBounds, n: int
-    ) -> _Past:
+    def of(cls, before: Any, root: Key, frames: Tensor, continues: Tensor, trajectories: TrajectoryBounds) -> _Past:
         first = trajectories.first()
         if before is None or root not in before:
             return cls(frames, 0, first, first[:, -1])
@@ -273,10 +266,17 @@ class _Past:
         start = torch.where((first == 0) & continues.unsqueeze(1), last_first.unsqueeze(1), first + length)
         return cls(torch.cat([earlier.to(frames.dtype), frames], 1), length, start, start[:, -1])
 
+    def steps(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All frames, `[M, ...]`; int64 [S * T]: the last one of each step, and the first one of its trajectory."""
+        environments, frames = self._frames.shape[:2]
+        begins = torch.arange(environments, device=self._first.device).unsqueeze(1) * frames
+        at = begins + torch.arange(self._length, frames, device=self._first.device)
+        return self._frames.flatten(0, 1), at.flatten(), (begins + self._first).flatten()
+
     def tail(self, n: int) -> tuple[Tensor, Tensor]:
         """The last n frames, and where among them the trajectory of the last step starts."""
-        start = max(0, self.frames.shape[1] - n)
-        return self.frames[:, start:].clone(), (self._last_first - start).clamp_min(0)
+        start = max(0, self._frames.shape[1] - n)
+        return self._frames[:, start:].clone(), (self._last_first - start).clamp_min(0)
 
 
 def _root_of(batch: Any, key: Key) -> Key:
@@ -286,3 +286,38 @@ def _root_of(batch: Any, key: Key) -> Key:
         if get_tensor(batch, root) is not None:
             return root
     return key
+
+
+def _check_dims(key: Key, dims: int, dim: int) -> None:
+    if dims < -dim:
+        raise ValueError(f"dim={dim} needs frames of {-dim} dimensions or more; {key!r} has {dims} beside the batch's")
+
+
+def _stack_frames(
+    form: CatFrames, frames: Tensor, at: Tensor, first: Tensor, newest: Tensor | None, rows: Tensor | None = None
+) -> Tensor:
+    """[R, ...]: the last N frames at each of R steps.
+
+    Args:
+        form: how they are stacked.
+        frames: [M, ...]; at: int64 [R]: the last frame of each step; first: int64 [R]: the first of its trajectory.
+        newest: [L, ...]: frames that come behind those; rows: int64 [R]: which of them, None: all, L = R.
+    """
+    constant = None
+    if form.padding == "constant":
+        constant = torch.as_tensor(form.padding_value, dtype=frames.dtype)
+    if not (frames.requires_grad or (newest is not None and newest.requires_grad)):
+        behind = None if newest is None else newest.contiguous()
+        stacks = _native.stack_frames(frames.contiguous(), at, first, form.N, form.dim, behind, rows, constant)
+        if stacks is not None:
+            return stacks
+    columns = []
+    for age in range(form.N - 1 - (newest is not None), -1, -1):
+        frame = frames[torch.maximum(at - age, first)]
+        if constant is not None:
+            exists = (at - age >= first).reshape(-1, *[1] * (frame.ndim - 1))
+            frame = torch.where(exists, frame, constant)
+        columns.append(frame)
+    if newest is not None:
+        columns.append(newest if rows is None else newest[rows])
+    return torch.cat(columns, form.dim)

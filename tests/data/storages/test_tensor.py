@@ -1,5 +1,6 @@
 """LazyTensorStorage and TensorStorage."""
 
+import copy
 import logging
 import math
 from multiprocessing.reduction import ForkingPickler
@@ -173,3 +174,12 @@ def test_device_auto_is_that_of_the_first_batch_and_initialized_tells_of_it():
     rb.extend(torch.arange(3))
     assert storage.initialized and storage.device == torch.device("cpu") and rb[:].tolist() == [0, 1, 2]
     assert TensorStorage(torch.arange(3)).initialized
+
+
+def test_copies_and_checkpoints_of_columns_take_an_entry_without_elements(tmp_path):
+    given = TensorDict({"n": torch.arange(6.0), "none": torch.zeros(6, 0)}, [6])
+    rb, twin = (ReplayBuffer(storage=TensorStorage(td)) for td in (given, torch.zeros_like(given)))
+    rb.dumps(tmp_path)
+    twin.loads(tmp_path)
+    for other in (twin, copy.deepcopy(rb)):
+        assert torch.equal(other[:]["n"], given["n"]) and other[:]["none"].shape == (6, 0)

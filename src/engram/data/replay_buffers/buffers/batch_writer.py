@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from engram.data.replay_buffers.samplers.draw import DrawPlan
     from engram.data.replay_buffers.storages.base import Storage
     from engram.data.replay_buffers.writers.round_robin import Writer
+    from engram.store.layout import RowLayout
     from engram.transforms.compose import Compose
 
 
@@ -84,6 +85,31 @@ class GivenPriorities:
         self._sampler.update_priority(self._storage.from_slots(at[given]), priorities[given], storage=self._storage)
 
 
+class ColumnRows:
+    """Rows of a storage to which a batch is appended as columns: an array or tensor `[*batch, ...]` for each leaf.
+
+    Attributes:
+        paths: of the leaves, in the order of the columns.
+        index_path: the leaf in which rows store their own index, whose column is ignored; None: there is none.
+        ndim: the batch dimensions of the columns.
+    """
+
+    def __init__(self, storage: Storage, layout: RowLayout, time_dim: int, index_key: str | None) -> None:
+        self.layout, self._storage, self._time_dim, self._index_key = layout, storage, time_dim, index_key
+        self.paths = [leaf.path for leaf in layout.leaves]
+        self.index_path = None if index_key is None else (index_key,)
+        self.ndim = storage.ndim
+
+    def append(self, columns: list[Any]) -> bool:
+        """Writes a batch behind the newest row. False: nothing was written, because it is not of this layout, ..."""
+        storage = self._storage
+        with storage.mutex:
+            push, layout = storage.native.push_columns, storage.layout
+            if push is None or layout is not self.layout:
+                return False
+            return push(columns, self.ndim, self._time_dim, self._index_key)
+
+
 class BatchWriter:
     """Writes data into a storage as a buffer does; `BatchReader` is its counterpart.
 
@@ -110,6 +136,7 @@ class BatchWriter:
         self.pushes = writer.placing is Placing.BEHIND and self._check_rows is None and not self._tells_sampler
         self.transform = transform
         self.priorities = priorities
+        self._column_rows: ColumnRows | None = None
 
     def write(self, data: Any, *, single: bool, update_priority: bool | None = None) -> Any:
         """Writes one step or a batch; returns what `add` or `extend` do. If it is refused, transforms are as before."""
@@ -121,6 +148,19 @@ class BatchWriter:
         with storage.mutex if priorities is None else self._writing():
             slots = self._append(batch, single, time_dim, priorities)
         return self._index_of(slots, single)
+
+    @property
+    def column_rows(self) -> ColumnRows | None:
+        """The rows to which columns can be appended as they are; None where `write` does more than that."""
+        given, layout = self.priorities, self._storage.layout
+        if layout is None or not self.pushes or self.transform.transforms or self._storage.native.push_columns is None:
+            return None
+        if given is not None and given.are_stored():
+            return None
+        rows = self._column_rows
+        if rows is None or rows.layout is not layout:
+            rows = self._column_rows = ColumnRows(self._storage, layout, self._time_dim, self._writer.index_key)
+        return rows
 
     def flush(self) -> Any:
         """Writes the steps that transforms hold back; returns their indices."""

@@ -27,6 +27,7 @@ from engram._generator import Generator, is_state
 from engram._system import set_state, state_of
 from engram._text import warn_user
 from engram.checkpoint.protocols import StorageCheckpointerBase
+from engram.data.replay_buffers.buffers.batch_writer import ColumnRows
 from engram.data.replay_buffers.buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
 from engram.data.replay_buffers.buffers.dataset import BatchDataset
 from engram.data.replay_buffers.buffers.delayed import delay, is_delayed
@@ -297,6 +298,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     _entries: Entries | None = None  # that batches get at their root
     _make_default_writer: Callable[[], Writer] = RoundRobinWriter
     _is_shut_down = False
+    _extends_plainly: ClassVar[bool] = True  # by the library's own `extend`
     _copied_as: ClassVar[Mapping[str, Any]] = {
         **dict.fromkeys(("_parts", "_iteration", "_is_shut_down"), LEFT_OUT),
         "_handed_out": Computed(lambda buffer: BatchCount()),
@@ -363,6 +365,12 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
                 return pushed
         index: Tensor = writes.write(data, single=False, update_priority=update_priority)
         return index
+
+    @property
+    def column_rows(self) -> ColumnRows | None:
+        """For collectors: rows to which columns are appended as they are; None where `extend` does more than that."""
+        plainly = self._extends_plainly and "extend" not in vars(self)
+        return self._parts.batch_writer.column_rows if plainly else None
 
     def flush_transforms(self) -> Tensor:
         """Writes the steps that transforms hold back; returns their indices as `extend` does, none if none waited.
@@ -1075,6 +1083,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     # ---- copies: what `pickle` and `copy` make; what is sent to a process travels by `__getstate__` ----
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        definer = next(vars(kind) for kind in cls.__mro__ if "extend" in vars(kind))
+        cls._extends_plainly = bool(definer.get("_extends_plainly"))
         pickle_by_state(cls, _check_sending)
 
     def _copy_form(self) -> CopyForm:

@@ -64,6 +64,7 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
         return key
 
     extend = with_argument(ReplayBuffer.extend, "data", "tensordicts")
+    _extends_plainly = True
 
     def update_tensordict_priority(self, data: Any) -> None:
         """Sets the priorities of a batch's rows from `data[priority_key]`.

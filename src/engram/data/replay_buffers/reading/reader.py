@@ -40,6 +40,7 @@ from engram.pytree import (
     has_keys,
     is_tensorclass,
     no_array_error,
+    pinned,
     set_per_item,
 )
 from engram.store.row_table import RowTable
@@ -644,7 +645,7 @@ class BatchReader:
         # What transforms have learnt may be that of other rows, and so may a part be that was read before another one.
         if any(self.members[draw.member].storage.access.incarnation != draw.incarnation for draw in draws):
             return None
-        return (batch.pin_memory() if self.pin_memory else batch), info
+        return (pinned(batch) if self.pin_memory else batch), info
 
     def _read_at_once(self, draws: list[Draw], generations: bool) -> tuple[Any, dict[str, Any]] | None:
         """Reads the rows of all members straight into one batch; None where it takes more than that."""

@@ -376,7 +376,7 @@ def as_writer(writer: Any) -> Writer:
 
 def given_writer(writer: Writer) -> Any:
     """The object that the user gave: this one, or the one that is adapted."""
-    return writer.own if isinstance(writer, _AdaptedWriter) else writer
+    return writer.own if type(writer) is _AdaptedWriter else writer
 
 
 def _optional(writer: Any, name: str) -> Any:
