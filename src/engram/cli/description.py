@@ -256,7 +256,7 @@ def _of_header(path: str | os.PathLike[str], store: Any, opened: StoreFile, rows
         file_bytes=opened.nbytes,
         envs=store.envs,
         keys=_keys(layout),
-        lanes=tuple(_lane(lane, rows[i], store.envs, opened.has_writer(i)) for i, lane in enumerate(lanes)),
+        lanes=tuple(_lane(lane, rows[i], store.envs, opened.has_writer(i, store)) for i, lane in enumerate(lanes)),
         writers=writer_shares(store),
         in_use=opened.is_in_use,
     )

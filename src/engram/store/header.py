@@ -111,10 +111,13 @@ class StoreFile:
         """Whether another process or object has it open."""
         return is_open_elsewhere(self.fd)
 
-    def has_writer(self, lane: int) -> bool:
-        """Whether another process holds a lane; where writers move on, whether the one that wrote there last lives."""
-        if self.store.keeps_extents:
-            last = self.store.last_writer(lane)
+    def has_writer(self, lane: int, store: _native.Store) -> bool:
+        """Whether another process holds a lane of this store.
+
+        Where writers move from lane to lane, whether the one that wrote there last has the store open.
+        """
+        if store.keeps_extents:
+            last = store.last_writer(lane)
             return bool(last) and is_writer_alive(self.fd, last >> _native.PID_BITS)
         return has_writer(self.fd, lane)
 
