@@ -297,8 +297,8 @@ class TensorDictActions(ActionSource):
         What it wrote is left out where it reads none of it, and writes all of it again.
         """
         carried, rows = self._carried, self._rows
-        is_seen = self._read is None or self._has_next
-        if not is_seen and isinstance(carried, dict) and self._read.isdisjoint(carried):
+        read = None if self._has_next else self._read
+        if read is not None and isinstance(carried, dict) and read.isdisjoint(carried):
             carried = {}
         elif self._ended is not None:
             self._carried = carried = self._without(carried, self._ended)
