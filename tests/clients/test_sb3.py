@@ -343,3 +343,16 @@ def test_a_step_that_does_not_fit_is_refused_and_changes_nothing():
     with pytest.raises(ValueError):
         buffer.add(np.zeros((3, 3)), np.zeros((2, 3)), np.zeros((2, 4)), np.zeros(2), np.zeros(2), [{}, {}])
     assert buffer.pos == 0
+
+
+@pytest.mark.parametrize("stored", [0, 1])
+def test_images_with_their_axes_in_another_order_are_refused(stored):
+    buffer = ReplayBuffer(9, OBSERVATIONS["pixels"], ACTIONS["discrete"], "cpu", n_envs=2)
+    rest = np.zeros(2), np.zeros(2), np.zeros(2), [{}, {}]
+    images = np.zeros((2, 2, 8, 8), np.uint8)
+    for _ in range(stored):
+        buffer.add(images, images, *rest)
+    for given in ((np.moveaxis(images, 1, 3).copy(), images), (images, images.reshape(8, 8, 2, 2))):
+        with pytest.raises(ValueError, match="observations of shape"):
+            buffer.add(*given, *rest)
+    assert buffer.pos == stored

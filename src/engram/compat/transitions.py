@@ -255,7 +255,14 @@ class TransitionRows:
         """Observations of all environments in the shapes and dtypes of their space."""
         if isinstance(space, Mapping):
             return {key: self._observations(value[key], part) for key, part in space.items()}
-        return np.asarray(value, space.dtype).reshape(self.n_envs, *shape_of(space))
+        array, shape = np.asarray(value, space.dtype), (self.n_envs, *shape_of(space))
+        if array.ndim > 1 and (len(shape) > 2 or array.shape[0] != self.n_envs) and not _same_but_for_ones(array, shape):
+            raise ValueError(f"observations of shape {array.shape} for {self.n_envs} environments of {shape[1:]}")
+        return array.reshape(shape)
+
+
+def _same_but_for_ones(array: npt.NDArray[Any], shape: tuple[int, ...]) -> bool:
+    return [n for n in array.shape if n != 1] == [n for n in shape if n != 1]
 
 
 class StoredEntry(np.ndarray[Any, Any]):

@@ -289,9 +289,9 @@ class Storage(MadeFromParts):
     def append_step(self, step: Any) -> bool:
         """Writes one time step of all environments behind the newest row, in one native call, without an index of it.
 
-        `step`: numpy arrays, in the form of the stored steps. An array has as many numbers as the rows of all
-        environments have there, in any shape (`numpy.reshape`) and any dtype (`numpy.astype`; floats do not become
-        integers).
+        `step`: numpy arrays, in the form of the stored steps. An array has the shape that the rows of all environments
+        have there, but for lengths of 1 and where one of the two is flat, and any dtype (`numpy.astype`; floats do not
+        become integers).
 
         Returns: False: nothing was written; `check` and `append` write it, or say what does not fit. So before the
         first write, which decides what rows have; for other data; and where another process has the turn.
