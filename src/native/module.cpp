@@ -21,6 +21,7 @@
 #include "owner_watch.hpp"
 #include "push.hpp"
 #include "shared_atomics.hpp"
+#include "step_columns.hpp"
 #include "trajectories.hpp"
 
 namespace nb = nanobind;
@@ -53,6 +54,7 @@ NB_MODULE(_native, m) {
   bind_priorities(m);
   bind_ranks(m);
   bind_trajectories(m);
+  bind_step_columns(m);
   bind_frames(m);
   bind_atomics(m);
   bind_owner_watch(m);

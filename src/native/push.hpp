@@ -165,10 +165,7 @@ inline bool push_step(Store& store, const Codec& codec, uint64_t lane, nb::handl
   Plan plan;
   if (!codec.check_step(plan, values, step.ptr(), store.geometry().envs)) return false;
   check_border(store, plan);
-  const Turn turn(store, lane);
-  if (turn.refused() || store.would_evict(lane, store.lanes.lane(lane).published.load(), 1)) return false;
-  maybe_without_gil(writes_long(store, plan.bytes), [&] { RowWriter(store).append(lane, 1, plan.leaves); });
-  return true;
+  return !append_checked(store, lane, plan, std::nullopt, false, false).is_none();
 }
 
 inline void check_items_of(const Store& store, const Codec& codec, std::optional<size_t> own) {

@@ -70,13 +70,13 @@ nb::tuple add_episodes(CpuArray<const Reward, 2> reward, CpuArray<const bool, 2>
 // environment, [calls, n]: whether the call only reset the environment, and so made no frame. `taken` [n] says how many frames
 // of each environment were taken before. Writes the call that made each frame to `taken_calls` [n, steps], and returns how many
 // calls, from the oldest on, have no waiting frame left; `taken` and `waiting` count without these calls afterwards.
-inline size_t take_frames(nb::bytes idle, CpuArray<int64_t, 1> taken, CpuArray<int64_t, 1> waiting,
-                          CpuArray<int64_t, 2> taken_calls) {
+inline size_t take_frames_of(const void* idle, size_t size, CpuArray<int64_t, 1> taken, CpuArray<int64_t, 1> waiting,
+                             CpuArray<int64_t, 2> taken_calls) {
   const size_t n = taken.shape(0), steps = taken_calls.shape(1);
-  if (n == 0 || waiting.shape(0) != n || taken_calls.shape(0) != n || idle.size() % n != 0)
+  if (n == 0 || waiting.shape(0) != n || taken_calls.shape(0) != n || size % n != 0)
     throw nb::value_error("the arrays are not of the same environments");
-  const size_t calls = idle.size() / n;
-  const char* only_reset = idle.c_str();
+  const size_t calls = size / n;
+  const auto* only_reset = static_cast<const char*>(idle);
   size_t dropped = calls;
   for (size_t env = 0; env < n; ++env) {
     int64_t number = -taken.data()[env];  // of the next frame, counted from the first one that waits
@@ -100,11 +100,22 @@ inline size_t take_frames(nb::bytes idle, CpuArray<int64_t, 1> taken, CpuArray<i
   return dropped;
 }
 
+inline size_t take_frames(nb::bytes idle, CpuArray<int64_t, 1> taken, CpuArray<int64_t, 1> waiting, CpuArray<int64_t, 2> calls) {
+  return take_frames_of(idle.c_str(), idle.size(), taken, waiting, calls);
+}
+inline size_t take_frames_of_rows(CpuArray<const bool, 2> idle, CpuArray<int64_t, 1> taken, CpuArray<int64_t, 1> waiting,
+                                  CpuArray<int64_t, 2> calls) {
+  if (idle.shape(1) != taken.shape(0)) throw nb::value_error("the arrays are not of the same environments");
+  return take_frames_of(idle.data(), idle.size(), taken, waiting, calls);
+}
+
 inline void bind_trajectories(nb::module_& m) {
   using namespace nb::literals;
   m.def("number_trajectories", &number_trajectories, "done"_a, "current"_a.noconvert(), "starts"_a.noconvert(), "count"_a,
         "ids"_a.noconvert());
   m.def("take_frames", &take_frames, "idle"_a, "taken"_a.noconvert(), "waiting"_a.noconvert(), "calls"_a.noconvert());
+  m.def("take_frames", &take_frames_of_rows, "idle"_a.noconvert(), "taken"_a.noconvert(), "waiting"_a.noconvert(),
+        "calls"_a.noconvert());
   m.def("add_episodes", &add_episodes<float>, "reward"_a.noconvert(), "done"_a, "totals"_a.noconvert(),
         "lengths"_a.noconvert(), "most"_a);
   m.def("add_episodes", &add_episodes<double>, "reward"_a.noconvert(), "done"_a, "totals"_a.noconvert(),

@@ -188,6 +188,17 @@ def test_a_replay_buffer_is_saved_and_loaded(tmp_path):
     assert again.replay_buffer.pos == 80 and model.replay_buffer.pos == 60
 
 
+def test_a_pickle_of_an_earlier_version_is_loaded():
+    pair = [ReplayBuffer(30, BOX, ACTIONS["box"], "cpu", n_envs=3) for _ in range(2)]
+    fill(pair, BOX, ACTIONS["box"], steps=4, n_envs=3)
+    earlier = {"steps", "n_envs", "buffer", "_observation_space", "_action_size", "_action_dtype"}
+    for name in vars(pair[1].rows).keys() - earlier:
+        delattr(pair[1].rows, name)
+    pair[1] = pickle.loads(pickle.dumps(pair[1]))
+    fill(pair, BOX, ACTIONS["box"], steps=9, n_envs=3)
+    assert_same_batches(pair)
+
+
 def test_a_training_goes_on_with_the_rows_in_a_file(tmp_path):
     storage = functools.partial(LazyMemmapStorage, scratch_dir=tmp_path / "rows", existsok=True)
     first = model_with(ReplayBuffer, storage=storage).learn(72)

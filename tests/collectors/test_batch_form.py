@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from contracts.each import each
 from contracts.gym_loop import WORLDS, Proxy, Rule
@@ -11,6 +12,7 @@ from contracts.gym_worlds import Countdown
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
 from engram.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
+from engram.store.layout import name_dimensions
 
 MULTI = [MultiSyncDataCollector, MultiaSyncDataCollector]
 NO_LIMIT = [None, 0, -1]
@@ -114,3 +116,18 @@ def test_compact_batches_lack_the_observations_under_next_alone(make):
     )
     assert ("next", "observation") in plain.keys(True) and ("next", "observation") not in compact.keys(True)
     assert bool((plain.exclude(("next", "observation")) == compact).all())
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_dimensions_are_named_as_by_tensordict_itself(named):
+    def made():
+        inner = TensorDict({"b": torch.zeros(2, 3, 4)}, [2, 3, 4] if named else [2, 3])
+        return TensorDict({"a": torch.zeros(2, 3), "in": TensorDict({"deep": inner}, [2, 3])}, [2, 3])
+
+    ours, theirs = made(), made()
+    name_dimensions(ours, [None, "time"])
+    theirs.names = [None, "time"]
+    for td in (ours, theirs):
+        td["in"]["deep"]["more"] = torch.zeros(*td["in"]["deep"].batch_size)
+    for one, other in ((ours, theirs), (ours["in"], theirs["in"]), (ours["in", "deep"], theirs["in", "deep"])):
+        assert one.names == other.names and one.batch_size == other.batch_size

@@ -144,6 +144,59 @@ def test_no_call_of_a_policy_searches_for_a_package(name, path, monkeypatch):
     assert searched == []
 
 
+class OwnNormal(torch.distributions.Normal):
+    """A distribution whose draws may be anything."""
+
+
+def draw(kind=torch.distributions.Normal, in_keys=("loc", "scale"), **options):
+    keys = in_keys if isinstance(in_keys, dict) else [*in_keys]
+    return ProbabilisticTensorDictModule(keys, ["action"], distribution_class=kind, **options)
+
+
+def categorical(**options):
+    return draw(torch.distributions.Categorical, ("logits",), **options)
+
+
+DRAWS = {
+    "log-probability": draw(return_log_prob=True),
+    "sample alone": draw(),
+    "not differentiable": categorical(return_log_prob=True, log_prob_key="lp"),
+    "bounds": draw(torch.distributions.Uniform, {"low": "loc", "high": "logits"}),
+    "random unless set": categorical(default_interaction_type=ExplorationType.RANDOM),
+}
+LEFT_ALONE = {
+    "several samples": draw(num_samples=2),
+    "class of a user": draw(OwnNormal),
+    "generator": draw(generator=torch.Generator()),
+}
+
+
+@each("name", DRAWS)
+@each("kind", [None, "RANDOM", "MODE"])
+def test_draw_is_that_of_the_module(name, kind):
+    module, results = DRAWS[name], []
+    td = TensorDict({"loc": torch.randn(3, 2), "scale": torch.rand(3, 2), "logits": torch.rand(3, 2) + 9}, [3])
+    for function in (module, fast_module_call(module)):
+        torch.manual_seed(0)
+        with torch.no_grad(), set_exploration_type(kind and ExplorationType[kind]):
+            results.append(function(td.clone()))
+    assert set(results[0].keys()) == set(results[1].keys()) > set(td.keys())
+    for key, value in results[0].items():
+        assert torch.allclose(value, results[1][key], 0, 0, equal_nan=True), key
+
+
+@each("name", LEFT_ALONE)
+def test_module_with_other_draws_is_called_itself(name):
+    assert fast_module_call(LEFT_ALONE[name]) is LEFT_ALONE[name]
+
+
+def test_random_draw_is_made_without_the_module(monkeypatch):
+    monkeypatch.setattr(ProbabilisticTensorDictModule, "_dist_sample", None)
+    with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+        out = fast_module_call(DRAWS["sample alone"])(TensorDict({"loc": torch.zeros(2), "scale": torch.ones(2)}))
+    assert out["action"].shape == (2,)
+
+
 def changed(change):
     module = modules()["sequence"]
     change(module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gymnasium
 import pytest
 import torch
-from tensordict import NonTensorData
+from tensordict import NonTensorData, TensorDict
 from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
@@ -18,7 +18,7 @@ from torch.distributions import Categorical
 from contracts.each import each
 from contracts.gym_loop import WORLDS, Proxy
 from contracts.gym_worlds import Countdown
-from engram.collectors import Collector
+from engram.collectors import Collector, action_sources
 from engram.collectors.output_columns import OutputsWay
 from engram.collectors.policy_weights import PolicyWeights
 from engram.collectors.sync import make_rollout
@@ -181,6 +181,16 @@ def test_input_that_nobody_keeps_is_one_object(n):
     inputs = []
     collect(worlds(n), lambda td: (inputs.append(id(td)), plain(act(td), 0))[1])
     assert len(inputs) == 36 // n and len(set(inputs)) == 1
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_tensordict_that_cannot_be_filled_is_made_for_each_step(n, monkeypatch):
+    expected = collect(worlds(n), OutputsPolicy(remembering))
+    monkeypatch.setattr(
+        action_sources, "tensordict_of", lambda entries, size, device: TensorDict(entries, size, device)
+    )
+    for batch, other in zip(collect(worlds(n), OutputsPolicy(remembering)), expected, strict=True):
+        assert_same(batch, other)
 
 
 @pytest.mark.parametrize("n", [1, 3])

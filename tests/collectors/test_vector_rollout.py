@@ -383,3 +383,62 @@ def test_the_rows_before_a_value_beyond_its_space_are_a_batch():
     assert batch["next", "observation"].argmax(-1).tolist() == [[1, 2], [1, 2]]
     with pytest.raises(ValueError, match=r"'observation' with .*3"):
         made.rollout()
+
+
+def test_rewards_beyond_float32_end_the_batch_before_them():
+    worlds = [Countdown((100,)), Countdown((100,))]
+    made = collector(worlds, Autoreset.DISABLED, Rule(), 5)
+    step = made.env.engine.step
+
+    def with_rewards(actions):
+        out = step(actions)
+        return out._replace(reward=np.array([1.0, 1e300 if worlds[0].total == 4 else 2.0]))
+
+    made.env.engine.step = with_rewards
+    batch = made.rollout()
+    assert batch["next", "reward"][..., 0].tolist() == [[1, 1, 1], [2, 2, 2]]
+    with pytest.raises(ValueError, match=r"1e\+300\) in float64"):
+        made.rollout()
+
+
+@modes
+def test_an_interrupt_between_the_halves_of_a_step_leaves_whole_frames(mode):
+    made = collector(
+        [Countdown((100,)), Countdown((100,))],
+        mode,
+        Rule(),
+        5,
+        replay_buffer=ReplayBuffer(storage=LazyTensorStorage(50)),
+    )
+    made.rollout()
+    log = made._rollout._log
+    record, calls = log._record, []
+
+    def interrupted(call, *values):
+        result = record(call, *values)
+        calls.append(call)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return result
+
+    log._record = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        made.rollout()
+    kept = made.replay_buffer[:]
+    assert kept["observation"][:, 0].tolist() == [*range(100, 95, -1)] * 2 + [95, 94] * 2
+
+
+@modes
+def test_observations_that_a_policy_keeps_do_not_change(mode):
+    kept = []
+
+    class Keeps(nn.Module):
+        def forward(self, observation):
+            kept.append((observation, observation.clone()))
+            return Rule()(observation)
+
+    made = collector([Countdown(w, reuse_array=True) for w in WORLDS], mode, Keeps())
+    for _ in range(4):
+        made.rollout()
+        for now, then in kept[:-1]:  # a reset may still write over the newest one
+            assert torch.equal(now, then)

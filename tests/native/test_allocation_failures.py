@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,6 +119,27 @@ def add(storage: str) -> World:
     rb = buffer(storage)
     row = ted_steps(1, salt=[7], length=6.0)[0]
     return World(lambda: rb.add(row), seen(rb), batch_of)
+
+
+def append_step(storage: str) -> World:
+    rb = ReplayBuffer(storage=STORAGES[storage](), batch_size=6)
+    row = {"x": np.ones(3), "next": {"x": np.zeros(3, np.float32), "done": np.zeros(1, np.bool_)}}
+    rb.add({"x": np.zeros(3, np.float32), "next": {"x": np.ones(3, np.float32), "done": np.zeros(1, np.bool_)}})
+    return World(lambda: rb.storage.append_step(row), seen(rb), batch_of)
+
+
+def read_leaves(storage: str) -> World:
+    rb = buffer(storage)
+    done, reward = ("next", "done"), ("next", "reward")
+    slots, discounts = np.array([3, 50, 4]), np.ones(4)
+    return World(
+        lambda: (
+            rb.storage.read_leaves(slots, (reward, done)).batch,
+            [*rb.storage.read_n_steps(slots, discounts, reward, done)],
+        ),
+        seen(rb),
+        batch_of,
+    )
 
 
 def replace(storage: str) -> World:
@@ -327,6 +349,8 @@ QUICK: dict[str, Callable[[], World]] = {
     "extend": lambda: extend("memory"),
     "extend, named": lambda: extend("named"),
     "add": lambda: add("memory"),
+    "step without an index": lambda: append_step("memory"),
+    "some leaves": lambda: read_leaves("memory"),
     "sample": lambda: sample("memory", "random"),
     "prioritised": lambda: sample_again("prioritised"),
     "slices": lambda: sample_again("slices"),

@@ -172,6 +172,8 @@ def collector_stats(
 
 def _as_rows(leaf: torch.Tensor, shape: torch.Size, merge: np.ufunc) -> Array:
     """`[*shape, ...]` as an array `[envs, time]`; further dimensions (agents) are merged by `merge`."""
+    if leaf.is_cpu and not leaf.requires_grad and leaf.shape == (*shape, 1) and leaf.numel():
+        return leaf.numpy().reshape(-1, shape[-1])  # the usual case: a third of the cost
     rows = leaf.detach().cpu().numpy().reshape(shape[:-1].numel(), shape[-1], -1)
     return rows[..., 0] if rows.shape[-1] == 1 else np.asarray(merge.reduce(rows, -1))
 

@@ -260,7 +260,8 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         policy: a callable on TensorDicts, a TensorDictModule, a module or function whose parameters have the names of
             observations, an `nn.Module` on the only observation, `env.rand_step`, or None for random actions. Of
             several tensors in a tuple the first is the action, the others are `"output1"`, ... It runs
-            under `torch.no_grad`.
+            under `torch.no_grad`. A policy may keep the TensorDict that it gets: what it finds there later is
+            what it found then. Its outputs are copied at each step.
         policy_factory: makes the policy, instead of `policy`; it is the collector's own then.
         frames_per_batch: frames of one batch, over all environments; may be left out beside `trajs_per_batch`.
         total_frames: where to stop (-1 or None: never); if it does not divide, a warning, and the last batch is whole.

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram._native import StepRecorder, lay_out_frames, take_frames
 from engram.collectors.action_sources import (
     ActionSource,
     MaskedRandom,
@@ -21,11 +22,7 @@ from engram.collectors.action_sources import (
 from engram.collectors.output_columns import OutputColumns, OutputsWay
 from engram.collectors.rollout import RolloutResult, StepColumns, Steps
 from engram.collectors.trajectories import StepTags
-from engram.envs.base import FrameIndex
 from engram.envs.codecs import (
-    BOOL,
-    DOUBLE,
-    SINGLE,
     ArrayCodec,
     SpaceLeaf,
     flag_row,
@@ -92,10 +89,7 @@ class VectorRollout:
     def _cut_short(self, steps: int, error: BaseException) -> RolloutResult:
         """Makes a batch of the steps before an error that every environment has, and restarts."""
         try:
-            try:
-                self._log.count()
-            except ValueError as earlier:
-                error = earlier
+            self._log.recount()
             steps = min(steps, int(self._log.waiting.min()))
             if steps == 0:
                 raise error
@@ -112,6 +106,7 @@ class VectorRollout:
         while (missing := steps - int(waiting.min())) > 0:
             if self._drains.any() and int(waiting.max()) - steps > MOST_AHEAD:
                 raise_endless(self._drains, self._max_frames)
+            self._log.reserve(missing)
             if self._to_reset.any():  # only now: the last state of a batch must stay, and a restart may come
                 self._reset(source)
             if self.is_random:
@@ -157,23 +152,22 @@ class VectorRollout:
     def _run(self, raws: Iterator[Any], source: ActionSource, calls: int) -> None:
         log, step = self._log, self._engine.step
         ends_matter = self._engine.autoreset is Autoreset.DISABLED or self._max_frames is not None
-        can_reset_some = self._engine.can_reset_some
-        may_drain = self._max_frames is not None and not can_reset_some
+        has_limit, can_reset_some = self._max_frames is not None, self._engine.can_reset_some
+        may_drain = has_limit and not can_reset_some
         idle_lost = can_reset_some and self._engine.autoreset is Autoreset.SAME_STEP
         for number, raw in enumerate(raws, 1):
             out = step(raw)
             if may_drain:
                 out = self._without_drained(out)
-            log.add(out)
+            ends = log.add(out)
             if out.idle is not None:
                 source.reset_envs(out.idle)
                 if idle_lost:
                     self._cut(out.idle)
             if out.last:
                 source.reset_envs([env for env, _ in out.last])
-            if ends_matter and self._note_ends(out) and number < calls:
+            if ends_matter and (ends or has_limit) and self._note_ends(out) and number < calls:
                 self._reset(source)
-        log.count()
 
     def _note_ends(self, out: VectorStep) -> bool:
         """Notes which episodes end with this call; returns whether environments have to be reset."""
@@ -192,7 +186,6 @@ class VectorRollout:
 
     def _cut(self, idle: Array) -> None:
         """Ends the trajectories of environments (bool `[n]`) that the last call only reset, where none had ended."""
-        self._log.count()
         for env in np.flatnonzero(idle).tolist():
             if not self._log.cut(env):
                 self._tags.cut(env)
@@ -227,23 +220,16 @@ class VectorRollout:
 
     def _steps_of(self, window: StepWindow, steps: int) -> Steps:
         shape = torch.Size((self._engine.n, steps))
-        done = window.terminated | window.truncated
         self.outputs_way = window.outputs_way
         outcomes = {
-            "reward": window.reward,
-            "done": done,
-            "terminated": window.terminated,
-            "truncated": window.truncated,
+            "reward": window.reward.numpy(),
+            "done": window.done.numpy(),
+            "terminated": window.terminated.numpy(),
+            "truncated": window.truncated.numpy(),
         }
-        tags = self._tags.tag(done[..., 0], shape, window.versions)
+        tags = self._tags.tag(outcomes["done"][..., 0], shape, window.versions)
         return StepColumns(
-            {**window.before, **window.action},
-            window.after,
-            outcomes,
-            tags,
-            window.policy_outputs,
-            shape=shape,
-            device=self._device,
+            window.before, window.after, outcomes, tags, window.policy_outputs, shape=shape, device=self._device
         )
 
 
@@ -267,47 +253,85 @@ class _LastObservations(NamedTuple):
 class StepLog:
     """The results of calls of `VectorEngine.step`, until their frames are in a batch.
 
-    A *frame* is a step of one environment; a call that only resets an environment is not a frame of it. Row c of the
-    observations is what the environments showed before call c, row c + 1 what they showed after it; where a reset wrote
-    over the latter, the last observation of the episode is kept apart. All arrays are copied at once.
+    A *frame* is a step of one environment; a call that only resets an environment is not a frame of it. All that a call
+    gives is copied at once into columns `[calls, n, ...]`. Row c of the observations is what the environments showed
+    before call c, row c + 1 what they showed after it; where a reset wrote over the latter, the last observation of the
+    episode is kept apart. A batch is laid out from the columns in memory of its own, at once.
+
+    The columns of one batch are used again for the next one, unless a policy has read observations: it may hold these.
     """
 
     def __init__(self, n: int, leaves: list[SpaceLeaf], actions: list[SpaceLeaf], device: torch.device | None) -> None:
         self._outputs = OutputColumns(torch.Size((n,)), device)  # of the policy, besides the action
         self._n, self._leaves, self._action_leaves = n, leaves, actions
-        codec, is_single = leaves[0].codec, len(leaves) == 1 and not leaves[0].path
-        # None: there are several arrays, or their values must be checked.
-        self._dtype = codec.raw_dtype if is_single and codec.limits is None else None
+        self._waiting = np.zeros(n, np.int64)  # frames that no batch has taken
+        self._are_plain = [leaf.codec.is_plain for leaf in (*leaves, *actions)]  # the tensor equals the raw array
+        #: Whether an observation is one array, whose values need no check.
+        self._is_one_array = len(leaves) == 1 and not leaves[0].path and leaves[0].codec.limits is None
         self._action_dtype = None if actions[0].path else actions[0].codec.raw_dtype  # None: several arrays
-        self._shape, self._flat = (n, *codec.raw_shape), (n,)
-        self._reward_row = np.dtype((np.void, n * SINGLE.itemsize))
         self.clear()
 
     def clear(self) -> None:
         """Drops everything, frames that wait for a batch included."""
-        self._shown: list[list[Array]] = [[] for _ in self._leaves]
-        self._actions: list[list[Any]] = [[] for _ in self._action_leaves]
-        self._rewards: list[bytes] = []  # bytes: a tenth of the cost of small arrays, to make and to join
-        self._uncounted: list[bytes] = []  # the rewards of the calls since the last `count`, in a dtype that fits all
-        self._reward_dtype: np.dtype[Any] = SINGLE
-        self._terminated: list[bytes] = []
-        self._truncated: list[bytes] = []
+        self._is_begun = False
         self._last_of_episodes: list[_LastObservations] = []
         self._outputs.clear()
+        self._has_outputs = False
         self._versions: list[int] = []
         self._version = 0
         self._dropped = 0
-        self._frames = FrameIndex(self._n)
+        self._calls = 0
+        self._waiting[:] = 0
+        self._taken = np.zeros(self._n, np.int64)  # frames of the calls in the columns that batches have taken
+        self._is_even = True  # whether frame t of each environment is of call t
+        self._allocate(0)
+
+    def _allocate(self, room: int) -> None:
+        """Makes columns with room for so many calls."""
+        n, self._room = self._n, room
+        self._shown = [np.empty((room + 1, n, *leaf.codec.raw_shape), leaf.codec.raw_dtype) for leaf in self._leaves]
+        self._actions = [
+            np.empty((room, n, *leaf.codec.raw_shape), leaf.codec.raw_dtype) for leaf in self._action_leaves
+        ]
+        self._reward = np.empty((room, n, 1), np.float32)
+        self._terminated, self._truncated, self._done = (np.empty((room, n, 1), np.bool_) for _ in range(3))
+        self._idle = np.empty((room, n), np.bool_)  # whether the call only reset the environment
+        self._record = StepRecorder(
+            self._shown, self._reward, self._terminated, self._truncated, self._done, self._idle, self._waiting
+        ).add
+        self._views: list[Sequence[Tensor] | None] = [None] * len(self._leaves)  # of the observations, by call
+
+    def _by_call(self) -> list[Array]:
+        """The columns that have a row for each call, in the order in which batches are laid out; idle comes last."""
+        return [*self._actions, self._reward, self._terminated, self._truncated, self._done, self._idle]
+
+    def _keep(self, first: int, room: int) -> None:
+        """Keeps the calls from the columns' row `first` on, which becomes row 0, with room for `room` calls in all."""
+        shown, by_call, end = self._shown, self._by_call(), self._calls
+        if room != self._room or any(views is not None for views in self._views):
+            self._allocate(room)
+        self._calls = end - first
+        for column, old in zip(self._shown, shown, strict=True):
+            column[: self._calls + 1] = old[first : end + 1]
+        if self._calls:
+            for column, old in zip(self._by_call(), by_call, strict=True):
+                column[: self._calls] = old[first:end]
+
+    def reserve(self, calls: int) -> None:
+        """Makes room for so many more calls."""
+        needed = self._calls + calls
+        if needed > self._room:  # of a log that has calls some more: resets take calls, as they will in later batches
+            self._keep(0, needed + self._calls // 4)
 
     @property
     def waiting(self) -> Array:
         """Frames of each environment that no batch has taken, int64 `[n]`."""
-        return self._frames.waiting
+        return self._waiting
 
     @property
     def is_empty(self) -> bool:
         """Whether the environments have not been reset yet."""
-        return not self._shown[0]
+        return not self._is_begun
 
     @property
     def keys(self) -> list[Any]:
@@ -317,116 +341,108 @@ class StepLog:
     def rows(self, key: Any) -> Callable[[int], Tensor]:
         """A function that returns the newest observation `[n, *shape]`; it ignores its argument."""
         index = self.keys.index(key)
-        encode = self._leaves[index].codec.encode
-        return lambda t: encode(self._shown[index][-1])
+        codec = self._leaves[index].codec
+        if not codec.is_plain:
+            return lambda t: codec.encode(self._shown[index][self._calls])
+
+        def newest(t: int) -> Tensor:
+            views = self._views[index]
+            if views is None:  # all at once: a third of the cost of one index each
+                views = self._views[index] = torch.from_numpy(self._shown[index]).unbind(0)
+            return views[self._calls]
+
+        return newest
 
     def begin(self, observation: Any) -> None:
         """Adds the observation after the first reset. Raises ValueError where it is not of the spaces."""
         for rows, shown in zip(self._rows_of(observation), self._shown, strict=True):
-            shown.append(rows)
+            shown[0] = rows
+        self._is_begun = True
 
-    def _rows_of(self, observation: Any) -> list[Array]:
-        """Copies of the leaves `[n, ...]` of batched observations. Raises ValueError where one is not of its space."""
-        if type(observation) is np.ndarray and observation.dtype is self._dtype and observation.shape == self._shape:
-            return [observation.copy()]
-        return [np.array(leaf.rows(observation, self._n), order="C") for leaf in self._leaves]
+    def _rows_of(self, observation: Any) -> tuple[Array, ...]:
+        """The leaves `[n, ...]` of batched observations. Raises ValueError where one is not of its space."""
+        return tuple([leaf.rows(observation, self._n) for leaf in self._leaves])
 
     def add_action(self, action: Any) -> None:
         """Adds the raw action of the next call."""
         if type(action) is np.ndarray and action.dtype is self._action_dtype:
-            self._actions[0].append(action.tobytes())  # a tenth of the cost of a copy
+            self._actions[0][self._calls] = action
             return
         for leaf, actions in zip(self._action_leaves, self._actions, strict=True):
-            actions.append(np.array(leaf.pick(action), leaf.codec.raw_dtype, order="C"))
+            actions[self._calls] = np.array(leaf.pick(action), leaf.codec.raw_dtype)
 
     def add_actions(self, actions: Array) -> None:
         """Adds the raw actions `[calls, n, ...]` of the next calls, where an action is one array."""
-        self._actions[0].extend(np.array(actions, self._action_leaves[0].codec.raw_dtype, order="C"))
+        self._actions[0][self._calls : self._calls + len(actions)] = actions
 
     def store_outputs(self, outputs: Mapping[str, Any]) -> None:
+        self._has_outputs = True
         self._outputs.put(self._calls, outputs)
 
     def store_tensordict(self, outputs: TensorDictBase, reason: str) -> None:
+        self._has_outputs = True
         self._outputs.put_tensordict(self._calls, outputs, reason)
 
     def note_version(self, version: int) -> None:
         """Notes the version of the weights that choose the actions from the next call on."""
         self._version = version
 
-    def add(self, out: VectorStep) -> None:
-        """Adds one call. Raises ValueError where a value is not of the spaces, and adds nothing then.
+    def add(self, out: VectorStep) -> bool:
+        """Adds one call; returns whether it ends an episode. Raises ValueError where a value is not of the spaces.
 
-        Rewards beyond float32 are an error of `count`.
+        Nothing is added then. A reward beyond float32 is such a value, too.
         """
-        rows, reward, terminated, truncated = self._rows_of(out.observation), out.reward, out.terminated, out.truncated
-        flat, ndarray = self._flat, np.ndarray  # no function call for rows of the right dtype: it costs as much
-        if type(reward) is not ndarray or reward.dtype is not self._reward_dtype or reward.shape != flat:
-            reward = self._widened(reward_row(reward, self._n))
-        if type(terminated) is not ndarray or terminated.dtype is not BOOL or terminated.shape != flat:
-            terminated = flag_row(terminated, self._n, "terminated")
-        if type(truncated) is not ndarray or truncated.dtype is not BOOL or truncated.shape != flat:
-            truncated = flag_row(truncated, self._n, "truncated")
-        last = self._last_rows(out.last) if out.last else None
-        for row, shown in zip(rows, self._shown, strict=True):
-            shown.append(row)
-        self._frames.add(out.idle)
-        self._terminated.append(terminated.tobytes())
-        self._truncated.append(truncated.tobytes())
+        observation, reward, terminated, truncated, last, idle = out
+        if last:
+            self._last_of_episodes.append(_LastObservations(self._last_call + 1, *self._last_rows(last)))
+        arrays = (observation,) if self._is_one_array else self._rows_of(observation)
+        ends = self._record(self._calls, arrays, reward, terminated, truncated, idle)
+        if ends < 0:
+            ends = self._record_converted(out)
+        if idle is not None:
+            self._is_even = False
         self._versions.append(self._version)
-        if last is not None:
-            self._last_of_episodes.append(_LastObservations(self._last_call + 1, *last))
-        self._uncounted.append(reward.tobytes())  # last: a call with rewards is whole
+        self._calls += 1
+        return ends > 0
+
+    def _record_converted(self, out: VectorStep) -> int:
+        """Records values that are not exactly of the columns' dtypes and shapes. Raises ValueError as `add`."""
+        arrays, reward = self._rows_of(out.observation), reward_row(out.reward, self._n)
+        terminated = flag_row(out.terminated, self._n, "terminated")
+        truncated = flag_row(out.truncated, self._n, "truncated")
+        error = narrow_rewards(reward[None]).error
+        if error is not None:
+            raise error
+        ends = self._record(self._calls, arrays, reward, terminated, truncated, out.idle)
+        assert ends >= 0, "converted values are of the columns' form"
+        return ends
 
     def _last_rows(self, last: Sequence[tuple[int, Any]]) -> tuple[list[int], list[bytes]]:
         """Environments, and by leaf their last observations. Raises ValueError where one is not of its space."""
         envs, raws = zip(*last, strict=True)
-        dtype, shape = self._dtype, self._shape[1:]
-        if dtype is None:
-            return list(envs), [b"".join([leaf.value(raw).tobytes() for raw in raws]) for leaf in self._leaves]
-        value, ndarray = self._leaves[0].value, np.ndarray  # no function call for the right dtype, as in `add`
-        rows = [
-            (raw if type(raw) is ndarray and raw.dtype is dtype and raw.shape == shape else value(raw)).tobytes()
-            for raw in raws
-        ]
-        return list(envs), [b"".join(rows)]
-
-    def _widened(self, reward: Array) -> Array:
-        """Rewards of another dtype than those before them, in a dtype that fits all that are not counted yet."""
-        if not self._uncounted:
-            self._reward_dtype = SINGLE if reward.dtype == SINGLE else DOUBLE
-        elif self._reward_dtype is SINGLE:
-            self._uncounted = [
-                row.tobytes() for row in _rows(self._uncounted, len(self._uncounted), SINGLE, self._n).astype(DOUBLE)
-            ]
-            self._reward_dtype = DOUBLE
-        return reward.astype(self._reward_dtype)
+        return list(envs), [b"".join([leaf.value(raw).tobytes() for raw in raws]) for leaf in self._leaves]
 
     @property
     def _last_call(self) -> int:
         return self._dropped + self._calls - 1
 
-    @property
-    def _calls(self) -> int:
-        return len(self._rewards) + len(self._uncounted)
-
     def last_ends(self) -> Array:
         """Whether the last call ended the episode of each environment, bool `[n]`."""
-        terminated, truncated = self._terminated[-1], self._truncated[-1]
-        return np.frombuffer(terminated, np.bool_) | np.frombuffer(truncated, np.bool_)
+        ends: Array = self._done[self._calls - 1, :, 0].copy()
+        return ends
 
     def truncate(self, envs: Array) -> None:
         """Marks the last call as truncating the episodes of `envs` (bool `[n]`)."""
-        self._truncated[-1] = (np.frombuffer(self._truncated[-1], np.bool_) | envs).tobytes()
+        self._truncated[self._calls - 1, :, 0] |= envs
+        self._done[self._calls - 1, :, 0] |= envs
 
     def cut(self, env: int) -> bool:
         """Marks the newest frame of an environment as truncated if it ends no episode; False: a batch has taken it."""
-        call = self._frames.last_frame(env)
-        if call is None:
+        if not self._waiting[env]:
             return False
-        if not self._terminated[call][env]:
-            row = bytearray(self._truncated[call])
-            row[env] = True
-            self._truncated[call] = bytes(row)
+        call = np.flatnonzero(~self._idle[: self._calls, env])[-1]
+        self._truncated[call, env] |= ~self._terminated[call, env]
+        self._done[call, env] = True
         return True
 
     def reset_envs(self, envs: Array, observation: Any) -> None:
@@ -437,86 +453,101 @@ class StepLog:
             if last.call < call:
                 break
             ended[last.envs] = False  # the engine reset them itself in this call, and their last observation is here
-        rows_of_ended = [shown[-1][ended].tobytes() for shown in self._shown]
+        rows_of_ended = [shown[self._calls][ended].tobytes() for shown in self._shown]
         self._last_of_episodes.append(_LastObservations(call, np.flatnonzero(ended).tolist(), rows_of_ended))
         for rows, shown in zip(begun, self._shown, strict=True):
-            shown[-1][envs] = rows[envs]
+            shown[self._calls][envs] = rows[envs]
 
-    def count(self) -> None:
-        """Counts the calls since the last count as waiting frames.
-
-        Raises ValueError for a reward beyond float32; only the calls before it are counted, the others are dropped.
-        """
-        rewards = narrow_rewards(_rows(self._uncounted, len(self._uncounted), self._reward_dtype, self._n))
-        self._uncounted.clear()
-        self._rewards.extend(rewards.values.view(self._reward_row)[:, 0].tolist())  # bytes of each call
-        self._frames.count(len(rewards.values))
-        if rewards.error is not None:
-            raise rewards.error
+    def recount(self) -> None:
+        """Counts the frames of the calls that were added as a whole: an interrupt may come in the middle of `add`."""
+        self._waiting[:] = (~self._idle[: self._calls]).sum(0) - self._taken
 
     def take(self, steps: int) -> StepWindow:
         """Takes the first `steps` waiting frames of each environment, oldest first."""
-        calls, dropped = self._frames.take(steps)
-        window = StepWindow(calls, self._versions)
-        self._fill(window)
-        self._drop(dropped)
+        if self._is_even:
+            calls, dropped = None, steps
+            self._waiting -= steps
+        else:
+            calls = np.empty((self._n, steps), np.int64)
+            dropped = take_frames(self._idle[: self._calls], self._taken, self._waiting, calls)
+            self._is_even = dropped == self._calls
+        window = self._lay_out(steps, calls)
+        self._drop(dropped, steps)
         return window
 
-    def _fill(self, window: StepWindow) -> None:
-        slots, n = window.slots, self._n
-        # No frame reads a call before the first of this log.
-        lasts, before = self._last_of_episodes, 1 - self._dropped
-        last_slots = [(last.call + before) * n + env for last in lasts for env in last.envs]
-        for leaf_number, (leaf, shown) in enumerate(zip(self._leaves, self._shown, strict=True)):
-            rows = _rows(shown, len(shown) * n, leaf.codec.raw_dtype, *leaf.codec.raw_shape)
-            window.before[leaf.key] = leaf.codec.encode(rows.take(slots, 0))
-            if last_slots:
-                rows_of_leaf = [last.rows[leaf_number] for last in lasts]
-                rows[last_slots] = _rows(rows_of_leaf, len(last_slots), rows.dtype, *rows.shape[1:])
-            window.after[leaf.key] = leaf.codec.encode(rows.take(slots + n, 0))
-        for leaf, actions in zip(self._action_leaves, self._actions, strict=True):
-            rows = _rows(actions, len(actions) * n, leaf.codec.raw_dtype, *leaf.codec.raw_shape)
-            window.action[leaf.key] = leaf.codec.encode(rows.take(slots, 0))
-        window.reward = _rows(self._rewards, len(self._rewards) * n, np.float32, 1).take(slots, 0)
-        window.terminated = _rows(self._terminated, len(self._terminated) * n, np.bool_, 1).take(slots, 0)
-        window.truncated = _rows(self._truncated, len(self._truncated) * n, np.bool_, 1).take(slots, 0)
-        window.outputs_way = self._outputs.way
-        window.policy_outputs = self._outputs.at(torch.from_numpy(slots), self._calls)
+    def _lay_out(self, steps: int, calls: Array | None) -> StepWindow:
+        # No frame reads what was shown after a call before the first of this log.
+        lasts = [last for last in self._last_of_episodes if last.call >= self._dropped]
+        last_calls = [last.call - self._dropped for last in lasts for _ in last.envs]
+        last_rows = [
+            np.frombuffer(b"".join([last.rows[number] for last in lasts]), np.uint8)
+            for number in range(len(self._leaves))
+        ]
+        tensors = lay_out_frames(
+            [*self._shown, *self._by_call()[:-1]],
+            self._shown,
+            steps,
+            calls,
+            np.array(last_calls, np.int64),
+            np.array([env for last in lasts for env in last.envs], np.int64),
+            last_rows,
+        )
+        leaves = [*self._leaves, *self._action_leaves]
+        acted = len(leaves)
+        before = {leaf.key: self._encoded(k, tensors[k]) for k, leaf in enumerate(leaves)}
+        reward, terminated, truncated, done = tensors[acted : acted + 4]
+        following = tensors[acted + 4 :]
+        return StepWindow(
+            before,
+            {leaf.key: self._encoded(k, following[k]) for k, leaf in enumerate(self._leaves)},
+            reward,
+            terminated,
+            truncated,
+            done,
+            self._outputs.way,
+            self._outputs_of(steps, calls),
+            self._versions,
+            calls,
+        )
 
-    def _drop(self, calls: int) -> None:
-        self._outputs.drop(calls)
-        flat: list[list[Any]] = [self._rewards, self._terminated, self._truncated]
-        for column in (*self._shown, *self._actions, *flat):
-            del column[:calls]
+    def _encoded(self, number: int, raw: Tensor) -> Any:
+        """Raw values `[n, time, ...]` of a leaf as the tensor that batches have."""
+        codec = (*self._leaves, *self._action_leaves)[number].codec
+        return raw if self._are_plain[number] else codec.encode(raw.numpy())
+
+    def _outputs_of(self, steps: int, calls: Array | None) -> TensorDictBase | None:
+        """What the policy wrote besides the actions, `[n, steps]`; None: nothing."""
+        if not self._has_outputs:
+            return None
+        frames = np.broadcast_to(np.arange(steps), (self._n, steps)) if calls is None else calls
+        return self._outputs.at(torch.from_numpy(frames * self._n + np.arange(self._n)[:, None]), self._calls)
+
+    def _drop(self, calls: int, steps: int) -> None:
+        if self._has_outputs:
+            self._outputs.drop(calls)
         self._versions = self._versions[calls:]  # the window has the old list
         self._dropped += calls
         self._last_of_episodes = [entry for entry in self._last_of_episodes if entry.call >= self._dropped]
+        left = self._calls - calls
+        self._keep(calls, min(self._room, left + 2 * steps))
 
 
-class StepWindow:
-    """The frames of a batch `[n, time]`: tensors by key, and arrays `[n, time, 1]`.
+class StepWindow(NamedTuple):
+    """The frames of a batch `[n, time]`: tensors by key, reward and flags `[n, time, 1]`."""
 
-    `calls` `[n, time]` says which call of the log each frame is of, `slots` which of its rows `call * n + env`.
-    """
-
-    reward: Array
-    terminated: Array
-    truncated: Array
+    before: dict[Any, Any]  # observations and action
+    after: dict[Any, Any]  # observations
+    reward: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    done: Tensor
     outputs_way: OutputsWay
-
-    def __init__(self, calls: Array, versions: list[int]) -> None:
-        self._calls, self._versions = calls, versions
-        self.slots = calls * len(calls) + np.arange(len(calls))[:, None]
-        self.before: dict[Any, Tensor] = {}
-        self.after: dict[Any, Tensor] = {}
-        self.action: dict[Any, Tensor] = {}
-        self.policy_outputs: TensorDictBase | None = None
+    policy_outputs: TensorDictBase | None
+    call_versions: list[int]
+    calls: Array | None  # the call of each frame; None: frame t is of call t
 
     def versions(self) -> Array:
         """The versions of the policy that acted, int64 `[n, time]`."""
-        return np.array(self._versions, np.int64).take(self._calls)
-
-
-def _rows(chunks: Sequence[Any], rows: int, dtype: Any, *shape: int) -> Array:
-    """Joins arrays, or bytes, of one dtype to a new array `[rows, *shape]`, at a third of the cost of `concatenate`."""
-    return np.frombuffer(bytearray().join(chunks), dtype).reshape(rows, *shape)
+        by_call = np.array(self.call_versions, np.int64)
+        n, steps = self.reward.shape[:2]
+        return np.tile(by_call[:steps], (n, 1)) if self.calls is None else by_call.take(self.calls)

@@ -25,6 +25,7 @@ from engram.pytree import Key, as_keys, key_path
 from engram.specs import Categorical, Composite, Spec, Stacked, StackedComposite, Unbounded
 from engram.specs.spaces import EncodedSpaces, HasSpaces
 from engram.specs.tensors import usable_device
+from engram.store.layout import name_dimensions
 from engram.transforms.base import IDLE
 
 
@@ -118,7 +119,7 @@ def stack_steps(steps: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
 
 def with_time_named(batch: TensorDictBase) -> TensorDictBase:
     """The same batch `[*, time]`, whose last dimension has the name "time"."""
-    batch.names = [*(None for _ in batch.shape[1:]), "time"]
+    name_dimensions(batch, [*[None] * (batch.ndim - 1), "time"])
     return batch
 
 

@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from engram._checks import attribute
+from engram._native import one_hot
 from engram._overrides import overrides
 from engram.errors import is_masked
 from engram.pytree import Key
@@ -324,14 +325,12 @@ class DiscreteCodec(ArrayCodec):
             self.limits = self.start, self.start + self._n - 1
 
     def encode(self, raw: np.ndarray[Any, Any]) -> Tensor:
-        choice = raw.astype(np.int64) - self.start
         if self._one_hot is None:
-            return torch.from_numpy(choice)
-        if (
-            self._n <= MAX_TABLE and choice.size and choice.min() >= 0
-        ):  # a tenth of the cost; `take` checks the upper bound
-            return torch.from_numpy(self._hot_by_choice.take(choice, 0))
-        return self._one_hot.encode(torch.from_numpy(choice))
+            return torch.from_numpy(raw.astype(np.int64) - self.start)
+        if self._n <= MAX_TABLE:
+            with contextlib.suppress(IndexError):  # a choice beyond the space: raises below
+                return one_hot(np.asarray(raw, np.int64, order="C"), self.start, self._n)
+        return self._one_hot.encode(torch.from_numpy(raw.astype(np.int64) - self.start))
 
     def decode(self, value: Tensor) -> Any:
         choice = self._to_choice(value.detach())
@@ -393,7 +392,8 @@ class DiscreteCodec(ArrayCodec):
         return torch.from_numpy(self._hot_by_choice.take(choice.numpy(), 0)), raws
 
     def random_batch(self, shape: Sequence[int]) -> Any:
-        return torch.randint(self._n, tuple(shape)).numpy() + self.start  # the same draw as by the spec
+        choice = torch.randint(self._n, tuple(shape)).numpy()  # the same draw as by the spec
+        return choice + self.start if self.start else choice
 
     @cached_property
     def _raw_by_choice(self) -> np.ndarray[Any, Any]:

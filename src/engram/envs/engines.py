@@ -17,9 +17,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram._checks import attribute
+from engram._native import ended_envs
 from engram.envs.action_checks import ActionCheck
 from engram.envs.codecs import (
-    BOOL,
     ArrayCodec,
     SpaceCodec,
     SpaceLeaf,
@@ -423,7 +423,7 @@ class GymVectorEngine(VectorEngine):
         self.can_reset_some = has_mask or self.autoreset is Autoreset.DISABLED
         self.action: SpaceCodec = codec_for(env.single_action_space, categorical=categorical)
         self._seed: int | list[int] | None = None
-        self._over = np.zeros(self.n, dtype=np.bool_)
+        self._over: Array | None = None  # whose episode the last call ended, bool [n]; None: nobody's
         self._info = make_info_reader(info_keys, self._probed, batch_dims=1)
         space = env.single_observation_space
         self.leaves: list[SpaceLeaf] = observation_leaves(space, observation_key, self._info, categorical=categorical)
@@ -490,7 +490,7 @@ class GymVectorEngine(VectorEngine):
             seed, self._seed = self._seed, None
             self._receive_last_step()
             observation, infos = self.env.reset() if seed is None else self.env.reset(seed=seed)
-            self._over = np.zeros(self.n, dtype=np.bool_)
+            self._over = None
             return self._shown(observation, infos)
         if not self.can_reset_some:
             raise ValueError(
@@ -499,7 +499,9 @@ class GymVectorEngine(VectorEngine):
                 "vectorization_mode='sync'"
             )
         observation, infos = self.env.reset(options={"reset_mask": mask.copy()})
-        self._over = self._over & ~mask
+        if self._over is not None:
+            over = self._over & ~mask
+            self._over = over if over.any() else None
         return self._shown(observation, infos)
 
     def _receive_last_step(self) -> None:
@@ -513,29 +515,22 @@ class GymVectorEngine(VectorEngine):
 
     def step(self, actions: Any) -> VectorStep:
         observation, reward, terminated, truncated, infos = self.env.step(actions)
-        observation = self._shown(observation, infos)
+        if self._info is not None:
+            observation = self._shown(observation, infos)
         if self.autoreset is Autoreset.DISABLED:
             return VectorStep(observation, reward, terminated, truncated)
-        ended = self._ended(terminated, truncated)
-        if self.autoreset is Autoreset.SAME_STEP:
-            if 1 not in ended.tobytes():  # a tenth of the cost of `any`
-                return VectorStep(observation, reward, terminated, truncated)
+        idle = self._over if self.autoreset is Autoreset.NEXT_STEP else None
+        try:
+            ended = ended_envs(self.n, terminated, truncated, idle)
+        except TypeError:  # no arrays of flags
+            terminated, truncated = self._flags(terminated, truncated)
+            ended = ended_envs(self.n, terminated, truncated, idle)
+        if self.autoreset is Autoreset.NEXT_STEP:
+            self._over = ended
+        elif ended is not None:
             terminated, truncated = self._flags(terminated, truncated)
             return VectorStep(observation, reward, terminated, truncated, self._last(infos, ended))
-        idle, has_idle = self._over, 1 in self._over.tobytes()
-        self._over = np.greater(ended, idle) if has_idle else ended
-        return VectorStep(observation, reward, terminated, truncated, (), idle if has_idle else None)
-
-    def _ended(self, terminated: Any, truncated: Any) -> Array:
-        """Whether an episode is over, bool `[n]`. Raises ValueError for values that are not flags."""
-        try:
-            ended: Array = np.logical_or(terminated, truncated)
-            if ended.dtype is BOOL and ended.shape == self._over.shape:
-                return ended
-        except (TypeError, ValueError):
-            pass  # text, or two shapes: raises below
-        terminated, truncated = self._flags(terminated, truncated)
-        return np.asarray(terminated | truncated)
+        return VectorStep(observation, reward, terminated, truncated, (), idle)
 
     def _flags(self, terminated: Any, truncated: Any) -> tuple[Array, Array]:
         return flag_row(terminated, self.n, "terminated"), flag_row(truncated, self.n, "truncated")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
+    CompositeDistribution,
     CudaGraphModule,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
@@ -28,6 +29,7 @@ from tensordict.nn import (
 )
 from tensordict.nn.probabilistic import interaction_type as exploration_type
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from engram._overrides import overrides
 from engram.envs.action_checks import action_keys
@@ -37,8 +39,9 @@ from engram.specs.torchrl import stack_members
 from engram.transforms.base import IDLE
 
 Call = Callable[[TensorDictBase], TensorDictBase]
-# Options of TensorDictModule and TensorDictSequential that change the result of a call.
+# Options of TensorDictModule, ProbabilisticTensorDictModule and TensorDictSequential that change the result of a call.
 MODULE_OPTIONS = ("method", "method_kwargs", "_kwargs", "_get_kwargs", "_out_to_in_map")
+DRAW_OPTIONS = ("num_samples", "_generator", "_generator_key")
 SEQUENCE_OPTIONS = ("partial_tolerant", "_select_before_return", "return_composite")
 
 
@@ -47,13 +50,15 @@ def fast_module_call(module: Any) -> Call:
 
     A TensorDictModule searches for the package pandas at each call if that is not installed, which takes longer than a
     small network. For modules, and sequences of them, without hooks or overridden methods the inner module is called
-    directly; any other module is returned itself.
+    directly, and random draws from a distribution are made here; any other module is returned itself.
     """
     if not isinstance(module, nn.Module) or is_hooked(module):
         return module  # type: ignore[no-any-return]
     forward, state = type(module).forward, vars(module)
     if forward is TensorDictModule.forward:
         return _of_module(module)
+    if type(module) is ProbabilisticTensorDictModule:
+        return _of_draw(module)
     sequences = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)
     parts = state["_modules"].get("module", None)
     has_options = any(state.get(name) for name in SEQUENCE_OPTIONS) or state.get("inplace") is not None
@@ -103,6 +108,28 @@ def _of_module(module: Any) -> Call:
                 return module(td)  # whose error names the key
         for key, value in named_outputs(inner(*values), keys).items():
             set_entry(td, key, value)
+        return td
+
+    return call
+
+
+def _of_draw(module: Any) -> Call:
+    state, kind = vars(module), module.distribution_class
+    is_known = isinstance(kind, type) and kind.__module__.split(".")[0] in ("torch", "torchrl", "tensordict")
+    keys = module.dist_sample_keys
+    if not is_known or not issubclass(kind, Distribution) or issubclass(kind, CompositeDistribution) or len(keys) != 1:
+        return module  # type: ignore[no-any-return]
+    if any(state.get(name) is not None for name in DRAW_OPTIONS):
+        return module  # type: ignore[no-any-return]
+
+    def call(td: TensorDictBase) -> TensorDictBase:
+        if (exploration_type() or module.default_interaction_type) is not ExplorationType.RANDOM:
+            return module(td)
+        distribution = module.get_dist(td)
+        sample = distribution.rsample() if distribution.has_rsample else distribution.sample()
+        set_entry(td, keys[0], sample)
+        if module.return_log_prob:
+            set_entry(td, module.log_prob_key, distribution.log_prob(sample))
         return td
 
     return call

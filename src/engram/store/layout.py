@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 import engram._native as _native
@@ -546,6 +546,26 @@ def tensordict_of(entries: dict[str, Any], batch_size: torch.Size, *, device: to
     vars(tensordict).update(_new_attributes)
     tensordict._tensordict, tensordict._batch_size, tensordict._device = entries, batch_size, device
     return tensordict
+
+
+def name_dimensions(tensordict: TensorDictBase, names: list[str | None]) -> None:
+    """Sets `tensordict.names`, of the nested ones too; in a tenth of the usual time for those of `tensordict_of`.
+
+    Example:
+        >>> batch = tensordict_of({"a": torch.zeros(2, 3)}, torch.Size([2]))
+        >>> name_dimensions(batch, ["time"])
+        >>> batch.names
+        ['time']
+    """
+    found: list[Any] = [tensordict]
+    for one in found:  # which grows by the nested ones
+        attributes = vars(one) if type(one) is TensorDict else {}
+        if attributes.get("_td_dim_names", 0) is not None or len(attributes["_batch_size"]) != len(names):
+            tensordict.names = names
+            return
+        found += [value for value in attributes["_tensordict"].values() if type(value) is not torch.Tensor]
+    for one in found:
+        one._td_dim_names = list(names)
 
 
 def _same_as_public() -> bool:
