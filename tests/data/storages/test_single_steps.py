@@ -332,6 +332,17 @@ class TestReadNSteps:
         storage.native.table = None
         assert all(equal(a, b) for a, b in zip(native, storage.read_n_steps(slots, powers), strict=True))
 
+    @each("native", [True, False])
+    @each("ends", [(), (2,)])
+    def test_of_no_steps_there_are_no_returns(self, native, ends):
+        storage = LazyTensorStorage(4)
+        rows = {"reward": torch.zeros(4), "done": torch.zeros(4, *ends, dtype=torch.bool)}
+        ReplayBuffer(storage=storage).extend({"next": rows})
+        if not native:
+            storage.native.table = None
+        found = storage.read_n_steps(torch.arange(0), np.ones(4))
+        assert [part.shape for part in found] == [(0, 3), (0,), (0,), (0, 1), (0, 1)]
+
     @each("dtype", [torch.float32, torch.float64, torch.int64, torch.int8, torch.bool, torch.float16])
     def test_rewards_of_any_dtype_become_float32(self, dtype):
         storage = LazyTensorStorage(4)

@@ -424,9 +424,9 @@ class Storage(MadeFromParts):
             if rows.absent is not None or rows.overwritten is not None:
                 return None
             numbers, flags = rows.batch
-            if numbers[:1].numel() != 1 or flags.dtype != torch.bool:
+            if numbers.numel() != len(at) or flags.dtype != torch.bool:
                 raise ValueError(f"{pytree.format_key(reward)} must be one number, {pytree.format_key(done)} bool")
-            return numbers.reshape(-1).to(torch.float32), flags.reshape(len(at), -1).any(1)
+            return numbers.reshape(-1).to(torch.float32), flags.reshape(len(at), math.prod(flags.shape[1:])).any(1)
 
         for _ in range(_MOST_LOOKS):
             with self.mutex:
