@@ -191,7 +191,7 @@ class ModuleActions(ActionSource):
 
     def _action_of(self, out: Any) -> Any:
         action, others = self._policy.split(out)
-        if self._device is not None or type(action) is not Tensor:
+        if others and (self._device is not None or type(action) is not Tensor):
             action, others = self._on_device(action, others)
         self._last_outputs = outputs = {key: value for key, value in others.items() if key not in self._keys}
         if outputs:

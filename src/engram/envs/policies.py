@@ -269,6 +269,8 @@ class ObservationPolicy:
         Raises TypeError if one of several outputs without names is not a tensor, and ValueError for another number of
         outputs than of names.
         """
+        if self.out_keys == ["action"] and not (isinstance(out, tuple) and len(out) > 1):
+            return out, {}  # as it is: whoever checks it says best what it is
         if self.out_keys is not None:
             others = named_outputs(out, self.out_keys)
             return others.pop("action"), others
