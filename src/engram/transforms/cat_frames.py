@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ class CatFrames(TrajectoryTransform, built_in=True):
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         for source, target in self._env_pairs:
             frame = fresh.get(source)
-            old = self._last_frames(target) or [None] * self.N
+            old: Sequence[Tensor | None] = self._last_frames(target) or [None] * self.N
             self._history[target] = [
                 select_reset(td, *pair) for pair in zip(self._first_frames(frame), old, strict=True)
             ]
