@@ -200,14 +200,14 @@ class _FewSteps:
         self.versions: list[int] = []  # by step, of the weights that chose the actions
         self._outputs: OutputColumns | None = None  # of a policy that gives more than the action
         if policy is not None:
-            self._module = policy.module
+            self._module, self._may_be_action = policy.module, policy.may_be_action
             self._row, *self._more_rows = [window.rows[key] for key in policy.in_keys]
 
     def choose(self, slot: int) -> Any:
         """The action of the policy for the observation in a slot."""
         row, more = self._row(slot), self._more_rows
         out = self._module(row, *[rows(slot) for rows in more]) if more else self._module(row)
-        return out if type(out) is Tensor else self._action_of(out)
+        return out if type(out) is Tensor and self._may_be_action else self._action_of(out)
 
     def _action_of(self, out: Any) -> Any:
         assert self._policy is not None

@@ -17,6 +17,7 @@ from engram.collectors.action_sources import (
     ModuleActions,
     RandomActions,
     TensorDictActions,
+    ZeroOutputs,
     skipping,
 )
 from engram.collectors.output_columns import OutputColumns, OutputsWay
@@ -66,6 +67,7 @@ class VectorRollout:
         self._log = StepLog(engine.n, engine.leaves, space_leaves(engine.action, ("action",)), self._device)
         self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, tags.weights, self._device)
         self._tensordict_actions.start(self._log, self._log)
+        self._zeros = ZeroOutputs()
         self.outputs_way = OutputsWay("columns")
         self.restart()
 
@@ -128,7 +130,7 @@ class VectorRollout:
         direct = as_observation_policy(self._policy)  # looked up again for each batch: hooks come and go
         if direct is not None and set(direct.in_keys) <= {*self._log.keys}:
             size, weights, device = self._batch_size, self._tags.weights, self._device
-            return ModuleActions(direct, self._codec, size, weights, device, self._log, self._log)
+            return ModuleActions(direct, self._codec, size, weights, device, self._log, self._log, self._zeros)
         return self._tensordict_actions
 
     def _chosen(self, source: ActionSource, calls: int) -> Iterator[Any]:

@@ -254,6 +254,8 @@ class ObservationPolicy:
         self.in_keys = list(in_keys)
         self.out_keys = None if out_keys is None else list(out_keys)
         self.outputs = outputs if out_keys is None else len(out_keys)  # None until the first call
+        #: Whether a tensor that the module returns is the action; else it lacks outputs, and `split` says so.
+        self.may_be_action = out_keys is None or len(out_keys) == 1
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         action, others = self.split(self.call(td))
