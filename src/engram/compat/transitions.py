@@ -70,7 +70,6 @@ class TransitionRows:
         self._observation_space = observation_space
         self._action_size = math.prod(action_space.shape)
         self._action_dtype = np.dtype(np.float32 if action_space.dtype == np.float64 else action_space.dtype)
-        self._know_entries()
 
     # ---- where the ring stands: the storage's counters say it ----
     @property
@@ -82,16 +81,24 @@ class TransitionRows:
     def is_full(self) -> bool:
         return len(self.buffer) == self.steps * self.n_envs
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._know_entries()  # which pickles of earlier versions do not have
+    # ---- what follows from the spaces; pickles of earlier versions do not have it ----
+    @functools.cached_property
+    def _not_truncated(self) -> npt.NDArray[np.bool_]:
+        return np.zeros(self.n_envs, np.bool_)
 
-    def _know_entries(self) -> None:
-        self._not_truncated = np.zeros(self.n_envs, np.bool_)
-        self._observation_paths = _paths_of(self._observation_space)
-        observation = [("observation", *path) for path in self._observation_paths]
-        self._now: tuple[KeyPath, ...] = (*observation, ("action",), ("next", "reward"))
-        self._then: tuple[KeyPath, ...] = (*(("next", *path) for path in observation), ("next", "terminated"))
+    @functools.cached_property
+    def _observation_paths(self) -> list[KeyPath]:
+        return _paths_of(self._observation_space)
+
+    @functools.cached_property
+    def _now(self) -> tuple[KeyPath, ...]:
+        """The entries of a step itself."""
+        return (*(("observation", *path) for path in self._observation_paths), ("action",), ("next", "reward"))
+
+    @functools.cached_property
+    def _then(self) -> tuple[KeyPath, ...]:
+        """The entries of what follows on a step."""
+        return (*(("next", "observation", *path) for path in self._observation_paths), ("next", "terminated"))
 
     # ---- writing ----
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, truncated: Any = None) -> None:
