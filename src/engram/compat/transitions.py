@@ -195,6 +195,17 @@ class TransitionRows:
         """
         return self.buffer.storage.read_n_steps(slots, discounts)
 
+    def n_step_transitions(self, slots: Slots, discounts: npt.NDArray[np.float32]) -> tuple[Transitions, NSteps]:
+        """As `transitions`, with what follows on the last of n steps; and as `n_steps`, of the same rows."""
+        storage = self.buffer.storage
+        while True:
+            with storage.mutex:  # other threads wait; what other processes write between the reads shows in the count
+                written = storage.write_count
+                steps = self.n_steps(slots, discounts)
+                batch = self.transitions(slots, steps.last)
+                if storage.write_count == written:
+                    return batch, steps
+
     def columns(self, slots: Slots, paths: tuple[KeyPath, ...]) -> list[Tensor]:
         """Entries of the rows in slots, int64 [n]: a tensor [n, ...] for each path.
 
@@ -269,7 +280,18 @@ class TransitionRows:
         """Observations of all environments in the shapes and dtypes of their space."""
         if isinstance(space, Mapping):
             return {key: self._observations(value[key], part) for key, part in space.items()}
-        return np.asarray(value, space.dtype).reshape(self.n_envs, *shape_of(space))
+        array, shape = np.asarray(value, space.dtype), (self.n_envs, *shape_of(space))
+        if (
+            array.ndim > 1
+            and (len(shape) > 2 or array.shape[0] != self.n_envs)
+            and not _same_but_for_ones(array, shape)
+        ):
+            raise ValueError(f"observations of shape {array.shape} for {self.n_envs} environments of {shape[1:]}")
+        return array.reshape(shape)
+
+
+def _same_but_for_ones(array: npt.NDArray[Any], shape: tuple[int, ...]) -> bool:
+    return [n for n in array.shape if n != 1] == [n for n in shape if n != 1]
 
 
 class StoredEntry(np.ndarray[Any, Any]):

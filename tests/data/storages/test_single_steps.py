@@ -89,7 +89,16 @@ class TestAppendStep:
         assert storage[1]["flag"].tolist() == [True, False]
         assert storage[1]["x"][0] == np.inf and storage[1]["x"][1].isnan()
 
-    def test_arrays_of_any_shape_with_as_many_numbers_are_taken(self):
+    @each("taken, shape", [
+        *((True, shape) for shape in ((ENVS, 2, 4), (1, ENVS, 2, 1, 4), (ENVS * 8,))),
+        *((False, shape) for shape in ((ENVS, 4, 2), (2, ENVS, 4), (ENVS, 8), (ENVS, 2, 2, 2), (1, ENVS * 8))),
+    ])  # fmt: skip
+    def test_numbers_keep_their_places(self, taken, shape):
+        storage = LazyTensorStorage(10 * ENVS, ndim=2)
+        ReplayBuffer(storage=storage).add({"image": np.zeros((ENVS, 2, 4), np.uint8)})
+        assert storage.append_step({"image": np.zeros(shape, np.uint8)}) is taken
+
+    def test_flat_arrays_and_lengths_of_1_are_taken(self):
         storage = LazyTensorStorage(10 * ENVS, ndim=2)
         ReplayBuffer(storage=storage).add({"x": np.zeros((ENVS, 2, 1), np.float32), "y": np.zeros((ENVS, 1))})
         assert storage.append_step({"x": np.arange(6, dtype=np.float32), "y": np.arange(3.0)[None]})
@@ -103,6 +112,8 @@ class TestAppendStep:
         "a missing entry": {"x": np.zeros((ENVS, 2))},
         "one entry more": {"x": np.zeros((ENVS, 2)), "y": np.zeros(ENVS), "z": np.zeros(ENVS)},
         "too few numbers": {"x": np.zeros((ENVS, 1)), "y": np.zeros(ENVS)},
+        "axes in another order": {"x": np.zeros((2, ENVS)), "y": np.zeros(ENVS)},
+        "more of the environments' axis": {"x": np.zeros((2, ENVS, 1)), "y": np.zeros(ENVS)},
         "another number of environments": {"x": np.zeros((ENVS + 1, 2)), "y": np.zeros(ENVS + 1)},
         "gaps between numbers": {"x": np.zeros((2, ENVS)).T, "y": np.zeros(ENVS)},
         "another byte order": {"x": np.zeros((ENVS, 2), ">f8"), "y": np.zeros(ENVS)},
@@ -320,6 +331,17 @@ class TestReadNSteps:
         native = storage.read_n_steps(slots, powers)
         storage.native.table = None
         assert all(equal(a, b) for a, b in zip(native, storage.read_n_steps(slots, powers), strict=True))
+
+    @each("native", [True, False])
+    @each("ends", [(), (2,)])
+    def test_of_no_steps_there_are_no_returns(self, native, ends):
+        storage = LazyTensorStorage(4)
+        rows = {"reward": torch.zeros(4), "done": torch.zeros(4, *ends, dtype=torch.bool)}
+        ReplayBuffer(storage=storage).extend({"next": rows})
+        if not native:
+            storage.native.table = None
+        found = storage.read_n_steps(torch.arange(0), np.ones(4))
+        assert [part.shape for part in found] == [(0, 3), (0,), (0,), (0, 1), (0, 1)]
 
     @each("dtype", [torch.float32, torch.float64, torch.int64, torch.int8, torch.bool, torch.float16])
     def test_rewards_of_any_dtype_become_float32(self, dtype):

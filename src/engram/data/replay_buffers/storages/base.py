@@ -289,9 +289,9 @@ class Storage(MadeFromParts):
     def append_step(self, step: Any) -> bool:
         """Writes one time step of all environments behind the newest row, in one native call, without an index of it.
 
-        `step`: numpy arrays, in the form of the stored steps. An array has as many numbers as the rows of all
-        environments have there, in any shape (`numpy.reshape`) and any dtype (`numpy.astype`; floats do not become
-        integers).
+        `step`: numpy arrays, in the form of the stored steps. An array has the shape that the rows of all environments
+        have there, but for lengths of 1 and where one of the two is flat, and any dtype (`numpy.astype`; floats do not
+        become integers).
 
         Returns: False: nothing was written; `check` and `append` write it, or say what does not fit. So before the
         first write, which decides what rows have; for other data; and where another process has the turn.
@@ -424,9 +424,9 @@ class Storage(MadeFromParts):
             if rows.absent is not None or rows.overwritten is not None:
                 return None
             numbers, flags = rows.batch
-            if numbers[:1].numel() != 1 or flags.dtype != torch.bool:
+            if numbers.numel() != len(at) or flags.dtype != torch.bool:
                 raise ValueError(f"{pytree.format_key(reward)} must be one number, {pytree.format_key(done)} bool")
-            return numbers.reshape(-1).to(torch.float32), flags.reshape(len(at), -1).any(1)
+            return numbers.reshape(-1).to(torch.float32), flags.reshape(len(at), math.prod(flags.shape[1:])).any(1)
 
         for _ in range(_MOST_LOOKS):
             with self.mutex:
