@@ -16,7 +16,7 @@ from engram.collectors.gym_rollout import GymRollout, OneEpisode
 from engram.collectors.output_columns import OutputColumns, OutputsWay
 from engram.collectors.rollout import RolloutResult, StepColumns, Steps
 from engram.collectors.trajectories import StepTags
-from engram.envs.codecs import Array, ArrayCodec, DiscreteCodec, Rewards, SpaceLeaf, flag_of, rewards_of
+from engram.envs.codecs import Array, ArrayCodec, DiscreteCodec, Rewards, SpaceLeaf, TextCodec, flag_of, rewards_of
 from engram.envs.engines import GymEngine, action_check
 from engram.envs.policies import ObservationPolicy, RandomPolicy, TensorDictPolicy, as_observation_policy
 
@@ -51,7 +51,9 @@ class StepRollout:
         self._device = env.device
         self._leaves, codec = engine.leaves, engine.action
         self._keys = {leaf.key for leaf in engine.leaves}
-        self._codec = codec if isinstance(codec, ArrayCodec) else None  # None: an action is more than one array
+        self._codec = codec if isinstance(codec, ArrayCodec) else None
+        if isinstance(codec, TextCodec):
+            self._codec = None  # an action is a text, or more than one array
         self._check, self._decode = action_check(codec), codec.decode_one
         self._known, self._action_shape = self._known_action(codec), codec.spec.shape
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
