@@ -14,6 +14,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from engram.data import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, Storage
+from engram.kernel.replay import append_step, read_leaves, read_n_steps
 from engram.kernel.rows import NSteps, draw_slots_by_numpy
 from engram.pytree import KeyPath, get_entry
 
@@ -127,7 +128,7 @@ class TransitionRows:
         }
         buffer = self.buffer
         storage, writer = buffer.storage, buffer.writer
-        if type(writer) is RoundRobinWriter and storage.append_step(step):
+        if type(writer) is RoundRobinWriter and append_step(storage, step):
             return
         with storage.mutex:
             writer.write(storage, self._converted(step), single=True, time_dim=-1)
@@ -193,7 +194,7 @@ class TransitionRows:
         Raises:
             IndexError: one that has not been written.
         """
-        return self.buffer.storage.read_n_steps(slots, discounts)
+        return read_n_steps(self.buffer.storage, slots, discounts)
 
     def n_step_transitions(self, slots: Slots, discounts: npt.NDArray[np.float32]) -> tuple[Transitions, NSteps]:
         """As `transitions`, with what follows on the last of n steps; and as `n_steps`, of the same rows."""
@@ -213,7 +214,7 @@ class TransitionRows:
             IndexError: one that has not been written.
         """
         storage = self.buffer.storage
-        rows = storage.read_leaves(slots, paths)
+        rows = read_leaves(storage, slots, paths)
         if rows.absent is None and rows.overwritten is None:
             leaves: list[Tensor] = rows.batch
             return leaves
