@@ -19,8 +19,8 @@ from contracts.each import each
 from contracts.gym_loop import WORLDS, Proxy
 from contracts.gym_worlds import Countdown
 from engram.collectors import Collector, action_sources
-from engram.collectors.output_columns import OutputsWay
 from engram.collectors.policy_weights import PolicyWeights
+from engram.collectors.stats import StepsWay
 from engram.collectors.sync import make_rollout
 from engram.collectors.trajectories import StepTags
 from engram.envs import GymEnv, SerialEnv
@@ -243,7 +243,7 @@ def ways(env, write):
     rollout = make_rollout(env, policy, StepTags(env.numel(), PolicyWeights(policy, None)), max_frames_per_traj=None)
     for _ in range(2):
         rollout.collect(4, random_steps=0)
-        yield rollout.outputs_way
+        yield rollout.steps_way
 
 
 def vector():
@@ -253,7 +253,7 @@ def vector():
 @each("make", [lambda: worlds(1), lambda: worlds(3), vector])
 @each("write", [plain, next_memory, appearing])
 def test_outputs_that_are_tensors_of_one_form_go_into_columns(make, write):
-    assert [*ways(make(), write)] == [OutputsWay("columns")] * 2
+    assert [*ways(make(), write)] == [StepsWay("columns")] * 2
 
 
 @each("make", [lambda: worlds(1), lambda: worlds(3)])
@@ -261,7 +261,7 @@ def test_outputs_that_are_tensors_of_one_form_go_into_columns(make, write):
 def test_the_way_of_other_outputs_says_why(make, write, entry, found):
     first, second = ways(make(), write)
     assert first.way == "tensordicts" and entry in first.reason and found in first.reason
-    assert second == (OutputsWay("columns") if write is another_dtype else first)
+    assert second == (StepsWay("columns") if write is another_dtype else first)
 
 
 def test_environments_that_are_stepped_through_tensordicts_say_so():

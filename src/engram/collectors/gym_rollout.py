@@ -73,7 +73,7 @@ class GymRollout:
         self._keeps_bytes = self.is_random and not self._batch_size and can_keep_bytes(engines[0].leaves)
         self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, tags.weights, self._device)
         self._zeros, self._outputs = ZeroOutputs(), OutputColumns(self._batch_size, self._device)
-        self.outputs_way = self._outputs.way
+        self.steps_way = self._outputs.way
         self.restart()
 
     def restart(self) -> None:
@@ -242,7 +242,7 @@ class GymRollout:
             self._last_slots[env] = slot + self._max_frames * len(self._engines)
 
     def _steps_of(self, batch: _StepBuffer, rewards: Array, steps: int) -> Steps:
-        self.outputs_way = batch.outputs.way
+        self.steps_way = batch.outputs.way
         outcomes = batch.outcomes(rewards, self._batch_size)
         shape = torch.Size((*self._batch_size, steps))
         actions = batch.actions[0] if len(batch.actions) == 1 else torch.cat(batch.actions)

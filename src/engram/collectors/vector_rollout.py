@@ -20,8 +20,9 @@ from engram.collectors.action_sources import (
     ZeroOutputs,
     skipping,
 )
-from engram.collectors.output_columns import OutputColumns, OutputsWay
+from engram.collectors.output_columns import OutputColumns
 from engram.collectors.rollout import RolloutResult, StepColumns, Steps
+from engram.collectors.stats import StepsWay
 from engram.collectors.trajectories import StepTags
 from engram.envs.codecs import (
     ArrayCodec,
@@ -68,7 +69,7 @@ class VectorRollout:
         self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, tags.weights, self._device)
         self._tensordict_actions.start(self._log, self._log)
         self._zeros = ZeroOutputs()
-        self.outputs_way = OutputsWay("columns")
+        self.steps_way = StepsWay("columns")
         self.restart()
 
     def restart(self) -> None:
@@ -222,7 +223,7 @@ class VectorRollout:
 
     def _steps_of(self, window: StepWindow, steps: int) -> Steps:
         shape = torch.Size((self._engine.n, steps))
-        self.outputs_way = window.outputs_way
+        self.steps_way = window.steps_way
         outcomes = {
             "reward": window.reward.numpy(),
             "done": window.done.numpy(),
@@ -543,7 +544,7 @@ class StepWindow(NamedTuple):
     terminated: Tensor
     truncated: Tensor
     done: Tensor
-    outputs_way: OutputsWay
+    steps_way: StepsWay
     policy_outputs: TensorDictBase | None
     call_versions: list[int]
     calls: Array | None  # the call of each frame; None: frame t is of call t
