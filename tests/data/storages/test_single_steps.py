@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import threading
-import warnings
 from typing import Any
 
 import numpy as np
@@ -217,7 +216,7 @@ class TestStepsBesideOthers:
         assert storage.lanes.states()[3]["seams"] == [
             1,
             2,
-        ]  # behind the other process's step, and at the end of a stint
+        ]  # behind another process, and a stint
         assert storage[:]["action"].flatten().tolist() == [0, 1, 2, 3, 4, 5, 50, 6]
 
     def test_a_child_that_was_forked_by_other_code_does_not_write_to_its_parents_lane(self):
