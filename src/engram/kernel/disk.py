@@ -6,12 +6,16 @@ from engram.checkpoint.writer import saving
 from engram.store.counters import Counters
 from engram.store.header import StoreFile
 from engram.store.locks import FirstByte
+from engram.store.observed import ObservedLeaf, ObservedRows, ObservedTrajectories
 
 __all__ = [
     "Checkpoint",
     "Counters",
     "DocumentFile",
     "FirstByte",
+    "ObservedLeaf",
+    "ObservedRows",
+    "ObservedTrajectories",
     "StoreFile",
     "saving",
 ]
