@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engram.cli.activity import Activity, WriterActivity, top
     from engram.cli.conversion import Conversion, convert
     from engram.cli.description import Info, KeyInfo, LaneInfo, Summary, info
     from engram.cli.differences import Differences, KeyDifference, diff
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from engram.cli.verification import Damage, Verification, verify
 
 __all__ = [
+    "Activity",
     "Conversion",
     "Damage",
     "Differences",
@@ -23,6 +25,7 @@ __all__ = [
     "RowsShown",
     "Summary",
     "Verification",
+    "WriterActivity",
     "convert",
     "diff",
     "head",
@@ -30,11 +33,13 @@ __all__ = [
     "plot",
     "report",
     "sample",
+    "top",
     "verify",
 ]
 
 # Names are looked up when they are used: to describe a store needs no torch, whose import takes a second.
 _PLACES = {
+    "activity": ("Activity", "WriterActivity", "top"),
     "conversion": ("Conversion", "convert"),
     "description": ("Info", "KeyInfo", "LaneInfo", "Summary", "info"),
     "differences": ("Differences", "KeyDifference", "diff"),

@@ -215,7 +215,7 @@ def _of_store(path: str | os.PathLike[str], episodes: bool | None, returns: bool
             if counted is None:
                 return _noting(described, NO_ENDS)
             described = _settled(opened.store, lambda: _of_header(path, opened.store, opened, counted.rows))
-            described = replace(described, episodes=len(counted.length), lengths=_summary(counted.length))
+            described = replace(described, episodes=len(counted.length), lengths=summary(counted.length))
             return _with_returns_of_store(described, observed, counted, progress) if returns else described
         except (ValueError, KeyError, TypeError) as error:
             raise StorageError(f"{opened.path} has no readable layout: {error}") from error
@@ -237,7 +237,7 @@ def _with_returns_of_store(
         sums = observed.validated(
             lambda: sum_rewards(counted[:4], read, lambda lane: observed.stored(lane).start, advance)
         )
-    return replace(described, returns=_summary(sums))
+    return replace(described, returns=summary(sums))
 
 
 def _of_observed(
@@ -404,16 +404,17 @@ def _with_episodes(
     if isinstance(trajectories, str):
         return _noting(described, trajectories)
     length = trajectories.length.numpy()
-    described = replace(described, episodes=len(length), lengths=_summary(length))
+    described = replace(described, episodes=len(length), lengths=summary(length))
     if not returns:
         return described
     if not has_rewards(storage):
         return _noting(described, NO_REWARDS)
     with progress_bar(f"reading rewards of {described.path}", storage.shape[0], progress) as advance:
-        return replace(described, returns=_summary(episode_returns(storage, trajectories, advance)))
+        return replace(described, returns=summary(episode_returns(storage, trajectories, advance)))
 
 
-def _summary(values: npt.NDArray[Any]) -> Summary | None:
+def summary(values: npt.NDArray[Any]) -> Summary | None:
+    """Of numbers, NaN apart; None where there are none."""
     values = values[~np.isnan(values)]
     return Summary(float(values.min()), float(values.mean()), float(values.max())) if len(values) else None
 

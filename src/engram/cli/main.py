@@ -8,7 +8,8 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from engram import __version__, cli
@@ -80,6 +81,26 @@ def command() -> typer.Typer:
         with _errors_shown():
             result = cli.info(path, episodes=episodes or None, returns=returns, snapshot=snapshot, progress=not json)
         _show(result.to_json() if json else None, lambda: tables.show_info(result))
+
+    stores_to_watch = typer.Argument(..., help="Stores, or patterns of such in quotes: 'runs/*/replay'.")
+
+    @app.command("top")
+    def top_command(
+        paths: list[str] = stores_to_watch,
+        every: float = typer.Option(1.0, "--every", help="Seconds between two looks."),
+        count: int = typer.Option(None, "-n", help="How many looks; without end."),
+        json: bool = typer.Option(False, "--json", help="Print a line of JSON for each look."),
+    ) -> None:
+        """What goes on in stores, refreshed: rows, rates by writer, episodes, returns, what learners draw."""
+        with _errors_shown(), suppress(KeyboardInterrupt):
+            looks = islice(cli.top(paths, every=every), count)
+            if json:
+                for stores in looks:
+                    terminal.print_json_line([now.to_json() for now in stores])
+                return
+            with terminal.live_screen() as show:
+                for stores in looks:
+                    show(tables.activity_lines(stores))
 
     @app.command("verify")
     def verify_command(path: str = a_path, json: bool = as_json) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from engram.kernel.tools import visible
@@ -37,6 +38,31 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if not console.is_terminal:  # lines of a file or a pipe may be as long as they need
         console = Console(width=_WIDE)
     console.print(table)
+
+
+@contextmanager
+def live_screen() -> Iterator[Callable[[Sequence[str]], None]]:
+    """A block in which lines are shown in the place of those before; in a file or a pipe below them."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        yield lambda lines: print(*map(visible, lines), sep="\n", flush=True)
+        return
+    with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
+
+        def show(lines: Sequence[str]) -> None:
+            text = Text("\n".join(map(visible, lines)), no_wrap=True, overflow="ellipsis")
+            live.update(text, refresh=True)
+
+        yield show
+
+
+def print_json_line(value: Any) -> None:
+    """Prints JSON in one line, in ASCII, at once."""
+    print(json.dumps(value).replace("\x7f", "\\u007f"), flush=True)
 
 
 def print_json(value: Any) -> None:

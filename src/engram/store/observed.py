@@ -92,27 +92,43 @@ class ObservedRows:
         return _typed(values, leaf.dtype).reshape(n, store.envs, *leaf.shape)
 
     def begins(self, lane: int, steps: range) -> npt.NDArray[np.bool_] | None:
-        """Which steps begin a trajectory: bool [steps, envs]; None where no key says it.
+        """Which of a lane's steps begin a trajectory: bool [steps, envs]; None where no key says it.
 
-        The first one begins one only where its predecessor is known not to go on in it: it is looked at, too, where it
-        is stored.
+        The first one begins one where the step before it is not stored.
+        """
+        bounds = self.boundaries(lane, steps)
+        return None if bounds is None else bounds[0]
+
+    def boundaries(self, lane: int, steps: range) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]] | None:
+        """As `begins`, and before which of these steps another trajectory ended, and was not merely cut: by its flag,
+        or by an id that changes within the rows of one writer.
         """
         by_id = next((leaf for path in _IDS if (leaf := self.leaf(path)) is not None), None)
-        leaf = by_id or self.leaf(_DONE)
-        if leaf is None or leaf.nbytes != leaf.itemsize:
-            return None
-        if leaf.dtype not in _FLAGS if by_id is None else np.dtype(leaf.dtype).kind not in "iu":
+        flag = self.leaf(_DONE)
+        if flag is not None and (flag.nbytes != flag.itemsize or flag.dtype not in _FLAGS):
+            flag = None
+        if (flag is None) if by_id is None else not _is_one_integer(by_id):
             return None
         before = min(max(self.stored(lane).start, steps.start - 1), steps.start)
-        values = self.column(leaf, lane, range(before, steps.stop)).reshape(-1, self.store.envs)
-        if before == steps.start:  # the one before is not stored
-            values = np.concatenate([values[:1], values])
-        begins: npt.NDArray[np.bool_] = (values[:-1] != 0) if by_id is None else (values[1:] != values[:-1])
-        begins[:1] |= before == steps.start
+        is_cut = np.zeros((len(steps), self.store.envs), bool)
+        is_cut[:1] = before == steps.start  # the step before the first one is not stored
         for seam in self.store.seams(lane):
             if steps.start <= seam < steps.stop:
-                begins[seam - steps.start] = True
-        return begins
+                is_cut[seam - steps.start] = True
+
+        def read(leaf: ObservedLeaf) -> npt.NDArray[Any]:
+            values = self.column(leaf, lane, range(before, steps.stop)).reshape(-1, self.store.envs)
+            return np.concatenate([values[:1], values]) if before == steps.start else values
+
+        ended: npt.NDArray[np.bool_] = np.zeros_like(is_cut)
+        if flag is not None:
+            ended = read(flag)[:-1] != 0
+            ended[:1] &= before < steps.start
+        if by_id is None:
+            return is_cut | ended, ended
+        ids = read(by_id)
+        changes: npt.NDArray[np.bool_] = ids[1:] != ids[:-1]
+        return is_cut | changes, ended if flag is not None else changes & ~is_cut
 
     def trajectories(self, advance: Callable[[int], None] = lambda steps: None) -> ObservedTrajectories | None:
         """Every stored trajectory of this moment; None where no key says where they end. Reads the flags of all steps.
@@ -183,6 +199,10 @@ def _leaves(layout: dict[str, Any]) -> list[ObservedLeaf]:
     if max(1, at) != layout["row_bytes"]:
         raise ValueError(f"its keys do not make a row of {layout['row_bytes']} bytes")
     return [leaf._replace(offset=offsets[i]) for i, leaf in enumerate(leaves)]
+
+
+def _is_one_integer(leaf: ObservedLeaf) -> bool:
+    return leaf.nbytes == leaf.itemsize and leaf.dtype != "bfloat16" and np.dtype(leaf.dtype).kind in "iu"
 
 
 def _typed(values: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[Any]:
