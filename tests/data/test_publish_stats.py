@@ -152,7 +152,7 @@ def test_a_delayed_buffer_publishes_once_it_is_made(tmp_path):
     storage = LazyMemmapStorage(10, scratch_dir=tmp_path)
     rb = ReplayBuffer(storage=storage, batch_size=2, delayed_init=True, publish_stats=True)
     rb.extend(torch.arange(5))
-    assert wait_for(tmp_path, lambda stats: True).rows == 5
+    assert wait_for(tmp_path, lambda stats: stats.rows == 5).batch_size == 2
 
 
 def test_what_a_killed_learner_published_counts_for_nothing(tmp_path):

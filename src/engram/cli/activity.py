@@ -292,7 +292,7 @@ class _Episodes:
         known: npt.NDArray[np.bool_],
         rewards: npt.NDArray[np.float64] | None,
     ) -> None:
-        """Takes in steps: which begin a trajectory, before which one ended, which are surely the first of an episode."""
+        """Takes in steps: which begin a trajectory, before which one ended, which surely begin an episode."""
         n, envs = begins.shape
         totals = np.zeros((n + 1, envs))
         if rewards is not None:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from engram import __version__, cli
 from engram.cli import tables, terminal
+from engram.cli.cells import oldest_cells
+from engram.cli.kinds import kind_of
 from engram.errors import EngramError
 
 if TYPE_CHECKING:
@@ -133,7 +135,7 @@ def command() -> typer.Typer:
         with _errors_shown():
             if png is not None:
                 result.save_png(png, key)
-        _show(result.to_json() if json else None, lambda: tables.show_rows(result))
+        _show(result.to_json() if json else None, lambda: tables.show_rows(result.cells()))
 
     @app.command("head")
     def head_command(
@@ -145,6 +147,11 @@ def command() -> typer.Typer:
         json: bool = as_json,
     ) -> None:
         """The oldest rows, as a table; of large leaves shape, least and largest number."""
+        if png is None and not json:
+            with _errors_shown():
+                if kind_of(path) == "store":  # without torch
+                    tables.show_rows(oldest_cells(path, n))
+                    return
         with _errors_shown():
             result = cli.head(path, n, snapshot=snapshot, progress=not json)
         show_rows(result, png, key, json)

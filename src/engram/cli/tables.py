@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engram.cli.description import Info, Summary
-from engram.cli.terminal import print_line, print_table
+from engram.cli.terminal import print_line, print_rows, print_table
 from engram.kernel.tools import human_bytes
 
 if TYPE_CHECKING:
     from engram.cli.activity import Activity, WriterActivity
+    from engram.cli.cells import Cells
     from engram.cli.conversion import Conversion
     from engram.cli.differences import Differences
-    from engram.cli.rows import RowsShown
     from engram.cli.verification import Verification
     from engram.kernel.disk import LearnerStats
 
@@ -113,10 +113,11 @@ def show_conversion(result: Conversion) -> None:
         print_line(f"  {note}", style="dim")
 
 
-def show_rows(result: RowsShown) -> None:
-    """Prints what `head` or `sample` returned."""
-    if len(result.slots):
-        print_table(*result.cells())
+def show_rows(cells: Cells) -> None:
+    """Prints rows that `head` or `sample` returned."""
+    head, rows = cells
+    if rows:
+        print_rows(head, rows)
     else:
         print_line("no rows are stored")
 
