@@ -67,8 +67,8 @@ NAMES = {
     "engram.transforms": TRANSFORMS,
     "engram.cli": {
         "Activity", "Conversion", "Damage", "Differences", "Info", "KeyDifference", "KeyInfo", "LaneInfo", "RowsShown",
-        "Summary", "Verification", "WriterActivity", "convert", "diff", "head", "info", "plot", "report", "sample",
-        "top", "verify",
+        "Summary", "Verification", "WriterActivity", "convert", "diff", "head", "info", "play", "plot", "report",
+        "sample", "top", "verify",
     },
     "engram.testing": {
         "EnvContract", "RoundRobinWriterContract", "SamplerContract", "StorageContract", "StrandsContract",

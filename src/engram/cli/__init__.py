@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from engram.cli.conversion import Conversion, convert
     from engram.cli.description import Info, KeyInfo, LaneInfo, Summary, info
     from engram.cli.differences import Differences, KeyDifference, diff
+    from engram.cli.film import play
     from engram.cli.html_report import report
     from engram.cli.plots import plot
     from engram.cli.rows import RowsShown, head, sample
@@ -30,6 +31,7 @@ __all__ = [
     "diff",
     "head",
     "info",
+    "play",
     "plot",
     "report",
     "sample",
@@ -43,6 +45,7 @@ _PLACES = {
     "conversion": ("Conversion", "convert"),
     "description": ("Info", "KeyInfo", "LaneInfo", "Summary", "info"),
     "differences": ("Differences", "KeyDifference", "diff"),
+    "film": ("play",),
     "html_report": ("report",),
     "plots": ("plot",),
     "rows": ("RowsShown", "head", "sample"),

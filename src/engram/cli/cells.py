@@ -63,7 +63,8 @@ def oldest_cells(path: str | os.PathLike[str], n: int) -> Cells:
 
 def _oldest_cells(rows: ObservedRows, n: int) -> Cells | None:
     """None: a writer has overwritten some of them."""
-    store, cells = rows.store, []
+    store = rows.store
+    cells: list[tuple[str, ...]] = []
     for lane in range(store.lanes):
         stored = rows.stored(lane)
         steps = stored[: -(-(n - len(cells)) // store.envs)]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engram import __version__, cli
@@ -27,7 +28,7 @@ DONE, DIFFERENT, FAILED = 0, 1, 2
 FORMS = ("store", "checkpoint", "torchrl", "minari", "hdf5", "parquet")  # that `convert` writes
 
 # Errors that a path, a snapshot or an installation can cause. Any other is a fault of engram: its traceback is shown.
-_EXPECTED = (EngramError, OSError, ValueError, TypeError, KeyError, ImportError, MemoryError)
+_EXPECTED = (EngramError, OSError, ValueError, TypeError, LookupError, ImportError, MemoryError)
 
 
 def run() -> None:
@@ -187,6 +188,28 @@ def command() -> typer.Typer:
         with _errors_shown():
             names = what or ["returns", "lengths"]
             file = cli.plot(path, names, output=output, histogram=histogram, snapshot=snapshot, progress=not json)
+        _show(
+            {"file": str(file), "nbytes": file.stat().st_size} if json else None,
+            lambda: terminal.print_plain(str(file)),
+        )
+
+    @app.command("play")
+    def play_command(
+        path: str = a_path,
+        episode: int = typer.Option(-1, "--episode", help="Which one: 0 is the oldest, -1 the newest."),
+        gif: str = typer.Option(None, "--gif", help="The GIF to write; <name>.gif by default."),
+        mp4: str = typer.Option(None, "--mp4", help='The MP4 to write; needs pip install "engram[video]".'),
+        key: str = of_key,
+        fps: float = typer.Option(30.0, "--fps", help="Frames a second."),
+        snapshot: str = of_snapshot,
+        json: bool = as_json,
+    ) -> None:
+        """Writes a stored episode's frames as a film."""
+        with _errors_shown():
+            if gif is not None and mp4 is not None:
+                raise ValueError("give --gif or --mp4, not both")
+            output = gif or mp4 or f"{Path(path).absolute().name}.gif"
+            file = cli.play(path, output, episode=episode, key=key, fps=fps, snapshot=snapshot, progress=not json)
         _show(
             {"file": str(file), "nbytes": file.stat().st_size} if json else None,
             lambda: terminal.print_plain(str(file)),

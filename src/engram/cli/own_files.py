@@ -35,6 +35,7 @@ def _begins(magic: bytes, mark: bytes) -> Callable[[BinaryIO], bool]:
 REPORT = replaceable_file(
     "a report of engram's", _begins(b"<!doctype html>", b'<meta name="generator" content="engram ')
 )
+FILM = replaceable_file("a GIF that engram made", _begins(b"GIF89a", b"engram "))
 PICTURE = replaceable_file("a picture that engram drew", _begins(b"\x89PNG", b"tEXtSoftware\0engram "))
 
 

@@ -163,7 +163,7 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     @classmethod
     def nbytes_for(cls, spec: Any, n: int) -> int:
-        """As `LazyTensorStorage.nbytes_for`, of a store in a folder: rows there have 16 bytes more each, for recovery."""
+        """As `LazyTensorStorage.nbytes_for`, of a store in a folder, whose rows have 16 bytes more, for recovery."""
         place = NamedFile(Path(), take_over=False, auto_cleanup=False, shared_init=False)
         return table_bytes(spec, n, place)
 
