@@ -227,13 +227,13 @@ class _Opened:
         by_pid: dict[int, list[int]] = {}
         for i, lane in enumerate(lanes):
             pid = self.file.last_pid(i)
-            if _written(lane) or self.file.has_writer(i):
+            if _written(lane) or self.file.has_writer(i, self.file.store):
                 by_pid.setdefault(pid, []).append(i)
         for pid, numbers in by_pid.items():
             yield WriterActivity(
                 pid=pid or None,
                 lanes=tuple(numbers),
-                holds=any(self.file.has_writer(i) for i in numbers),
+                holds=any(self.file.has_writer(i, self.file.store) for i in numbers),
                 rows=envs * sum(lanes[i]["published"] - lanes[i]["first"] for i in numbers),
                 written=envs * sum(_written(lanes[i]) for i in numbers),
                 rate=None if seconds is None else envs * sum(new[i] for i in numbers) / seconds,
