@@ -63,6 +63,8 @@ class ActionSource:
     def __init__(self, codec: SpaceCodec, batch_size: torch.Size, weights: PolicyWeights) -> None:
         self._codec, self._batch_size, self._weights = codec, batch_size, weights
         self._check = action_check(codec, batch_size)
+        #: `decode_one` of an action of one environment where that is quickly found to be of the space, else None.
+        self.quickly_decoded = codec.quick_decoder(self._check)
 
     def choose(self, t: int) -> Any:
         """The action of step t, a tensor or TensorDict `[*batch_size, *spec.shape]`."""

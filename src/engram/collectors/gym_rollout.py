@@ -167,16 +167,9 @@ class GymRollout:
                 record_version=add_version,
             )
             return chain.from_iterable(rows)
-        decode = codec.decode_one
-        if isinstance(codec, DiscreteCodec):  # integers: nothing to copy
-            known = codec.known_action if codec.has_tables else None
-            return source.raw_actions(times, decode, known=known, record=add, record_version=add_version)
-        if isinstance(codec, ArrayCodec):
-            known = source.known_by(codec.raw_of)
-        keep = codec.keep
-        return source.raw_actions(
-            times, decode, known=known, record=lambda raw: add(keep(raw)), record_version=add_version
-        )
+        known, keep = source.quickly_decoded, codec.keep
+        record = add if isinstance(codec, DiscreteCodec) else lambda raw: add(keep(raw))  # integers: nothing to copy
+        return source.raw_actions(times, codec.decode_one, known=known, record=record, record_version=add_version)
 
     def _run(self, batch: _StepBuffer, raws: Iterable[Any], times: range, source: ActionSource) -> None:
         width, end = len(self._engines), times.stop * len(self._engines)

@@ -17,7 +17,7 @@ from engram.collectors.output_columns import OutputColumns
 from engram.collectors.rollout import RolloutResult, StepColumns, Steps
 from engram.collectors.stats import StepsWay
 from engram.collectors.trajectories import StepTags
-from engram.envs.codecs import Array, ArrayCodec, DiscreteCodec, Rewards, SpaceLeaf, TextCodec, flag_of, rewards_of
+from engram.envs.codecs import Array, ArrayCodec, Rewards, SpaceLeaf, flag_of, rewards_of
 from engram.envs.engines import GymEngine, action_check
 from engram.envs.policies import ObservationPolicy, RandomPolicy, TensorDictPolicy, as_observation_policy
 
@@ -52,11 +52,9 @@ class StepRollout:
         self._device = env.device
         self._leaves, codec = engine.leaves, engine.action
         self._keys = {leaf.key for leaf in engine.leaves}
-        self._codec = codec if isinstance(codec, ArrayCodec) else None
-        if isinstance(codec, TextCodec):
-            self._codec = None  # an action is a text, or more than one array
+        self._codec = codec.in_one_array
         self._check, self._decode = action_check(codec), codec.decode_one
-        self._known, self._action_shape = self._known_action(codec), codec.spec.shape
+        self._known, self._action_shape = codec.quick_decoder(self._check), codec.spec.shape
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
         self._steps_way = _BY_STEPS
         self._random = RandomActions(random, codec, env.batch_size, tags.weights)
@@ -172,19 +170,6 @@ class StepRollout:
             raw = self._decode(action)
         return raw
 
-    def _known_action(self, codec: Any) -> Callable[[Any], Any]:
-        """A function that gives the raw form of an action, and None, or raises, for one that needs a closer look."""
-        if isinstance(codec, DiscreteCodec) and codec.has_tables:
-            return codec.known_action
-        if not isinstance(codec, ArrayCodec) or isinstance(codec, DiscreteCodec):
-            return lambda action: codec.decode_one(action) if self._check.accepts(action) else None
-
-        def known(action: Any) -> Any:
-            array = self._check.array_of(action)
-            return None if array is None else codec.raw_of(array)
-
-        return known
-
     def _steps_of(self, batch: _FewSteps, rewards: Array) -> Steps:
         before, after, outcomes = batch.window.columns(batch.first, rewards)
         shape = torch.Size((len(rewards),))
@@ -238,7 +223,7 @@ class _Window:
     """
 
     def __init__(self, leaves: list[SpaceLeaf], codec: ArrayCodec, first_row: list[Array] | None) -> None:
-        self._leaves, self._codec = [(leaf, _is_raw(leaf.codec)) for leaf in leaves], codec
+        self._leaves, self._codec = [(leaf, leaf.codec.is_raw) for leaf in leaves], codec
         step = sum(leaf.codec.raw_dtype.itemsize * math.prod(leaf.codec.raw_shape) for leaf in leaves)
         self.room = max(FEW_STEPS, min(WINDOW_STEPS, WINDOW_BYTES // max(1, step)))
         self.stop = 0  #: the slot of the next step
@@ -250,7 +235,7 @@ class _Window:
         self.dtype = first.raw_dtype if takes_any_value else None  # None: several arrays, or `put` compares values
         self.shape = first.raw_shape
         self.rows = {leaf.key: _rows(leaf, array) for leaf, array in zip(leaves, self._observations, strict=True)}
-        self.actions, self._has_plain_actions = np.empty((self.room, *codec.raw_shape), codec.raw_dtype), _is_raw(codec)
+        self.actions, self._has_plain_actions = np.empty((self.room, *codec.raw_shape), codec.raw_dtype), codec.is_raw
         self._rewards = np.empty((self.room, 1), np.float32)
         self._done, self._terminated, self._truncated = (np.zeros((self.room, 1), np.bool_) for _ in range(3))
         self._outcomes = {
@@ -307,14 +292,8 @@ class _Window:
         return before, after, outcomes
 
 
-def _is_raw(codec: ArrayCodec) -> bool:
-    """Whether a tensor has the very numbers of the raw array."""
-    is_choice = isinstance(codec, DiscreteCodec) and codec.spec.shape == () and codec.start == 0
-    return codec.is_plain or (is_choice and codec.raw_dtype == np.int64)
-
-
 def _rows(leaf: SpaceLeaf, array: Array) -> Callable[[int], Tensor]:
     """A function from a slot to the observation that is stored there."""
-    if _is_raw(leaf.codec):
+    if leaf.codec.is_raw:
         return torch.from_numpy(array).unbind(0).__getitem__  # views: a third of the cost of one index each
     return lambda slot: leaf.codec.encode(array[slot])
