@@ -410,21 +410,26 @@ class _Encoded:
 class _WindowOutputs:
     """What the policy writes besides its action in the steps of a window, in columns of it.
 
-    That is so as long as each step has the same entries, plain tensors of one form, as the first one of the window. A
-    batch with other steps has its outputs apart from the window, in `OutputColumns`.
+    That is so as long as each step has the same entries, plain tensors of one form. A batch with other steps has its
+    outputs apart from the window, in `OutputColumns`; the one after it lays out columns anew.
     """
 
     def __init__(self, room: int, device: torch.device | None) -> None:
         self._room, self._device = room, device
+        self._clear()
+        self.begin(0)
+
+    def _clear(self) -> None:
         self._columns: dict[Any, Tensor] = {}
         self._arrays: dict[Any, Array] = {}
         self._is_laid_out = False
-        self.begin(0)
+        self._apart: OutputColumns | None = None
 
     def begin(self, first: int) -> None:
         """Begins the batch whose first step is in this slot."""
         self._first = self._next = first
-        self._apart: OutputColumns | None = None
+        if self._apart is not None:
+            self._clear()
 
     @property
     def way(self) -> StepsWay:
