@@ -65,6 +65,51 @@ def test_writers_that_follow_each_other_keep_all_rows(make):
     assert len(rb) == 500 and set(numbers(rb[:])) >= {*range(7000, 7060), 6000}
 
 
+def test_one_writer_keeps_max_size_rows_in_a_storage_for_eight(make):
+    rb = make(100_000, 8)
+    for first in range(0, 130_000, 1300):
+        rb.extend(steps(first, first + 1300))
+        assert len(rb) == min(first + 1300, 100_000)
+    assert sorted(numbers(rb[:])) == list(range(30_000, 130_000))
+
+
+def test_writers_that_follow_each_other_keep_forty_thousand_rows(make):
+    rb = make(50_000, 5)
+    rb.extend(steps(0, 1))
+    for k in range(1, 5):
+        write(rb, 100_000 * k, 10_000, 500)
+    assert sorted(numbers(rb[:])) == [0, *(100_000 * k + i for k in range(1, 5) for i in range(10_000))]
+
+
+@pytest.mark.parametrize("many", [150, pytest.param(20_000, marks=pytest.mark.long)])
+def test_each_of_many_processes_leaves_its_ten_rows(many, make):
+    size = 5 * many  # half of what they write
+    rb = make(size, 8)
+    rb.extend(steps(0, 10))
+    capacity = rb.storage.lanes.store.lane_capacity
+    for k in range(1, many):
+        write(rb, 10 * k, 10)
+        assert len(rb) == min(10 * k + 10, rb.storage.max_size)
+    assert min(numbers(rb[:])) >= 10 * many - rb.storage.max_size - capacity
+
+
+def test_the_length_never_exceeds_max_size_beside_writers(make):
+    rb = make(500, 3)
+    rb.extend(steps(0, 1))
+    children = [mp.get_context("fork").Process(target=write, args=(rb, 10_000 * k, 3000, 7)) for k in range(1, 4)]
+    for child in children:
+        child.start()
+    before = 0
+    while any(child.is_alive() for child in children):
+        # Of rows that are just being replaced at most a piece of each writer's lane is left out.
+        length, before = len(rb), max(before, len(rb))
+        assert length <= rb.storage.max_size
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0] * 3
+    assert before and len(rb) == rb.storage.max_size
+
+
 def test_more_writers_side_by_side_than_were_said_keep_all_rows(make):
     rb = make(6000, 2)
     rb.extend(steps(0, 1))

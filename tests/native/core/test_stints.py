@@ -68,11 +68,12 @@ def some_shapes(n: int, seed: int) -> Iterator[tuple[int, int, random.Random]]:
         yield draw.randrange(2, 20), draw.randrange(1, 60), draw
 
 
-def test_one_writer_fills_the_lanes_as_one_ring() -> None:
-    for lanes, capacity, draw in some_shapes(40, seed=1):
+@pytest.mark.parametrize(("shapes", "extends"), [(40, 30), pytest.param(300, 60, marks=pytest.mark.deep)])
+def test_one_writer_fills_the_lanes_as_one_ring(shapes: int, extends: int) -> None:
+    for lanes, capacity, draw in some_shapes(shapes, seed=1):
         with writers(lanes, capacity) as shared:
             me, total = shared.new(), lanes * capacity
-            for _ in range(30):
+            for _ in range(extends):
                 first, n = shared.count, draw.randrange(1, 90)
                 expected = me.next_stint_slots(n)
                 slots = shared.extend(me, n)
@@ -83,11 +84,12 @@ def test_one_writer_fills_the_lanes_as_one_ring() -> None:
                 ]
 
 
-def test_no_row_leaves_before_max_size_rows_are_in_whoever_writes() -> None:
-    for lanes, capacity, draw in some_shapes(40, seed=2):
+@pytest.mark.parametrize(("shapes", "extends"), [(40, 40), pytest.param(400, 80, marks=pytest.mark.deep)])
+def test_no_row_leaves_before_max_size_rows_are_in_whoever_writes(shapes: int, extends: int) -> None:
+    for lanes, capacity, draw in some_shapes(shapes, seed=2):
         with writers(lanes, capacity) as shared:
             those = [shared.new() for _ in range(6)]
-            for _ in range(40):
+            for _ in range(extends):
                 k = draw.randrange(6)
                 if draw.randrange(5) == 0:
                     those[k] = shared.new()
@@ -191,11 +193,56 @@ def test_a_slow_writer_has_its_share_of_the_rows_and_old_rows_go() -> None:
         )  # while the slow one fills a lane of old rows
 
 
-def test_each_of_many_writers_of_few_rows_is_kept() -> None:
-    with writers(16, 64) as shared:
-        for _ in range(300):
+@pytest.mark.parametrize(
+    ("many", "lanes", "capacity"), [(300, 16, 64), pytest.param(20_000, 64, 1563, marks=pytest.mark.deep)]
+)
+def test_each_of_many_writers_of_few_rows_is_kept_and_the_oldest_rows_leave(
+    many: int, lanes: int, capacity: int
+) -> None:
+    with writers(lanes, capacity) as shared:
+        for k in range(many):
             shared.extend(shared.new(), 10)
             assert shared.store.rows() == min(shared.count, shared.max_size)
+            if k % (many // 20) == 0 and shared.store.rows() == shared.max_size:
+                assert shared.count - min(shared.numbers(np.arange(shared.max_size))) < 1.2 * shared.max_size
+
+
+def windows(positions: list[int], length: int = 32) -> int:
+    """How many slices of so many steps lie in these steps of one writer (ascending): those without a gap inside."""
+    at = np.array(positions)
+    return int((at[length - 1 :] - at[: len(at) - length + 1] == length - 1).sum()) if len(at) >= length else 0
+
+
+@pytest.mark.parametrize("speeds", [(1,), (1, 1, 1, 1), (19, 1)], ids=["one", "four", "slow"])
+def test_a_seam_at_a_stint_costs_slices_their_length_of_each_lane(speeds: tuple[int, ...]) -> None:
+    lanes, capacity, length = 64, 1024, 32
+    with writers(lanes, capacity) as shared:
+        those = [shared.new() for _ in speeds]
+        truth, sent = np.zeros((4 * shared.max_size, 2), np.int64), [0] * len(speeds)  # the writer, its count
+        while shared.count < 3.3 * shared.max_size:
+            for k, speed in enumerate(speeds):
+                first, n = shared.count, 16 * speed
+                truth[first : first + n, 0], truth[first : first + n, 1] = k, np.arange(sent[k], sent[k] + n)
+                shared.extend(those[k], n)
+                sent[k] += n
+        whole = 0
+        for lane in range(lanes):
+            state, seams = shared.store.lane(lane), set(shared.store.seams(lane))
+            sequences = np.arange(state["first"], state["published"])
+            of = truth[shared.numbers(lane * capacity + sequences % capacity)]
+            joined = (np.diff(of[:, 1]) == 1) & (np.diff(of[:, 0]) == 0)
+            assert all(bool(joined[w - state["first"] - 1]) or w in seams for w in sequences[1:])
+            runs = np.concatenate([[0], np.cumsum([w in seams for w in sequences[1:]])]) * (1 << 20)
+            whole += windows(list(runs + np.arange(len(runs))), length)
+        newest = truth[shared.count - shared.max_size : shared.count]
+        there = [int((newest[:, 0] == k).sum()) for k in range(len(speeds))]
+        possible = sum(n - length + 1 for n in there)
+        # With a fixed lane for each writer no slice is cut, but each keeps only its own part of max_size.
+        fixed = sum(min(n, shared.max_size // max(2, len(speeds))) - length + 1 for n in there)
+        print(f"{speeds}: lost {1 - whole / possible:.2%}, with fixed lanes {1 - fixed / possible:.2%}")
+        assert 1 - whole / possible < length / capacity
+        if len(set(speeds)) > 1 or len(speeds) == 1:
+            assert whole > 1.3 * fixed
 
 
 @contextlib.contextmanager
