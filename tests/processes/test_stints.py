@@ -6,6 +6,7 @@ import multiprocessing as mp
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 import engram
 from contracts.children import Child, Signal
@@ -168,6 +169,42 @@ def test_trajectories_are_cut_where_a_writer_moves_on_and_only_there(make):
         [capacity],
         [],
     ]  # lane 0 has only rows of its second round, whose first one is its oldest
+
+
+def step(observation: float, next_observation: float) -> TensorDict:
+    """A step of a trajectory that nothing but its observations tells from others."""
+    rest = {"reward": torch.ones(1), "done": torch.zeros(1, dtype=torch.bool)}
+    done = {"done": torch.zeros(1, dtype=torch.bool)}
+    observed = torch.tensor([observation])
+    return TensorDict(
+        {"observation": observed, **done, "next": {"observation": torch.tensor([next_observation]), **rest}}
+    )
+
+
+def test_what_a_writer_knows_of_its_borders_comes_with_it_to_the_next_lane(make):
+    rb = make(16, 2)
+    capacity = rb.storage._rows_table.size.max_size // rb.storage._rows_table.size.lanes
+    for k in range(capacity + 1):  # the last one begins a lane
+        rb.add(step(k, k + 1))
+    rb.add(step(100, 101))
+    assert cuts(rb)[:2] == [[], [1]]
+
+
+def test_borders_are_not_judged_by_what_another_writer_had_in_the_lane(make):
+    rb = make(16, 2)
+    size = rb.storage._rows_table.size
+    rb.add(step(0, 0))
+    for k in range(1, size.max_size):
+        rb.add(step(2 * k, 0))  # of this process no step shows what the one before it said
+
+    def follow():
+        for k in range(size.max_size):
+            rb.add(step(k, k + 1))
+
+    Child(follow).result()
+    for k in range(3):
+        rb.add(step(2 * k, 0))
+    assert cuts(rb) == [[2 * size.max_size // size.lanes], *[[]] * (size.lanes - 1)]  # the begin of the stint only
 
 
 def test_a_forked_process_takes_another_lane_than_its_parent(make):

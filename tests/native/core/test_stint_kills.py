@@ -100,7 +100,8 @@ def check(shared: _native.Store, counts: Counts) -> None:
         mine, at = np.asarray(batch)[stays], sequences[stays]
         assert is_whole(mine), f"lane {lane} has torn rows"
         counts.believed += len(mine)
-        for (start, stream, position), end in zip(extents, [x[0] for x in extents[1:]] + [1 << 62], strict=True):
+        for k, (start, stream, position) in enumerate(extents):
+            end = extents[k + 1][0] if k + 1 < len(extents) else 1 << 62
             of = (at >= start) & (at < end)
             assert (mine[of, 0] == stream).all(), f"lane {lane}: rows of another stream than the extent says"
             assert (mine[of, 1] == (position + at[of] - start) % mine[of, 2]).all(), f"lane {lane}: other rows of it"
@@ -118,7 +119,7 @@ def kill_writers(shared: _native.Store, fd: int, kills: int, seed: int) -> Count
             while not begun[victim]:
                 time.sleep(1e-4)
             time.sleep(draw.random() * 0.003)
-            end(pids[victim])
+            kill(pids[victim])
             begun[victim] = 0
             held = [state for state in map(shared.lane, range(shared.lanes)) if state["turn"] & PID == pids[victim]]
             counts.inside += bool(held)
@@ -126,12 +127,12 @@ def kill_writers(shared: _native.Store, fd: int, kills: int, seed: int) -> Count
             pids[victim] = started(lambda k=k, victim=victim: write_for_ever(fd, (k + 1) * WRITERS + victim, begun))
     finally:
         for pid in pids:
-            end(pid)
+            kill(pid)
     check(shared, counts)
     return counts
 
 
-def end(pid: int) -> None:
+def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "a writer had ended before it was killed"
 

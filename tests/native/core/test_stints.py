@@ -276,6 +276,16 @@ def test_the_lane_of_a_living_writer_is_left_to_it() -> None:
             assert list(shared.extend(me, 3)) == [6, 7, 0]
 
 
+def test_a_writer_leaves_its_stint_while_another_one_has_the_turn_there() -> None:
+    with writers(2, 4) as shared:
+        me, other = shared.new(), shared.new()
+        assert list(shared.extend(me, 2)) == [0, 1]
+        with alive(shared, other):
+            assert other.begin_turn(0) == 0  # it has chosen the lane, and not begun a stint yet
+            assert list(shared.extend(me, 1)) == [4]
+        assert shared.store.lane(0)["published"] == 2
+
+
 def test_who_waits_too_long_for_a_lane_is_told_for_whom() -> None:
     with writers(2, 4) as shared:
         me, others = shared.new(patience=0.05), [shared.new(), shared.new()]
