@@ -44,6 +44,7 @@ class Writers:
         rows = row_words(np.arange(self.count, self.count + n), WIDTH)
         self.count += n
         slots: Array = writer.append(0, self.code.check_list([rows], 1, 0))
+        assert all(self.store.lane(lane)["turn"] != writer.writer for lane in range(self.store.lanes))
         return slots
 
     def numbers(self, slots: Array) -> list[int]:
