@@ -526,7 +526,7 @@ class Turns:
                 raise StorageInUseError(
                     f"process {pid} has been writing to this store for {_TURN_TIMEOUT:g} seconds, and writers take "
                     "turns: it was stopped, or waits for something. Let it go on or end it; or make the store with "
-                    "lanes=n, one for each of n writers, which then wait for nobody"
+                    "lanes=n, for about n writers side by side, which then wait for nobody"
                 )
             time.sleep(min(_LONGEST_TURN_PAUSE, _TURN_PAUSE * (looks - _TURN_LOOKS + 1)))
 
@@ -551,7 +551,7 @@ class Turns:
             f"this process and process {last & ((1 << _native.PID_BITS) - 1)} write to one store and take turns: "
             "rows of both lie behind each other, a whole extend (or add) at a time, and no slice or trajectory goes on "
             "from one extend to the next where another process wrote in between. For slices longer than one extend "
-            "make the storage with lanes=n, one for each of n writers",
+            "make the storage with lanes=n, for about n writers side by side",
             RuntimeWarning,
         )
 
