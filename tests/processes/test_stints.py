@@ -276,6 +276,17 @@ def test_a_process_that_loads_goes_on_where_the_writer_was_that_saved(make, tmp_
         assert numbers(other[torch.tensor(index[:1]) - 1]) == [first - 1]
 
 
+def test_a_load_goes_on_behind_a_seam_in_the_lane_of_the_save(make, tmp_path):
+    rb = make(60, 3)
+    rb.extend(steps(0, 75))
+    rb.storage.mark_seam()
+    rb.dumps(tmp_path / "saved")
+    other = ReplayBuffer(storage=LazyTensorStorage(60, shared=True, lanes=3))
+    other.loads(tmp_path / "saved")
+    assert other.extend(steps(75, 77)).tolist() == rb.extend(steps(75, 77)).tolist() == [15, 16]
+    assert cuts(other) == cuts(rb)
+
+
 def test_a_save_with_as_many_lanes_as_writers_is_loaded_into_as_many(tmp_path):
     old = ReplayBuffer(storage=LazyTensorStorage(40, shared=True, lanes=HeldLaneCount(4)))  # as an engram of before
     old.extend(steps(0, 10))
