@@ -46,7 +46,7 @@ class StintTurn {
   ~StintTurn() {
     Store::Stint& stint = store_.stint();
     if (stint.lane == lane_ && !stints().left()) {
-      stint.border_agreed = store_.lanes.lane(lane_).border_agreed.load(std::memory_order_relaxed);
+      stint.border_agreed = BorderCheck(store_).look(lane_);  // of these rows, before they are another writer's
       stint.lane = Store::Stint::kNone;
     }
     store_.lanes.turns(lane_).give_back();
