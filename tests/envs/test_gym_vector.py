@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 from torch.nn.functional import one_hot
@@ -481,6 +484,18 @@ def test_random_numbers_of_another_source_are_not_claimed_to_be_known():
     with pytest.raises(ValueError, match="use the same kind"):
         asynchronous.set_random_state(known.random_state())
     asynchronous.close()
+
+
+class OldPool(gymnasium.Env):
+    """As those of EnvPool 0.8 to 1.1, which say that they are single environments, and give batches of observations."""
+
+    spec = SimpleNamespace(config=SimpleNamespace(num_envs=3))
+    observation_space, action_space = spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(2)
+
+
+def test_an_environment_of_an_older_envpool_is_refused_with_the_version_that_works():
+    with pytest.raises(TypeError, match=r"OldPool steps 3 environments together .* pip install 'envpool>=1.2'"):
+        GymEnv(OldPool())
 
 
 @pytest.mark.parametrize("mode", ["sync", "vector_entry_point"])

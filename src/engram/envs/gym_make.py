@@ -148,6 +148,7 @@ def make_single(name_or_env: Any, kwargs: dict[str, Any], *, from_pixels: bool, 
             env = gymnasium.make(name_or_env, **_with_render_mode(kwargs, from_pixels))
     elif isinstance(name_or_env, gymnasium.Env):
         _check_no_settings(kwargs)
+        _check_is_single(name_or_env)
         env = name_or_env
     else:
         raise TypeError(f"GymEnv takes a name, a gymnasium.Env or a VectorEnv, got {type(name_or_env).__name__}")
@@ -190,6 +191,15 @@ def make_vector(
     key = "pixels" if from_pixels else "observation"
     with _explains_timeout(kwargs):
         return _make_vector_by_name(name_or_env, num_envs, _with_render_mode(kwargs, from_pixels), changes, key)
+
+
+def _check_is_single(env: Any) -> None:
+    """Raises TypeError for a pool of an EnvPool before 1.2: a `gymnasium.Env` that steps several environments."""
+    if (pooled := attribute(env, "spec.config.num_envs")) is not None:
+        raise TypeError(
+            f"{type(env).__name__} steps {pooled} environments together but is no gymnasium.vector.VectorEnv, as "
+            "EnvPool's are since version 1.2: pip install 'envpool>=1.2'"
+        )
 
 
 def is_vector(env: Any) -> bool:
