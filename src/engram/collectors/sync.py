@@ -115,7 +115,8 @@ class _Choice(NamedTuple):
         clock = self.clock
         if engine is not None and is_cpu(env.device) and not stacks:
             timed: Any = engine if clock is None else TimedEnv(engine, clock, 0)
-            return VectorRollout(env, timed, self.policy, self.tags, max_frames_per_traj=max_frames)
+            bare = engine.bare_steps() if clock is None else None
+            return VectorRollout(env, timed, self.policy, self.tags, max_frames_per_traj=max_frames, bare=bare)
         if engines is not None and is_cpu(env.device):
             if clock is not None:
                 engines = [TimedEnv(engine, clock, i) for i, engine in enumerate(engines)]
