@@ -120,9 +120,9 @@ struct StepColumns {
   }
 };
 
-// Frames of one environment, of as many calls from `call` on.
+// Frames of one environment, number `frame` and those after it, of as many calls from `call` on.
 struct FrameRun {
-  size_t call, frames;
+  size_t call, frame, frames;
 };
 
 // The first `steps` waiting frames of each environment, oldest first, as runs of calls that only one that makes no frame
@@ -151,7 +151,7 @@ class FrameRuns {
         skipped -= gone, call += gone;
         if (const size_t frames = std::min(wanted, stop - call)) {
           is_even = is_even && call == 0 && frames == steps;
-          runs_.push_back({call, frames});
+          runs_.push_back({call, steps - wanted, frames});
           call += frames, wanted -= frames;
         }
         if (call < stop || reset == last) break;
@@ -203,12 +203,11 @@ class LastRows {
   void copy(uint8_t* to, size_t bytes, size_t steps, const FrameRuns& runs, const uint8_t* rows) const {
     for (size_t env = 0; env + 1 < starts_.size(); ++env, to += steps * bytes) {
       const Entry *entry = entries_.data() + starts_[env], *const end = entries_.data() + starts_[env + 1];
-      uint8_t* frame = to;
-      for (const FrameRun* run = runs.begin(env); run != runs.end(env); frame += run->frames * bytes, ++run) {
+      for (const FrameRun* run = runs.begin(env); run != runs.end(env); ++run) {
         const auto first = static_cast<int64_t>(run->call), stop = first + static_cast<int64_t>(run->frames);
         for (; entry != end && entry->call < stop; ++entry)
           if (entry->call >= first)
-            std::memcpy(frame + static_cast<size_t>(entry->call - first) * bytes, rows + entry->row * bytes, bytes);
+            std::memcpy(to + (run->frame + static_cast<size_t>(entry->call - first)) * bytes, rows + entry->row * bytes, bytes);
       }
     }
   }
@@ -231,6 +230,22 @@ void copy_frames(uint8_t* to, const StepColumn& column, size_t first_row, const 
       const uint8_t* from = column.row(first_row + run->call) + env * bytes;
       for (size_t t = 0; t < run->frames; ++t, to += bytes, from += row_bytes) std::memcpy(to, from, bytes);
     }
+}
+// The same for flags of few frames, of which only those that are set are looked up; false: too many are set.
+inline bool copy_rare_flags(uint8_t* to, const StepColumn& column, size_t calls, size_t steps, const FrameRuns& runs) {
+  const size_t n = column.envs();
+  const uint8_t *const first = column.row(0), *const end = first + calls * n;
+  std::memset(to, 0, n * steps);
+  size_t most = n * steps / 8;
+  for (const uint8_t* at = first; at != end; ++at) {
+    if (!(at = static_cast<const uint8_t*>(std::memchr(at, 1, static_cast<size_t>(end - at))))) break;
+    if (most-- == 0) return false;
+    const size_t call = static_cast<size_t>(at - first) / n, env = static_cast<size_t>(at - first) % n;
+    const FrameRun* run = runs.begin(env);
+    while (run != runs.end(env) && call >= run->call + run->frames) ++run;
+    if (run != runs.end(env) && call >= run->call) to[env * steps + run->frame + call - run->call] = 1;
+  }
+  return true;
 }
 inline void copy_frames_of(uint8_t* to, const StepColumn& column, size_t first_row, const FrameRuns& runs) {
   switch (column.bytes()) {
@@ -342,7 +357,9 @@ class StepRecorder {
     }
     memory.take();
     maybe_without_gil(memory.bytes() > kGilBytes, [&] {
-      for (size_t k = 0; k < present; ++k) copy_frames_of(memory.data(k), *laid_out[k], 0, runs);
+      for (size_t k = 0; k < present; ++k)
+        if (k + 3 < present || !copy_rare_flags(memory.data(k), *laid_out[k], calls, steps, runs))
+          copy_frames_of(memory.data(k), *laid_out[k], 0, runs);
       for (size_t k = present; k < present + 3; ++k) std::memset(memory.data(k), 0, n * steps);
       for (size_t k = 0; k < shown; ++k) {
         uint8_t* to = memory.data(present + 3 + k);
@@ -389,11 +406,14 @@ class StepRecorder {
     copy_array(terminates, terminations.view());
     copy_array(truncates, truncations.view());
     uint8_t any = 0;
-    for (size_t env = 0; env < n; ++env) any |= ends[env] = terminates[env] | truncates[env];
+    for (size_t env = 0; env < n; ++env) {  // a flag is 0 or 1 from here on, whatever byte the environment has for True
+      terminates[env] = terminates[env] != 0, truncates[env] = truncates[env] != 0;
+      any |= ends[env] = terminates[env] | truncates[env];
+    }
     uint8_t* idle = to.idle.row(call);
     if (!reset_row(idle)) std::memset(idle, 0, n);
     int64_t* waiting = waiting_.data();
-    for (size_t env = 0; env < n; ++env) waiting[env] += !idle[env];
+    for (size_t env = 0; env < n; ++env) waiting[env] += !(idle[env] = idle[env] != 0);
     return any ? kSomeEnd : 0;
   }
   // The views of one call's observations, which are released when the call is recorded.

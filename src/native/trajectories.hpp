@@ -4,6 +4,8 @@
 #include <nanobind/ndarray.h>
 
 #include <algorithm>
+#include <cstring>
+#include <utility>
 #include <vector>
 
 namespace engram {
@@ -13,6 +15,26 @@ namespace nb = nanobind;
 template <typename T, int dims>
 using CpuArray = nb::ndarray<T, nb::ndim<dims>, nb::c_contig, nb::device::cpu>;
 
+// The steps [n, steps] that end an episode: their environments by step, those of step t from `starts[t]` to `starts[t + 1]`.
+// They are few, so one look at each byte finds them faster than a loop over steps and environments.
+struct EpisodeEnds {
+  EpisodeEnds(const bool* done, size_t n, size_t steps) : starts(steps + 2) {
+    std::vector<std::pair<size_t, size_t>> found;  // step and environment, by environment
+    const auto *const first = reinterpret_cast<const uint8_t*>(done), *const end = first + n * steps;
+    for (const uint8_t* at = first; at != end; ++at) {
+      if (!(at = static_cast<const uint8_t*>(std::memchr(at, 1, static_cast<size_t>(end - at))))) break;
+      const auto place = static_cast<size_t>(at - first);
+      found.emplace_back(place % steps, place / steps);
+      ++starts[place % steps + 2];
+    }
+    for (size_t t = 2; t < starts.size(); ++t) starts[t] += starts[t - 1];
+    envs.resize(found.size());
+    for (const auto& [t, env] : found) envs[starts[t + 1]++] = env;  // starts[t + 1] ends as the start of step t + 1
+    starts.pop_back();
+  }
+  std::vector<size_t> starts, envs;
+};
+
 // Gives the steps of n environments, [n, steps], the ids of their trajectories: new ids count up from `count` in the order of
 // the trajectories' first steps; ties go by environment. `current` [n] has the id of each environment's last step, and `starts`
 // [n] marks the environments whose next step begins a trajectory; both are updated. Returns the next id.
@@ -21,16 +43,25 @@ inline int64_t number_trajectories(CpuArray<const bool, 2> done, CpuArray<int64_
   const size_t n = done.shape(0), steps = done.shape(1);
   if (current.shape(0) != n || starts.shape(0) != n || ids.shape(0) != n || ids.shape(1) != steps)
     throw nb::value_error("the arrays are not of the same environments and steps");
-  const bool* ends = done.data();
+  if (steps == 0) return count;
+  const EpisodeEnds ends(done.data(), n, steps);
   int64_t* now = current.data();
   bool* begins = starts.data();
   int64_t* out = ids.data();
+  std::vector<size_t> from(n);  // the first step of each environment that has no id yet
+  for (size_t env = 0; env < n; ++env) {
+    if (begins[env]) now[env] = count++;
+    begins[env] = false;
+  }
   for (size_t t = 0; t < steps; ++t)
-    for (size_t env = 0; env < n; ++env) {
-      if (begins[env]) now[env] = count++;
-      out[env * steps + t] = now[env];
-      begins[env] = ends[env * steps + t];
+    for (size_t k = ends.starts[t]; k < ends.starts[t + 1]; ++k) {
+      const size_t env = ends.envs[k];
+      std::fill(out + env * steps + from[env], out + env * steps + t + 1, now[env]);
+      from[env] = t + 1;
+      if (t + 1 < steps) now[env] = count++;
+      else begins[env] = true;
     }
+  for (size_t env = 0; env < n; ++env) std::fill(out + env * steps + from[env], out + (env + 1) * steps, now[env]);
   return count;
 }
 
@@ -42,28 +73,26 @@ nb::tuple add_episodes(CpuArray<const Reward, 2> reward, CpuArray<const bool, 2>
   const size_t n = done.shape(0), steps = done.shape(1);
   if (reward.shape(0) != n || reward.shape(1) != steps || totals.shape(0) != n || lengths.shape(0) != n)
     throw nb::value_error("the arrays are not of the same environments and steps");
-  struct Episode {
-    double total;
-    int64_t length;
+  const EpisodeEnds ends(done.data(), n, steps);
+  std::vector<size_t> from(n);  // the first step of each environment that is not added yet
+  const auto add = [&](size_t env, size_t stop) {
+    double total = totals.data()[env];
+    for (size_t t = from[env]; t < stop; ++t) total += static_cast<double>(reward.data()[env * steps + t]);
+    totals.data()[env] = total;
+    lengths.data()[env] += static_cast<int64_t>(stop - from[env]);
+    from[env] = stop;
   };
-  std::vector<Episode> ended;
-  const bool* ends = done.data();
-  for (size_t t = 0; t < steps; ++t)
-    for (size_t env = 0; env < n; ++env) {
-      double& total = totals.data()[env];
-      int64_t& length = lengths.data()[env];
-      total += static_cast<double>(reward.data()[env * steps + t]);
-      ++length;
-      if (!ends[env * steps + t]) continue;
-      ended.push_back({total, length});
-      total = 0, length = 0;
-    }
   nb::list returns, sizes;
-  for (size_t i = ended.size() - std::min(ended.size(), most); i < ended.size(); ++i) {
-    returns.append(ended[i].total);
-    sizes.append(ended[i].length);
-  }
-  return nb::make_tuple(ended.size(), returns, sizes);
+  const size_t ended = ends.envs.size(), left_out = ended - std::min(ended, most);
+  for (size_t t = 0; t < steps; ++t)
+    for (size_t k = ends.starts[t]; k < ends.starts[t + 1]; ++k) {
+      const size_t env = ends.envs[k];
+      add(env, t + 1);
+      if (k >= left_out) returns.append(totals.data()[env]), sizes.append(lengths.data()[env]);
+      totals.data()[env] = 0, lengths.data()[env] = 0;
+    }
+  for (size_t env = 0; env < n; ++env) add(env, steps);
+  return nb::make_tuple(ended, returns, sizes);
 }
 
 // Takes the first `steps` waiting frames of each of n environments, oldest first. `idle` has one byte for each call and

@@ -42,6 +42,13 @@ def test_a_call_is_copied_into_its_row_and_its_frames_are_counted():
     assert columns.waiting.tolist() == [2, 1, 2] and not columns.idle[2].any()
 
 
+def test_flags_are_0_or_1_whatever_byte_stands_for_true():
+    columns, odd = Columns((2,)), np.full(N, 255, np.uint8).view(np.bool_)
+    columns.recorder.add(0, FIT[0], FIT[1], odd, odd, odd)
+    for column in (columns.terminated, columns.truncated, columns.done, columns.idle):
+        assert column[0].tobytes() == b"\1" * N
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.float32, np.int64, np.complex128])
 def test_arrays_in_any_order_of_memory_are_copied(dtype):
     columns = Columns((4, 5), dtype=dtype)
@@ -239,7 +246,7 @@ def test_frames_are_taken_as_by_array_operations(n, steps, share, shape, dtype, 
         numbers(draw, (rows + more, n, *s), t)
         for more, s, t in ((1, shape, dtype), (0, (2,), np.int64), (0, (1,), np.float32))
     )
-    flags = [draw.random((rows, n, 1)) < 0.5 for _ in range(3)]
+    flags = [draw.random((rows, n, 1)) < often for often in (0.5, 0.05, 0.0)]
     waiting, taken = (~idle).sum(0) - before, before.copy()
     expected, calls = [waiting.copy(), taken.copy()], np.empty((n, steps), np.int64)
     dropped = take_frames(idle, expected[1], expected[0], calls)
