@@ -2,9 +2,11 @@
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -15,84 +17,90 @@ namespace nb = nanobind;
 template <typename T, int dims>
 using CpuArray = nb::ndarray<T, nb::ndim<dims>, nb::c_contig, nb::device::cpu>;
 
-// The steps [n, steps] that end an episode: their environments by step, those of step t from `starts[t]` to `starts[t + 1]`.
-// They are few, so one look at each byte finds them faster than a loop over steps and environments.
-struct EpisodeEnds {
-  EpisodeEnds(const bool* done, size_t n, size_t steps) : starts(steps + 2) {
-    std::vector<std::pair<size_t, size_t>> found;  // step and environment, by environment
-    const auto *const first = reinterpret_cast<const uint8_t*>(done), *const end = first + n * steps;
-    for (const uint8_t* at = first; at != end; ++at) {
-      if (!(at = static_cast<const uint8_t*>(std::memchr(at, 1, static_cast<size_t>(end - at))))) break;
-      const auto place = static_cast<size_t>(at - first);
-      found.emplace_back(place % steps, place / steps);
-      ++starts[place % steps + 2];
-    }
-    for (size_t t = 2; t < starts.size(); ++t) starts[t] += starts[t - 1];
-    envs.resize(found.size());
-    for (const auto& [t, env] : found) envs[starts[t + 1]++] = env;  // starts[t + 1] ends as the start of step t + 1
-    starts.pop_back();
-  }
-  std::vector<size_t> starts, envs;
-};
+// The end of the steps [first, stop) of arrays that have so many; without `stop` that of the arrays.
+inline size_t stop_of(size_t steps, size_t first, std::optional<size_t> stop) {
+  const size_t end = stop.value_or(steps);
+  if (first > end || end > steps) throw nb::index_error("the arrays have fewer steps");
+  return end;
+}
 
-// Gives the steps of n environments, [n, steps], the ids of their trajectories: new ids count up from `count` in the order of
-// the trajectories' first steps; ties go by environment. `current` [n] has the id of each environment's last step, and `starts`
-// [n] marks the environments whose next step begins a trajectory; both are updated. Returns the next id.
+// Where the steps [first, stop) of n environments, [n, steps], end an episode: step and environment, in this order. They are
+// few, so that a look at each byte finds them faster than a loop with a branch at each step.
+inline std::vector<std::pair<size_t, size_t>> episode_ends(const bool* done, size_t n, size_t steps, size_t first, size_t stop) {
+  std::vector<std::pair<size_t, size_t>> found;
+  for (size_t env = 0; env < n; ++env) {
+    const auto* const row = reinterpret_cast<const uint8_t*>(done + env * steps);
+    for (size_t t = first; t < stop; ++t) {
+      const void* const at = std::memchr(row + t, 1, stop - t);
+      if (!at) break;
+      t = static_cast<size_t>(static_cast<const uint8_t*>(at) - row);
+      found.emplace_back(t, env);
+    }
+  }
+  if (n == 1 || found.size() < 2) return found;
+  std::vector<size_t> next(stop - first + 1);  // by step, the place of the next one
+  for (const auto& one : found) ++next[one.first - first + 1];
+  for (size_t t = 1; t < next.size(); ++t) next[t] += next[t - 1];
+  std::vector<std::pair<size_t, size_t>> sorted(found.size());
+  for (const auto& one : found) sorted[next[one.first - first]++] = one;
+  return sorted;
+}
+
+// Gives the steps [first, stop) of n environments, [n, steps], the ids of their trajectories: new ids count up from `count` in
+// the order of the trajectories' first steps; ties go by environment. `current` [n] has the id of each environment's last step,
+// and `starts` [n] marks the environments whose next step begins a trajectory; both are updated. Returns the next id.
 inline int64_t number_trajectories(CpuArray<const bool, 2> done, CpuArray<int64_t, 1> current, CpuArray<bool, 1> starts,
-                                   int64_t count, CpuArray<int64_t, 2> ids) {
-  const size_t n = done.shape(0), steps = done.shape(1);
+                                   int64_t count, CpuArray<int64_t, 2> ids, size_t first, std::optional<size_t> stop) {
+  const size_t n = done.shape(0), steps = done.shape(1), end = stop_of(steps, first, stop);
   if (current.shape(0) != n || starts.shape(0) != n || ids.shape(0) != n || ids.shape(1) != steps)
     throw nb::value_error("the arrays are not of the same environments and steps");
-  if (steps == 0) return count;
-  const EpisodeEnds ends(done.data(), n, steps);
+  if (first == end) return count;
   int64_t* now = current.data();
   bool* begins = starts.data();
   int64_t* out = ids.data();
-  std::vector<size_t> from(n);  // the first step of each environment that has no id yet
-  for (size_t env = 0; env < n; ++env) {
-    if (begins[env]) now[env] = count++;
-    begins[env] = false;
+  for (size_t env = 0; env < n; ++env)
+    if (begins[env]) now[env] = count++, begins[env] = false;
+  std::vector<size_t> from(n, first);  // the first step of each environment that has no id yet
+  for (const auto& [t, env] : episode_ends(done.data(), n, steps, first, end)) {
+    std::fill(out + env * steps + from[env], out + env * steps + t + 1, now[env]);
+    from[env] = t + 1;
+    if (t + 1 < end) now[env] = count++;
+    else begins[env] = true;
   }
-  for (size_t t = 0; t < steps; ++t)
-    for (size_t k = ends.starts[t]; k < ends.starts[t + 1]; ++k) {
-      const size_t env = ends.envs[k];
-      std::fill(out + env * steps + from[env], out + env * steps + t + 1, now[env]);
-      from[env] = t + 1;
-      if (t + 1 < steps) now[env] = count++;
-      else begins[env] = true;
-    }
-  for (size_t env = 0; env < n; ++env) std::fill(out + env * steps + from[env], out + (env + 1) * steps, now[env]);
+  for (size_t env = 0; env < n; ++env) std::fill(out + env * steps + from[env], out + env * steps + end, now[env]);
   return count;
 }
 
-// Adds rewards and flags of n environments, [n, steps], to the totals of their unfinished episodes, [n] each. Returns how many
-// episodes ended, and the returns and lengths of the last `most` of them, in the order of their ends; ties go by environment.
+// Adds rewards and flags of the steps [first, stop) of n environments, [n, steps], to the totals of their unfinished episodes,
+// [n] each. Returns how many episodes ended, and the returns and lengths of the last `most` of them, in the order of their ends;
+// ties go by environment.
 template <typename Reward>
 nb::tuple add_episodes(CpuArray<const Reward, 2> reward, CpuArray<const bool, 2> done, CpuArray<double, 1> totals,
-                       CpuArray<int64_t, 1> lengths, size_t most) {
-  const size_t n = done.shape(0), steps = done.shape(1);
+                       CpuArray<int64_t, 1> lengths, size_t most, size_t first, std::optional<size_t> stop) {
+  const size_t n = done.shape(0), steps = done.shape(1), end = stop_of(steps, first, stop);
   if (reward.shape(0) != n || reward.shape(1) != steps || totals.shape(0) != n || lengths.shape(0) != n)
     throw nb::value_error("the arrays are not of the same environments and steps");
-  const EpisodeEnds ends(done.data(), n, steps);
-  std::vector<size_t> from(n);  // the first step of each environment that is not added yet
-  const auto add = [&](size_t env, size_t stop) {
+  std::vector<size_t> from(n, first);  // the first step of each environment that is not added yet
+  const auto add_until = [&](size_t env, size_t until) {
     double total = totals.data()[env];
-    for (size_t t = from[env]; t < stop; ++t) total += static_cast<double>(reward.data()[env * steps + t]);
+    for (size_t t = from[env]; t < until; ++t) total += static_cast<double>(reward.data()[env * steps + t]);
     totals.data()[env] = total;
-    lengths.data()[env] += static_cast<int64_t>(stop - from[env]);
-    from[env] = stop;
+    lengths.data()[env] += static_cast<int64_t>(until - from[env]);
+    from[env] = until;
   };
+  const auto ends = episode_ends(done.data(), n, steps, first, end);
+  size_t left_out = ends.size() - std::min(ends.size(), most);
   nb::list returns, sizes;
-  const size_t ended = ends.envs.size(), left_out = ended - std::min(ended, most);
-  for (size_t t = 0; t < steps; ++t)
-    for (size_t k = ends.starts[t]; k < ends.starts[t + 1]; ++k) {
-      const size_t env = ends.envs[k];
-      add(env, t + 1);
-      if (k >= left_out) returns.append(totals.data()[env]), sizes.append(lengths.data()[env]);
-      totals.data()[env] = 0, lengths.data()[env] = 0;
-    }
-  for (size_t env = 0; env < n; ++env) add(env, steps);
-  return nb::make_tuple(ended, returns, sizes);
+  for (const auto& [t, env] : ends) {
+    add_until(env, t + 1);
+    double& total = totals.data()[env];
+    int64_t& length = lengths.data()[env];
+    if (left_out) --left_out;
+    else returns.append(total), sizes.append(length);
+    total = 0, length = 0;
+  }
+  for (size_t env = 0; env < n; ++env) add_until(env, end);
+  return nb::make_tuple(ends.size(), returns, sizes);
 }
 
 // Takes the first `steps` waiting frames of each of n environments, oldest first. `idle` has one byte for each call and
@@ -141,14 +149,14 @@ inline size_t take_frames_of_rows(CpuArray<const bool, 2> idle, CpuArray<int64_t
 inline void bind_trajectories(nb::module_& m) {
   using namespace nb::literals;
   m.def("number_trajectories", &number_trajectories, "done"_a, "current"_a.noconvert(), "starts"_a.noconvert(), "count"_a,
-        "ids"_a.noconvert());
+        "ids"_a.noconvert(), "first"_a = 0, "stop"_a.none() = nb::none());
   m.def("take_frames", &take_frames, "idle"_a, "taken"_a.noconvert(), "waiting"_a.noconvert(), "calls"_a.noconvert());
   m.def("take_frames", &take_frames_of_rows, "idle"_a.noconvert(), "taken"_a.noconvert(), "waiting"_a.noconvert(),
         "calls"_a.noconvert());
   m.def("add_episodes", &add_episodes<float>, "reward"_a.noconvert(), "done"_a, "totals"_a.noconvert(),
-        "lengths"_a.noconvert(), "most"_a);
+        "lengths"_a.noconvert(), "most"_a, "first"_a = 0, "stop"_a.none() = nb::none());
   m.def("add_episodes", &add_episodes<double>, "reward"_a.noconvert(), "done"_a, "totals"_a.noconvert(),
-        "lengths"_a.noconvert(), "most"_a);
+        "lengths"_a.noconvert(), "most"_a, "first"_a = 0, "stop"_a.none() = nb::none());
 }
 
 }  // namespace engram
