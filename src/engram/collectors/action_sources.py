@@ -60,6 +60,8 @@ def mask_of(envs: Envs, batch_size: torch.Size) -> Tensor:
 class ActionSource:
     """Chooses the actions of a rollout. This one has no state, and its policy writes nothing but the action."""
 
+    has_state = False  #: whether `reset_envs` does anything
+
     def __init__(self, codec: SpaceCodec, batch_size: torch.Size, weights: PolicyWeights) -> None:
         self._codec, self._batch_size, self._weights = codec, batch_size, weights
         self._check = action_check(codec, batch_size)
@@ -237,6 +239,8 @@ class ModuleActions(ActionSource):
 class TensorDictActions(ActionSource):
     """Actions of a policy on TensorDicts. Its other entries are stored, and are in its input at the next step."""
 
+    has_state = True
+
     def __init__(
         self,
         policy: TensorDictPolicy,
@@ -410,6 +414,7 @@ class MaskedRandom(ActionSource):
     ) -> None:
         super().__init__(codec, batch_size, weights)
         self._envs, self._random, self._source = envs, random, source
+        self.has_state = source.has_state
 
     def reset_envs(self, envs: Envs) -> None:
         self._source.reset_envs(envs)

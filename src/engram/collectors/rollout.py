@@ -350,7 +350,7 @@ class StepColumns:
             self._outcomes, self._tags = _copied(self._outcomes), _copied(self._tags)
             self._is_kept = True
         following = self._batch_of({**self._after, **self._outcomes})
-        flags = self._flags or {key: np.zeros((*self.shape, 1), np.bool_) for key in FLAGS}
+        flags: Mapping[str, Any] = self._flags or {key: np.zeros((*self.shape, 1), np.bool_) for key in FLAGS}
         collector = {"collector": self._batch_of(self._tags)} if self._tags else {}
         td = self._batch_of({**self._before, **flags, **collector, "next": following})
         return td if self._policy_outputs is None else self._policy_outputs.update(td)

@@ -36,7 +36,6 @@ from engram.envs.engines import Autoreset, BareSteps, VectorEngine, VectorStep
 from engram.envs.policies import FLAGS, RandomPolicy, TensorDictPolicy, as_observation_policy
 
 Array = np.ndarray[Any, Any]
-_OUTCOMES = ("reward", "terminated", "truncated", "done")  # in the order in which the recorder gives them
 MOST_AHEAD = 100_000  # frames that an environment may have more than another one that waits for the end of its episode
 
 
@@ -166,9 +165,13 @@ class VectorRollout:
         """As `_run`, where a call does no more than to step environments or to begin their next episode."""
         assert self._bare is not None
         step, add, log = self._bare.step, self._log.add_result, self._log
-        for raw in raws:
-            if add(step(raw)):
-                source.reset_envs(log.last_idle())
+        if source.has_state:
+            for raw in raws:
+                if add(step(raw)):
+                    source.reset_envs(log.last_idle())
+        else:
+            for raw in raws:
+                add(step(raw))
 
     def _run(self, raws: Iterator[Any], source: ActionSource, calls: int) -> None:
         log, step = self._log, self._engine.step
@@ -520,12 +523,13 @@ class StepLog:
         tensors, calls, dropped = self._recorder.take(self._calls, steps, asks_calls, *self._last_rows_kept())
         leaves, acted = len(self._leaves), len(self._leaves) + len(self._action_leaves)
         before = [self._encoded(k, tensors[k]) for k in range(acted)]
-        after = [self._encoded(k, tensor) for k, tensor in enumerate(tensors[acted + 7 :])]
+        reward, terminated, truncated, done, *flags = tensors[acted : acted + 7]
+        after = [self._encoded(k, tensors[acted + 7 + k]) for k in range(leaves)]
         window = StepWindow(
             dict(zip(self._keys, before, strict=True)),
             dict(zip(self._keys[:leaves], after, strict=True)),
-            dict(zip(_OUTCOMES, tensors[acted : acted + 4], strict=True)),
-            dict(zip(FLAGS, tensors[acted + 4 : acted + 7], strict=True)),
+            {"reward": reward, "done": done, "terminated": terminated, "truncated": truncated},
+            dict(zip(FLAGS, flags, strict=True)),
             self._outputs.way,
             self._outputs_of(steps, calls),
             self._versions,
@@ -548,8 +552,9 @@ class StepLog:
 
     def _encoded(self, number: int, raw: Tensor) -> Any:
         """Raw values `[n, time, ...]` of a leaf as the tensor that batches have."""
-        codec = (*self._leaves, *self._action_leaves)[number].codec
-        return raw if self._are_plain[number] else codec.encode(raw.numpy())
+        if self._are_plain[number]:
+            return raw
+        return (*self._leaves, *self._action_leaves)[number].codec.encode(raw.numpy())
 
     def _outputs_of(self, steps: int, calls: Array | None) -> TensorDictBase | None:
         """What the policy wrote besides the actions, `[n, steps]`; None: nothing."""
@@ -593,4 +598,5 @@ class StepWindow(NamedTuple):
         n, steps = self.done.shape[:2]
         calls = np.broadcast_to(np.arange(steps), (n, steps)) if self.calls is None else self.calls
         starts, versions = np.array(self.version_starts, np.int64).T
-        return versions.take(starts.searchsorted(self.first_call + calls, "right") - 1)
+        chosen: Array = versions.take(starts.searchsorted(self.first_call + calls, "right") - 1)
+        return chosen
