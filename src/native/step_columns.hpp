@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -270,6 +271,7 @@ class StepRecorder {
       : waiting_(std::move(waiting)), taken_(std::move(taken)), over_(std::move(over)) {
     if (taken_.shape(0) != envs() || over_.shape(0) != envs()) throw nb::value_error("the arrays are not of the same environments");
   }
+  StepRecorder(const StepRecorder&) = delete;
   size_t envs() const { return waiting_.shape(0); }
 
   // Records in these columns from now on. `kept`: a first call and a number of calls of the columns before, whose rows become
@@ -278,7 +280,7 @@ class StepRecorder {
            nb::handle done, nb::handle idle, std::optional<std::pair<size_t, size_t>> kept) {
     StepColumns columns(observations, actions, reward, terminated, truncated, done, idle, envs());
     if (kept) copy_calls(columns, kept->first, kept->second);
-    to_.emplace(std::move(columns));
+    to_ = std::make_shared<const StepColumns>(std::move(columns));
   }
   // Keeps the rows of so many calls from `first` on, which become the first ones.
   void keep(size_t first, size_t calls) { copy_calls(columns(), first, calls); }
@@ -332,6 +334,7 @@ class StepRecorder {
   // of call t), and how many calls, from the oldest on, have no waiting frame left. `taken` and `waiting` count without these
   // calls afterwards. `last_rows` has the arrays [k, ...] of the last observations of episodes, see `LastRows`.
   nb::tuple take(size_t calls, size_t steps, bool asks_calls, nb::handle last_calls, nb::handle last_envs, nb::list last_rows) {
+    const std::shared_ptr<const StepColumns> kept = to_;  // another thread may call `use` while the GIL is released
     const StepColumns& from = columns();
     if (calls > from.rows()) throw nb::index_error("the columns have no row for these calls");
     const size_t n = envs(), shown = from.observations.size();
@@ -457,7 +460,7 @@ class StepRecorder {
         for (size_t t = 0; t < run->frames; ++t) *to++ = static_cast<int64_t>(run->call + t);
     return array;
   }
-  std::optional<StepColumns> to_;
+  std::shared_ptr<const StepColumns> to_;
   CpuArray<int64_t, 1> waiting_, taken_;
   CpuArray<bool, 1> over_;
   std::vector<ArrayView> shown_;
