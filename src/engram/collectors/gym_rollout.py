@@ -172,7 +172,7 @@ class GymRollout:
             known = codec.known_action if codec.has_tables else None
             return source.raw_actions(times, decode, known=known, record=add, record_version=add_version)
         if isinstance(codec, ArrayCodec):
-            known = source.known_by(codec.raw_of)
+            known = source.known_by(codec.raw_of, codec.action_reader(self._batch_size))
         keep = codec.keep
         return source.raw_actions(
             times, decode, known=known, record=lambda raw: add(keep(raw)), record_version=add_version
