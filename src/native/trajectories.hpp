@@ -2,8 +2,10 @@
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 namespace engram {
@@ -13,19 +15,26 @@ namespace nb = nanobind;
 template <typename T, int dims>
 using CpuArray = nb::ndarray<T, nb::ndim<dims>, nb::c_contig, nb::device::cpu>;
 
-// Gives the steps of n environments, [n, steps], the ids of their trajectories: new ids count up from `count` in the order of
+// The end of the steps [first, stop) of arrays that have so many; without `stop` that of the arrays.
+inline size_t stop_of(size_t steps, size_t first, std::optional<size_t> stop) {
+  const size_t end = stop.value_or(steps);
+  if (first > end || end > steps) throw nb::index_error("the arrays have fewer steps");
+  return end;
+}
+
+// Gives the steps [first, stop) of n environments, [n, steps], the ids of their trajectories: new ids count up from `count` in the order of
 // the trajectories' first steps; ties go by environment. `current` [n] has the id of each environment's last step, and `starts`
 // [n] marks the environments whose next step begins a trajectory; both are updated. Returns the next id.
 inline int64_t number_trajectories(CpuArray<const bool, 2> done, CpuArray<int64_t, 1> current, CpuArray<bool, 1> starts,
-                                   int64_t count, CpuArray<int64_t, 2> ids) {
-  const size_t n = done.shape(0), steps = done.shape(1);
+                                   int64_t count, CpuArray<int64_t, 2> ids, size_t first, std::optional<size_t> stop) {
+  const size_t n = done.shape(0), steps = done.shape(1), end = stop_of(steps, first, stop);
   if (current.shape(0) != n || starts.shape(0) != n || ids.shape(0) != n || ids.shape(1) != steps)
     throw nb::value_error("the arrays are not of the same environments and steps");
   const bool* ends = done.data();
   int64_t* now = current.data();
   bool* begins = starts.data();
   int64_t* out = ids.data();
-  for (size_t t = 0; t < steps; ++t)
+  for (size_t t = first; t < end; ++t)
     for (size_t env = 0; env < n; ++env) {
       if (begins[env]) now[env] = count++;
       out[env * steps + t] = now[env];
@@ -34,12 +43,12 @@ inline int64_t number_trajectories(CpuArray<const bool, 2> done, CpuArray<int64_
   return count;
 }
 
-// Adds rewards and flags of n environments, [n, steps], to the totals of their unfinished episodes, [n] each. Returns how many
+// Adds rewards and flags of the steps [first, stop) of n environments, [n, steps], to the totals of their unfinished episodes, [n] each. Returns how many
 // episodes ended, and the returns and lengths of the last `most` of them, in the order of their ends; ties go by environment.
 template <typename Reward>
 nb::tuple add_episodes(CpuArray<const Reward, 2> reward, CpuArray<const bool, 2> done, CpuArray<double, 1> totals,
-                       CpuArray<int64_t, 1> lengths, size_t most) {
-  const size_t n = done.shape(0), steps = done.shape(1);
+                       CpuArray<int64_t, 1> lengths, size_t most, size_t first, std::optional<size_t> stop) {
+  const size_t n = done.shape(0), steps = done.shape(1), end = stop_of(steps, first, stop);
   if (reward.shape(0) != n || reward.shape(1) != steps || totals.shape(0) != n || lengths.shape(0) != n)
     throw nb::value_error("the arrays are not of the same environments and steps");
   struct Episode {
@@ -48,7 +57,7 @@ nb::tuple add_episodes(CpuArray<const Reward, 2> reward, CpuArray<const bool, 2>
   };
   std::vector<Episode> ended;
   const bool* ends = done.data();
-  for (size_t t = 0; t < steps; ++t)
+  for (size_t t = first; t < end; ++t)
     for (size_t env = 0; env < n; ++env) {
       double& total = totals.data()[env];
       int64_t& length = lengths.data()[env];
@@ -112,14 +121,14 @@ inline size_t take_frames_of_rows(CpuArray<const bool, 2> idle, CpuArray<int64_t
 inline void bind_trajectories(nb::module_& m) {
   using namespace nb::literals;
   m.def("number_trajectories", &number_trajectories, "done"_a, "current"_a.noconvert(), "starts"_a.noconvert(), "count"_a,
-        "ids"_a.noconvert());
+        "ids"_a.noconvert(), "first"_a = 0, "stop"_a.none() = nb::none());
   m.def("take_frames", &take_frames, "idle"_a, "taken"_a.noconvert(), "waiting"_a.noconvert(), "calls"_a.noconvert());
   m.def("take_frames", &take_frames_of_rows, "idle"_a.noconvert(), "taken"_a.noconvert(), "waiting"_a.noconvert(),
         "calls"_a.noconvert());
   m.def("add_episodes", &add_episodes<float>, "reward"_a.noconvert(), "done"_a, "totals"_a.noconvert(),
-        "lengths"_a.noconvert(), "most"_a);
+        "lengths"_a.noconvert(), "most"_a, "first"_a = 0, "stop"_a.none() = nb::none());
   m.def("add_episodes", &add_episodes<double>, "reward"_a.noconvert(), "done"_a, "totals"_a.noconvert(),
-        "lengths"_a.noconvert(), "most"_a);
+        "lengths"_a.noconvert(), "most"_a, "first"_a = 0, "stop"_a.none() = nb::none());
 }
 
 }  // namespace engram

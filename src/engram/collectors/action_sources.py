@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engram.collectors.policy_weights import PolicyWeights
 from engram.envs.base import merge_where, zero_where
-from engram.envs.codecs import SpaceCodec, space_leaves
+from engram.envs.codecs import SpaceCodec, first_of, space_leaves
 from engram.envs.engines import action_check
 from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy, module_keys, zero_outputs
 from engram.pytree import get_entry
@@ -63,6 +63,8 @@ class ActionSource:
     def __init__(self, codec: SpaceCodec, batch_size: torch.Size, weights: PolicyWeights) -> None:
         self._codec, self._batch_size, self._weights = codec, batch_size, weights
         self._check = action_check(codec, batch_size)
+        #: `decode_one` of an action of one environment where that is quickly found to be of the space, else None.
+        self.quickly_decoded = codec.quick_decoder(self._check)
 
     def choose(self, t: int) -> Any:
         """The action of step t, a tensor or TensorDict `[*batch_size, *spec.shape]`."""
@@ -117,14 +119,7 @@ class ActionSource:
             array = array_of(action)
             return None if array is None else raw_of(array)
 
-        if read is None:
-            return known
-
-        def read_or_known(action: Any) -> Any:
-            raw = read(action)
-            return known(action) if raw is None else raw
-
-        return read_or_known
+        return known if read is None else first_of(read, known)
 
     def reset_envs(self, envs: Envs) -> None:
         """Drops the state that the policy has of the last episodes of `envs`, which start new ones."""
@@ -276,15 +271,18 @@ class TensorDictActions(ActionSource):
         self._zero_outputs: TensorDictBase | None = None
         self._last_outputs: dict[str, Any] | TensorDictBase = {}
         self._input = _PolicyInput(batch_size, device)
+        self._observed: ObservedSteps | None = None
 
     def start(self, observed: ObservedSteps, sink: OutputSink) -> TensorDictActions:
         """Reads `observed` from now on; `sink` gets what the policy writes besides the action.
 
         After `discard` it gets outputs that replace the last ones.
         """
-        self._rows = {key: observed.rows(key) for key in observed.keys}
-        self._not_outputs = frozenset({"action", *FLAGS, *self._rows})
-        self._has_flat_keys = all(isinstance(key, str) for key in self._rows)
+        if observed is not self._observed:
+            self._observed = observed
+            self._rows = {key: observed.rows(key) for key in observed.keys}
+            self._not_outputs = frozenset({"action", *FLAGS, *self._rows})
+            self._has_flat_keys = all(isinstance(key, str) for key in self._rows)
         keys = module_keys(self._policy)  # looked up again for each batch: hooks come and go
         self._read = None if keys is None else {key if isinstance(key, str) else key[0] for key in keys.read}
         self._sink = sink

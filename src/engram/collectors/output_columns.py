@@ -159,7 +159,7 @@ class OutputColumns:
 
     def _put_otherwise(self, step: int, outputs: Mapping[str, Any]) -> None:
         """`put` of entries that have no column yet, that are nested, or that fit no column."""
-        leaves, has_new = dict(self._leaves(outputs)), False
+        leaves, has_new = dict(leaves_of(outputs, self._batch_size, self._device)), False
         for key, value in leaves.items():
             if (reason := self._misfit(key, value)) is not None:
                 self.put_tensordict(step, self._tensordict_of(outputs), reason)
@@ -178,16 +178,6 @@ class OutputColumns:
         arrays = [column.array() for column in self._columns.values()]
         are_arrays = all(array is not None for array in arrays) and all(type(key) is str for key in self._columns)
         self._recorder = OutputRecorder([*self._columns], arrays) if are_arrays and arrays else None
-
-    def _leaves(self, entries: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
-        """The entries, and those of TensorDicts that are as this one: a key that is not nested is a string."""
-        for key, value in entries.items():
-            path = (*above, key)
-            is_plain = type(value) is TensorDict and not value.is_empty()
-            if is_plain and value.batch_size == self._batch_size and value.device == self._device:
-                yield from self._leaves(dict(value.items()), path)
-            else:
-                yield path if above else key, value
 
     def _misfit(self, key: Any, value: Any) -> str | None:
         """Why a value has no place in a column; None where it has one."""
@@ -230,3 +220,16 @@ class OutputColumns:
         rows = [*self._steps[:steps], *[None] * (steps - len(self._steps))]
         stacked = stack_steps([some.empty() if outputs is None else outputs for outputs in rows], dim)
         return None if stacked.is_empty() else stacked
+
+
+def leaves_of(
+    entries: Mapping[str, Any], batch_size: torch.Size, device: torch.device | None, above: tuple[str, ...] = ()
+) -> Iterator[tuple[Any, Any]]:
+    """Entries, and those of TensorDicts of this batch size and device among them: a key at the root is a string."""
+    for key, value in entries.items():
+        path = (*above, key)
+        is_plain = type(value) is TensorDict and not value.is_empty()
+        if is_plain and value.batch_size == batch_size and value.device == device:
+            yield from leaves_of(dict(value.items()), batch_size, device, path)
+        else:
+            yield path if above else key, value

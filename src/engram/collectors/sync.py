@@ -894,14 +894,7 @@ class BufferWriter:
             return False
         if self._rows is not rows:
             self._rows, self._places = rows, ColumnPlaces(rows.paths, rows.index_path)
-        columns = steps.columns(self._places)
-        if columns is None:
-            return False
-        dims, frames = len(steps.shape), steps.shape.numel()
-        if dims != rows.ndim:
-            lead = (frames,) if rows.ndim == 1 else (frames // steps.shape[-1], steps.shape[-1])
-            columns = [None if column is None else column.reshape(*lead, *column.shape[dims:]) for column in columns]
-        return rows.append(columns)
+        return steps.append_to(rows, self._places)
 
 
 class OtherBufferWriter(BufferWriter):

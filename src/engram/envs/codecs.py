@@ -19,6 +19,7 @@ from torch import Tensor
 from engram._checks import attribute
 from engram._native import ActionReader, one_hot
 from engram._overrides import overrides
+from engram.envs.action_checks import ActionCheck
 from engram.errors import is_masked
 from engram.pytree import Key
 from engram.specs import Bounded, Composite, MultiOneHot, OneHot, Spec, Text, Unbounded, spec_from_space
@@ -242,9 +243,28 @@ class SpaceCodec(ABC):
         """`[*spec.shape]` as one raw value."""
         return self.decode_rows(value.unsqueeze(0))[0]
 
+    def quick_decoder(self, check: ActionCheck) -> Callable[[Any], Any]:
+        """`decode_one` of an action that `check` quickly finds to be of the space; of others None, or an error."""
+        return lambda action: self.decode_one(action) if check.accepts(action) else None
+
+    @property
+    def in_one_array(self) -> ArrayCodec | None:
+        """This codec, where each raw value is an array or a number, which has a place in one array of them."""
+        return None
+
     def keep_rows(self, raws: list[Any]) -> list[Any]:
         """`keep` of each."""
         return [self.keep(raw) for raw in raws]
+
+
+def first_of(read: Callable[[Any], Any], otherwise: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`read`, and `otherwise` for what it returns None for."""
+
+    def value_of(action: Any) -> Any:
+        value = read(action)
+        return otherwise(action) if value is None else value
+
+    return value_of
 
 
 class ArrayCodec(SpaceCodec):
@@ -320,6 +340,24 @@ class ArrayCodec(SpaceCodec):
     def decode_one(self, value: Tensor) -> Any:
         return self.decode(value)
 
+    def quick_decoder(self, check: ActionCheck) -> Callable[[Any], Any]:
+        array_of, raw_of, read = check.array_of, self.raw_of, self.action_reader(())
+
+        def decoded(action: Any) -> Any:
+            array = array_of(action)
+            return None if array is None else raw_of(array)
+
+        return decoded if read is None else first_of(read, decoded)
+
+    @property
+    def in_one_array(self) -> ArrayCodec | None:
+        return self
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether a tensor has the very numbers of the raw array, in its dtype."""
+        return self.is_plain
+
     def keep(self, raw: Any) -> Any:
         return raw.copy()
 
@@ -371,12 +409,14 @@ class DiscreteCodec(ArrayCodec):
         raw = np.int64((value if self._one_hot is None else self._to_choice(value)).item())
         return raw + self.start if self.start else raw
 
-    @property
-    def has_tables(self) -> bool:
-        """Whether the choices are few enough for tables of them."""
-        return self._n <= MAX_TABLE
+    def quick_decoder(self, check: ActionCheck) -> Callable[[Any], Any]:
+        return self._found_in_tables if self._n <= MAX_TABLE else SpaceCodec.quick_decoder(self, check)
 
-    def known_action(self, value: Tensor) -> Any:
+    @property
+    def is_raw(self) -> bool:
+        return self._one_hot is None and self.start == 0 and self.raw_dtype == np.int64
+
+    def _found_in_tables(self, value: Tensor) -> Any:
         """`decode_one` of a choice found in the tables; None if the value needs a full check."""
         if self._one_hot is None:
             return self._raw_by_item.get(value.item())
@@ -502,6 +542,10 @@ class TextCodec(ArrayCodec):
 
     def unbatch(self, batch: Any) -> list[Any]:
         return list(batch)
+
+    @property
+    def in_one_array(self) -> ArrayCodec | None:
+        return None
 
     def encode_rows(self, raws: Sequence[Any]) -> Tensor:
         return torch.from_numpy(self._rows(raws, "the value").reshape(len(raws), self.spec.width))

@@ -132,8 +132,7 @@ class StepCheck:
 
     def step(self, action: Any) -> Any:
         observation, reward, terminated, truncated, info = values = self.unchecked_step(action)
-        is_plain = type(observation) is np.ndarray and observation.dtype is self.dtype
-        if not is_plain or observation.shape != self.shape:
+        if not self.is_plain(observation):
             self.compare(observation)
         if terminated is False and truncated is False and type(reward) is float:
             return values
@@ -144,7 +143,8 @@ class StepCheck:
 
     def is_plain(self, observation: Any) -> bool:
         """Whether an observation is one array, and as its space says."""
-        return type(observation) is np.ndarray and observation.dtype is self.dtype and observation.shape == self.shape
+        dtype, shape = self.dtype, self.shape
+        return type(observation) is np.ndarray and observation.dtype is dtype and observation.shape == shape
 
     def compare(self, observation: Any) -> None:
         """Raises ValueError if the observation is not in its space."""
