@@ -62,6 +62,7 @@ class VectorRollout:
         self._engine, self._policy, self._tags = engine, policy, tags
         self._max_frames = max_frames_per_traj
         self._codec, self._batch_size, self._device = engine.action, torch.Size((engine.n,)), env.device
+        self._read = self._codec.action_reader(self._batch_size) if isinstance(self._codec, ArrayCodec) else None
         self.is_random = isinstance(policy, RandomPolicy)
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
         self._random = RandomActions(random, self._codec, self._batch_size, tags.weights)
@@ -139,7 +140,7 @@ class VectorRollout:
         return source.raw_actions(
             range(first, first + calls),
             codec.decode_batch,
-            known=source.known_by(codec.raw_of) if isinstance(codec, ArrayCodec) else None,
+            known=source.known_by(codec.raw_of, self._read) if isinstance(codec, ArrayCodec) else None,
             record=log.add_action,
             record_version=log.note_version,
         )
