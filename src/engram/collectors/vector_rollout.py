@@ -65,6 +65,7 @@ class VectorRollout:
         self._engine, self._policy, self._tags = engine, policy, tags
         self._max_frames = max_frames_per_traj
         self._codec, self._batch_size, self._device = engine.action, torch.Size((engine.n,)), env.device
+        self._read = self._codec.action_reader(self._batch_size) if isinstance(self._codec, ArrayCodec) else None
         self.is_random = isinstance(policy, RandomPolicy)
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
         self._random = RandomActions(random, self._codec, self._batch_size, tags.weights)
@@ -148,7 +149,7 @@ class VectorRollout:
         return source.raw_actions(
             range(first, first + calls),
             codec.decode_batch,
-            known=source.known_by(codec.raw_of) if isinstance(codec, ArrayCodec) else None,
+            known=source.known_by(codec.raw_of, self._read) if isinstance(codec, ArrayCodec) else None,
             record=log.add_action,
             record_version=log.note_version,
         )
@@ -165,13 +166,13 @@ class VectorRollout:
         """As `_run`, where a call does no more than to step environments or to begin their next episode."""
         assert self._bare is not None
         step, add, log = self._bare.step, self._log.add_result, self._log
-        if source.has_state:
-            for raw in raws:
-                if add(step(raw)):
-                    source.reset_envs(log.last_idle())
-        else:
+        if source is self._random:  # which has no state of episodes
             for raw in raws:
                 add(step(raw))
+            return
+        for raw in raws:
+            if add(step(raw)):
+                source.reset_envs(log.last_idle())
 
     def _run(self, raws: Iterator[Any], source: ActionSource, calls: int) -> None:
         log, step = self._log, self._engine.step
