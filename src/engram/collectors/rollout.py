@@ -310,7 +310,7 @@ class StepColumns:
 
     def count_episodes(self, episodes: EpisodeStats) -> None:
         rows = (-1, self.shape[-1])
-        reward, done = (np.asarray(self._outcomes[key]) for key in ("reward", "done"))
+        reward, done = np.asarray(self._outcomes["reward"]), np.asarray(self._outcomes["done"])
         episodes.add(reward.reshape(rows), done.reshape(rows))
 
     def count_steps(self, counter: EpisodeSteps) -> None:
