@@ -368,6 +368,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         reject_timeout(timeout, "SyncDataCollector")
         settings = CollectorSettings.of(locals())
         self.exploration_type = exploration_type
+        self._switch = exploration_type, set_exploration_type(exploration_type)  # made once: a batch may be one step
         self.reset_at_each_iter, self.reset_when_done = reset_at_each_iter, reset_when_done
         self.postproc = postproc
         self.replay_buffer = replay_buffer
@@ -581,10 +582,19 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         self._prepare()
         self._weights.begin_batch()
         try:
-            with self._no_grad, set_exploration_type(self.exploration_type):
+            with self._no_grad, self._exploration():
                 return self._rollout.collect(self._steps, random_steps=random_steps)
         finally:
             self._weights.end_batch()
+
+    def _exploration(self) -> set_exploration_type:
+        """A block in which policies act as `exploration_type` says."""
+        kind, switch = self._switch
+        if kind is not self.exploration_type:
+            kind = self.exploration_type
+            switch = set_exploration_type(kind)
+            self._switch = kind, switch
+        return switch
 
     def reset(self, index: None = None) -> None:
         """Resets every environment before the next batch; trajectories that have not ended are left unfinished.
