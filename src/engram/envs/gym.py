@@ -15,7 +15,7 @@ from torch import Tensor
 from engram._advice import advised
 from engram.envs.base import EnvBase
 from engram.envs.codecs import flag_of, reward_of, reward_vector
-from engram.envs.engines import GymEngine, GymVectorEngine, HasEngines, InfoKeys, VectorEngine
+from engram.envs.engines import GymEngine, HasEngines, InfoKeys, VectorEngine
 from engram.envs.vector_env import VectorStepper
 from engram.specs import Composite, Spec, Unbounded
 from engram.specs.spaces import EncodedSpaces
@@ -254,9 +254,8 @@ def _make_vector(
 ) -> VectorStepper:
     from engram.envs import gym_make
 
-    return VectorStepper(
-        GymVectorEngine(gym_make.make_vector(name_or_env, num_envs, dict(kwargs), **wrappers), **codecs)
-    )
+    env = gym_make.make_vector(name_or_env, num_envs, dict(kwargs), **wrappers)
+    return VectorStepper(gym_make.vector_engine(env, **codecs))
 
 
 _UNCHANGED_METHODS = (GymEnv._step, GymEnv._reset, GymEnv.step, GymEnv.reset)

@@ -6,12 +6,21 @@ from engram.checkpoint.writer import saving
 from engram.store.counters import Counters
 from engram.store.header import StoreFile
 from engram.store.locks import FirstByte
+from engram.store.observed import ObservedLeaf, ObservedRows, ObservedTrajectories
+from engram.store.published import Histogram, LearnerStats, is_learner_file, published_stats
 
 __all__ = [
     "Checkpoint",
     "Counters",
     "DocumentFile",
     "FirstByte",
+    "Histogram",
+    "LearnerStats",
+    "ObservedLeaf",
+    "ObservedRows",
+    "ObservedTrajectories",
     "StoreFile",
+    "is_learner_file",
+    "published_stats",
     "saving",
 ]

@@ -115,6 +115,10 @@ class StoreFile:
         """Whether another process holds a lane."""
         return has_writer(self.fd, lane)
 
+    def last_pid(self, lane: int) -> int:
+        """The process that wrote a lane's newest row, and may have ended; 0: the store does not tell."""
+        return self.store.last_writer(lane) & ((1 << _native.PID_BITS) - 1)
+
     def close(self) -> None:
         """Closes the descriptor; what is mapped stays."""
         os.close(self.fd)
