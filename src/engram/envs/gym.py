@@ -57,8 +57,8 @@ class GymEnv(EnvBase, HasEngines):
     `env.action_space`. Atari's environments are registered where `ale_py` is installed.
 
     Args:
-        name_or_env: a name, a `gymnasium.Env`, or a `gymnasium.vector.VectorEnv` (any autoreset mode; EnvPool's too, since
-            its version 1.2).
+        name_or_env: a name, a `gymnasium.Env`, or a `gymnasium.vector.VectorEnv` (any autoreset mode; EnvPool's too,
+            since its version 1.2).
         env_name, env: other names of `name_or_env`.
         num_envs: the number of environments of that name, batch `[num_envs]`; 0: a single one, batch `[]`. They are
             created by `gymnasium.make_vec`: by the environment's vector entry point if it has one, as CartPole-v1 has,
