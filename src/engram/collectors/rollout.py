@@ -283,36 +283,40 @@ class StepColumns:
     Args:
         before: what stands at the root (observations, action).
         after: the observations under `"next"`.
-        outcomes: arrays `[*shape, 1]`, the reward and the flags.
+        outcomes: `[*shape, 1]`, the reward and the flags.
         tags: arrays, what goes under `"collector"`.
         policy_outputs: what the policy wrote besides.
         is_kept: whether the memory is nobody else's, so that a batch can be made of it; else it is copied.
+        flags: those at the root, never set, `[*shape, 1]`; None: they are made for a batch.
     """
 
     def __init__(
         self,
         before: Mapping[Any, Any],
         after: Mapping[Any, Any],
-        outcomes: Mapping[str, Array],
+        outcomes: Mapping[str, Any],
         tags: Mapping[str, Array],
         policy_outputs: TensorDictBase | None,
         *,
         shape: torch.Size,
         device: torch.device | None,
         is_kept: bool = True,
+        flags: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._before, self._after, self._outcomes, self._tags = before, after, outcomes, tags
-        self._policy_outputs = policy_outputs
+        self._policy_outputs, self._flags = policy_outputs, flags
         self._device, self._is_kept = device, is_kept
         self.shape = shape
 
     def count_episodes(self, episodes: EpisodeStats) -> None:
         rows = (-1, self.shape[-1])
-        episodes.add(self._outcomes["reward"].reshape(rows), self._outcomes["done"].reshape(rows))
+        reward, done = np.asarray(self._outcomes["reward"]), np.asarray(self._outcomes["done"])
+        episodes.add(reward.reshape(rows), done.reshape(rows))
 
     def count_steps(self, counter: EpisodeSteps) -> None:
         if "step_count" not in self._before:
-            count = counter.before(self._outcomes["done"].reshape(-1, self.shape[-1])).reshape(*self.shape, 1)
+            done = np.asarray(self._outcomes["done"]).reshape(-1, self.shape[-1])
+            count = counter.before(done).reshape(*self.shape, 1)
             self._before = {**self._before, "step_count": count}
             self._after = {**self._after, "step_count": count + 1}
 
@@ -346,7 +350,7 @@ class StepColumns:
             self._outcomes, self._tags = _copied(self._outcomes), _copied(self._tags)
             self._is_kept = True
         following = self._batch_of({**self._after, **self._outcomes})
-        flags = {key: np.zeros((*self.shape, 1), np.bool_) for key in FLAGS}
+        flags: Mapping[str, Any] = self._flags or {key: np.zeros((*self.shape, 1), np.bool_) for key in FLAGS}
         collector = {"collector": self._batch_of(self._tags)} if self._tags else {}
         td = self._batch_of({**self._before, **flags, **collector, "next": following})
         return td if self._policy_outputs is None else self._policy_outputs.update(td)

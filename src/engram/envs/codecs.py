@@ -17,12 +17,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from engram._checks import attribute
-from engram._native import one_hot
+from engram._native import ActionReader, one_hot
 from engram._overrides import overrides
 from engram.envs.action_checks import ActionCheck
 from engram.errors import is_masked
 from engram.pytree import Key
-from engram.specs import Composite, MultiOneHot, OneHot, Spec, Text, spec_from_space
+from engram.specs import Bounded, Composite, MultiOneHot, OneHot, Spec, Text, Unbounded, spec_from_space
 from engram.specs.spaces import for_space_class
 from engram.specs.text import bytes_of_text, text_of_bytes
 
@@ -257,6 +257,16 @@ class SpaceCodec(ABC):
         return [self.keep(raw) for raw in raws]
 
 
+def first_of(read: Callable[[Any], Any], otherwise: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`read`, and `otherwise` for what it returns None for."""
+
+    def value_of(action: Any) -> Any:
+        value = read(action)
+        return otherwise(action) if value is None else value
+
+    return value_of
+
+
 class ArrayCodec(SpaceCodec):
     """The codec of a space whose raw values are arrays of one dtype and shape.
 
@@ -294,6 +304,17 @@ class ArrayCodec(SpaceCodec):
         batch = array.shape[: array.ndim - self.spec.ndim]
         return array.astype(self.raw_dtype).reshape((*batch, *self.raw_shape))
 
+    def action_reader(self, batch_size: Sequence[int]) -> Callable[[Any], Any] | None:
+        """A function that makes a new raw array of an action `[*batch_size, *spec.shape]`; None: there is no fast one.
+
+        It returns None for all but plain tensors of the spec's dtype whose numbers are in the space.
+        """
+        shape = (*batch_size, *self.raw_shape)
+        is_box = isinstance(self.spec, Bounded | Unbounded) and type(self) is ArrayCodec
+        if not is_box or not shape or tuple(self.spec.shape) != self.raw_shape or self.raw_dtype.kind not in "iuf":
+            return None
+        return ActionReader(np.empty(shape, self.raw_dtype), 0, 0).read
+
     def unstacked(self, raws: Array) -> list[Any]:
         """A new array `[N, *raw_shape]` as N raw values."""
         return [np.asarray(row) for row in raws]
@@ -320,13 +341,13 @@ class ArrayCodec(SpaceCodec):
         return self.decode(value)
 
     def quick_decoder(self, check: ActionCheck) -> Callable[[Any], Any]:
-        array_of, raw_of = check.array_of, self.raw_of
+        array_of, raw_of, read = check.array_of, self.raw_of, self.action_reader(())
 
         def decoded(action: Any) -> Any:
             array = array_of(action)
             return None if array is None else raw_of(array)
 
-        return decoded
+        return decoded if read is None else first_of(read, decoded)
 
     @property
     def in_one_array(self) -> ArrayCodec | None:
@@ -369,6 +390,11 @@ class DiscreteCodec(ArrayCodec):
     def raw_of(self, array: Array) -> Array:
         choice = array.astype(np.int64) if self._one_hot is None else array.argmax(-1)
         return choice + self.start if self.start else choice
+
+    def action_reader(self, batch_size: Sequence[int]) -> Callable[[Any], Any] | None:
+        if self._one_hot is not None or not batch_size:
+            return None
+        return ActionReader(np.empty(tuple(batch_size), np.int64), self._n, self.start).read
 
     def unstacked(self, raws: Array) -> list[Any]:
         return list(raws)
