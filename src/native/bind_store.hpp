@@ -136,7 +136,7 @@ inline bool is_index_of(const Plan& plan, uint64_t time_slot) {
 
 // Appends in stints; other threads run while this process waits for a lane, and signals are handled.
 inline void append_moving_on(Store& store, const std::vector<LeafSource>& leaves, size_t n, std::optional<size_t> index,
-                             int64_t* out, bool without_gil) {
+                             int64_t* out, bool without_gil, const std::vector<LeafSource>* looked_at = nullptr) {
   const auto sleep = [](double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); };
   const auto handle_signals = [] {
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -147,7 +147,7 @@ inline void append_moving_on(Store& store, const std::vector<LeafSource>& leaves
       sleep(seconds);
       nb::gil_scoped_acquire locked;
       handle_signals();
-    });
+    }, looked_at);
   }
   append_in_stints(store, leaves, n, index, out, [&](double seconds) {
     {
@@ -155,7 +155,7 @@ inline void append_moving_on(Store& store, const std::vector<LeafSource>& leaves
       sleep(seconds);
     }
     handle_signals();
-  });
+  }, looked_at);
 }
 
 // Called before rows are written: the rule of the border reads leaves of the layout for which it was made.
@@ -211,15 +211,15 @@ inline void check_packed(const PackedRows& rows, size_t row_bytes, const char* w
   if (rows.shape(0) > kMostBytes / std::max<size_t>(1, row_bytes)) throw std::bad_alloc();
 }
 
-// Appends packed rows of the codec's layout to a lane; returns their slots. The caller keeps other writers of the lane out.
-inline Tensor append_packed(Store& store, uint64_t lane, const Codec& codec, const PackedRows& rows) {
-  if (joined_after_fork()) throw nb::value_error("this process was forked and holds no lane; nothing was written");
+// Appends packed rows of the codec's layout; returns their slots. In a store of one lane the caller keeps its other writers out.
+inline Tensor append_packed(Store& store, const Codec& codec, const PackedRows& rows) {
+  if (joined_after_fork()) throw nb::value_error("this process was forked and is no writer yet; nothing was written");
   store.must_be_writable();
-  check_lane(store, lane);
   const StoreGeometry& s = store.geometry();
   if (s.payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
   if (s.envs != 1) throw nb::value_error("packed rows are steps of one environment each");
-  if (store.writer()) throw nb::value_error("packed rows are appended to lanes of one writer each");
+  if (store.lanes.count() > 1 && !store.writer()) throw nb::value_error("this process has no number among the writers");
+  if (store.lanes.count() == 1 && store.writer()) throw nb::value_error("packed rows are not appended in turns");
   if (codec.sequence()) throw nb::value_error("rows that carry their own sequence are not appended as they are");
   if (codec.row_end() > s.payload_bytes) throw nb::value_error("the layout does not fit the rows of this store");
   check_packed(rows, s.payload_bytes, "the store");
@@ -230,9 +230,15 @@ inline Tensor append_packed(Store& store, uint64_t lane, const Codec& codec, con
   for (const Leaf& leaf : codec.leaves())
     leaves.push_back({leaf.offset, leaf.bytes, rows.data() + leaf.offset, stride, 0});
   if (!BorderCheck(store).fits(leaves)) throw nb::value_error("the layout is not that of the rows of this store");
-  Tensor slots = slots_from(store, lane, store.lanes.lane(lane).published.load(), n);
+  if (store.moves_on()) {
+    int64_t* out = nullptr;
+    Tensor slots = slots_out(n, [&](int64_t* to) { out = to; });
+    append_moving_on(store, whole, n, std::nullopt, out, writes_long(store, n * s.payload_bytes), &leaves);
+    return slots;
+  }
+  Tensor slots = slots_from(store, 0, store.lanes.lane(0).published.load(), n);
   maybe_without_gil(writes_long(store, n * s.payload_bytes), [&] {
-    RowWriter(store).append(lane, n, whole, leaves);
+    RowWriter(store).append(0, n, whole, leaves);
   });
   return slots;
 }
@@ -880,6 +886,30 @@ inline std::vector<std::tuple<uint64_t, uint64_t, uint64_t>> extents_of(const St
   return known;
 }
 
+// (stream, owner, lane, start, position) of an entry of the table of streams; None: it has none.
+inline std::optional<std::tuple<uint64_t, uint64_t, std::optional<uint64_t>, uint64_t, uint64_t>> stream_place(const Store& store,
+                                                                                                             uint64_t entry) {
+  const StreamPlace p = StreamRecord<StdMemory>(store.streams().record(entry)).read();
+  if (!p.stream) return std::nullopt;
+  return std::tuple(p.stream, p.owner, p.lane < store.lanes.count() ? std::optional(p.lane) : std::nullopt, p.start, p.position);
+}
+inline void set_stream_place(const Store& store, uint64_t entry, uint64_t stream, std::optional<uint64_t> lane, uint64_t start,
+                             uint64_t position) {
+  const StreamRecord<StdMemory> record(store.streams().record(entry));
+  record.write({stream, store.writer(), lane ? *lane : StreamPlace::kNoLane, start, position});
+}
+inline Store::Stint adopt(Store& store, uint64_t entry) {
+  store.must_be_writable();
+  if (!store.writer()) throw nb::value_error("this process has no number among the writers");
+  return adopt_stream(store, entry, [](double seconds) {
+    {
+      nb::gil_scoped_release unlocked;
+      std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  });
+}
+
 inline void bind_store(nb::module_& m) {
   using namespace nb::literals;
   m.attr("LOG_ENTRIES") = kLogEntries;
@@ -893,6 +923,10 @@ inline void bind_store(nb::module_& m) {
   m.def("file_system_type", &file_system_type, "fd"_a);
   m.def("joint_index", &joint_index, "slots"_a, "members"_a);
 
+  nb::class_<Store::Stint>(m, "Stream")
+      .def_ro("position", &Store::Stint::position)
+      .def_ro("number", &Store::Stint::stream)
+      .def_rw("keeps", &Store::Stint::keeps);
   nb::class_<Plan>(m, "Plan")
       .def_ro("steps", &Plan::steps)
       .def_ro("envs", &Plan::envs)
@@ -1158,7 +1192,7 @@ inline void bind_store(nb::module_& m) {
       .def_prop_ro("keeps_extents", [](const Store& s) { return (s.geometry().features & kHasExtents) != 0; })
       .def_prop_ro("stint", [](const Store& s) -> std::optional<uint64_t> {
         const uint64_t lane = s.stint().lane;
-        return lane < s.lanes.count() && s.lanes.stints(lane).goes_on(s.writer()) ? std::optional(lane) : std::nullopt;
+        return lane < s.lanes.count() && s.lanes.stints(lane).goes_on(s.author()) ? std::optional(lane) : std::nullopt;
       })
       .def("append", &append, "lane"_a, "plan"_a, "most"_a.none() = nb::none(),
            nb::sig("def append(self, lane: int, plan: Plan, most: int | None = None) -> torch.Tensor | int | None"))
@@ -1174,6 +1208,26 @@ inline void bind_store(nb::module_& m) {
         s.set_writer_locks(WriterLocks(fd, first_byte, patience));
       }, "fd"_a, "first_byte"_a, "patience"_a)
       .def("extents", &extents_of, "lane"_a)
+      // The table of streams. `use_streams` before a process appends.
+      .def("use_streams", [](Store& s, int fd) { s.use_streams(StreamTable(fd)); }, "fd"_a)
+      .def("stream_place", &stream_place, "entry"_a)
+      .def("set_stream_place", &set_stream_place, "entry"_a, "stream"_a, "lane"_a.none(), "start"_a, "position"_a)
+      .def("adopt_stream", &adopt, "entry"_a)
+      .def("give_turns_back", [](Store& s, const Store::Stint* stream) { s.give_kept_back(stream); }, "stream"_a.none() = nb::none())
+      // Where the next rows of a stream go, as long as its turn is kept: (lane, sequence, rows); None: it is not.
+      .def("kept_place", [](const Store& s, const Store::Stint& stream) -> std::optional<std::tuple<uint64_t, uint64_t, uint64_t>> {
+        if (stream.lane >= s.lanes.count() || !s.kept_for(stream.lane, stream)) return std::nullopt;
+        return std::tuple(stream.lane, s.lanes.lane(stream.lane).published.load(), s.lanes.stints(stream.lane).left());
+      }, "stream"_a)
+      // Whether the stint in a lane lasts too long, so that others are to have the lane.
+      .def("is_overdue", [](const Store& s, uint64_t l) {
+        check_lane(s, l);
+        OverdueStints overdue;
+        for (uint64_t i = 0; i < s.lanes.count(); ++i) overdue.see(s.lanes.lane(i).ticket.load(), s.lanes.stints(i).left());
+        const auto here = s.lanes.stints(l);
+        return here.is_full() && overdue.has(s.lanes.count(), s.lanes.lane(l).ticket.load(), here.left());
+      }, "lane"_a)
+      .def("write_as", [](Store& s, Store::Stint* stream) { s.write_as(stream); }, "stream"_a.none())
       .def("set_stint", [](const Store& s, uint64_t l, uint64_t ticket, uint64_t left) {
         s.must_be_writable();
         check_lane(s, l);
@@ -1202,7 +1256,7 @@ inline void bind_store(nb::module_& m) {
         check_lane(s, l);
         if (s.has_turn()) s.undo_takeover(l, dead);
       }, "lane"_a, "dead"_a)
-      .def("append_packed", &append_packed, "lane"_a, "codec"_a, "rows"_a.noconvert())
+      .def("append_packed", &append_packed, "codec"_a, "rows"_a.noconvert())
       .def("gather", &gather, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(), "extra"_a.none() = nb::none(),
            "mapped"_a = false, "sequences"_a = false)
       .def("gather_leaves", &gather_leaves, "codec"_a, "slots"_a, "leaves"_a, "mapped"_a = false)

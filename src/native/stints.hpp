@@ -52,6 +52,17 @@ class RowsHere {
   std::vector<std::pair<uint64_t, uint64_t>> lanes_;
 };
 
+// Of a dead writer's lane, whose turn this process has taken. Its rows are counted (S2), and a new term begins: rows that it left on
+// the disk are not joined with those that follow.
+inline void take_over_lane(Store& store, uint64_t lane, uint64_t dead) {
+  LaneHeader& header = store.lanes.lane(lane);
+  store.streams().settle(lane, dead, header.last_writer.load(std::memory_order_relaxed), header.published.load(std::memory_order_relaxed));
+  header.term.fetch_add(1);
+  if (!store.has_trailer() || store.synced(0, store.geometry().rows_offset)) return;
+  header.turn.store(dead, std::memory_order_release);  // the next one that takes it makes it good
+  throw SyncFailed("the header");
+}
+
 // A process's turn in one lane of its store, for a part of an append. The caller keeps this process's other threads out.
 class StintTurn {
  public:
@@ -63,7 +74,10 @@ class StintTurn {
   template <class Pause>
   StintTurn(Store& store, RowsHere& here, Pause&& pause) : store_(store), here_(here) {
     if (here_.are_all(store.lanes.count(), store.lanes.capacity())) here_.forget();
-    if (take_own()) return;
+    if (take_own()) {
+      note_start();
+      return;
+    }
     begins_ = true;
     const WriterLocks& locks = store.writer_locks();
     const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(locks.patience());
@@ -79,16 +93,22 @@ class StintTurn {
       }
       pause(std::min(kLongestPause, kPause * (looks - kLooks)));
     }
+    note_start();
   }
   ~StintTurn() {
     Store::Stint& stint = store_.stint();
+    stint.position += published() - from_;
+    record();  // S1
     if (here_.leaves(lane_, store_.lanes.count(), store_.lanes.capacity())) stints().set_end(0);
     if (stint.lane == lane_ && !stints().left()) {
       stint.border_agreed = BorderCheck(store_).look(lane_);  // of these rows, before they are another writer's
       if (stint.ticket_after) stints().set_ticket(stint.ticket_after);
       stint.lane = Store::Stint::kNone;
     }
-    store_.lanes.turns(lane_).give_back();
+    if (stint.keeps && stint.lane == lane_)
+      store_.keep_turn(lane_);
+    else
+      store_.give_turn_back(lane_);
   }
   StintTurn(const StintTurn&) = delete;
   StintTurn& operator=(const StintTurn&) = delete;
@@ -103,26 +123,33 @@ class StintTurn {
   }
   void begin() {
     Store::Stint& stint = store_.stint();
-    const uint64_t writer = store_.writer();
+    const uint64_t author = store_.author();
     LaneHeader& header = store_.lanes.lane(lane_);
     // What was found out about the rows of the writer before says nothing of this one's.
     header.border_agreed.store(stint.border_agreed, std::memory_order_relaxed);
     header.border_looked.store(header.published.load(std::memory_order_relaxed), std::memory_order_relaxed);
     const uint64_t ticket = store_.lanes.draw_ticket();
     stint.ticket_after = finishes_ ? OverdueStints::ticket_after(header.ticket.load(), ticket) : 0;
-    stints().begin(writer, writer, stint.position, stints().room(finishes_), [&] { return ticket; });
+    record();  // S0
+    stints().begin(author, author, stint.position, stints().room(finishes_), [&] { return ticket; });
     stint.lane = lane_, begins_ = false;
   }
 
  private:
+  uint64_t published() const { return store_.lanes.lane(lane_).published.load(std::memory_order_relaxed); }
+  void note_start() { from_ = published(); }
+  void record() const {
+    const Store::Stint& stint = store_.stint();
+    if (stint.record) StreamRecord<StdMemory>(stint.record).write({stint.stream, store_.writer(), lane_, published(), stint.position});
+  }
   bool take_own() {
     Store::Stint& stint = store_.stint();
     lane_ = stint.lane;
     if (lane_ == Store::Stint::kNone) return false;
     const auto own = stints();
-    if (own.turns.take(store_.writer())) {
-      if (own.goes_on(store_.writer())) return true;
-      own.turns.give_back();
+    if (store_.keeps_turn(lane_) ? store_.kept_for(lane_, stint) : own.turns.take(store_.writer())) {
+      if (own.goes_on(store_.author())) return true;
+      store_.give_turn_back(lane_);
     }
     stint.lane = Store::Stint::kNone;
     return false;
@@ -134,7 +161,10 @@ class StintTurn {
     for (;;) {
       const LaneChoice choice = choose_lane<StdMemory>(
           lanes.count(), [&](uint64_t l) { return lanes.stints(l); },
-          [&](uint64_t lane, uint64_t holder) { return here_.in(lane) > most_here || (holder && has(alive, holder)); });
+          [&](uint64_t lane, uint64_t holder) {
+            const bool is_kept = holder == store_.writer() && store_.keeps_turn(lane);
+            return is_kept || here_.in(lane) > most_here || (holder && has(alive, holder));
+          });
       if (!choice.any()) {
         if (most_here > 0 || !here_.any()) return holder_ = alive.empty() ? 0 : alive.front(), false;
         most_here = lanes.capacity() - 1;
@@ -146,18 +176,11 @@ class StintTurn {
       }
       lane_ = choice.lane, finishes_ = choice.is_overdue;
       if (!take_chosen<StdMemory>(stints(), choice, store_.writer())) continue;
-      if (choice.holder) take_over(choice.holder);
+      if (choice.holder) take_over_lane(store_, lane_, choice.holder);
       return true;
     }
   }
   static bool has(const std::vector<uint64_t>& some, uint64_t one) { return std::find(some.begin(), some.end(), one) != some.end(); }
-  // A new term: rows that the dead writer left on the disk are not joined with those that follow.
-  void take_over(uint64_t dead) {
-    store_.lanes.lane(lane_).term.fetch_add(1);
-    if (!store_.has_trailer() || store_.synced(0, store_.geometry().rows_offset)) return;
-    store_.lanes.lane(lane_).turn.store(dead, std::memory_order_release);  // the next one that takes it makes it good
-    throw SyncFailed("the header");
-  }
   [[noreturn]] void refuse(double seconds) const {
     const auto pid = holder_ & ((uint64_t{1} << kPidBits) - 1);
     char waited[32];
@@ -169,7 +192,7 @@ class StintTurn {
 
   Store& store_;
   RowsHere& here_;
-  uint64_t lane_ = Store::Stint::kNone, holder_ = 0;
+  uint64_t lane_ = Store::Stint::kNone, holder_ = 0, from_ = 0;
   bool begins_ = false, finishes_ = false;
 };
 
@@ -194,7 +217,7 @@ inline std::vector<LaneRun> next_runs(const Store& store, uint64_t n) {
   }
   const Store::Stint& stint = store.stint();
   Place* own = nullptr;
-  if (stint.lane < lanes.count() && lanes.stints(stint.lane).goes_on(store.writer())) {
+  if (stint.lane < lanes.count() && lanes.stints(stint.lane).goes_on(store.author())) {
     own = &places[stint.lane];
     own->ticket_after = stint.ticket_after;
   }
@@ -230,10 +253,10 @@ inline std::vector<LaneRun> next_runs(const Store& store, uint64_t n) {
 }
 
 // Appends steps over as many stints as they take. `out`: the slot of each step; null: nobody asks. `index_leaf`: the leaf in
-// which rows store their own slot, whatever the batch has there.
+// which rows store their own slot, whatever the batch has there. `looked_at`: as `RowWriter::append`.
 template <class Pause>
 inline void append_in_stints(Store& store, const std::vector<LeafSource>& leaves, uint64_t n, std::optional<size_t> index_leaf,
-                             int64_t* out, Pause&& pause) {
+                             int64_t* out, Pause&& pause, const std::vector<LeafSource>* looked_at = nullptr) {
   std::vector<int64_t> index;
   std::vector<LeafSource> with_index;
   const std::vector<LeafSource>& sources = index_leaf ? with_index : leaves;
@@ -254,7 +277,7 @@ inline void append_in_stints(Store& store, const std::vector<LeafSource>& leaves
     const uint64_t lane = turn.lane(), take = std::min(n - done, turn.room());
     const bool begins_stint = turn.begins();
     writer.prepare(lane, take, sources);  // may fail: before the stint and the rows
-    const bool begins = begins_stint ? turn.stints().has_rows() : done == 0 && writer.begins(lane, n, sources);
+    const bool begins = begins_stint ? turn.stints().has_rows() : done == 0 && writer.begins(lane, n, looked_at ? *looked_at : sources);
     uint64_t slot = store.lanes.lane(lane).published.load(std::memory_order_relaxed) % capacity;
     for (uint64_t i = done; i < done + take; ++i) {
       const auto at = static_cast<int64_t>(lane * capacity + slot);
@@ -264,11 +287,50 @@ inline void append_in_stints(Store& store, const std::vector<LeafSource>& leaves
     }
     if (begins_stint) turn.begin();
     writer.append_part(lane, done, take, begins, sources);
-    store.stint().position += take, done += take;
+    done += take;
     if (done < n) here.add(lane, take);
   } catch (const LanesBusy& busy) {
     throw LanesBusy(busy.what() + (done ? ". The first " + std::to_string(done) + " of " + std::to_string(n) + " steps were written"
                                         : std::string(". Nothing was written")));
+  }
+}
+
+// S3: makes this process the owner of a stream, and tells how many rows it has; whoever owned it has ended. `pause` as StintTurn.
+template <class Pause>
+inline Store::Stint adopt_stream(Store& store, uint64_t entry, Pause&& pause) {
+  const Lanes& lanes = store.lanes;
+  const WriterLocks& locks = store.writer_locks();
+  const uint64_t me = store.writer();
+  Store::Stint stint;
+  stint.record = store.streams().record(entry);
+  const StreamRecord<StdMemory> record(stint.record);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(locks.patience());
+  for (;; pause(StintTurn::kPause)) {
+    const uint64_t lane = record.read().lane;
+    const bool has_lane = lane < lanes.count();
+    bool keeps = false;  // this process has the turn for another stream
+    if (has_lane) {
+      const auto turns = lanes.turns(lane);
+      const uint64_t holder = turns.holder();
+      keeps = store.keeps_turn(lane);
+      if (!keeps && ((holder && holder != me && locks.is_alive(holder)) || !turns.take(me, holder))) {
+        if (std::chrono::steady_clock::now() > end)
+          throw LanesBusy("lane " + std::to_string(lane) + " of this store has been written to by process " +
+                          std::to_string(holder & ((uint64_t{1} << kPidBits) - 1)) + " for as long as a writer waits; nothing was changed");
+        continue;
+      }
+      if (holder && !keeps) take_over_lane(store, lane, holder);
+    }
+    const StreamPlace place = record.read();
+    if (place.lane == lane) {
+      const LaneHeader* const header = has_lane ? &lanes.lane(lane) : nullptr;
+      const uint64_t writer = header ? header->last_writer.load() : 0, published = header ? header->published.load() : 0;
+      stint.stream = place.stream, stint.position = place.count(writer, published);
+      record.write({place.stream, me, has_lane ? lane : StreamPlace::kNoLane, published, stint.position});
+      if (has_lane && lanes.stints(lane).goes_on(stint.stream)) stint.lane = lane;
+    }
+    if (has_lane && !keeps) lanes.turns(lane).give_back();
+    if (place.lane == lane) return stint;
   }
 }
 

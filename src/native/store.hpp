@@ -14,6 +14,7 @@
 #include "lanes.hpp"
 #include "readahead.hpp"
 #include "snapshot.hpp"
+#include "stream_table.hpp"
 #include "writer_locks.hpp"
 
 namespace engram {
@@ -282,7 +283,7 @@ class Store {
   // The next row that this process writes to a lane will have a seam, unless it is the lane's first row.
   // Of a process that moves from lane to lane, whatever the lane: the first row of a stint has one in any case.
   void mark_seam(uint64_t l) const {
-    if (moves_on()) l = stint_.lane;
+    if (moves_on()) l = stint().lane;
     if (l < lanes.count() && lanes.view(l).rows() > 0) seams_->set_next(l, true);
   }
   // Whether the next row will have a seam: where writers take turns, also if another one wrote the newest row; where they move
@@ -290,7 +291,7 @@ class Store {
   bool next_is_seam(uint64_t l) const {
     if (seams_->next(l)) return true;
     if (!writer_) return false;
-    const bool goes_on = moves_on() ? stint_.lane == l && lanes.stints(l).goes_on(writer_) : lanes.turns(l).continues(writer_);
+    const bool goes_on = moves_on() ? stint().lane == l && lanes.stints(l).goes_on(author()) : lanes.turns(l).continues(writer_);
     return !goes_on && lanes.view(l).rows() > 0;
   }
   void note_written(uint64_t l) const { seams_->set_next(l, false); }
@@ -343,7 +344,7 @@ class Store {
   void after_fork() {
     seams_->after_fork();
     writer_ = 0, has_turn_ = has_written_ = false;
-    stint_ = {};
+    stint_ = {}, write_as(nullptr), streams_ = {}, kept_.clear();
   }
 
   // ---- writers that take turns in a lane. The caller keeps this process's other threads out ----
@@ -374,22 +375,46 @@ class Store {
   }
   // The stint of this process: its lane, or kNone; the ticket that the lane has after it (0: that of the stint); rows that it has
   // appended to the store; and which entries of its rows agree at a border (BorderCheck), known in the lane of the stint before.
+  // `stream`, `record`: of one that this process appends for another (0: its own), and which the table of streams counts.
   struct Stint {
     static constexpr uint64_t kNone = LaneChoice::kNone;
-    uint64_t lane = kNone, ticket_after = 0, position = 0, border_agreed = 0;
+    uint64_t lane = kNone, ticket_after = 0, position = 0, border_agreed = 0, stream = 0;
+    Counter* record = nullptr;
+    bool keeps = false;  // the turn of its lane between appends, so that it is known where its next rows go
   };
+  bool keeps_turn(uint64_t l) const { return l < kept_.size() && kept_[l]; }
+  bool kept_for(uint64_t l, const Stint& stint) const { return keeps_turn(l) && kept_[l] == &stint; }
+  void keep_turn(uint64_t l) {
+    kept_.resize(lanes.count());
+    kept_[l] = &stint();
+  }
+  void give_turn_back(uint64_t l) {
+    if (l < kept_.size()) kept_[l] = nullptr;
+    lanes.turns(l).give_back();
+  }
+  // Gives the turn back that is kept for a stream, or for any; null: for all.
+  void give_kept_back(const Stint* stint) {
+    for (uint64_t l = 0; l < kept_.size(); ++l)
+      if (kept_[l] && (!stint || kept_[l] == stint)) give_turn_back(l);
+  }
   // Whether this process moves from lane to lane.
   bool moves_on() const { return writer_ && lanes.count() > 1; }
   const WriterLocks& writer_locks() const { return writer_locks_; }
   void set_writer_locks(const WriterLocks& locks) { writer_locks_ = locks; }
-  Stint& stint() { return stint_; }
-  const Stint& stint() const { return stint_; }
+  Stint& stint() { return other_ ? *other_ : stint_; }
+  const Stint& stint() const { return other_ ? *other_ : stint_; }
+  // From now on this process appends the rows of another stream; null: its own.
+  void write_as(Stint* other) { other_ = other; }
+  // The number that names the writer of the rows that are appended.
+  uint64_t author() const { return stint().stream ? stint().stream : writer_; }
+  void use_streams(StreamTable streams) { streams_ = std::move(streams); }
+  const StreamTable& streams() const { return streams_; }
 
   // Called before the first row of an append is claimed.
   void begin_rows(uint64_t l) {
     if (lanes.count() > 1) lanes.note_time(l);
     if (!writer_) return;
-    lanes.turns(l).begin_rows(writer_);
+    lanes.turns(l).begin_rows(author());
     has_written_ = true;
   }
 
@@ -543,7 +568,9 @@ class Store {
   std::shared_ptr<MappedRegion> growing_;  // of the rows, where they grow
   uint64_t writer_ = 0;
   bool has_turn_ = false, has_written_ = false;
-  Stint stint_;
+  Stint stint_, *other_ = nullptr;
+  StreamTable streams_;
+  std::vector<const Stint*> kept_;  // of each lane: the stream for which its turn is kept
   WriterLocks writer_locks_;
   mutable std::atomic<uint64_t> sync_failures_{0};
   BorderRule border_;

@@ -57,6 +57,14 @@ enum class Wrong {
   kExtentsNotCheckedAgain,
   kOwnWithoutExchange,
   kOwnWithoutLastWriter,
+  kRecordNotBegun,
+  kRecordNotRaised,
+  kRecordAfterTurn,
+  kRecordOnce,
+  kRecordUnchecked,
+  kDeadNotSettled,
+  kLivingIsSettled,
+  kCountWithoutTurn,
 };
 inline Wrong wrong = Wrong::kNothing;
 inline std::optional<Order> without;             // this access is relaxed, or this fence is not there
