@@ -38,13 +38,28 @@ def write(to: ReplayShard, producer: str, batch: TensorDict, first: int | None =
     return to.extend(to.incarnation, producer, tenancy.number, at, pack(LAYOUT, batch), **more)
 
 
-def read(shard: ReplayShard, lane: int) -> list[int]:
-    """The numbers of all rows of a lane, oldest first; fails unless every row is whole."""
-    first, stop = shard.totals(shard.incarnation).ranges[lane].tolist()
-    sequences = torch.arange(first, stop)
-    taken = shard.take(shard.incarnation, torch.full_like(sequences, lane), sequences)
-    assert bool(taken.present.all())
-    return whole(unpack(LAYOUT, taken.block)).tolist()
+def read(shard: ReplayShard, producer: str) -> list[int]:
+    """The numbers of all rows of a producer that are there, oldest first; fails unless every row is whole."""
+    table = shard._producers.table
+    entry, numbers = table.entries[producer], []
+    ranges = shard.totals(shard.incarnation).ranges[:, 0].tolist()
+    for _, lane, sequence, n in sorted(table.places(entry, 0, table.rows(entry))):
+        sequences = torch.arange(max(sequence, ranges[lane]), sequence + n)
+        taken = shard.take(shard.incarnation, torch.full_like(sequences, lane), sequences)
+        assert bool(taken.present.all())
+        numbers += whole(unpack(LAYOUT, taken.block)).tolist()
+    return numbers
+
+
+def read_all(shard: ReplayShard) -> list[int]:
+    """The numbers of all rows of a shard, lane by lane, the oldest of each first; fails unless every row is whole."""
+    numbers = []
+    for lane, (first, stop) in enumerate(shard.totals(shard.incarnation).ranges.tolist()):
+        sequences = torch.arange(first, stop)
+        taken = shard.take(shard.incarnation, torch.full_like(sequences, lane), sequences)
+        assert bool(taken.present.all())
+        numbers += whole(unpack(LAYOUT, taken.block)).tolist()
+    return numbers
 
 
 def whole(batch: TensorDict) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 
 from contracts.each import each
 from contracts.waiting import NEVER
-from distributed.shards import Link, client, read, rows, shard, write
+from distributed.shards import Link, client, read_all, rows, shard, write
 from engram.distributed import ReplayShard
 from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError, ShardUnavailableError
 
@@ -29,7 +29,7 @@ def buffer(n: int = 3) -> tuple[list[Link], Any]:
 
 
 def stored(links: list[Link]) -> list[list[int]]:
-    return [[n for lane in range(4) for n in read(link.shard, lane)] for link in links]
+    return [read_all(link.shard) for link in links]
 
 
 def test_what_was_saved_comes_back_in_shards_that_are_new(tmp_path: Path) -> None:

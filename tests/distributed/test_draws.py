@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from contracts.each import each
-from distributed.shards import LAYOUT, draw, rows, shard, whole, write
+from distributed.shards import LAYOUT, draw, read_all, rows, shard, whole, write
 from engram.data import PrioritizedSampler, PrioritizedSliceSampler, RandomSampler, SliceSampler
 from engram.distributed import ReplayShard, divide, draw_sequences, importance_weights, unpack
 from engram.testing import chi_square
@@ -72,17 +72,20 @@ def test_uniform_draws_are_exact_while_shards_grow() -> None:
 
 
 def test_what_a_shard_draws_from_ranges_is_uniform_though_it_has_grown_and_lost_rows() -> None:
-    s = shard(400)  # its lanes have room for 100 each
+    s = shard(160)
     write(s, "a", rows(0, 100)), write(s, "b", rows(100, 130))
     ranges = s.totals(s.incarnation).ranges
     write(s, "a", rows(200, 240)), write(s, "b", rows(300, 340))
+    left = torch.zeros(400, dtype=torch.bool)
+    left[read_all(s)] = True
+    left[130:] = False
+    assert 0 < int(left.sum()) < 130
     drawn = s.draw(s.incarnation, ranges, 40_000, 7)
     numbers = whole(unpack(LAYOUT, drawn.block))
     counts = torch.bincount(numbers, minlength=400)
-    assert not counts[:40].any() and not counts[130:].any() and chi_square(counts[40:130]) > LEAST
-    lanes = (numbers >= 100).long()
-    assert torch.equal(drawn.generation, numbers - 100 * lanes)
-    assert torch.equal(drawn.slots, lanes * 100 + drawn.generation % 100)
+    assert not counts[~left].any() and chi_square(counts[left]) > LEAST
+    assert torch.equal(whole(LAYOUT.unpack(s._storage.read_packed(drawn.slots).batch[0])), numbers)
+    assert torch.equal(s._lanes.generations(drawn.slots), drawn.generation)
 
 
 @pytest.mark.deep
@@ -90,7 +93,7 @@ def test_rows_that_are_overwritten_meanwhile_are_left_out_and_the_others_as_like
     counts = torch.zeros(400)
     for _ in range(60):
         shards = several(sizes=(80, 80))
-        small = shard(160)  # its lanes have room for 40 each
+        small = shard(40)
         write(small, "a", rows(160, 200))
         shards.append(small)
         ranges = [t.ranges for t in totals(shards)]
@@ -109,10 +112,11 @@ class TestByPriority:
         priorities = torch.rand(400, dtype=torch.float64) * 3 + 0.1
         for s in shards:
             drawn = s.sample(s.incarnation, 1)
-            lanes = torch.arange(2).repeat_interleave(torch.tensor([drawn.totals.ranges[k, 1] for k in (0, 1)]))
-            sequence = torch.cat([torch.arange(int(drawn.totals.ranges[k, 1])) for k in (0, 1)])
+            sizes = drawn.totals.ranges[:, 1]
+            lanes = torch.arange(len(sizes)).repeat_interleave(sizes)
+            sequence = torch.cat([torch.arange(int(n)) for n in sizes])
             numbers = whole(unpack(LAYOUT, s.take(s.incarnation, lanes, sequence).block))
-            s.update_priority(s.incarnation, lanes * 1000 + sequence, priorities[numbers], sequence)
+            s.update_priority(s.incarnation, s._lanes.slots_of(lanes, sequence), priorities[numbers], sequence)
         return shards, priorities
 
     def test_draws_are_in_proportion_to_priorities(self) -> None:
@@ -149,7 +153,7 @@ class TestByPriority:
         assert shards[3].totals(shards[3].incarnation).draws.new_priority == highest
 
     def test_a_priority_for_a_row_that_is_gone_changes_nothing(self) -> None:
-        s = shard(40, sampler=PrioritizedSampler(None, 1.0, 1.0, eps=0.0))
+        s = shard(10, sampler=PrioritizedSampler(None, 1.0, 1.0, eps=0.0))
         write(s, "a", rows(0, 10))
         drawn = s.sample(s.incarnation, 5)
         write(s, "a", rows(10, 20))
@@ -209,10 +213,9 @@ class TestSlices:
         )
         for k, s in enumerate(shards):
             drawn = s.sample(s.incarnation, 4)
-            every = torch.cat(
-                [1000 * lane + torch.arange(int(stop)) for lane, (_, stop) in enumerate(drawn.totals.ranges.tolist())]
-            )
-            s.update_priority(s.incarnation, every, torch.full((len(every),), k + 1.0), every % 1000)
+            sizes, room = drawn.totals.ranges[:, 1], s._lanes.store.lane_capacity
+            every = torch.cat([room * lane + torch.arange(int(stop)) for lane, stop in enumerate(sizes)])
+            s.update_priority(s.incarnation, every, torch.full((len(every),), k + 1.0), every % room)
         starts = self.starts(shards, 20_000)
         of_shard = [0] * 4 + [1] * 3 + [2] * 6 + [3]
         possible = [(1000 * t + i, of_shard[t] + 1.0) for t, n in enumerate(lengths) for i in range(max(0, n - 3))]

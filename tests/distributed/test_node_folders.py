@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from contracts.each import each
-from distributed.shards import read, rows, shard, write
+from distributed.shards import read_all, rows, shard, write
 from engram.data import PrioritizedSampler
 from engram.distributed.node_folders import FolderOwner, claim_folder, remove_abandoned_folders
 from engram.errors import StorageError
@@ -96,7 +96,7 @@ def test_of_its_own_cluster_the_cluster_decides(tmp_path: Path, parent: Any) -> 
 def test_one_with_a_living_shard_stays(tmp_path: Path) -> None:
     folder = left_behind(tmp_path, None)
     living = shard(scratch_dir=folder)
-    assert removed(tmp_path) == [] and read(living, 0) == [0, 1, 2]
+    assert removed(tmp_path) == [] and read_all(living) == [0, 1, 2]
     living.close()
     assert removed(tmp_path) == [folder]
 

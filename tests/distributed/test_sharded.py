@@ -12,11 +12,11 @@ import torch
 from tensordict import TensorDict
 
 from contracts.each import each
-from distributed.shards import LAYOUT, Link, client, read, rows, shard, whole, write
+from distributed.shards import LAYOUT, Link, client, read_all, rows, shard, whole, write
 from engram.data import PrioritizedSampler, RandomSampler, SliceSampler
 from engram.distributed import ReplayShard, priority_updates, unpack
 from engram.envs.transforms import MultiStepTransform
-from engram.errors import NoFreeLaneError, ShardUnavailableError
+from engram.errors import ShardUnavailableError
 from engram.store.layout import RowLayout
 from engram.testing import chi_square
 
@@ -29,7 +29,7 @@ def links(n: int = 2, sampler: Any = RandomSampler) -> list[Link]:
 
 def stored(link: Link) -> list[int]:
     """The numbers of all rows of a shard, lane by lane."""
-    return [number for lane in range(4) for number in read(link.shard, lane)]
+    return read_all(link.shard)
 
 
 class TestWriting:
@@ -94,16 +94,20 @@ class TestWriting:
             rb.flush()
         assert stored(ls[0]) == list(range(10, 20))
 
-    def test_one_whose_lane_another_got_goes_on_in_another(self) -> None:
-        ls = [Link(shard(lanes=1, idle=0.0))]
+    def test_one_whose_rows_have_all_been_replaced_goes_on_at_its_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("engram.distributed.shard._LANE_KEPT", -1.0)
+        ls = [Link(shard(capacity=40))]
         first, second = client(ls), client(ls)
         first.extend(rows(0, 3))
         first.flush()
-        second.extend(rows(100, 103))
+        second.extend(rows(100, 180))
         second.flush()
+        ls[0].lose = lambda method: "answer" if method == "extend" else None
         first.extend(rows(3, 6))
+        ls[0].lose = lambda method: None
         first.flush()
-        assert read(ls[0].shard, 0) == [0, 1, 2, 100, 101, 102, 3, 4, 5]
+        there = sorted(stored(ls[0]))
+        assert there[:3] == [3, 4, 5] and there[3] > 130 and first.rows_in() == 6
 
     def test_rows_for_a_shard_that_is_away_are_refused_when_too_many_wait(self) -> None:
         ls = links(1)
@@ -133,11 +137,35 @@ class TestWriting:
             most = max(most, rb._producer.unacknowledged)
         assert 5 < most <= 12
 
-    def test_a_full_shard_says_so(self) -> None:
-        ls = [Link(shard(lanes=1))]
-        client(ls).extend(rows(0, 1))
-        with pytest.raises(NoFreeLaneError):
-            client(ls).extend(rows(0, 1))
+    def test_producers_that_begin_at_once_are_spread_over_the_shards(self) -> None:
+        ls = links(4)
+        writers = [client(ls) for _ in range(16)]  # each has heard of shards without producers
+        for writer in writers:
+            writer.extend(rows(0, 1))
+        assert [len(link.shard.facts().producers) for link in ls] == [4] * 4
+
+    def test_a_producer_joins_where_the_fewest_rows_were_written(self) -> None:
+        ls = links(2)
+        for n in (1, 30):
+            writer = client(ls)
+            writer.extend(rows(0, n))
+            writer.close()
+        few = min(ls, key=lambda link: link.shard.write_count)
+        client(ls).extend(rows(0, 5))
+        assert few.shard.write_count in (6, 35) and len(few.shard.facts().producers) == 1
+
+    def test_the_index_is_that_of_the_rows_whoever_else_writes(self) -> None:
+        ls = [Link(shard(capacity=120, lanes=2))]
+        writers, index = [client(ls) for _ in range(5)], {}
+        for n in range(12):
+            for k, writer in enumerate(writers):
+                at = writer.extend(rows(1000 * k + 2 * n, 1000 * k + 2 * n + 2))
+                index.update(zip(at.tolist(), (1000 * k + 2 * n, 1000 * k + 2 * n + 1), strict=True))
+        for writer in writers:
+            writer.flush()
+        slots = torch.tensor(sorted(index))
+        there = whole(LAYOUT.unpack(ls[0].shard._storage.read_packed(slots).batch[0]))
+        assert there.tolist() == [index[slot] for slot in slots.tolist()]
 
     def test_one_step_is_stored(self) -> None:
         ls = links(1)
@@ -209,9 +237,9 @@ class TestSampling:
             writer.extend(rows(k, k + 10))
             writer.flush()
             ls[0].late = True
-            batch, info = rb.sample(return_info=True)
+            batch = rb.sample()
             ls[0].late = False
-            assert len(batch) == 16 and torch.equal(whole(batch), info["generation"])  # of the only lane
+            assert len(batch) == 16
             gone += int((whole(batch) < k - 20).sum())
         assert gone > 0  # when their batch was handed out
 
@@ -512,13 +540,13 @@ class TestLife:
         rb.flush()
         assert stored(ls[0]) == list(range(10, 20)) and bool((whole(rb.sample()) >= 10).all())
 
-    def test_one_that_closes_gives_its_lane_back(self) -> None:
-        ls = [Link(shard(lanes=1))]
+    def test_one_that_closes_leaves_its_rows(self) -> None:
+        ls = [Link(shard())]
         for k in range(3):
             rb = client(ls)
             rb.extend(rows(k, k + 1))
             rb.close()
-        assert read(ls[0].shard, 0) == [0, 1, 2]
+        assert sorted(stored(ls[0])) == [0, 1, 2] and ls[0].shard.facts().producers == ()
 
     def test_a_layout_that_is_not_the_shards_is_refused(self) -> None:
         ls = links(1)
@@ -596,11 +624,11 @@ class TestOnTheMachineOfTheShard:
         assert {int(n) // 100 for n in whole(beside.sample(200))} == {0, 1}
         assert {int(n) // 100 for n in whole(away.sample(200))} == {0, 1}
 
-    def test_no_slice_goes_on_from_the_lane_s_producer_before(self, tmp_path: Path) -> None:
+    def test_no_slice_goes_on_from_another_producer(self, tmp_path: Path) -> None:
         def sampler() -> SliceSampler:
             return SliceSampler(slice_len=4, traj_key="traj")
 
-        ls = [Link(shard(scratch_dir=tmp_path, lanes=1, sampler=sampler()))]
+        ls = [Link(shard(30, scratch_dir=tmp_path, sampler=sampler()))]
         for k, local in enumerate((False, True, False, True)):
             rb = client(ls, local=[local], sampler=sampler())
             rb.extend(rows(100 * k, 100 * k + 6))
@@ -608,7 +636,7 @@ class TestOnTheMachineOfTheShard:
         drawn = whole(client(ls, sampler=sampler()).sample(800)).reshape(-1, 4)
         assert bool((drawn.diff() == 1).all()) and {int(n) // 100 for n in drawn[:, 0]} == {0, 1, 2, 3}
 
-    def test_emptying_takes_its_own_lane_back_first(self, tmp_path: Path) -> None:
+    def test_emptying_stops_its_own_writing_first(self, tmp_path: Path) -> None:
         ls = [Link(shard(scratch_dir=tmp_path))]
         rb = client(ls, local=[True])
         rb.extend(rows(0, 10))
@@ -726,7 +754,7 @@ def read_numbers(link: Link) -> list[int]:
 
 class TestCounts:
     @pytest.mark.parametrize("local", [False, True])
-    def test_accepted_rows_are_counted_over_all_lanes(self, tmp_path: Path, local: bool) -> None:
+    def test_accepted_rows_are_counted_over_all_tenancies(self, tmp_path: Path, local: bool) -> None:
         ls = [Link(shard(scratch_dir=tmp_path))]
         rb = client(ls, local=[local])
         rb.extend(rows(0, 10))
@@ -740,8 +768,8 @@ class TestCounts:
         rb.close()
         assert rb.stats().accepted == 15
 
-    def test_rows_whose_lane_another_got_are_counted_once(self) -> None:
-        ls = [Link(shard(lanes=1, idle=0.0))]
+    def test_rows_that_others_have_replaced_are_counted_once(self) -> None:
+        ls = [Link(shard(capacity=4))]
         first, second = client(ls), client(ls)
         for k in range(3):
             first.extend(rows(k, k + 1))

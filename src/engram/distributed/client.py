@@ -15,13 +15,23 @@ import torch
 from torch import Tensor
 
 from engram.distributed.blocks import Block
-from engram.distributed.shard import Acknowledgement, DrawnRows, ShardFacts, ShardTotals, TakenRows, Tenancy
+from engram.distributed.shard import (
+    PLACE_HOLDS,
+    Acknowledgement,
+    DrawnRows,
+    Place,
+    ShardFacts,
+    ShardTotals,
+    TakenRows,
+    Tenancy,
+)
 from engram.errors import IncarnationError, ShardGoneError, ShardUnavailableError
 
 _MOST_CALLS = 32  # of `extend`, without their acknowledgement
 _PAUSE = 0.01  # seconds between two looks at a shard that is away
 _MOST_HELD = 512 << 10  # bytes of rows that wait for those that are on their way, to be sent in one call
 _LONGEST_HELD = 0.005  # seconds
+_TRIES = 3  # to send rows whose call or answer was lost, before somebody who asks for their index gets none
 
 
 class PendingCall(abc.ABC):
@@ -323,6 +333,8 @@ class _SentBlock(NamedTuple):
     first: int  # the number of its first row in the tenancy
     rows: _Rows
     call: PendingCall | None  # None: it was lost, and is sent again
+    began: float  # when it was sent
+    asks_slots: bool
 
 
 class Producer:
@@ -331,6 +343,7 @@ class Producer:
     Calls are on their way beside each other; what was not acknowledged is kept, and sent again after the shard was
     away. A shard that lost the tenancy gives a new one, in which the rest is sent. Where rows come faster than calls
     are answered, some are held for a few milliseconds and sent together, as a call costs as much as thousands of rows.
+    As long as the shard has told of late where the next rows go, nobody waits for an answer to learn that.
 
     Args:
         name: that no other producer has. A producer that continues the work of one that died takes its name.
@@ -351,6 +364,9 @@ class Producer:
         self._held: list[_Rows] = []  # which follow on those that were sent
         self._held_bytes = 0
         self._held_priority: float | None = None
+        self._place: Place | None = None  # of the next row
+        self._place_ends = 0.0  # when it is not certain any more
+        self._told: Tensor | None = None  # the slots of the last rows of which they were asked
         self._timer: threading.Timer | None = None
 
     @property
@@ -380,7 +396,6 @@ class Producer:
         Raises:
             ShardUnavailableError: the shard is away, and it cannot wait for it longer: these rows were not sent. Those
                 before them are kept, and go in when it is back.
-            NoFreeLaneError: the shard has no lane for this producer.
         """
         deadline = time.monotonic() + self.timeout if deadline is None else deadline
         with self._lock:
@@ -389,10 +404,43 @@ class Producer:
             while self._sent and not self._may_send(len(block)):
                 self._send_held()
                 self._settle(deadline, (len(self._sent) + 1) // 2)  # fewer waits, each of which costs as much as a call
-            assert self._tenancy is not None
-            slots = self._slots(self._tenancy, self._next, len(block))
-            self._send_or_hold(block, new_priority, priority)
-            return slots
+            self._look_for_place(len(block))
+            slots = self._next_slots(len(block))
+            self._send_or_hold(block, new_priority, priority, asks_slots=slots is None)
+            return self._slots_told(deadline, len(block)) if slots is None else slots
+
+    def _look_for_place(self, n: int) -> None:
+        """Takes in what answers that have come say of the place of n rows, where it is not known."""
+        if self._sent and not self._knows_place(n) and not self._held:
+            newest = self._sent[-1].call
+            if newest is not None and newest.has_come():
+                self._hear(len(self._sent), time.monotonic())
+
+    def _knows_place(self, n: int) -> bool:
+        return self._place is not None and n <= self._place.rows and time.monotonic() < self._place_ends
+
+    def _next_slots(self, n: int) -> Tensor | None:
+        """The slots of the next n rows; None: they are known when the rows are in."""
+        place = self._place
+        if place is None or not self._knows_place(n):
+            self._place = None
+            return None
+        self._place = place._replace(sequence=place.sequence + n, rows=place.rows - n)
+        at = place.sequence % place.capacity
+        if at + n <= place.capacity:
+            return torch.arange(place.first_slot + at, place.first_slot + at + n)
+        return place.first_slot + torch.arange(at, at + n) % place.capacity
+
+    def _slots_told(self, deadline: float, n: int) -> Tensor:
+        """The slots of the n rows that were sent last, when they are in."""
+        self._told = None
+        try:
+            for _ in range(_TRIES):
+                if self._sent:
+                    self._settle(deadline)
+        except ShardUnavailableError:  # the rows are kept, and sent again; where they will lie nobody knows
+            pass
+        return torch.zeros(n, dtype=torch.int64) if self._told is None else self._told[-n:].clamp(min=0)
 
     def send_held(self) -> bool:
         """Sends rows that are held; False, and nothing is done, while another thread writes."""
@@ -405,7 +453,7 @@ class Producer:
         return True
 
     def open(self) -> None:
-        """Gets the lane, if it has none yet: from then on `acknowledged` says what is in. Errors as `extend`."""
+        """Joins, if it has not yet: from then on `acknowledged` says what is in. Errors as `extend`."""
         with self._lock:
             if self._tenancy is None:
                 self._join(time.monotonic() + self.timeout)
@@ -423,7 +471,7 @@ class Producer:
                 self._settle(deadline)
 
     def leave(self) -> None:
-        """Gives the lane back, when all rows are in; errors as `flush`."""
+        """Ends the tenancy, when all rows are in; errors as `flush`."""
         deadline = time.monotonic() + self.timeout
         with self._lock:
             self._send_held()
@@ -433,7 +481,9 @@ class Producer:
                 self._end(self.shard.ask(deadline, "leave", self.name, self._tenancy.number))
 
     # ---- inside ----
-    def _send_or_hold(self, block: Block, new_priority: float | None, priority: Tensor | None) -> None:
+    def _send_or_hold(
+        self, block: Block, new_priority: float | None, priority: Tensor | None, asks_slots: bool
+    ) -> None:
         """Sends rows, or holds them while others are on their way: of a producer that is slower none is ever held."""
         if self._held_bytes + block.nbytes > _MOST_HELD:
             self._send_held()
@@ -443,6 +493,8 @@ class Producer:
         if new_priority is not None:
             self._held_priority = max(new_priority, self._held_priority or 0.0)
         self._next += len(block)
+        if asks_slots:
+            return self._send_held(asks_slots)
         if len(self._held) > 1:
             return
         newest = self._sent[-1].call if self._sent else None
@@ -458,52 +510,58 @@ class Producer:
             self._timer = None
             self._send_held()
 
-    def _send_held(self) -> None:
+    def _send_held(self, asks_slots: bool = False) -> None:
         """Sends the rows that are held, in one call."""
         if not self._held:
             return
         held, self._held, self._held_bytes = self._held, [], 0
         new_priority, self._held_priority = self._held_priority, None
         rows = _Rows.joined(held)
-        self._send(self._next - len(rows.block), rows, new_priority)
+        self._send(self._next - len(rows.block), rows, new_priority, asks_slots)
 
     def _may_send(self, n: int) -> bool:
         is_lost = self._sent[0].call is None
         on_their_way = self._next - self._acknowledged
         return not is_lost and len(self._sent) < _MOST_CALLS and on_their_way + n <= self._credit
 
-    def _slots(self, tenancy: Tenancy, first: int, n: int) -> Tensor:
-        facts = self.shard.facts
-        room = facts.capacity // facts.lanes
-        lane_begin, at = tenancy.lane * room, (tenancy.begin + first) % room
-        if at + n <= room:
-            return torch.arange(lane_begin + at, lane_begin + at + n)
-        return lane_begin + torch.arange(at, at + n) % room
-
-    def _send(self, first: int, rows: _Rows, new_priority: float | None = None) -> None:
+    def _send(self, first: int, rows: _Rows, new_priority: float | None = None, asks_slots: bool = False) -> None:
         assert self._tenancy is not None
-        more = () if rows.priority is None else (rows.priority,)
+        more = (rows.priority, asks_slots) if asks_slots else () if rows.priority is None else (rows.priority,)
+        began = time.monotonic()
         call = self.shard.begin("extend", self.name, self._tenancy.number, first, rows.block, new_priority, *more)
-        self._sent.append(_SentBlock(first, rows, call))
+        self._sent.append(_SentBlock(first, rows, call, began, asks_slots))
 
     def _settle(self, deadline: float, calls: int | None = None) -> None:
         """Waits for the acknowledgements of the oldest calls (None: of all); sends again what was lost."""
         calls = len(self._sent) if calls is None else calls
-        if self._sent[0].call is not None:
-            try:
-                answer = self._acknowledgement_of(calls, deadline)
-                if answer.in_force:
-                    self._acknowledged, self._credit = answer.rows, answer.credit
-                    for _ in range(calls):
-                        self._sent.popleft()
-                    return
-                self._lose()
-            except ShardUnavailableError:
-                self._lose()
-            except BaseException:
-                self._lose()
-                raise
-        self._join(deadline)
+        if self._sent[0].call is None or not self._hear(calls, deadline):
+            self._join(deadline)
+
+    def _hear(self, calls: int, deadline: float) -> bool:
+        """Waits for the acknowledgements of the oldest calls; False: they were lost, or the tenancy has ended."""
+        try:
+            answer = self._acknowledgement_of(calls, deadline)
+        except ShardUnavailableError:
+            self._lose()
+            return False
+        except BaseException:
+            self._lose()
+            raise
+        if not answer.in_force:
+            self._lose()
+            return False
+        self._take_in(answer, [self._sent.popleft() for _ in range(calls)][-1])
+        return True
+
+    def _take_in(self, answer: Acknowledgement, sent: _SentBlock) -> None:
+        self._acknowledged, self._credit = answer.rows, answer.credit
+        if answer.slots is not None:
+            self._told = answer.slots
+        on_their_way = self._next - (sent.first + len(sent.rows.block))
+        self._place = None
+        if answer.place is not None and answer.place.rows >= on_their_way:
+            place, self._place_ends = answer.place, sent.began + PLACE_HOLDS
+            self._place = place._replace(sequence=place.sequence + on_their_way, rows=place.rows - on_their_way)
 
     def _acknowledgement_of(self, calls: int, deadline: float) -> Acknowledgement:
         """The answer of the last of the oldest calls. It counts the rows of the calls before it, too."""
@@ -523,6 +581,7 @@ class Producer:
     def _lose(self) -> None:
         """Nothing is known of the calls that are on their way: they are made again."""
         self._sent = collections.deque(sent._replace(call=None) for sent in self._sent)
+        self._place = None
 
     def _join(self, deadline: float) -> None:
         """Gets a tenancy, or the one that it has, and sends again what is not in."""
@@ -545,7 +604,7 @@ class Producer:
                 count = max(self._acknowledged, ended[1] if told and ended is not None else 0)
             self._before += count
             # The remaining rows get new numbers, from where the old tenancy ended.
-            self._sent = collections.deque(_SentBlock(sent.first - count, sent.rows, None) for sent in self._sent)
+            self._sent = collections.deque(sent._replace(first=sent.first - count, call=None) for sent in self._sent)
             self._next -= count
             count, self._tenancy, self._acknowledged = tenancy.rows, tenancy, tenancy.rows
         waiting, self._sent = self._sent, collections.deque()
@@ -554,7 +613,7 @@ class Producer:
             known = max(0, (count if sent.rows.priority is None else 0) - sent.first)
             rest = sent.rows.rest(known) if known else sent.rows
             if len(rest.block):
-                self._send(sent.first + known, rest)
+                self._send(sent.first + known, rest, asks_slots=sent.asks_slots)
 
     def _end(self, count: int) -> None:
         self._before += count

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -16,10 +17,10 @@ from engram.data import DrawTotals, LazyMemmapStorage
 from engram.distributed.blocks import Block
 from engram.distributed.client import PendingCall, ShardClient
 from engram.distributed.folder_lock import FolderWatch, watch_folder
-from engram.distributed.shard import DrawnRows, Tenancy
+from engram.distributed.shard import STREAMS, DrawnRows, LentStream, Tenancy
 from engram.distributed.shard_sampling import draw_rows, lane_ranges
 from engram.errors import ShardUnavailableError, StorageError
-from engram.kernel.rows import HeldLaneCount, HeldLanes
+from engram.kernel.rows import AdoptedStream
 
 
 class ShardMovedError(ShardUnavailableError):
@@ -46,7 +47,7 @@ def await_shard(shard: ShardClient, watch: FolderWatch, deadline: float, written
 
 
 class LocalProducer:
-    """A producer that writes to its lane of a shard's store itself; used as `Producer`.
+    """A producer that writes to a shard's store itself; used as `Producer`.
 
     Its rows are in when `extend` returns, and stay in if this process or the shard's dies. While the shard is away
     nothing is written.
@@ -58,6 +59,7 @@ class LocalProducer:
         self.timeout = timeout
         self._tenancy: Tenancy | None = None
         self._storage: LazyMemmapStorage | None = None
+        self._stream: AdoptedStream | None = None  # of the storage
         self._watch: FolderWatch | None = None  # beside the storage
         self._before = 0  # rows of tenancies before
 
@@ -69,19 +71,17 @@ class LocalProducer:
     @property
     def acknowledged(self) -> int:
         """How many rows of this producer are in, over all tenancies of this object."""
-        if self._tenancy is None or self._storage is None or self._storage.lanes is None:
-            return self._before
-        published = int(self._storage.lanes.store.lane(self._tenancy.lane)["published"])
-        return self._before + published - self._tenancy.begin
+        return self._before + (0 if self._stream is None else self._stream.rows)
 
     def extend(self, block: Block, deadline: float | None = None) -> Tensor:
         """Appends rows; returns their slots, int64 [n]. Errors as `Producer.extend`, `append_packed`, and `open`."""
         self.open(deadline)
-        storage, tenancy = self._storage, self._tenancy
-        assert storage is not None and tenancy is not None
-        if len(block.parts) > 1:
-            return storage.append_leaves(tenancy.lane, list(block.parts))
-        return storage.append_packed(tenancy.lane, block.parts[0])
+        storage, stream = self._storage, self._stream
+        assert storage is not None and stream is not None
+        with storage.mutex, stream.writing():
+            if len(block.parts) > 1:
+                return storage.append_leaves(list(block.parts))
+            return storage.append_packed(block.parts[0])
 
     def generations(self, slots: Tensor) -> Tensor:
         """The sequences of the rows in slots of the open store, int64 [n]."""
@@ -89,7 +89,7 @@ class LocalProducer:
         return self._storage.lanes.generations(slots)
 
     def open(self, deadline: float | None = None) -> None:
-        """Gets the lane, if it has none yet, and opens the store, whose shard lives then; errors as `Producer.open`.
+        """Joins, if it has not yet, and opens the store, whose shard lives then; errors as `Producer.open`.
 
         ShardMovedError: the shard has another store by now.
         """
@@ -103,28 +103,28 @@ class LocalProducer:
             pass
 
     def _open_now(self, deadline: float) -> bool:
-        """Gets a lane and opens the store; False: the shard has ended meanwhile, and is back. Errors as `open`."""
+        """Joins and opens the store; False: the shard has ended meanwhile, and is back. Errors as `open`."""
         tenancy: Tenancy = self.shard.ask(deadline, "join", self.name)
-        folder = self.shard.ask(deadline, "lend", self.name, tenancy.number)
-        watch = watch_folder(folder)
+        lent: LentStream = self.shard.ask(deadline, "lend", self.name, tenancy.number)
+        watch = watch_folder(lent.folder)
         if watch is None:
-            raise ShardMovedError(f"shard {self.shard.number} does not live in {folder} on this machine")
+            raise ShardMovedError(f"shard {self.shard.number} does not live in {lent.folder} on this machine")
         incarnation = self.shard.totals.incarnation
         try:
-            storage = LazyMemmapStorage(None, folder, existsok=True, lanes=HeldLaneCount(self.shard.facts.lanes))
+            storage = LazyMemmapStorage(None, lent.folder, existsok=True)
             try:
-                assert isinstance(storage.lanes, HeldLanes)
-                storage.lanes.hold_lane(tenancy.lane, goes_on=tenancy.rows > 0)
+                assert storage.lanes is not None
+                stream = AdoptedStream(storage.lanes, Path(lent.folder) / STREAMS, lent.entry, tenancy.number)
             except BaseException:
                 storage.close()
                 raise
-        except StorageError:  # of one that has ended the lane may be taken back, the folder removed
+        except StorageError:  # of one that has ended the rows may be served by calls again, the folder removed
             watch.close()
             self.shard.forget()
             if self.shard.await_presence(deadline).totals.incarnation == incarnation:
                 raise
             return False
-        self._tenancy, self._storage, self._watch = tenancy, storage, watch
+        self._tenancy, self._storage, self._stream, self._watch = tenancy, storage, stream, watch
         return True
 
     def flush(self, timeout: float | None = None) -> None:
@@ -141,7 +141,7 @@ class LocalProducer:
             self._storage.close()
         if self._watch is not None:
             self._watch.close()
-        self._storage = self._watch = None
+        self._storage = self._stream = self._watch = None
 
     def abandon(self) -> None:
         """Closes a store that is not the shard's any more, and with which the tenancy has ended."""
@@ -150,7 +150,7 @@ class LocalProducer:
         self.release()
 
     def leave(self) -> None:
-        """Gives the lane back; errors as `flush`, and `ShardClient.ask`."""
+        """Ends the tenancy; errors as `flush`, and `ShardClient.ask`."""
         self.flush()
         self.release()
         if self._tenancy is not None:

@@ -1,4 +1,4 @@
-"""One shard of a replay buffer over several machines: a store with a lane for each producer, and its draws."""
+"""One shard of a replay buffer over several machines: a store to which any number of producers write, and its draws."""
 
 from __future__ import annotations
 
@@ -30,37 +30,63 @@ from engram.distributed.folder_lock import FolderLock
 from engram.distributed.priority_file import FILE_NAME as _PRIORITIES
 from engram.distributed.priority_file import PriorityFile
 from engram.distributed.shard_sampling import draw_rows, lane_ranges, read_by_sequence
-from engram.errors import IncarnationError, NoFreeLaneError, StorageError
+from engram.errors import IncarnationError, StorageError
 from engram.kernel.disk import Checkpoint, DocumentFile
 from engram.kernel.replay import Member
-from engram.kernel.rows import HeldLaneCount, HeldLanes, RowLayout
+from engram.kernel.rows import Lanes, RowLayout, StreamEntry, StreamTable
 
 _RECORD = "shard.json"
-_PAUSE = 0.02  # seconds between two tries to take a lane
+STREAMS = "streams"  # the file of the table of streams, beside the store
 _MOST_DRAWS = 100
-_MOST_ENDED = 1024  # tenancies that ended whose counts are remembered
+#: Seconds after it was sent for which the answer to a call says where the producer's next rows go (`Place`).
+PLACE_HOLDS = 0.25
+_LANE_KEPT = 1.0  # seconds; longer, so that rows that are sent until then have time to come
+_KEPT_SHARE = 4  # a quarter of the lanes is kept at most, so that producers that pause do not keep much
 _QUEUE_BYTES = 16 << 20  # of rows that all producers together may have sent and that are not in yet
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Tenancy(NamedTuple):
-    """One producer's use of a lane.
+class Place(NamedTuple):
+    """Where the next rows of a producer go, if sent within `PLACE_HOLDS` seconds: to one lane, a ring of slots.
 
     Attributes:
-        lane: where its rows go.
+        first_slot, capacity: of the lane.
+        sequence: of the next row there.
+        rows: how many of them.
+    """
+
+    first_slot: int
+    capacity: int
+    sequence: int
+    rows: int
+
+
+class Tenancy(NamedTuple):
+    """One producer's rows in a shard, until it leaves.
+
+    Attributes:
         number: of the tenancy, in this shard; every call of the producer names it.
-        begin: the sequence that its first row has in the lane.
         rows: how many of its rows are in.
         ended: the number of the producer's tenancy before, and how many of its rows are in; None: there was none.
     """
 
-    lane: int
     number: int
-    begin: int
     rows: int
     ended: tuple[int, int] | None
+
+
+class LentStream(NamedTuple):
+    """What a process of the same machine needs to write a producer's rows itself.
+
+    Attributes:
+        folder: of the store.
+        entry: of the producer, in the table of streams there.
+    """
+
+    folder: str
+    entry: int
 
 
 class ShardTotals(NamedTuple):
@@ -85,15 +111,13 @@ class ShardFacts(NamedTuple):
     Attributes:
         layout: of its rows, as JSON; None before `adopt`.
         capacity: steps that fit.
-        lanes: how many there are, each with room for `capacity / lanes` of them.
         folder: of the store, which processes of that machine can open; None: the store has no folder.
-        producers: names of those that have a lane.
+        producers: names of those that have a tenancy.
         replaced: how often all rows were emptied, or replaced by a load.
     """
 
     layout: bytes | None
     capacity: int
-    lanes: int
     folder: str | None
     producers: tuple[str, ...]
     replaced: int
@@ -107,11 +131,15 @@ class Acknowledgement(NamedTuple):
         rows: how many rows of the tenancy are in, however they came in.
         in_force: False: the tenancy ended at that count; the producer joins again and continues from there.
         credit: how many rows it may have sent without having their acknowledgement, before it waits.
+        place: where its next rows go; None: that is known when they are in.
+        slots: of the rows of the call, int64 [n], where they were asked for; -1: not known any more.
     """
 
     rows: int
     in_force: bool
     credit: int
+    place: Place | None
+    slots: Tensor | None
     totals: ShardTotals
 
 
@@ -147,40 +175,22 @@ class DrawnRows(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _LaneUse:
-    producer: str
-    tenancy: int
-    begin: int  # the sequence of the tenancy's first row
-    lent: bool = False  # whether a process of this machine writes to the lane itself
-
-
-@dataclasses.dataclass(frozen=True)
 class _Record:
-    """The producer of each lane, kept in a small file: written once for each tenancy, never for rows."""
+    """What a successor of the shard's process has to know, in a small file beside the table of streams."""
 
     incarnation: int
-    store: tuple[str, int] | None  # id and incarnation of the store that it speaks of
-    next_tenancy: int
-    replaced: int  # how often all rows were emptied, or replaced by a load
-    lanes: tuple[_LaneUse | None, ...]
-    ended: dict[str, tuple[int, int]]  # of the last producers whose tenancy ended, in that order: it, and the count
-
-    @property
-    def producers(self) -> tuple[str, ...]:
-        """The names of those that have a lane."""
-        return tuple(use.producer for use in self.lanes if use is not None)
+    store: tuple[str, int] | None = None  # id and incarnation of the store that it speaks of
+    replaced: int = 0  # how often all rows were emptied, or replaced by a load
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> _Record:
         """The record of which `dataclasses.asdict` made this document."""
-        lanes = tuple(None if use is None else _LaneUse(**use) for use in state.pop("lanes"))
-        ended = {producer: (number, count) for producer, (number, count) in state.pop("ended").items()}
-        store = state.pop("store")
-        return cls(**state, store=None if store is None else (store[0], store[1]), lanes=lanes, ended=ended)
+        store = state["store"]
+        return cls(state["incarnation"], None if store is None else (store[0], store[1]), state["replaced"])
 
 
-class _Tenancies:
-    """The producers of a shard and their lanes, in a record from which a successor of the shard's process continues.
+class _Producers:
+    """The producers of a shard: each is a stream of the store, whose count outlives every process.
 
     The caller has the shard's folder alone, and makes one call at a time.
 
@@ -188,71 +198,46 @@ class _Tenancies:
         record: the one in force.
     """
 
-    def __init__(
-        self,
-        storage: LazyTensorStorage | LazyMemmapStorage,
-        folder: Path | None,
-        lanes: int,
-        idle: float,
-        timeout: float,
-    ) -> None:
-        self._storage, self._folder, self._idle, self._timeout = storage, folder, idle, timeout
-        self._last_rows = [time.monotonic()] * lanes  # when each lane last got some
-        self.record = _Record(time.time_ns(), None, 1, 0, (None,) * lanes, {})
-
-    @property
-    def _lanes(self) -> HeldLanes:
-        return _lanes_of(self._storage)
+    def __init__(self, storage: LazyTensorStorage | LazyMemmapStorage, folder: Path | None, idle: float) -> None:
+        self._storage, self._folder, self._idle = storage, folder, idle
+        self._table: StreamTable | None = None
+        self._last_rows: dict[str, float] = {}  # when each producer last sent some
+        self._kept: dict[StreamEntry, float] = {}  # when those whose lanes are kept were last told of their place
+        self.record = _Record(time.time_ns())
 
     # ---- opening ----
     def open(self) -> None:
-        """Continues from the record of a predecessor, if there is one, and takes the lanes."""
+        """Continues from the record of a predecessor, if there is one."""
         before = self._read()
         if before is not None:
-            self.record = before
-        if self._storage.lanes is not None:
-            self.hold_lanes()
-        if before is not None:
             self.record = dataclasses.replace(before, incarnation=max(before.incarnation + 1, time.time_ns()))
-            store = _store_identity(self._storage)
-            if before.store != store:  # rows were replaced, or lost in a power cut
-                same_rows = before.store is not None and store is not None and before.store[0] == store[0]
-                self.record = self._without_tenancies(self.record, lost=not same_rows)
         if self._storage.lanes is not None:
-            for lane in range(len(self.record.lanes)):  # of tenancies that have just ended, too
-                if self._lanes.holds(lane) and not self.count(lane):
-                    self._lanes.mark_seam_in(lane)
-            self.write()
+            self.open_table(None if before is None else before.store)
 
-    def hold_lanes(self) -> None:
-        """Takes every lane that is not lent to a living process."""
-        deadline = time.monotonic() + self._timeout
-        for lane, use in enumerate(self.record.lanes):
-            while not self._reclaim(lane) and not (use is not None and use.lent):
-                if time.monotonic() > deadline:
-                    raise NoFreeLaneError(
-                        f"lane {lane} of the shard has a writer in another process, which was not lent it; end it first"
-                    )
-                time.sleep(_PAUSE)
+    def open_table(self, before: tuple[str, int] | None = None) -> None:
+        """Opens the table of streams, which was kept beside the store `before`."""
+        assert self._storage.lanes is not None
+        self._table = StreamTable(self._storage.lanes, None if self._folder is None else self._folder / STREAMS)
+        store = _store_identity(self._storage)
+        if before != store:  # rows were replaced, or lost in a power cut
+            same_rows = before is not None and store is not None and before[0] == store[0]
+            for entry in list(self._table.entries.values()):
+                self._table.end(entry, self._table.rows_after_recovery(entry) if same_rows else 0)
+        self.write()
 
-    def _reclaim(self, lane: int) -> bool:
-        """Takes a lane, if it is not this shard's already; False: another process writes to it."""
-        if self._lanes.holds(lane):
-            return True
-        try:
-            self._lanes.hold_lane(lane, goes_on=True)
-        except NoFreeLaneError:
-            return False
-        if not self.count(lane):  # else the next row continues the newest one
-            self._lanes.mark_seam_in(lane)
-        return True
+    @property
+    def table(self) -> StreamTable:
+        """The table of streams."""
+        if self._table is None:
+            raise RuntimeError("the shard has no layout yet: adopt one first")
+        return self._table
 
     def _read(self) -> _Record | None:
         if self._folder is None:
             return None
         path = self._folder / _RECORD
         try:
-            record = _Record.of(DocumentFile(path).read())
+            return _Record.of(DocumentFile(path).read())
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -262,11 +247,6 @@ class _Tenancies:
                 f"{path} is damaged: {error}. Without it the shard cannot tell whose rows it has; delete it, and "
                 "producers begin anew"
             ) from error
-        if len(record.lanes) != len(self.record.lanes):
-            raise StorageError(
-                f"{path} is of a shard with {len(record.lanes)} lanes, lanes={len(self.record.lanes)} was given"
-            )
-        return record
 
     def write(self, record: _Record | None = None) -> None:
         """Puts a record in force, in the file and then here, whole or not at all; None: the same in a changed store."""
@@ -281,125 +261,135 @@ class _Tenancies:
         self.record = record
 
     # ---- producers ----
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of those that have a tenancy."""
+        table = self._table
+        return () if table is None else tuple(one.name for one in table.entries.values() if not one.has_ended)
+
     def join(self, producer: str) -> Tenancy:
         """As `ReplayShard.join`."""
-        for lane, use in enumerate(self.record.lanes):
-            if use is not None and use.producer == producer:
-                self.must_reclaim(lane)
-                return self._tenancy(lane, use)
-        lane = self._free_lane()
-        record = self._ended(self.record, lane)
-        use = _LaneUse(producer, record.next_tenancy, self._lanes.store.lane(lane)["published"])
-        uses = (*record.lanes[:lane], use, *record.lanes[lane + 1 :])
-        self._lanes.mark_seam_in(lane)
-        self.write(dataclasses.replace(record, lanes=uses, next_tenancy=record.next_tenancy + 1))
-        self.note_rows(lane)
-        return self._tenancy(lane, use)
+        entry = self.table.entries.get(producer)
+        if entry is None or entry.has_ended:
+            entry = self.table.begin(producer)
+        else:
+            self.table.adopt(entry)
+        self._last_rows[producer] = time.monotonic()
+        return Tenancy(entry.number, self.table.rows(entry), entry.before)
 
-    def _tenancy(self, lane: int, use: _LaneUse) -> Tenancy:
-        return Tenancy(lane, use.tenancy, use.begin, self.count(lane), self.record.ended.get(use.producer))
-
-    def _free_lane(self) -> int:
-        for lane in self._lanes.by_room():
-            if self.record.lanes[lane] is None and self._reclaim(lane):
-                return lane
-        for lane in sorted(range(len(self.record.lanes)), key=self._last_rows.__getitem__):
-            if time.monotonic() - self._last_rows[lane] >= self._idle and self._reclaim(lane):
-                return lane
-        raise NoFreeLaneError(
-            f"all {len(self.record.lanes)} lanes of the shard have a producer that wrote within {self._idle:g} "
-            "seconds, or to which the lane is lent; make it with more lanes, or end a producer"
-        )
-
-    def must_reclaim(self, lane: int) -> None:
-        """Takes a lane; NoFreeLaneError where another process writes to it."""
-        if not self._reclaim(lane):
-            use = self.record.lanes[lane]
-            raise NoFreeLaneError(
-                f"lane {lane} is lent to a living process, as {'nobody' if use is None else use.producer!r}: each "
-                "producer needs a name of its own. Nothing was changed"
-            )
-
-    def lend(self, producer: str, tenancy: int) -> str:
+    def lend(self, producer: str, tenancy: int) -> LentStream:
         """As `ReplayShard.lend`."""
-        lane = self.lane_of(producer, tenancy)
-        if lane is None or self._folder is None:
-            reason = "has ended" if lane is None else "is in a shard without a scratch_dir, which others cannot open"
-            raise ValueError(f"tenancy {tenancy} of {producer!r} {reason}: its lane cannot be lent")
-        use = self.record.lanes[lane]
-        assert use is not None
-        uses = (*self.record.lanes[:lane], dataclasses.replace(use, lent=True), *self.record.lanes[lane + 1 :])
-        self.write(dataclasses.replace(self.record, lanes=uses))
-        self._lanes.release_lane(lane)
-        return str(self._folder)
+        entry = self.entry_of(producer, tenancy)
+        if entry.has_ended or self._folder is None:
+            reason = "has ended" if entry.has_ended else "is in a shard without a scratch_dir, which others cannot open"
+            raise ValueError(f"tenancy {tenancy} of {producer!r} {reason}: its rows are sent to the shard")
+        self._kept.pop(entry, None)
+        self.table.lend(entry)
+        return LentStream(str(self._folder), entry.at)
 
     def leave(self, producer: str, tenancy: int) -> int:
         """As `ReplayShard.leave`."""
-        lane = self.lane_of(producer, tenancy)
-        if lane is not None:
-            self.must_reclaim(lane)
-            self.write(self._ended(self.record, lane))
-        return self.record.ended[producer][1]
+        return self._end(self.entry_of(producer, tenancy))
 
     def end_producer(self, producer: str) -> int:
         """As `ReplayShard.end_producer`."""
-        for use in self.record.lanes:
-            if use is not None and use.producer == producer:
-                return self.leave(producer, use.tenancy)
-        ended = self.record.ended.get(producer)
-        return 0 if ended is None else ended[1]
+        entry = None if self._table is None else self._table.entries.get(producer)
+        return 0 if entry is None else self._end(entry)
 
-    def note_rows(self, lane: int) -> None:
-        """Notes that a lane has just got rows: its producer is not idle."""
-        self._last_rows[lane] = time.monotonic()
-
-    def lane_of(self, producer: str, tenancy: int) -> int | None:
-        """The lane of a tenancy; None: it has ended."""
-        for lane, use in enumerate(self.record.lanes):
-            if use is not None and (use.producer, use.tenancy) == (producer, tenancy):
-                return lane
-        ended = self.record.ended.get(producer)
-        if ended is None or ended[0] != tenancy:
-            raise ValueError(
-                f"{producer!r} has no tenancy {tenancy} in this shard; its last one that ended is {ended}: join again. "
-                "Nothing was written"
-            )
-        return None
-
-    def count(self, lane: int, record: _Record | None = None) -> int:
-        """Rows of the lane's tenancy that are in: what the lane itself counts."""
-        use = (self.record if record is None else record).lanes[lane]
-        return 0 if use is None else max(0, self._lanes.store.lane(lane)["published"] - use.begin)
-
-    def _ended(self, record: _Record, lane: int, lost: bool = False) -> _Record:
-        """The record without the tenancy of a lane. `lost`: this store has none of its rows."""
-        use = record.lanes[lane]
-        if use is None:
-            return record
-        count = 0 if lost else self.count(lane, record)
-        uses = (*record.lanes[:lane], None, *record.lanes[lane + 1 :])
-        ended = {name: end for name, end in record.ended.items() if name != use.producer}
-        for name in list(ended)[: max(0, len(ended) + 1 - _MOST_ENDED)]:
-            del ended[name]
-        return dataclasses.replace(record, lanes=uses, ended={**ended, use.producer: (use.tenancy, count)})
-
-    def _without_tenancies(self, record: _Record, lost: bool = False) -> _Record:
-        for lane in range(len(record.lanes)):
-            record = self._ended(record, lane, lost)
-        return record
+    def _end(self, entry: StreamEntry) -> int:
+        rows = self.table.end(entry)
+        self._kept.pop(entry, None)
+        self._last_rows.pop(entry.name, None)
+        return rows
 
     def end_all(self) -> None:
         """Ends all tenancies before rows are replaced: after a kill no count is taken from a lane of other rows."""
-        record = self._without_tenancies(self.record)
+        self.give_back()
+        for entry in [] if self._table is None else list(self._table.entries.values()):
+            self._end(entry)
+        record = self.record
         incarnation = max(record.incarnation + 1, time.time_ns())
         self.write(dataclasses.replace(record, incarnation=incarnation, replaced=record.replaced + 1))
 
+    def entry_of(self, producer: str, tenancy: int) -> StreamEntry:
+        """The stream of a tenancy, which may have ended. ValueError: the producer's newest one is another."""
+        entry = self.table.entries.get(producer)
+        if entry is None or entry.number != tenancy:
+            raise ValueError(
+                f"{producer!r} has no tenancy {tenancy} in this shard; its last one is "
+                f"{None if entry is None else entry.number}: join again. Nothing was written"
+            )
+        return entry
 
-def _lanes_of(storage: LazyTensorStorage | LazyMemmapStorage) -> HeldLanes:
-    lanes = storage.lanes
-    if not isinstance(lanes, HeldLanes):
+    def ended_before(self, producer: str, tenancy: int) -> int | None:
+        """How many rows the tenancy before the producer's newest one had; None: that was another."""
+        entry = self.table.entries.get(producer)
+        return (
+            entry.before[1] if entry is not None and entry.before is not None and entry.before[0] == tenancy else None
+        )
+
+    # ---- rows ----
+    def append(self, entry: StreamEntry, append: Callable[[], Tensor]) -> Tensor:
+        """Appends rows of a producer; returns their slots."""
+        now = time.monotonic()
+        self._last_rows[entry.name] = now
+        self._give_idle_back(now)
+        assert self._storage.lanes is not None
+        self.table.keep_place(
+            entry, entry in self._kept or len(self._kept) < self._storage.lanes.store.lanes // _KEPT_SHARE
+        )
+        with self._storage.mutex, self.table.writing(entry):
+            return append()
+
+    def place(self, entry: StreamEntry) -> Place | None:
+        """Where a producer's next rows go, if its lane is kept for it, and others do not wait for that."""
+        kept = self.table.kept_place(entry)
+        if kept is None or not kept[2]:
+            self._kept.pop(entry, None)
+            return None
+        lane, sequence, rows = kept
+        assert self._storage.lanes is not None
+        store, now = self._storage.lanes.store, time.monotonic()
+        if store.is_overdue(lane):
+            self._kept.setdefault(entry, now)
+            return None
+        self._kept[entry] = now
+        return Place(lane * store.lane_capacity, store.lane_capacity, sequence, rows)
+
+    def _give_idle_back(self, now: float) -> None:
+        for entry, told in list(self._kept.items()):
+            if now - told > _LANE_KEPT:
+                del self._kept[entry]
+                self.table.give_back(entry)
+
+    def give_back(self, idle_only: bool = False) -> bool:
+        """Gives lanes back that are kept, or those of idle producers; returns whether some are kept still."""
+        if self._table is not None and idle_only:
+            self._give_idle_back(time.monotonic())
+        elif self._table is not None:
+            self._kept.clear()
+            self._table.give_back()
+        return bool(self._kept)
+
+    @property
+    def active(self) -> int:
+        """How many producers have sent rows of late."""
+        now = time.monotonic()
+        self._last_rows = {name: last for name, last in self._last_rows.items() if now - last <= self._idle}
+        return len(self._last_rows)
+
+    def close(self) -> None:
+        """Ends the use of the table."""
+        self._kept.clear()
+        table, self._table = self._table, None
+        if table is not None:
+            table.close()
+
+
+def _lanes_of(storage: LazyTensorStorage | LazyMemmapStorage) -> Lanes:
+    if storage.lanes is None:
         raise RuntimeError("the shard has no layout yet: adopt one first")
-    return lanes
+    return storage.lanes
 
 
 def _store_identity(storage: LazyTensorStorage | LazyMemmapStorage) -> tuple[str, int] | None:
@@ -428,12 +418,13 @@ def _call(
 
 
 class ReplayShard:
-    """A part of a replay buffer that lies on several machines: one store, in which each producer has a lane.
+    """A part of a replay buffer that lies on several machines: one store, one ring of rows for any number of producers.
 
-    Trajectories stay whole, as no two producers write to one lane; and the lane counts how many rows of a producer are
-    in, whichever process died: `extend` names the number of its first row, and rows that are in already are left out.
-    The use of a lane by a producer is a *tenancy*. Its number is new with each change of producer, and after `empty`
-    and `loads`; a call for an older one is answered with the count at which that ended.
+    Producers move from lane to lane, so that one alone fills the shard, and no trajectory mixes with another. The store
+    counts how many rows of each are in, whichever process died: `extend` names the number of its first row, and rows
+    that are in already are left out. What a producer sends until it leaves is a *tenancy*. Its number is never given
+    again, and a new one is begun after `empty` and `loads`; a call for an older one is answered with the count at which
+    that ended. A producer that sends nothing keeps nothing but its count.
 
     With a `scratch_dir` a shard that is made anew, after any kind of death, continues where the rows ended, without
     seams. Priorities come back with their rows; rows that were given none have the highest that any row ever had, as
@@ -444,18 +435,18 @@ class ReplayShard:
 
     Args:
         capacity: steps that fit, rounded up to whole lanes.
-        lanes: how many producers may write at a time; each has a ring of `capacity / lanes` steps.
+        lanes: about how many producers write side by side; more are welcome.
         sampler: one whose draws can be divided among shards (`Sampler.totals`), for this shard alone: `beta` and
             `dtype` of one with priorities are set, as the client computes weights. None: uniform draws.
         scratch_dir: a folder for the rows, on this machine. None: shared memory, gone with the process.
-        idle: seconds without a row after which a lane may be given to another producer, where none is free.
-        timeout: seconds to wait for lanes that a predecessor, which is just ending, holds.
+        idle: seconds without a row after which a producer has no part any more in the room for rows on their way.
+        timeout: seconds to wait for a predecessor that is just ending.
         generator: of the draws; None: torch's global one.
 
     Raises:
         TypeError: a sampler whose draws cannot be divided.
         ValueError: one with `num_slices` instead of `slice_len`, or with `max_priority_within_buffer`.
-        NoFreeLaneError: another process still writes to a lane after `timeout`.
+        NoFreeLaneError: another shard still has the folder after `timeout`.
         StorageError: the folder holds another store, or a damaged one.
 
     Example:
@@ -485,14 +476,11 @@ class ReplayShard:
         self._lock = threading.RLock()
         self._folder = None if scratch_dir is None else Path(scratch_dir)
         self._timeout = timeout
+        room, several = max(2, capacity), max(2, lanes)  # so that producers move from lane to lane
         if self._folder is None:
-            self._storage: LazyTensorStorage | LazyMemmapStorage = LazyTensorStorage(
-                capacity, shared=True, lanes=HeldLaneCount(lanes)
-            )
+            self._storage: LazyTensorStorage | LazyMemmapStorage = LazyTensorStorage(room, shared=True, lanes=several)
         else:
-            self._storage = LazyMemmapStorage(
-                capacity, scratch_dir=self._folder, existsok=True, lanes=HeldLaneCount(lanes)
-            )
+            self._storage = LazyMemmapStorage(room, scratch_dir=self._folder, existsok=True, lanes=several)
         sampler = RandomSampler() if sampler is None else sampler
         sampler.totals(self._storage)  # one that cannot tell them cannot be a shard's
         self._prioritized = isinstance(sampler, PrioritizedSampler)
@@ -508,7 +496,8 @@ class ReplayShard:
         self._sampler = sampler
         self._folder_lock: FolderLock | None = None
         self._priorities: PriorityFile | None = None
-        self._tenancies = _Tenancies(self._storage, self._folder, lanes, idle, timeout)
+        self._producers = _Producers(self._storage, self._folder, idle)
+        self._giver: threading.Timer | None = None  # of lanes that were kept for producers that send nothing
         try:
             self._open()
         except BaseException:
@@ -519,12 +508,12 @@ class ReplayShard:
     def _open(self) -> None:
         """Takes the folder, then reads the record: a predecessor may have changed it until it released the folder."""
         self._take_folder()
-        self._tenancies.open()
+        self._producers.open()
         if self._storage.lanes is not None:
             self._open_priorities()
 
     def _take_folder(self) -> None:
-        """Locks the folder: one shard at a time, although some of its lanes may be lent."""
+        """Locks the folder: one shard at a time, although other processes may write to its store."""
         if self._folder is None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -577,7 +566,7 @@ class ReplayShard:
     @property
     def incarnation(self) -> int:
         """The number that every call names; a new one is higher."""
-        return self._tenancies.record.incarnation
+        return self._producers.record.incarnation
 
     @property
     def layout(self) -> bytes | None:
@@ -600,7 +589,7 @@ class ReplayShard:
         return self._storage.write_count
 
     @property
-    def _lanes(self) -> HeldLanes:
+    def _lanes(self) -> Lanes:
         return _lanes_of(self._storage)
 
     @property
@@ -614,9 +603,8 @@ class ReplayShard:
         """The facts that a client needs before it calls; the only call that names no incarnation."""
         with self._lock:
             folder = None if self._folder is None else str(self._folder.absolute())
-            record, totals = self._tenancies.record, self._totals()
-            lanes, producers = len(record.lanes), record.producers
-            return ShardFacts(self.layout, self.capacity, lanes, folder, producers, record.replaced, totals)
+            producers, totals = self._producers, self._totals()
+            return ShardFacts(self.layout, self.capacity, folder, producers.names, producers.record.replaced, totals)
 
     def _totals(self, newest: bool = True) -> ShardTotals:
         lanes = self._storage.lanes
@@ -644,8 +632,7 @@ class ReplayShard:
             self._check_sampler(given)
         self._storage.adopt(given)
         if not made:
-            self._tenancies.hold_lanes()
-            self._tenancies.write()
+            self._producers.open_table()
             self._open_priorities()
 
     def _check_sampler(self, layout: RowLayout) -> None:
@@ -656,44 +643,56 @@ class ReplayShard:
 
     @_call
     def join(self, incarnation: int, producer: str) -> Tenancy:
-        """A lane for a producer: the one that it has, or a free one, or one that has been idle.
+        """The producer's tenancy: the one that it has, or a new one.
 
         Raises:
-            NoFreeLaneError: every lane has a producer that writes; or this producer's is lent to a living process.
+            NoFreeLaneError: the producer is a living process of this machine that writes by itself.
+            ValueError: its name is too long.
         """
-        return self._tenancies.join(producer)
+        return self._producers.join(producer)
 
     @_call
-    def lend(self, incarnation: int, producer: str, tenancy: int) -> str:
-        """Lets a process of this machine write to the lane of its tenancy itself; returns the folder of the store.
+    def admit(self, incarnation: int, producer: str, most: int) -> int | None:
+        """As `join`, but where the shard has more than so many producers it says how many, and nothing is changed.
 
-        The process opens the store, takes the lane (`hold_lane`; `goes_on`: the tenancy has rows), and appends.
-        The lane counts stored rows as ever. When the process has let the lane go, or has died, calls by this producer's
-        name continue as before.
+        None: the producer has joined.
+        """
+        names = self._producers.names
+        if len(names) > most and producer not in names:
+            return len(names)
+        self._producers.join(producer)
+        return None
+
+    @_call
+    def lend(self, incarnation: int, producer: str, tenancy: int) -> LentStream:
+        """Lets a process of this machine write the rows of its tenancy itself.
+
+        The process opens the store, and goes on with the stream (`AdoptedStream`). Rows are counted as ever.
+        When it has closed the store, or has died, calls by this producer's name continue as before.
 
         Raises:
             ValueError: the tenancy has ended, or never began; or the shard has no `scratch_dir`.
         """
-        return self._tenancies.lend(producer, tenancy)
+        return self._producers.lend(producer, tenancy)
 
     @_call
     def leave(self, incarnation: int, producer: str, tenancy: int) -> int:
-        """Ends a tenancy, and frees its lane; returns the count at which it ended.
+        """Ends a tenancy; returns the count at which it ended.
 
         Raises:
             ValueError: the producer has never had this tenancy.
-            NoFreeLaneError: the lane is lent, and its process has not let it go.
+            NoFreeLaneError: it is lent, and its process lives.
         """
-        return self._tenancies.leave(producer, tenancy)
+        return self._producers.leave(producer, tenancy)
 
     @_call
     def end_producer(self, incarnation: int, producer: str) -> int:
         """Ends the tenancy of a producer that has died, if it has one; returns how many rows of its last one are in.
 
         Raises:
-            NoFreeLaneError: the lane is lent, and its process has not let it go.
+            NoFreeLaneError: it is lent, and its process lives.
         """
-        return self._tenancies.end_producer(producer)
+        return self._producers.end_producer(producer)
 
     @_call
     def extend(
@@ -705,6 +704,7 @@ class ReplayShard:
         block: Block,
         new_priority: float | None = None,
         priority: Tensor | None = None,
+        asks_slots: bool = False,
     ) -> Acknowledgement:
         """Appends rows of a producer that are not in yet.
 
@@ -713,24 +713,28 @@ class ReplayShard:
             new_priority: the highest priority of all shards, which new rows get.
             priority: of the block's rows, float64 [n]; NaN: that of new rows. Rows that are in already get theirs if
                 they have never had one: a shard that was killed in between gives it when the rows are sent again.
+            asks_slots: the answer is to say where the rows lie.
 
         Raises:
             ValueError: the block is not of this layout; rows before `first` never came; the producer has never had
                 this tenancy; or priorities are wrong, or the sampler has none. Nothing was written.
-            NoFreeLaneError: the lane is lent, and its process has not let it go. Nothing was written.
+            NoFreeLaneError: the tenancy is lent, and its process lives. Nothing was written.
+            StorageInUseError: processes were stopped while they wrote in each of the lanes.
             StorageError: the folder was removed. Nothing was written.
         """
         check(self._layout, block)
         if priority is not None:
             self._check_priorities(priority, len(block))
-        tenancies = self._tenancies
-        lane = tenancies.lane_of(producer, tenancy)
-        if lane is None:
-            return Acknowledgement(tenancies.record.ended[producer][1], False, 0, self._totals())
-        tenancies.must_reclaim(lane)
+        producers, ended = self._producers, self._producers.ended_before(producer, tenancy)
+        if ended is not None:
+            return Acknowledgement(ended, False, 0, None, None, self._totals())
+        entry = producers.entry_of(producer, tenancy)
+        if entry.has_ended:
+            return Acknowledgement(producers.table.rows(entry), False, 0, None, None, self._totals())
+        producers.table.adopt(entry)
         if self._folder_lock is not None and self._folder_lock.is_removed:
             raise StorageError(f"{self._folder} was removed; what is written to it now would be lost")
-        count = tenancies.count(lane)
+        count = producers.table.rows(entry)
         if not 0 <= first <= count:
             raise ValueError(
                 f"first={first}, but {count} rows of tenancy {tenancy} are in: those between never came. Nothing was "
@@ -739,39 +743,69 @@ class ReplayShard:
         if new_priority is not None:
             self._sampler.raise_new_priority(new_priority, storage=self._storage)
         new = block.rest(count - first)
+        slots = torch.empty(0, dtype=torch.int64)
         if len(new):
-            if goes_by_leaf(self._layout):
-                self._storage.append_leaves(lane, list(new.parts))
-            else:
-                self._storage.append_packed(lane, new.parts[0])
+            slots = producers.append(entry, lambda: self._append(new))
+        place = producers.place(entry)
+        if place is not None:
+            self._give_back_later()
+        if priority is not None or asks_slots:
+            slots = torch.cat([self._slots_of(entry, first, len(block) - len(new)), slots])
         if priority is not None:
-            self._give_priorities(lane, first, count, priority)
-        tenancies.note_rows(lane)
-        return Acknowledgement(tenancies.count(lane), True, self._credit, self._totals())
+            self._give_priorities(slots, len(block) - len(new), priority)
+        rows = producers.table.rows(entry)
+        return Acknowledgement(rows, True, self._credit, place, slots if asks_slots else None, self._totals())
+
+    def _append(self, block: Block) -> Tensor:
+        if goes_by_leaf(self._layout):
+            return self._storage.append_leaves(list(block.parts))
+        return self._storage.append_packed(block.parts[0])
+
+    def _give_back_later(self) -> None:
+        """Looks after a while whether lanes are kept for producers that send nothing any more."""
+        if self._giver is None:
+            self._giver = threading.Timer(_LANE_KEPT, self._give_back)
+            self._giver.daemon = True
+            self._giver.start()
+
+    def _give_back(self) -> None:
+        with self._lock:
+            self._giver = None
+            if self._producers.give_back(idle_only=True):
+                self._give_back_later()
+
+    def _slots_of(self, entry: StreamEntry, first: int, n: int) -> Tensor:
+        """Where rows of a producer that were in before lie, int64 [n]; -1: not known any more."""
+        slots = torch.full((n,), -1)
+        for row, lane, sequence, rows in self._producers.table.places(entry, first, n) if n else ():
+            slots[row - first : row - first + rows] = self._lanes.slots_of(
+                lane, torch.arange(sequence, sequence + rows)
+            )
+        return slots
 
     def _check_priorities(self, priority: Tensor, n: int) -> None:
         if not isinstance(self._sampler, PrioritizedSampler):
             raise ValueError(f"priorities came with rows, and {type(self._sampler).__name__} draws without them")
         self._sampler.checked_priorities(priority.nan_to_num(1.0), n)
 
-    def _give_priorities(self, lane: int, first: int, count: int, priority: Tensor) -> None:
-        """Gives rows the priorities that came with them, if they have had none; `count`: rows that were in before."""
-        use = self._tenancies.record.lanes[lane]
-        assert use is not None
-        number = first + torch.arange(len(priority))
-        sequences = use.begin + number
-        slots = self._lanes.slots_of(lane, sequences)
-        given = ~priority.isnan() & (self._lanes.generations(slots) == sequences)
+    def _give_priorities(self, slots: Tensor, before: int, priority: Tensor) -> None:
+        """Gives rows the priorities that came with them, if they have had none; `before`: how many were in before."""
+        known = (slots >= 0) & ~priority.isnan()
+        sequences = torch.full_like(slots, -1)
+        sequences[known] = self._lanes.generations(slots[known])
+        known &= sequences >= 0
         # A shard without a file of them is gone with its rows: only an answer can have been lost.
-        given &= number >= count if self._priorities is None else ~self._priorities.has(slots, sequences)
-        if bool(given.any()):
-            self._set_priorities(slots[given], priority[given], sequences[given])
+        if self._priorities is None:
+            known[:before] = False
+        else:
+            known[known.clone()] = ~self._priorities.has(slots[known], sequences[known])
+        if bool(known.any()):
+            self._set_priorities(slots[known], priority[known], sequences[known])
 
     @property
     def _credit(self) -> int:
         """How many rows a producer may have on their way here, so that few wait, whichever side is faster."""
-        producers = len(self._tenancies.record.producers)
-        return max(1, _QUEUE_BYTES // (self._layout.payload_bytes * max(1, producers)))
+        return max(1, _QUEUE_BYTES // (self._layout.payload_bytes * max(1, self._producers.active)))
 
     # ---- draws ----
     @_call
@@ -878,13 +912,12 @@ class ReplayShard:
             StorageInUseError: another process has the store open for writing. Nothing was changed.
         """
         if self._storage.lanes is None:
-            self._tenancies.end_all()
+            self._producers.end_all()
             return self.incarnation
         with self._lanes.exclusive("empty()"):
-            self._tenancies.end_all()
+            self._producers.end_all()
             self._buffer.empty()
-            self._tenancies.hold_lanes()  # also those that were lent
-            self._tenancies.write()
+            self._producers.write()
             self._rewrite_priorities()
         return self.incarnation
 
@@ -916,22 +949,26 @@ class ReplayShard:
         if self._storage.lanes is not None:
             with self._lanes.exclusive("loads()"):
                 pass
-        self._tenancies.end_all()
-        if self._storage.lanes is not None:
-            self._lanes.release_lane(0)  # a load takes one as `extend` does
+        self._producers.end_all()
+        was_made = self._storage.lanes is not None
         try:
             self._buffer.loads(path, snapshot=snapshot)
         finally:
             if self._storage.lanes is not None:
-                self._lanes.release()
-                self._tenancies.hold_lanes()
-                self._tenancies.write()
+                if was_made:
+                    self._producers.write()
+                else:
+                    self._producers.open_table()
                 self._rewrite_priorities()
         return self.incarnation
 
     def close(self) -> None:
         """Ends the use of the store; with a `scratch_dir` a new shard can continue with it."""
         with self._lock:
+            giver, self._giver = self._giver, None
+            if giver is not None:
+                giver.cancel()
+            self._producers.close()
             self._storage.close()
             if self._priorities is not None:
                 self._priorities.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import random
 import threading
 import time
 import uuid
@@ -39,6 +40,7 @@ from engram.kernel.rows import RowLayout
 from engram.kernel.tools import warn_user
 
 _PAUSE = 0.01  # seconds between two looks at shards that are all away
+_ties = random.Random()  # not that of the program, whose draws stay the same
 
 
 class ShardedStats(NamedTuple):
@@ -127,7 +129,7 @@ class ShardedReplayBuffer:
 
         Rows go to one shard, on their way beside each other, and those of several calls together where they come faster
         than it answers; `flush` waits until they are in. The index of a row is that of another row where the shard was
-        lost, with all that it held, before the row came.
+        lost, with all that it held, or was not to be had, before the row came.
 
         Args:
             priority: of the steps, a number or one for each, for a sampler with priorities; None: that of new rows. It
@@ -139,7 +141,6 @@ class ShardedReplayBuffer:
                 infinite, sizes differ, or the sampler draws without priorities. Nothing is changed.
             ShardUnavailableError: the shard is away, and there is no room for more rows on their way: these were not
                 sent.
-            NoFreeLaneError: every lane of the shard has a producer; make the buffer with more lanes.
         """
         batch = pytree.stack(data, 0) if type(data) is list else data
         return self._write(WriteRequest(batch, 1, 0, single=False), priority=priority)
@@ -250,7 +251,7 @@ class ShardedReplayBuffer:
     def producing_as(self, name: str) -> Self:
         """A client of the same rows that writes under a name of its own choice.
 
-        A process that continues the work of one that died takes its name, and with it its lane: what is in already
+        A process that continues the work of one that died takes its name, and with it its count: what is in already
         (`rows_in`) is not written again. No two living clients may have one name. Steps that its transforms hold back
         are its own.
         """
@@ -270,9 +271,9 @@ class ShardedReplayBuffer:
         return self._settings._replace(transform=transform if transform.transforms else None)
 
     def rows_in(self) -> int:
-        """How many rows of this client's name are in, since it was given the lane that it has; 0: none ever came.
+        """How many rows of this client's name are in, since it joined its shard; 0: none ever came.
 
-        `stats().accepted` counts on over all its lanes.
+        `stats().accepted` counts on over all its shards.
 
         Raises:
             ShardUnavailableError: the shard does not answer.
@@ -290,13 +291,13 @@ class ShardedReplayBuffer:
             return self._producer.acknowledged
 
     def end_producer(self, name: str) -> int:
-        """Gives the lanes of a producer that has died back; returns how many of its rows are in. May be repeated.
+        """Ends what a producer that has died has in shards; returns how many of its rows are in. May be repeated.
 
         Rows of it that are still on their way are refused from now on.
 
         Raises:
-            ShardUnavailableError: a shard does not answer, and it may be the one with the lane.
-            NoFreeLaneError: the producer lives, and writes to its lane on the machine of the shard.
+            ShardUnavailableError: a shard does not answer, and it may be that of the producer.
+            NoFreeLaneError: the producer lives, and writes by itself on the machine of the shard.
         """
         with self._writing:
             deadline = self._deadline()
@@ -346,11 +347,28 @@ class ShardedReplayBuffer:
         return watch is not None
 
     def _shard_for_writing(self, deadline: float) -> int:
-        """The one that knows this producer, else one of this machine, if there is any, with the fewest producers."""
-        return min(
-            (self._name not in s.facts.producers, not self._local[s.number], len(s.facts.producers), s.number)
-            for s in self._all_present(deadline, awaits_all=True)  # else all would go to the shard that answers first
-        )[3]
+        """The one that knows this producer, else one of this machine, if there is any, with the fewest producers.
+
+        Of equal ones that to which the fewest rows were written, else any. A shard that has more producers by now than
+        this client knew says so, so that those that begin at once do not all go to one. One that is away is left out.
+        """
+        present = self._all_present(deadline, awaits_all=True)  # else all would go to the shard that answers first
+        known = [shard for shard in present if self._name in shard.facts.producers]
+        if known:
+            return known[0].number
+        left = [shard for shard in present if self._local[shard.number]] or present
+        producers = {shard.number: len(shard.facts.producers) for shard in left}
+        while len(left) > 1:
+            shard = min(left, key=lambda one: (producers[one.number], one.totals.writes, _ties.random(), one.number))
+            try:
+                found = shard.ask_once(deadline, "admit", self._name, producers[shard.number])
+            except ShardUnavailableError:
+                left.remove(shard)
+                continue
+            if found is None:
+                return shard.number
+            producers[shard.number] = found
+        return left[0].number
 
     def _adopt_layout_of(self, batch: Any, deadline: float) -> None:
         """Tells all shards the layout, which the first batch decides."""
@@ -633,7 +651,7 @@ class ShardedReplayBuffer:
     def empty(self) -> None:
         """Forgets every row of every shard, and steps that transforms of this object hold back.
 
-        Producers continue with new lanes.
+        Producers continue.
 
         Raises:
             ShardUnavailableError: a shard is away; some may have been emptied.
@@ -707,7 +725,7 @@ class ShardedReplayBuffer:
             self._watch = None
 
     def close(self) -> None:
-        """Waits until the rows of this object are in, and gives its lane back; steps that were held back go in first.
+        """Waits until the rows of this object are in, and leaves its shard; steps that were held back go in first.
 
         Raises:
             ShardUnavailableError: they are not within `timeout`: those that are not in are lost.

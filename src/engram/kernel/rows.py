@@ -3,22 +3,22 @@
 from engram._generator import draw_slots_by_numpy
 from engram.checkpoint.foreign import Receiver
 from engram.store.episodes import EpisodeIndex
-from engram.store.held_lanes import HeldLanes
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.n_step import NSteps
-from engram.store.places import HeldLaneCount
 from engram.store.row_form import IDS
+from engram.store.streams import AdoptedStream, StreamEntry, StreamTable
 
 __all__ = [
     "IDS",
+    "AdoptedStream",
     "EpisodeIndex",
-    "HeldLaneCount",
-    "HeldLanes",
     "Lanes",
     "LeafSpec",
     "NSteps",
     "Receiver",
     "RowLayout",
+    "StreamEntry",
+    "StreamTable",
     "draw_slots_by_numpy",
 ]

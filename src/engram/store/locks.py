@@ -89,6 +89,9 @@ class LaneLocks:
         """Takes the byte of a writer's number for as long as this object is open; False: another writer has it."""
         return _lock(self._own_fd(), fcntl.F_WRLCK, _FIRST_WRITER_BYTE + number)
 
+    def free_writer(self, number: int) -> None:
+        _lock(self._own_fd(), fcntl.F_UNLCK, _FIRST_WRITER_BYTE + number)
+
     def is_writer_alive(self, number: int) -> bool:
         """Whether another process or object that took this number has the store open."""
         return _is_locked(self._own_fd(), _FIRST_WRITER_BYTE + number)

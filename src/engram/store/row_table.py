@@ -12,6 +12,7 @@ from torch import Tensor
 
 import engram._native as _native
 from engram import pytree
+from engram._system import notice_fork
 from engram.errors import StorageError
 from engram.store.border import Border
 from engram.store.lanes import Lanes
@@ -230,24 +231,23 @@ class RowTable:
             )
         return slots
 
-    def append_packed(self, lane: int, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
-        """Writes packed rows of this layout (uint8 [n, payload_bytes]) behind the newest row of a lane of this process.
+    def append_packed(self, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
+        """Writes packed rows of this layout, uint8 [n, payload_bytes], as `append`; returns time slots, int64 [n].
 
-        Returns time slots, int64 [n]. A row whose first entries do not go on from the newest row begins a trajectory,
-        as those of `append` do.
+        A row whose first entries do not go on from this process's newest one begins a trajectory, as those of `append`
+        do.
 
         Raises:
-            ValueError: rows of another length, several environments, rows that carry their own sequence; nothing was
-                written.
-            StorageError: this process does not hold the lane.
+            ValueError: rows of another length, several environments, rows that carry their own sequence, or a store in
+                which processes take turns; nothing was written.
         """
-        self.lanes.check_owned(lane)
+        notice_fork()
+        self.lanes.hold()
         given: Any = rows
-        return self._store.append_packed(lane, self._codec, given)
+        return self._store.append_packed(self._codec, given)
 
-    def append_leaves(self, lane: int, leaves: list[Any]) -> Tensor:
+    def append_leaves(self, leaves: list[Any]) -> Tensor:
         """As `append_packed`, of the bytes of each leaf: uint8 [n, nbytes] for each of `layout.leaves`."""
-        self.lanes.check_owned(lane)
         plan = None if self.layout.carries_sequence else self.layout.raw_leaf_codec.check_list(leaves, 1, 0)
         if plan is None:
             sizes = [leaf.nbytes for leaf in self.layout.leaves]
@@ -255,7 +255,7 @@ class RowTable:
                 f"an array uint8 [n, bytes] is needed for each leaf, of {sizes} bytes, found "
                 f"{[tuple(leaf.shape) for leaf in leaves]}; nothing was written"
             )
-        slots = self._store.append(lane, plan)
+        slots = self.append(plan)
         assert isinstance(slots, Tensor)
         return slots
 

@@ -354,8 +354,7 @@ class TestReadNSteps:
         storage = LazyTensorStorage(8, shared=True, lanes=HeldLaneCount(2))
         rb = ReplayBuffer(storage=storage)
         rb.add(step(0)), rb.add(step(1))
-        storage.lanes.hold_lane(1)
-        storage.append_packed(1, storage.layout.pack(tensors(stacked(4, 5, 6))))
+        Child(lambda: ReplayBuffer(storage=storage).extend(tensors(stacked(4, 5, 6)))).result()
         if not native:
             storage.native.table = None
         found = read_n_steps(storage, np.array([0, 1, 4, 6]), np.ones(4))

@@ -66,31 +66,30 @@ class TableStorage(Storage):
         self._rows_table.adopt(layout)
 
     # ---- rows as bytes ----
-    def append_packed(self, lane: int, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
-        """Writes rows as bytes, uint8 [n, layout.payload_bytes], to a lane that this process holds (`HeldLanes`).
+    def append_packed(self, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
+        """Writes rows as bytes, uint8 [n, layout.payload_bytes], behind this process's newest one.
 
         Returns time slots, int64 [n].
 
         Raises:
-            ValueError: the rows are not ones of this layout; nothing was written.
-            StorageError: this process does not hold the lane; or the rows are not kept as bytes.
+            ValueError: the rows are not ones of this layout, or processes take turns in the storage; nothing was
+                written.
+            StorageError: the rows are not kept as bytes.
 
         Example:
-            >>> from engram.kernel.rows import HeldLaneCount
             >>> batch = TensorDict({"x": torch.arange(3)}, [3])
-            >>> storage = LazyTensorStorage(10, shared=True, lanes=HeldLaneCount(2))
+            >>> storage = LazyTensorStorage(10, shared=True, lanes=2)
             >>> storage.adopt(RowLayout.of(batch, 1))
-            >>> storage.lanes.hold_lane(1)
-            >>> storage.append_packed(1, storage.layout.pack(batch))
-            tensor([5, 6, 7])
+            >>> storage.append_packed(storage.layout.pack(batch))
+            tensor([0, 1, 2])
         """
         with self.mutex:
-            return _packed(self._rows_table).append_packed(lane, rows)
+            return _packed(self._rows_table).append_packed(rows)
 
-    def append_leaves(self, lane: int, leaves: list[Any]) -> Tensor:
+    def append_leaves(self, leaves: list[Any]) -> Tensor:
         """As `append_packed`, of the bytes of each leaf: uint8 [n, nbytes] for each of `layout.leaves`."""
         with self.mutex:
-            return _packed(self._rows_table).append_leaves(lane, leaves)
+            return _packed(self._rows_table).append_leaves(leaves)
 
     def read_packed(self, slots: Tensor, by_leaf: bool = False, sequences: bool = False) -> Rows:
         """As `read`, as bytes: `batch` is a list of one tensor, uint8 [n, layout.payload_bytes].
