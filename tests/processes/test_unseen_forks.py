@@ -317,7 +317,7 @@ def test_a_grandchild_that_python_forks_has_a_lane_of_its_own(fork):
     rb = ReplayBuffer(storage=LazyTensorStorage(30, shared=True, lanes=3))
     rb.extend(steps(0, 2))
 
-    # NumPy's OpenBLAS ends its threads before each fork that it sees; the grandchild's would wait for those of this process.
+    # NumPy's OpenBLAS ends its threads before a fork that it sees; in the grandchild's it would wait for them for ever.
     Child(lambda: None).result()
 
     def both():
