@@ -1228,11 +1228,12 @@ inline void bind_store(nb::module_& m) {
         return here.is_full() && overdue.has(s.lanes.count(), s.lanes.lane(l).ticket.load(), here.left());
       }, "lane"_a)
       .def("write_as", [](Store& s, Store::Stint* stream) { s.write_as(stream); }, "stream"_a.none())
-      .def("set_stint", [](const Store& s, uint64_t l, uint64_t ticket, uint64_t left) {
+      .def("set_stint", [](Store& s, uint64_t l, uint64_t ticket, uint64_t left) {
         s.must_be_writable();
         check_lane(s, l);
         LaneHeader& h = s.lanes.lane(l);
         h.ticket.store(ticket), h.until.store(h.published.load() + std::min(left, s.geometry().lane_capacity));
+        s.stint().ticket_after = 0;
         if (Counter& tickets = s.lanes.header().tickets; tickets.load() < ticket) tickets.store(ticket);
       }, "lane"_a, "ticket"_a, "left"_a)
       .def("continue_stint", [](Store& s, uint64_t l) {

@@ -58,7 +58,8 @@ class TestAppending:
     def test_rows_follow_on_from_lane_to_lane(self) -> None:
         storage = shared()
         slots = [storage.append_packed(LAYOUT.pack(steps(k, k + 7))) for k in range(0, 49, 7)]
-        assert torch.cat(slots).tolist() == [k % 40 for k in range(49)] and sorted(numbers(storage[:])) == list(range(9, 49))
+        assert torch.cat(slots).tolist() == [k % 40 for k in range(49)]
+        assert sorted(numbers(storage[:])) == list(range(9, 49))
 
     def test_they_are_not_appended_in_turns(self) -> None:
         storage = LazyTensorStorage(10, shared=True)

@@ -54,9 +54,8 @@ def write_for_ever(fd: int, seed: int, begun: mmap.mmap) -> NoReturn:
     fcntl.fcntl(os.open(f"/proc/self/fd/{fd}", os.O_RDWR), SET_LOCK, alive)
     one.use_writer_locks(fd, FIRST_WRITER_BYTE, 60.0)
     most = one.lanes * one.lane_capacity * 3 // 4  # an extend of more rows waits for the lanes of others
-    sizes = [
-        min(most, n) for n in (64 + seed % 7, 400 + seed % 11, 3000 + seed % 13)
-    ]  # long: to be inside most of the time
+    # A long one, to be inside most of the time.
+    sizes = [min(most, n) for n in (64 + seed % 7, 400 + seed % 11, 3000 + seed % 13)]
     every = rows(one.writer, np.arange(sum(sizes)), sum(sizes))
     batches = [CODE.check_list([batch], 1, 0) for batch in np.split(every, np.cumsum(sizes)[:-1])]
     begun[seed % WRITERS] = 1
