@@ -3,7 +3,7 @@
     EngramError
     ├── StorageError                 a store cannot be made, opened or written
     │   ├── StorageInUseError        the operation needs the store alone
-    │   ├── NoFreeLaneError          a store for one writer, or each lane of a shard, has one
+    │   ├── NoFreeLaneError          a store for one writer has one, or a producer's name
     │   ├── IncarnationError         a call was meant for another life of a shard
     │   └── ShardUnavailableError    a shard does not answer (a TimeoutError, too)
     │       └── ShardGoneError       it never will: nobody starts it again
@@ -55,7 +55,7 @@ class StorageInUseError(StorageError):
 
 
 class NoFreeLaneError(StorageError):
-    """A storage with `lanes=1` has its writer in another process, or each lane of a shard has a producer."""
+    """A storage with `lanes=1` has its writer in another process, or a living process has a producer's name."""
 
 
 class IncarnationError(StorageError):

@@ -19,7 +19,8 @@ from engram.data import (
     SliceSampler,
 )
 from engram.distributed import ReplayShard, pack, unpack
-from engram.distributed.shard import STREAMS, _block
+from engram.distributed.producers import STREAMS
+from engram.distributed.shard import _block
 from engram.errors import IncarnationError, NoFreeLaneError, StorageError, StorageInUseError
 from engram.store import files, places
 from engram.store.files import FILE_NAME
@@ -62,7 +63,7 @@ class TestProducers:
     def test_any_number_joins_and_those_that_pause_keep_their_counts_only(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("engram.distributed.shard._LANE_KEPT", -1.0)
+        monkeypatch.setattr("engram.distributed.producers.LANE_KEPT", -1.0)
         s = shard(capacity=40)
         for k in range(100):
             write(s, f"p{k}", rows(10 * k, 10 * k + 3))
@@ -169,7 +170,7 @@ class TestProducers:
         assert 0 < sum(place is not None for place in places) <= s._lanes.store.lanes // 4
 
     def test_a_place_is_kept_for_a_while_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("engram.distributed.shard._LANE_KEPT", 0.0)
+        monkeypatch.setattr("engram.distributed.producers.LANE_KEPT", 0.0)
         s = shard()
         write(s, "a", rows(0, 3))
         assert comes(lambda: not any(s._lanes.store.lane(lane)["turn"] for lane in range(s._lanes.store.lanes)))

@@ -95,7 +95,7 @@ class TestWriting:
         assert stored(ls[0]) == list(range(10, 20))
 
     def test_one_whose_rows_have_all_been_replaced_goes_on_at_its_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("engram.distributed.shard._LANE_KEPT", -1.0)
+        monkeypatch.setattr("engram.distributed.producers.LANE_KEPT", -1.0)
         ls = [Link(shard(capacity=40))]
         first, second = client(ls), client(ls)
         first.extend(rows(0, 3))

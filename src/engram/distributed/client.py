@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 
 from engram.distributed.blocks import Block
-from engram.distributed.shard import (
-    PLACE_HOLDS,
-    Acknowledgement,
-    DrawnRows,
-    Place,
-    ShardFacts,
-    ShardTotals,
-    TakenRows,
-    Tenancy,
-)
+from engram.distributed.producers import PLACE_HOLDS, Place, Tenancy
+from engram.distributed.shard import Acknowledgement, DrawnRows, ShardFacts, ShardTotals, TakenRows
 from engram.errors import IncarnationError, ShardGoneError, ShardUnavailableError
 
 _MOST_CALLS = 32  # of `extend`, without their acknowledgement

@@ -174,14 +174,14 @@ class _CollectorActor:
         return returns, lengths
 
     def close(self) -> None:
-        """Ends workers, and gives the lanes back, after the steps that transforms hold back are in."""
+        """Ends workers, and leaves the shards, after the steps that transforms hold back are in."""
         self._collector.shutdown(raise_on_error=False)
         for buffer in self._buffers:
             _close_producer(buffer)
 
 
 def _close_producer(buffer: RayReplayBuffer) -> None:
-    """Writes what its transforms hold back, and gives its lane back, as soon as its shard answers."""
+    """Writes what its transforms hold back, and leaves its shard, as soon as that answers."""
     if buffer.transform.stream.flushes_all:
         _until_shard_answers(buffer.flush_transforms)
     _until_shard_answers(buffer.flush)
@@ -237,11 +237,11 @@ class RayCollector(PooledCollector):
     """Collectors on the nodes of a Ray cluster, used as one that collects here.
 
     Each collector is an actor, and may have workers inside. With a `RayReplayBuffer` it writes into the store of its
-    node, each worker into a lane of its own, so that nothing is sent; iterating then yields None, as with all
+    node, each worker by itself, so that nothing is sent; iterating then yields None, as with all
     collectors. Without one, batches come here.
 
     A collector that dies, alone or with its node, is made anew, with a RuntimeWarning. It continues where its rows
-    ended, with new trajectories and a seam before them: the lane has counted which rows are in, so `frames` has each
+    ended, with new trajectories and a seam before them: the shard has counted which rows are in, so `frames` has each
     row of the replay buffer once, whenever it died. Steps that it had not written are collected anew; those that its
     transforms held back are lost. With `batch_timeout` one that hangs is ended and made anew in the same way.
 
@@ -271,7 +271,7 @@ class RayCollector(PooledCollector):
             longer than a shard may be away, for which collectors wait. None: no limit. (A limit for each step, of the
             workers inside: `collector_kwargs={"timeout": ...}`.)
         update_after_each_batch: calls `update_policy_weights_()` before each batch.
-        replay_buffer: a `RayReplayBuffer`, with a lane for each worker and for each other writer. Its transforms run
+        replay_buffer: a `RayReplayBuffer`. Its transforms run
             in the collectors; where they hold steps back, `frames` counts the rows that are in.
         use_env_creator, trust_policy, no_cuda_sync, use_buffers: accepted without effect.
 
@@ -616,7 +616,7 @@ class RayCollector(PooledCollector):
         """Goes on after `state_dict`: every environment starts a new trajectory; batches not handed out are dropped.
 
         All collectors, and the policy that this was made with, have its weights then, under their version. Rows that
-        were written stay in the replay buffer; those that follow have lanes of their own.
+        were written stay in the replay buffer; those that follow are other producers.
 
         Raises:
             ValueError: a state of another kind or number of collectors, or of another policy. Nothing was changed.

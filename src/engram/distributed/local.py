@@ -17,7 +17,8 @@ from engram.data import DrawTotals, LazyMemmapStorage
 from engram.distributed.blocks import Block
 from engram.distributed.client import PendingCall, ShardClient
 from engram.distributed.folder_lock import FolderWatch, watch_folder
-from engram.distributed.shard import STREAMS, DrawnRows, LentStream, Tenancy
+from engram.distributed.producers import STREAMS, LentStream, Tenancy
+from engram.distributed.shard import DrawnRows
 from engram.distributed.shard_sampling import draw_rows, lane_ranges
 from engram.errors import ShardUnavailableError, StorageError
 from engram.kernel.rows import AdoptedStream

@@ -251,9 +251,9 @@ class RayReplayBuffer(ShardedReplayBuffer):
     """A replay buffer whose rows lie on the nodes of a Ray cluster, used like one in this process.
 
     Each shard is a store of one node, in shared memory or a mapped file, behind an actor. Every process that writes is
-    a producer with a lane of its own in one shard, so no trajectory mixes with another, and each row goes in once,
-    whichever process dies. A lane is a ring of `max_size / (num_shards * lanes)` rows: with fewer producers than
-    lanes the others stay empty. A producer on the node of its shard writes into the store, and reads from it, directly.
+    a producer of one shard, where no trajectory mixes with another, and each row goes in once, whichever process dies.
+    A shard is one ring of `max_size / num_shards` rows, which one producer fills, or any number. A producer on the node
+    of its shard writes into the store, and reads from it, directly.
 
     Sent to other processes (as an argument of Ray's tasks and actors) it is the same rows, and another producer.
 
@@ -269,7 +269,7 @@ class RayReplayBuffer(ShardedReplayBuffer):
             priorities, `"priority_weight"`. `ReplayBuffer`: these are in the info only.
         ray_init_config: arguments of `ray.init`, where Ray has not been started.
         remote_config: options of the actors, as `ray.remote` takes them. `{"num_cpus": 0}`.
-        num_shards, lanes: how many shards, and how many producers may write to each at a time.
+        num_shards, lanes: how many shards, and about how many producers write to each side by side; more are welcome.
         placement: "SPREAD": shards go to the nodes in turn, and stay there while these live; or a scheduling strategy
             of Ray. With another name of one, as "DEFAULT", a shard may move, so all rows go through its actor.
         scratch_dir: a folder on each node for the rows, which then outlive the actors; None: shared memory.
