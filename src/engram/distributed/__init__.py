@@ -2,6 +2,7 @@
 
 from engram.distributed.blocks import Block, pack, unpack
 from engram.distributed.collector import RayCollector
+from engram.distributed.producers import Tenancy
 from engram.distributed.ray_buffer import RayReplayBuffer
 from engram.distributed.shard import (
     Acknowledgement,
@@ -10,7 +11,6 @@ from engram.distributed.shard import (
     ShardFacts,
     ShardTotals,
     TakenRows,
-    Tenancy,
 )
 from engram.distributed.shard_sampling import SequenceDraw, divide, draw_sequences, importance_weights
 from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings, ShardedStats

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -78,8 +77,7 @@ def test_one_whose_process_was_killed_is_counted_though_others_have_written_in_a
     written.wait()
     with pytest.raises(NoFreeLaneError, match="'one' is a living process"):
         table.adopt(entry)
-    os.kill(child.pid, signal.SIGKILL)
-    child.process.join()
+    child.kill()
     for k in range(others):
         append(storage, table, two, start=k, stop=k + 1)
     table.adopt(entry)
@@ -96,7 +94,7 @@ def test_a_record_that_was_cut_off_is_that_of_before(tmp_path: Path) -> None:
         append(storage, table, entry, start=n, stop=n + 1)
         whole = (tmp_path / "streams").read_bytes()
         for word in range(14):
-            with open(tmp_path / "streams", "r+b") as file:
+            with open(tmp_path / "streams", "r+b", buffering=0) as file:
                 file.seek(4096 + 8 * word)
                 file.write(b"\xff")
                 counts.append(n + 1 - storage.lanes.store.stream_place(entry.at)[4])
