@@ -8,12 +8,18 @@ from typing import Any
 import torch
 
 from distributed.shards import whole
+from engram.data import LazyMemmapStorage
 from engram.distributed import unpack
 from engram.errors import ShardUnavailableError
 from engram.store.layout import RowLayout
 
 
 def everything(rb: Any) -> list[list[int]]:
+    """The numbers of the rows of each producer, in the order in which it wrote them; fails unless all are whole."""
+    return [whole(batch).tolist() for batch in batches_of_producers(rb)]
+
+
+def by_lane(rb: Any) -> list[list[int]]:
     """The numbers of the rows of each lane of each shard, oldest first; fails unless every row is whole."""
     numbers = []
     for link in rb._links:
@@ -28,6 +34,28 @@ def everything(rb: Any) -> list[list[int]]:
                 assert taken.present.all()
                 numbers[-1] += whole(unpack(layout, taken.block)).tolist()
     return numbers
+
+
+def batches_of_producers(rb: Any) -> list[Any]:
+    """The rows of each producer, in the order in which it wrote them, from the stores, which lie on this machine."""
+    batches = []
+    for link in rb._links:
+        storage = LazyMemmapStorage.open(_facts(link).folder, read_only=True)
+        store, layout = storage.lanes.store, storage.layout
+        parts: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        for lane in range(store.lanes):
+            extents, end = store.extents(lane), store.lane(lane)["published"]
+            for (start, stream, position), stop in zip(extents, [*(e[0] for e in extents), end][1:], strict=False):
+                slots = lane * store.lane_capacity + torch.arange(start, stop) % store.lane_capacity
+                parts.setdefault(stream, []).append((position, slots))
+        for of_stream in parts.values():
+            slots = torch.cat([slots for _, slots in sorted(of_stream, key=lambda part: part[0])])
+            rows = storage.read_packed(slots)
+            assert rows.overwritten is None and rows.absent is None
+            if len(slots):
+                batches.append(layout.unpack(rows.batch[0]))
+        storage.close()
+    return batches
 
 
 def _facts(link: Any) -> Any:

@@ -20,11 +20,10 @@ import torch
 from cluster.conftest import LONG, Nodes
 from cluster.environments import Constant, EndsFirstLives, hanging_env, make_env
 from engram.data import LazyTensorStorage, ReplayBuffer, SliceSampler
-from engram.distributed import RayCollector, RayReplayBuffer, unpack
+from engram.distributed import RayCollector, RayReplayBuffer
 from engram.envs import GymEnv
 from engram.envs.transforms import MultiStepTransform
 from engram.errors import ShardUnavailableError, StorageInUseError, WorkerError
-from engram.store.layout import RowLayout
 
 # Kills of collectors, frames in all, and kills of nodes with a shard and collectors.
 KILLS, FRAMES, NODES = map(int, os.environ.get("ENGRAM_RAY_COLLECTOR_KILLS", "5,12000,0").split(","))
@@ -77,21 +76,6 @@ def synchronous(cluster: Nodes) -> Iterator[tuple[RayCollector, Constant]]:
         yield collecting, policy
 
 
-def lanes_of(rb: Any) -> list[Any]:
-    """All rows of each lane that has some, oldest first."""
-    lanes = []
-    for link in rb._links:
-        facts = link.call("facts").result(60.0)
-        for lane, (first, stop) in enumerate(facts.totals.ranges.tolist()):
-            sequence = torch.arange(first, stop)
-            lanes_of_rows = torch.full_like(sequence, lane)
-            taken = link.call("take", facts.totals.incarnation, lanes_of_rows, sequence).result(60.0)
-            assert taken.present.all()
-            if stop > first:
-                lanes.append(unpack(RowLayout.from_bytes(facts.layout), taken.block))
-    return lanes
-
-
 def check_every_step_once(rb: Any, n_steps: bool = False) -> int:
     """Fails unless each environment's steps are in once, in order, without gaps; returns how many there are.
 
@@ -100,7 +84,7 @@ def check_every_step_once(rb: Any, n_steps: bool = False) -> int:
     """
     seen: set[tuple[float, float]] = set()
     rows = 0
-    for lane in lanes_of(rb):
+    for lane in batches_of_producers(rb):
         observation, after = lane["observation"], lane["next", "observation"]
         assert n_steps or bool((after[:, 2] == observation[:, 2] + 1).all())
         starts = [0, *(1 + (observation[1:, :2] != observation[:-1, :2]).any(1).nonzero()[:, 0]).tolist(), len(lane)]
@@ -122,7 +106,7 @@ def test_collectors_write_every_step_once_and_count_it(shared, sync: bool, worke
     with collector(replay_buffer=rb, sync=sync, num_workers_per_collector=workers, total_frames=600) as collecting:
         assert [batch for batch in collecting if batch is not None] == []
     assert collecting.frames == check_every_step_once(rb) == rb.write_count >= 600
-    assert collecting.stats.episodes == sum(int(lane["next", "done"].sum()) for lane in lanes_of(rb))
+    assert collecting.stats.episodes == sum(int(lane["next", "done"].sum()) for lane in batches_of_producers(rb))
 
 
 def test_batches_come_here_without_a_replay_buffer_and_can_be_written_to(synchronous) -> None:
@@ -150,7 +134,7 @@ def test_workers_have_the_version_of_the_weights_too(shared) -> None:
         for version in range(3):
             collecting.rollout()
             collecting.update_policy_weights_({"weight": torch.full((1,), version + 1.0)})
-    for lane in lanes_of(rb):
+    for lane in batches_of_producers(rb):
         assert lane[VERSION].unique().tolist() == [0, 1, 2]
         assert bool((lane["action"][:, 0] == lane[VERSION]).all())
 
@@ -294,7 +278,7 @@ def test_its_state_goes_on_in_another_one(shared) -> None:
         assert other_policy.weight.item() == 3 and other.stats.episodes == state["episodes"]["count"]
         other.rollout()
         assert other.frames == 200
-    lanes = lanes_of(rb)
+    lanes = batches_of_producers(rb)
     newest = torch.cat([lane["action"][lane[VERSION] == 2] for lane in lanes])
     assert len(newest) == 150 and bool((newest == 3).all())
     ids = [trajectory for lane in lanes for trajectory in lane[IDS].unique_consecutive().tolist()]

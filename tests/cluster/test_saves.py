@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from cluster.rows import everything
+from cluster.rows import by_lane
 from distributed.shards import rows
 from engram.errors import CheckpointError, ShardUnavailableError
 
@@ -35,7 +35,7 @@ def test_a_load_gets_all_shards_of_one_save(buffer: Any, tmp_path: Path) -> None
             producer.flush()
 
     def stored() -> list[list[int]]:
-        return sorted(lane for lane in everything(rb) if lane)
+        return sorted(lane for lane in by_lane(rb) if lane)
 
     write(0)
     began = time.monotonic()
