@@ -19,6 +19,7 @@ import torch
 
 from cluster.conftest import LONG, Nodes
 from cluster.environments import Constant, EndsFirstLives, hanging_env, make_env
+from cluster.rows import batches_of_producers
 from engram.data import LazyTensorStorage, ReplayBuffer, SliceSampler
 from engram.distributed import RayCollector, RayReplayBuffer
 from engram.envs import GymEnv
