@@ -40,7 +40,7 @@ MODEL := build/model
 MODEL_FLAGS := -std=c++20 -O2 -Wall -Wextra -fno-sized-deallocation
 EXECUTIONS ?= 1000000
 
-$(MODEL)/%: tests/model/%.cpp tests/model/memory.hpp src/native/lane_protocol.hpp src/native/stint_protocol.hpp
+$(MODEL)/%: tests/model/%.cpp tests/model/memory.hpp $(wildcard src/native/*_protocol.hpp)
 	@mkdir -p $(MODEL)
 	@$(CXX) $(MODEL_FLAGS) -o $@ $<
 
@@ -50,7 +50,7 @@ model:
 	@echo '#include <relacy/base.hpp>' | $(CXX) -x c++ -fsyntax-only - 2>/dev/null || \
 	  { echo "make model needs the headers of Relacy: apt-get install relacy-dev (Debian, Ubuntu)"; exit 1; }
 	@echo "building tests/model into $(MODEL): half a minute, once"
-	@$(MAKE) --no-print-directory -j2 $(MODEL)/words $(MODEL)/append $(MODEL)/edit $(MODEL)/turns $(MODEL)/stints
+	@$(MAKE) --no-print-directory -j2 $(MODEL)/words $(MODEL)/append $(MODEL)/edit $(MODEL)/turns $(MODEL)/stints $(MODEL)/once
 	@$(MODEL)/words
-	@{ $(MODEL)/edit $(EXECUTIONS) && $(MODEL)/turns $(EXECUTIONS); } >$(MODEL)/rest.txt & rest=$$!; \
+	@{ $(MODEL)/edit $(EXECUTIONS) && $(MODEL)/turns $(EXECUTIONS) && $(MODEL)/once $(EXECUTIONS); } >$(MODEL)/rest.txt & rest=$$!; \
 	  { $(MODEL)/append $(EXECUTIONS) && $(MODEL)/stints $(EXECUTIONS); }; failed=$$?; wait $$rest || failed=1; cat $(MODEL)/rest.txt; exit $$failed

@@ -1,0 +1,349 @@
+// The protocol of observations that are stored once. The entries X and next.X of a row are stacks of `frames` frames, oldest first;
+// one frame each where observations are not stacked. They lie beside the rows of a lane:
+//   records  the newest frame of X of each row, and a word that tells where its other frames and a next.X are
+//   units    frames that no record has, linked; those of a row are free again when its record is overwritten
+//   tails    next.X of the newest rows: of the others it is found through the word of a later row
+// Rows are appended and believed by `LaneProtocol`. docs/memory-model.md explains each step; the model (tests/model) runs this very
+// code. `Columns` holds the words and frames, those of a store or of the model, and has
+//   word(w), set_word(w, bits); link(unit), set_link(unit, next); tail_kind(w), set_tail_kind(w, kind): of record, unit and tail
+//   owns(unit): whether the unit lies in a segment of this lane, as seen after `published`
+//   same(a, b), is_zero(a), put(to, from): of the frames in two places
+#pragma once
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <deque>
+#include <utility>
+#include <vector>
+
+#include "lane_protocol.hpp"
+
+namespace engram {
+
+struct ObservationShape {
+  static constexpr uint64_t kMostFrames = 15;
+  uint64_t capacity = 0;           // rows of the lane
+  uint64_t frames = 1;             // of a stack
+  uint64_t ahead = 1;              // next.X of row w is usually X of row w + ahead
+  uint64_t longest_piece = 1;      // rows that are claimed together
+  uint64_t segment_units = 1;      // units of a segment
+  uint64_t segments = 0;           // that the pool of the store may have, of all lanes together
+  // The oldest row's older frames are the newest ones of rows before it.
+  uint64_t records() const { return capacity + frames - 1; }
+  // The piece that is being written leaves the tails of the rows before it alone.
+  uint64_t tails() const { return longest_piece + ahead; }
+};
+
+// What stands with the record of row w.
+struct ObservationWord {
+  enum Next : uint64_t { kSame, kMoved, kWhole };     // next.X of row w - ahead: X of w; its own X moved by one frame; units
+  enum Rest : uint64_t { kEqual, kZero, kCarried };   // frames older than the run: as its oldest one; zeros; units
+
+  Next next = kSame;
+  Rest rest = kEqual;
+  uint64_t run = 0;   // so many older frames of X are the newest ones of the rows before w
+  uint64_t head = 0;  // the first unit: those of `next`, then those of `rest`
+
+  uint64_t next_units(uint64_t frames) const { return next == kSame ? 0 : next == kMoved ? 1 : frames; }
+  uint64_t rest_units(uint64_t frames) const { return rest == kCarried && run == 0 ? frames - 1 : 0; }
+  uint64_t units(uint64_t frames) const { return next_units(frames) + rest_units(frames); }
+
+  uint64_t pack() const { return uint64_t{next} | uint64_t{rest} << 2 | run << 4 | head << 8; }
+  // Of any bits, torn ones too, a word whose run is shorter than a stack.
+  static ObservationWord unpack(uint64_t bits, uint64_t frames) {
+    const uint64_t next = bits & 3, rest = bits >> 2 & 3;
+    return {Next{std::min<uint64_t>(next, kWhole)}, Rest{std::min<uint64_t>(rest, kCarried)}, std::min(bits >> 4 & 15, frames - 1),
+            bits >> 8};
+  }
+};
+
+// Where a frame lies.
+struct FramePlace {
+  enum Kind : uint8_t { kZeros, kRecord, kUnit, kTail, kNewX, kNewNext };
+  Kind kind = kZeros;   // kNewX, kNewNext: in the batch that is being written
+  uint64_t number = 0;  // the row's sequence, or the unit
+  uint64_t frame = 0;   // of a tail or a batch: which frame of the stack
+  bool operator==(const FramePlace&) const = default;
+};
+using StackPlaces = std::array<FramePlace, ObservationShape::kMostFrames>;
+
+// What one writer knows of the units of one lane: which are free, and whose record keeps the others. Private, and made anew from
+// the words of the records by who has none: a kill can tear nothing.
+class UnitPool {
+ public:
+  explicit UnitPool(uint64_t segment_units) : per_segment_(segment_units) {}
+
+  // The units of rows below this one are known.
+  uint64_t known() const { return known_; }
+  void set_known(uint64_t published) { known_ = published; }
+  // Segments below this one were looked at.
+  uint64_t seen() const { return seen_; }
+  // Segments come in ascending order: who looked at one has looked at those below it.
+  void see(uint64_t segment, bool is_of_this_lane) {
+    seen_ = segment + 1;
+    if (!is_of_this_lane) return;
+    segments_.push_back(segment), free_ += per_segment_;
+    used_.resize((segments_.size() * per_segment_ + 63) / 64);
+  }
+  // How many units are free once records below `oldest` are overwritten.
+  uint64_t free_from(uint64_t oldest) const {
+    uint64_t n = free_;
+    for (auto it = keepers_.begin(); it != keepers_.end() && it->first < oldest; ++it) ++n;
+    return n;
+  }
+  void release(uint64_t oldest) {
+    for (; !keepers_.empty() && keepers_.front().first < oldest; keepers_.pop_front()) {
+      const uint64_t at = place_of(keepers_.front().second);
+      used_[at / 64] &= ~(uint64_t{1} << at % 64), ++free_, lowest_ = std::min(lowest_, at / 64);
+    }
+  }
+  // Takes the lowest free unit for the record of row w; there is one.
+  uint64_t take(uint64_t w) {
+    while (~used_[lowest_] == 0) ++lowest_;
+    const uint64_t at = lowest_ * 64 + static_cast<uint64_t>(std::countr_one(used_[lowest_]));
+    return keep(w, segments_[at / per_segment_] * per_segment_ + at % per_segment_);
+  }
+  // Notes that the record of row w keeps a unit of a segment that was seen.
+  uint64_t keep(uint64_t w, uint64_t unit) {
+    const uint64_t at = place_of(unit);
+    used_[at / 64] |= uint64_t{1} << at % 64, --free_;
+    keepers_.emplace_back(w, unit);
+    return unit;
+  }
+  // Whether a unit lies in a segment of the lane that was seen, and is free.
+  bool is_free(uint64_t unit) const {
+    const auto segment = std::ranges::lower_bound(segments_, unit / per_segment_);
+    if (segment == segments_.end() || *segment != unit / per_segment_) return false;
+    const uint64_t at = place_of(unit);
+    return !(used_[at / 64] >> at % 64 & 1);
+  }
+
+ private:
+  uint64_t place_of(uint64_t unit) const {
+    const auto segment = std::ranges::lower_bound(segments_, unit / per_segment_);
+    return static_cast<uint64_t>(segment - segments_.begin()) * per_segment_ + unit % per_segment_;
+  }
+
+  uint64_t per_segment_, known_ = 0, seen_ = 0, free_ = 0, lowest_ = 0;
+  std::vector<uint64_t> segments_, used_;                // a bit for each unit of the segments
+  std::deque<std::pair<uint64_t, uint64_t>> keepers_;    // (row, unit), the oldest row first
+};
+
+// One lane.
+template <class Memory, class Columns>
+struct ObservationProtocol {
+  using Word = typename Memory::Word;
+  using Words = std::vector<ObservationWord>;
+
+  const LaneProtocol<Memory>& rows;
+  const ObservationShape& shape;
+  Columns& columns;
+  Word* owners;    // of each segment of the store's pool: 0, or the lane that has it, plus 1
+  uint64_t owner;  // of this lane
+
+  // ---- the writer, which holds the lane or has the turn. A piece of n rows behind `published`: `learn`, `plan`, `grow` while
+  // `lacks`, then in `rows.append`: `release`, `store_units`, `store_records`, `store_tails` ----
+  // Rows below this one have no record once n rows behind `at` are claimed.
+  uint64_t oldest_record(uint64_t at, uint64_t n = 0) const { return below(claimed_with(at + n), shape.records()); }
+  // Reads what others wrote since this writer was here: their records keep units, too. Counted from `claimed`, as a piece that a kill
+  // tore may have overwritten the words of older records; and with the records below the oldest row, whose frames and units it needs.
+  void learn(UnitPool& pool) const {
+    const uint64_t at = Memory::load(rows.published), oldest = oldest_record(at);
+    pool.release(oldest);
+    const uint64_t from = std::max({pool.known(), oldest, below(Memory::load(rows.base), shape.frames - 1)});
+    for (uint64_t v = from; v < at; ++v) each_unit(v, [&](uint64_t unit) {
+      if (unit / shape.segment_units >= pool.seen()) see_segments(pool, unit / shape.segment_units);
+      if (pool.is_free(unit)) pool.keep(v, unit);
+    });
+    pool.set_known(std::max(pool.known(), at));
+  }
+  // W0: compares the new rows with each other and with those before them, and decides their words. Returns how many units they need.
+  uint64_t plan(uint64_t at, uint64_t n, Words& words) const {
+    const uint64_t k = shape.frames, base = Memory::load(rows.base);
+    const uint64_t first = std::max(base, below(claimed_with(at + n), shape.capacity));
+    uint64_t units = 0;
+    StackPlaces x, before;
+    words.assign(n, {});
+    ObservationWord last;
+    if (at > base) last = word(at - 1);
+    for (uint64_t i = 0; i < n; ++i, last = words[i - 1]) {
+      const uint64_t w = at + i;
+      ObservationWord& mine = words[i];
+      place_x(w, at, x);
+      // Of a row that has gone by then nobody asks for next.X.
+      if (w >= first + shape.ahead) mine.next = compare_next(w - shape.ahead, at, x);
+      if (k > 1) {
+        if (w > base) place_x(w - 1, at, before);
+        if (w > base && same(x, 0, before, 1, k - 1)) {
+          mine.run = std::min(last.run + 1, k - 1);
+          if (mine.run < k - 1) mine.rest = last.rest;
+        } else {
+          mine.rest = compare_rest(x);
+        }
+      }
+      units += mine.units(k);
+    }
+    return units;
+  }
+  // Whether the pool has fewer units than these, once n rows behind `at` are claimed.
+  bool lacks(const UnitPool& pool, uint64_t units, uint64_t at, uint64_t n) const {
+    return pool.free_from(oldest_record(at, n)) < units;
+  }
+  // Gets the lane one more segment. `make_memory(segment)` is called first; where it throws nothing has happened. False: all segments
+  // of the pool are taken.
+  template <class MakeMemory>
+  bool grow(UnitPool& pool, MakeMemory&& make_memory) const {
+    while (pool.seen() < shape.segments) {
+      const uint64_t s = pool.seen(), has = Memory::load(owners[s]);
+      if (!has) {
+        make_memory(s);
+        Memory::replace(owners[s], 0, owner, Order::kSegmentTaken);
+        continue;  // it may have become another lane's
+      }
+      pool.see(s, has == owner);
+      if (has == owner) return true;
+    }
+    return false;
+  }
+  // W1, after the claim: units of records that are being overwritten are free.
+  void release(UnitPool& pool, uint64_t at, uint64_t n) const { pool.release(oldest_record(at, n)); }
+  // W3
+  void store_units(uint64_t at, Words& words, UnitPool& pool) const {
+    const uint64_t k = shape.frames;
+    StackPlaces places;
+    for (uint64_t i = 0; i < words.size(); ++i) {
+      uint64_t w = at + i, last = 0, stored = 0;
+      const auto store = [&](const FramePlace& from) {
+        const uint64_t unit = pool.take(w);
+        columns.put({FramePlace::kUnit, unit, 0}, from);
+        if (stored++) columns.set_link(last, unit);
+        else words[i].head = unit;
+        last = unit;
+      };
+      if (words[i].next != ObservationWord::kSame) place_next(w - shape.ahead, at, places);
+      for (uint64_t n = words[i].next_units(k), j = k - n; j < k; ++j) store(places[j]);
+      for (uint64_t n = words[i].rest_units(k), j = 0; j < n; ++j) store({FramePlace::kNewX, w, j});
+      if (stored) columns.set_link(last, last);
+    }
+  }
+  void store_records(uint64_t at, const Words& words) const {
+    for (uint64_t i = 0; i < words.size(); ++i) {
+      columns.set_word(at + i, words[i].pack());
+      columns.put({FramePlace::kRecord, at + i, 0}, {FramePlace::kNewX, at + i, shape.frames - 1});
+    }
+  }
+  // Those of the last rows of the piece, whose next.X no word tells yet.
+  void store_tails(uint64_t at, uint64_t n) const {
+    const uint64_t k = shape.frames;
+    StackPlaces x, after;
+    for (uint64_t w = std::max(at, below(at + n, shape.ahead)); w < at + n; ++w) {
+      place_x(w, at, x), place_next(w, at, after);
+      const auto kind = k > 1 && same(after, 0, x, 1, k - 1) ? ObservationWord::kMoved : ObservationWord::kWhole;
+      columns.set_tail_kind(w, kind);
+      for (uint64_t j = kind == ObservationWord::kMoved ? k - 1 : 0; j < k; ++j) columns.put({FramePlace::kTail, w, j}, after[j]);
+    }
+  }
+  // After `rows.append`: the pool knows these rows.
+  void written(UnitPool& pool, uint64_t at, uint64_t n) const { pool.set_known(at + n); }
+
+  // ---- readers, between `rows.look` and `rows.after_reading`. Rows that are being overwritten have torn words: their places are those
+  // of other frames, or zeros, and never outside the columns ----
+  void find_x(uint64_t w, StackPlaces& x) const {
+    const uint64_t k = shape.frames;
+    const ObservationWord mine = word(w);
+    for (uint64_t j = 0; j <= std::min(mine.run, w); ++j) x[k - 1 - j] = {FramePlace::kRecord, w - j, 0};
+    if (mine.run + 1 >= k) return;
+    const uint64_t rest = k - 1 - mine.run;  // frames beyond the run
+    if (mine.rest != ObservationWord::kCarried) {
+      const FramePlace as = mine.rest == ObservationWord::kZero ? FramePlace{} : x[rest];
+      for (uint64_t j = 0; j < rest; ++j) x[j] = as;
+      return;
+    }
+    // The units are those of X where the run begins, of which the newest are still in the stack.
+    const ObservationWord begin = mine.run ? word(below(w, mine.run)) : mine;
+    uint64_t unit = begin.head;
+    for (uint64_t skip = begin.next_units(k) + (k - 1 - rest); skip > 0; --skip) unit = next_unit(unit);
+    for (uint64_t j = 0; j < rest; ++j, unit = next_unit(unit)) x[j] = unit_place(unit);
+  }
+  // `is_newest`: no row w + ahead was published, so that w has a tail.
+  void find_next(uint64_t w, bool is_newest, StackPlaces& next) const {
+    const uint64_t k = shape.frames;
+    if (is_newest) {
+      const bool moved = columns.tail_kind(w) == ObservationWord::kMoved;
+      if (moved) moved_x(w, next);
+      for (uint64_t j = moved ? k - 1 : 0; j < k; ++j) next[j] = {FramePlace::kTail, w, j};
+      return;
+    }
+    const ObservationWord later = word(w + shape.ahead);
+    if (later.next == ObservationWord::kSame) return find_x(w + shape.ahead, next);
+    const bool moved = later.next == ObservationWord::kMoved;
+    if (moved) moved_x(w, next);
+    uint64_t unit = later.head;
+    for (uint64_t j = moved ? k - 1 : 0; j < k; ++j, unit = next_unit(unit)) next[j] = unit_place(unit);
+  }
+  bool is_newest(uint64_t w, uint64_t published) const { return w + shape.ahead >= published; }
+  // Whether the tail of row w was whole, looked at after `rows.after_reading`. If not, row w + ahead was published: look again.
+  bool tail_is_there(uint64_t w) const { return Memory::load(rows.claimed) <= w + shape.tails(); }
+
+ private:
+  static uint64_t below(uint64_t w, uint64_t n) { return w > n ? w - n : 0; }
+  uint64_t claimed_with(uint64_t to) const { return std::max(Memory::load(rows.claimed), to); }
+  ObservationWord word(uint64_t w) const { return ObservationWord::unpack(columns.word(w), shape.frames); }
+  uint64_t next_unit(uint64_t unit) const { return columns.owns(unit) ? columns.link(unit) : unit; }
+  FramePlace unit_place(uint64_t unit) const { return columns.owns(unit) ? FramePlace{FramePlace::kUnit, unit, 0} : FramePlace{}; }
+
+  template <class Each>
+  void each_unit(uint64_t w, Each&& each) const {
+    const ObservationWord mine = word(w);
+    uint64_t unit = mine.head;
+    for (uint64_t n = mine.units(shape.frames); n > 0; --n, unit = next_unit(unit)) each(unit);
+  }
+  void see_segments(UnitPool& pool, uint64_t last) const {
+    for (uint64_t s = pool.seen(); s <= last && s < shape.segments; ++s) {
+      const uint64_t has = Memory::load(owners[s]);
+      if (!has) return;
+      pool.see(s, has == owner);
+    }
+  }
+  // X of row w, moved by one frame: all but the newest one of the stack.
+  void moved_x(uint64_t w, StackPlaces& to) const {
+    find_x(w, to);
+    std::rotate(to.begin(), to.begin() + 1, to.begin() + static_cast<ptrdiff_t>(shape.frames));
+  }
+  // Rows from `at` on are those of the batch.
+  void place_x(uint64_t w, uint64_t at, StackPlaces& x) const {
+    if (w < at) return find_x(w, x);
+    for (uint64_t j = 0; j < shape.frames; ++j) x[j] = {FramePlace::kNewX, w, j};
+  }
+  void place_next(uint64_t w, uint64_t at, StackPlaces& next) const {
+    if (w < at) return find_next(w, true, next);
+    for (uint64_t j = 0; j < shape.frames; ++j) next[j] = {FramePlace::kNewNext, w, j};
+  }
+  // The newest frames differ most often: they are compared first.
+  bool same(const StackPlaces& a, uint64_t from_a, const StackPlaces& b, uint64_t from_b, uint64_t n) const {
+    for (uint64_t j = n; j-- > 0;)
+      if (!(a[from_a + j] == b[from_b + j]) && !columns.same(a[from_a + j], b[from_b + j])) return false;
+    return true;
+  }
+  ObservationWord::Next compare_next(uint64_t w, uint64_t at, const StackPlaces& later_x) const {
+    const uint64_t k = shape.frames;
+    StackPlaces after, x;
+    place_next(w, at, after);
+    if (same(after, 0, later_x, 0, k)) return ObservationWord::kSame;
+    if (k == 1) return ObservationWord::kWhole;
+    place_x(w, at, x);
+    return same(after, 0, x, 1, k - 1) ? ObservationWord::kMoved : ObservationWord::kWhole;
+  }
+  ObservationWord::Rest compare_rest(const StackPlaces& x) const {
+    const uint64_t k = shape.frames;
+    bool equal = true, zero = true;
+    for (uint64_t j = 0; j + 1 < k && (equal || zero); ++j) {
+      equal = equal && columns.same(x[j], x[k - 1]);
+      zero = zero && columns.is_zero(x[j]);
+    }
+    return equal ? ObservationWord::kEqual : zero ? ObservationWord::kZero : ObservationWord::kCarried;
+  }
+};
+
+}  // namespace engram
