@@ -115,6 +115,7 @@ static: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m ruff format --check src tests benchmarks examples packaging
 	$(VENV)/bin/python -m mypy
 	$(VENV)/bin/python -m pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/python packaging/wheels.py abi
 
 format: $(VENV)/.dev
 	$(VENV)/bin/python -m ruff check --fix src tests benchmarks examples packaging
@@ -130,10 +131,10 @@ wheels:
 wheel-test:
 	$(PYTHON) packaging/wheels.py test
 
-# The same for this Python and for 3.12, whose wheel is of the stable ABI.
+# The same for one Python.
 wheel-check:
-	$(PYTHON) packaging/wheels.py build own 3.12
-	$(PYTHON) packaging/wheels.py test own 3.12
+	$(PYTHON) packaging/wheels.py build own
+	$(PYTHON) packaging/wheels.py test own
 
 DOCS_VENV ?= .venv-docs
 DOCS_PYTHON := $(DOCS_VENV)/bin/python

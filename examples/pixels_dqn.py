@@ -7,9 +7,9 @@ What it shows:
 - `GymEnv(from_pixels=True)`, uint8 pictures `[H, W, 3]`, in a `TransformedEnv` that makes them small and grey and, by
   `CatFrames`, shows the policy the last four: one picture does not say where the ball is going.
 - The buffer keeps single small pictures, as bytes, not the stacks: a quarter of the memory.
-- `CatFrames.make_rb_transform_and_sampler` gives the buffer a sampler that draws a step, with `weight="steps"` each with
-  equal probability whatever its episode's length, with the three before it in that episode, and a transform that stacks
-  them again: what the learner reads is, byte for byte, what the policy saw, at the beginnings of episodes too.
+- `CatFrames.make_rb_transform_and_sampler` gives the buffer a sampler that draws a step, with `weight="steps"` each
+  with equal probability whatever its episode's length, with the three before it in that episode, and a transform that
+  stacks them again: what the learner reads is, byte for byte, what the policy saw, at the beginnings of episodes too.
 
 Stacks of four frames are those of Mnih et al. (2015).
 """

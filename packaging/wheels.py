@@ -3,6 +3,7 @@
     python packaging/wheels.py build            # dist/: the sdist, and from it wheels for 3.10, 3.11 and 3.12 (abi3)
     python packaging/wheels.py build 3.11       # the sdist and this one
     python packaging/wheels.py test             # each wheel of dist/ in a fresh environment, with these and 3.13
+    python packaging/wheels.py abi              # whether the core uses only what the stable ABI has; a few seconds
 
 A Python is looked for on PATH and in pyenv. `test` runs the first example of README.md with the Python that runs this
 file, for which torch is installed; with any other one, tests/native/core, which need numpy and no torch.
@@ -139,6 +140,21 @@ def test(versions: tuple[str, ...]) -> None:
         raise SystemExit("dist/ has no wheel for a Python of this machine: `make wheels` builds them")
 
 
+def check_stable_abi() -> None:
+    """Lets the compiler read the core as 3.12's wheel is compiled; this file runs with a Python that has nanobind."""
+    for _, python in interpreters((BUILT_FOR[-1],)):
+        asks = "import sysconfig; print(sysconfig.get_paths()['include'])"
+        headers = subprocess.run([python, "-c", asks], check=True, capture_output=True, text=True).stdout.strip()
+        nanobind = subprocess.run(
+            [sys.executable, "-m", "nanobind", "--include_dir"], check=True, capture_output=True, text=True
+        ).stdout.strip()
+        flags = ["-std=c++20", "-fsyntax-only", "-fvisibility=hidden", "-DPy_LIMITED_API=0x030C0000"]
+        folders = ["-isystem", headers, "-isystem", nanobind]
+        compiler = os.environ.get("CXX", "c++")
+        subprocess.run([compiler, *flags, *folders, ROOT / "src/native/module.cpp"], check=True)
+        print("the core uses only what the stable ABI of Python 3.12 has", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -148,7 +164,11 @@ def main() -> None:
     ):
         command = commands.add_parser(name, help=does)
         command.add_argument("versions", nargs="*", metavar="VERSION", help="such as 3.11; 'own' is this Python's")
+    commands.add_parser("abi", help="whether the core uses only what the stable ABI has")
     arguments = parser.parse_args()
+    if arguments.command == "abi":
+        check_stable_abi()
+        return
     versions = tuple(OWN if version == "own" else version for version in arguments.versions)
     if arguments.command == "build":
         build(versions or BUILT_FOR)

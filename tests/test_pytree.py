@@ -98,6 +98,7 @@ def test_numbers_and_arrays_are_read_as_tensors():
     batch = {"n": 3, "next": {"a": np.ones(2, np.float32)}, "text": "t"}
     assert pytree.get_tensor(batch, "n").equal(torch.tensor(3))
     assert pytree.get_tensor(batch, ("next", "a")).dtype is torch.float32
+    assert pytree.as_leaf(np.arange(3)[None][::-1]).equal(torch.arange(3)[None])
     assert pytree.get_tensor(batch, "text") == "t" and pytree.get_tensor(batch, "none") is None
 
 

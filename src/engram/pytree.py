@@ -739,6 +739,8 @@ def as_tensor(value: Any, path: KeyPath) -> Tensor:
                 f"{format_key(path)} is a numpy array of {value.dtype}, which no tensor holds; use a ListStorage"
             )
         array = np.ascontiguousarray(value).reshape(np.shape(value))
+        if min(array.strides, default=0) < 0:  # of a length of 1, where it counts as contiguous; torch takes none
+            array = array.copy()
         native = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)
         # C's `long long` is an int64 by another name, which torch does not know.
         return torch.from_numpy(native.view(f"{native.dtype.kind}{native.dtype.itemsize}"))

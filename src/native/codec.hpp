@@ -480,8 +480,19 @@ class Codec {
     return batch_dims == 0 && leaf.shape.empty() && fits(leaf, o, numbers) && take_number(leaf, o, plan);
   }
 
+  // Whether an array's numbers lie in the order of a leaf's, of all environments: its shape is theirs but for lengths of 1, or
+  // either of them is flat. Others, such as images with their channels last, would be mixed up.
+  static bool lies_as(const Leaf& leaf, size_t envs, const Py_buffer& v) {
+    if (v.ndim == 1 || (v.ndim > 1 && leaf.shape.size() <= 1 && static_cast<size_t>(v.shape[0]) == envs)) return true;
+    int d = 0;
+    const auto is_next = [&](int64_t length) {
+      while (d < v.ndim && v.shape[d] == 1) ++d;
+      return length == 1 || (d < v.ndim && v.shape[d++] == length);
+    };
+    return is_next(static_cast<int64_t>(envs)) && std::all_of(leaf.shape.begin(), leaf.shape.end(), is_next);
+  }
   // Plans the numbers of an array for one leaf of each environment. False: it is no plain array, has another number of them,
-  // has gaps, or another dtype that numbers are not converted from. `staged`: bytes of `plan.staged` that are in use.
+  // or in another order, has gaps, or another dtype that numbers are not converted from. `staged`: bytes of `plan.staged` that are in use.
   bool take_cast(const Leaf& leaf, PyObject* o, size_t envs, Plan& plan, size_t& staged) const {
     if (reinterpret_cast<PyObject*>(Py_TYPE(o)) != array_type_.ptr()) return false;
     Buffer buffer;
@@ -490,7 +501,7 @@ class Codec {
     const Py_buffer& v = buffer.view();
     const size_t bytes = envs * leaf.bytes, numbers = bytes / leaf.itemsize;
     if (!dtype_of_format(v.format, v.itemsize, dtype) || v.len != static_cast<Py_ssize_t>(numbers) * v.itemsize) return false;
-    if ((!v.buf && v.len > 0) || !PyBuffer_IsContiguous(&v, 'C')) return false;
+    if ((!v.buf && v.len > 0) || !PyBuffer_IsContiguous(&v, 'C') || !lies_as(leaf, envs, v)) return false;
     const auto* from = static_cast<const uint8_t*>(v.buf);
     if (dtype == leaf.dtype) {
       plan.buffers.push_back(std::move(buffer));

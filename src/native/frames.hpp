@@ -55,7 +55,7 @@ inline std::optional<Tensor> stack_frames(nb::handle frames_in, nb::handle at_in
   if (has_newest && !rows_in.is_none()) rows.emplace(rows_in);
   if (first.n != at.n || (rows && rows->n != at.n)) throw nb::value_error("not as many frames as rows");
   if (at.n && n > kMostBytes / sizeof(void*) / at.n) throw std::bad_alloc();
-  if (n < 1 || dim >= 0 || -dim >= frames.ndim) throw nb::value_error("frames have no such dimension");
+  if (n < 1 || dim >= 0 || dim <= -frames.ndim) throw nb::value_error("frames have no such dimension");
   const size_t item = frames.dtype.bits / 8;
   if (has_pad && !(pad.of(pad_in.ptr()) && pad.dtype == frames.dtype && pad.ndim == 0))
     throw nb::value_error("padding is a single value of the frames' dtype");
@@ -99,7 +99,7 @@ inline std::optional<Tensor> stack_frames(nb::handle frames_in, nb::handle at_in
   block.take();
   uint8_t* out = block.data(0);
   maybe_without_gil(sources.size() * bytes > kLongCopyBytes, [&] {
-    for (size_t r = 0; r < at.n; ++r, out += n * bytes)
+    for (size_t r = 0; run && r < at.n; ++r, out += n * bytes)  // frames of no numbers may have no memory
       for (size_t k = 0; k < n; ++k)
         for (size_t o = 0; o < outer; ++o) std::memcpy(out + (o * n + k) * run, sources[r * n + k] + o * run, run);
   });
@@ -150,7 +150,7 @@ inline std::optional<nb::list> take_rows(nb::list tensors, nb::handle rows_in) {
   maybe_without_gil(total > kLongCopyBytes, [&] {
     for (size_t k = 0; k < views.size(); ++k) {
       const size_t bytes = bytes_of_one(views[k]);
-      for (size_t r = 0; r < at.size(); ++r) std::memcpy(block.data(k) + r * bytes, views[k].data + at[r] * bytes, bytes);
+      for (size_t r = 0; bytes && r < at.size(); ++r) std::memcpy(block.data(k) + r * bytes, views[k].data + at[r] * bytes, bytes);
     }
   });
   for (size_t k = 0; k < views.size(); ++k) taken.append(block.make(k));

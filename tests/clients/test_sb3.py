@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import threading
 from typing import Any
 
 import gymnasium
@@ -15,8 +16,10 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 import engram.data
 from clients.trainings import sb3 as trainings
+from engram.compat import transitions
 from engram.compat.sb3 import NStepReplayBuffer, ReplayBuffer
 from engram.data import LazyMemmapStorage, SliceSampler
+from engram.kernel.replay import read_n_steps
 
 TRAININGS = {"dqn_cartpole": 2000, "sac_pendulum": 300, "td3_dict_in_four_environments": 1200}
 BOX = spaces.Box(-1, 1, (3,))
@@ -354,3 +357,49 @@ def test_a_step_that_does_not_fit_is_refused_and_changes_nothing():
     with pytest.raises(ValueError):
         buffer.add(np.zeros((3, 3)), np.zeros((2, 3)), np.zeros((2, 4)), np.zeros(2), np.zeros(2), [{}, {}])
     assert buffer.pos == 0
+
+
+@pytest.mark.parametrize("stored", [0, 1])
+def test_images_with_their_axes_in_another_order_are_refused(stored):
+    buffer = ReplayBuffer(9, OBSERVATIONS["pixels"], ACTIONS["discrete"], "cpu", n_envs=2)
+    rest = np.zeros(2), np.zeros(2), np.zeros(2), [{}, {}]
+    images = np.zeros((2, 2, 8, 8), np.uint8)
+    for _ in range(stored):
+        buffer.add(images, images, *rest)
+    for given in ((np.moveaxis(images, 1, 3).copy(), images), (images, images.reshape(8, 8, 2, 2))):
+        with pytest.raises(ValueError, match="observations of shape"):
+            buffer.add(*given, *rest)
+    assert buffer.pos == stored
+
+
+@pytest.mark.parametrize("writes_from", ["another thread", "another process"])
+def test_an_n_step_batch_is_of_rows_that_were_stored_together(writes_from, monkeypatch):
+    reads = []
+
+    def with_steps_behind(*args):
+        """Steps come between the returns and the observations."""
+        found = read_n_steps(*args)
+        reads.append(found)
+        if len(reads) == 3:
+            return found
+        if writes_from == "another thread":
+            writer = threading.Thread(target=write)
+            writer.start()
+            writer.join(0.05)
+        else:  # those of this thread wait for nothing either
+            write()
+        return found
+
+    def write():
+        t = buffer.rows.buffer.write_count
+        obs = np.full((1, 3), t)
+        buffer.add(obs, obs + 1, np.zeros((1, 4)), np.array([t]), np.array([False]), [{}])
+
+    buffer = NStepReplayBuffer(2, BOX, ACTIONS["box"], "cpu", n_steps=2, gamma=1.0)
+    for _ in range(3):
+        write()
+    monkeypatch.setattr(transitions, "read_n_steps", with_steps_behind)
+    batch = buffer.sample(20)
+    assert len(reads) == (1 if writes_from == "another thread" else 3)
+    first, following = batch.observations[:, :1], batch.next_observations[:, :1]
+    assert batch.rewards.tolist() == [[sum(range(int(a), int(b)))] for a, b in zip(first, following, strict=True)]

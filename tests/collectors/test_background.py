@@ -343,7 +343,8 @@ def test_a_policy_of_its_own_changes_between_two_batches_only():
     collector.async_shutdown()
     rows = rb[:].reshape(-1, 10)
     assert torch.equal(rows["weights"][..., 0], rows["weights"][..., 1])
-    assert torch.equal(rows["collector", "policy_version"], 2 * rows["weights"][..., 0].long())
+    # A batch may begin between the two updates: the first one brings the weights, the second one counts alone.
+    assert torch.equal((rows["collector", "policy_version"] + 1) // 2, rows["weights"][..., 0].long())
     assert bool((rows["weights"] == rows["weights"][:, :1]).all()) and rows["weights"].max() == 5
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 
-from engram.collectors.output_columns import OutputColumns, OutputsWay
+from engram.collectors.output_columns import OutputColumns
+from engram.collectors.stats import StepsWay
 from engram.envs.base import stack_steps
 
 N = torch.Size([2])
@@ -54,7 +55,7 @@ def stacked(steps, batch_size=N):
 def test_columns_are_the_stacked_steps(names, batch_size, capacity):
     steps = [outputs_of(t, chosen, batch_size) for t, chosen in enumerate(names)]
     columns = filled(steps, batch_size, capacity=capacity)
-    assert columns.way == OutputsWay("columns")
+    assert columns.way == StepsWay("columns")
     assert_same(columns.take(len(steps)), stacked(steps, batch_size))
 
 
@@ -148,7 +149,7 @@ def test_what_has_no_place_in_columns_is_stacked_and_the_way_says_why(case):
     assert columns.way.way == "tensordicts"
     assert "'a'" in columns.way.reason and word in columns.way.reason
     assert_same(columns.take(len(steps)), stacked(steps))
-    assert columns.way == OutputsWay("columns")  # the next batch begins anew
+    assert columns.way == StepsWay("columns")  # the next batch begins anew
 
 
 def test_steps_before_a_change_to_tensordicts_stay():
@@ -189,5 +190,5 @@ def test_no_outputs_are_none():
 def test_tensordict_that_is_kept_as_it_is_says_why():
     columns = filled([{"a": torch.ones(2)}])
     columns.put_tensordict(1, TensorDict({"a": torch.zeros(2)}, N), "the policy returned another TensorDict")
-    assert columns.way == OutputsWay("tensordicts", "the policy returned another TensorDict")
+    assert columns.way == StepsWay("tensordicts", "the policy returned another TensorDict")
     assert columns.take(2)["a"].tolist() == [[1, 0], [1, 0]]

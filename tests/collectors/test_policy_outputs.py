@@ -19,8 +19,8 @@ from contracts.each import each
 from contracts.gym_loop import WORLDS, Proxy
 from contracts.gym_worlds import Countdown
 from engram.collectors import Collector, action_sources
-from engram.collectors.output_columns import OutputsWay
 from engram.collectors.policy_weights import PolicyWeights
+from engram.collectors.stats import StepsWay
 from engram.collectors.sync import make_rollout
 from engram.collectors.trajectories import StepTags
 from engram.envs import GymEnv, SerialEnv
@@ -243,7 +243,7 @@ def ways(env, write):
     rollout = make_rollout(env, policy, StepTags(env.numel(), PolicyWeights(policy, None)), max_frames_per_traj=None)
     for _ in range(2):
         rollout.collect(4, random_steps=0)
-        yield rollout.outputs_way
+        yield rollout.steps_way
 
 
 def vector():
@@ -253,7 +253,7 @@ def vector():
 @each("make", [lambda: worlds(1), lambda: worlds(3), vector])
 @each("write", [plain, next_memory, appearing])
 def test_outputs_that_are_tensors_of_one_form_go_into_columns(make, write):
-    assert [*ways(make(), write)] == [OutputsWay("columns")] * 2
+    assert [*ways(make(), write)] == [StepsWay("columns")] * 2
 
 
 @each("make", [lambda: worlds(1), lambda: worlds(3)])
@@ -261,7 +261,7 @@ def test_outputs_that_are_tensors_of_one_form_go_into_columns(make, write):
 def test_the_way_of_other_outputs_says_why(make, write, entry, found):
     first, second = ways(make(), write)
     assert first.way == "tensordicts" and entry in first.reason and found in first.reason
-    assert second == (OutputsWay("columns") if write is another_dtype else first)
+    assert second == (StepsWay("columns") if write is another_dtype else first)
 
 
 def test_environments_that_are_stepped_through_tensordicts_say_so():
@@ -346,3 +346,45 @@ def test_output_that_is_no_tensor_becomes_what_a_module_writes():
 def test_options_that_change_what_a_module_reads_are_kept():
     module = TensorDictModule(nn.Linear(2, 3), ["observation"], ["action"], get_kwargs={"default": None})
     assert fast_module_call(module) is module
+
+
+class Drawn(nn.Module):
+    """Draws a value beside its action, and counts its calls."""
+
+    def __init__(self, outputs=2):
+        super().__init__()
+        self.outputs, self.calls = outputs, 0
+
+    def forward(self, observation):
+        self.calls += 1
+        action = observation.sum(-1).long() % 3
+        return (action, torch.rand_like(observation)) if self.outputs == 2 else action
+
+
+@each("n", [1, 2])
+@each("frames", [4, 80])
+def test_a_module_that_lacks_outputs_is_refused_though_it_gives_an_action(n, frames):
+    policy = TensorDictModule(Drawn(outputs=1), in_keys=["observation"], out_keys=["action", "value"])
+    with pytest.raises(ValueError, match="returned 1 values for its out_keys"):
+        Collector(worlds(n), policy, frames_per_batch=frames).rollout()
+
+
+@each("n", [1, 2])
+def test_random_frames_of_several_batches_call_a_module_once_for_the_form_of_its_outputs(n):
+    module = Drawn()
+    policy = TensorDictModule(module, in_keys=["observation"], out_keys=["action", "value"])
+    collector = Collector(worlds(n), policy, frames_per_batch=4 * n, init_random_frames=12 * n)
+    batches = [collector.rollout() for _ in range(3)]
+    assert module.calls == 1
+    assert all(not batch["value"].any() for batch in batches)
+
+
+@each("n", [1, 2])
+def test_what_a_module_wrote_under_next_is_at_the_root_of_the_next_step_though_it_reads_it_not(n):
+    def forward(observation):
+        return observation.sum(-1).long() % 3, observation[..., :1] + 1
+
+    policy = TensorDictModule(forward, in_keys=["observation"], out_keys=["action", ("next", "state")])
+    batch = Collector(worlds(n), policy, frames_per_batch=10 * n).rollout()
+    before = batch["next", "state"][..., :-1, :].masked_fill(batch["next", "done"][..., :-1, :], 0)
+    assert torch.equal(batch["state"][..., 1:, :], before)

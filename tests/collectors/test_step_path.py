@@ -182,6 +182,7 @@ def test_batches_that_are_handed_out_are_the_same(make_policy, size):
     both(lambda _: SyncDataCollector(countdown(), make_policy(), frames_per_batch=size))
 
 
+@pytest.mark.deep
 @each("size", SIZES)
 @each("make_policy", POLICIES.values())
 def test_rows_of_a_buffer_are_the_same(make_policy, size):
@@ -191,6 +192,7 @@ def test_rows_of_a_buffer_are_the_same(make_policy, size):
     )
 
 
+@pytest.mark.deep
 @each("size", SIZES)
 @each("make_buffer", BUFFERS.values())
 def test_every_buffer_has_the_same_rows(make_buffer, size):
@@ -200,6 +202,7 @@ def test_every_buffer_has_the_same_rows(make_buffer, size):
     )
 
 
+@pytest.mark.deep
 @each("size", SIZES)
 @each("settings", SETTINGS)
 @each("make_buffer", [BUFFERS["rows with their index"], lambda: None])
@@ -213,6 +216,7 @@ def test_every_setting_gives_the_same(settings, size, make_buffer):
     )
 
 
+@pytest.mark.deep
 @each("categorical", [False, True])
 @each("name", SPACES)
 def test_every_space_gives_the_same(name, categorical):
@@ -224,6 +228,7 @@ def test_every_space_gives_the_same(name, categorical):
         both(make, make_buffer, batches=12)
 
 
+@pytest.mark.deep
 @each("size", [1, 3])
 @each("call", range(2, 8))
 @each("place, error", [("step", RuntimeError), ("reset", RuntimeError), ("policy", KeyboardInterrupt)])
@@ -241,6 +246,7 @@ def test_after_an_error_the_same_rows_are_there(place, error, call, size):
         both(make, make_buffer, batches=10)
 
 
+@pytest.mark.deep
 @each("what", ["reward", "observation", "flag", "action"])
 @each("size", SIZES)
 def test_values_that_no_space_has_give_the_same_errors(what, size):

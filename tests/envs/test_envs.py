@@ -133,6 +133,16 @@ def test_a_serial_env_refuses_members_that_differ():
         SerialEnv(2, [lambda: GymEnv("CartPole-v1"), lambda: GymEnv(Countdown())])
 
 
+def test_observations_may_be_views_in_reverse_order():
+    class Flipped(gymnasium.Env):
+        observation_space, action_space = spaces.Box(0, 9, (3,)), spaces.Discrete(2)
+
+        def reset(self, **kwargs):
+            return np.arange(3, dtype=np.float32)[::-1], {}
+
+    assert GymEnv(Flipped()).reset()["observation"].tolist() == [2, 1, 0]
+
+
 def test_what_a_policy_keeps_is_zero_in_a_new_episode():
     def remember(td):
         td.set("action", one_hot(torch.tensor(0), 3))

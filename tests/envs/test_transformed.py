@@ -177,6 +177,17 @@ def test_the_last_frame_of_an_episode_does_not_reach_the_next_one():
     assert seen[1] == [[4, 4], [4, 3], [3, 2], [2, 1], [4, 4]]
 
 
+@each("n, stepped, reset", [(4, [9, 9, 9, 8], [9, 9, 9, 9]), (2, [9, 8], [9, 9])])
+def test_a_number_of_frames_may_change_in_mid_episode(n, stepped, reset):
+    env = TransformedEnv(GymEnv(Countdown(lengths=(9,))), CatFrames(3, -1, ["observation"]))
+    env.set_seed(0)
+    first = env.reset()
+    env.transform.N = n
+    first = env.rand_action(first)
+    assert env.step(first)["next", "observation"][::2].tolist() == stepped
+    assert env.reset()["observation"][::2].tolist() == reset
+
+
 def test_a_second_reset_in_mid_episode_starts_anew():
     env = TransformedEnv(GymEnv("CartPole-v1"), Compose(StepCounter(), RewardSum(), CatFrames(2, -1, "observation")))
     env.rollout(3)

@@ -221,4 +221,4 @@ def test_an_ensemble_is_what_plain_python_would_be_for_long():
 @pytest.mark.parametrize("name", ENSEMBLE_MUTANTS)
 def test_the_machine_finds(monkeypatch, name):
     ENSEMBLE_MUTANTS[name](monkeypatch)
-    assert is_found(lambda: run_machine(EnsembleMachine, 60, 30, shrink=False))
+    assert is_found(lambda: run_machine(EnsembleMachine, 400, 30, shrink=False))

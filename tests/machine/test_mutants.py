@@ -18,7 +18,8 @@ def test_the_machine_finds(monkeypatch, name):
     mutant = MUTANTS[name]
     mutant.plant(monkeypatch)
     places, writers = [(mutant.storage, mutant.envs)], [list(mutant.writers)]
-    assert is_found(lambda: drive(80, 30, places=places, samplers=[mutant.sampler], writers=writers, shrink=False))
+    # Most are found by the twentieth run; which runs there are depends on the modules that happen to be imported.
+    assert is_found(lambda: drive(500, 30, places=places, samplers=[mutant.sampler], writers=writers, shrink=False))
 
 
 def test_there_is_one_for_each_storage_sampler_and_writer():

@@ -34,6 +34,7 @@ from engram.data import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
+from engram.data.replay_buffers.storages import steps as time_steps
 from engram.store import files as recovery
 from engram.testing.helpers import env_steps, numbers, steps
 from native.allocations import World, check
@@ -125,7 +126,7 @@ def append_step(storage: str) -> World:
     rb = ReplayBuffer(storage=STORAGES[storage](), batch_size=6)
     row = {"x": np.ones(3), "next": {"x": np.zeros(3, np.float32), "done": np.zeros(1, np.bool_)}}
     rb.add({"x": np.zeros(3, np.float32), "next": {"x": np.ones(3, np.float32), "done": np.zeros(1, np.bool_)}})
-    return World(lambda: rb.storage.append_step(row), seen(rb), batch_of)
+    return World(lambda: time_steps.append_step(rb.storage, row), seen(rb), batch_of)
 
 
 def read_leaves(storage: str) -> World:
@@ -134,8 +135,8 @@ def read_leaves(storage: str) -> World:
     slots, discounts = np.array([3, 50, 4]), np.ones(4)
     return World(
         lambda: (
-            rb.storage.read_leaves(slots, (reward, done)).batch,
-            [*rb.storage.read_n_steps(slots, discounts, reward, done)],
+            time_steps.read_leaves(rb.storage, slots, (reward, done)).batch,
+            [*time_steps.read_n_steps(rb.storage, slots, discounts, reward, done)],
         ),
         seen(rb),
         batch_of,

@@ -90,7 +90,10 @@ def test_newest_frames_without_places_are_one_for_each_row():
         _native.stack_frames(frames(2, 1), at, at, 2, -1, frames(1, 1))
 
 
-@each("n, dim, pad", [(0, -1, None), (2, 0, None), (2, -3, None), (2, -1, torch.zeros(1)), (2, -1, torch.zeros(2))])
+@each(
+    "n, dim, pad",
+    [(0, -1, None), (2, 0, None), (2, -3, None), (2, -(2**63), None), (2, -1, torch.zeros(1)), (2, -1, torch.zeros(2))],
+)
 def test_settings_that_do_not_fit_are_refused(n, dim, pad):
     at = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError):

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from contracts.each import each
 from engram.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.envs.transforms import CatFrames, Compose, RewardScaling
+from engram.testing import chi_square
 from engram.testing.transform import assert_equal
 
 LENGTHS = (7, 1, 2, 5)
@@ -71,7 +72,7 @@ def test_stacks_of_any_frames_are_those_of_a_loop(n, feature, dtype, done, paddi
 
 @each("padding", ["same", "constant"])
 @each("kind", [ReplayBuffer, TensorDictReplayBuffer])
-@each("where", [{"traj_key": "episode"}, {"end_key": ("next", "done")}])
+@each("where", [{"traj_key": "episode"}, {"end_key": ("next", "done")}, {"traj_key": "episode", "weight": "steps"}])
 def test_a_drawn_stack_is_that_of_the_whole_trajectory(padding, kind, where):
     torch.manual_seed(0)
     stacks = CatFrames(3, -1, ["x"], ["stack"], padding=padding)
@@ -99,6 +100,14 @@ def test_a_drawn_stack_is_that_of_the_whole_trajectory(padding, kind, where):
     assert drawn == set(range(len(expected)))  # every step, also the first ones of each trajectory
     assert rb.sample(4).batch_size == (4,)
     assert "stack" not in rb[:].keys()
+
+
+def test_stacks_end_in_every_step_with_the_same_probability_where_steps_are_weighed():
+    torch.manual_seed(0)
+    stacks, sampler = CatFrames(3, -1, ["x"]).make_rb_transform_and_sampler(3000, traj_key="episode", weight="steps")
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, transform=stacks, batch_size=3000)
+    rb.extend(frames())
+    assert chi_square(rb.sample()["index"].flatten().bincount(minlength=sum(LENGTHS))) > 1e-6
 
 
 @each("dtype", [torch.uint8, torch.float32])

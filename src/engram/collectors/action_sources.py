@@ -159,11 +159,18 @@ class RandomActions(ActionSource):
         return np.asarray(self._codec.decode_batch(drawn))
 
 
+class ZeroOutputs:
+    """What stands for a module's outputs in steps that it did not choose; None: it was not called for that yet."""
+
+    def __init__(self) -> None:
+        self.found: TensorDictBase | None = None
+
+
 class ModuleActions(ActionSource):
     """Actions of a module on observation tensors, which is called directly.
 
     `sink` gets what the module returns besides the action, for steps where there is any, and after `discard` what
-    replaces the last.
+    replaces the last. `zeros` is kept from batch to batch, so that the module is called for it once.
     """
 
     def __init__(
@@ -175,23 +182,25 @@ class ModuleActions(ActionSource):
         device: torch.device | None,
         observed: ObservedSteps,
         sink: OutputSink,
+        zeros: ZeroOutputs,
     ) -> None:
         super().__init__(codec, batch_size, weights)
         self._policy, self._module, self._device = policy, policy.module, device
         self._keys = frozenset(key if isinstance(key, str) else key[0] for key in observed.keys)
         self._row, *self._more_rows = [observed.rows(key) for key in policy.in_keys]
         self._sink = sink
+        self._may_be_action = policy.may_be_action
         self._last_outputs: dict[str, Any] = {}
-        self._zero_outputs: dict[str, Any] | None = None
+        self._zeros = zeros
 
     def choose(self, t: int) -> Any:
         row = self._row(t)
         out = self._module(row, *[more(t) for more in self._more_rows]) if self._more_rows else self._module(row)
-        return out if type(out) is Tensor else self._action_of(out)
+        return out if type(out) is Tensor and self._may_be_action else self._action_of(out)
 
     def _action_of(self, out: Any) -> Any:
         action, others = self._policy.split(out)
-        if self._device is not None or type(action) is not Tensor:
+        if others and (self._device is not None or type(action) is not Tensor):
             action, others = self._on_device(action, others)
         self._last_outputs = outputs = {key: value for key, value in others.items() if key not in self._keys}
         if outputs:
@@ -208,13 +217,14 @@ class ModuleActions(ActionSource):
     def skip_step(self, t: int) -> None:
         if self._policy.outputs == 1:
             return
-        if self._zero_outputs is None:
+        if self._zeros.found is None:
             rows = [self._row, *self._more_rows]
             observations = {key: row(t) for key, row in zip(self._policy.in_keys, rows, strict=True)}
             state = TensorDict(observations, self._batch_size, device=self._device)
-            self._zero_outputs = dict(zero_outputs(self._policy, state).exclude(*self._keys).items())
-        if self._zero_outputs:
-            self._sink.store_outputs(self._zero_outputs)
+            self._zeros.found = zero_outputs(self._policy, state).exclude(*self._keys)
+        outputs = dict(self._zeros.found.items())
+        if outputs:
+            self._sink.store_outputs(outputs)
 
     def discard(self, envs: Envs) -> None:
         if self._last_outputs:
@@ -236,6 +246,7 @@ class TensorDictActions(ActionSource):
         super().__init__(codec, batch_size, weights)
         self._policy, self._device = policy, device
         self._carried: dict[str, Tensor] | TensorDictBase = {}  # a TensorDict, if not all entries are plain tensors
+        self._has_next = False  # whether some of them were written below "next", and are at the root of this step
         self._ended: Array | None = None  # bool [n]: the environments whose carried entries are to be zeros
         self._flags = dict.fromkeys(FLAGS, torch.zeros(*batch_size, 1, dtype=torch.bool))
         self._zero_outputs: TensorDictBase | None = None
@@ -283,11 +294,12 @@ class TensorDictActions(ActionSource):
     def _state(self, t: int) -> TensorDictBase:
         """The TensorDict for the policy: what it wrote in the last step, the observations and the flags.
 
-        What it wrote is left out where it reads none of it.
+        What it wrote is left out where it reads none of it, and writes all of it again.
         """
         carried, rows = self._carried, self._rows
-        if self._read is not None and isinstance(carried, dict) and self._read.isdisjoint(carried):
-            carried = {}  # nobody sees it
+        read = None if self._has_next else self._read
+        if read is not None and isinstance(carried, dict) and read.isdisjoint(carried):
+            carried = {}
         elif self._ended is not None:
             self._carried = carried = self._without(carried, self._ended)
             self._ended = None
@@ -313,6 +325,7 @@ class TensorDictActions(ActionSource):
         self._ended = None
         if isinstance(outputs, dict):
             following = outputs.get("next")
+            self._has_next = following is not None
             if following is None:
                 carried = outputs
             elif type(following) is TensorDict:

@@ -14,7 +14,14 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.collectors.action_sources import ActionSource, ModuleActions, RandomActions, TensorDictActions, skipping
+from engram.collectors.action_sources import (
+    ActionSource,
+    ModuleActions,
+    RandomActions,
+    TensorDictActions,
+    ZeroOutputs,
+    skipping,
+)
 from engram.collectors.output_columns import OutputColumns
 from engram.collectors.rollout import RolloutResult, StepColumns, Steps
 from engram.collectors.trajectories import StepTags
@@ -65,8 +72,8 @@ class GymRollout:
         self._random = RandomActions(random, self._codec, self._batch_size, tags.weights)
         self._keeps_bytes = self.is_random and not self._batch_size and can_keep_bytes(engines[0].leaves)
         self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, tags.weights, self._device)
-        self._outputs = OutputColumns(self._batch_size, self._device)
-        self.outputs_way = self._outputs.way
+        self._zeros, self._outputs = ZeroOutputs(), OutputColumns(self._batch_size, self._device)
+        self.steps_way = self._outputs.way
         self.restart()
 
     def restart(self) -> None:
@@ -123,7 +130,8 @@ class GymRollout:
         direct = as_observation_policy(self._policy)  # looked up again for each batch: hooks come and go
         if direct is not None and set(direct.in_keys) <= {*batch.observations.keys}:
             weights, device = self._tags.weights, self._device
-            return ModuleActions(direct, self._codec, self._batch_size, weights, device, batch.observations, batch)
+            observed, size = batch.observations, self._batch_size
+            return ModuleActions(direct, self._codec, size, weights, device, observed, batch, self._zeros)
         return self._tensordict_actions.start(batch.observations, batch)
 
     def _run_all(self, batch: _StepBuffer, source: ActionSource, steps: int, random_steps: int) -> None:
@@ -234,7 +242,7 @@ class GymRollout:
             self._last_slots[env] = slot + self._max_frames * len(self._engines)
 
     def _steps_of(self, batch: _StepBuffer, rewards: Array, steps: int) -> Steps:
-        self.outputs_way = batch.outputs.way
+        self.steps_way = batch.outputs.way
         outcomes = batch.outcomes(rewards, self._batch_size)
         shape = torch.Size((*self._batch_size, steps))
         actions = batch.actions[0] if len(batch.actions) == 1 else torch.cat(batch.actions)

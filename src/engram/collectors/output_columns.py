@@ -9,25 +9,14 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram.collectors.stats import StepsWay
 from engram.envs.base import stack_steps
 from engram.pytree import key_path
 
 FEWEST_ROWS = 64  # of a column whose number of steps is not known before
 
 
-class OutputsWay(NamedTuple):
-    """How the outputs of a policy get into a batch.
-
-    `way` is "columns" where each step writes into one tensor for each entry, and "tensordicts" where the TensorDicts of
-    the steps are kept and stacked in the end, which takes longer. `reason` says why that is so; "" with columns. It is
-    "steps" of small batches without such outputs.
-    """
-
-    way: str
-    reason: str = ""
-
-
-COLUMNS = OutputsWay("columns")
+COLUMNS = StepsWay("columns")
 
 
 class _Column(NamedTuple):
@@ -56,7 +45,7 @@ class OutputColumns:
     >>> columns.take(3)["value"].tolist()
     [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
     >>> columns.way
-    OutputsWay(way='columns', reason='')
+    StepsWay(way='columns', reason='')
     """
 
     def __init__(self, batch_size: torch.Size, device: torch.device | None, *, capacity: int = FEWEST_ROWS) -> None:
@@ -197,7 +186,7 @@ class OutputColumns:
             TensorDict({key: column.rows[t] for key, column in columns.items()}, batch_size, device=device)
             for t in range(self._length)
         ]
-        self.way, self._in_columns, self._columns = OutputsWay("tensordicts", reason), False, {}
+        self.way, self._in_columns, self._columns = StepsWay("tensordicts", reason), False, {}
 
     def _tensordict_of(self, outputs: Mapping[str, Any]) -> TensorDictBase:
         return TensorDict(dict(outputs), self._batch_size, device=self._device)

@@ -11,8 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from engram.collectors.output_columns import OutputsWay
-from engram.collectors.stats import EpisodeStats
+from engram.collectors.stats import EpisodeStats, StepsWay
 from engram.collectors.trajectories import EpisodeSteps, StepTags
 from engram.envs.action_checks import EntriesCheck
 from engram.envs.base import EnvBase, FrameQueue, lost_episodes, reset_where, step_mdp_of
@@ -84,8 +83,8 @@ class Rollout(Protocol):
     is_random: bool
 
     @property
-    def outputs_way(self) -> OutputsWay:
-        """How the outputs of the policy got into the last batch."""
+    def steps_way(self) -> StepsWay:
+        """Which way the steps of the last batch went."""
 
     def collect(self, steps: int, *, random_steps: int) -> RolloutResult:
         """The next steps `[*batch_size, steps]`; the first `random_steps` of each environment have random actions."""
@@ -110,7 +109,7 @@ class TensorDictRollout:
         reset_when_done: bool = True,
     ) -> None:
         self.is_random = False  # whatever the policy: the environment may hold one
-        self.outputs_way = OutputsWay("tensordicts", "the environment is stepped through its TensorDict interface")
+        self.steps_way = StepsWay("tensordicts", "the environment is stepped through its TensorDict interface")
         self._env = env
         self._tags = tags
         self._policy, self._weights = policy, tags.weights
@@ -333,8 +332,8 @@ class StepColumns:
 
     def batch(self) -> TensorDictBase:
         if not self._is_kept:
-            for part in ("_before", "_after", "_outcomes", "_tags"):
-                setattr(self, part, {key: _copied(column) for key, column in vars(self)[part].items()})
+            self._before, self._after = _copied(self._before), _copied(self._after)
+            self._outcomes, self._tags = _copied(self._outcomes), _copied(self._tags)
             self._is_kept = True
         following = self._batch_of({**self._after, **self._outcomes})
         flags = {key: np.zeros((*self.shape, 1), np.bool_) for key in FLAGS}
@@ -350,8 +349,9 @@ class StepColumns:
         return TensorDict(values, batch_size=self.shape, device=self._device)
 
 
-def _copied(column: Any) -> Any:
-    return column.copy() if isinstance(column, np.ndarray) else column.clone()
+def _copied(columns: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Columns of the same keys in memory of their own."""
+    return {key: c.copy() if isinstance(c, np.ndarray) else c.clone() for key, c in columns.items()}
 
 
 @functools.lru_cache(maxsize=8)

@@ -20,7 +20,7 @@ class StepsWay(NamedTuple):
 
     By steps go small batches of one environment: nothing is made for each batch. In columns lie the values of
     environments and what a policy writes besides its action; with TensorDicts one is made for each step. `reason` says
-    why no faster way was gone; "" where there is none.
+    why no faster way was gone, such as that outputs of the policy change shape; "" where there is none.
     """
 
     way: str

@@ -13,17 +13,18 @@ from torch import Tensor
 
 from engram.collectors.action_sources import RandomActions
 from engram.collectors.gym_rollout import GymRollout, OneEpisode
-from engram.collectors.output_columns import OutputColumns, OutputsWay
+from engram.collectors.output_columns import OutputColumns
 from engram.collectors.rollout import RolloutResult, StepColumns, Steps
+from engram.collectors.stats import StepsWay
 from engram.collectors.trajectories import StepTags
-from engram.envs.codecs import Array, ArrayCodec, DiscreteCodec, Rewards, SpaceLeaf, flag_of, rewards_of
+from engram.envs.codecs import Array, ArrayCodec, DiscreteCodec, Rewards, SpaceLeaf, TextCodec, flag_of, rewards_of
 from engram.envs.engines import GymEngine, action_check
 from engram.envs.policies import ObservationPolicy, RandomPolicy, TensorDictPolicy, as_observation_policy
 
 FEW_STEPS = 32  # of a batch: with more of them what is done once a batch does not count
 WINDOW_STEPS, WINDOW_BYTES = 256, 1 << 20  # the room of a window: so many steps, or so many bytes of observations
 
-_BY_STEPS = OutputsWay("steps")
+_BY_STEPS = StepsWay("steps")
 
 
 class StepRollout:
@@ -51,17 +52,19 @@ class StepRollout:
         self._device = env.device
         self._leaves, codec = engine.leaves, engine.action
         self._keys = {leaf.key for leaf in engine.leaves}
-        self._codec = codec if isinstance(codec, ArrayCodec) else None  # None: an action is more than one array
+        self._codec = codec if isinstance(codec, ArrayCodec) else None
+        if isinstance(codec, TextCodec):
+            self._codec = None  # an action is a text, or more than one array
         self._check, self._decode = action_check(codec), codec.decode_one
         self._known, self._action_shape = self._known_action(codec), codec.spec.shape
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
-        self._outputs_way = _BY_STEPS
+        self._steps_way = _BY_STEPS
         self._random = RandomActions(random, codec, env.batch_size, tags.weights)
         self.restart()
 
     @property
-    def outputs_way(self) -> OutputsWay:
-        return self._general.outputs_way if self._window is None else self._outputs_way
+    def steps_way(self) -> StepsWay:
+        return self._general.steps_way if self._window is None else self._steps_way
 
     def restart(self) -> None:
         self._general.restart()
@@ -187,7 +190,7 @@ class StepRollout:
         shape = torch.Size((len(rewards),))
         done = outcomes["done"].reshape(1, -1)
         tags = self._tags.tag(done, shape, lambda: np.array([batch.versions[: len(rewards)]], np.int64))
-        self._outputs_way, outputs = batch.outputs_of(len(rewards))
+        self._steps_way, outputs = batch.outputs_of(len(rewards))
         return StepColumns(before, after, outcomes, tags, outputs, shape=shape, device=self._device, is_kept=False)
 
 
@@ -200,14 +203,14 @@ class _FewSteps:
         self.versions: list[int] = []  # by step, of the weights that chose the actions
         self._outputs: OutputColumns | None = None  # of a policy that gives more than the action
         if policy is not None:
-            self._module = policy.module
+            self._module, self._may_be_action = policy.module, policy.may_be_action
             self._row, *self._more_rows = [window.rows[key] for key in policy.in_keys]
 
     def choose(self, slot: int) -> Any:
         """The action of the policy for the observation in a slot."""
         row, more = self._row(slot), self._more_rows
         out = self._module(row, *[rows(slot) for rows in more]) if more else self._module(row)
-        return out if type(out) is Tensor else self._action_of(out)
+        return out if type(out) is Tensor and self._may_be_action else self._action_of(out)
 
     def _action_of(self, out: Any) -> Any:
         assert self._policy is not None
@@ -219,7 +222,7 @@ class _FewSteps:
             self._outputs.put(len(self.rewards), outputs)
         return action
 
-    def outputs_of(self, steps: int) -> tuple[OutputsWay, TensorDictBase | None]:
+    def outputs_of(self, steps: int) -> tuple[StepsWay, TensorDictBase | None]:
         """What the policy gave besides the action, `[steps]`, and how; None where it was nothing."""
         if self._outputs is None:
             return _BY_STEPS, None

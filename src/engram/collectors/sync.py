@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from engram._advice import advised
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.gym_rollout import GymRollout
-from engram.collectors.output_columns import OutputsWay
 from engram.collectors.policy_weights import PolicyWeights, shapes_of
 from engram.collectors.rollout import (
     BatchSteps,
@@ -182,8 +181,8 @@ class DeferredTransformRollout:
         self.restart()
 
     @property
-    def outputs_way(self) -> OutputsWay:
-        return (self._below if self._fallback is None else self._fallback).outputs_way
+    def steps_way(self) -> StepsWay:
+        return (self._below if self._fallback is None else self._fallback).steps_way
 
     def restart(self) -> None:
         self._below.restart()
@@ -444,7 +443,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
 
     @property
     def _steps_way(self) -> StepsWay:
-        return StepsWay(*self._rollout.outputs_way)
+        return self._rollout.steps_way
 
     @property
     def policy(self) -> Any:

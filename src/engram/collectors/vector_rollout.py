@@ -17,10 +17,12 @@ from engram.collectors.action_sources import (
     ModuleActions,
     RandomActions,
     TensorDictActions,
+    ZeroOutputs,
     skipping,
 )
-from engram.collectors.output_columns import OutputColumns, OutputsWay
+from engram.collectors.output_columns import OutputColumns
 from engram.collectors.rollout import RolloutResult, StepColumns, Steps
+from engram.collectors.stats import StepsWay
 from engram.collectors.trajectories import StepTags
 from engram.envs.codecs import (
     ArrayCodec,
@@ -66,7 +68,8 @@ class VectorRollout:
         self._log = StepLog(engine.n, engine.leaves, space_leaves(engine.action, ("action",)), self._device)
         self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, tags.weights, self._device)
         self._tensordict_actions.start(self._log, self._log)
-        self.outputs_way = OutputsWay("columns")
+        self._zeros = ZeroOutputs()
+        self.steps_way = StepsWay("columns")
         self.restart()
 
     def restart(self) -> None:
@@ -128,7 +131,7 @@ class VectorRollout:
         direct = as_observation_policy(self._policy)  # looked up again for each batch: hooks come and go
         if direct is not None and set(direct.in_keys) <= {*self._log.keys}:
             size, weights, device = self._batch_size, self._tags.weights, self._device
-            return ModuleActions(direct, self._codec, size, weights, device, self._log, self._log)
+            return ModuleActions(direct, self._codec, size, weights, device, self._log, self._log, self._zeros)
         return self._tensordict_actions
 
     def _chosen(self, source: ActionSource, calls: int) -> Iterator[Any]:
@@ -220,7 +223,7 @@ class VectorRollout:
 
     def _steps_of(self, window: StepWindow, steps: int) -> Steps:
         shape = torch.Size((self._engine.n, steps))
-        self.outputs_way = window.outputs_way
+        self.steps_way = window.steps_way
         outcomes = {
             "reward": window.reward.numpy(),
             "done": window.done.numpy(),
@@ -541,7 +544,7 @@ class StepWindow(NamedTuple):
     terminated: Tensor
     truncated: Tensor
     done: Tensor
-    outputs_way: OutputsWay
+    steps_way: StepsWay
     policy_outputs: TensorDictBase | None
     call_versions: list[int]
     calls: Array | None  # the call of each frame; None: frame t is of call t

@@ -136,8 +136,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
             batch = rows.transitions(slots)
             rewards = batch.reward if env is None else self._normalized(batch.reward, env)
         else:
-            steps = rows.n_steps(slots, powers(self.gamma, self.n_steps))
-            batch = rows.transitions(slots, steps.last)
+            batch, steps = rows.n_step_transitions(slots, powers(self.gamma, self.n_steps))
             rewards = steps.returns if env is None else self._normalized_returns(steps, env)
             discounts = steps.discounts
         observations, following = batch.observation, batch.next_observation

@@ -14,6 +14,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from engram.data import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, Storage
+from engram.kernel.replay import append_step, read_leaves, read_n_steps
 from engram.kernel.rows import NSteps, draw_slots_by_numpy
 from engram.pytree import KeyPath, get_entry
 
@@ -127,7 +128,7 @@ class TransitionRows:
         }
         buffer = self.buffer
         storage, writer = buffer.storage, buffer.writer
-        if type(writer) is RoundRobinWriter and storage.append_step(step):
+        if type(writer) is RoundRobinWriter and append_step(storage, step):
             return
         with storage.mutex:
             writer.write(storage, self._converted(step), single=True, time_dim=-1)
@@ -193,7 +194,18 @@ class TransitionRows:
         Raises:
             IndexError: one that has not been written.
         """
-        return self.buffer.storage.read_n_steps(slots, discounts)
+        return read_n_steps(self.buffer.storage, slots, discounts)
+
+    def n_step_transitions(self, slots: Slots, discounts: npt.NDArray[np.float32]) -> tuple[Transitions, NSteps]:
+        """As `transitions`, with what follows on the last of n steps; and as `n_steps`, of the same rows."""
+        storage = self.buffer.storage
+        while True:
+            with storage.mutex:  # other threads wait; what other processes write between the reads shows in the count
+                written = storage.write_count
+                steps = self.n_steps(slots, discounts)
+                batch = self.transitions(slots, steps.last)
+                if storage.write_count == written:
+                    return batch, steps
 
     def columns(self, slots: Slots, paths: tuple[KeyPath, ...]) -> list[Tensor]:
         """Entries of the rows in slots, int64 [n]: a tensor [n, ...] for each path.
@@ -202,7 +214,7 @@ class TransitionRows:
             IndexError: one that has not been written.
         """
         storage = self.buffer.storage
-        rows = storage.read_leaves(slots, paths)
+        rows = read_leaves(storage, slots, paths)
         if rows.absent is None and rows.overwritten is None:
             leaves: list[Tensor] = rows.batch
             return leaves
@@ -269,7 +281,18 @@ class TransitionRows:
         """Observations of all environments in the shapes and dtypes of their space."""
         if isinstance(space, Mapping):
             return {key: self._observations(value[key], part) for key, part in space.items()}
-        return np.asarray(value, space.dtype).reshape(self.n_envs, *shape_of(space))
+        array, shape = np.asarray(value, space.dtype), (self.n_envs, *shape_of(space))
+        if (
+            array.ndim > 1
+            and (len(shape) > 2 or array.shape[0] != self.n_envs)
+            and not _same_but_for_ones(array, shape)
+        ):
+            raise ValueError(f"observations of shape {array.shape} for {self.n_envs} environments of {shape[1:]}")
+        return array.reshape(shape)
+
+
+def _same_but_for_ones(array: npt.NDArray[Any], shape: tuple[int, ...]) -> bool:
+    return [n for n in array.shape if n != 1] == [n for n in shape if n != 1]
 
 
 class StoredEntry(np.ndarray[Any, Any]):

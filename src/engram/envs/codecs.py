@@ -262,7 +262,10 @@ class ArrayCodec(SpaceCodec):
 
     def encode(self, raw: np.ndarray[Any, Any]) -> Tensor:
         """`[..., *raw_shape]` as `[..., *spec.shape]`; may share memory."""
-        return torch.from_numpy(raw)
+        try:
+            return torch.from_numpy(raw)
+        except ValueError:  # negative strides, as those of a flipped image
+            return torch.from_numpy(raw.copy())
 
     def array(self, value: Any, shape: tuple[int, ...], what: str) -> Array:
         """Raw values as an array of this shape. Raises ValueError, which begins with `what`, for all others."""

@@ -254,6 +254,8 @@ class ObservationPolicy:
         self.in_keys = list(in_keys)
         self.out_keys = None if out_keys is None else list(out_keys)
         self.outputs = outputs if out_keys is None else len(out_keys)  # None until the first call
+        #: Whether a tensor that the module returns is the action; else it lacks outputs, and `split` says so.
+        self.may_be_action = out_keys is None or len(out_keys) == 1
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         action, others = self.split(self.call(td))
@@ -269,6 +271,8 @@ class ObservationPolicy:
         Raises TypeError if one of several outputs without names is not a tensor, and ValueError for another number of
         outputs than of names.
         """
+        if self.out_keys == ["action"] and not (isinstance(out, tuple) and len(out) > 1):
+            return out, {}  # as it is: whoever checks it says best what it is
         if self.out_keys is not None:
             others = named_outputs(out, self.out_keys)
             return others.pop("action"), others

@@ -313,7 +313,7 @@ class RowTable:
         return Rows(batch, *rest)
 
     def read_leaves(self, slots: Tensor | np.ndarray[Any, Any], paths: tuple[pytree.KeyPath, ...]) -> Rows:
-        """As `Storage.read_leaves`."""
+        """As `read_leaves` of a storage."""
         if self.lanes.unused_since_fork:
             self.lanes.join_after_fork()
         leaves = self._chosen_leaves.get(paths)
@@ -328,7 +328,7 @@ class RowTable:
         reward: pytree.KeyPath,
         done: pytree.KeyPath,
     ) -> tuple[Tensor, ...] | None:
-        """As `Storage.read_n_steps`, in one native call; None: a slot holds no row, or rows were overwritten."""
+        """As `read_n_steps` of a storage, in one native call; None: a slot holds no row, or rows were overwritten."""
         if self.lanes.unused_since_fork:
             self.lanes.join_after_fork()
         leaves = self._leaf_number(reward), self._leaf_number(done)

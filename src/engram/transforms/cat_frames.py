@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ class CatFrames(TrajectoryTransform, built_in=True):
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         for source, target in self._env_pairs:
             frame = fresh.get(source)
-            old = self._history.get(target, [None] * self.N)
+            old: Sequence[Tensor | None] = self._last_frames(target) or [None] * self.N
             self._history[target] = [
                 select_reset(td, *pair) for pair in zip(self._first_frames(frame), old, strict=True)
             ]
@@ -154,11 +155,16 @@ class CatFrames(TrajectoryTransform, built_in=True):
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         for source, target in self._env_pairs:
             frame = following.get(source)
-            history = self._history.get(target)
+            history = self._last_frames(target)
             moved = None if history is None else [*(to_device(old, frame.device) for old in history[1:]), frame]
             self._history[target] = self._first_frames(frame) if moved is None else moved
             self._set_frames(following, source, target)
         return following
+
+    def _last_frames(self, target: Key) -> list[Tensor] | None:
+        """The last N frames; the oldest one again for those of which N did not count when they came."""
+        history = self._history.get(target)
+        return history and [*history[:1] * (self.N - len(history)), *history[-self.N :]]
 
     def _first_frames(self, frame: Tensor) -> list[Tensor]:
         constant = torch.as_tensor(self.padding_value, dtype=frame.dtype, device=frame.device)

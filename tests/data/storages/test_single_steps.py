@@ -18,7 +18,9 @@ from contracts.children import Child, Signal
 from contracts.each import each
 from engram._generator import draw_slots_by_numpy
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
-from engram.store.n_step import NSteps, read_n_steps
+from engram.data.replay_buffers.storages.steps import append_step, read_leaves, read_n_steps
+from engram.store import n_step
+from engram.store.n_step import NSteps
 
 ENVS = 3
 DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64")
@@ -61,7 +63,7 @@ class TestAppendStep:
         for t in range(20):
             break_at = t + 50 if t > 14 else t  # not what the newest row says that comes
             added.add(step(break_at, *lead))
-            if not appended.storage.append_step(step(break_at, *lead)):
+            if not append_step(appended.storage, step(break_at, *lead)):
                 assert t == 0 or stored == "in turns"
                 appended.add(step(break_at, *lead))
         assert equal(added[:], appended[:])
@@ -76,7 +78,7 @@ class TestAppendStep:
         as_stored = numbers.astype(stored) if converts else np.zeros(1, stored)
         storage = LazyTensorStorage(100)
         ReplayBuffer(storage=storage).add({"x": np.zeros_like(as_stored[:1])})
-        written = [storage.append_step({"x": numbers[i : i + 1]}) for i in range(len(numbers))]
+        written = [append_step(storage, {"x": numbers[i : i + 1]}) for i in range(len(numbers))]
         assert written == [converts] * len(numbers)
         if converts:
             rows = storage[1:]["x"][:, 0].numpy()
@@ -85,14 +87,23 @@ class TestAppendStep:
     def test_nan_is_true_and_larger_numbers_are_infinite(self):
         storage = LazyTensorStorage(10)
         ReplayBuffer(storage=storage).add({"flag": np.zeros(2, bool), "x": np.zeros(2, np.float32)})
-        assert storage.append_step({"flag": np.array([np.nan, 0.0]), "x": np.array([1e300, np.nan])})
+        assert append_step(storage, {"flag": np.array([np.nan, 0.0]), "x": np.array([1e300, np.nan])})
         assert storage[1]["flag"].tolist() == [True, False]
         assert storage[1]["x"][0] == np.inf and storage[1]["x"][1].isnan()
 
-    def test_arrays_of_any_shape_with_as_many_numbers_are_taken(self):
+    @each("taken, shape", [
+        *((True, shape) for shape in ((ENVS, 2, 4), (1, ENVS, 2, 1, 4), (ENVS * 8,))),
+        *((False, shape) for shape in ((ENVS, 4, 2), (2, ENVS, 4), (ENVS, 8), (ENVS, 2, 2, 2), (1, ENVS * 8))),
+    ])  # fmt: skip
+    def test_numbers_keep_their_places(self, taken, shape):
+        storage = LazyTensorStorage(10 * ENVS, ndim=2)
+        ReplayBuffer(storage=storage).add({"image": np.zeros((ENVS, 2, 4), np.uint8)})
+        assert append_step(storage, {"image": np.zeros(shape, np.uint8)}) is taken
+
+    def test_flat_arrays_and_lengths_of_1_are_taken(self):
         storage = LazyTensorStorage(10 * ENVS, ndim=2)
         ReplayBuffer(storage=storage).add({"x": np.zeros((ENVS, 2, 1), np.float32), "y": np.zeros((ENVS, 1))})
-        assert storage.append_step({"x": np.arange(6, dtype=np.float32), "y": np.arange(3.0)[None]})
+        assert append_step(storage, {"x": np.arange(6, dtype=np.float32), "y": np.arange(3.0)[None]})
         assert storage[1]["x"].flatten().tolist() == [0, 1, 2, 3, 4, 5] and storage[1]["y"].flatten().tolist() == [
             0,
             1,
@@ -103,6 +114,8 @@ class TestAppendStep:
         "a missing entry": {"x": np.zeros((ENVS, 2))},
         "one entry more": {"x": np.zeros((ENVS, 2)), "y": np.zeros(ENVS), "z": np.zeros(ENVS)},
         "too few numbers": {"x": np.zeros((ENVS, 1)), "y": np.zeros(ENVS)},
+        "axes in another order": {"x": np.zeros((2, ENVS)), "y": np.zeros(ENVS)},
+        "more of the environments' axis": {"x": np.zeros((2, ENVS, 1)), "y": np.zeros(ENVS)},
         "another number of environments": {"x": np.zeros((ENVS + 1, 2)), "y": np.zeros(ENVS + 1)},
         "gaps between numbers": {"x": np.zeros((2, ENVS)).T, "y": np.zeros(ENVS)},
         "another byte order": {"x": np.zeros((ENVS, 2), ">f8"), "y": np.zeros(ENVS)},
@@ -119,14 +132,14 @@ class TestAppendStep:
         first = {"x": np.zeros((ENVS, 2), np.float32), "y": np.zeros(ENVS)}
         if name == "floats for integers":
             first["next"] = {"n": np.zeros(ENVS, np.int64)}
-        assert not storage.append_step(first) and len(storage) == 0
+        assert not append_step(storage, first) and len(storage) == 0
         ReplayBuffer(storage=storage).add(first)
-        assert storage.append_step(given) is False and storage.write_count == ENVS
+        assert append_step(storage, given) is False and storage.write_count == ENVS
 
     def test_objects_that_are_no_rows_are_left_to_the_storage(self):
         storage = ListStorage(10)
         ReplayBuffer(storage=storage).add(1)
-        assert not storage.append_step({"x": np.zeros(2)})
+        assert not append_step(storage, {"x": np.zeros(2)})
 
     def test_a_storage_with_methods_of_its_own_gets_every_step(self):
         class Counting(LazyTensorStorage):
@@ -138,7 +151,7 @@ class TestAppendStep:
 
         storage = Counting(10)
         ReplayBuffer(storage=storage).add({"x": np.zeros(2)})
-        assert not storage.append_step({"x": np.zeros(2)}) and storage.checked == 1
+        assert not append_step(storage, {"x": np.zeros(2)}) and storage.checked == 1
 
     def test_a_layout_of_other_rows_is_refused(self):
         stores, codecs = [], []
@@ -161,9 +174,9 @@ class TestAppendStep:
         for t in range(4):
             rb.add(step(t))
         observed = ReplayBuffer.open(tmp_path, read_only=True).storage
-        assert not observed.append_step(step(4)) and rb.write_count == 4
-        assert observed.read_leaves(np.array([1]), (("action",),)).batch[0].tolist() == [[1]]
-        assert observed.read_n_steps(np.array([1]), np.ones(6)).rewards.tolist() == [[0.5, 1, 1.5, 0, 0]]
+        assert not append_step(observed, step(4)) and rb.write_count == 4
+        assert read_leaves(observed, np.array([1]), (("action",),)).batch[0].tolist() == [[1]]
+        assert read_n_steps(observed, np.array([1]), np.ones(6)).rewards.tolist() == [[0.5, 1, 1.5, 0, 0]]
 
 
 class TestStepsBesideOthers:
@@ -171,9 +184,9 @@ class TestStepsBesideOthers:
         storage = LazyTensorStorage(20, shared=True)
         rb = ReplayBuffer(storage=storage)
         rb.add(step(0))
-        Child(lambda: storage.append_step(step(1)) or rb.add(step(1))).result()
+        Child(lambda: append_step(storage, step(1)) or rb.add(step(1))).result()
         rb.add(step(2))
-        assert storage.append_step(step(3)) and storage.lanes.states()[0]["seams"] == [1, 2]
+        assert append_step(storage, step(3)) and storage.lanes.states()[0]["seams"] == [1, 2]
 
     def test_a_process_that_another_one_keeps_out_is_told(self):
         storage = LazyTensorStorage(20, shared=True)
@@ -187,9 +200,9 @@ class TestStepsBesideOthers:
 
         child = Child(hold)
         there.wait()
-        assert not storage.append_step(step(1))
+        assert not append_step(storage, step(1))
         go.send(), child.result()
-        assert storage.append_step(step(1)) and rb.write_count == 2
+        assert append_step(storage, step(1)) and rb.write_count == 2
 
     def test_rows_of_an_earlier_writer_are_not_evicted_unsaid(self):
         rb = ReplayBuffer(storage=LazyTensorStorage(8, shared=True, lanes=2))
@@ -202,11 +215,11 @@ class TestStepsBesideOthers:
 
         def write():
             rb.storage.lanes.hold()
-            first = rb.storage.append_step(step(5))
+            first = append_step(rb.storage, step(5))
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 rb.add(step(5))
-            return first, [w.category for w in caught], rb.storage.append_step(step(6))
+            return first, [w.category for w in caught], append_step(rb.storage, step(6))
 
         assert Child(write).result() == (False, [RuntimeWarning], True)
 
@@ -217,10 +230,10 @@ class TestStepsBesideOthers:
         if pid == 0:
             code = 9
             with contextlib.suppress(BaseException):
-                code = int(storage.append_step(step(1)))
+                code = int(append_step(storage, step(1)))
             os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert storage.append_step(step(1)) and storage.write_count == 2
+        assert append_step(storage, step(1)) and storage.write_count == 2
 
 
 class TestReadLeaves:
@@ -236,7 +249,7 @@ class TestReadLeaves:
         slots = torch.tensor([5, 0, 3, 3])
         rows = storage.read(slots).batch
         for given in (slots, slots.numpy()):
-            found = storage.read_leaves(given, (("next", "reward"), ("obs",), ("next", "done"), ("obs",)))
+            found = read_leaves(storage, given, (("next", "reward"), ("obs",), ("next", "done"), ("obs",)))
             following, obs = rows["next"], rows["obs"]
             expected = [following["reward"], obs, following["done"], obs]
             assert all(equal(a, b) for a, b in zip(found.batch, expected, strict=True))
@@ -249,18 +262,18 @@ class TestReadLeaves:
         if not native:
             storage.native.table = None
         with pytest.raises(KeyError, match="missing"):
-            storage.read_leaves(np.zeros(1, np.int64), (("next", "missing"),))
+            read_leaves(storage, np.zeros(1, np.int64), (("next", "missing"),))
 
     def test_slots_without_a_row_are_named_and_others_refused(self):
         storage = LazyTensorStorage(10)
         ReplayBuffer(storage=storage).add(step(0))
-        assert storage.read_leaves(np.array([0, 4]), (("obs",),)).absent == [1]
+        assert read_leaves(storage, np.array([0, 4]), (("obs",),)).absent == [1]
         for slots in ([10], [-1]):
             with pytest.raises(IndexError):
-                storage.read_leaves(np.array(slots), (("obs",),))
+                read_leaves(storage, np.array(slots), (("obs",),))
         for slots in (np.array([0.0]), np.array([[0]]), np.arange(4)[::2]):
             with pytest.raises(TypeError):
-                storage.read_leaves(slots, (("obs",),))
+                read_leaves(storage, slots, (("obs",),))
 
     def test_a_leaf_that_the_layout_does_not_have_is_refused(self):
         storage = LazyTensorStorage(10)
@@ -298,7 +311,7 @@ class TestReadNSteps:
             storage.native.table = None
         powers = np.float32(0.9) ** np.arange(steps + 1)
         at = [(t, env) for t in range(max(0, written - 7), written) for env in range(envs)]
-        found = storage.read_n_steps(np.array([t % 7 * envs + env for t, env in at]), powers)
+        found = read_n_steps(storage, np.array([t % 7 * envs + env for t, env in at]), powers)
         assert type(found) is NSteps and found.rewards.dtype == found.returns.dtype == found.discounts.dtype
         for i, (t, env) in enumerate(at):
             history = [step(s, *(ENVS,) * (ndim - 1)) for s in range(written)]
@@ -317,9 +330,20 @@ class TestReadNSteps:
         ReplayBuffer(storage=storage).extend({"next": {"reward": torch.randn(400), "done": done}})
         powers = np.float32(0.99) ** np.arange(steps + 1, dtype=np.float32)
         slots = torch.arange(400)
-        native = storage.read_n_steps(slots, powers)
+        native = read_n_steps(storage, slots, powers)
         storage.native.table = None
-        assert all(equal(a, b) for a, b in zip(native, storage.read_n_steps(slots, powers), strict=True))
+        assert all(equal(a, b) for a, b in zip(native, read_n_steps(storage, slots, powers), strict=True))
+
+    @each("native", [True, False])
+    @each("ends", [(), (2,)])
+    def test_of_no_steps_there_are_no_returns(self, native, ends):
+        storage = LazyTensorStorage(4)
+        rows = {"reward": torch.zeros(4), "done": torch.zeros(4, *ends, dtype=torch.bool)}
+        ReplayBuffer(storage=storage).extend({"next": rows})
+        if not native:
+            storage.native.table = None
+        found = read_n_steps(storage, torch.arange(0), np.ones(4))
+        assert [part.shape for part in found] == [(0, 3), (0,), (0,), (0, 1), (0, 1)]
 
     @each("dtype", [torch.float32, torch.float64, torch.int64, torch.int8, torch.bool, torch.float16])
     def test_rewards_of_any_dtype_become_float32(self, dtype):
@@ -327,7 +351,7 @@ class TestReadNSteps:
         rewards = torch.tensor([0, 1, 1, 0]).to(dtype)
         done = torch.zeros(4, dtype=torch.bool)
         ReplayBuffer(storage=storage).extend({"next": {"reward": rewards, "done": done}})
-        assert storage.read_n_steps(np.array([0]), [1, 0.5, 0.25]).returns.equal(torch.tensor([[0.5]]))
+        assert read_n_steps(storage, np.array([0]), [1, 0.5, 0.25]).returns.equal(torch.tensor([[0.5]]))
 
     @each("native", [True, False])
     def test_lanes_of_others_are_no_continuation(self, native):
@@ -338,7 +362,7 @@ class TestReadNSteps:
         storage.append_packed(1, storage.layout.pack(tensors(stacked(4, 5, 6))))
         if not native:
             storage.native.table = None
-        found = storage.read_n_steps(np.array([0, 1, 4, 6]), np.ones(4))
+        found = read_n_steps(storage, np.array([0, 1, 4, 6]), np.ones(4))
         assert found.rewards.tolist() == [[0, 0.5, 0], [0.5, 0, 0], [2, 2.5, 3], [3, 0, 0]]
         assert found.last.tolist() == [1, 1, 6, 6]
 
@@ -346,13 +370,13 @@ class TestReadNSteps:
     def test_slots_without_a_row_are_an_error(self, native):
         storage = LazyTensorStorage(8)
         with pytest.raises(IndexError):
-            storage.read_n_steps(np.array([0]), np.ones(3))
+            read_n_steps(storage, np.array([0]), np.ones(3))
         ReplayBuffer(storage=storage).add(step(0))
         if not native:
             storage.native.table = None
         for slot in (1, 8, -1):
             with pytest.raises(IndexError):
-                storage.read_n_steps(np.array([0, slot]), np.ones(3))
+                read_n_steps(storage, np.array([0, slot]), np.ones(3))
 
     @each("native", [True, False])
     def test_other_entries_are_refused(self, native):
@@ -366,10 +390,10 @@ class TestReadNSteps:
             (("gone",), ("next", "done"), KeyError), (("action",), ("gone",), KeyError),
         ):  # fmt: skip
             with pytest.raises(error):
-                storage.read_n_steps(slots, np.ones(3), reward, done)
+                read_n_steps(storage, slots, np.ones(3), reward, done)
         for discounts in ([1.0], [], np.ones((2, 2))):
             with pytest.raises(ValueError, match="discounts must be"):
-                storage.read_n_steps(slots, discounts)
+                read_n_steps(storage, slots, discounts)
 
     def test_the_native_call_checks_what_it_is_given(self):
         storage = LazyTensorStorage(8)
@@ -388,7 +412,7 @@ class TestReadNSteps:
         storage = LazyTensorStorage(8)
         flags = torch.tensor([[False, False], [False, True], [False, False]])
         ReplayBuffer(storage=storage).extend({"r": torch.arange(3.0), "ends": flags})
-        assert storage.read_n_steps(np.array([0, 2]), np.ones(4), ("r",), ("ends",)).counts.tolist() == [2, 1]
+        assert read_n_steps(storage, np.array([0, 2]), np.ones(4), ("r",), ("ends",)).counts.tolist() == [2, 1]
 
     def test_rows_that_are_overwritten_meanwhile_are_not_taken(self):
         storage = LazyTensorStorage(4)
@@ -398,14 +422,14 @@ class TestReadNSteps:
         reads = []
 
         def read(at):
-            rows = storage.read_leaves(at, (("next", "reward"), ("next", "done")))
+            rows = read_leaves(storage, at, (("next", "reward"), ("next", "done")))
             if not reads:
                 rb.add(step(9))  # in the place of the oldest
             reads.append(at)
             return rows.batch[0].reshape(-1), rows.batch[1].reshape(-1)
 
-        assert read_n_steps(storage.lanes, torch.tensor([0]), np.ones(3, np.float32), read) is None
-        assert read_n_steps(storage.lanes, torch.tensor([1]), np.ones(3, np.float32), read) is not None
+        assert n_step.read_n_steps(storage.lanes, torch.tensor([0]), np.ones(3, np.float32), read) is None
+        assert n_step.read_n_steps(storage.lanes, torch.tensor([1]), np.ones(3, np.float32), read) is not None
 
 
 class TestDrawsOfNumPy:

@@ -157,8 +157,8 @@ class RunRule(NamedTuple):
         if self.pads_around:
             return (length - 1 if self.weight == "steps" else self.burn_in), 0
         before, after = self._cuts(length)
-        if self.weight == "steps" and not self.strict_length:
-            after = length - 1  # every step is a start
+        if self.weight == "steps" and not self.strict_length and not self.counts_slices:
+            after = length - 1  # every step is a start; of slices that are counted, one for each row, it is the end
         return before, after
 
     def _cuts(self, length: int) -> tuple[int, int]:

@@ -10,10 +10,9 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,13 +37,11 @@ from engram.pytree import KeyPath
 from engram.store.indexing import check_stored, from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
-from engram.store.n_step import NSteps, read_n_steps
 from engram.store.places import checked_max_size
 from engram.store.rows import Checked, Rows
 from engram.store.table import Table
 
 _T = TypeVar("_T")
-_MOST_LOOKS = 100  # at rows that other processes overwrite meanwhile
 
 
 @contextlib.contextmanager
@@ -286,29 +283,6 @@ class Storage(MadeFromParts):
         """
         return self._outer_methods.append(checked, most)
 
-    def append_step(self, step: Any) -> bool:
-        """Writes one time step of all environments behind the newest row, in one native call, without an index of it.
-
-        `step`: numpy arrays, in the form of the stored steps. An array has as many numbers as the rows of all
-        environments have there, in any shape (`numpy.reshape`) and any dtype (`numpy.astype`; floats do not become
-        integers).
-
-        Returns: False: nothing was written; `check` and `append` write it, or say what does not fit. So before the
-        first write, which decides what rows have; for other data; and where another process has the turn.
-
-        Example:
-            >>> storage = LazyTensorStorage(10, ndim=2)
-            >>> rb = ReplayBuffer(storage=storage)
-            >>> index = rb.add({"action": torch.zeros(2, 1, dtype=torch.int64), "reward": torch.zeros(2)})
-            >>> storage.append_step({"action": np.array([0, 1]), "reward": np.array([0.5, 1.0])})
-            True
-            >>> storage[1]["action"].tolist(), storage[1]["reward"]
-            ([[0], [1]], tensor([0.5000, 1.0000]))
-        """
-        with self.mutex:
-            push_step = self.native.push_step
-            return push_step is not None and push_step(step)
-
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
         """Writes rows (int64 [n]) of a checked batch over stored ones; the caller uses the storage exclusively.
 
@@ -351,91 +325,6 @@ class Storage(MadeFromParts):
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         """One leaf of the steps at these time slots: [n, *envs, ...]. The caller holds the storage's mutex."""
         return self._outer_methods.column(path, slots)
-
-    def read_leaves(self, slots: Tensor | np.ndarray[Any, Any], paths: tuple[KeyPath, ...]) -> Rows:
-        """As `read`, of the entries under these paths only: `batch` is a list of one tensor [n, ...] for each.
-
-        Raises:
-            KeyError: rows have no such entry.
-
-        Example:
-            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
-            >>> index = rb.extend({"obs": torch.arange(6).reshape(3, 2), "next": {"reward": torch.arange(3.0)}})
-            >>> rb.storage.read_leaves(np.array([2, 0]), (("next", "reward"), ("obs",))).batch
-            [tensor([2., 0.]), tensor([[4, 5],
-                    [0, 1]])]
-        """
-        table = self.native.table
-        if table is not None:
-            return table.read_leaves(slots, paths)
-        rows = self.read(torch.as_tensor(slots))
-        leaves = [pytree.get_entry(rows.batch, path) for path in paths]
-        missing = [pytree.format_key(path) for path, leaf in zip(paths, leaves, strict=True) if leaf is None]
-        if missing:
-            raise KeyError(f"the stored steps have no {missing[0]}")
-        return rows._replace(batch=leaves)
-
-    def read_n_steps(
-        self,
-        slots: Tensor | np.ndarray[Any, Any],
-        discounts: Sequence[float] | np.ndarray[Any, Any],
-        reward: KeyPath = ("next", "reward"),
-        done: KeyPath = ("next", "done"),
-    ) -> NSteps:
-        """The rows of slots (int64 [n]) and those that follow on each in its lane, with the n-step returns of them.
-
-        Args:
-            discounts: of the reward of each step, the first one's first, and of what comes after the last:
-                `gamma ** np.arange(n_steps + 1)`.
-            reward: an entry of one number.
-            done: a bool entry that ends the steps, as the lane's newest row does; of several flags one is enough. Seams
-                between rows are not looked at.
-
-        Raises:
-            IndexError: a slot holds no row.
-            KeyError, ValueError: there is no such entry, or it has another form.
-
-        Example:
-            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
-            >>> done = torch.tensor([False, False, True, False, False])
-            >>> index = rb.extend({"next": {"reward": torch.arange(5.0), "done": done}})
-            >>> steps = rb.storage.read_n_steps(np.array([0, 1, 3]), 0.5 ** np.arange(4))
-            >>> steps.rewards.tolist(), steps.last.tolist()
-            ([[0.0, 1.0, 2.0], [1.0, 2.0, 0.0], [3.0, 4.0, 0.0]], [2, 2, 4])
-            >>> steps.returns.flatten(), steps.discounts.flatten()
-            (tensor([1., 2., 5.]), tensor([0.1250, 0.2500, 0.2500]))
-        """
-        powers = np.ascontiguousarray(discounts, np.float32)
-        if powers.ndim != 1 or len(powers) < 2:
-            raise ValueError(f"discounts must be of each step, and one for what comes after the last, got {discounts}")
-        table = self.native.table
-        found = None if table is None else table.read_n_steps(slots, powers, reward, done)
-        if found is not None:
-            return NSteps(*found)
-        return self.access.beside_writers(
-            functools.partial(self._read_n_steps, torch.as_tensor(slots), powers, reward, done)
-        )
-
-    def _read_n_steps(self, slots: Tensor, discounts: np.ndarray[Any, Any], reward: KeyPath, done: KeyPath) -> NSteps:
-        """As `read_n_steps`, of rows of any storage."""
-
-        def read(at: Tensor) -> tuple[Tensor, Tensor] | None:
-            rows = self.read_leaves(at, (reward, done))
-            if rows.absent is not None or rows.overwritten is not None:
-                return None
-            numbers, flags = rows.batch
-            if numbers[:1].numel() != 1 or flags.dtype != torch.bool:
-                raise ValueError(f"{pytree.format_key(reward)} must be one number, {pytree.format_key(done)} bool")
-            return numbers.reshape(-1).to(torch.float32), flags.reshape(len(at), -1).any(1)
-
-        for _ in range(_MOST_LOOKS):
-            with self.mutex:
-                if self.lanes is None:
-                    raise IndexError("nothing has been written to this storage yet")
-                found = read_n_steps(self.lanes, slots, discounts, read)
-            if found is not None:
-                return found
-        raise RuntimeError("other processes overwrite these rows faster than they can be copied; read fewer at a time")
 
     def get(self, index: Any) -> Any:
         """The rows at an index, copied.
