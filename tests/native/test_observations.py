@@ -1,0 +1,100 @@
+"""Observations that are stored once are read byte for byte as they were appended, whatever the environment did."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from engram._native import testing
+
+
+class StoredWhole:
+    """Both stacks of each row, as they were appended."""
+
+    def __init__(self, frame_bytes: list[int], frames: int) -> None:
+        self.rows: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
+        self.widths = [frames * n for n in frame_bytes]
+
+    def extend(self, lane: int, keys: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        for env in range(keys[0][0].shape[1]):
+            for step in range(len(keys[0][0])):
+                row = [(x[step, env].copy(), after[step, env].copy()) for x, after in keys]
+                self.rows.setdefault((lane, env), []).append(row)
+
+
+class Episodes:
+    """Steps of one environment whose bytes often coincide, with ends and resets of all kinds."""
+
+    def __init__(self, draw: random.Random, frames: int, frame_bytes: list[int], ahead: int) -> None:
+        self.draw, self.frames, self.sizes, self.ahead = draw, frames, frame_bytes, ahead
+        self._stacks: list[list[np.ndarray]] = []
+
+    def _frame(self, size: int) -> np.ndarray:
+        if self.draw.random() < 0.2:
+            return np.zeros(size, np.uint8)
+        return np.full(size, self.draw.randrange(3) if self.draw.random() < 0.5 else self.draw.randrange(256), np.uint8)
+
+    def _first(self) -> list[np.ndarray]:
+        kind = self.draw.randrange(3)
+        stacks = []
+        for size in self.sizes:
+            newest = self._frame(size)
+            older = [(newest, np.zeros(size, np.uint8), self._frame(size))[kind] for _ in range(self.frames - 1)]
+            stacks.append(np.concatenate([*older, newest]))
+        return stacks
+
+    def _moved(self, stacks: list[np.ndarray]) -> list[np.ndarray]:
+        return [np.concatenate([s[size:], self._frame(size)]) for s, size in zip(stacks, self.sizes, strict=True)]
+
+    def steps(self, n: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """n steps: [n, frames * bytes] of each key, before and after."""
+        rows = []
+        while len(rows) < n:
+            if not self._stacks or self.draw.random() < 0.2:
+                self._stacks = [self._first()]
+            while len(self._stacks) <= self.ahead:
+                self._stacks.append(self._moved(self._stacks[-1]))
+            after = self._stacks[self.ahead]
+            if self.draw.random() < 0.1:
+                after = self._first() if self.draw.random() < 0.5 else self._moved(self._stacks[0])
+            rows.append([(x, y) for x, y in zip(self._stacks[0], after, strict=True)])
+            self._stacks.pop(0)
+        return [tuple(np.stack([row[k][i] for row in rows]) for i in range(2)) for k in range(len(self.sizes))]
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_random_programs_read_what_was_appended(seed: int) -> None:
+    draw = random.Random(seed)
+    frames, ahead, lanes, envs = draw.randint(1, 5), draw.choice([1, 1, 3]), draw.choice([1, 1, 3]), draw.choice([1, 2])
+    capacity = draw.randint(1, 39)
+    sizes = [draw.randint(1, 40) for _ in range(draw.choice([1, 1, 2]))]
+    piece = draw.randint(1, max(1, capacity // 2))
+    stored = testing.Observations(lanes, envs, capacity, frames, ahead, piece, sizes)
+    whole = StoredWhole(sizes, frames)
+    sources = {(lane, env): Episodes(draw, frames, sizes, ahead) for lane in range(lanes) for env in range(envs)}
+    for _ in range(20):
+        lane, n = draw.randrange(lanes), draw.randint(1, 12)
+        of_envs = [sources[lane, env].steps(n) for env in range(envs)]
+        keys = [
+            tuple(np.ascontiguousarray(np.stack([one[k][i] for one in of_envs], 1)) for i in range(2))
+            for k in range(len(sizes))
+        ]
+        stored.extend(lane, keys)
+        whole.extend(lane, keys)
+        _assert_equal(stored, whole, lanes, envs, capacity, draw)
+
+
+def _assert_equal(stored: testing.Observations, whole: StoredWhole, lanes: int, envs: int, capacity: int, draw) -> None:
+    wanted = []
+    for lane in range(lanes):
+        published = stored.published(lane)
+        wanted += [(lane, env, w) for env in range(envs) for w in range(max(0, published - capacity), published)]
+    draw.shuffle(wanted)
+    out = [tuple(np.full((len(wanted), width), 7, np.uint8) for _ in range(2)) for width in whole.widths]
+    assert stored.read(wanted, out) == 0
+    for i, (lane, env, w) in enumerate(wanted):
+        for k, (x, after) in enumerate(whole.rows[lane, env][w]):
+            np.testing.assert_array_equal(out[k][0][i], x, err_msg=f"X of key {k}, row {lane, env, w}")
+            np.testing.assert_array_equal(out[k][1][i], after, err_msg=f"next.X of key {k}, row {lane, env, w}")
