@@ -163,7 +163,7 @@ struct ObservationProtocol {
     const uint64_t k = shape.frames, base = Memory::load(rows.base);
     const uint64_t first = std::max(base, below(claimed_with(at + n), shape.capacity));
     uint64_t units = 0;
-    StackPlaces x, before;
+    StackPlaces x, before, after;
     words.assign(n, {});
     ObservationWord last;
     if (at > base) last = word(at - 1);
@@ -172,10 +172,13 @@ struct ObservationProtocol {
       ObservationWord& mine = words[i];
       place_x(w, at, x);
       // Of a row that has gone by then nobody asks for next.X.
-      if (w >= first + shape.ahead) mine.next = compare_next(w - shape.ahead, at, x);
+      const bool has_next = w >= first + shape.ahead;
+      if (has_next) mine.next = compare_next(w - shape.ahead, at, x, after);
       if (k > 1) {
         if (w > base) place_x(w - 1, at, before);
-        if (w > base && same(x, 0, before, 1, k - 1)) {
+        // A tail that moved shares its older frames with X of its row: where X is the same as next.X, they need no second look.
+        const StackPlaces& as_x = has_next && mine.next == ObservationWord::kSame ? after : x;
+        if (w > base && same(as_x, 0, before, 1, k - 1)) {
           mine.run = std::min(last.run + 1, k - 1);
           if (mine.run < k - 1) mine.rest = last.rest;
         } else {
@@ -326,12 +329,12 @@ struct ObservationProtocol {
       if (!(a[from_a + j] == b[from_b + j]) && !columns.same(a[from_a + j], b[from_b + j])) return false;
     return true;
   }
-  ObservationWord::Next compare_next(uint64_t w, uint64_t at, const StackPlaces& later_x) const {
+  ObservationWord::Next compare_next(uint64_t w, uint64_t at, const StackPlaces& later_x, StackPlaces& after) const {
     const uint64_t k = shape.frames;
-    StackPlaces after, x;
     place_next(w, at, after);
     if (same(after, 0, later_x, 0, k)) return ObservationWord::kSame;
     if (k == 1) return ObservationWord::kWhole;
+    StackPlaces x;
     place_x(w, at, x);
     return same(after, 0, x, 1, k - 1) ? ObservationWord::kMoved : ObservationWord::kWhole;
   }
