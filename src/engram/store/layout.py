@@ -210,7 +210,14 @@ class RowLayout:
         return cls(root, leaves)
 
     # ---- batches in ----
-    def plan(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> Any:
+    def plan(
+        self,
+        batch: Any,
+        batch_dims: int,
+        time_dim: int,
+        extra: tuple[str, Any] | None = None,
+        codec: _native.Codec | None = None,
+    ) -> Any:
         """Checks every leaf of a batch against the layout; nothing moves yet.
 
         Args:
@@ -218,23 +225,25 @@ class RowLayout:
             batch_dims: how many of its first dimensions are not part of a step: 0, 1 or 2.
             time_dim: which of them is time; the other one counts environments.
             extra: a key of the root and its value, the rows' own index, used instead of the batch's own.
+            codec: of the rows that are written, where their leaves lie elsewhere than in packed rows (`StoredLayout`).
 
         Raises:
             ValueError: a leaf is missing, new, or has another shape or dtype; the message names it.
             TypeError: a leaf is no plain tensor; the message names it.
         """
-        plan = self.codec.check(batch, batch_dims, time_dim, extra) if self.plain else None
+        codec = self.codec if codec is None else codec
+        plan = codec.check(batch, batch_dims, time_dim, extra) if self.plain else None
         if plan is not None:
             return plan
         if extra is None:
-            return self._plan_slowly(batch, batch_dims, time_dim)
-        plan = self._plan_slowly(pytree.with_entry(batch, *extra), batch_dims, time_dim)
-        self.codec.set_index(plan, next(k for k, leaf in enumerate(self.leaves) if leaf.path == (extra[0],)))
+            return self._plan_slowly(codec, batch, batch_dims, time_dim)
+        plan = self._plan_slowly(codec, pytree.with_entry(batch, *extra), batch_dims, time_dim)
+        codec.set_index(plan, next(k for k, leaf in enumerate(self.leaves) if leaf.path == (extra[0],)))
         return plan
 
-    def _plan_slowly(self, batch: Any, batch_dims: int, time_dim: int) -> Any:
+    def _plan_slowly(self, codec: _native.Codec, batch: Any, batch_dims: int, time_dim: int) -> Any:
         tensors = [tensor.contiguous() for tensor in self.fitting(batch, batch_dims)]
-        plan = self.codec.check_list(tensors, batch_dims, time_dim)
+        plan = codec.check_list(tensors, batch_dims, time_dim)
         if plan is None:
             raise TypeError("the native core cannot read this batch; please report it with the batch's printout")
         return plan
@@ -315,18 +324,6 @@ class RowLayout:
         for key, value in (extra or {}).items():
             pytree.set_entry(batch, key, value)
         return batch
-
-    def views(
-        self, memory: Any, rows_offset: int, row_stride: int, lead: tuple[int, ...], steps: tuple[int, ...]
-    ) -> Any:
-        """Live views of stored rows: leaf [*lead, ...] with a stride of `steps` rows along each dimension of `lead`."""
-        raw = torch.from_numpy(memory)
-        leaves = []
-        for leaf in self.leaves:
-            strides = [row_stride * s // leaf.itemsize for s in steps] + _contiguous(leaf.shape)
-            at = (rows_offset + leaf.offset) // leaf.itemsize
-            leaves.append(_typed(raw, leaf.dtype).as_strided((*lead, *leaf.shape), strides, at))
-        return self.build(leaves, lead)
 
     # ---- on disk ----
     def to_json(self) -> dict[str, Any]:
@@ -413,6 +410,48 @@ class RowLayout:
         """Gives batches the form of a layout with the same leaves: its classes, and its order of keys."""
         numbers = {leaf.path: i for i, leaf in enumerate(self.leaves)}
         self.take_root(other.root.renumbered([numbers[leaf.path] for leaf in other.leaves]))
+
+
+class StoredLayout:
+    """Where the leaves of a row lie in a store that keeps its bytes.
+
+    `RowLayout` is the row that batches, packed rows, checkpoints and other processes see; this is the one in memory or
+    in a file.
+
+    Example:
+        >>> layout = RowLayout.of(TensorDict({"a": torch.zeros(3, 4), "done": torch.zeros(3, 1).bool()}, [3]), 1)
+        >>> stored = StoredLayout(layout)
+        >>> stored.row_bytes, stored.offset(layout.leaves[1])
+        (17, 16)
+    """
+
+    def __init__(self, logical: RowLayout) -> None:
+        self.logical = logical
+        #: Bytes of a stored row, without its trailer, and what rows are aligned to.
+        self.row_bytes, self.alignment = logical.payload_bytes, logical.alignment
+        self._offsets = {(leaf.path, leaf.hidden): leaf.offset for leaf in logical.stored}
+
+    @property
+    def codec(self) -> _native.Codec:
+        """Reads and writes the stored leaves of batches."""
+        codec: _native.Codec = self.logical.codec
+        return codec
+
+    def offset(self, leaf: LeafSpec) -> int:
+        """Where a leaf starts in a stored row (bytes)."""
+        return self._offsets[leaf.path, leaf.hidden]
+
+    def views(
+        self, memory: Any, rows_offset: int, row_stride: int, lead: tuple[int, ...], steps: tuple[int, ...]
+    ) -> Any:
+        """Live views of stored rows: leaf [*lead, ...] with a stride of `steps` rows along each dimension of `lead`."""
+        raw = torch.from_numpy(memory)
+        leaves = []
+        for leaf in self.logical.leaves:
+            strides = [row_stride * s // leaf.itemsize for s in steps] + _contiguous(leaf.shape)
+            at = (rows_offset + self.offset(leaf)) // leaf.itemsize
+            leaves.append(_typed(raw, leaf.dtype).as_strided((*lead, *leaf.shape), strides, at))
+        return self.logical.build(leaves, lead)
 
 
 def _list_advice(path: KeyPath) -> str:

@@ -36,7 +36,7 @@ from engram.store.files import (
 from engram.store.header import FILE_NAME, StoreFile
 from engram.store.held_lanes import HeldLanes
 from engram.store.lanes import Lanes
-from engram.store.layout import RowLayout
+from engram.store.layout import RowLayout, StoredLayout
 from engram.store.locks import LaneLocks
 from engram.store.nodes import note_node
 from engram.store.row_table import RowTable
@@ -262,8 +262,9 @@ def saved_layout(store: _native.Store) -> tuple[RowLayout, tuple[int, ...], int]
     layout, inner, ndim = RowLayout.from_json(saved), tuple(saved["inner"]), saved["ndim"]
     if any(type(n) is not int for n in (*inner, ndim)) or math.prod(inner) != store.envs or not 0 <= ndim <= _MOST_DIMS:
         raise ValueError(f"its rows are of environments {list(inner)!r:.80} and {ndim!r:.80} dimensions")
-    if layout.payload_bytes != store.payload_bytes:
-        raise ValueError(f"its rows have {layout.payload_bytes} bytes, those of the store {store.payload_bytes}")
+    row_bytes = StoredLayout(layout).row_bytes
+    if row_bytes != store.payload_bytes:
+        raise ValueError(f"its rows have {row_bytes} bytes, those of the store {store.payload_bytes}")
     return layout, inner, ndim
 
 

@@ -15,7 +15,7 @@ from engram import pytree
 from engram.errors import StorageError
 from engram.store.border import Border
 from engram.store.lanes import Lanes
-from engram.store.layout import SEQUENCE, LeafSpec, RowLayout
+from engram.store.layout import SEQUENCE, LeafSpec, RowLayout, StoredLayout
 from engram.store.rows import IndexTakenError, JoinedRows, Rows
 
 _NO_INDEX = -1
@@ -79,7 +79,7 @@ class RowTable:
 
     Args:
         store: holds the rows, where it is another one than that of the lanes (`Store.with_growing_rows`).
-        codec: of other batches with this layout than `layout.codec` makes.
+        codec: of other batches with this layout than the one of its `StoredLayout` makes.
     """
 
     def __init__(
@@ -93,7 +93,8 @@ class RowTable:
         self.lanes = lanes
         self._store = lanes.store if store is None else store
         self.layout = layout
-        self._codec = layout.codec if codec is None else codec
+        self._stored = StoredLayout(layout)
+        self._codec = self._stored.codec if codec is None else codec
         self.mapped = mapped
         self._fast = layout.plain
         self._index_leaves: dict[str, int | None] = {}
@@ -102,8 +103,8 @@ class RowTable:
         border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
         if border.decides:
             self._store.set_border(self._codec, list(border.entries), list(border.done), border.either, border.id)
-        if layout.sequence_offset is not None and self._store.lanes == self._store.envs == 1:
-            lanes.own_sequences = functools.partial(_own_sequences, self._store, layout.sequence_offset)
+        if layout.carries_sequence and self._store.lanes == self._store.envs == 1:
+            lanes.own_sequences = functools.partial(_own_sequences, self._store, self._stored.offset(SEQUENCE))
         #: What native calls read whole batches from; None: not all of a batch's form is made by them.
         self.source = None
         if self._fast and not layout.within and store is None:
@@ -116,7 +117,7 @@ class RowTable:
     def fit(
         self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None
     ) -> tuple[int, _native.Plan]:
-        plan: _native.Plan = self.layout.plan(batch, batch_dims, time_dim, extra)
+        plan: _native.Plan = self.layout.plan(batch, batch_dims, time_dim, extra, self._codec)
         if plan.envs != self._store.envs:
             raise ValueError(
                 f"the batch has {plan.envs} environments, this storage {self._store.envs}; nothing was written"
@@ -124,7 +125,7 @@ class RowTable:
         return plan.steps, plan
 
     def fit_rows(self, rows: Any) -> tuple[int, _native.Plan]:
-        plan: _native.Plan = self.layout.plan(rows, 1, 0)
+        plan: _native.Plan = self.layout.plan(rows, 1, 0, None, self._codec)
         return plan.steps, plan
 
     def push(self, batch: Any, batch_dims: int, time_dim: int, index_key: str | None) -> Tensor | int | None:
@@ -243,9 +244,10 @@ class RowTable:
 
     def with_sequences(self) -> RowTable:
         """A copy of the rows in private memory, with room for their own sequences."""
-        layout, leaves = self.layout.with_sequence(), {leaf.path: leaf for leaf in self.layout.leaves}
-        moves = [(leaves[x.path].offset, x.offset, x.nbytes) for x in layout.leaves]
-        store = self._store.widened(layout.payload_bytes, layout.alignment, layout.to_bytes(), moves)
+        layout = self.layout.with_sequence()
+        wide = StoredLayout(layout)
+        moves = [(self._stored.offset(x), wide.offset(x), x.nbytes) for x in layout.leaves]
+        store = self._store.widened(wide.row_bytes, wide.alignment, layout.to_bytes(), moves)
         return RowTable(self.lanes.widened(store), layout, mapped=False)
 
     def read(
@@ -356,7 +358,7 @@ class RowTable:
             (s.lanes * s.lane_capacity, s.envs, leaf.nbytes),
             (s.row_stride, s.lane_capacity * s.row_stride, 1),
         )
-        start = s.memory()[s.rows_offset + leaf.offset :]
+        start = s.memory()[s.rows_offset + self._stored.offset(leaf) :]
         rows = np.lib.stride_tricks.as_strided(start, shape, strides, writeable=False)
         values = torch.from_numpy(rows[slots.numpy()])
         lead = (len(slots), s.envs) if s.envs > 1 else (len(slots),)
@@ -370,7 +372,7 @@ class RowTable:
         if s.envs > 1:
             lead, steps = (*lead, s.envs), (*steps, s.lane_capacity)
         offset = s.rows_offset + start * s.row_stride
-        return self.layout.views(s.memory(), offset, s.row_stride, lead, steps)
+        return self._stored.views(s.memory(), offset, s.row_stride, lead, steps)
 
     # ---- whole blocks, for checkpoints ----
     def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
