@@ -13,7 +13,6 @@
 #include <array>
 #include <bit>
 #include <cstdint>
-#include <deque>
 #include <utility>
 #include <vector>
 
@@ -81,20 +80,26 @@ class UnitPool {
   uint64_t seen() const { return seen_; }
   // Segments come in ascending order: who looked at one has looked at those below it.
   void see(uint64_t segment, bool is_of_this_lane) {
+    if (is_of_this_lane) {
+      used_.resize(((segments_.size() + 1) * per_segment_ + 63) / 64);
+      segments_.push_back(segment), free_ += per_segment_;
+    }
     seen_ = segment + 1;
-    if (!is_of_this_lane) return;
-    segments_.push_back(segment), free_ += per_segment_;
-    used_.resize((segments_.size() * per_segment_ + 63) / 64);
+  }
+  // Takes memory, so that this many units can be taken without it.
+  void make_room(uint64_t units) {
+    if (oldest_ > keepers_.size() / 2) keepers_.erase(keepers_.begin(), keepers_.begin() + static_cast<ptrdiff_t>(oldest_)), oldest_ = 0;
+    if (keepers_.size() + units > keepers_.capacity()) keepers_.reserve(std::max(keepers_.size() + units, 2 * keepers_.capacity()));
   }
   // How many units are free once records below `oldest` are overwritten.
   uint64_t free_from(uint64_t oldest) const {
     uint64_t n = free_;
-    for (auto it = keepers_.begin(); it != keepers_.end() && it->first < oldest; ++it) ++n;
+    for (uint64_t i = oldest_; i < keepers_.size() && keepers_[i].first < oldest; ++i) ++n;
     return n;
   }
   void release(uint64_t oldest) {
-    for (; !keepers_.empty() && keepers_.front().first < oldest; keepers_.pop_front()) {
-      const uint64_t at = place_of(keepers_.front().second);
+    for (; oldest_ < keepers_.size() && keepers_[oldest_].first < oldest; ++oldest_) {
+      const uint64_t at = place_of(keepers_[oldest_].second);
       used_[at / 64] &= ~(uint64_t{1} << at % 64), ++free_, lowest_ = std::min(lowest_, at / 64);
     }
   }
@@ -106,9 +111,9 @@ class UnitPool {
   }
   // Notes that the record of row w keeps a unit of a segment that was seen.
   uint64_t keep(uint64_t w, uint64_t unit) {
+    keepers_.emplace_back(w, unit);  // it may fail
     const uint64_t at = place_of(unit);
     used_[at / 64] |= uint64_t{1} << at % 64, --free_;
-    keepers_.emplace_back(w, unit);
     return unit;
   }
   // Whether a unit lies in a segment of the lane that was seen, and is free.
@@ -125,9 +130,9 @@ class UnitPool {
     return static_cast<uint64_t>(segment - segments_.begin()) * per_segment_ + unit % per_segment_;
   }
 
-  uint64_t per_segment_, known_ = 0, seen_ = 0, free_ = 0, lowest_ = 0;
+  uint64_t per_segment_, known_ = 0, seen_ = 0, free_ = 0, lowest_ = 0, oldest_ = 0;
   std::vector<uint64_t> segments_, used_;                // a bit for each unit of the segments
-  std::deque<std::pair<uint64_t, uint64_t>> keepers_;    // (row, unit), the oldest row first
+  std::vector<std::pair<uint64_t, uint64_t>> keepers_;   // (row, unit), the oldest row first, from `oldest_` on
 };
 
 // One lane.
@@ -142,8 +147,8 @@ struct ObservationProtocol {
   Word* owners;    // of each segment of the store's pool: 0, or the lane that has it, plus 1
   uint64_t owner;  // of this lane
 
-  // ---- the writer, which holds the lane or has the turn. A piece of n rows behind `published`: `learn`, `plan`, `grow` while
-  // `lacks`, then in `rows.append`: `release`, `store_units`, `store_records`, `store_tails` ----
+  // ---- the writer, which holds the lane or has the turn. A piece of n rows behind `published`: `learn`, `plan`, `prepare`,
+  // then in `rows.append`: `release`, `store_units`, `store_records`, `store_tails` ----
   // Rows below this one have no record once n rows behind `at` are claimed.
   uint64_t oldest_record(uint64_t at, uint64_t n = 0) const { return below(claimed_with(at + n), shape.records()); }
   // Reads what others wrote since this writer was here: their records keep units, too. Counted from `claimed`, as a piece that a kill
@@ -208,6 +213,14 @@ struct ObservationProtocol {
       if (has == owner) return true;
     }
     return false;
+  }
+  // After `plan`: takes the memory that so many units need. A failure has changed nothing. False: all segments of the pool are taken.
+  template <class MakeMemory>
+  bool prepare(UnitPool& pool, uint64_t units, uint64_t at, uint64_t n, MakeMemory&& make_memory) const {
+    pool.make_room(units);
+    while (lacks(pool, units, at, n))
+      if (!grow(pool, make_memory)) return false;
+    return true;
   }
   // W1, after the claim: units of records that are being overwritten are free.
   void release(UnitPool& pool, uint64_t at, uint64_t n) const { pool.release(oldest_record(at, n)); }

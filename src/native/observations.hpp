@@ -110,8 +110,7 @@ class Observations {
       UnitPool& pool = pools_[columns.owner - 1];
       protocol.learn(pool);
       const uint64_t needed = protocol.plan(at, n, planned_[env]);
-      while (protocol.lacks(pool, needed, at, n))
-        if (!protocol.grow(pool, [&](uint64_t segment) { units_.make_segment(segment); })) throw std::bad_alloc();
+      if (!protocol.prepare(pool, needed, at, n, [&](uint64_t segment) { units_.make_segment(segment); })) throw std::bad_alloc();
     }
   }
   void store(const Rows& rows, uint64_t lane, uint64_t at, uint64_t n, const std::vector<Key>& keys, uint64_t from) {

@@ -183,7 +183,8 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
     learn(o, pool, me.has_pool[l], at);
     const uint64_t needed = o.plan(at, n, words);
     std::vector<uint64_t> unannounced;
-    while (o.lacks(pool, needed, at, n + early)) grow(o, pool, l, unannounced);
+    if (!grows_wrongly()) RL_ASSERT(o.prepare(pool, needed, at, n + early, [](uint64_t) {}));
+    while (o.lacks(pool, needed, at, n + early)) grow(pool, l, unannounced);
     if (wrong == Wrong::kUnitsBeforeClaim) o.release(pool, at, n), o.store_units(at, words, pool);
     p.append(n, begins, [&](uint64_t) {
       if (wrong != Wrong::kUnitsBeforeClaim) o.release(pool, at, n + early), o.store_units(at, words, pool);
@@ -203,12 +204,8 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
       pool.set_known(std::max(pool.known(), Memory::load(o.rows.claimed) - std::min(Memory::load(o.rows.claimed), kCapacity)));
     o.learn(pool);
   }
-  void grow(const Observations& o, UnitPool& pool, uint64_t l, std::vector<uint64_t>& unannounced) {
-    if (wrong != Wrong::kSegmentAfterPublish && wrong != Wrong::kSegmentWithoutExchange) {
-      const bool grown = o.grow(pool, [](uint64_t) {});
-      RL_ASSERT(grown);
-      return;
-    }
+  static bool grows_wrongly() { return wrong == Wrong::kSegmentAfterPublish || wrong == Wrong::kSegmentWithoutExchange; }
+  void grow(UnitPool& pool, uint64_t l, std::vector<uint64_t>& unannounced) {
     while (Memory::load(owners[pool.seen()])) pool.see(pool.seen(), Memory::load(owners[pool.seen()]) == l + 1);
     if (wrong == Wrong::kSegmentAfterPublish) unannounced.push_back(pool.seen());
     else Memory::store(owners[pool.seen()], l + 1);

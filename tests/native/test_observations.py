@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -98,3 +100,63 @@ def _assert_equal(stored: testing.Observations, whole: StoredWhole, lanes: int, 
         for k, (x, after) in enumerate(whole.rows[lane, env][w]):
             np.testing.assert_array_equal(out[k][0][i], x, err_msg=f"X of key {k}, row {lane, env, w}")
             np.testing.assert_array_equal(out[k][1][i], after, err_msg=f"next.X of key {k}, row {lane, env, w}")
+
+
+_WITHOUT_MEMORY = """
+import resource
+import numpy as np
+from engram._native import testing
+
+frames, size, rows = 4, 20_000, 32
+stored = testing.Observations(1, 1, rows, frames, 1, 4, [size])
+batches = np.random.default_rng(0).integers(0, 255, (12, 2, 4, 1, frames * size), np.uint8)  # that never agree
+out = [np.empty((rows, frames * size), np.uint8) for _ in range(2)]
+stored.extend(0, [(batches[0, 0], batches[0, 1])])
+limits = resource.getrlimit(resource.RLIMIT_DATA)
+used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (used + (1 << 20), limits[1]))
+written, refused = 1, 0
+for batch in batches[1:]:
+    try:
+        stored.extend(0, [(batch[0], batch[1])])
+        written += 1
+    except MemoryError:
+        refused += 1
+resource.setrlimit(resource.RLIMIT_DATA, limits)
+assert refused > 0 and stored.published(0) == 4 * written, (refused, written)
+assert stored.read([(0, 0, w) for w in range(4 * written)], [tuple(out)]) == 0
+for stacks, whole in zip(out, (batches[:written, 0], batches[:written, 1])):
+    assert np.array_equal(stacks[: 4 * written], whole.reshape(-1, frames * size))
+stored.extend(0, [(batches[11, 0], batches[11, 1])])
+assert stored.read([(0, 0, 4 * written + w) for w in range(4)], [tuple(out)]) == 0
+assert np.array_equal(out[1][:4], batches[11, 1].reshape(-1, frames * size))
+print("went on")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory as Linux has them")
+def test_steps_for_which_there_is_no_memory_are_refused_and_nothing_changes() -> None:
+    done = subprocess.run([sys.executable, "-c", _WITHOUT_MEMORY], capture_output=True, text=True, check=False)
+    assert done.stdout == "went on\n", done.stderr
+
+
+def test_frames_of_long_episodes_are_stored_once() -> None:
+    frames, size, steps = 4, 7056, 2000
+    stored = testing.Observations(1, 1, steps, frames, 1, 1, [size])
+    shown = np.random.default_rng(0).integers(0, 255, (steps + frames, size), np.uint8)
+    stacks = np.stack([shown[w : w + frames].reshape(1, -1) for w in range(steps + 1)])
+    stored.extend(0, [(stacks[:-1], stacks[1:])])
+    assert stored.bytes / steps < 1.1 * size  # a segment is a sixteenth of the records
+
+
+def test_rows_of_other_shapes_are_refused() -> None:
+    stored = testing.Observations(1, 2, 8, 3, 1, 2, [5])
+    good, bad = np.zeros((4, 2, 15), np.uint8), np.zeros((4, 2, 14), np.uint8)
+    for x, after in ((bad, bad), (good, bad), (good, good[:3])):
+        with pytest.raises(ValueError, match="steps"):
+            stored.extend(0, [(x, after)])
+    with pytest.raises(ValueError, match="each key"):
+        stored.extend(1, [(good, good)])
+    stored.extend(0, [(good, good)])
+    with pytest.raises(IndexError):
+        stored.read([(0, 0, 4)], [(np.zeros((1, 15), np.uint8), np.zeros((1, 15), np.uint8))])
