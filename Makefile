@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 INSTALL := $(VENV)/bin/python -m pip install --disable-pip-version-check
 ENVIRONMENT := $(PYTHON) packaging/environment.py
+CLOCK := $(PYTHON) packaging/clock.py
 NATIVE_SOURCES := $(shell find src/native -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 PYTEST ?=
 WORKERS ?= 2
@@ -19,7 +20,7 @@ endif
 .PHONY: wheels wheel-test wheel-check walls docs ci release-check clean
 
 help:
-	@echo "make demo       train an agent on CartPole from a mapped buffer that is killed in the middle (under half a minute)"
+	@echo "make demo       train an agent on CartPole from a mapped buffer that is killed in the middle (half a minute; the first time, see README)"
 	@echo "make test       the tests"
 	@echo "make check      ruff, mypy, pyright, layering, stubs"
 	@echo "make ci         all that runs on every submission, but for parts that nothing has changed (fifteen minutes)"
@@ -46,24 +47,38 @@ DEV := -c constraints.txt pytest pytest-xdist hypothesis ruff mypy pyright[nodej
 
 # Stamps: .run and .dev are these layers, .engram is our own code.
 $(VENV)/.run: constraints.txt
-	@echo "making $(VENV) with torch and what else runs engram, in the tested versions: a few minutes, once"
-	$(ENVIRONMENT) --fresh $(VENV) "$(RUN)"
+	@$(CLOCK) "making $(VENV) with torch and what else runs engram (two to five minutes, once)" \
+	  $(ENVIRONMENT) --fresh $(VENV) "$(RUN)"
 	@touch $@
 
 $(VENV)/.engram: $(VENV)/.run pyproject.toml CMakeLists.txt $(NATIVE_SOURCES)
-	@echo "building engram's native core into $(VENV): under a minute"
-	$(INSTALL) --quiet --no-build-isolation --no-deps -e .
+	@$(CLOCK) "building engram's native core (C++, one to three minutes)" \
+	  $(INSTALL) --quiet --no-build-isolation --no-deps -e .
+	@touch $@
+
+# A wheel that `make wheels` built of these very sources: the demo needs no compiler then.
+WHEEL := $(firstword $(wildcard dist/engram-*.whl))
+ifneq ($(WHEEL),)
+ifeq ($(shell find src packaging pyproject.toml CMakeLists.txt -newer $(WHEEL) -type f ! -name '*.pyc' | head -n 1),)
+FRESH_WHEEL := $(WHEEL)
+endif
+endif
+
+$(VENV)/.wheel: $(VENV)/.run $(FRESH_WHEEL)
+	@$(CLOCK) "installing engram from dist/" \
+	  $(INSTALL) --quiet --no-deps --no-index --force-reinstall --find-links dist engram
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	@echo "installing the tools of tests and checks into $(VENV): a minute, once"
-	$(ENVIRONMENT) $(VENV) "$(RUN)" "$(DEV)"
+	@$(CLOCK) "installing the tools of tests and checks into $(VENV) (one to two minutes, once)" \
+	  $(ENVIRONMENT) $(VENV) "$(RUN)" "$(DEV)"
 	@touch $@
 
 environment: $(VENV)/.engram $(VENV)/.dev
 
-demo: $(VENV)/.engram
-	$(VENV)/bin/python examples/dqn_cartpole.py
+# With a checkout that is built in place, that; else with the wheel, where one fits; else it is built.
+demo: $(if $(and $(FRESH_WHEEL),$(if $(wildcard $(VENV)/.engram),,yes)),$(VENV)/.wheel,$(VENV)/.engram)
+	@$(VENV)/bin/python examples/dqn_cartpole.py
 
 test: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not long and not deep" $(PYTEST)

@@ -45,7 +45,7 @@ $(MODEL)/%: tests/model/%.cpp tests/model/memory.hpp $(wildcard src/native/*_pro
 	@$(CXX) $(MODEL_FLAGS) -o $@ $<
 
 # What readers of a lane may believe, in random executions and in every one of small lanes; then each fence taken away, and
-# each step moved, which must make them believe something wrong (docs/memory-model.md). About a minute on two cores.
+# each step moved, which must make them believe something wrong (docs/memory-model.md). Some minutes on two cores.
 model:
 	@echo '#include <relacy/base.hpp>' | $(CXX) -x c++ -fsyntax-only - 2>/dev/null || \
 	  { echo "make model needs the headers of Relacy: apt-get install relacy-dev (Debian, Ubuntu)"; exit 1; }

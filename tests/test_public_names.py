@@ -66,8 +66,9 @@ NAMES = {
     "engram.envs.transforms": TRANSFORMS | {"TransformedEnv"},
     "engram.transforms": TRANSFORMS,
     "engram.cli": {
-        "Conversion", "Damage", "Differences", "Info", "KeyDifference", "KeyInfo", "LaneInfo", "RowsShown", "Summary",
-        "Verification", "convert", "diff", "head", "info", "plot", "report", "sample", "verify",
+        "Activity", "Conversion", "Damage", "Differences", "Info", "KeyDifference", "KeyInfo", "LaneInfo", "RowsShown",
+        "Summary", "Verification", "WriterActivity", "convert", "diff", "head", "info", "play", "plot", "report",
+        "sample", "top", "verify",
     },
     "engram.testing": {
         "EnvContract", "RoundRobinWriterContract", "SamplerContract", "StorageContract", "StrandsContract",

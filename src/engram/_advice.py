@@ -66,7 +66,7 @@ _SLICES = {
     "step_key": (_ANY, ""),
     "fragmented": (
         (False,),
-        "writers beside each other need a lane each, in which trajectories lie whole: LazyTensorStorage(lanes=n)",
+        "trajectories of about n writers beside each other lie whole with LazyTensorStorage(lanes=n)",
     ),
 }
 _COLLECTORS: dict[str, tuple[tuple[Any, ...], str]] = {

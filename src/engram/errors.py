@@ -3,7 +3,7 @@
     EngramError
     ├── StorageError                 a store cannot be made, opened or written
     │   ├── StorageInUseError        the operation needs the store alone
-    │   ├── NoFreeLaneError          every lane has a writer
+    │   ├── NoFreeLaneError          a store for one writer, or each lane of a shard, has one
     │   ├── IncarnationError         a call was meant for another life of a shard
     │   └── ShardUnavailableError    a shard does not answer (a TimeoutError, too)
     │       └── ShardGoneError       it never will: nobody starts it again
@@ -55,7 +55,7 @@ class StorageInUseError(StorageError):
 
 
 class NoFreeLaneError(StorageError):
-    """Every lane of the store has a writer."""
+    """A storage with `lanes=1` has its writer in another process, or each lane of a shard has a producer."""
 
 
 class IncarnationError(StorageError):

@@ -58,7 +58,30 @@ class BorderCheck {
         if (!same(newest + e.next_offset, leaves[e.leaf].at(0, env), e.bytes)) differs |= uint64_t{1} << k;
       }
     }
-    return differs && (differs & evidence(view, lane, n, leaves)) != 0;
+    return differs && (differs & evidence(lane, n, leaves)) != 0;
+  }
+  // Looks which entries agreed between the last two steps of one trajectory in a lane: a bit for each, and kBorderKnown if there
+  // are two such steps. The lane's header keeps the result, which outlives these steps. The caller is the lane's writer.
+  uint64_t look(uint64_t lane) const {
+    const LaneView view = store_.lanes.view(lane);
+    LaneHeader& header = store_.lanes.lane(lane);
+    if (rule_.leaves == 0 || view.rows() == 0) return header.border_agreed.load(std::memory_order_relaxed);
+    const uint64_t newest = view.published - 1, floor = newest > kLookBack ? newest - kLookBack : 0;
+    const uint64_t looked = header.border_looked.load(std::memory_order_relaxed);
+    for (uint64_t k = newest; k > std::max({view.first, looked, floor}); --k) {
+      if (store_.seam(lane, k)) continue;
+      Agreed agreed;
+      for (uint64_t env = 0; env < store_.geometry().envs; ++env) {
+        const uint8_t* before = row(lane, env, k - 1);
+        const uint8_t* after = row(lane, env, k);
+        if (!done(before).first && !other_ids(before, after)) agreed.add(agreeing(before, after));
+      }
+      if (!agreed.any) continue;
+      header.border_agreed.store(agreed.entries | kBorderKnown, std::memory_order_relaxed);
+      break;
+    }
+    header.border_looked.store(newest, std::memory_order_relaxed);
+    return header.border_agreed.load(std::memory_order_relaxed);
   }
 
  private:
@@ -86,25 +109,9 @@ class BorderCheck {
     void add(uint64_t here) { entries &= here, any = true; }
   };
   // A bit for each entry that agreed between the last two steps of one trajectory, in every environment that has two such
-  // steps: steps of the lane, else of the batch. The lane's header keeps the result, which outlives these steps.
-  uint64_t evidence(const LaneView& view, uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) const {
-    LaneHeader& header = store_.lanes.lane(lane);
-    const uint64_t newest = view.published - 1, floor = newest > kLookBack ? newest - kLookBack : 0;
-    const uint64_t looked = header.border_looked.load(std::memory_order_relaxed);
-    for (uint64_t k = newest; k > std::max({view.first, looked, floor}); --k) {
-      if (store_.seam(lane, k)) continue;
-      Agreed agreed;
-      for (uint64_t env = 0; env < store_.geometry().envs; ++env) {
-        const uint8_t* before = row(lane, env, k - 1);
-        const uint8_t* after = row(lane, env, k);
-        if (!done(before).first && !other_ids(before, after)) agreed.add(agreeing(before, after));
-      }
-      if (!agreed.any) continue;
-      header.border_agreed.store(agreed.entries | kBorderKnown, std::memory_order_relaxed);
-      break;
-    }
-    header.border_looked.store(newest, std::memory_order_relaxed);
-    const uint64_t agreed = header.border_agreed.load(std::memory_order_relaxed);
+  // steps: steps of the lane, else of the batch.
+  uint64_t evidence(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) const {
+    const uint64_t agreed = look(lane);
     return agreed & kBorderKnown ? agreed & ~kBorderKnown : n < 2 ? 0 : evidence_of(leaves);
   }
   uint64_t agreeing(const uint8_t* before, const uint8_t* after) const {

@@ -39,18 +39,22 @@ struct StintProtocol {
   // ---- the writer that has the turn ----
   // Whether its stint goes on: no other writer began one here since, and it is not used up.
   bool goes_on(uint64_t writer) const { return turns.continues(writer) && left() > 0; }
+  // How many rows a stint that begins now may append. `finishes`: the one before was overdue, and this one replaces the rows
+  // that it has left.
+  uint64_t room(bool finishes) const {
+    if (const uint64_t rest = finishes ? left() : 0; rest > 0) return rest;
+    const uint64_t there = stored();
+    return there < rows.capacity ? rows.capacity - there : rows.capacity;
+  }
   // Begins a stint. A kill in between leaves the turn to a dead writer: who takes that over begins a stint of its own.
   template <class DrawTicket>
-  void begin(uint64_t writer, uint64_t stream, uint64_t position, DrawTicket&& draw_ticket) const {
-    set_end();
+  void begin(uint64_t writer, uint64_t stream, uint64_t position, bool finishes, DrawTicket&& draw_ticket) const {
+    set_end(finishes);
     set_ticket(draw_ticket());
     record(Memory::load(rows.published), stream, position);
     turns.begin_rows(writer);  // L4
   }
-  void set_end() const {
-    const uint64_t there = stored(), room = there < rows.capacity ? rows.capacity - there : rows.capacity;
-    Memory::store(until, Memory::load(rows.published) + room);  // L1
-  }
+  void set_end(bool finishes) const { Memory::store(until, Memory::load(rows.published) + room(finishes)); }  // L1
   void set_ticket(uint64_t drawn) const { Memory::store(ticket, drawn); }  // L2
   void record(uint64_t start, uint64_t stream, uint64_t position) const {
     if (!records) return;
@@ -81,21 +85,47 @@ struct StintProtocol {
 struct LaneChoice {
   static constexpr uint64_t kNone = ~uint64_t{0};
   uint64_t lane = kNone, holder = 0, ticket = 0;
-  bool is_full = true;
+  bool is_full = true, is_overdue = false;
   bool any() const { return lane != kNone; }
+  bool comes_before(const LaneChoice& other) const {
+    if (is_full != other.is_full) return other.is_full;
+    if (is_overdue != other.is_overdue) return is_overdue;
+    return ticket < other.ticket;
+  }
 };
 
-// The lane in which the fewest and oldest rows are replaced: one that is not full before one that is, then the one whose stint
-// began first. A hint, which `take_chosen` looks at again. `skips(lane, holder)`: this lane is not taken now, as the writer whose
+// Stints that last too long: of writers that are slow, or pause, or died. The rows that such a stint would still replace are the
+// oldest of all lanes.
+struct OverdueStints {
+  static constexpr uint64_t kShare = 8;  // of the lanes: a stint may last until others have begun in so many of them
+
+  uint64_t newest = 0, unfinished = 0;
+  void see(uint64_t ticket, uint64_t left) {
+    newest = std::max(newest, ticket);
+    unfinished += left > 0;
+  }
+  // Writers that are equally fast begin one stint each while one of them lasts.
+  bool has(uint64_t lanes, uint64_t ticket, uint64_t left) const {
+    return left > 0 && newest > ticket && newest - ticket > std::max(lanes / kShare, 2 * unfinished);
+  }
+};
+
+// The lane in which the fewest and oldest rows are replaced: one that is not full before one that is, then one whose stint is
+// overdue, then the one whose stint began first. A hint, which `take_chosen` looks at again. `skips(lane, holder)`: this lane is not taken now, as the writer whose
 // turn it is (0: none) lives, or for another reason.
 template <class Memory, class StintsOf, class Skips>
 LaneChoice choose_lane(uint64_t lanes, StintsOf&& stints_of, Skips&& skips) {
+  OverdueStints overdue;
+  for (uint64_t l = 0; l < lanes; ++l) {
+    const auto stints = stints_of(l);
+    overdue.see(Memory::load(stints.ticket), stints.left());
+  }
   LaneChoice best;
   for (uint64_t l = 0; l < lanes; ++l) {
     const auto stints = stints_of(l);
-    const LaneChoice next{l, stints.turns.holder(), Memory::load(stints.ticket), stints.is_full()};
-    if (best.any() && (next.is_full != best.is_full ? next.is_full : next.ticket >= best.ticket)) continue;
-    if (skips(l, next.holder)) continue;
+    LaneChoice next{l, stints.turns.holder(), Memory::load(stints.ticket), stints.is_full()};
+    next.is_overdue = next.is_full && overdue.has(lanes, next.ticket, stints.left());
+    if ((best.any() && !next.comes_before(best)) || skips(l, next.holder)) continue;
     best = next;
   }
   return best;

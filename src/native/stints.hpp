@@ -46,7 +46,7 @@ class StintTurn {
   ~StintTurn() {
     Store::Stint& stint = store_.stint();
     if (stint.lane == lane_ && !stints().left()) {
-      stint.border_agreed = store_.lanes.lane(lane_).border_agreed.load(std::memory_order_relaxed);
+      stint.border_agreed = BorderCheck(store_).look(lane_);  // of these rows, before they are another writer's
       stint.lane = Store::Stint::kNone;
     }
     store_.lanes.turns(lane_).give_back();
@@ -59,11 +59,7 @@ class StintTurn {
   bool begins() const { return begins_; }
   Lanes::Stints stints() const { return store_.lanes.stints(lane_); }
   // How many rows can be appended in this turn.
-  uint64_t room() const {
-    const auto here = stints();
-    const uint64_t capacity = here.rows.capacity, at = StdMemory::load(here.rows.published), base = StdMemory::load(here.rows.base);
-    return !begins_ ? here.left() : at - base < capacity ? capacity - (at - base) : capacity;
-  }
+  uint64_t room() const { return begins_ ? stints().room(finishes_) : stints().left(); }
   void begin() {
     Store::Stint& stint = store_.stint();
     const uint64_t writer = store_.writer();
@@ -71,7 +67,7 @@ class StintTurn {
     // What was found out about the rows of the writer before says nothing of this one's.
     header.border_agreed.store(stint.border_agreed, std::memory_order_relaxed);
     header.border_looked.store(header.published.load(std::memory_order_relaxed), std::memory_order_relaxed);
-    stints().begin(writer, writer, stint.position, [&] { return store_.lanes.draw_ticket(); });
+    stints().begin(writer, writer, stint.position, finishes_, [&] { return store_.lanes.draw_ticket(); });
     stint.lane = lane_, begins_ = false;
   }
 
@@ -104,7 +100,7 @@ class StintTurn {
         alive.push_back(choice.holder);
         continue;
       }
-      lane_ = choice.lane;
+      lane_ = choice.lane, finishes_ = choice.is_overdue;
       if (!take_chosen<StdMemory>(stints(), choice, store_.writer())) continue;
       if (choice.holder) take_over(choice.holder);
       return true;
@@ -130,7 +126,7 @@ class StintTurn {
   Store& store_;
   std::vector<uint64_t>& used_;
   uint64_t lane_ = Store::Stint::kNone, holder_ = 0;
-  bool begins_ = false;
+  bool begins_ = false, finishes_ = false;
 };
 
 // The slots that the next n steps of this process go to, if no other process writes meanwhile: runs of (lane, sequence, steps).
@@ -142,7 +138,7 @@ inline std::vector<LaneRun> next_runs(const Store& store, uint64_t n) {
   const uint64_t capacity = lanes.capacity();
   struct Place {
     bool is_used, is_full;
-    uint64_t ticket, lane, published, stored;
+    uint64_t ticket, lane, published, stored, left;
   };
   std::vector<LaneRun> runs;
   std::vector<Place> places;
@@ -151,25 +147,31 @@ inline std::vector<LaneRun> next_runs(const Store& store, uint64_t n) {
     const LaneHeader& h = lanes.lane(l);
     const uint64_t at = h.published.load(), base = h.base.load();
     const uint64_t stored = std::min(capacity, at - std::min(at, base));
-    places.push_back({false, stored == capacity, h.ticket.load(), l, at, stored});
+    places.push_back({false, stored == capacity, h.ticket.load(), l, at, stored, lanes.stints(l).left()});
     tickets = std::max(tickets, places.back().ticket);
   }
   uint64_t own = store.stint().lane;
   if (own < lanes.count() && !lanes.stints(own).goes_on(store.writer())) own = Store::Stint::kNone;
   while (n > 0) {
     Place* next = own < lanes.count() ? &places[own] : nullptr;
-    uint64_t room = next ? lanes.stints(own).left() : 0;
     if (!next) {
+      OverdueStints overdue;
+      for (const Place& place : places) overdue.see(place.ticket, place.left);
+      const auto is_overdue = [&](const Place& place) {
+        return place.is_full && overdue.has(lanes.count(), place.ticket, place.left);
+      };
       if (std::all_of(places.begin(), places.end(), [](const Place& place) { return place.is_used; }))
         for (Place& place : places) place.is_used = false;
-      next = &*std::min_element(places.begin(), places.end(), [](const Place& a, const Place& b) {
-        return std::tuple(a.is_used, a.is_full, a.ticket, a.lane) < std::tuple(b.is_used, b.is_full, b.ticket, b.lane);
+      next = &*std::min_element(places.begin(), places.end(), [&](const Place& a, const Place& b) {
+        return std::tuple(a.is_used, a.is_full, !is_overdue(a), a.ticket, a.lane) <
+               std::tuple(b.is_used, b.is_full, !is_overdue(b), b.ticket, b.lane);
       });
-      room = next->is_full ? capacity : capacity - next->stored;
+      if (!is_overdue(*next)) next->left = next->is_full ? capacity : capacity - next->stored;
       next->ticket = ++tickets;
     }
     own = Store::Stint::kNone, next->is_used = true;
-    const uint64_t take = std::min(n, room);
+    const uint64_t take = std::min(n, next->left);
+    next->left -= take;
     runs.push_back({next->lane, next->published, take});
     next->published += take, next->stored = std::min(capacity, next->stored + take), next->is_full = next->stored == capacity;
     n -= take;
@@ -197,7 +199,8 @@ inline void append_in_stints(Store& store, const std::vector<LeafSource>& leaves
   RowWriter writer(store);
   std::vector<uint64_t> used;
   used.reserve(std::min(store.lanes.count(), n / capacity + 2));
-  for (uint64_t done = 0; done < n;) {
+  uint64_t done = 0;
+  while (done < n) try {
     StintTurn turn(store, used, pause);
     const uint64_t lane = turn.lane(), take = std::min(n - done, turn.room());
     const bool begins_stint = turn.begins();
@@ -214,6 +217,9 @@ inline void append_in_stints(Store& store, const std::vector<LeafSource>& leaves
     writer.append_part(lane, done, take, begins, sources);
     store.stint().position += take, done += take;
     if (done < n) used.push_back(lane);
+  } catch (const LanesBusy& busy) {
+    throw LanesBusy(busy.what() + (done ? ". The first " + std::to_string(done) + " of " + std::to_string(n) + " steps were written"
+                                        : std::string(". Nothing was written")));
   }
 }
 

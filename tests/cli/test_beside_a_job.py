@@ -6,7 +6,7 @@ import pytest
 
 from cli.support import episodes, store
 from contracts.each import each
-from engram.cli import convert, diff, head, info, plot, report, sample, verify
+from engram.cli import convert, diff, head, info, plot, report, sample, top, verify
 from engram.data import LazyMemmapStorage
 
 COMMANDS = {
@@ -17,6 +17,7 @@ COMMANDS = {
     "sample": lambda store, out: sample(store),
     "plot": lambda store, out: plot(store, ["action"], output=out / "p.png"),
     "report": lambda store, out: report(store, output=out / "r.html"),
+    "top": lambda store, out: [next(looks) for looks in [top(store, every=0.05)] for _ in range(2)],
     "convert": lambda store, out: convert(store, out / "copy", to="store"),
 }
 

@@ -18,6 +18,7 @@ from engram.data.datasets import iter_parquet, write_parquet
 from engram.data.replay_buffers.storages.memmap import ObservedMemmapStorage
 from engram.errors import StorageInUseError
 from engram.store.episodes import EpisodeIndex
+from engram.store.observed import ObservedRows
 from engram.store.places import ObservedLanes
 
 LENGTH, MORE = 20, 40  # steps of an episode, and that the job writes at each look of a command
@@ -37,7 +38,7 @@ def job(tmp_path: Path, capacity: int) -> TensorDictReplayBuffer:
 @contextmanager
 def writing(job: ReplayBuffer[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """A block in which a job writes before and after each look at its counters, rows and flags."""
-    written, validated, counted = [0], ObservedLanes.validated, EpisodeIndex._query
+    written, validated, counted, read = [0], ObservedLanes.validated, EpisodeIndex._query, ObservedRows.column
 
     def write() -> None:
         job.extend(episodes(MORE, LENGTH))
@@ -55,8 +56,15 @@ def writing(job: ReplayBuffer[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator
         write()
         return result
 
+    def read_column(self: Any, *arguments: Any) -> Any:
+        write()
+        result = read(self, *arguments)
+        write()
+        return result
+
     with monkeypatch.context() as patches:
         patches.setattr(ObservedLanes, "validated", look)
+        patches.setattr(ObservedRows, "column", read_column)
         patches.setattr(EpisodeIndex, "_query", count)
         yield written
     assert written[0]

@@ -21,6 +21,7 @@ from crash import stores, tracer
 from engram.data import LazyMemmapStorage, ReplayBuffer
 from engram.store import files as recovery
 from engram.store import places
+from engram.store.places import LaneCount
 
 MAPPED = 1 << 40  # a mark that says where the store is mapped
 NUMBERS, STRANDS = 10**6, 10**7
@@ -40,8 +41,8 @@ class Sessions:
     def open(self) -> Any:
         s = self.shape
         storage = LazyMemmapStorage(
-            s["lanes"] * s["capacity"] * s["envs"], scratch_dir=self.folder, existsok=True, lanes=s["lanes"],
-            ndim=1 if s["envs"] == 1 else 2,
+            s["lanes"] * s["capacity"] * s["envs"], scratch_dir=self.folder, existsok=True,
+            lanes=1 if s["lanes"] == 1 else LaneCount(s["lanes"]), ndim=1 if s["envs"] == 1 else 2,
         )  # fmt: skip
         if storage.lanes is not None:
             tracer.mark(MAPPED, storage.lanes.store.memory().ctypes.data)
@@ -70,18 +71,23 @@ class Sessions:
     def extend(self, rb: Any) -> None:
         s = self.shape
         n = self.random.choice((1, 2, 3, s["capacity"] // 3, s["capacity"] + 1))
-        if rb.storage.lanes is None:
-            lane, first = 0, 0
-        else:
-            lane = rb.storage.lanes.hold()
-            first = rb.storage.lanes.states()[lane]["published"]
+        lanes, capacity = rb.storage.lanes, s["capacity"]
+        going = Counter((lanes.next_slots(n) // capacity).tolist())  # how many steps go to each lane
         self.edition += 1
-        self.say({"extend": lane, "first": first, "n": n, "edition": self.edition})
-        rb.extend(self.batch(first, n))
-        self.say({"extended": lane})
+        numbers = []
+        for lane, steps in going.items():  # in the order in which they are filled
+            first = lanes.states()[lane]["published"]
+            self.say({"extend": lane, "first": first, "n": steps, "edition": self.edition})
+            numbers.append(torch.arange(first, first + steps))
+        rb.extend(self.batch_of(torch.cat(numbers)))
+        for lane in going:
+            self.say({"extended": lane})
 
     def batch(self, first: int, n: int) -> TensorDict:
-        numbers = torch.arange(first, first + n) + self.edition * STRANDS
+        return self.batch_of(torch.arange(first, first + n))
+
+    def batch_of(self, numbers: Tensor) -> TensorDict:
+        numbers = numbers + self.edition * STRANDS
         if self.shape["envs"] > 1:
             numbers = numbers + torch.arange(self.shape["envs"]).unsqueeze(1) * NUMBERS
         return rows(numbers, self.shape["width"])

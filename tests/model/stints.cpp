@@ -93,6 +93,7 @@ struct MoveOn : rl::test_suite<MoveOn<kLanes, kCapacity, kExtents, kPiece, kExte
   struct Writer {
     unsigned thread;
     uint64_t number, lane = kNoLane, position = 0;
+    bool finishes = false;  // a stint that was overdue
     uint64_t stream() const { return thread + 1; }
   };
   static uint64_t number(unsigned i) { return i == 2 && wrong == Wrong::kNumberGivenTwice ? 1 : i + 1; }
@@ -141,16 +142,16 @@ struct MoveOn : rl::test_suite<MoveOn<kLanes, kCapacity, kExtents, kPiece, kExte
     };
     const uint64_t from = Memory::load(here.rows.published);
     switch (wrong) {
-      default: return here.begin(me.number, me.stream(), me.position, draw);
+      default: return here.begin(me.number, me.stream(), me.position, me.finishes, draw);
       case Wrong::kExtentAfterRows:
         real.lane_of[me.thread] = kNoLane;
-        return here.set_end(), here.set_ticket(draw()), here.turns.begin_rows(me.number);
+        return here.set_end(me.finishes), here.set_ticket(draw()), here.turns.begin_rows(me.number);
       case Wrong::kLastWriterForgotten:
-        here.set_end(), here.set_ticket(draw()), here.record(from, me.stream(), me.position);
+        here.set_end(me.finishes), here.set_ticket(draw()), here.record(from, me.stream(), me.position);
         if (Memory::load(here.turns.last_writer) == 0) here.turns.begin_rows(me.number);
         return;
       case Wrong::kLastWriterAfterRows:
-        return here.set_end(), here.set_ticket(draw()), here.record(from, me.stream(), me.position);
+        return here.set_end(me.finishes), here.set_ticket(draw()), here.record(from, me.stream(), me.position);
     }
   }
 
@@ -173,7 +174,7 @@ struct MoveOn : rl::test_suite<MoveOn<kLanes, kCapacity, kExtents, kPiece, kExte
       const engram::LaneChoice choice = engram::choose_lane<Memory>(
           kLanes, [&](uint64_t l) { return stints(l); }, [&](uint64_t, uint64_t holder) { return holder && !is_dead(me, holder); });
       if (!choice.any() || !take(me, choice)) continue;
-      me.lane = choice.lane;
+      me.lane = choice.lane, me.finishes = choice.is_overdue;
       enter(me);
       // A writer that died between drawing its ticket and storing it has begun no stint.
       RL_ASSERT(choice.holder || real.ticket[choice.lane] == choice.ticket);

@@ -5,21 +5,25 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 
 from engram._native import testing
 
+Array = np.ndarray[Any, Any]
+Stacks = tuple[Array, Array]  # X and next.X
+
 
 class StoredWhole:
     """Both stacks of each row, as they were appended."""
 
     def __init__(self, frame_bytes: list[int], frames: int) -> None:
-        self.rows: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
+        self.rows: dict[tuple[int, int], list[list[Stacks]]] = {}
         self.widths = [frames * n for n in frame_bytes]
 
-    def extend(self, lane: int, keys: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    def extend(self, lane: int, keys: list[Stacks]) -> None:
         for env in range(keys[0][0].shape[1]):
             for step in range(len(keys[0][0])):
                 row = [(x[step, env].copy(), after[step, env].copy()) for x, after in keys]
@@ -31,14 +35,14 @@ class Episodes:
 
     def __init__(self, draw: random.Random, frames: int, frame_bytes: list[int], ahead: int) -> None:
         self.draw, self.frames, self.sizes, self.ahead = draw, frames, frame_bytes, ahead
-        self._stacks: list[list[np.ndarray]] = []
+        self._stacks: list[list[Array]] = []
 
-    def _frame(self, size: int) -> np.ndarray:
+    def _frame(self, size: int) -> Array:
         if self.draw.random() < 0.2:
             return np.zeros(size, np.uint8)
         return np.full(size, self.draw.randrange(3) if self.draw.random() < 0.5 else self.draw.randrange(256), np.uint8)
 
-    def _first(self) -> list[np.ndarray]:
+    def _first(self) -> list[Array]:
         kind = self.draw.randrange(3)
         stacks = []
         for size in self.sizes:
@@ -47,12 +51,12 @@ class Episodes:
             stacks.append(np.concatenate([*older, newest]))
         return stacks
 
-    def _moved(self, stacks: list[np.ndarray]) -> list[np.ndarray]:
+    def _moved(self, stacks: list[Array]) -> list[Array]:
         return [np.concatenate([s[size:], self._frame(size)]) for s, size in zip(stacks, self.sizes, strict=True)]
 
-    def steps(self, n: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def steps(self, n: int) -> list[Stacks]:
         """n steps: [n, frames * bytes] of each key, before and after."""
-        rows = []
+        rows: list[list[Stacks]] = []
         while len(rows) < n:
             if not self._stacks or self.draw.random() < 0.2:
                 self._stacks = [self._first()]
@@ -63,7 +67,8 @@ class Episodes:
                 after = self._first() if self.draw.random() < 0.5 else self._moved(self._stacks[0])
             rows.append([(x, y) for x, y in zip(self._stacks[0], after, strict=True)])
             self._stacks.pop(0)
-        return [tuple(np.stack([row[k][i] for row in rows]) for i in range(2)) for k in range(len(self.sizes))]
+        keys = range(len(self.sizes))
+        return [(np.stack([row[k][0] for row in rows]), np.stack([row[k][1] for row in rows])) for k in keys]
 
 
 @pytest.mark.parametrize("seed", range(120))
@@ -80,7 +85,7 @@ def test_random_programs_read_what_was_appended(seed: int) -> None:
         lane, n = draw.randrange(lanes), draw.randint(1, 12)
         of_envs = [sources[lane, env].steps(n) for env in range(envs)]
         keys = [
-            tuple(np.ascontiguousarray(np.stack([one[k][i] for one in of_envs], 1)) for i in range(2))
+            (np.stack([one[k][0] for one in of_envs], 1), np.stack([one[k][1] for one in of_envs], 1))
             for k in range(len(sizes))
         ]
         stored.extend(lane, keys)
@@ -88,7 +93,7 @@ def test_random_programs_read_what_was_appended(seed: int) -> None:
         _assert_equal(stored, whole, lanes, envs, capacity, draw)
 
 
-def _assert_equal(stored: testing.Observations, whole: StoredWhole, lanes: int, envs: int, capacity: int, draw) -> None:
+def _assert_equal(stored: Any, whole: StoredWhole, lanes: int, envs: int, capacity: int, draw: random.Random) -> None:
     wanted = []
     for lane in range(lanes):
         published = stored.published(lane)

@@ -6,6 +6,7 @@ import multiprocessing as mp
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 import engram
 from contracts.children import Child, Signal
@@ -63,6 +64,51 @@ def test_writers_that_follow_each_other_keep_all_rows(make):
     assert len(rb) == 500
     write(rb, 7000, 60)
     assert len(rb) == 500 and set(numbers(rb[:])) >= {*range(7000, 7060), 6000}
+
+
+def test_one_writer_keeps_max_size_rows_in_a_storage_for_eight(make):
+    rb = make(100_000, 8)
+    for first in range(0, 130_000, 1300):
+        rb.extend(steps(first, first + 1300))
+        assert len(rb) == min(first + 1300, 100_000)
+    assert sorted(numbers(rb[:])) == list(range(30_000, 130_000))
+
+
+def test_writers_that_follow_each_other_keep_forty_thousand_rows(make):
+    rb = make(50_000, 5)
+    rb.extend(steps(0, 1))
+    for k in range(1, 5):
+        write(rb, 100_000 * k, 10_000, 500)
+    assert sorted(numbers(rb[:])) == [0, *(100_000 * k + i for k in range(1, 5) for i in range(10_000))]
+
+
+@pytest.mark.parametrize("many", [150, pytest.param(20_000, marks=pytest.mark.long)])
+def test_each_of_many_processes_leaves_its_ten_rows(many, make):
+    size = 5 * many  # half of what they write
+    rb = make(size, 8)
+    rb.extend(steps(0, 10))
+    capacity = rb.storage.lanes.store.lane_capacity
+    for k in range(1, many):
+        write(rb, 10 * k, 10)
+        assert len(rb) == min(10 * k + 10, rb.storage.max_size)
+    assert min(numbers(rb[:])) >= 10 * many - rb.storage.max_size - capacity
+
+
+def test_the_length_never_exceeds_max_size_beside_writers(make):
+    rb = make(500, 3)
+    rb.extend(steps(0, 1))
+    children = [mp.get_context("fork").Process(target=write, args=(rb, 10_000 * k, 3000, 7)) for k in range(1, 4)]
+    for child in children:
+        child.start()
+    before = 0
+    while any(child.is_alive() for child in children):
+        # Of rows that are just being replaced at most a piece of each writer's lane is left out.
+        length, before = len(rb), max(before, len(rb))
+        assert length <= rb.storage.max_size
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0] * 3
+    assert before and len(rb) == rb.storage.max_size
 
 
 def test_more_writers_side_by_side_than_were_said_keep_all_rows(make):
@@ -123,6 +169,42 @@ def test_trajectories_are_cut_where_a_writer_moves_on_and_only_there(make):
         [capacity],
         [],
     ]  # lane 0 has only rows of its second round, whose first one is its oldest
+
+
+def step(observation: float, next_observation: float) -> TensorDict:
+    """A step of a trajectory that nothing but its observations tells from others."""
+    rest = {"reward": torch.ones(1), "done": torch.zeros(1, dtype=torch.bool)}
+    done = {"done": torch.zeros(1, dtype=torch.bool)}
+    observed = torch.tensor([observation])
+    return TensorDict(
+        {"observation": observed, **done, "next": {"observation": torch.tensor([next_observation]), **rest}}
+    )
+
+
+def test_what_a_writer_knows_of_its_borders_comes_with_it_to_the_next_lane(make):
+    rb = make(16, 2)
+    capacity = rb.storage._rows_table.size.max_size // rb.storage._rows_table.size.lanes
+    for k in range(capacity + 1):  # the last one begins a lane
+        rb.add(step(k, k + 1))
+    rb.add(step(100, 101))
+    assert cuts(rb)[:2] == [[], [1]]
+
+
+def test_borders_are_not_judged_by_what_another_writer_had_in_the_lane(make):
+    rb = make(16, 2)
+    size = rb.storage._rows_table.size
+    rb.add(step(0, 0))
+    for k in range(1, size.max_size):
+        rb.add(step(2 * k, 0))  # of this process no step shows what the one before it said
+
+    def follow():
+        for k in range(size.max_size):
+            rb.add(step(k, k + 1))
+
+    Child(follow).result()
+    for k in range(3):
+        rb.add(step(2 * k, 0))
+    assert cuts(rb) == [[2 * size.max_size // size.lanes], *[[]] * (size.lanes - 1)]  # the begin of the stint only
 
 
 def test_a_forked_process_takes_another_lane_than_its_parent(make):
@@ -192,6 +274,17 @@ def test_a_process_that_loads_goes_on_where_the_writer_was_that_saved(make, tmp_
             assert index[0] == expected
             assert [lane["seams"] for lane in other.storage.lanes.states()] == seams
         assert numbers(other[torch.tensor(index[:1]) - 1]) == [first - 1]
+
+
+def test_a_load_goes_on_behind_a_seam_in_the_lane_of_the_save(make, tmp_path):
+    rb = make(60, 3)
+    rb.extend(steps(0, 75))
+    rb.storage.mark_seam()
+    rb.dumps(tmp_path / "saved")
+    other = ReplayBuffer(storage=LazyTensorStorage(60, shared=True, lanes=3))
+    other.loads(tmp_path / "saved")
+    assert other.extend(steps(75, 77)).tolist() == rb.extend(steps(75, 77)).tolist() == [15, 16]
+    assert cuts(other) == cuts(rb)
 
 
 def test_a_save_with_as_many_lanes_as_writers_is_loaded_into_as_many(tmp_path):

@@ -297,7 +297,7 @@ def test_a_storage_that_is_made_at_the_first_write_is_shared(fork):
 
 
 def test_a_storage_that_a_child_sends_is_that_of_its_parent(fork):
-    rb = ReplayBuffer(storage=LazyTensorStorage(30, shared=True, lanes=3))
+    rb = ReplayBuffer(storage=LazyTensorStorage(300, shared=True, lanes=3))
     rb.extend(steps(0, 2))
 
     def send():
@@ -309,7 +309,7 @@ def test_a_storage_that_a_child_sends_is_that_of_its_parent(fork):
         got = ReplayBuffer(storage=other)
         return got.extend(steps(10, 12)).tolist(), rb.extend(steps(20, 22)).tolist()
 
-    assert Child(send, fork=fork).result() == ([10, 11], [20, 21])
+    assert Child(send, fork=fork).result() == ([50, 51], [100, 101])
     assert rb.extend(steps(2, 3)).tolist() == [2]
 
 
@@ -400,11 +400,11 @@ PROGRAM = """
     import ctypes, os, sys
     import torch
     from engram.data import LazyTensorStorage, ReplayBuffer
-    rb = ReplayBuffer(storage=LazyTensorStorage(30, shared=True, lanes=3))
+    rb = ReplayBuffer(storage=LazyTensorStorage(300, shared=True, lanes=3))
     rb.extend(torch.arange(2))
     pid = ctypes.PyDLL(None).fork()
     if pid == 0:
-        os._exit(rb.extend(torch.arange(2)).tolist() != [10, 11])
+        os._exit(rb.extend(torch.arange(2)).tolist() != [50, 51])
     assert os.waitpid(pid, 0)[1] == 0
     assert rb.extend(torch.arange(2)).tolist() == [2, 3]
 """

@@ -142,9 +142,12 @@ def test_a_generation_belongs_to_the_row_beside_it(name, seconds):
     thread.start()
     try:
         until = time.monotonic() + seconds / 2
+        n = rb.storage.lanes.store.lane_capacity
         while time.monotonic() < until:
             batch, info = rb.sample(return_info=True)
-            assert len(set((info["generation"] - batch["n"]).tolist())) == 1, "generations of other rows"
+            generation, lane = info["generation"], info["index"] // n  # each lane counts by itself
+            number = generation // n * rb.storage.max_size + lane * n + generation % n
+            assert len(set((number - batch["n"]).tolist())) == 1, "generations of other rows"
     finally:
         stop.set()
         thread.join()

@@ -17,8 +17,17 @@ import numpy.typing as npt
 
 from engram._progress import progress_bar
 from engram.cli.kinds import Kind, kind_of, one_snapshot, store_folder
+from engram.cli.returns import NO_ENDS, NO_REWARDS, REWARD, sum_rewards
 from engram.errors import StorageError, StorageInUseError
-from engram.kernel.disk import Checkpoint, Counters, StoreFile, WriterShare, writer_shares
+from engram.kernel.disk import (
+    Checkpoint,
+    Counters,
+    ObservedRows,
+    ObservedTrajectories,
+    StoreFile,
+    WriterShare,
+    writer_shares,
+)
 from engram.kernel.tools import visible
 
 if TYPE_CHECKING:
@@ -212,12 +221,35 @@ def _of_store(path: str | os.PathLike[str], episodes: bool | None, returns: bool
             rows = described.rows or 0
             if not (returns or (rows <= _FEW_ROWS if episodes is None else episodes)):
                 return described if episodes is False else _noting(described, NOT_COUNTED)
-            with _opened_rows(path, None, progress) as storage:
-                trajectories = _trajectories_of(storage)
-                described = _of_observed(path, opened, storage, trajectories)
-                return _with_episodes(described, storage, trajectories, returns, progress)
+            observed = ObservedRows(opened.store)
+            with progress_bar(f"reading flags of {path}", rows, progress) as advance:
+                counted = observed.trajectories(advance)
+            if counted is None:
+                return _noting(described, NO_ENDS)
+            described = _settled(opened.store, lambda: _of_header(path, opened.store, opened, counted.rows))
+            described = replace(described, episodes=len(counted.length), lengths=summary(counted.length))
+            return _with_returns_of_store(described, observed, counted, progress) if returns else described
         except (ValueError, KeyError, TypeError) as error:
             raise StorageError(f"{opened.path} has no readable layout: {error}") from error
+
+
+def _with_returns_of_store(
+    described: Info, observed: ObservedRows, counted: ObservedTrajectories, progress: bool
+) -> Info:
+    leaf = observed.leaf(REWARD)
+    if leaf is None:
+        return _noting(described, NO_REWARDS)
+
+    def read(lane: int, steps: range) -> npt.NDArray[np.float64]:
+        rewards = observed.column(leaf, lane, steps).astype(np.float64)
+        summed: npt.NDArray[np.float64] = rewards.reshape(len(steps), described.envs, -1).sum(-1)
+        return summed
+
+    with progress_bar(f"reading rewards of {described.path}", described.rows, progress) as advance:
+        sums = observed.validated(
+            lambda: sum_rewards(counted[:4], read, lambda lane: observed.stored(lane).start, advance)
+        )
+    return replace(described, returns=summary(sums))
 
 
 def _of_observed(
@@ -385,16 +417,17 @@ def _with_episodes(
     if isinstance(trajectories, str):
         return _noting(described, trajectories)
     length = trajectories.length.numpy()
-    described = replace(described, episodes=len(length), lengths=_summary(length))
+    described = replace(described, episodes=len(length), lengths=summary(length))
     if not returns:
         return described
     if not has_rewards(storage):
-        return _noting(described, "the rows have no ('next', 'reward'): there are no returns")
+        return _noting(described, NO_REWARDS)
     with progress_bar(f"reading rewards of {described.path}", storage.shape[0], progress) as advance:
-        return replace(described, returns=_summary(episode_returns(storage, trajectories, advance)))
+        return replace(described, returns=summary(episode_returns(storage, trajectories, advance)))
 
 
-def _summary(values: npt.NDArray[Any]) -> Summary | None:
+def summary(values: npt.NDArray[Any]) -> Summary | None:
+    """Of numbers, NaN apart; None where there are none."""
     values = values[~np.isnan(values)]
     return Summary(float(values.min()), float(values.mean()), float(values.max())) if len(values) else None
 

@@ -14,17 +14,32 @@ import torch
 from engram import __version__
 from engram.cli.description import Info, info_of_rows, shown_key
 from engram.cli.differences import INDEX
-from engram.cli.kinds import one_snapshot
+from engram.cli.film import image_keys
+from engram.cli.kinds import kind_of, one_snapshot, store_folder
 from engram.cli.own_files import REPORT, check_target, write_target
-from engram.cli.plots import LENGTHS, RETURNS, Series, figure, import_matplotlib, png_of_figure, series
+from engram.cli.pixels import image_grid, last_frames, png_of
+from engram.cli.plots import (
+    LENGTHS,
+    RETURNS,
+    Series,
+    decile_series,
+    figure,
+    histogram_series,
+    import_matplotlib,
+    png_of_figure,
+    series,
+)
 from engram.cli.rows import RowsShown, _drawn, _read
 from engram.cli.sources import open_rows
 from engram.cli.tables import HELD, WRITER_HEAD, facts, writer_rows
+from engram.cli.trajectories import read_column, trajectories_of
 from engram.data import Storage
+from engram.kernel.disk import published_stats
 from engram.kernel.tools import human_bytes, visible
 
 _IMAGES = 16  # rows of which images are shown
 _ROWS = 8
+_STRIP = 12  # frames of an episode
 _MOST_HISTOGRAMS = 24
 _SEED = 0
 
@@ -80,8 +95,9 @@ def report(
 ) -> Path:
     """Writes a page about what is at a path, one HTML file that loads nothing, and returns the file's path.
 
-    It shows what `info` says, returns and lengths of episodes over time, a histogram of each key that is not an image,
-    images of some rows, and some rows as a table.
+    It shows what `info` says, returns and lengths of episodes over time, a histogram of each key that holds numbers, a
+    film strip of an episode and images of some rows, some rows as a table; of a store whose learner publishes its draws
+    (`publish_stats=True`) also the ages of what is drawn, and priorities.
 
     Args:
         path: a store (which may be in use), a checkpoint, a directory of TorchRL's or a dataset file.
@@ -111,7 +127,7 @@ def report(
     check_target(place, REPORT)
     with one_snapshot(path, snapshot) as snapshot, open_rows(path, snapshot, progress=progress) as storage:
         described = info_of_rows(path, storage, snapshot, progress=progress)
-        body = "\n".join([*_head(described), *_sections(storage, progress)])
+        body = "\n".join([*_head(described), *_draws(path), *_sections(storage, progress)])
     page = _PAGE.format(
         version=_escape(__version__), title=_escape(name), body=body,
         subtitle=_escape(f"{described.kind} at {Path(path).absolute()}"),
@@ -154,6 +170,7 @@ def _sections(storage: Storage, progress: bool) -> Iterator[str]:
         episodes = [drawn for name in (RETURNS, LENGTHS) for drawn in _drawable(storage, name, progress)]
         if episodes:
             yield "<h2>Episodes, oldest first</h2>" + _image(png_of_figure(figure(episodes)), "returns and lengths")
+    yield from _film_strips(storage)
     rows = _read(storage, lambda: _drawn(storage, _IMAGES, torch.Generator().manual_seed(_SEED)))
     for key in rows.images():
         caption = f"{key}: {len(rows.slots)} rows drawn at random"
@@ -173,15 +190,52 @@ def _drawable(storage: Storage, name: str, progress: bool) -> Iterator[Series]:
         return
 
 
+def _film_strips(storage: Storage) -> Iterator[str]:
+    """Frames of the longest stored episode, evenly spread from its first to its last, for each key that is an image."""
+    keys = image_keys(storage)
+    trajectories = trajectories_of(storage) if keys else "none"
+    if isinstance(trajectories, str) or not len(trajectories.length):
+        return
+    assert storage.lanes is not None
+    capacity, envs = storage.lanes.store.lane_capacity, storage.lanes.envs
+    longest = int(trajectories.length.argmax())
+    lane, env, start, length = (int(column[longest]) for column in trajectories[:4])
+    steps = start + torch.linspace(0, length - 1, min(_STRIP, length), dtype=torch.float64).round().long()
+    for name, path in keys.items():
+        column = read_column(storage, path, lane * capacity + steps % capacity)
+        frames = last_frames((column[:, env] if envs > 1 else column).numpy())
+        caption = f"{name}: {len(frames)} of the {length} steps of the longest stored episode"
+        strip = png_of(image_grid(frames, len(frames)))
+        yield f"<h2>Film strip: {_escape(name)}</h2>" + _image(strip, caption, "pixels")
+
+
 def _histograms(storage: Storage, images: set[str], progress: bool) -> Iterator[str]:
+    """Of numbers; flags are not drawn: two bars say less than their count."""
     assert storage.layout is not None
-    names = [shown_key(leaf.path) for leaf in storage.layout.leaves if leaf.nbytes]
+    names = [shown_key(leaf.path) for leaf in storage.layout.leaves if leaf.nbytes and leaf.dtype != torch.bool]
     figures = []
     for name in [name for name in names if name not in images and name != INDEX][:_MOST_HISTOGRAMS]:
         for drawn in _drawable(storage, name, progress):
             figures.append(_image(png_of_figure(figure([drawn], histogram=True, width=4.0, height=2.2)), name))
     if figures:
         yield f'<h2>How often each value is stored</h2><div class="grid">{"".join(figures)}</div>'
+
+
+def _draws(path: str | os.PathLike[str]) -> Iterator[str]:
+    """What learners publish of their draws from a store: ages and priorities."""
+    learners = published_stats(store_folder(path)) if kind_of(path) == "store" else []
+    for learner in learners:
+        figures = []
+        if learner.ages is not None:
+            drawn = decile_series(f"age of what is drawn, process {learner.pid}", learner.ages)
+            figures.append(_image(png_of_figure(figure([drawn], width=4.0, height=2.2)), "age of what is drawn"))
+        if learner.priorities is not None:
+            drawn = histogram_series("weight in draws", *learner.priorities)
+            pictured = png_of_figure(figure([drawn], histogram=True, width=4.0, height=2.2))
+            figures.append(_image(pictured, "priorities, as they weigh in draws"))
+        if figures:
+            title = _escape(f"Draws of process {learner.pid}: {learner.sampler}")
+            yield f'<h2>{title}</h2><div class="grid">{"".join(figures)}</div>'
 
 
 def _image(png: bytes, caption: str, css: str = "") -> str:

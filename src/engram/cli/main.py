@@ -8,11 +8,15 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engram import __version__, cli
 from engram.cli import tables, terminal
+from engram.cli.cells import oldest_cells
+from engram.cli.kinds import kind_of
 from engram.errors import EngramError
 
 if TYPE_CHECKING:
@@ -24,7 +28,7 @@ DONE, DIFFERENT, FAILED = 0, 1, 2
 FORMS = ("store", "checkpoint", "torchrl", "minari", "hdf5", "parquet")  # that `convert` writes
 
 # Errors that a path, a snapshot or an installation can cause. Any other is a fault of engram: its traceback is shown.
-_EXPECTED = (EngramError, OSError, ValueError, TypeError, KeyError, ImportError, MemoryError)
+_EXPECTED = (EngramError, OSError, ValueError, TypeError, LookupError, ImportError, MemoryError)
 
 
 def run() -> None:
@@ -81,6 +85,26 @@ def command() -> typer.Typer:
             result = cli.info(path, episodes=episodes or None, returns=returns, snapshot=snapshot, progress=not json)
         _show(result.to_json() if json else None, lambda: tables.show_info(result))
 
+    stores_to_watch = typer.Argument(..., help="Stores, or patterns of such in quotes: 'runs/*/replay'.")
+
+    @app.command("top")
+    def top_command(
+        paths: list[str] = stores_to_watch,
+        every: float = typer.Option(1.0, "--every", help="Seconds between two looks."),
+        count: int = typer.Option(None, "-n", help="How many looks; without end."),
+        json: bool = typer.Option(False, "--json", help="Print a line of JSON for each look."),
+    ) -> None:
+        """What goes on in stores, refreshed: rows, rates by writer, episodes, returns, what learners draw."""
+        with _errors_shown(), suppress(KeyboardInterrupt):
+            looks = islice(cli.top(paths, every=every), count)
+            if json:
+                for stores in looks:
+                    terminal.print_json_line([now.to_json() for now in stores])
+                return
+            with terminal.live_screen() as show:
+                for stores in looks:
+                    show(tables.activity_lines(stores))
+
     @app.command("verify")
     def verify_command(path: str = a_path, json: bool = as_json) -> None:
         """Compares everything with its checksums; lists damaged files and rows; exit code 1 if there are any."""
@@ -112,7 +136,7 @@ def command() -> typer.Typer:
         with _errors_shown():
             if png is not None:
                 result.save_png(png, key)
-        _show(result.to_json() if json else None, lambda: tables.show_rows(result))
+        _show(result.to_json() if json else None, lambda: tables.show_rows(result.cells()))
 
     @app.command("head")
     def head_command(
@@ -124,6 +148,11 @@ def command() -> typer.Typer:
         json: bool = as_json,
     ) -> None:
         """The oldest rows, as a table; of large leaves shape, least and largest number."""
+        if png is None and not json:
+            with _errors_shown():
+                if kind_of(path) == "store":  # without torch
+                    tables.show_rows(oldest_cells(path, n))
+                    return
         with _errors_shown():
             result = cli.head(path, n, snapshot=snapshot, progress=not json)
         show_rows(result, png, key, json)
@@ -159,6 +188,28 @@ def command() -> typer.Typer:
         with _errors_shown():
             names = what or ["returns", "lengths"]
             file = cli.plot(path, names, output=output, histogram=histogram, snapshot=snapshot, progress=not json)
+        _show(
+            {"file": str(file), "nbytes": file.stat().st_size} if json else None,
+            lambda: terminal.print_plain(str(file)),
+        )
+
+    @app.command("play")
+    def play_command(
+        path: str = a_path,
+        episode: int = typer.Option(-1, "--episode", help="Which one: 0 is the oldest, -1 the newest."),
+        gif: str = typer.Option(None, "--gif", help="The GIF to write; <name>.gif by default."),
+        mp4: str = typer.Option(None, "--mp4", help='The MP4 to write; needs pip install "engram[video]".'),
+        key: str = of_key,
+        fps: float = typer.Option(30.0, "--fps", help="Frames a second."),
+        snapshot: str = of_snapshot,
+        json: bool = as_json,
+    ) -> None:
+        """Writes a stored episode's frames as a film."""
+        with _errors_shown():
+            if gif is not None and mp4 is not None:
+                raise ValueError("give --gif or --mp4, not both")
+            output = gif or mp4 or f"{Path(path).absolute().name}.gif"
+            file = cli.play(path, output, episode=episode, key=key, fps=fps, snapshot=snapshot, progress=not json)
         _show(
             {"file": str(file), "nbytes": file.stat().st_size} if json else None,
             lambda: terminal.print_plain(str(file)),

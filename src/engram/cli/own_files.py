@@ -15,7 +15,7 @@ from engram.cli.kinds import Kind, kind_of
 from engram.cli.sources import torchrl_steps
 from engram.datasets.atomic_files import Replaceable, new_file, refuse_existing, replaceable_file
 from engram.errors import EngramError
-from engram.kernel.disk import Checkpoint, StoreFile
+from engram.kernel.disk import Checkpoint, StoreFile, is_learner_file
 from engram.kernel.tools import open_regular
 
 _BEGINNING = 4096  # bytes, in which the mark of a file lies
@@ -35,6 +35,7 @@ def _begins(magic: bytes, mark: bytes) -> Callable[[BinaryIO], bool]:
 REPORT = replaceable_file(
     "a report of engram's", _begins(b"<!doctype html>", b'<meta name="generator" content="engram ')
 )
+FILM = replaceable_file("a GIF that engram made", _begins(b"GIF89a", b"engram "))
 PICTURE = replaceable_file("a picture that engram drew", _begins(b"\x89PNG", b"tEXtSoftware\0engram "))
 
 
@@ -65,7 +66,7 @@ def replaceable_folder(kind: Kind) -> Replaceable:
 
 def _store_refusal(path: Path) -> str | None:
     StoreFile.refuse_used(path)
-    return _other_than(path, {StoreFile.NAME})
+    return _other_than(path, {StoreFile.NAME, *(name for name, _ in _entries(path) if is_learner_file(name))})
 
 
 def _checkpoint_refusal(path: Path) -> str | None:

@@ -35,10 +35,16 @@ def _channels_last(shape: tuple[int, ...]) -> bool:
     return shape[2] in (1, 3, 4) and shape[0] not in (1, 3)
 
 
-def image_grid(values: Image) -> Image:
+def last_frames(values: Image) -> Image:
+    """The newest frame of each row: `[rows, *shape]` to `[rows, H, W, 3]`."""
+    return _frames(values)[:, -1]
+
+
+def image_grid(values: Image, in_a_line: int | None = None) -> Image:
     """Images of rows side by side: `[rows, *shape]` to `[height, width, 3]`.
 
-    As many steps in a line as make it about square; grey frames of one step (`[4, H, W]`, a stack) stay side by side.
+    `in_a_line` steps, or as many as make it about square; grey frames of one step (`[4, H, W]`, a stack) stay side by
+    side.
 
     Raises:
         ValueError: these values are not images.
@@ -48,7 +54,7 @@ def image_grid(values: Image) -> Image:
         raise ValueError(f"{values.dtype} {list(shape)} is not an image: uint8 [H, W], [C, H, W] or [H, W, C] is one")
     frames = _frames(values)  # [rows, frames of a step, H, W, 3]
     n, each, height, width, _ = frames.shape
-    columns = each * max(1, math.ceil(math.sqrt(n / each)))
+    columns = each * (in_a_line or max(1, math.ceil(math.sqrt(n / each))))
     lines = math.ceil(n * each / columns)
     size = (lines * (height + _GAP) - _GAP, columns * (width + _GAP) - _GAP, 3)
     grid = np.full(size, _BACKGROUND, np.uint8)

@@ -182,6 +182,19 @@ def _summed_up(name: str, x_label: str, n: int, blocks: Callable[[], Iterator[Nu
     return Series(name, x_label, x, total[:points] / each[:, None], least[:points], most[:points], counts, edges)
 
 
+def histogram_series(name: str, edges: Sequence[float], counts: Sequence[float]) -> Series:
+    """A histogram that exists, to be drawn."""
+    none = np.zeros((0, 1))
+    return Series(name, "", np.zeros(0), none, none, none, np.array(counts), np.array(edges))
+
+
+def decile_series(name: str, deciles: Sequence[float]) -> Series:
+    """Deciles of numbers, to be drawn over their share."""
+    values = np.array(deciles)[:, None]
+    share = np.linspace(0, 100, len(deciles))
+    return Series(name, "percent of draws", share, values, values, values, np.zeros(1), np.zeros(2))
+
+
 def _span(low: float, high: float) -> tuple[float, float]:
     """The ends of a histogram."""
     if low > high:

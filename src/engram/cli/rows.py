@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from engram.cli.cells import Cells, cell, check_count
 from engram.cli.description import KeyInfo, shown_key
 from engram.cli.own_files import PICTURE, write_target
 from engram.cli.pixels import image_grid, is_image, png_of
@@ -20,7 +21,6 @@ from engram.kernel.tools import visible
 from engram.pytree import describe
 
 _TRIES = 100  # beside a writer
-_MOST_SHOWN = 6  # numbers of a leaf that are shown one by one
 
 
 class RowsShown(NamedTuple):
@@ -29,7 +29,7 @@ class RowsShown(NamedTuple):
     slots: Tensor
     batch: Any
 
-    def cells(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    def cells(self) -> Cells:
         """A table of them: names of the columns, and the cells of each row. Large leaves are summed up."""
         if isinstance(self.batch, list):
             return ("slot", "item"), [
@@ -39,7 +39,8 @@ class RowsShown(NamedTuple):
         leaves = [(shown_key(path), torch.as_tensor(value)) for path, value in describe(self.batch, 1)[1]]
         head = ("slot", *(name for name, _ in leaves))
         return head, [
-            (str(slot), *(_cell(values[row]) for _, values in leaves)) for row, slot in enumerate(self.slots.tolist())
+            (str(slot), *(cell(_as_array(values[row])) for _, values in leaves))
+            for row, slot in enumerate(self.slots.tolist())
         ]
 
     def images(self) -> dict[str, Tensor]:
@@ -107,7 +108,7 @@ def head(
         >>> rows.slots, rows.batch
         (tensor([2, 3]), tensor([2, 3]))
     """
-    _check_count(n)
+    check_count(n)
     with open_rows(path, snapshot, progress=progress) as storage:
         return _read(storage, lambda: _oldest_first(storage, n))
 
@@ -121,7 +122,7 @@ def sample(
     progress: bool = False,
 ) -> RowsShown:
     """n rows at a path, drawn uniformly, with replacement; `seed` for the same ones again. Errors as `head`."""
-    _check_count(n)
+    check_count(n)
     generator = torch.Generator()
     if seed is None:
         generator.seed()
@@ -131,9 +132,9 @@ def sample(
         return _read(storage, lambda: _drawn(storage, n, generator))
 
 
-def _check_count(n: int) -> None:
-    if n < 1:
-        raise ValueError(f"the number of rows must be 1 or more, got {n}")
+def _as_array(value: Tensor) -> Any:
+    """NumPy has no bfloat16."""
+    return (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
 
 
 def _oldest_first(storage: Storage, n: int) -> Tensor:
@@ -163,13 +164,3 @@ def _read(storage: Storage, choose: Callable[[], Tensor]) -> RowsShown:
         if rows.overwritten is None and rows.absent is None:
             return RowsShown(slots, rows.batch)
     raise StorageInUseError("the rows are overwritten faster than they are read; try again")
-
-
-def _cell(value: Tensor) -> str:
-    """The numbers of a leaf, or of a large one its shape, least and largest number."""
-    if value.numel() <= _MOST_SHOWN:
-        shown = [f"{x:.5g}" if isinstance(x, float) else str(x) for x in value.reshape(-1).tolist()]
-        return shown[0] if len(shown) == 1 else f"[{' '.join(shown)}]"
-    if value.dtype.is_complex:
-        return str(list(value.shape))
-    return f"{list(value.shape)} {value.min().item():.5g} to {value.max().item():.5g}"

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engram.cli.description import Info, Summary
-from engram.cli.terminal import print_line, print_table
+from engram.cli.terminal import print_line, print_rows, print_table
 from engram.kernel.tools import human_bytes
 
 if TYPE_CHECKING:
+    from engram.cli.activity import Activity, WriterActivity
+    from engram.cli.cells import Cells
     from engram.cli.conversion import Conversion
     from engram.cli.differences import Differences
-    from engram.cli.rows import RowsShown
     from engram.cli.verification import Verification
+    from engram.kernel.disk import LearnerStats
+
+_COMMAND = 40  # letters of a process's command line
 
 HELD = {True: "a process", False: "nobody", None: "-"}
 WRITER_HEAD = ("process", "rows", "share", "steps written", "newest at")
@@ -120,9 +125,86 @@ def show_conversion(result: Conversion) -> None:
         print_line(f"  {note}", style="dim")
 
 
-def show_rows(result: RowsShown) -> None:
-    """Prints what `head` or `sample` returned."""
-    if len(result.slots):
-        print_table(*result.cells())
+def show_rows(cells: Cells) -> None:
+    """Prints rows that `head` or `sample` returned."""
+    head, rows = cells
+    if rows:
+        print_rows(head, rows)
     else:
         print_line("no rows are stored")
+
+
+def activity_lines(stores: Sequence[Activity]) -> list[str]:
+    """What `top` saw of each store, as lines of a terminal."""
+    lines = []
+    for now in stores:
+        lines += [*_lines_of(now), ""]
+    return lines[:-1]
+
+
+def _lines_of(now: Activity) -> Iterator[str]:
+    yield now.path
+    if now.problem is not None:
+        yield f"  {now.problem}"
+        return
+    share = f" of {now.capacity:,} ({now.rows / now.capacity:.0%})" if now.capacity else ""
+    use = "in use" if now.in_use else "nobody has it open"
+    yield f"  rows       {now.rows:,}{share}, {now.written:,} written; {use}"
+    yield f"  rates      {_rate(now.rate_in)} in, {_rate(now.rate_out)} overwritten"
+    for writer in now.writers:
+        yield f"  writer     {_writer(writer)}"
+    if now.episodes is not None:
+        ended = f"{now.episodes:,} ended while watched"
+        seen = f"; the last: returns {_in_words(now.returns)}" if now.returns is not None else ""
+        lengths = f"; lengths {_in_words(now.lengths)}" if now.lengths is not None else ""
+        yield f"  episodes   {ended}{seen}{lengths}"
+    for learner in now.learners:
+        for name, line in zip(("learner", ""), _learner(learner), strict=False):
+            yield f"  {name:<10} {line}"
+    if not now.learners:
+        yield "  learner    not published: ReplayBuffer(..., publish_stats=True) says what it draws"
+
+
+def _writer(writer: WriterActivity) -> str:
+    lanes = f"lane{'s' if len(writer.lanes) > 1 else ''} {_ranges(writer.lanes)}"
+    who = "not known" if writer.pid is None else f"process {writer.pid}"
+    held = f"holds {lanes}{_command_of(writer.pid)}" if writer.holds else f"wrote {lanes}, is not there now"
+    return f"{who} {held}: {writer.rows:,} rows, {_rate(writer.rate)}"
+
+
+def _learner(learner: LearnerStats) -> Iterator[str]:
+    draws = [f"process {learner.pid}, {learner.sampler}"]
+    if learner.rate is not None:
+        draws.append(f"{_rate(learner.rate)} drawn")
+    if learner.ratio is not None:
+        draws.append(f"{learner.ratio:.3g} for each step written")
+    yield "; ".join(draws)
+    if learner.ages is not None and learner.effective is not None and learner.rows:
+        young, middle, old = (f"{learner.ages[k]:,.0f}" for k in (1, 5, 9))
+        share = f"{learner.effective:,.0f} rows ({learner.effective / learner.rows:.0%})"
+        yield f"age {young} / {middle} / {old} steps (10, 50, 90 %); effective {share}"
+
+
+def _rate(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:,.0f}/s"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers that rise, in few words: 0-3, 7."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def _command_of(pid: int | None) -> str:
+    """The command line of a process of this machine, in brackets; nothing where it cannot be read."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    command = b" ".join(words).decode(errors="replace").strip()
+    return f" ({command[:_COMMAND]})" if command else ""

@@ -10,13 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engram.cli.returns import NO_ENDS, REWARD, sum_rewards
 from engram.data import Storage
-from engram.datasets.episodes import REWARD
 from engram.kernel.replay import stored_trajectories
 from engram.kernel.rows import EpisodeIndex
 from engram.pytree import KeyPath
-
-_AT_ONCE = 1 << 16  # time steps of which rewards are read at once
 
 
 class Trajectories(NamedTuple):
@@ -35,7 +33,7 @@ def trajectories_of(storage: Storage) -> Trajectories | str:
         return "steps are stored as items of any form: episodes are not looked for"
     counted = stored_trajectories(storage, EpisodeIndex())
     if counted is None:
-        return "no key says where episodes end: ('next', 'done') or ('collector', 'traj_ids')"
+        return NO_ENDS
     return Trajectories(*counted[0], counted[1])
 
 
@@ -50,24 +48,16 @@ def episode_returns(
     """The sum of `("next", "reward")` over each trajectory: float64 [n]; NaN where rows were overwritten meanwhile."""
     lanes = storage.lanes
     assert lanes is not None
-    capacity, sums = lanes.store.lane_capacity, np.zeros(len(trajectories.length))
-    lane_of, env_of, start_of, length_of = (values.numpy() for values in trajectories[:4])
-    for lane in np.unique(lane_of):
-        here = np.flatnonzero(lane_of == lane)
-        begin, end = int(start_of[here].min()), int((start_of[here] + length_of[here]).max())
-        for at in range(begin, end, _AT_ONCE):
-            until = min(at + _AT_ONCE, end)
-            slots = int(lane) * capacity + torch.arange(at, until) % capacity
-            rewards = read_column(storage, REWARD, slots).double().reshape(until - at, lanes.envs, -1).sum(-1).numpy()
-            totals = np.concatenate([np.zeros((1, lanes.envs)), rewards.cumsum(0)])
-            inside = here[(start_of[here] < until) & (start_of[here] + length_of[here] > at)]
-            first = np.maximum(start_of[inside], at) - at
-            last = np.minimum(start_of[inside] + length_of[inside], until) - at
-            sums[inside] += totals[last, env_of[inside]] - totals[first, env_of[inside]]
-            advance(until - at)
-        oldest = lanes.store.lane(int(lane))["first"]  # after the rows were read
-        sums[here[start_of[here] < oldest]] = np.nan
-    return sums
+    capacity, envs, store = lanes.store.lane_capacity, lanes.envs, lanes.store
+
+    def read(lane: int, steps: range) -> npt.NDArray[np.float64]:
+        slots = lane * capacity + torch.arange(steps.start, steps.stop) % capacity
+        rewards = read_column(storage, REWARD, slots).double()
+        summed: npt.NDArray[np.float64] = rewards.reshape(len(steps), envs, -1).sum(-1).numpy()
+        return summed
+
+    columns = tuple(values.numpy() for values in trajectories[:4])
+    return sum_rewards(columns, read, lambda lane: int(store.lane(lane)["first"]), advance)
 
 
 def read_column(storage: Storage, path: KeyPath, slots: Tensor) -> Tensor:

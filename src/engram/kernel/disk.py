@@ -6,6 +6,8 @@ from engram.checkpoint.writer import saving
 from engram.store.counters import Counters
 from engram.store.header import StoreFile
 from engram.store.locks import FirstByte
+from engram.store.observed import ObservedLeaf, ObservedRows, ObservedTrajectories
+from engram.store.published import Histogram, LearnerStats, is_learner_file, published_stats
 from engram.store.writers import WriterShare, writer_shares
 
 __all__ = [
@@ -13,8 +15,15 @@ __all__ = [
     "Counters",
     "DocumentFile",
     "FirstByte",
+    "Histogram",
+    "LearnerStats",
+    "ObservedLeaf",
+    "ObservedRows",
+    "ObservedTrajectories",
     "StoreFile",
     "WriterShare",
+    "is_learner_file",
+    "published_stats",
     "saving",
     "writer_shares",
 ]

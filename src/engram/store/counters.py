@@ -61,6 +61,8 @@ def _checked(lane: dict[str, Any]) -> tuple[int, int]:
         raise ValueError(f"the seams of a lane do not rise up to {published}: {seams}")
     looked, agreed = lane["border"]["looked"], lane["border"]["agreed"]
     _check_counts(looked, lane["replaced"], lane.get("ticket", 0), lane.get("left", 0))
+    if type(lane.get("goes_on", False)) is not bool:
+        raise ValueError(f"{lane['goes_on']!r:.80} does not say whether a writer's stay in a lane goes on")
     if looked > published or (agreed is not None and (type(agreed) is not int or not 0 <= agreed < 1 << 63)):
         raise ValueError(f"{lane['border']!r:.80} cannot be the evidence about the border of a lane")
     return base, published

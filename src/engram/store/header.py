@@ -121,6 +121,10 @@ class StoreFile:
             return bool(last) and is_writer_alive(self.fd, last >> _native.PID_BITS)
         return has_writer(self.fd, lane)
 
+    def last_pid(self, lane: int) -> int:
+        """The process that wrote a lane's newest row, and may have ended; 0: the store does not tell."""
+        return self.store.last_writer(lane) & ((1 << _native.PID_BITS) - 1)
+
     def close(self) -> None:
         """Closes the descriptor; what is mapped stays."""
         os.close(self.fd)

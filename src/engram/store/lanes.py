@@ -131,9 +131,9 @@ class Lanes:
     def saved_states(self) -> list[dict[str, Any]]:
         """The counters of each lane as a save keeps them: `base`, `published`, `origin`, `seams`, `border`, `replaced`.
 
-        Of several lanes also `ticket` and `left`: which of the store's stints the last one there is, and how many rows
-        it may still append. A lane's end is a seam, unless this process writes there or was the last to write: a
-        process that loads the save goes on as this one would.
+        Of several lanes also `ticket`, `left`, `goes_on`: which of the store's stints the last one there is, how many
+        rows it may still append, and whether it is this process's. A lane's end is a seam, unless this process writes
+        there or was the last to write: a process that loads the save goes on as this one would.
         """
         notice_fork()
         if self.unused_since_fork and self.locks is not None:  # a process that only saves is a user of the store, too
@@ -159,7 +159,7 @@ class Lanes:
             looked, agreed = self.store.border_evidence(i)
             border = {"looked": min(looked, published), "agreed": agreed}
             counters = {"base": base, "published": published, "origin": lane["origin"], "seams": seams}
-            stint = {"ticket": lane["ticket"], "left": lane["left"]} if self.moves_on else {}
+            stint = {"ticket": lane["ticket"], "left": lane["left"], "goes_on": continues} if self.moves_on else {}
             saved.append({**counters, "border": border, "replaced": 0 if i else self.store.replaced, **stint})
         return saved
 
@@ -262,7 +262,7 @@ class Lanes:
         if not self.moves_on or self.held is None:
             return
         states = self.counters()
-        own = [i for i, lane in enumerate(saved) if states[i]["left"] and lane["seams"][-1:] != [lane["published"]]]
+        own = [i for i, lane in enumerate(saved) if states[i]["left"] and lane.get("goes_on")]
         if own:
             self.store.continue_stint(max(own, key=lambda i: states[i]["ticket"]))
 
@@ -526,7 +526,7 @@ class Turns:
                 raise StorageInUseError(
                     f"process {pid} has been writing to this store for {_TURN_TIMEOUT:g} seconds, and writers take "
                     "turns: it was stopped, or waits for something. Let it go on or end it; or make the store with "
-                    "lanes=n, one for each of n writers, which then wait for nobody"
+                    "lanes=n, for about n writers side by side, which then wait for nobody"
                 )
             time.sleep(min(_LONGEST_TURN_PAUSE, _TURN_PAUSE * (looks - _TURN_LOOKS + 1)))
 
@@ -551,7 +551,7 @@ class Turns:
             f"this process and process {last & ((1 << _native.PID_BITS) - 1)} write to one store and take turns: "
             "rows of both lie behind each other, a whole extend (or add) at a time, and no slice or trajectory goes on "
             "from one extend to the next where another process wrote in between. For slices longer than one extend "
-            "make the storage with lanes=n, one for each of n writers",
+            "make the storage with lanes=n, for about n writers side by side",
             RuntimeWarning,
         )
 

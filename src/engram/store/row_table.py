@@ -196,8 +196,8 @@ class RowTable:
         if slots is None:
             raise IndexTakenError(
                 "another process wrote between the check of these rows and their append, so the index that they store "
-                "is not theirs; nothing was written. Write them again; or make the storage with lanes=n, one for each "
-                "of n writers"
+                "is not theirs; nothing was written. Write them again; or make the storage with lanes=n, for about n "
+                "writers side by side"
             )
         return slots
 

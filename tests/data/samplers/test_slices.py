@@ -139,6 +139,17 @@ def test_no_trajectory_long_enough_is_an_error_that_says_how_long_they_are(make)
     assert set(rb.sample(10)["n"].tolist()) == {9, 10, 11, 12, 13}
 
 
+def test_slices_that_are_longer_than_a_lane_are_an_error_that_says_how_long_lanes_are():
+    storage = LazyTensorStorage(60, shared=True, lanes=LaneCount(3))
+    rb = ReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=21), batch_size=21)
+    rb.extend(episodes([40]))
+    with pytest.raises(RuntimeError, match=r"has 20\. Use shorter slices.*fewer lanes.* 3 of 20 steps each"):
+        rb.sample()
+    rb.set_sampler(SliceSampler(slice_len=20))
+    rb.extend(episodes([10], start=40))
+    assert rb.sample(20)["n"].diff().eq(1).all()
+
+
 def test_shorter_trajectories_are_slices_whole_where_that_is_allowed():
     rb = ReplayBuffer(storage=LazyTensorStorage(30), sampler=SliceSampler(slice_len=4, strict_length=False))
     rb.extend(episodes([3, 6, 1]))

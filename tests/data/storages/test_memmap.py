@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import time
 
 import pytest
@@ -53,6 +54,12 @@ class TestNamedFileWithLanes(SeveralLanes, TestNamedFile):
 
     def make(self, capacity, path):
         return LazyMemmapStorage(capacity, scratch_dir=path, lanes=2)
+
+    def test_a_pickle_gives_the_rows_back(self, rb, storage):
+        rb.extend(steps(0, 13))
+        twin = ReplayBuffer(storage=pickle.loads(pickle.dumps(storage)))
+        assert numbers(twin[:]) == numbers(rb[:]) and twin.write_count == 13
+        assert (rb.writer._cursor, twin.writer._cursor) == (3, 4)  # two writers of one file, each in a lane
 
     def test_a_reopened_store_is_as_it_was_left(self, rb, tmp_path):
         rb.extend(steps(0, 7))

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import threading
-import warnings
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, Repla
 from engram.data.replay_buffers.storages.steps import append_step, read_leaves, read_n_steps
 from engram.store import n_step
 from engram.store.n_step import NSteps
+from engram.store.places import HeldLaneCount, LaneCount
 
 ENVS = 3
 DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64")
@@ -204,24 +204,20 @@ class TestStepsBesideOthers:
         go.send(), child.result()
         assert append_step(storage, step(1)) and rb.write_count == 2
 
-    def test_rows_of_an_earlier_writer_are_not_evicted_unsaid(self):
-        rb = ReplayBuffer(storage=LazyTensorStorage(8, shared=True, lanes=2))
-
-        def fill():
-            for t in range(4):
-                rb.add(step(t))
-
-        fill(), rb.storage.release(), Child(fill).result()
-
-        def write():
-            rb.storage.lanes.hold()
-            first = append_step(rb.storage, step(5))
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                rb.add(step(5))
-            return first, [w.category for w in caught], append_step(rb.storage, step(6))
-
-        assert Child(write).result() == (False, [RuntimeWarning], True)
+    def test_steps_move_on_from_lane_to_lane(self):
+        storage = LazyTensorStorage(8, shared=True, lanes=LaneCount(4))
+        rb = ReplayBuffer(storage=storage)
+        rb.add(step(0))
+        assert all(append_step(storage, step(t)) for t in range(1, 5))
+        Child(lambda: [append_step(storage, step(50)), rb.add(step(50))]).result()  # the first one is left to `add`
+        assert append_step(storage, step(5)) and append_step(storage, step(6))
+        lanes = storage.lanes.counters()
+        assert [lane["published"] for lane in lanes] == [2, 2, 2, 2]
+        assert storage.lanes.states()[3]["seams"] == [
+            1,
+            2,
+        ]  # behind another process, and a stint
+        assert storage[:]["action"].flatten().tolist() == [0, 1, 2, 3, 4, 5, 50, 6]
 
     def test_a_child_that_was_forked_by_other_code_does_not_write_to_its_parents_lane(self):
         storage = LazyTensorStorage(20, shared=True, lanes=2)
@@ -355,7 +351,7 @@ class TestReadNSteps:
 
     @each("native", [True, False])
     def test_lanes_of_others_are_no_continuation(self, native):
-        storage = LazyTensorStorage(8, shared=True, lanes=2)
+        storage = LazyTensorStorage(8, shared=True, lanes=HeldLaneCount(2))
         rb = ReplayBuffer(storage=storage)
         rb.add(step(0)), rb.add(step(1))
         storage.lanes.hold_lane(1)

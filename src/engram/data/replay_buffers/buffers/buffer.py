@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, overload
+from weakref import WeakMethod
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,7 @@ from engram.data.replay_buffers.buffers.dataset import BatchDataset
 from engram.data.replay_buffers.buffers.delayed import delay, is_delayed
 from engram.data.replay_buffers.buffers.in_place import grid_index, in_index_order, is_int
 from engram.data.replay_buffers.buffers.parts import BufferParts, Entries, PartSettings
+from engram.data.replay_buffers.buffers.publishing import DrawCounts, StatsPublisher
 from engram.data.replay_buffers.buffers.stats import BatchCount, BufferStats, count_steps, shown_content, writers_of
 from engram.data.replay_buffers.reading.reader import MANY_ROWS, EpochOverError, LoopEpochs
 from engram.data.replay_buffers.reading.reuse import why_not_reusable
@@ -140,6 +142,7 @@ class BufferArguments(TypedDict, total=False):
     reuse_batches: bool
     delayed_init: bool | None
     transform_factory: Callable[[], TransformLike] | None
+    publish_stats: bool
 
 
 @advised
@@ -178,6 +181,9 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             process. A child that is forked before has parts of its own, with a warning. None: if there is a
             `transform_factory`.
         transform_factory: something without arguments that makes the transform, instead of `transform`.
+        publish_stats: writes a small file beside the store once a second, from a thread, which `engram top` shows: rows
+            drawn for each step written, the age of what is drawn, how many rows count. For mapped stores with a
+            `scratch_dir`; copies and pickles of the buffer do not publish.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
@@ -209,6 +215,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         reuse_batches: bool = False,
         delayed_init: bool | None = None,
         transform_factory: Callable[[], TransformLike] | None = None,
+        publish_stats: bool = False,
     ) -> None:
         if transform_factory is not None:
             if transform is not None:
@@ -222,7 +229,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
                 prefetch=prefetch, transform=transform, batch_size=batch_size, dim_extend=dim_extend,
                 generator=generator, shared=shared, checkpointer=checkpointer, track_generations=track_generations,
                 compilable=compilable, reuse_batches=reuse_batches, delayed_init=False,
-                transform_factory=transform_factory,
+                transform_factory=transform_factory, publish_stats=publish_stats,
             )  # fmt: skip
             delay(self, ReplayBuffer.__init__, capacity, arguments)
             return
@@ -258,6 +265,12 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             is_one = isinstance(checkpointer, StorageCheckpointerBase)
             self._storage.checkpointer = checkpointer() if callable(checkpointer) and not is_one else checkpointer
         self._parts = self._join_parts()
+        if publish_stats:
+            self._publisher = StatsPublisher(self, self._storage, WeakMethod(self._published))
+
+    def _published(self) -> DrawCounts:
+        """What `publish_stats` looks at."""
+        return DrawCounts(self._storage, self._sampler, self._handed_out.batches, self._batch_size)
 
     @property
     def initialized(self) -> bool:
@@ -298,9 +311,10 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     _entries: Entries | None = None  # that batches get at their root
     _make_default_writer: Callable[[], Writer] = RoundRobinWriter
     _is_shut_down = False
+    _publisher: StatsPublisher | None = None
     _extends_plainly: ClassVar[bool] = True  # by the library's own `extend`
     _copied_as: ClassVar[Mapping[str, Any]] = {
-        **dict.fromkeys(("_parts", "_iteration", "_is_shut_down"), LEFT_OUT),
+        **dict.fromkeys(("_parts", "_iteration", "_is_shut_down", "_publisher"), LEFT_OUT),
         "_handed_out": Computed(lambda buffer: BatchCount()),
         "_generator": Computed(lambda buffer: _bytes_of(buffer.generator)),
     }
@@ -887,12 +901,14 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         """Does nothing: what was written is there when `add` and `extend` return."""
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Ends the threads that prepare batches: from now on each is made when it is wanted.
+        """Ends the threads that prepare batches, and that of `publish_stats`: each batch is made when it is wanted.
 
         Args:
             timeout: without effect: they end with the batches that they are making.
         """
         self._parts.close()
+        if self._publisher is not None:
+            self._publisher.close()
         self._is_shut_down = True
 
     @property

@@ -259,6 +259,13 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
             "PrioritizedSampler, SliceSampler and PrioritizedSliceSampler can"
         )
 
+    def draw_weights(self, storage: Storage, slots: Tensor) -> Tensor | None:
+        """How likely stored rows are drawn, up to a common factor: float64 [n] of int64 [n]; None: it is not known.
+
+        For `publish_stats`; 0 where a slot cannot be drawn.
+        """
+        return None
+
     def raise_new_priority(self, priority: float, *, storage: Storage | None = None) -> None:
         """New rows get at least this priority from now on; a sampler without priorities ignores it.
 

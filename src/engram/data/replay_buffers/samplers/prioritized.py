@@ -259,6 +259,11 @@ class PriorityTable(RunSource):
         return 0 if storage is None or storage.lanes is None else storage.lanes.capacity
 
     @property
+    def storage_in_use(self) -> Storage | None:
+        """The storage that it was used with last, where it lives; None before the first draw or update."""
+        return None if self._storage is None else self._storage()
+
+    @property
     def _newest_storage(self) -> Storage | None:
         """The storage that was used last, or that of a buffer which has not sampled yet."""
         for ref in (self._storage, self._attached):
@@ -331,7 +336,7 @@ class PriorityTable(RunSource):
 
     def _stored_in(self, storage: Storage | None) -> tuple[Storage, Lanes]:
         if storage is None:
-            storage = None if self._storage is None else self._storage()
+            storage = self.storage_in_use
         if storage is None:
             raise RuntimeError("the sampler has not been used with a storage yet; say which with storage=...")
         lanes = storage.lanes
@@ -343,7 +348,7 @@ class PriorityTable(RunSource):
     def state(self) -> dict[str, Any]:
         """What a sampler saves of it."""
         settings = {**self.settings(), "beta": self.beta}
-        storage = None if self._storage is None else self._storage()
+        storage = self.storage_in_use
         if self._waiting is not None:
             return {**self._waiting, **settings}
         if storage is None or storage.lanes is None:
@@ -586,6 +591,13 @@ class PrioritizedSampler(Sampler, built_in=True):
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         with self.lock:
             return self.storage_state.totals(lambda p: p.poll(_store_of(storage)) if newest else None, storage)
+
+    def draw_weights(self, storage: Storage, slots: Tensor) -> Tensor | None:
+        with self.lock:
+            lanes = storage.lanes
+            if lanes is None or self.storage_state.storage_in_use is not storage:
+                return None  # before the first draw or update: a look is no use
+            return self.storage_state.following(storage, lanes).leaves(lanes.store, slots)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         return self.totals(storage, batch_size).share > 0

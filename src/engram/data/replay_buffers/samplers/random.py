@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 import xxhash
 from torch import Tensor
 
@@ -52,6 +53,9 @@ class RandomSampler(Sampler, built_in=True):
 
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         return DrawTotals(float(stored_rows(storage)))
+
+    def draw_weights(self, storage: Storage, slots: Tensor) -> Tensor:
+        return torch.ones(len(slots), dtype=torch.float64)
 
 
 class SamplerWithoutReplacement(Sampler, built_in=True):
@@ -137,6 +141,9 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
             if len(slots) and not (epochs.drop_last and len(slots) < batch_size):
                 return (storage.from_slots(slots) if storage.ndim > 1 else slots), info
         raise RuntimeError("writers overwrite the rows of every epoch before they can be read; use RandomSampler")
+
+    def draw_weights(self, storage: Storage, slots: Tensor) -> Tensor:
+        return torch.ones(len(slots), dtype=torch.float64)
 
     def draw_plan(self, storage: Storage) -> DrawPlan:
         return super().draw_plan(storage)._replace(

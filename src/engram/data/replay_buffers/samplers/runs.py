@@ -297,9 +297,15 @@ def nothing_to_draw(storage: Storage, episodes: EpisodeIndex, rule: _native.Slic
     """The error where no trajectory is long enough."""
     if not len(storage):
         return RuntimeError(f"{EMPTY} Add or extend it first.")
+    lanes, shorter = storage.lanes, "shorter slices, or strict_length=False"
+    if lanes is not None and lanes.store.lanes > 1 and rule.min_length > lanes.store.lane_capacity:
+        shorter += (
+            f"; or a storage of fewer lanes (a smaller lanes=n, or none): this one has {lanes.store.lanes} of "
+            f"{lanes.store.lane_capacity} steps each, and no trajectory goes on from one to the next"
+        )
     return RuntimeError(
         f"no trajectory has {rule.min_length} steps; the longest that is stored has {episodes.longest(storage)}. Use "
-        "shorter slices, or strict_length=False"
+        f"{shorter}"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from engram.data.replay_buffers.state.rows import SavedObservedRows
-from engram.data.replay_buffers.storages.tensor import LazyTensorStorage, TableStorage, TensorStorage
+from engram.data.replay_buffers.storages.tensor import LazyTensorStorage, TableStorage, TensorStorage, table_bytes
 from engram.errors import StorageError
 from engram.store.header import FILE_NAME
 from engram.store.lazy_table import LazyTable, ObservedTable
@@ -162,6 +162,12 @@ class LazyMemmapStorage(LazyTensorStorage):
             table.take(opened)
 
     get = TableStorage.get  # whose argument is `index`
+
+    @classmethod
+    def nbytes_for(cls, spec: Any, n: int) -> int:
+        """As `LazyTensorStorage.nbytes_for`, of a store in a folder, whose rows have 16 bytes more, for recovery."""
+        place = NamedFile(Path(), take_over=False, auto_cleanup=False, shared_init=False)
+        return table_bytes(spec, n, place)
 
     @classmethod
     def open(

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from engram import pytree
 from engram._advice import advised, with_argument
+from engram._checks import is_integer
 from engram.data.replay_buffers.state.rows import SavedRows
 from engram.data.replay_buffers.storages.base import Storage
 from engram.errors import StorageError
+from engram.specs import Spec
 from engram.store.column_table import ColumnTable
 from engram.store.lanes import Lanes
 from engram.store.layout import RowLayout
@@ -25,6 +27,7 @@ from engram.store.places import (
     GivenRoom,
     GivenTensors,
     LaneCount,
+    NewTable,
     OpenedTable,
     Place,
     PrivateMemory,
@@ -248,12 +251,40 @@ class LazyTensorStorage(TensorStorage):
             place = FirstWriters(SharedMemory(), UnmadeStore(temporary=False))
         self._hold_rows(LazyTable(size, place), checkpointer)
 
+    @classmethod
+    def nbytes_for(cls, spec: Any, n: int) -> int:
+        """The bytes that storage of this class needs for n steps, before one is made: `nbytes` after the first write.
+
+        Args:
+            spec: of a step: a spec of `engram.specs`, or a step itself, without a batch dimension. A
+                `TensorDictReplayBuffer` also stores `"index"`, an int64.
+            n: the steps, of all environments.
+
+        Raises:
+            ValueError: n is below 1, or the step holds no tensor.
+            TypeError: an entry has a dtype that no row holds.
+
+        Example:
+            >>> step = {"pixels": torch.zeros(84, 84, dtype=torch.uint8), "action": 0, "reward": 0.0, "done": False}
+            >>> LazyTensorStorage.nbytes_for(step, 1_000_000) // 1_000_000
+            7072
+        """
+        return table_bytes(spec, n, PrivateMemory("cpu"))
+
     @property
     def shared(self) -> bool:
         """Whether other processes can see and write the rows."""
         return not isinstance(self._rows_table.place, PrivateMemory)
 
     get = with_argument(TableStorage.get, "index", "indices")
+
+
+def table_bytes(spec: Any, n: int, place: Place) -> int:
+    """The bytes of a table in a place, for n steps of a spec, or like a step; errors as `nbytes_for`."""
+    if not is_integer(n, 1):
+        raise ValueError(f"the number of steps must be 1 or more, got {n!r}")
+    step = spec.zero() if isinstance(spec, Spec) else spec
+    return place.bytes_of(NewTable(RowLayout.of(step, 0), (), 1, 1, int(n), given_lanes=None))
 
 
 def _tensor(value: Any, path: pytree.KeyPath) -> Tensor:
