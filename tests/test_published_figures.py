@@ -98,7 +98,7 @@ def test_target_that_a_missing_peer_would_decide_is_not_measured():
 
 def test_front_page_shows_programs_first_and_names_the_commit():
     machine = {**DOCUMENT["machine"], "commit": "abc1234"}
-    text = publish.front_page({**document(PROGRAM, *DOCUMENT["rows"]), "machine": machine})
+    text = publish.front_page({**document(*DOCUMENT["rows"], PROGRAM), "machine": machine})
     assert text.index("| DQN, an update each step | 110 us | 132 us (1.2x) |") < text.index("| a call |")
     assert "commit abc1234" in text
 

@@ -42,6 +42,7 @@ ALLOWED = {
     ("checkpoint.writer", "_create", "os.open"): "flags with O_EXCL: a new file",
     ("cli.conversion", "_write_json", "file.write_text"): "a new file in a new folder",
     ("cli.own_files", "write_target", "new.write_bytes"): "a new file in a new folder",
+    ("cli.tables", "_command_of", "Path(f'/proc/{pid}/cmdline').read_bytes"): "a file of the kernel's",
     ("cli.plots", "png_of_figure", "fig.savefig"): "into memory",
     ("datasets.minari", "write_minari", "(new / 'data' / METADATA).write_text"): "a new file in a new folder",
     ("datasets.parquet", "_is_ours", "import_pyarrow().parquet.ParquetFile"): "a file that is open",

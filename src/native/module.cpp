@@ -19,6 +19,7 @@
 #include "n_step.hpp"
 #include "numpy_random.hpp"
 #include "owner_watch.hpp"
+#include "policy_outputs.hpp"
 #include "push.hpp"
 #include "shared_atomics.hpp"
 #include "step_columns.hpp"
@@ -57,6 +58,7 @@ NB_MODULE(_native, m) {
   bind_ranks(m);
   bind_trajectories(m);
   bind_step_columns(m);
+  bind_policy_outputs(m);
   bind_frames(m);
   bind_atomics(m);
   bind_owner_watch(m);

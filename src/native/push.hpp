@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -71,6 +72,7 @@ inline bool plan_same(const Codec& codec, PyObject* items, bool batch, const Sto
 // not `wanted`. None: another process has the turn.
 inline nb::object append_checked(Store& store, uint64_t lane, Plan& plan, std::optional<size_t> own, bool with_env,
                                  bool wanted = true) {
+  check_border(store, plan);
   const StoreGeometry& s = store.geometry();
   if (store.moves_on()) {
     int64_t first = 0, *out = plan.single ? &first : nullptr;
@@ -157,8 +159,46 @@ inline bool push_columns(Store& store, const Codec& codec, uint64_t lane, nb::ha
   Plan plan;
   if (!codec.check_columns(plan, columns.ptr(), batch_dims, time_dim, own)) return false;
   if (plan.steps == 0 || plan.envs != store.geometry().envs) return false;
-  check_border(store, plan);
   return !append_checked(store, lane, plan, own, with_env, false).is_none();
+}
+
+// The columns of many steps, which were checked once; parts of them are appended as they are then.
+struct CheckedColumns {
+  Plan plan;
+  std::optional<size_t> own;
+  bool with_env = false;
+};
+
+// Checks columns as `push_columns` does, of numpy arrays, whose memory stays where it is as long as this refers to them. None: a
+// column is another object, or does not fit.
+inline std::unique_ptr<CheckedColumns> checked_columns(const Codec& codec, nb::list columns, int batch_dims, int time_dim,
+                                                       std::optional<size_t> own) {
+  Codec::check_dims(batch_dims, time_dim);
+  auto checked = std::make_unique<CheckedColumns>();
+  checked->own = own;
+  if (own && !codec.holds_index(*own, checked->with_env)) throw nb::value_error("this leaf has no room for an index");
+  if (!codec.check_columns(checked->plan, columns.ptr(), batch_dims, time_dim, own)) return nullptr;
+  const size_t arrays = codec.leaves().size() - (own ? 1 : 0);
+  return checked->plan.buffers.size() == arrays && checked->plan.scalars.empty() ? std::move(checked) : nullptr;
+}
+
+// As `push_columns`, of the rows [first, first + steps) of checked columns.
+inline bool push_part(Store& store, uint64_t lane, const CheckedColumns& columns, size_t first, size_t steps) {
+  if (joined_after_fork()) return false;
+  store.must_be_writable();
+  check_lane(store, lane);
+  const Plan& whole = columns.plan;
+  if (first > whole.steps || steps > whole.steps - first) throw nb::index_error("the columns have fewer rows");
+  for (const LeafSource& leaf : whole.leaves)
+    if (leaf.offset + leaf.bytes > store.geometry().payload_bytes) throw nb::value_error("a leaf lies outside the row");
+  if (steps == 0 || whole.envs != store.geometry().envs) return false;
+  Plan part;
+  part.codec = whole.codec, part.carries_sequence = whole.carries_sequence, part.sized = true;
+  part.steps = steps, part.envs = whole.envs, part.bytes = whole.bytes / whole.steps * steps;
+  part.leaves = whole.leaves;
+  for (LeafSource& leaf : part.leaves)
+    if (leaf.array) leaf.array += static_cast<ptrdiff_t>(first) * leaf.stride;
+  return !append_checked(store, lane, part, columns.own, columns.with_env, false).is_none();
 }
 
 // Appends one time step of all environments, of numpy arrays that are converted to what the rows have (`Codec::check_step`), and
@@ -171,7 +211,6 @@ inline bool push_step(Store& store, const Codec& codec, uint64_t lane, nb::handl
   std::vector<nb::object> values;
   Plan plan;
   if (!codec.check_step(plan, values, step.ptr(), store.geometry().envs)) return false;
-  check_border(store, plan);
   return !append_checked(store, lane, plan, std::nullopt, false, false).is_none();
 }
 
@@ -228,6 +267,11 @@ inline void bind_push(nb::module_& m) {
         "own"_a.none() = nb::none(),
         nb::sig("def push_columns(store: Store, codec: Codec, lane: int, columns: list[object], batch_dims: int, "
                 "time_dim: int, own: int | None = None) -> bool"));
+  nb::class_<CheckedColumns>(m, "CheckedColumns");
+  m.def("checked_columns", &checked_columns, "codec"_a, "columns"_a, "batch_dims"_a, "time_dim"_a, "own"_a.none() = nb::none(),
+        nb::sig("def checked_columns(codec: Codec, columns: list[object], batch_dims: int, time_dim: int, "
+                "own: int | None = None) -> CheckedColumns | None"));
+  m.def("push_part", &push_part, "store"_a, "lane"_a, "columns"_a, "first"_a, "steps"_a);
   m.def("push_step", &push_step, "store"_a, "codec"_a, "lane"_a, "step"_a.none());
   m.def("push", &push, "store"_a, "codec"_a, "lane"_a, "batch"_a.none(), "batch_dims"_a, "time_dim"_a,
         "own"_a.none() = nb::none(), "float_bits"_a.none() = nb::none(),

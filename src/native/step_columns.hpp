@@ -2,10 +2,13 @@
 #pragma once
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bind_store.hpp"
@@ -93,74 +96,335 @@ class StepColumn {
 
 // Columns [calls, n, ...] of what calls give. Row c of an observation is what the environments showed before call c.
 struct StepColumns {
-  std::vector<StepColumn> observations;
+  std::vector<StepColumn> observations, actions;
   StepColumn reward, terminated, truncated, done, idle;
-};
 
-// Copies what calls give into columns: row c of rewards and flags is what call c gave, row c + 1 of an observation what the
-// environments showed after it. A call is a frame of each environment that it did not only reset (`idle`), and frames are
-// counted in `waiting` [n].
-class StepRecorder {
- public:
-  enum Result { kNoneEnds = 0, kSomeEnd = 1, kOtherForm = -1, kBeyondFloat = -2 };
-
-  StepRecorder(nb::list observations, nb::handle reward, nb::handle terminated, nb::handle truncated, nb::handle done,
-               nb::handle idle, CpuArray<int64_t, 1> waiting)
-      : to_{{}, {reward, true, kFloat}, {terminated, true, kBool}, {truncated, true, kBool}, {done, true, kBool},
-            {idle, true, kBool}},
-        waiting_(std::move(waiting)) {
-    to_.observations.reserve(nb::len(observations));
-    for (nb::handle column : observations) to_.observations.emplace_back(column, true);
-    shown_.reserve(to_.observations.size());
-    const size_t n = to_.reward.envs(), calls = to_.reward.rows();
-    bool fit = waiting_.shape(0) == n && to_.reward.bytes() == sizeof(float);
-    for (const StepColumn* flag : {&to_.terminated, &to_.truncated, &to_.done, &to_.idle})
-      fit = fit && flag->envs() == n && flag->rows() >= calls && flag->bytes() == 1;
-    for (const StepColumn& column : to_.observations) fit = fit && column.envs() == n && column.rows() > calls;
+  StepColumns(nb::list shown, nb::list acted, nb::handle reward, nb::handle terminated, nb::handle truncated, nb::handle done,
+              nb::handle idle, size_t n)
+      : reward(reward, true, kFloat), terminated(terminated, true, kBool), truncated(truncated, true, kBool),
+        done(done, true, kBool), idle(idle, true, kBool) {
+    for (nb::handle column : shown) observations.emplace_back(column, true);
+    for (nb::handle column : acted) actions.emplace_back(column, true);
+    bool fit = this->reward.bytes() == sizeof(float);
+    for (const StepColumn* flag : {&this->terminated, &this->truncated, &this->done, &this->idle}) fit = fit && flag->bytes() == 1;
+    for (const StepColumn* column : by_call()) fit = fit && column->envs() == n && column->rows() >= rows();
+    for (const StepColumn& column : observations) fit = fit && column.envs() == n && column.rows() > rows();
     if (!fit) throw nb::value_error("the columns are not of the same environments and calls");
   }
-  // Returns whether an episode ends with the call. kOtherForm: an array is not exactly of its column's form, kBeyondFloat: a
-  // reward is beyond float32; the call is then not counted. Rewards are float32 or float64; `idle` None: no environment.
-  int add(size_t call, nb::tuple observations, nb::handle reward, nb::handle terminated, nb::handle truncated,
-          nb::handle idle) {
-    if (call >= to_.reward.rows()) throw nb::index_error("the columns have no row for this call");
-    const Shown shown(shown_);
-    if (nb::len(observations) != to_.observations.size()) return kOtherForm;
-    for (size_t k = 0; k < to_.observations.size(); ++k)
-      if (!shown_.emplace_back().of(nb::handle(observations[k]).ptr()) || !to_.observations[k].takes(shown_[k]))
-        return kOtherForm;
-    const size_t n = to_.reward.envs();
-    ArrayView rewards, terminations, truncations, resets;
-    if (!rewards.of(reward.ptr()) || !(rewards.is_row(kFloat, n) || rewards.is_row(kDouble, n))) return kOtherForm;
-    if (!terminations.of(terminated.ptr()) || !terminations.is_row(kBool, n)) return kOtherForm;
-    if (!truncations.of(truncated.ptr()) || !truncations.is_row(kBool, n)) return kOtherForm;
-    if (!idle.is_none() && !(resets.of(idle.ptr()) && resets.is_row(kBool, n))) return kOtherForm;
-    if (rewards.dtype() == kFloat) copy_array(to_.reward.row(call), rewards.view());
-    else if (!narrow(to_.reward.row(call), rewards.view())) return kBeyondFloat;
-    for (size_t k = 0; k < shown_.size(); ++k) copy_array(to_.observations[k].row(call + 1), shown_[k].view());
-    uint8_t *terminates = to_.terminated.row(call), *truncates = to_.truncated.row(call), *ends = to_.done.row(call);
-    copy_array(terminates, terminations.view());
-    copy_array(truncates, truncations.view());
-    uint8_t any = 0;
-    for (size_t env = 0; env < n; ++env) any |= ends[env] = terminates[env] | truncates[env];
-    count(to_.idle.row(call), idle.is_none() ? nullptr : &resets.view());
-    return any ? kSomeEnd : kNoneEnds;
+  size_t rows() const { return reward.rows(); }
+  // The columns that have a row for each call, in the order in which batches are laid out; idle comes last.
+  std::vector<const StepColumn*> by_call() const {
+    std::vector<const StepColumn*> all;
+    for (const StepColumn& column : actions) all.push_back(&column);
+    for (const StepColumn* column : {&reward, &terminated, &truncated, &done, &idle}) all.push_back(column);
+    return all;
+  }
+};
+
+// Frames of one environment, number `frame` and those after it, of as many calls from `call` on.
+struct FrameRun {
+  size_t call, frame, frames;
+};
+
+// The first `steps` waiting frames of each environment, oldest first, as runs of calls that only one that makes no frame
+// (`idle`) parts. `taken` [n] says how many frames of each were taken before.
+class FrameRuns {
+ public:
+  FrameRuns(const StepColumn& idle, size_t calls, size_t steps, const int64_t* taken) : dropped(calls), starts_(idle.envs() + 1) {
+    const size_t n = idle.envs();
+    const uint8_t *flags = idle.row(0), *const end = flags + calls * n;
+    std::vector<std::pair<size_t, size_t>> resets;  // call and environment
+    for (const uint8_t* at = flags; at != end && (at = static_cast<const uint8_t*>(std::memchr(at, 1, static_cast<size_t>(end - at)))); ++at)
+      resets.emplace_back(static_cast<size_t>(at - flags) / n, static_cast<size_t>(at - flags) % n);
+    std::vector<size_t> ends(n + 1), of_env(resets.size());
+    for (const auto& [call, env] : resets) ++ends[env + 1];
+    for (size_t env = 0; env < n; ++env) ends[env + 1] += ends[env];
+    std::vector<size_t> next(ends.begin(), ends.end() - 1);
+    for (const auto& [call, env] : resets) of_env[next[env]++] = call;
+    runs_.reserve(n + resets.size());
+    is_even = true;
+    for (size_t env = 0; env < n; ++env) {
+      const size_t *reset = of_env.data() + ends[env], *const last = of_env.data() + ends[env + 1];
+      size_t call = 0, skipped = taken[env] < 0 ? 0 : static_cast<size_t>(taken[env]), wanted = steps;
+      for (;; ++reset) {
+        const size_t stop = reset == last ? calls : *reset;
+        const size_t gone = std::min(skipped, stop - call);
+        skipped -= gone, call += gone;
+        if (const size_t frames = std::min(wanted, stop - call)) {
+          is_even = is_even && call == 0 && frames == steps;
+          runs_.push_back({call, steps - wanted, frames});
+          call += frames, wanted -= frames;
+        }
+        if (call < stop || reset == last) break;
+        call = stop + 1;
+      }
+      if (wanted) throw nb::value_error("an environment has fewer frames");
+      starts_[env + 1] = runs_.size();
+      dropped = std::min(dropped, call);
+    }
+    for (size_t env = 0; env < n; ++env) {  // resets of the calls that have no waiting frame left
+      const auto first = of_env.begin() + static_cast<ptrdiff_t>(ends[env]);
+      const auto last = of_env.begin() + static_cast<ptrdiff_t>(ends[env + 1]);
+      const auto before = static_cast<int64_t>(std::lower_bound(first, last, dropped) - first);
+      taken_after.push_back(taken[env] + static_cast<int64_t>(steps) - static_cast<int64_t>(dropped) + before);
+    }
+  }
+  const FrameRun* begin(size_t env) const { return runs_.data() + starts_[env]; }
+  const FrameRun* end(size_t env) const { return runs_.data() + starts_[env + 1]; }
+  size_t dropped;                    // calls, from the oldest on, that have no waiting frame left
+  std::vector<int64_t> taken_after;  // as `taken`, without those calls
+  bool is_even;                      // frame t of each environment is of call t
+
+ private:
+  std::vector<size_t> starts_;  // of each environment's runs
+  std::vector<FrameRun> runs_;
+};
+
+// The last observations of episodes, which stand in for those that a reset showed: number k is that of environment `envs[k]`
+// after call `calls[k]`.
+class LastRows {
+ public:
+  LastRows(nb::handle calls, nb::handle envs, size_t n) : starts_(n + 1, 0) {
+    const SlotsArg at(calls), of(envs);
+    if (at.n != of.n) throw nb::value_error("one call and one environment for each last observation");
+    for (size_t k = 0; k < of.n; ++k) {
+      if (of.data[k] < 0 || static_cast<size_t>(of.data[k]) >= n) throw nb::index_error("no such environment");
+      ++starts_[static_cast<size_t>(of.data[k]) + 1];
+    }
+    for (size_t env = 0; env < n; ++env) starts_[env + 1] += starts_[env];
+    std::vector<size_t> next(starts_.begin(), starts_.end() - 1);
+    entries_.resize(of.n);
+    for (size_t k = 0; k < of.n; ++k) entries_[next[static_cast<size_t>(of.data[k])]++] = {at.data[k], k};
+    for (size_t env = 0; env < n; ++env)
+      for (size_t k = starts_[env] + 1; k < starts_[env + 1]; ++k)
+        if (entries_[k].call <= entries_[k - 1].call) throw nb::value_error("last observations in another order than calls");
+  }
+  size_t size() const { return entries_.size(); }
+  // Copies those of the runs' frames to [n, steps, ...] from `rows` [size(), ...], elements of so many bytes.
+  void copy(uint8_t* to, size_t bytes, size_t steps, const FrameRuns& runs, const uint8_t* rows) const {
+    for (size_t env = 0; env + 1 < starts_.size(); ++env, to += steps * bytes) {
+      const Entry *entry = entries_.data() + starts_[env], *const end = entries_.data() + starts_[env + 1];
+      for (const FrameRun* run = runs.begin(env); run != runs.end(env); ++run) {
+        const auto first = static_cast<int64_t>(run->call), stop = first + static_cast<int64_t>(run->frames);
+        for (; entry != end && entry->call < stop; ++entry)
+          if (entry->call >= first)
+            std::memcpy(to + (run->frame + static_cast<size_t>(entry->call - first)) * bytes, rows + entry->row * bytes, bytes);
+      }
+    }
   }
 
  private:
+  struct Entry {
+    int64_t call;
+    size_t row;
+  };
+  std::vector<size_t> starts_;  // of each environment's entries
+  std::vector<Entry> entries_;  // by environment, then call
+};
+
+// Copies the frames of the runs to [n, steps, ...], of which each lies `first_row` rows after that of its call.
+template <size_t fixed>
+void copy_frames(uint8_t* to, const StepColumn& column, size_t first_row, const FrameRuns& runs) {
+  const size_t n = column.envs(), bytes = fixed ? fixed : column.bytes(), row_bytes = n * bytes;
+  for (size_t env = 0; env < n; ++env)
+    for (const FrameRun* run = runs.begin(env); run != runs.end(env); ++run) {
+      const uint8_t* from = column.row(first_row + run->call) + env * bytes;
+      for (size_t t = 0; t < run->frames; ++t, to += bytes, from += row_bytes) std::memcpy(to, from, bytes);
+    }
+}
+// The same for flags of few frames, of which only those that are set are looked up; false: too many are set.
+inline bool copy_rare_flags(uint8_t* to, const StepColumn& column, size_t calls, size_t steps, const FrameRuns& runs) {
+  const size_t n = column.envs();
+  const uint8_t *const first = column.row(0), *const end = first + calls * n;
+  std::memset(to, 0, n * steps);
+  size_t most = n * steps / 8;
+  for (const uint8_t* at = first; at != end; ++at) {
+    if (!(at = static_cast<const uint8_t*>(std::memchr(at, 1, static_cast<size_t>(end - at))))) break;
+    if (most-- == 0) return false;
+    const size_t call = static_cast<size_t>(at - first) / n, env = static_cast<size_t>(at - first) % n;
+    const FrameRun* run = runs.begin(env);
+    while (run != runs.end(env) && call >= run->call + run->frames) ++run;
+    if (run != runs.end(env) && call >= run->call) to[env * steps + run->frame + call - run->call] = 1;
+  }
+  return true;
+}
+inline void copy_frames_of(uint8_t* to, const StepColumn& column, size_t first_row, const FrameRuns& runs) {
+  switch (column.bytes()) {
+    case 0: return;
+    case 1: return copy_frames<1>(to, column, first_row, runs);
+    case 4: return copy_frames<4>(to, column, first_row, runs);
+    case 8: return copy_frames<8>(to, column, first_row, runs);
+    case 16: return copy_frames<16>(to, column, first_row, runs);
+    default: return copy_frames<0>(to, column, first_row, runs);
+  }
+}
+
+// Copies what calls give into columns: row c of rewards and flags is what call c gave, row c + 1 of an observation what the
+// environments showed after it. A call is a frame of each environment that it did not only reset (`idle`), and frames are
+// counted in `waiting` [n]; `taken` [n] counts those of the columns that batches have taken. `over` [n] says whose episode the
+// last call ended, of environments that the next call only resets then.
+class StepRecorder {
+ public:
+  enum Result { kSomeEnd = 1, kSomeIdle = 2, kOtherForm = -1, kBeyondFloat = -2 };
+
+  StepRecorder(CpuArray<int64_t, 1> waiting, CpuArray<int64_t, 1> taken, CpuArray<bool, 1> over)
+      : waiting_(std::move(waiting)), taken_(std::move(taken)), over_(std::move(over)) {
+    if (taken_.shape(0) != envs() || over_.shape(0) != envs()) throw nb::value_error("the arrays are not of the same environments");
+  }
+  StepRecorder(const StepRecorder&) = delete;
+  size_t envs() const { return waiting_.shape(0); }
+
+  // Records in these columns from now on. `kept`: a first call and a number of calls of the columns before, whose rows become
+  // the first ones.
+  void use(nb::list observations, nb::list actions, nb::handle reward, nb::handle terminated, nb::handle truncated,
+           nb::handle done, nb::handle idle, std::optional<std::pair<size_t, size_t>> kept) {
+    StepColumns columns(observations, actions, reward, terminated, truncated, done, idle, envs());
+    if (kept) copy_calls(columns, kept->first, kept->second);
+    to_ = std::make_shared<const StepColumns>(std::move(columns));
+  }
+  // Keeps the rows of so many calls from `first` on, which become the first ones.
+  void keep(size_t first, size_t calls) { copy_calls(columns(), first, calls); }
+
+  // Adds a call; returns whether an episode ends with it. kOtherForm: an array is not exactly of its column's form,
+  // kBeyondFloat: a reward is beyond float32; the call is then not counted. Rewards are float32 or float64; `idle` None: no
+  // environment.
+  int add(size_t call, nb::tuple observations, nb::handle reward, nb::handle terminated, nb::handle truncated,
+          nb::handle idle) {
+    ArrayView resets;
+    if (!idle.is_none() && !(resets.of(idle.ptr()) && resets.is_row(kBool, envs()))) return kOtherForm;
+    std::vector<nb::handle> shown;
+    for (nb::handle one : observations) shown.push_back(one);
+    return record(call, shown.data(), shown.size(), reward, terminated, truncated, [&](uint8_t* row) {
+      if (idle.is_none()) return false;
+      copy_array(row, resets.view());
+      return true;
+    });
+  }
+  // Adds a call by what gymnasium's `step` of a vector environment returned, whose observation is one array, and which only
+  // resets the environments whose episode the call before ended (`over`). Returns a sum of kSomeEnd and kSomeIdle, or as `add`.
+  int add_result(size_t call, nb::handle result) {
+    if (!PyTuple_CheckExact(result.ptr()) || PyTuple_Size(result.ptr()) != 5) return kOtherForm;
+    const auto item = [&](Py_ssize_t i) { return nb::handle(PyTuple_GetItem(result.ptr(), i)); };
+    const nb::handle shown = item(0);
+    const size_t n = envs();
+    bool* over = over_.data();
+    bool resets = false;
+    const int ends = record(call, &shown, 1, item(1), item(2), item(3), [&](uint8_t* row) {
+      resets = n && std::memchr(over, 1, n);
+      if (resets) std::memcpy(row, over, n);
+      return resets;
+    });
+    if (ends < 0) return ends;
+    const uint8_t *done = to_->done.row(call), *idle = to_->idle.row(call);
+    if (ends || resets)
+      for (size_t env = 0; env < n; ++env) over[env] = done[env] && !idle[env];
+    return ends + (resets ? kSomeIdle : 0);
+  }
+
+  // The fewest and the most frames of an environment that no batch has taken.
+  std::pair<int64_t, int64_t> waiting() const {
+    if (!envs()) return {0, 0};
+    const auto [least, most] = std::minmax_element(waiting_.data(), waiting_.data() + envs());
+    return {*least, *most};
+  }
+
+  // Takes the first `steps` waiting frames of each environment, oldest first, out of so many calls. Returns tensors [n, steps,
+  // ...]: of observations, actions, the reward, the flags terminated, truncated and done, three flags that are never set, and
+  // the observations that follow; then the call of each frame, int64 [n, steps] (None unless asked for, and where frame t is
+  // of call t), and how many calls, from the oldest on, have no waiting frame left. `taken` and `waiting` count without these
+  // calls afterwards. `last_rows` has the arrays [k, ...] of the last observations of episodes, see `LastRows`.
+  nb::tuple take(size_t calls, size_t steps, bool asks_calls, nb::handle last_calls, nb::handle last_envs, nb::list last_rows) {
+    const std::shared_ptr<const StepColumns> kept = to_;  // another thread may call `use` while the GIL is released
+    const StepColumns& from = columns();
+    if (calls > from.rows()) throw nb::index_error("the columns have no row for these calls");
+    const size_t n = envs(), shown = from.observations.size();
+    const FrameRuns runs(from.idle, calls, steps, taken_.data());
+    const LastRows last(last_calls, last_envs, n);
+    std::vector<ArrayView> lasts(nb::len(last_rows));
+    if (lasts.size() != shown) throw nb::value_error("one array of last observations for each column");
+    for (size_t k = 0; k < shown; ++k)
+      if (!lasts[k].of(nb::handle(last_rows[k]).ptr()) || !PyBuffer_IsContiguous(&lasts[k].view(), 'C') ||
+          static_cast<size_t>(lasts[k].view().len) != last.size() * from.observations[k].bytes())
+        throw nb::value_error("an array of last observations is not of its column's form");
+    std::vector<const StepColumn*> laid_out;
+    for (const StepColumn& column : from.observations) laid_out.push_back(&column);
+    for (const StepColumn* column : from.by_call()) laid_out.push_back(column);
+    laid_out.pop_back();  // idle
+    const size_t present = laid_out.size(), total = present + 3 + shown;
+    const std::vector<int64_t> lead{static_cast<int64_t>(n), static_cast<int64_t>(steps)};
+    LeafMemory memory(total);
+    for (size_t k = 0; k < total; ++k) {
+      const StepColumn& column = k < present ? *laid_out[k] : k < present + 3 ? from.done : from.observations[k - present - 3];
+      if (column.bytes() && n * steps > kMostBytes / column.bytes()) throw std::bad_alloc();
+      memory.plan(column.dtype(), lead, column.inner(), n * steps * column.bytes());
+    }
+    memory.take();
+    maybe_without_gil(memory.bytes() > kGilBytes, [&] {
+      for (size_t k = 0; k < present; ++k)
+        if (k + 3 < present || !copy_rare_flags(memory.data(k), *laid_out[k], calls, steps, runs))
+          copy_frames_of(memory.data(k), *laid_out[k], 0, runs);
+      for (size_t k = present; k < present + 3; ++k) std::memset(memory.data(k), 0, n * steps);
+      for (size_t k = 0; k < shown; ++k) {
+        uint8_t* to = memory.data(present + 3 + k);
+        copy_frames_of(to, from.observations[k], 1, runs);
+        if (last.size())
+          last.copy(to, from.observations[k].bytes(), steps, runs, static_cast<const uint8_t*>(lasts[k].view().buf));
+      }
+    });
+    nb::list tensors;
+    for (size_t k = 0; k < total; ++k) tensors.append(memory.make(k));
+    nb::object frame_calls = asks_calls && !runs.is_even ? calls_of(runs, steps) : nb::none();
+    for (size_t env = 0; env < n; ++env) {
+      waiting_.data()[env] -= static_cast<int64_t>(steps);
+      taken_.data()[env] = runs.taken_after[env];
+    }
+    return nb::make_tuple(tensors, frame_calls, runs.dropped);
+  }
+
+ private:
+  const StepColumns& columns() const {
+    if (!to_) throw nb::value_error("there are no columns");
+    return *to_;
+  }
+  // `reset_row` writes which environments the call only reset, if any, and returns whether it did.
+  template <typename ResetRow>
+  int record(size_t call, const nb::handle* observations, size_t n_observations, nb::handle reward, nb::handle terminated,
+             nb::handle truncated, ResetRow reset_row) {
+    if (call >= columns().rows()) throw nb::index_error("the columns have no row for this call");
+    const StepColumns& to = *to_;
+    const Shown shown(shown_);
+    if (n_observations != to.observations.size()) return kOtherForm;
+    shown_.reserve(n_observations);
+    for (size_t k = 0; k < n_observations; ++k)
+      if (!shown_.emplace_back().of(observations[k].ptr()) || !to.observations[k].takes(shown_[k])) return kOtherForm;
+    const size_t n = envs();
+    ArrayView rewards, terminations, truncations;
+    if (!rewards.of(reward.ptr()) || !(rewards.is_row(kFloat, n) || rewards.is_row(kDouble, n))) return kOtherForm;
+    if (!terminations.of(terminated.ptr()) || !terminations.is_row(kBool, n)) return kOtherForm;
+    if (!truncations.of(truncated.ptr()) || !truncations.is_row(kBool, n)) return kOtherForm;
+    if (rewards.dtype() == kFloat) copy_array(to.reward.row(call), rewards.view());
+    else if (!narrow(to.reward.row(call), rewards.view())) return kBeyondFloat;
+    for (size_t k = 0; k < shown_.size(); ++k) copy_array(to.observations[k].row(call + 1), shown_[k].view());
+    uint8_t *terminates = to.terminated.row(call), *truncates = to.truncated.row(call), *ends = to.done.row(call);
+    copy_array(terminates, terminations.view());
+    copy_array(truncates, truncations.view());
+    uint8_t any = 0;
+    for (size_t env = 0; env < n; ++env) {  // a flag is 0 or 1 from here on, whatever byte the environment has for True
+      terminates[env] = terminates[env] != 0, truncates[env] = truncates[env] != 0;
+      any |= ends[env] = terminates[env] | truncates[env];
+    }
+    uint8_t* idle = to.idle.row(call);
+    if (!reset_row(idle)) std::memset(idle, 0, n);
+    int64_t* waiting = waiting_.data();
+    for (size_t env = 0; env < n; ++env) waiting[env] += !(idle[env] = idle[env] != 0);
+    return any ? kSomeEnd : 0;
+  }
   // The views of one call's observations, which are released when the call is recorded.
   struct Shown {
     explicit Shown(std::vector<ArrayView>& views) : views(views) { views.clear(); }
     ~Shown() { views.clear(); }
     std::vector<ArrayView>& views;
   };
-  void count(uint8_t* row, const Py_buffer* resets) {
-    const size_t n = to_.reward.envs();
-    if (resets) copy_array(row, *resets);
-    else std::memset(row, 0, n);
-    int64_t* waiting = waiting_.data();
-    for (size_t env = 0; env < n; ++env) waiting[env] += !row[env];
-  }
   // False: a finite number is beyond float32.
   static bool narrow(uint8_t* to, const Py_buffer& v) {
     const auto* from = static_cast<const uint8_t*>(v.buf);
@@ -173,8 +437,32 @@ class StepRecorder {
     }
     return true;
   }
-  StepColumns to_;
-  CpuArray<int64_t, 1> waiting_;
+  void copy_calls(const StepColumns& to, size_t first, size_t calls) const {
+    const StepColumns& from = columns();
+    if (first > from.rows() || calls > from.rows() - first || calls > to.rows())
+      throw nb::index_error("the columns have no row for these calls");
+    const auto copy = [&](const StepColumn& target, const StepColumn& source, size_t rows) {
+      if (target.bytes() != source.bytes()) throw nb::value_error("the columns are not of the same form");
+      if (const size_t bytes = rows * envs() * source.bytes()) std::memmove(target.row(0), source.row(first), bytes);
+    };
+    const auto targets = to.by_call(), sources = from.by_call();
+    if (targets.size() != sources.size() || to.observations.size() != from.observations.size())
+      throw nb::value_error("the columns are not of the same form");
+    for (size_t k = 0; k < targets.size(); ++k) copy(*targets[k], *sources[k], calls);
+    for (size_t k = 0; k < to.observations.size(); ++k) copy(to.observations[k], from.observations[k], calls + 1);
+  }
+  nb::object calls_of(const FrameRuns& runs, size_t steps) const {
+    const std::vector<int64_t> inner{static_cast<int64_t>(steps)};
+    auto [array, data] = ArrayMaker::make(kInt64, envs(), inner, envs() * steps * sizeof(int64_t));
+    auto* to = reinterpret_cast<int64_t*>(data);
+    for (size_t env = 0; env < envs(); ++env)
+      for (const FrameRun* run = runs.begin(env); run != runs.end(env); ++run)
+        for (size_t t = 0; t < run->frames; ++t) *to++ = static_cast<int64_t>(run->call + t);
+    return array;
+  }
+  std::shared_ptr<const StepColumns> to_;
+  CpuArray<int64_t, 1> waiting_, taken_;
+  CpuArray<bool, 1> over_;
   std::vector<ArrayView> shown_;
 };
 
@@ -199,129 +487,6 @@ inline nb::object ended_envs(size_t n, nb::handle terminated, nb::handle truncat
   std::memset(data, 0, env);
   for (; env < n; ++env) data[env] = ends(env);
   return array;
-}
-
-// The last observations of episodes, which stand in for those that a reset showed: number k is that of environment `envs[k]`
-// after call `calls[k]`.
-class LastRows {
- public:
-  LastRows(nb::handle calls, nb::handle envs, size_t n) : starts_(n + 1, 0) {
-    const SlotsArg at(calls), of(envs);
-    if (at.n != of.n) throw nb::value_error("one call and one environment for each last observation");
-    for (size_t k = 0; k < of.n; ++k) {
-      if (of.data[k] < 0 || static_cast<size_t>(of.data[k]) >= n) throw nb::index_error("no such environment");
-      ++starts_[static_cast<size_t>(of.data[k]) + 1];
-    }
-    for (size_t env = 0; env < n; ++env) starts_[env + 1] += starts_[env];
-    std::vector<size_t> next(starts_.begin(), starts_.end() - 1);
-    entries_.resize(of.n);
-    for (size_t k = 0; k < of.n; ++k) entries_[next[static_cast<size_t>(of.data[k])]++] = {at.data[k], k};
-    for (size_t env = 0; env < n; ++env)
-      for (size_t k = starts_[env] + 1; k < starts_[env + 1]; ++k)
-        if (entries_[k].call <= entries_[k - 1].call) throw nb::value_error("last observations in another order than calls");
-  }
-  size_t size() const { return entries_.size(); }
-  struct Entry {
-    int64_t call;
-    size_t row;
-  };
-  const Entry* begin(size_t env) const { return entries_.data() + starts_[env]; }
-  const Entry* end(size_t env) const { return entries_.data() + starts_[env + 1]; }
-
- private:
-  std::vector<size_t> starts_;  // of each environment's entries
-  std::vector<Entry> entries_;  // by environment, then call
-};
-
-// Copies frame t of each environment, which is of call `calls[env * steps + t]` (null: of call t), to [n, steps, ...].
-template <size_t fixed, bool with_last>
-void copy_frames(uint8_t* to, const StepColumn& column, size_t first_row, size_t steps, const int64_t* calls,
-                 const LastRows* last, const uint8_t* last_rows) {
-  const size_t n = column.envs(), bytes = fixed ? fixed : column.bytes(), row_bytes = n * column.bytes();
-  for (size_t env = 0; env < n; ++env) {
-    const uint8_t* from = column.row(first_row) + env * bytes;
-    const LastRows::Entry* entry = with_last ? last->begin(env) : nullptr;
-    const LastRows::Entry* const end = with_last ? last->end(env) : nullptr;
-    for (size_t t = 0; t < steps; ++t, to += bytes) {
-      const size_t call = calls ? static_cast<size_t>(calls[env * steps + t]) : t;
-      const uint8_t* row = from + call * row_bytes;
-      if constexpr (with_last) {
-        while (entry != end && entry->call < static_cast<int64_t>(call)) ++entry;
-        if (entry != end && entry->call == static_cast<int64_t>(call)) row = last_rows + entry->row * bytes;
-      }
-      std::memcpy(to, row, bytes);
-    }
-  }
-}
-inline void copy_frames_of(uint8_t* to, const StepColumn& column, size_t first_row, size_t steps, const int64_t* calls,
-                           const LastRows* last, const uint8_t* last_rows) {
-  const auto copy = [&](auto size) {
-    if (last && last->size()) copy_frames<size(), true>(to, column, first_row, steps, calls, last, last_rows);
-    else copy_frames<size(), false>(to, column, first_row, steps, calls, nullptr, nullptr);
-  };
-  switch (column.bytes()) {
-    case 0: return;
-    case 1: return copy(std::integral_constant<size_t, 1>{});
-    case 4: return copy(std::integral_constant<size_t, 4>{});
-    case 8: return copy(std::integral_constant<size_t, 8>{});
-    case 16: return copy(std::integral_constant<size_t, 16>{});
-    default: return copy(std::integral_constant<size_t, 0>{});
-  }
-}
-
-// The frames of a batch as tensors [n, steps, ...]: one of each column, of the rows of the frames' calls, then one of each of
-// `following`, of the rows after those. `calls` [n, steps] says which call each frame is of; None: frame t is of call t. For
-// `following`, `last_rows` has the arrays [k, ...] of the last observations of episodes, see `LastRows`.
-inline nb::list lay_out_frames(nb::list columns, nb::list following, size_t steps, nb::handle calls, nb::handle last_calls,
-                               nb::handle last_envs, nb::list last_rows) {
-  std::vector<StepColumn> all;
-  const size_t present = nb::len(columns), total = present + nb::len(following);
-  all.reserve(total);
-  for (nb::handle column : columns) all.emplace_back(column, false);
-  for (nb::handle column : following) all.emplace_back(column, false);
-  if (all.empty()) return nb::list();
-  const size_t n = all[0].envs();
-  ArrayView frames;
-  const int64_t* numbers = nullptr;
-  auto highest = static_cast<int64_t>(steps) - 1;
-  if (!calls.is_none()) {
-    if (!frames.of(calls.ptr()) || !(frames.dtype() == kInt64) || frames.view().ndim != 2 || frames.dim(0) != n ||
-        frames.dim(1) != steps || !PyBuffer_IsContiguous(&frames.view(), 'C'))
-      throw nb::type_error("calls are a contiguous int64 array [environments, steps]");
-    numbers = static_cast<const int64_t*>(frames.view().buf);
-    highest = -1;
-    for (size_t i = 0; i < n * steps; ++i) {
-      if (numbers[i] < 0) throw nb::index_error("no such call");
-      highest = std::max(highest, numbers[i]);
-    }
-  }
-  for (size_t k = 0; k < total; ++k)
-    if (all[k].envs() != n || static_cast<int64_t>(all[k].rows()) - (k >= present) <= highest)
-      throw nb::index_error("the columns are of other environments or have no row of a call");
-  const LastRows last(last_calls, last_envs, n);
-  std::vector<ArrayView> lasts(nb::len(last_rows));
-  if (lasts.size() != total - present) throw nb::value_error("one array of last observations for each column");
-  for (size_t k = 0; k < lasts.size(); ++k)
-    if (!lasts[k].of(nb::handle(last_rows[k]).ptr()) || !PyBuffer_IsContiguous(&lasts[k].view(), 'C') ||
-        static_cast<size_t>(lasts[k].view().len) != last.size() * all[present + k].bytes())
-      throw nb::value_error("an array of last observations is not of its column's form");
-  const std::vector<int64_t> lead{static_cast<int64_t>(n), static_cast<int64_t>(steps)};
-  LeafMemory memory(total);
-  for (const StepColumn& column : all) {
-    if (column.bytes() && n * steps > kMostBytes / column.bytes()) throw std::bad_alloc();
-    memory.plan(column.dtype(), lead, column.inner(), n * steps * column.bytes());
-  }
-  memory.take();
-  maybe_without_gil(memory.bytes() > kGilBytes, [&] {
-    for (size_t k = 0; k < total; ++k) {
-      const bool is_next = k >= present;
-      const auto* rows = is_next ? static_cast<const uint8_t*>(lasts[k - present].view().buf) : nullptr;
-      copy_frames_of(memory.data(k), all[k], is_next, steps, numbers, is_next ? &last : nullptr, rows);
-    }
-  });
-  nb::list tensors;
-  for (size_t k = 0; k < total; ++k) tensors.append(memory.make(k));
-  return tensors;
 }
 
 // Choices, int64 [...] from `start` on, as one-hot vectors, int64 [..., n]. TypeError: they are no contiguous int64 array.
@@ -351,16 +516,22 @@ inline Tensor one_hot(nb::handle choices, int64_t start, size_t n) {
 inline void bind_step_columns(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<StepRecorder>(m, "StepRecorder")
-      .def(nb::init<nb::list, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, CpuArray<int64_t, 1>>(),
-           "observations"_a, "reward"_a, "terminated"_a, "truncated"_a, "done"_a, "idle"_a, "waiting"_a.noconvert())
+      .def(nb::init<CpuArray<int64_t, 1>, CpuArray<int64_t, 1>, CpuArray<bool, 1>>(), "waiting"_a.noconvert(),
+           "taken"_a.noconvert(), "over"_a.noconvert())
+      .def("use", &StepRecorder::use, "observations"_a, "actions"_a, "reward"_a, "terminated"_a, "truncated"_a, "done"_a,
+           "idle"_a, "kept"_a.none())
+      .def("keep", &StepRecorder::keep, "first"_a, "calls"_a)
       .def("add", &StepRecorder::add, "call"_a, "observations"_a, "reward"_a.none(), "terminated"_a.none(),
-           "truncated"_a.none(), "idle"_a.none());
+           "truncated"_a.none(), "idle"_a.none())
+      .def("add_result", &StepRecorder::add_result, "call"_a, "result"_a.none())
+      .def("waiting", &StepRecorder::waiting)
+      .def("take", &StepRecorder::take, "calls"_a, "steps"_a, "asks_calls"_a, "last_calls"_a, "last_envs"_a, "last_rows"_a,
+           nb::sig("def take(self, calls: int, steps: int, asks_calls: bool, last_calls: object, last_envs: object, "
+                   "last_rows: list) -> tuple[list[torch.Tensor], numpy.typing.NDArray[numpy.int64] | None, int]"));
   m.def("ended_envs", &ended_envs, "n"_a, "terminated"_a.none(), "truncated"_a.none(), "idle"_a.none() = nb::none(),
         nb::sig("def ended_envs(n: int, terminated: object | None, truncated: object | None, idle: object | None = None) -> "
                 "numpy.typing.NDArray[numpy.bool_] | None"));
   m.def("one_hot", &one_hot, "choices"_a, "start"_a, "n"_a);
-  m.def("lay_out_frames", &lay_out_frames, "columns"_a, "following"_a, "steps"_a, "calls"_a.none(), "last_calls"_a,
-        "last_envs"_a, "last_rows"_a);
 }
 
 }  // namespace engram

@@ -2,8 +2,12 @@
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 
 #include <algorithm>
+#include <cstring>
+#include <optional>
+#include <utility>
 #include <vector>
 
 namespace engram {
@@ -13,57 +17,90 @@ namespace nb = nanobind;
 template <typename T, int dims>
 using CpuArray = nb::ndarray<T, nb::ndim<dims>, nb::c_contig, nb::device::cpu>;
 
-// Gives the steps of n environments, [n, steps], the ids of their trajectories: new ids count up from `count` in the order of
-// the trajectories' first steps; ties go by environment. `current` [n] has the id of each environment's last step, and `starts`
-// [n] marks the environments whose next step begins a trajectory; both are updated. Returns the next id.
+// The end of the steps [first, stop) of arrays that have so many; without `stop` that of the arrays.
+inline size_t stop_of(size_t steps, size_t first, std::optional<size_t> stop) {
+  const size_t end = stop.value_or(steps);
+  if (first > end || end > steps) throw nb::index_error("the arrays have fewer steps");
+  return end;
+}
+
+// Where the steps [first, stop) of n environments, [n, steps], end an episode: step and environment, in this order. They are
+// few, so that a look at each byte finds them faster than a loop with a branch at each step.
+inline std::vector<std::pair<size_t, size_t>> episode_ends(const bool* done, size_t n, size_t steps, size_t first, size_t stop) {
+  std::vector<std::pair<size_t, size_t>> found;
+  for (size_t env = 0; env < n; ++env) {
+    const auto* const row = reinterpret_cast<const uint8_t*>(done + env * steps);
+    for (size_t t = first; t < stop; ++t) {
+      const void* const at = std::memchr(row + t, 1, stop - t);
+      if (!at) break;
+      t = static_cast<size_t>(static_cast<const uint8_t*>(at) - row);
+      found.emplace_back(t, env);
+    }
+  }
+  if (n == 1 || found.size() < 2) return found;
+  std::vector<size_t> next(stop - first + 1);  // by step, the place of the next one
+  for (const auto& one : found) ++next[one.first - first + 1];
+  for (size_t t = 1; t < next.size(); ++t) next[t] += next[t - 1];
+  std::vector<std::pair<size_t, size_t>> sorted(found.size());
+  for (const auto& one : found) sorted[next[one.first - first]++] = one;
+  return sorted;
+}
+
+// Gives the steps [first, stop) of n environments, [n, steps], the ids of their trajectories: new ids count up from `count` in
+// the order of the trajectories' first steps; ties go by environment. `current` [n] has the id of each environment's last step,
+// and `starts` [n] marks the environments whose next step begins a trajectory; both are updated. Returns the next id.
 inline int64_t number_trajectories(CpuArray<const bool, 2> done, CpuArray<int64_t, 1> current, CpuArray<bool, 1> starts,
-                                   int64_t count, CpuArray<int64_t, 2> ids) {
-  const size_t n = done.shape(0), steps = done.shape(1);
+                                   int64_t count, CpuArray<int64_t, 2> ids, size_t first, std::optional<size_t> stop) {
+  const size_t n = done.shape(0), steps = done.shape(1), end = stop_of(steps, first, stop);
   if (current.shape(0) != n || starts.shape(0) != n || ids.shape(0) != n || ids.shape(1) != steps)
     throw nb::value_error("the arrays are not of the same environments and steps");
-  const bool* ends = done.data();
+  if (first == end) return count;
   int64_t* now = current.data();
   bool* begins = starts.data();
   int64_t* out = ids.data();
-  for (size_t t = 0; t < steps; ++t)
-    for (size_t env = 0; env < n; ++env) {
-      if (begins[env]) now[env] = count++;
-      out[env * steps + t] = now[env];
-      begins[env] = ends[env * steps + t];
-    }
+  for (size_t env = 0; env < n; ++env)
+    if (begins[env]) now[env] = count++, begins[env] = false;
+  std::vector<size_t> from(n, first);  // the first step of each environment that has no id yet
+  for (const auto& [t, env] : episode_ends(done.data(), n, steps, first, end)) {
+    std::fill(out + env * steps + from[env], out + env * steps + t + 1, now[env]);
+    from[env] = t + 1;
+    if (t + 1 < end) now[env] = count++;
+    else begins[env] = true;
+  }
+  for (size_t env = 0; env < n; ++env) std::fill(out + env * steps + from[env], out + env * steps + end, now[env]);
   return count;
 }
 
-// Adds rewards and flags of n environments, [n, steps], to the totals of their unfinished episodes, [n] each. Returns how many
-// episodes ended, and the returns and lengths of the last `most` of them, in the order of their ends; ties go by environment.
+// Adds rewards and flags of the steps [first, stop) of n environments, [n, steps], to the totals of their unfinished episodes,
+// [n] each. Returns how many episodes ended, and the returns and lengths of the last `most` of them, in the order of their ends;
+// ties go by environment.
 template <typename Reward>
 nb::tuple add_episodes(CpuArray<const Reward, 2> reward, CpuArray<const bool, 2> done, CpuArray<double, 1> totals,
-                       CpuArray<int64_t, 1> lengths, size_t most) {
-  const size_t n = done.shape(0), steps = done.shape(1);
+                       CpuArray<int64_t, 1> lengths, size_t most, size_t first, std::optional<size_t> stop) {
+  const size_t n = done.shape(0), steps = done.shape(1), end = stop_of(steps, first, stop);
   if (reward.shape(0) != n || reward.shape(1) != steps || totals.shape(0) != n || lengths.shape(0) != n)
     throw nb::value_error("the arrays are not of the same environments and steps");
-  struct Episode {
-    double total;
-    int64_t length;
+  std::vector<size_t> from(n, first);  // the first step of each environment that is not added yet
+  const auto add_until = [&](size_t env, size_t until) {
+    double total = totals.data()[env];
+    for (size_t t = from[env]; t < until; ++t) total += static_cast<double>(reward.data()[env * steps + t]);
+    totals.data()[env] = total;
+    lengths.data()[env] += static_cast<int64_t>(until - from[env]);
+    from[env] = until;
   };
-  std::vector<Episode> ended;
-  const bool* ends = done.data();
-  for (size_t t = 0; t < steps; ++t)
-    for (size_t env = 0; env < n; ++env) {
-      double& total = totals.data()[env];
-      int64_t& length = lengths.data()[env];
-      total += static_cast<double>(reward.data()[env * steps + t]);
-      ++length;
-      if (!ends[env * steps + t]) continue;
-      ended.push_back({total, length});
-      total = 0, length = 0;
-    }
+  const auto ends = episode_ends(done.data(), n, steps, first, end);
+  size_t left_out = ends.size() - std::min(ends.size(), most);
   nb::list returns, sizes;
-  for (size_t i = ended.size() - std::min(ended.size(), most); i < ended.size(); ++i) {
-    returns.append(ended[i].total);
-    sizes.append(ended[i].length);
+  for (const auto& [t, env] : ends) {
+    add_until(env, t + 1);
+    double& total = totals.data()[env];
+    int64_t& length = lengths.data()[env];
+    if (left_out) --left_out;
+    else returns.append(total), sizes.append(length);
+    total = 0, length = 0;
   }
-  return nb::make_tuple(ended.size(), returns, sizes);
+  for (size_t env = 0; env < n; ++env) add_until(env, end);
+  return nb::make_tuple(ends.size(), returns, sizes);
 }
 
 // Takes the first `steps` waiting frames of each of n environments, oldest first. `idle` has one byte for each call and
@@ -112,14 +149,14 @@ inline size_t take_frames_of_rows(CpuArray<const bool, 2> idle, CpuArray<int64_t
 inline void bind_trajectories(nb::module_& m) {
   using namespace nb::literals;
   m.def("number_trajectories", &number_trajectories, "done"_a, "current"_a.noconvert(), "starts"_a.noconvert(), "count"_a,
-        "ids"_a.noconvert());
+        "ids"_a.noconvert(), "first"_a = 0, "stop"_a.none() = nb::none());
   m.def("take_frames", &take_frames, "idle"_a, "taken"_a.noconvert(), "waiting"_a.noconvert(), "calls"_a.noconvert());
   m.def("take_frames", &take_frames_of_rows, "idle"_a.noconvert(), "taken"_a.noconvert(), "waiting"_a.noconvert(),
         "calls"_a.noconvert());
   m.def("add_episodes", &add_episodes<float>, "reward"_a.noconvert(), "done"_a, "totals"_a.noconvert(),
-        "lengths"_a.noconvert(), "most"_a);
+        "lengths"_a.noconvert(), "most"_a, "first"_a = 0, "stop"_a.none() = nb::none());
   m.def("add_episodes", &add_episodes<double>, "reward"_a.noconvert(), "done"_a, "totals"_a.noconvert(),
-        "lengths"_a.noconvert(), "most"_a);
+        "lengths"_a.noconvert(), "most"_a, "first"_a = 0, "stop"_a.none() = nb::none());
 }
 
 }  // namespace engram

@@ -18,6 +18,7 @@ READERS = {
     "sample": cli.sample,
     "diff": lambda path: cli.diff(path, path),
     "plot": lambda path: cli.plot(path, output=path.parent / "out.png"),
+    "play": lambda path: cli.play(path, path.parent / "out.gif"),
     "report": lambda path: cli.report(path, output=path.parent / "out.html"),
     "convert": lambda path: cli.convert(path, path.parent / "out", to="checkpoint"),
 }

@@ -111,6 +111,17 @@ def test_steps_that_say_nothing_of_episodes_have_none(tmp_path):
     assert now.rows == 5 and now.episodes is None and now.returns is None
 
 
+def test_each_writer_is_shown_with_its_lanes(tmp_path):
+    first, second = (LazyMemmapStorage(40, scratch_dir=tmp_path, lanes=4, existsok=True) for _ in range(2))
+    ReplayBuffer(storage=first).extend(episodes(5))
+    [alone] = next(looks(tmp_path))
+    assert [writer.lanes for writer in alone.writers] == [(0,)]
+    ReplayBuffer(storage=second).extend(episodes(7))
+    [now] = next(looks(tmp_path))
+    assert sum(writer.rows for writer in now.writers) == now.rows == 12
+    assert sum(len(writer.lanes) for writer in now.writers) == 2 and all(writer.holds for writer in now.writers)
+
+
 def test_a_pattern_finds_stores_that_are_made_later(tmp_path):
     store(tmp_path / "a")
     seen = looks(tmp_path / "*" / "store")

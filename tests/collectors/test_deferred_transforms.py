@@ -192,6 +192,11 @@ def test_policies_read_the_stacks_of_raw_frames(monkeypatch, kind, env, random):
         assert_equal(found, expected)
 
 
+class OwnFrames(CatFrames):
+    def _step(self, td, following):
+        return super()._step(td, following)
+
+
 def test_other_stacks_that_come_later_are_seen_in_the_next_batch():
     frames = CatFrames(2, -1, ["observation"], ["s"])
     env = TransformedEnv(GymEnv(Walk()), frames)
@@ -202,6 +207,19 @@ def test_other_stacks_that_come_later_are_seen_in_the_next_batch():
     assert (collector.rollout()["s"][0, :2] == 0).all()
     env.append_transform(CatFrames(2, -1, ["s"], ["t"]))
     assert collector.rollout()["t"].shape == (30, 8)
+
+
+@each("kind, resets", [(CatFrames, False), (OwnFrames, True)])
+def test_a_number_of_frames_may_change_between_batches(kind, resets):
+    env = TransformedEnv(GymEnv(Walk()), kind(2, -1, ["observation"], ["s"]))
+    collector = SyncDataCollector(env, frames_per_batch=30)
+    before = collector.rollout()
+    env.transform.N = 3
+    if resets:
+        collector.reset()
+    after = collector.rollout()
+    assert [batch["s"].shape[-1] // batch["observation"].shape[-1] for batch in (before, after)] == [2, 3]
+    assert torch.equal(after["s"].chunk(3, -1)[2], after["observation"])
 
 
 def test_observations_that_are_not_of_the_space_are_named_below_stacks():
@@ -217,11 +235,6 @@ def test_observations_that_are_not_of_the_space_are_named_below_stacks():
     assert len(collector.rollout()) == 6
     with pytest.raises(ValueError, match=r"observation 'observation' of shape \(1,\)"):
         collector.rollout()
-
-
-class OwnFrames(CatFrames):
-    def _step(self, td, following):
-        return super()._step(td, following)
 
 
 @each(

@@ -66,7 +66,7 @@ def assert_new(batch, old):
     assert batch["observation"][0] == 0 and batch["collector", "traj_ids"][0] not in old["collector", "traj_ids"]
 
 
-@pytest.mark.parametrize("place", ["add", "postproc", "_split"])
+@pytest.mark.parametrize("place", ["add_part", "postproc", "_split"])
 def test_a_batch_that_is_lost_after_its_steps_is_followed_by_new_trajectories(monkeypatch, place):
     fails = Once(KeyboardInterrupt)
     collector = SyncDataCollector(
@@ -75,7 +75,7 @@ def test_a_batch_that_is_lost_after_its_steps_is_followed_by_new_trajectories(mo
     if place == "_split":
         monkeypatch.setattr("engram.collectors.sync.split_trajectories", fails)
     else:
-        monkeypatch.setattr(collector._episodes if place == "add" else collector, place, fails)
+        monkeypatch.setattr(collector._episodes if place == "add_part" else collector, place, fails)
     old = collector.rollout()
     with pytest.raises(KeyboardInterrupt):
         collector.rollout()
@@ -89,7 +89,7 @@ def test_whole_trajectories_have_no_hole(monkeypatch):
             return observation, reward, self.t == 12, False, {}
 
     collector = SyncDataCollector(GymEnv(Ends()), frames_per_batch=5, trajs_per_batch=1)
-    monkeypatch.setattr(collector._episodes, "add", Once(KeyboardInterrupt))
+    monkeypatch.setattr(collector._episodes, "add_part", Once(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         collector.rollout()
     assert collector.rollout()["observation"].flatten().tolist() == list(range(12))

@@ -238,11 +238,11 @@ def test_batch_is_not_written_again(n):
         assert_same(batch, copy)
 
 
-def ways(env, write):
+def ways(env, write, steps=40):
     policy = as_policy(OutputsPolicy(write), env)
     rollout = make_rollout(env, policy, StepTags(env.numel(), PolicyWeights(policy, None)), max_frames_per_traj=None)
-    for _ in range(2):
-        rollout.collect(4, random_steps=0)
+    for _ in range(2 if steps > 32 else 3):
+        rollout.collect(steps, random_steps=0)
         yield rollout.steps_way
 
 
@@ -262,6 +262,21 @@ def test_the_way_of_other_outputs_says_why(make, write, entry, found):
     first, second = ways(make(), write)
     assert first.way == "tensordicts" and entry in first.reason and found in first.reason
     assert second == (StepsWay("columns") if write is another_dtype else first)
+
+
+@each(
+    "write, expected",
+    [
+        (plain, ["steps", "steps", "steps"]),
+        (next_memory, ["columns", "steps", "steps"]),
+        (nested_next, ["columns", "steps", "steps"]),
+        (appearing, ["columns", "steps", "steps"]),
+        (another_dtype, ["tensordicts", "steps", "steps"]),
+        (not_a_tensor, ["tensordicts"] * 3),
+    ],
+)
+def test_outputs_of_few_steps_go_by_steps_as_soon_as_all_of_a_batch_are_of_one_form(write, expected):
+    assert [way.way for way in ways(worlds(1), write, steps=4)] == expected
 
 
 def test_environments_that_are_stepped_through_tensordicts_say_so():

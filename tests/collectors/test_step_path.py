@@ -282,9 +282,9 @@ def test_an_action_of_another_shape_is_refused_in_the_first_step_of_a_batch():
 
 def test_columns_go_into_the_rows_without_a_batch(monkeypatch):
     buffer, appended = BUFFERS["rows with their index"](), []
-    append = ColumnRows.append
+    append = ColumnRows.append_part
     monkeypatch.setattr(
-        ColumnRows, "append", lambda self, columns: appended.append(append(self, columns)) or appended[-1]
+        ColumnRows, "append_part", lambda self, *part: appended.append(append(self, *part)) or appended[-1]
     )
     collector = SyncDataCollector(countdown(), Rule(hot=False), frames_per_batch=1, replay_buffer=buffer)
     for _ in range(50):
@@ -388,7 +388,8 @@ def test_on_tensordicts_is_a_policy_of_the_general_way():
     "size, make_policy, way, reason",
     [
         (1, POLICIES["a module"], "steps", ""),
-        (1, POLICIES["two outputs"], "columns", ""),
+        (1, POLICIES["two outputs"], "steps", ""),
+        (1, POLICIES["with a memory"], "steps", ""),
         (64, POLICIES["a module"], "columns", ""),
         (3, lambda: TensorDictModule(Ragged(), ["observation"], ["action", "more"]), "tensordicts", "'more' was"),
     ],

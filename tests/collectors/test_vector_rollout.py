@@ -442,3 +442,50 @@ def test_observations_that_a_policy_keeps_do_not_change(mode):
         made.rollout()
         for now, then in kept[:-1]:  # a reset may still write over the newest one
             assert torch.equal(now, then)
+
+
+class InLists(gymnasium.vector.VectorWrapper):
+    """Gives rewards and flags as lists, and observations in float64."""
+
+    def step(self, actions):
+        shown, reward, terminated, truncated, info = self.env.step(actions)
+        return shown.astype(np.float64), reward.tolist(), terminated.tolist(), truncated.tolist(), info
+
+
+def test_results_in_other_forms_are_recorded_as_those_in_arrays():
+    made = SyncDataCollector(GymEnv(InLists(vector("NEXT_STEP", map(Countdown, WORLDS)))), Rule(), frames_per_batch=21)
+    made.set_seed(0)
+    for expected in reference([Countdown(w) for w in WORLDS], 4, 7):
+        assert_same(made.rollout(), expected)
+
+
+def test_policies_with_a_state_are_told_which_episodes_begin():
+    engine = GymVectorEngine(vector("NEXT_STEP", map(Countdown, WORLDS)), categorical=False)
+    made = SyncDataCollector(VectorEnv(engine), remembering, frames_per_batch=21)
+    made.set_seed(0)
+    for expected in serial([Countdown(w) for w in WORLDS], remembering):
+        assert_same(made.rollout(), {key: expected.get(key) for key in expected.keys(True, True)})
+
+
+def test_the_engine_knows_whose_episode_the_last_collected_step_ended():
+    engine = GymVectorEngine(vector("NEXT_STEP", [Countdown((2,)), Countdown((5,))]), categorical=False)
+    made = SyncDataCollector(VectorEnv(engine), frames_per_batch=4)
+    made.rollout()
+    assert engine.step(np.zeros(2, np.int64)).idle.tolist() == [True, False]
+    made.reset()
+    made.rollout()
+    engine.reset()
+    assert engine.step(np.zeros(2, np.int64)).idle is None
+
+
+def test_a_subclass_of_the_engine_is_stepped_by_its_own_step():
+    class Doubled(GymVectorEngine):
+        def step(self, actions):
+            out = super().step(actions)
+            return out._replace(reward=out.reward * 2)
+
+    engines = [
+        cls(vector("NEXT_STEP", map(Countdown, WORLDS)), categorical=False) for cls in (GymVectorEngine, Doubled)
+    ]
+    one, two = (SyncDataCollector(VectorEnv(engine), Rule(), frames_per_batch=21).rollout() for engine in engines)
+    assert one["next", "reward"].any() and torch.equal(one["next", "reward"] * 2, two["next", "reward"])

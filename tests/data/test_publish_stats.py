@@ -172,3 +172,8 @@ def test_what_a_killed_learner_published_counts_for_nothing(tmp_path):
 def test_a_file_that_is_no_block_counts_for_nothing(tmp_path, content):
     LearnerFile(tmp_path).path.write_text(content)
     assert published_stats(tmp_path) == []
+
+
+def test_a_pipe_in_the_place_of_a_block_holds_nobody_up(tmp_path):
+    os.mkfifo(LearnerFile(tmp_path).path)
+    assert published_stats(tmp_path) == []

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
+
 import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
+from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 from torch.nn.functional import one_hot
@@ -13,7 +18,8 @@ from torch.nn.functional import one_hot
 from contracts.each import each
 from contracts.gym_worlds import Countdown
 from contracts.vector_worlds import Native, Nested
-from engram.envs import EnvBase, GymEnv, SerialEnv, check_env_specs, step_mdp
+from engram.envs import EnvBase, GymEnv, SerialEnv, check_env_specs, gym_make, step_mdp
+from engram.envs.engines import GymVectorEngine
 from engram.testing import EnvContract
 
 MODES = list(AutoresetMode)
@@ -483,6 +489,18 @@ def test_random_numbers_of_another_source_are_not_claimed_to_be_known():
     asynchronous.close()
 
 
+class OldPool(gymnasium.Env):
+    """As those of EnvPool 0.8 to 1.1, which say that they are single environments, and give batches of observations."""
+
+    spec = SimpleNamespace(config=SimpleNamespace(num_envs=3))
+    observation_space, action_space = spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(2)
+
+
+def test_an_environment_of_an_older_envpool_is_refused_with_the_version_that_works():
+    with pytest.raises(TypeError, match=r"OldPool steps 3 environments together .* pip install 'envpool>=1.2'"):
+        GymEnv(OldPool())
+
+
 @pytest.mark.parametrize("mode", ["sync", "vector_entry_point"])
 def test_an_environment_that_was_never_reset_takes_a_random_state(mode):
     def make():
@@ -493,3 +511,66 @@ def test_an_environment_that_was_never_reset_takes_a_random_state(mode):
     first.reset()
     second.set_random_state(first.random_state())
     assert torch.equal(first.reset()["observation"], second.reset()["observation"])
+
+
+class Reuses(gymnasium.Env):
+    """Counts up in one array, which it gives at every step; a reset gives another dtype with `first`."""
+
+    action_space = gymnasium.spaces.Discrete(2)
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def __init__(self, first=np.float32):
+        self.shown, self.first = np.zeros(2, np.float32), first
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.shown[:] = 0.5
+        return self.shown.astype(self.first, copy=False), {}
+
+    def step(self, action):
+        self.shown += 1 + action
+        return self.shown, int(action), bool(self.shown[0] > 4), np.bool_(self.shown[1] > 5), {"seen": 1}
+
+
+gymnasium.register("engram/Reuses-v0", entry_point=Reuses, disable_env_checker=True)
+
+
+@each(
+    ("name", "settings"),
+    [
+        ("CartPole-v1", {}),
+        ("MountainCarContinuous-v0", {}),
+        ("FrozenLake-v1", {}),
+        ("engram/Nested-v0", {}),
+        ("engram/Reuses-v0", {}),
+        ("engram/Reuses-v0", {"first": np.float64}),
+    ],
+)
+def test_sync_environments_are_stepped_as_gymnasium_steps_them(name, settings):
+    wrappers = {"from_pixels": False, "pixels_only": True, "frame_skip": None}
+    one, other = (gym_make.make_vector(name, 3, {"vectorization_mode": "sync", **settings}, **wrappers) for _ in "ab")
+    ours = gym_make.vector_engine(one, None, categorical=True, observation_key="observation")
+    theirs = GymVectorEngine(other, categorical=True)
+    assert isinstance(ours, gym_make.SyncEngine)
+    theirs.env.action_space.seed(0)
+    firsts = []
+    for engine in (ours, theirs):
+        engine.seed(5)
+        firsts.append(copy.deepcopy(engine.reset()))
+    assert data_equivalence(*firsts)
+    has_ended = False
+    for _ in range(200):
+        action = theirs.env.action_space.sample()
+        mine, expected = ours.step(action), theirs.step(action)
+        assert data_equivalence(mine.observation, expected.observation, exact=True)
+        for one, other in zip(mine[1:4], expected[1:4], strict=True):
+            assert one.dtype == other.dtype and one.tolist() == other.tolist()
+        assert data_equivalence(list(mine.last), list(expected.last)) and mine.idle is None
+        has_ended = has_ended or bool(mine.last)
+    assert has_ended or name == "MountainCarContinuous-v0"
+
+
+@each("settings", [{"info_keys": ["prob"]}, {"vector_kwargs": {"autoreset_mode": AutoresetMode.NEXT_STEP}}])
+def test_sync_environments_whose_infos_or_resets_matter_are_stepped_by_gymnasium(settings):
+    env = GymEnv("FrozenLake-v1", num_envs=2, vectorization_mode="sync", **settings)
+    assert not isinstance(env._stepper.engine, gym_make.SyncEngine)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -140,4 +142,28 @@ class TestAppendingPackedRows:
         fewer, _ = codec((torch.float32, (4,)))
         with pytest.raises(ValueError, match="not that of the rows"):
             s.append(0, fewer.check_list([torch.zeros(1, 4)], 1, 0))
+        assert len(storage) == 2
+
+    @each("write", ["push", "push_items", "push_columns", "push_step"])
+    def test_of_what_is_checked_and_appended_at_once_by_such_a_layout_is_refused(self, write: str) -> None:
+        whole, empty = (
+            {"obs": torch.zeros(2, n), "next": {"obs": torch.zeros(2, n), "done": torch.zeros(2, 1).bool()}}
+            for n in (4, 0)
+        )
+        layout, other = RowLayout.of(whole, 1), RowLayout.of(empty, 1).codec
+        storage = LazyTensorStorage(10)
+        storage.adopt(layout)
+        s = storage.lanes.store
+        s.append(0, layout.codec.check(whole, 1, 0))
+        leaves = [torch.zeros(2, 0), torch.zeros(2, 0), torch.zeros(2, 1).bool()]
+        step = {"obs": np.zeros((1, 0), np.float32), "next": {"obs": np.zeros((1, 0), np.float32), "done": np.zeros(1)}}
+        one = {"obs": torch.zeros(0), "next": {"obs": torch.zeros(0), "done": torch.zeros(1).bool()}}
+        given: dict[str, Any] = {
+            "push": (empty, 1, 0),
+            "push_items": ([one], False, False),
+            "push_columns": (leaves, 1, 0),
+            "push_step": (step,),
+        }
+        with pytest.raises(ValueError, match="not that of the rows"):
+            getattr(_native, write)(s, other, 0, *given[write])
         assert len(storage) == 2

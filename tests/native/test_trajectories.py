@@ -36,6 +36,35 @@ def test_ids_are_those_of_array_operations(n, steps, seed, share):
         assert ours[0].tolist() == theirs[0].tolist() and ours[1].tolist() == theirs[1].tolist()
 
 
+@given(**sizes, split=st.integers(0, 7))
+def test_parts_of_arrays_are_numbered_and_added_up_as_the_whole(n, steps, seed, split):
+    done, reward = flags(seed, n, steps, 0.3), np.random.default_rng(seed).random((n, steps)).astype(np.float32)
+    results = []
+    for parts in ([(0, None)], [(0, min(split, steps)), (min(split, steps), steps)]):
+        ids, current, starts, count = np.full((n, steps), -1), np.zeros(n, np.int64), np.ones(n, np.bool_), 0
+        totals, lengths, ended = np.zeros(n), np.zeros(n, np.int64), []
+        for first, stop in parts:
+            count = _native.number_trajectories(done, current, starts, count, ids, first, stop)
+            number, returns, sizes_of = _native.add_episodes(reward, done, totals, lengths, 100, first, stop)
+            ended += zip(returns, sizes_of, strict=True)
+            assert number == len(returns)
+        results.append(
+            (ids.tolist(), current.tolist(), starts.tolist(), count, totals.tolist(), lengths.tolist(), ended)
+        )
+    assert results[0] == results[1]
+
+
+def test_parts_that_the_arrays_do_not_have_are_refused_and_change_nothing():
+    done, ids = np.zeros((2, 3), np.bool_), np.full((2, 3), -1)
+    current, starts, totals = np.zeros(2, np.int64), np.ones(2, np.bool_), np.zeros(2)
+    for first, stop in ((0, 4), (4, None), (2, 1)):
+        with pytest.raises(IndexError, match="fewer steps"):
+            _native.number_trajectories(done, current, starts, 0, ids, first, stop)
+        with pytest.raises(IndexError, match="fewer steps"):
+            _native.add_episodes(done.astype(np.float32), done, totals, current, 1, first, stop)
+    assert (ids == -1).all() and starts.all() and not totals.any()
+
+
 def taken(idle, taken_before, waiting, steps):
     """What `take_frames` gives, by array operations: calls, calls to drop, and the new `taken` and `waiting`."""
     total, are_frames = len(idle), ~idle.T

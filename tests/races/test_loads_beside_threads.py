@@ -371,6 +371,7 @@ METHODS = {
     "extend": lambda s, st: s.extend(torch.arange(8)),
     "update_priority": lambda s, st: s.update_priority(torch.arange(8), torch.ones(8), storage=st),
     "mark_update": lambda s, st: s.mark_update(torch.arange(8), storage=st),
+    "draw_weights": lambda s, st: s.draw_weights(st, torch.arange(8)),
     "priorities": lambda s, st: s.priorities(torch.arange(8), storage=st),
     "checked_priorities": lambda s, st: s.checked_priorities(torch.ones(8), 8),
     "split": lambda s, st: s.split(torch.zeros(2, 4)),

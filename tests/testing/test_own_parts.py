@@ -1,8 +1,8 @@
 """The contracts run on parts that users wrote, and find those that are wrong by one."""
 
+import functools
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -10,31 +10,41 @@ import pytest
 OWN_PARTS = Path(__file__).with_name("own_parts.py")
 
 
+#: Of a part that fails at every test one will do; of those that are no good as copies, these tests.
+COPIES = "copy or pickle or load_makes"
+ONLY = {
+    "TestBrokenStorage": "writing",
+    **dict.fromkeys(("TestLockedStorage", "TestOneStorage", "TestHookedStorage"), COPIES),
+}
+
+
 class Outcomes:
-    """A pytest plugin: the reports of each test class, and of those that failed."""
+    """A pytest plugin: the reports of the tests of a part, and of those that failed."""
 
     def __init__(self):
-        self.ran, self.failed = defaultdict(list), defaultdict(list)
+        self.ran, self.failed = [], []
 
     def pytest_runtest_logreport(self, report):
-        part = report.nodeid.split("::")[1]
         if report.when == "call":
-            self.ran[part].append(report)
+            self.ran.append(report)
         if report.failed:
-            self.failed[part].append(report)
+            self.failed.append(report)
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """Of a pytest run in this process: Python and torch are not started again."""
-    outcomes = Outcomes()
-    options = ["-qq", "--tb=native", *(f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "xdist"))]
-    options += ["--override-ini=addopts=--import-mode=importlib"]  # options of a plugin that is off are no mistake here
-    # Of a part that fails at every test one will do; of those that are no good as copies, these tests.
-    no_copies = "TestLockedStorage or TestOneStorage or TestHookedStorage"
-    options += ["-k", f"(not TestBrokenStorage or writing) and (not ({no_copies}) or copy or pickle or load_makes)"]
-    assert pytest.main([*options, str(OWN_PARTS)], [outcomes]) == pytest.ExitCode.TESTS_FAILED
-    return outcomes
+    """`outcomes(part)`, of a pytest run in this process: Python and torch are not started again."""
+
+    @functools.cache
+    def run(part):
+        outcomes = Outcomes()
+        options = ["-qq", "--tb=native", *(f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "xdist"))]
+        options += ["--override-ini=addopts=--import-mode=importlib"]  # options of a plugin that is off are no mistake
+        ended = pytest.main([*options, "-k", ONLY.get(part, ""), f"{OWN_PARTS}::{part}"], [outcomes])
+        assert ended == (pytest.ExitCode.TESTS_FAILED if outcomes.failed else pytest.ExitCode.OK)
+        return outcomes
+
+    return run
 
 
 @pytest.mark.deep
@@ -42,7 +52,7 @@ def outcomes():
     "part", ["TestPickledStorage", "TestAnyStep", "TestKeepsFirst", "TestKeepsFirstAlone", "TestHalved", "TestShifted"]
 )
 def test_a_part_of_a_users_own_passes_its_contract(outcomes, part):
-    assert len(outcomes.ran[part]) > 5 and outcomes.failed[part] == []
+    assert len(outcomes(part).ran) > 5 and outcomes(part).failed == []
 
 
 @pytest.mark.deep
@@ -50,7 +60,7 @@ def test_a_part_of_a_users_own_passes_its_contract(outcomes, part):
     "part", ["TestBrokenStorage", "TestBrokenSampler", "TestBrokenWriter", "TestBrokenRing", "TestBrokenTransform"]
 )
 def test_a_part_that_is_wrong_by_one_fails_its_contract(outcomes, part):
-    assert 0 < len(outcomes.failed[part]) <= len(outcomes.ran[part])
+    assert 0 < len(outcomes(part).failed) <= len(outcomes(part).ran)
 
 
 def test_without_pytest_the_message_names_what_to_install():
@@ -74,10 +84,10 @@ def test_without_pytest_the_message_names_what_to_install():
     ],
 )
 def test_fault_of_a_part_fails_the_test_that_names_it(outcomes, part, test):
-    assert any(test in report.nodeid for report in outcomes.failed[part])
+    assert any(test in report.nodeid for report in outcomes(part).failed)
 
 
 @pytest.mark.deep
 def test_a_contract_that_fails_shows_both_sides(outcomes):
-    errors = [report.longreprtext for report in outcomes.failed["TestBrokenRing"]]
+    errors = [report.longreprtext for report in outcomes("TestBrokenRing").failed]
     assert any("assert (1 == 0" in error for error in errors)  # the cursor after `empty`

@@ -224,16 +224,16 @@ class _Opened:
     def _writers(self, lanes: list[dict[str, Any]], new: list[int], seconds: float | None) -> Iterator[WriterActivity]:
         """By the process that wrote a lane last: that is who writes it now, where anybody does."""
         envs = self.file.store.envs
+        held = [self.file.has_writer(i, self.file.store) for i in range(len(lanes))]
         by_pid: dict[int, list[int]] = {}
         for i, lane in enumerate(lanes):
-            pid = self.file.last_pid(i)
-            if _written(lane) or self.file.has_writer(i, self.file.store):
-                by_pid.setdefault(pid, []).append(i)
+            if _written(lane) or held[i]:
+                by_pid.setdefault(self.file.last_pid(i), []).append(i)
         for pid, numbers in by_pid.items():
             yield WriterActivity(
                 pid=pid or None,
                 lanes=tuple(numbers),
-                holds=any(self.file.has_writer(i, self.file.store) for i in numbers),
+                holds=any(held[i] for i in numbers),
                 rows=envs * sum(lanes[i]["published"] - lanes[i]["first"] for i in numbers),
                 written=envs * sum(_written(lanes[i]) for i in numbers),
                 rate=None if seconds is None else envs * sum(new[i] for i in numbers) / seconds,
@@ -252,6 +252,7 @@ class _Episodes:
         self._rows, self._lane = rows, lane
         self._seen: int | None = None  # the sequence after the last step that was read
         self._is_first = True
+        self._tells: bool | None = None  # whether a key says where episodes end; None: not looked at yet
         envs = rows.store.envs
         self._running_return, self._running_length = np.zeros(envs), np.zeros(envs, np.int64)
         self._whole = np.zeros(envs, bool)  # whether the running episode was seen from what is known as its first step
@@ -264,11 +265,12 @@ class _Episodes:
         most = _FIRST_STEPS if self._is_first else _MOST_STEPS
         start = max(stored.start, stored.stop - most, 0 if self._seen is None else self._seen)
         steps = range(min(start, stored.stop), stored.stop)
+        if not steps and self._tells is not None:  # most lanes of a store with many of them
+            return self._tells
         bounds = self._rows.boundaries(self._lane, steps)
-        if bounds is None:
-            return False
-        if not steps:
-            return True
+        self._tells = bounds is not None
+        if bounds is None or not steps:
+            return self._tells
         leaf = self._rows.leaf(REWARD)
         rewards = None
         if leaf is not None:

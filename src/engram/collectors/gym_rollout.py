@@ -17,6 +17,8 @@ from torch import Tensor
 from engram.collectors.action_sources import (
     ActionSource,
     ModuleActions,
+    ObservedSteps,
+    OutputSink,
     RandomActions,
     TensorDictActions,
     ZeroOutputs,
@@ -27,7 +29,7 @@ from engram.collectors.rollout import RolloutResult, StepColumns, Steps
 from engram.collectors.trajectories import StepTags
 from engram.envs.codecs import Array, ArrayCodec, DiscreteCodec, Rewards, SpaceLeaf, flag_of, rewards_of
 from engram.envs.engines import GymEngine
-from engram.envs.policies import RandomPolicy, TensorDictPolicy, as_observation_policy
+from engram.envs.policies import ObservationPolicy, RandomPolicy, TensorDictPolicy, as_observation_policy
 
 Rows = list[np.ndarray[Any, Any]]
 LARGEST_AS_BYTES = 1024  # bytes of one observation: above, the second copy costs more than one write into an array
@@ -71,7 +73,7 @@ class GymRollout:
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
         self._random = RandomActions(random, self._codec, self._batch_size, tags.weights)
         self._keeps_bytes = self.is_random and not self._batch_size and can_keep_bytes(engines[0].leaves)
-        self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, tags.weights, self._device)
+        self.tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, tags.weights, self._device)
         self._zeros, self._outputs = ZeroOutputs(), OutputColumns(self._batch_size, self._device)
         self.steps_way = self._outputs.way
         self.restart()
@@ -129,10 +131,13 @@ class GymRollout:
             return self._random
         direct = as_observation_policy(self._policy)  # looked up again for each batch: hooks come and go
         if direct is not None and set(direct.in_keys) <= {*batch.observations.keys}:
-            weights, device = self._tags.weights, self._device
-            observed, size = batch.observations, self._batch_size
-            return ModuleActions(direct, self._codec, size, weights, device, observed, batch, self._zeros)
-        return self._tensordict_actions.start(batch.observations, batch)
+            return self.module_actions(direct, batch.observations, batch)
+        return self.tensordict_actions.start(batch.observations, batch)
+
+    def module_actions(self, policy: ObservationPolicy, observed: ObservedSteps, sink: OutputSink) -> ModuleActions:
+        """The actions of a policy for the observations of `observed`; `sink` gets what it returns besides."""
+        weights = self._tags.weights
+        return ModuleActions(policy, self._codec, self._batch_size, weights, self._device, observed, sink, self._zeros)
 
     def _run_all(self, batch: _StepBuffer, source: ActionSource, steps: int, random_steps: int) -> None:
         if random_steps:
@@ -167,16 +172,9 @@ class GymRollout:
                 record_version=add_version,
             )
             return chain.from_iterable(rows)
-        decode = codec.decode_one
-        if isinstance(codec, DiscreteCodec):  # integers: nothing to copy
-            known = codec.known_action if codec.has_tables else None
-            return source.raw_actions(times, decode, known=known, record=add, record_version=add_version)
-        if isinstance(codec, ArrayCodec):
-            known = source.known_by(codec.raw_of)
-        keep = codec.keep
-        return source.raw_actions(
-            times, decode, known=known, record=lambda raw: add(keep(raw)), record_version=add_version
-        )
+        known, keep = source.quickly_decoded, codec.keep
+        kept = add if isinstance(codec, DiscreteCodec) else lambda raw: add(keep(raw))  # integers: nothing to copy
+        return source.raw_actions(times, codec.decode_one, known=known, record=kept, record_version=add_version)
 
     def _run(self, batch: _StepBuffer, raws: Iterable[Any], times: range, source: ActionSource) -> None:
         width, end = len(self._engines), times.stop * len(self._engines)

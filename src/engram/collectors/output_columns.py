@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram._native import OutputRecorder
 from engram.collectors.stats import StepsWay
 from engram.envs.base import stack_steps
 from engram.pytree import key_path
@@ -25,6 +27,13 @@ class _Column(NamedTuple):
     rows: Tensor
     dtype: torch.dtype
     shape: torch.Size
+
+    def array(self) -> np.ndarray[Any, Any] | None:
+        """The rows as an array; None where numpy has no such memory or dtype."""
+        try:
+            return self.rows.numpy()
+        except (TypeError, RuntimeError):
+            return None
 
 
 class OutputColumns:
@@ -58,6 +67,7 @@ class OutputColumns:
         self.way = COLUMNS
         self._in_columns = True
         self._columns: dict[Any, _Column] = {}
+        self._recorder: OutputRecorder | None = None  # of all columns, where they are arrays on the CPU
         self._length = 0
         self._steps: list[TensorDictBase | None] = []  # used only after a change to TensorDicts
 
@@ -66,19 +76,10 @@ class OutputColumns:
 
         Steps that are left out are zero.
         """
-        if not self._in_columns:
-            return self._put_tensordict(step, self._tensordict_of(outputs))
-        if step >= self._capacity:
-            self._grow(step + 1)
-        columns = self._columns
-        for key, value in outputs.items():
-            column = columns.get(key)
-            if column is None or type(value) is not Tensor:
-                return self._put_otherwise(step, outputs)
-            if value.dtype != column.dtype or value.shape != column.shape:
-                return self._put_otherwise(step, outputs)
-            column.rows[step] = value
-        if step >= self._length:
+        recorder = self._recorder
+        if recorder is None or step >= self._capacity or not recorder.put(step, outputs):
+            self._put_entries(step, outputs)
+        elif step >= self._length:
             self._length = step + 1
 
     def put_tensordict(self, step: int, outputs: TensorDictBase, reason: str) -> None:
@@ -138,10 +139,27 @@ class OutputColumns:
             rows = column.rows.new_zeros((self._capacity, *column.shape))
             rows[: len(column.rows)] = column.rows
             self._columns[key] = column._replace(rows=rows)
+        self._renew_recorder()
+
+    def _put_entries(self, step: int, outputs: Mapping[str, Any]) -> None:
+        """`put` of entries that are not all plain tensors on the CPU in the order of the columns."""
+        if not self._in_columns:
+            return self._put_tensordict(step, self._tensordict_of(outputs))
+        if step >= self._capacity:
+            self._grow(step + 1)
+        columns = self._columns
+        for key, value in outputs.items():
+            column = columns.get(key)
+            if column is None or type(value) is not Tensor:
+                return self._put_otherwise(step, outputs)
+            if value.dtype != column.dtype or value.shape != column.shape:
+                return self._put_otherwise(step, outputs)
+            column.rows[step] = value
+        self._length = max(self._length, step + 1)
 
     def _put_otherwise(self, step: int, outputs: Mapping[str, Any]) -> None:
         """`put` of entries that have no column yet, that are nested, or that fit no column."""
-        leaves = dict(self._leaves(outputs))
+        leaves, has_new = dict(leaves_of(outputs, self._batch_size, self._device)), False
         for key, value in leaves.items():
             if (reason := self._misfit(key, value)) is not None:
                 self.put_tensordict(step, self._tensordict_of(outputs), reason)
@@ -149,19 +167,17 @@ class OutputColumns:
             if key not in self._columns:
                 zeros = torch.zeros((self._capacity, *value.shape), dtype=value.dtype, device=value.device)
                 self._columns[key] = _Column(zeros, value.dtype, value.shape)
+                has_new = True
         for key, value in leaves.items():
             self._columns[key].rows[step] = value
         self._length = max(self._length, step + 1)
+        if has_new:
+            self._renew_recorder()
 
-    def _leaves(self, entries: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
-        """The entries, and those of TensorDicts that are as this one: a key that is not nested is a string."""
-        for key, value in entries.items():
-            path = (*above, key)
-            is_plain = type(value) is TensorDict and not value.is_empty()
-            if is_plain and value.batch_size == self._batch_size and value.device == self._device:
-                yield from self._leaves(dict(value.items()), path)
-            else:
-                yield path if above else key, value
+    def _renew_recorder(self) -> None:
+        arrays = [column.array() for column in self._columns.values()]
+        are_arrays = all(array is not None for array in arrays) and all(type(key) is str for key in self._columns)
+        self._recorder = OutputRecorder([*self._columns], arrays) if are_arrays and arrays else None
 
     def _misfit(self, key: Any, value: Any) -> str | None:
         """Why a value has no place in a column; None where it has one."""
@@ -187,6 +203,7 @@ class OutputColumns:
             for t in range(self._length)
         ]
         self.way, self._in_columns, self._columns = StepsWay("tensordicts", reason), False, {}
+        self._recorder = None
 
     def _tensordict_of(self, outputs: Mapping[str, Any]) -> TensorDictBase:
         return TensorDict(dict(outputs), self._batch_size, device=self._device)
@@ -203,3 +220,16 @@ class OutputColumns:
         rows = [*self._steps[:steps], *[None] * (steps - len(self._steps))]
         stacked = stack_steps([some.empty() if outputs is None else outputs for outputs in rows], dim)
         return None if stacked.is_empty() else stacked
+
+
+def leaves_of(
+    entries: Mapping[str, Any], batch_size: torch.Size, device: torch.device | None, above: tuple[str, ...] = ()
+) -> Iterator[tuple[Any, Any]]:
+    """Entries, and those of TensorDicts of this batch size and device among them: a key at the root is a string."""
+    for key, value in entries.items():
+        path = (*above, key)
+        is_plain = type(value) is TensorDict and not value.is_empty()
+        if is_plain and value.batch_size == batch_size and value.device == device:
+            yield from leaves_of(dict(value.items()), batch_size, device, path)
+        else:
+            yield path if above else key, value

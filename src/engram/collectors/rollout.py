@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engram.collectors.stats import EpisodeStats, StepsWay
 from engram.collectors.trajectories import EpisodeSteps, StepTags
+from engram.data.replay_buffers.buffers.batch_writer import ColumnRows
 from engram.envs.action_checks import EntriesCheck
 from engram.envs.base import EnvBase, FrameQueue, lost_episodes, reset_where, step_mdp_of
 from engram.envs.policies import FLAGS, TensorDictPolicy, random_policy, zero_outputs
@@ -33,11 +34,8 @@ class Steps(Protocol):
     def count_steps(self, counter: EpisodeSteps) -> None:
         """Adds `step_count` at the root and under `next`, unless there is such an entry."""
 
-    def columns(self, places: ColumnPlaces) -> list[Any] | None:
-        """The columns in these places, `[*batch_size, time, ...]`, for reading until the rollout collects again.
-
-        None: the steps do not lie in columns, or not in exactly these.
-        """
+    def append_to(self, rows: ColumnRows, places: ColumnPlaces) -> bool:
+        """Appends the columns in these places to rows. False: nothing was written, as there are not exactly these."""
 
     def batch(self) -> TensorDictBase:
         """A batch in TED."""
@@ -70,8 +68,8 @@ class BatchSteps:
             count = torch.from_numpy(counter.before(done)).reshape(*batch.shape, 1)
             batch.set("step_count", count).set(("next", "step_count"), count + 1)
 
-    def columns(self, places: ColumnPlaces) -> list[Any] | None:
-        return None
+    def append_to(self, rows: ColumnRows, places: ColumnPlaces) -> bool:
+        return False
 
     def batch(self) -> TensorDictBase:
         return self._batch
@@ -258,6 +256,7 @@ class ColumnPlaces:
     """Where `StepColumns` has the entries with these paths; `left_out` is one of them that it does not have."""
 
     def __init__(self, paths: Sequence[KeyPath], left_out: KeyPath | None = None) -> None:
+        self.paths = [None if path == left_out else path for path in paths]
         self.places = [_LEFT_OUT if path == left_out else _place_of(path) for path in paths]
         self.wanted = len(self.places) - self.places.count(_LEFT_OUT)
 
@@ -284,40 +283,55 @@ class StepColumns:
     Args:
         before: what stands at the root (observations, action).
         after: the observations under `"next"`.
-        outcomes: arrays `[*shape, 1]`, the reward and the flags.
+        outcomes: `[*shape, 1]`, the reward and the flags.
         tags: arrays, what goes under `"collector"`.
         policy_outputs: what the policy wrote besides.
         is_kept: whether the memory is nobody else's, so that a batch can be made of it; else it is copied.
+        flags: those at the root, never set, `[*shape, 1]`; None: they are made for a batch.
     """
 
     def __init__(
         self,
         before: Mapping[Any, Any],
         after: Mapping[Any, Any],
-        outcomes: Mapping[str, Array],
+        outcomes: Mapping[str, Any],
         tags: Mapping[str, Array],
         policy_outputs: TensorDictBase | None,
         *,
         shape: torch.Size,
         device: torch.device | None,
         is_kept: bool = True,
+        flags: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._before, self._after, self._outcomes, self._tags = before, after, outcomes, tags
-        self._policy_outputs = policy_outputs
+        self._policy_outputs, self._flags = policy_outputs, flags
         self._device, self._is_kept = device, is_kept
         self.shape = shape
 
     def count_episodes(self, episodes: EpisodeStats) -> None:
         rows = (-1, self.shape[-1])
-        episodes.add(self._outcomes["reward"].reshape(rows), self._outcomes["done"].reshape(rows))
+        reward, done = np.asarray(self._outcomes["reward"]), np.asarray(self._outcomes["done"])
+        episodes.add(reward.reshape(rows), done.reshape(rows))
 
     def count_steps(self, counter: EpisodeSteps) -> None:
         if "step_count" not in self._before:
-            count = counter.before(self._outcomes["done"].reshape(-1, self.shape[-1])).reshape(*self.shape, 1)
+            done = np.asarray(self._outcomes["done"]).reshape(-1, self.shape[-1])
+            count = counter.before(done).reshape(*self.shape, 1)
             self._before = {**self._before, "step_count": count}
             self._after = {**self._after, "step_count": count + 1}
 
-    def columns(self, places: ColumnPlaces) -> list[Any] | None:
+    def append_to(self, rows: ColumnRows, places: ColumnPlaces) -> bool:
+        columns = self._columns(places)
+        if columns is None:
+            return False
+        dims, frames = len(self.shape), self.shape.numel()
+        if dims != rows.ndim:
+            lead = (frames,) if rows.ndim == 1 else (frames // self.shape[-1], self.shape[-1])
+            columns = [None if column is None else column.reshape(*lead, *column.shape[dims:]) for column in columns]
+        return rows.append(columns)
+
+    def _columns(self, places: ColumnPlaces) -> list[Any] | None:
+        """The columns in these places, `[*batch_size, time, ...]`; None where there are others."""
         if self._policy_outputs is not None:
             return None
         flags = dict.fromkeys(FLAGS, _no_flags(self.shape))
@@ -336,7 +350,7 @@ class StepColumns:
             self._outcomes, self._tags = _copied(self._outcomes), _copied(self._tags)
             self._is_kept = True
         following = self._batch_of({**self._after, **self._outcomes})
-        flags = {key: np.zeros((*self.shape, 1), np.bool_) for key in FLAGS}
+        flags: Mapping[str, Any] = self._flags or {key: np.zeros((*self.shape, 1), np.bool_) for key in FLAGS}
         collector = {"collector": self._batch_of(self._tags)} if self._tags else {}
         td = self._batch_of({**self._before, **flags, **collector, "next": following})
         return td if self._policy_outputs is None else self._policy_outputs.update(td)

@@ -111,9 +111,11 @@ class EpisodeStats:
     def add(self, reward: Array, done: Array) -> None:
         """Adds steps: `reward` and bool `done`, both `[envs, time]`."""
         reward = reward if reward.dtype == np.float32 else reward.astype(np.float64)
-        ended, returns, lengths = add_episodes(
-            np.ascontiguousarray(reward), done, self._return, self._length, self._window
-        )
+        self.add_part(np.ascontiguousarray(reward), done, 0, done.shape[1])
+
+    def add_part(self, reward: Array, done: Array, first: int, stop: int) -> None:
+        """Adds the steps [first, stop) of contiguous arrays `[envs, time]`; rewards are float32 or float64."""
+        ended, returns, lengths = add_episodes(reward, done, self._return, self._length, self._window, first, stop)
         if ended:
             self.count += ended
             self.returns.extend(returns)

@@ -115,7 +115,8 @@ class _Choice(NamedTuple):
         clock = self.clock
         if engine is not None and is_cpu(env.device) and not stacks:
             timed: Any = engine if clock is None else TimedEnv(engine, clock, 0)
-            return VectorRollout(env, timed, self.policy, self.tags, max_frames_per_traj=max_frames)
+            bare = engine.bare_steps() if clock is None else None
+            return VectorRollout(env, timed, self.policy, self.tags, max_frames_per_traj=max_frames, bare=bare)
         if engines is not None and is_cpu(env.device):
             if clock is not None:
                 engines = [TimedEnv(engine, clock, i) for i, engine in enumerate(engines)]
@@ -368,6 +369,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         reject_timeout(timeout, "SyncDataCollector")
         settings = CollectorSettings.of(locals())
         self.exploration_type = exploration_type
+        self._switch = exploration_type, set_exploration_type(exploration_type)  # made once: a batch may be one step
         self.reset_at_each_iter, self.reset_when_done = reset_at_each_iter, reset_when_done
         self.postproc = postproc
         self.replay_buffer = replay_buffer
@@ -581,10 +583,19 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         self._prepare()
         self._weights.begin_batch()
         try:
-            with self._no_grad, set_exploration_type(self.exploration_type):
+            with self._no_grad, self._exploration():
                 return self._rollout.collect(self._steps, random_steps=random_steps)
         finally:
             self._weights.end_batch()
+
+    def _exploration(self) -> set_exploration_type:
+        """A block in which policies act as `exploration_type` says."""
+        kind, switch = self._switch
+        if kind is not self.exploration_type:
+            kind = self.exploration_type
+            switch = set_exploration_type(kind)
+            self._switch = kind, switch
+        return switch
 
     def reset(self, index: None = None) -> None:
         """Resets every environment before the next batch; trajectories that have not ended are left unfinished.
@@ -894,14 +905,7 @@ class BufferWriter:
             return False
         if self._rows is not rows:
             self._rows, self._places = rows, ColumnPlaces(rows.paths, rows.index_path)
-        columns = steps.columns(self._places)
-        if columns is None:
-            return False
-        dims, frames = len(steps.shape), steps.shape.numel()
-        if dims != rows.ndim:
-            lead = (frames,) if rows.ndim == 1 else (frames // steps.shape[-1], steps.shape[-1])
-            columns = [None if column is None else column.reshape(*lead, *column.shape[dims:]) for column in columns]
-        return rows.append(columns)
+        return steps.append_to(rows, self._places)
 
 
 class OtherBufferWriter(BufferWriter):

@@ -50,8 +50,12 @@ class TrajectoryIds:
     def number(self, done: Array) -> Array:
         """The ids, int64 `[envs, time]`, of steps whose `("next", "done")` is `done`, bool `[envs, time]`."""
         ids = np.empty(done.shape, np.int64)
-        self.count = number_trajectories(done, self._current, self._starts_next, self.count, ids)
+        self.number_into(ids, done, 0, done.shape[1])
         return ids
+
+    def number_into(self, ids: Array, done: Array, first: int, stop: int) -> None:
+        """Writes the ids of the steps [first, stop) into an array `[envs, time]`, as `number`."""
+        self.count = number_trajectories(done, self._current, self._starts_next, self.count, ids, first, stop)
 
 
 class EpisodeSteps:
@@ -90,8 +94,8 @@ class StepTags:
         self.ids = TrajectoryIds(envs)
         self.weights = weights
         self.cuts: list[tuple[int, int]] = []  # environments and ids of trajectories that broke off between two batches
-        self._tracks_ids = tracks_ids
-        self._tracks_version = tracks_version
+        self.tracks_ids = tracks_ids
+        self.tracks_version = tracks_version
 
     def cut(self, env: int) -> None:
         """The next step of an environment begins a trajectory, wherever the one before it stopped."""
@@ -105,8 +109,8 @@ class StepTags:
         `versions` gives the versions of the steps, int64 `[envs, time]`, where they are not all the present one.
         """
         ids = self.ids.number(done)
-        tags: dict[str, Array] = {"traj_ids": ids.reshape(shape)} if self._tracks_ids else {}
-        if self._tracks_version:
+        tags: dict[str, Array] = {"traj_ids": ids.reshape(shape)} if self.tracks_ids else {}
+        if self.tracks_version:
             now = np.full(shape, self.weights.version, np.int64)
             tags["policy_version"] = now if versions is None else versions().reshape(shape)
         return tags

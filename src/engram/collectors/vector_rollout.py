@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram._native import StepRecorder, lay_out_frames, take_frames
+from engram._native import StepRecorder
 from engram.collectors.action_sources import (
     ActionSource,
     MaskedRandom,
@@ -32,8 +32,8 @@ from engram.envs.codecs import (
     reward_row,
     space_leaves,
 )
-from engram.envs.engines import Autoreset, VectorEngine, VectorStep
-from engram.envs.policies import RandomPolicy, TensorDictPolicy, as_observation_policy
+from engram.envs.engines import Autoreset, BareSteps, VectorEngine, VectorStep
+from engram.envs.policies import FLAGS, RandomPolicy, TensorDictPolicy, as_observation_policy
 
 Array = np.ndarray[Any, Any]
 MOST_AHEAD = 100_000  # frames that an environment may have more than another one that waits for the end of its episode
@@ -48,6 +48,8 @@ class VectorRollout:
 
     Where `max_frames_per_traj` cuts an episode and the environment cannot be reset without the others, its steps until
     the episode ends by itself are not frames. When all wait for that at once, all are reset.
+
+    `bare`: `engine.bare_steps()`, or None where its own `step` is to be called.
     """
 
     def __init__(
@@ -58,14 +60,19 @@ class VectorRollout:
         tags: StepTags,
         *,
         max_frames_per_traj: int | None,
+        bare: BareSteps | None = None,
     ) -> None:
         self._engine, self._policy, self._tags = engine, policy, tags
         self._max_frames = max_frames_per_traj
         self._codec, self._batch_size, self._device = engine.action, torch.Size((engine.n,)), env.device
+        self._read = self._codec.action_reader(self._batch_size) if isinstance(self._codec, ArrayCodec) else None
         self.is_random = isinstance(policy, RandomPolicy)
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
         self._random = RandomActions(random, self._codec, self._batch_size, tags.weights)
-        self._log = StepLog(engine.n, engine.leaves, space_leaves(engine.action, ("action",)), self._device)
+        over = np.zeros(engine.n, np.bool_) if bare is None else bare.over
+        self._log = StepLog(engine.n, engine.leaves, space_leaves(engine.action, ("action",)), self._device, over)
+        #: The vector environment, where what its `step` returns needs no more than to be recorded.
+        self._bare = bare.env if bare and max_frames_per_traj is None and self._log.takes_results else None
         self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, tags.weights, self._device)
         self._tensordict_actions.start(self._log, self._log)
         self._zeros = ZeroOutputs()
@@ -93,7 +100,7 @@ class VectorRollout:
         """Makes a batch of the steps before an error that every environment has, and restarts."""
         try:
             self._log.recount()
-            steps = min(steps, int(self._log.waiting.min()))
+            steps = min(steps, self._log.waiting_range[0])
             if steps == 0:
                 raise error
             return RolloutResult(self._steps_of(self._log.take(steps), steps), error)
@@ -105,25 +112,28 @@ class VectorRollout:
         if self._log.is_empty:
             self._log.begin(self._engine.reset())
             source.reset_envs(range(self._engine.n))
-        waiting = self._log.waiting
-        while (missing := steps - int(waiting.min())) > 0:
-            if self._drains.any() and int(waiting.max()) - steps > MOST_AHEAD:
+        run = self._run if self._bare is None else self._run_bare
+        while True:
+            least, most = self._log.waiting_range
+            missing = steps - least
+            if missing <= 0:
+                return
+            if most - steps > MOST_AHEAD and self._drains.any():
                 raise_endless(self._drains, self._max_frames)
             self._log.reserve(missing)
-            if self._to_reset.any():  # only now: the last state of a batch must stay, and a restart may come
-                self._reset(source)
+            if self._bare is None and self._to_reset.any():
+                self._reset(source)  # only now: the last state of a batch must stay, and a restart may come
             if self.is_random:
-                self._run(self._random_actions(missing), source, missing)
-            elif (surely_random := random_steps - int(waiting.max())) > 0:
-                calls = min(missing, surely_random)
-                self._run(skipping(source, self._random_actions(calls)), source, calls)
-            elif int(waiting.min()) < random_steps:  # some have had their random steps, others not
-                mixed = MaskedRandom(
-                    waiting < random_steps, self._random, source, self._codec, self._batch_size, self._tags.weights
-                )
-                self._run(self._chosen(mixed, 1), mixed, 1)
+                run(self._random_actions(missing), source, missing)
+            elif random_steps > most:
+                calls = min(missing, random_steps - most)
+                run(skipping(source, self._random_actions(calls)), source, calls)
+            elif least < random_steps:  # some have had their random steps, others not
+                lack, size = self._log.waiting < random_steps, self._batch_size
+                mixed = MaskedRandom(lack, self._random, source, self._codec, size, self._tags.weights)
+                run(self._chosen(mixed, 1), mixed, 1)
             else:
-                self._run(self._chosen(source, missing), source, missing)
+                run(self._chosen(source, missing), source, missing)
 
     def _source(self) -> ActionSource:
         if self.is_random:
@@ -139,7 +149,7 @@ class VectorRollout:
         return source.raw_actions(
             range(first, first + calls),
             codec.decode_batch,
-            known=source.known_by(codec.raw_of) if isinstance(codec, ArrayCodec) else None,
+            known=source.known_by(codec.raw_of, self._read) if isinstance(codec, ArrayCodec) else None,
             record=log.add_action,
             record_version=log.note_version,
         )
@@ -151,6 +161,18 @@ class VectorRollout:
         self._log.add_actions(raws)
         self._log.note_version(self._tags.weights.version)
         return iter(raws)
+
+    def _run_bare(self, raws: Iterator[Any], source: ActionSource, calls: int) -> None:
+        """As `_run`, where a call does no more than to step environments or to begin their next episode."""
+        assert self._bare is not None
+        step, add, log = self._bare.step, self._log.add_result, self._log
+        if source is self._random:  # which has no state of episodes
+            for raw in raws:
+                add(step(raw))
+            return
+        for raw in raws:
+            if add(step(raw)):
+                source.reset_envs(log.last_idle())
 
     def _run(self, raws: Iterator[Any], source: ActionSource, calls: int) -> None:
         log, step = self._log, self._engine.step
@@ -224,15 +246,16 @@ class VectorRollout:
     def _steps_of(self, window: StepWindow, steps: int) -> Steps:
         shape = torch.Size((self._engine.n, steps))
         self.steps_way = window.steps_way
-        outcomes = {
-            "reward": window.reward.numpy(),
-            "done": window.done.numpy(),
-            "terminated": window.terminated.numpy(),
-            "truncated": window.truncated.numpy(),
-        }
-        tags = self._tags.tag(outcomes["done"][..., 0], shape, window.versions)
+        tags = self._tags.tag(window.done.numpy()[..., 0], shape, window.versions)
         return StepColumns(
-            window.before, window.after, outcomes, tags, window.policy_outputs, shape=shape, device=self._device
+            window.before,
+            window.after,
+            window.outcomes,
+            tags,
+            window.policy_outputs,
+            shape=shape,
+            device=self._device,
+            flags=window.flags,
         )
 
 
@@ -262,15 +285,26 @@ class StepLog:
     episode is kept apart. A batch is laid out from the columns in memory of its own, at once.
 
     The columns of one batch are used again for the next one, unless a policy has read observations: it may hold these.
+
+    `over`, bool `[n]`, is shared with the engine: whose episode the last call ended, see `BareSteps`.
     """
 
-    def __init__(self, n: int, leaves: list[SpaceLeaf], actions: list[SpaceLeaf], device: torch.device | None) -> None:
+    def __init__(
+        self, n: int, leaves: list[SpaceLeaf], actions: list[SpaceLeaf], device: torch.device | None, over: Array
+    ) -> None:
         self._outputs = OutputColumns(torch.Size((n,)), device)  # of the policy, besides the action
         self._n, self._leaves, self._action_leaves = n, leaves, actions
         self._waiting = np.zeros(n, np.int64)  # frames that no batch has taken
+        self._taken = np.zeros(n, np.int64)  # frames of the calls in the columns that batches have taken
+        self._recorder = StepRecorder(self._waiting, self._taken, over)
+        self._record, self._record_result = self._recorder.add, self._recorder.add_result
+        self._keys = [leaf.key for leaf in (*leaves, *actions)]
+        self._no_last_rows = np.zeros(0, np.int64), np.zeros(0, np.int64), [np.zeros(0, np.uint8) for _ in leaves]
         self._are_plain = [leaf.codec.is_plain for leaf in (*leaves, *actions)]  # the tensor equals the raw array
         #: Whether an observation is one array, whose values need no check.
         self._is_one_array = len(leaves) == 1 and not leaves[0].path and leaves[0].codec.limits is None
+        #: Whether `add_result` takes what gymnasium's `step` returns.
+        self.takes_results = self._is_one_array
         self._action_dtype = None if actions[0].path else actions[0].codec.raw_dtype  # None: several arrays
         self.clear()
 
@@ -280,17 +314,15 @@ class StepLog:
         self._last_of_episodes: list[_LastObservations] = []
         self._outputs.clear()
         self._has_outputs = False
-        self._versions: list[int] = []
-        self._version = 0
+        self._versions = [(0, 0)]  # each with the call from which on it chose the actions
         self._dropped = 0
         self._calls = 0
         self._waiting[:] = 0
-        self._taken = np.zeros(self._n, np.int64)  # frames of the calls in the columns that batches have taken
-        self._is_even = True  # whether frame t of each environment is of call t
-        self._allocate(0)
+        self._taken[:] = 0
+        self._allocate(0, None)
 
-    def _allocate(self, room: int) -> None:
-        """Makes columns with room for so many calls."""
+    def _allocate(self, room: int, kept: tuple[int, int] | None) -> None:
+        """Makes columns with room for so many calls; `kept`: a first call and a number of calls that go on in these."""
         n, self._room = self._n, room
         self._shown = [np.empty((room + 1, n, *leaf.codec.raw_shape), leaf.codec.raw_dtype) for leaf in self._leaves]
         self._actions = [
@@ -299,26 +331,18 @@ class StepLog:
         self._reward = np.empty((room, n, 1), np.float32)
         self._terminated, self._truncated, self._done = (np.empty((room, n, 1), np.bool_) for _ in range(3))
         self._idle = np.empty((room, n), np.bool_)  # whether the call only reset the environment
-        self._record = StepRecorder(
-            self._shown, self._reward, self._terminated, self._truncated, self._done, self._idle, self._waiting
-        ).add
+        flags = self._terminated, self._truncated, self._done, self._idle
+        self._recorder.use(self._shown, self._actions, self._reward, *flags, kept)
         self._views: list[Sequence[Tensor] | None] = [None] * len(self._leaves)  # of the observations, by call
-
-    def _by_call(self) -> list[Array]:
-        """The columns that have a row for each call, in the order in which batches are laid out; idle comes last."""
-        return [*self._actions, self._reward, self._terminated, self._truncated, self._done, self._idle]
 
     def _keep(self, first: int, room: int) -> None:
         """Keeps the calls from the columns' row `first` on, which becomes row 0, with room for `room` calls in all."""
-        shown, by_call, end = self._shown, self._by_call(), self._calls
+        left = self._calls - first
         if room != self._room or any(views is not None for views in self._views):
-            self._allocate(room)
-        self._calls = end - first
-        for column, old in zip(self._shown, shown, strict=True):
-            column[: self._calls + 1] = old[first : end + 1]
-        if self._calls:
-            for column, old in zip(self._by_call(), by_call, strict=True):
-                column[: self._calls] = old[first:end]
+            self._allocate(room, (first, left))
+        else:
+            self._recorder.keep(first, left)
+        self._calls = left
 
     def reserve(self, calls: int) -> None:
         """Makes room for so many more calls."""
@@ -332,6 +356,11 @@ class StepLog:
         return self._waiting
 
     @property
+    def waiting_range(self) -> tuple[int, int]:
+        """The fewest and the most of `waiting`."""
+        return self._recorder.waiting()
+
+    @property
     def is_empty(self) -> bool:
         """Whether the environments have not been reset yet."""
         return not self._is_begun
@@ -339,7 +368,7 @@ class StepLog:
     @property
     def keys(self) -> list[Any]:
         """The keys of the observations."""
-        return [leaf.key for leaf in self._leaves]
+        return self._keys[: len(self._leaves)]
 
     def rows(self, key: Any) -> Callable[[int], Tensor]:
         """A function that returns the newest observation `[n, *shape]`; it ignores its argument."""
@@ -388,7 +417,8 @@ class StepLog:
 
     def note_version(self, version: int) -> None:
         """Notes the version of the weights that choose the actions from the next call on."""
-        self._version = version
+        if version != self._versions[-1][1]:
+            self._versions.append((self._dropped + self._calls, version))
 
     def add(self, out: VectorStep) -> bool:
         """Adds one call; returns whether it ends an episode. Raises ValueError where a value is not of the spaces.
@@ -402,23 +432,46 @@ class StepLog:
         ends = self._record(self._calls, arrays, reward, terminated, truncated, idle)
         if ends < 0:
             ends = self._record_converted(out)
-        if idle is not None:
-            self._is_even = False
-        self._versions.append(self._version)
         self._calls += 1
         return ends > 0
+
+    def add_result(self, result: Any) -> bool:
+        """Adds one call by what gymnasium's `step` returned; returns whether it only reset some environments.
+
+        It did with those whose episode the call before ended. Raises ValueError as `add`.
+        """
+        found = self._record_result(self._calls, result)
+        if found < 0:
+            found = self._record_result(self._calls, self._converted_result(*result))
+        self._calls += 1
+        return found > 1
+
+    def _converted_result(self, observation: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> Any:
+        """A result of the columns' dtypes and shapes. Raises ValueError where it is not of the spaces."""
+        flags = flag_row(terminated, self._n, "terminated"), flag_row(truncated, self._n, "truncated")
+        return (*self._rows_of(observation), self._narrow(reward), *flags, info)
+
+    def last_idle(self) -> Array:
+        """Whether the last call only reset each environment, bool `[n]`."""
+        idle: Array = self._idle[self._calls - 1].copy()
+        return idle
 
     def _record_converted(self, out: VectorStep) -> int:
         """Records values that are not exactly of the columns' dtypes and shapes. Raises ValueError as `add`."""
         arrays, reward = self._rows_of(out.observation), reward_row(out.reward, self._n)
         terminated = flag_row(out.terminated, self._n, "terminated")
         truncated = flag_row(out.truncated, self._n, "truncated")
-        error = narrow_rewards(reward[None]).error
-        if error is not None:
-            raise error
-        ends = self._record(self._calls, arrays, reward, terminated, truncated, out.idle)
+        ends = self._record(self._calls, arrays, self._narrow(reward), terminated, truncated, out.idle)
         assert ends >= 0, "converted values are of the columns' form"
         return ends
+
+    def _narrow(self, reward: Any) -> Array:
+        """Rewards `[n]`. Raises ValueError where they are no numbers, or beyond float32."""
+        row = reward_row(reward, self._n)
+        error = narrow_rewards(row[None]).error
+        if error is not None:
+            raise error
+        return row
 
     def _last_rows(self, last: Sequence[tuple[int, Any]]) -> tuple[list[int], list[bytes]]:
         """Environments, and by leaf their last observations. Raises ValueError where one is not of its space."""
@@ -467,56 +520,42 @@ class StepLog:
 
     def take(self, steps: int) -> StepWindow:
         """Takes the first `steps` waiting frames of each environment, oldest first."""
-        if self._is_even:
-            calls, dropped = None, steps
-            self._waiting -= steps
-        else:
-            calls = np.empty((self._n, steps), np.int64)
-            dropped = take_frames(self._idle[: self._calls], self._taken, self._waiting, calls)
-            self._is_even = dropped == self._calls
-        window = self._lay_out(steps, calls)
-        self._drop(dropped, steps)
-        return window
-
-    def _lay_out(self, steps: int, calls: Array | None) -> StepWindow:
-        # No frame reads what was shown after a call before the first of this log.
-        lasts = [last for last in self._last_of_episodes if last.call >= self._dropped]
-        last_calls = [last.call - self._dropped for last in lasts for _ in last.envs]
-        last_rows = [
-            np.frombuffer(b"".join([last.rows[number] for last in lasts]), np.uint8)
-            for number in range(len(self._leaves))
-        ]
-        tensors = lay_out_frames(
-            [*self._shown, *self._by_call()[:-1]],
-            self._shown,
-            steps,
-            calls,
-            np.array(last_calls, np.int64),
-            np.array([env for last in lasts for env in last.envs], np.int64),
-            last_rows,
-        )
-        leaves = [*self._leaves, *self._action_leaves]
-        acted = len(leaves)
-        before = {leaf.key: self._encoded(k, tensors[k]) for k, leaf in enumerate(leaves)}
-        reward, terminated, truncated, done = tensors[acted : acted + 4]
-        following = tensors[acted + 4 :]
-        return StepWindow(
-            before,
-            {leaf.key: self._encoded(k, following[k]) for k, leaf in enumerate(self._leaves)},
-            reward,
-            terminated,
-            truncated,
-            done,
+        asks_calls = self._has_outputs or len(self._versions) > 1
+        tensors, calls, dropped = self._recorder.take(self._calls, steps, asks_calls, *self._last_rows_kept())
+        leaves, acted = len(self._leaves), len(self._leaves) + len(self._action_leaves)
+        before = [self._encoded(k, tensors[k]) for k in range(acted)]
+        reward, terminated, truncated, done, *flags = tensors[acted : acted + 7]
+        after = [self._encoded(k, tensors[acted + 7 + k]) for k in range(leaves)]
+        window = StepWindow(
+            dict(zip(self._keys, before, strict=True)),
+            dict(zip(self._keys[:leaves], after, strict=True)),
+            {"reward": reward, "done": done, "terminated": terminated, "truncated": truncated},
+            dict(zip(FLAGS, flags, strict=True)),
             self._outputs.way,
             self._outputs_of(steps, calls),
             self._versions,
+            self._dropped,
             calls,
         )
+        self._drop(dropped, steps)
+        return window
+
+    def _last_rows_kept(self) -> tuple[Array, Array, list[Array]]:
+        """The calls and environments of last observations of episodes, and these, by leaf, as bytes."""
+        # No frame reads what was shown after a call before the first of this log.
+        lasts = [last for last in self._last_of_episodes if last.call >= self._dropped]
+        if not lasts:
+            return self._no_last_rows
+        calls = np.array([last.call - self._dropped for last in lasts for _ in last.envs], np.int64)
+        envs = np.array([env for last in lasts for env in last.envs], np.int64)
+        numbers = range(len(self._leaves))
+        return calls, envs, [np.frombuffer(b"".join([last.rows[k] for last in lasts]), np.uint8) for k in numbers]
 
     def _encoded(self, number: int, raw: Tensor) -> Any:
         """Raw values `[n, time, ...]` of a leaf as the tensor that batches have."""
-        codec = (*self._leaves, *self._action_leaves)[number].codec
-        return raw if self._are_plain[number] else codec.encode(raw.numpy())
+        if self._are_plain[number]:
+            return raw
+        return (*self._leaves, *self._action_leaves)[number].codec.encode(raw.numpy())
 
     def _outputs_of(self, steps: int, calls: Array | None) -> TensorDictBase | None:
         """What the policy wrote besides the actions, `[n, steps]`; None: nothing."""
@@ -528,29 +567,37 @@ class StepLog:
     def _drop(self, calls: int, steps: int) -> None:
         if self._has_outputs:
             self._outputs.drop(calls)
-        self._versions = self._versions[calls:]  # the window has the old list
         self._dropped += calls
+        if len(self._versions) > 1:
+            past = sum(start <= self._dropped for start, _ in self._versions)
+            self._versions = self._versions[max(0, past - 1) :]  # the window has the old list
         self._last_of_episodes = [entry for entry in self._last_of_episodes if entry.call >= self._dropped]
         left = self._calls - calls
         self._keep(calls, min(self._room, left + 2 * steps))
 
 
 class StepWindow(NamedTuple):
-    """The frames of a batch `[n, time]`: tensors by key, reward and flags `[n, time, 1]`."""
+    """The frames of a batch `[n, time]`: tensors by key."""
 
     before: dict[Any, Any]  # observations and action
     after: dict[Any, Any]  # observations
-    reward: Tensor
-    terminated: Tensor
-    truncated: Tensor
-    done: Tensor
+    outcomes: dict[str, Tensor]  # the reward and the flags after each step, [n, time, 1]
+    flags: dict[str, Tensor]  # the flags before each step, which are never set, [n, time, 1]
     steps_way: StepsWay
     policy_outputs: TensorDictBase | None
-    call_versions: list[int]
-    calls: Array | None  # the call of each frame; None: frame t is of call t
+    version_starts: list[tuple[int, int]]  # versions of the policy, each with the call from which on it chose
+    first_call: int
+    calls: Array | None  # of each frame, from `first_call` on; None: frame t is of call t, or there is one version
+
+    @property
+    def done(self) -> Tensor:
+        """Whether each step ended an episode, bool `[n, time, 1]`."""
+        return self.outcomes["done"]
 
     def versions(self) -> Array:
         """The versions of the policy that acted, int64 `[n, time]`."""
-        by_call = np.array(self.call_versions, np.int64)
-        n, steps = self.reward.shape[:2]
-        return np.tile(by_call[:steps], (n, 1)) if self.calls is None else by_call.take(self.calls)
+        n, steps = self.done.shape[:2]
+        calls = np.broadcast_to(np.arange(steps), (n, steps)) if self.calls is None else self.calls
+        starts, versions = np.array(self.version_starts, np.int64).T
+        chosen: Array = versions.take(starts.searchsorted(self.first_call + calls, "right") - 1)
+        return chosen

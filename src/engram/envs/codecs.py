@@ -17,11 +17,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from engram._checks import attribute
-from engram._native import one_hot
+from engram._native import ActionReader, one_hot
 from engram._overrides import overrides
+from engram.envs.action_checks import ActionCheck
 from engram.errors import is_masked
 from engram.pytree import Key
-from engram.specs import Composite, MultiOneHot, OneHot, Spec, Text, spec_from_space
+from engram.specs import Bounded, Composite, MultiOneHot, OneHot, Spec, Text, Unbounded, spec_from_space
 from engram.specs.spaces import for_space_class
 from engram.specs.text import bytes_of_text, text_of_bytes
 
@@ -242,9 +243,28 @@ class SpaceCodec(ABC):
         """`[*spec.shape]` as one raw value."""
         return self.decode_rows(value.unsqueeze(0))[0]
 
+    def quick_decoder(self, check: ActionCheck) -> Callable[[Any], Any]:
+        """`decode_one` of an action that `check` quickly finds to be of the space; of others None, or an error."""
+        return lambda action: self.decode_one(action) if check.accepts(action) else None
+
+    @property
+    def in_one_array(self) -> ArrayCodec | None:
+        """This codec, where each raw value is an array or a number, which has a place in one array of them."""
+        return None
+
     def keep_rows(self, raws: list[Any]) -> list[Any]:
         """`keep` of each."""
         return [self.keep(raw) for raw in raws]
+
+
+def first_of(read: Callable[[Any], Any], otherwise: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`read`, and `otherwise` for what it returns None for."""
+
+    def value_of(action: Any) -> Any:
+        value = read(action)
+        return otherwise(action) if value is None else value
+
+    return value_of
 
 
 class ArrayCodec(SpaceCodec):
@@ -284,6 +304,17 @@ class ArrayCodec(SpaceCodec):
         batch = array.shape[: array.ndim - self.spec.ndim]
         return array.astype(self.raw_dtype).reshape((*batch, *self.raw_shape))
 
+    def action_reader(self, batch_size: Sequence[int]) -> Callable[[Any], Any] | None:
+        """A function that makes a new raw array of an action `[*batch_size, *spec.shape]`; None: there is no fast one.
+
+        It returns None for all but plain tensors of the spec's dtype whose numbers are in the space.
+        """
+        shape = (*batch_size, *self.raw_shape)
+        is_box = isinstance(self.spec, Bounded | Unbounded) and type(self) is ArrayCodec
+        if not is_box or not shape or tuple(self.spec.shape) != self.raw_shape or self.raw_dtype.kind not in "iuf":
+            return None
+        return ActionReader(np.empty(shape, self.raw_dtype), 0, 0).read
+
     def unstacked(self, raws: Array) -> list[Any]:
         """A new array `[N, *raw_shape]` as N raw values."""
         return [np.asarray(row) for row in raws]
@@ -308,6 +339,24 @@ class ArrayCodec(SpaceCodec):
 
     def decode_one(self, value: Tensor) -> Any:
         return self.decode(value)
+
+    def quick_decoder(self, check: ActionCheck) -> Callable[[Any], Any]:
+        array_of, raw_of, read = check.array_of, self.raw_of, self.action_reader(())
+
+        def decoded(action: Any) -> Any:
+            array = array_of(action)
+            return None if array is None else raw_of(array)
+
+        return decoded if read is None else first_of(read, decoded)
+
+    @property
+    def in_one_array(self) -> ArrayCodec | None:
+        return self
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether a tensor has the very numbers of the raw array, in its dtype."""
+        return self.is_plain
 
     def keep(self, raw: Any) -> Any:
         return raw.copy()
@@ -342,6 +391,11 @@ class DiscreteCodec(ArrayCodec):
         choice = array.astype(np.int64) if self._one_hot is None else array.argmax(-1)
         return choice + self.start if self.start else choice
 
+    def action_reader(self, batch_size: Sequence[int]) -> Callable[[Any], Any] | None:
+        if self._one_hot is not None or not batch_size:
+            return None
+        return ActionReader(np.empty(tuple(batch_size), np.int64), self._n, self.start).read
+
     def unstacked(self, raws: Array) -> list[Any]:
         return list(raws)
 
@@ -355,12 +409,14 @@ class DiscreteCodec(ArrayCodec):
         raw = np.int64((value if self._one_hot is None else self._to_choice(value)).item())
         return raw + self.start if self.start else raw
 
-    @property
-    def has_tables(self) -> bool:
-        """Whether the choices are few enough for tables of them."""
-        return self._n <= MAX_TABLE
+    def quick_decoder(self, check: ActionCheck) -> Callable[[Any], Any]:
+        return self._found_in_tables if self._n <= MAX_TABLE else SpaceCodec.quick_decoder(self, check)
 
-    def known_action(self, value: Tensor) -> Any:
+    @property
+    def is_raw(self) -> bool:
+        return self._one_hot is None and self.start == 0 and self.raw_dtype == np.int64
+
+    def _found_in_tables(self, value: Tensor) -> Any:
         """`decode_one` of a choice found in the tables; None if the value needs a full check."""
         if self._one_hot is None:
             return self._raw_by_item.get(value.item())
@@ -486,6 +542,10 @@ class TextCodec(ArrayCodec):
 
     def unbatch(self, batch: Any) -> list[Any]:
         return list(batch)
+
+    @property
+    def in_one_array(self) -> ArrayCodec | None:
+        return None
 
     def encode_rows(self, raws: Sequence[Any]) -> Tensor:
         return torch.from_numpy(self._rows(raws, "the value").reshape(len(raws), self.spec.width))

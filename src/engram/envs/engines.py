@@ -38,6 +38,7 @@ from engram.specs.spaces import leaf_spaces
 from engram.transforms.base import IDLE
 
 Array = np.ndarray[Any, Any]
+_TRUE = b"\x01"
 
 
 class Autoreset(Enum):
@@ -64,6 +65,17 @@ class VectorStep(NamedTuple):
     truncated: Array
     last: Sequence[tuple[int, Any]] = ()
     idle: Array | None = None
+
+
+class BareSteps(NamedTuple):
+    """A vector environment whose `step` returns, as gymnasium has it, all that a `VectorStep` would say.
+
+    It starts an environment's next episode in the call after the one that ended the last (NEXT_STEP). `over`, bool
+    `[n]`, says whose episode the last call ended; whoever calls `step` keeps it up to date.
+    """
+
+    env: Any
+    over: Array
 
 
 class VectorEngine(ABC):
@@ -101,6 +113,10 @@ class VectorEngine(ABC):
     @abstractmethod
     def step(self, actions: Any) -> VectorStep:
         """One step of each environment. `actions` are batched as by gymnasium: see `SpaceCodec.decode_batch`."""
+
+    def bare_steps(self) -> BareSteps | None:
+        """The environment below, where `step` only calls that; None: it does more."""
+        return None
 
     def close(self) -> None:
         """Releases the resources of the environments."""
@@ -423,7 +439,7 @@ class GymVectorEngine(VectorEngine):
         self.can_reset_some = has_mask or self.autoreset is Autoreset.DISABLED
         self.action: SpaceCodec = codec_for(env.single_action_space, categorical=categorical)
         self._seed: int | list[int] | None = None
-        self._over: Array | None = None  # whose episode the last call ended, bool [n]; None: nobody's
+        self._over = np.zeros(self.n, np.bool_)  # whose episode the last call ended (NEXT_STEP)
         self._info = make_info_reader(info_keys, self._probed, batch_dims=1)
         space = env.single_observation_space
         self.leaves: list[SpaceLeaf] = observation_leaves(space, observation_key, self._info, categorical=categorical)
@@ -490,7 +506,7 @@ class GymVectorEngine(VectorEngine):
             seed, self._seed = self._seed, None
             self._receive_last_step()
             observation, infos = self.env.reset() if seed is None else self.env.reset(seed=seed)
-            self._over = None
+            self._over[:] = False
             return self._shown(observation, infos)
         if not self.can_reset_some:
             raise ValueError(
@@ -499,9 +515,7 @@ class GymVectorEngine(VectorEngine):
                 "vectorization_mode='sync'"
             )
         observation, infos = self.env.reset(options={"reset_mask": mask.copy()})
-        if self._over is not None:
-            over = self._over & ~mask
-            self._over = over if over.any() else None
+        self._over &= ~mask
         return self._shown(observation, infos)
 
     def _receive_last_step(self) -> None:
@@ -519,18 +533,22 @@ class GymVectorEngine(VectorEngine):
             observation = self._shown(observation, infos)
         if self.autoreset is Autoreset.DISABLED:
             return VectorStep(observation, reward, terminated, truncated)
-        idle = self._over if self.autoreset is Autoreset.NEXT_STEP else None
+        idle = self._over.copy() if _TRUE in self._over.tobytes() else None
         try:
             ended = ended_envs(self.n, terminated, truncated, idle)
         except TypeError:  # no arrays of flags
             terminated, truncated = self._flags(terminated, truncated)
             ended = ended_envs(self.n, terminated, truncated, idle)
         if self.autoreset is Autoreset.NEXT_STEP:
-            self._over = ended
+            self._over[:] = False if ended is None else ended
         elif ended is not None:
             terminated, truncated = self._flags(terminated, truncated)
             return VectorStep(observation, reward, terminated, truncated, self._last(infos, ended))
         return VectorStep(observation, reward, terminated, truncated, (), idle)
+
+    def bare_steps(self) -> BareSteps | None:
+        is_bare = type(self) is GymVectorEngine and self._info is None and self.autoreset is Autoreset.NEXT_STEP
+        return BareSteps(self.env, self._over) if is_bare else None
 
     def _flags(self, terminated: Any, truncated: Any) -> tuple[Array, Array]:
         return flag_row(terminated, self.n, "terminated"), flag_row(truncated, self.n, "truncated")

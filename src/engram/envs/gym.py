@@ -15,7 +15,7 @@ from torch import Tensor
 from engram._advice import advised
 from engram.envs.base import EnvBase
 from engram.envs.codecs import flag_of, reward_of, reward_vector
-from engram.envs.engines import GymEngine, GymVectorEngine, HasEngines, InfoKeys, VectorEngine
+from engram.envs.engines import GymEngine, HasEngines, InfoKeys, VectorEngine
 from engram.envs.vector_env import VectorStepper
 from engram.specs import Composite, Spec, Unbounded
 from engram.specs.spaces import EncodedSpaces
@@ -57,13 +57,16 @@ class GymEnv(EnvBase, HasEngines):
     `env.action_space`. Atari's environments are registered where `ale_py` is installed.
 
     Args:
-        name_or_env: a name, a `gymnasium.Env`, or a `gymnasium.vector.VectorEnv` (any autoreset mode; EnvPool's too).
+        name_or_env: a name, a `gymnasium.Env`, or a `gymnasium.vector.VectorEnv` (any autoreset mode; EnvPool's too,
+            since its version 1.2).
         env_name, env: other names of `name_or_env`.
         num_envs: the number of environments of that name, batch `[num_envs]`; 0: a single one, batch `[]`. They are
-            created by `gymnasium.make_vec`: by the environment's vector entry point if it has one, else in sync;
-            `vectorization_mode=` is "sync", "async" or "vector_entry_point". Sync and async environments reset in the
-            step that ends an episode unless `vector_kwargs={"autoreset_mode": ...}` is given. Where a vector entry
-            point needs a call for a reset (CartPole), steps may have rows that are not steps: see `VectorEnv`.
+            created by `gymnasium.make_vec`: by the environment's vector entry point if it has one, as CartPole-v1 has,
+            whose random numbers and resets are others than those of single environments; else in sync.
+            `vectorization_mode="sync"` or "async" makes single ones of any name, "vector_entry_point" insists on it.
+            Sync and async environments reset in the step that ends an episode unless
+            `vector_kwargs={"autoreset_mode": ...}` is given. Where a vector entry point needs a call for a reset
+            (CartPole), steps may have rows that are not steps: see `VectorEnv`.
         from_pixels: uint8 `pixels` `[H, W, 3]` instead of the observation; with `pixels_only=False`, beside it.
         frame_skip: repeats each action so many times and adds up the rewards. An environment whose constructor has the
             parameter `frameskip` (Atari's) gets it, instead of its own default; otherwise, like `from_pixels`, it does
@@ -251,9 +254,8 @@ def _make_vector(
 ) -> VectorStepper:
     from engram.envs import gym_make
 
-    return VectorStepper(
-        GymVectorEngine(gym_make.make_vector(name_or_env, num_envs, dict(kwargs), **wrappers), **codecs)
-    )
+    env = gym_make.make_vector(name_or_env, num_envs, dict(kwargs), **wrappers)
+    return VectorStepper(gym_make.vector_engine(env, **codecs))
 
 
 _UNCHANGED_METHODS = (GymEnv._step, GymEnv._reset, GymEnv.step, GymEnv.reset)

@@ -16,7 +16,15 @@ import numpy as np
 
 from engram._checks import attribute
 from engram.envs.codecs import flag_of, reward_of
-from engram.envs.engines import observation_leaves, repeat_action
+from engram.envs.engines import (
+    Autoreset,
+    GymVectorEngine,
+    InfoKeys,
+    VectorStep,
+    autoreset_of,
+    observation_leaves,
+    repeat_action,
+)
 from engram.processes.timeouts import reject_timeout
 
 try:
@@ -104,28 +112,27 @@ class CheckStepValues(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: Any, *, observation_key: str, copy_final: bool) -> None:
         super().__init__(env)
-        self._check = _StepCheck(env, observation_key, copy_final)
-        self.step = self._check.step  # type: ignore[method-assign]  # a wrapper looks every attribute up twice
+        self.check = StepCheck(env, observation_key, copy_final)
+        self.step = self.check.step  # type: ignore[method-assign]  # a wrapper looks every attribute up twice
 
     def reset(self, **kwargs: Any) -> Any:
         observation, info = self.env.reset(**kwargs)
-        self._check.compare(observation)
+        self.check.compare(observation)
         return observation, info
 
 
-class _StepCheck:
-    """The `step` of `CheckStepValues`."""
+class StepCheck:
+    """The `step` of `CheckStepValues`; an observation of the `dtype` and `shape` needs no `compare`."""
 
     def __init__(self, env: Any, observation_key: str, copy_final: bool) -> None:
-        self._step, self._copy_final = env.step, copy_final
+        self.unchecked_step, self._copy_final = env.step, copy_final
         self._leaves = observation_leaves(env.observation_space, observation_key, None, categorical=True)
         codec, is_single = self._leaves[0].codec, len(self._leaves) == 1 and not self._leaves[0].path
-        self._dtype, self._shape = codec.raw_dtype if is_single else None, codec.raw_shape
+        self.dtype, self.shape = codec.raw_dtype if is_single else None, codec.raw_shape
 
     def step(self, action: Any) -> Any:
-        observation, reward, terminated, truncated, info = values = self._step(action)
-        is_plain = type(observation) is np.ndarray and observation.dtype is self._dtype
-        if not is_plain or observation.shape != self._shape:
+        observation, reward, terminated, truncated, info = values = self.unchecked_step(action)
+        if not self.is_plain(observation):
             self.compare(observation)
         if terminated is False and truncated is False and type(reward) is float:
             return values
@@ -134,10 +141,72 @@ class _StepCheck:
             observation = copy.deepcopy(observation)
         return observation, reward if type(reward) is float else reward_of(reward), terminated, truncated, info
 
+    def is_plain(self, observation: Any) -> bool:
+        """Whether an observation is one array, and as its space says."""
+        dtype, shape = self.dtype, self.shape
+        return type(observation) is np.ndarray and observation.dtype is dtype and observation.shape == shape
+
     def compare(self, observation: Any) -> None:
         """Raises ValueError if the observation is not in its space."""
         for leaf in self._leaves:
             leaf.value(observation)
+
+
+class SyncEngine(GymVectorEngine):
+    """Steps the environments of a SyncVectorEnv that resets them in the same step, each in a `CheckStepValues`.
+
+    Its own `step` copies all that it gives, keeps every value in an array first, and merges what no collector reads,
+    the infos: three times the cost of this one. Values are checked as by `CheckStepValues`.
+    """
+
+    def __init__(self, env: Any, *, categorical: bool, observation_key: str) -> None:
+        super().__init__(env, categorical=categorical, observation_key=observation_key)
+        self._checks = [single.check for single in env.envs]
+        self._iterate = gymnasium.vector.utils.iterate
+        self._has_rows = bool(self._checks[0].shape)
+
+    def step(self, actions: Any) -> VectorStep:
+        env, ndarray = self.env, np.ndarray
+        dtype, shape = self._checks[0].dtype, self._checks[0].shape
+        terminated, truncated = (np.zeros(self.n, np.bool_) for _ in range(2))
+        observations: list[Any] = []
+        rewards: list[float] = []
+        last: list[tuple[int, Any]] = []
+        are_plain = self._has_rows
+        for check, action in zip(self._checks, self._iterate(env.action_space, actions), strict=True):
+            observation, reward, terminates, truncates, _ = check.unchecked_step(action)
+            if type(observation) is not ndarray or observation.dtype is not dtype or observation.shape != shape:
+                check.compare(observation)
+                are_plain = False
+            rewards.append(reward if type(reward) is float else reward_of(reward))
+            if terminates is not False or truncates is not False:
+                number = len(observations)
+                terminated[number] = terminates = flag_of(terminates, "terminated")
+                truncated[number] = truncates = flag_of(truncates, "truncated")
+                if terminates or truncates:
+                    last.append((number, copy.deepcopy(observation)))  # the reset may write into the same array
+                    observation, _ = env.envs[number].reset()
+                    are_plain = are_plain and check.is_plain(observation)
+            observations.append(observation)
+        if are_plain:  # a third of the cost of the general way
+            shown: Any = np.concatenate(observations).reshape(self.n, *shape)
+        else:
+            shown = self._batched(observations)
+        return VectorStep(shown, np.array(rewards), terminated, truncated, last)
+
+    def _batched(self, observations: list[Any]) -> Any:
+        space, utils = self.env.single_observation_space, gymnasium.vector.utils
+        empty: Any = utils.create_empty_array(space, n=self.n)
+        return utils.concatenate(space, observations, empty)
+
+
+def vector_engine(env: Any, info_keys: InfoKeys | None, **codecs: Any) -> GymVectorEngine:
+    """The engine of a vector environment of `make_vector`."""
+    is_sync = not info_keys and isinstance(env, gymnasium.vector.SyncVectorEnv)
+    are_checked = is_sync and all(isinstance(single, CheckStepValues) for single in env.envs)
+    if are_checked and autoreset_of(env) is Autoreset.SAME_STEP:
+        return SyncEngine(env, **codecs)
+    return GymVectorEngine(env, info_keys=info_keys, **codecs)
 
 
 def make_single(name_or_env: Any, kwargs: dict[str, Any], *, from_pixels: bool, pixels_only: bool) -> Any:
@@ -148,6 +217,7 @@ def make_single(name_or_env: Any, kwargs: dict[str, Any], *, from_pixels: bool, 
             env = gymnasium.make(name_or_env, **_with_render_mode(kwargs, from_pixels))
     elif isinstance(name_or_env, gymnasium.Env):
         _check_no_settings(kwargs)
+        _check_is_single(name_or_env)
         env = name_or_env
     else:
         raise TypeError(f"GymEnv takes a name, a gymnasium.Env or a VectorEnv, got {type(name_or_env).__name__}")
@@ -190,6 +260,15 @@ def make_vector(
     key = "pixels" if from_pixels else "observation"
     with _explains_timeout(kwargs):
         return _make_vector_by_name(name_or_env, num_envs, _with_render_mode(kwargs, from_pixels), changes, key)
+
+
+def _check_is_single(env: Any) -> None:
+    """Raises TypeError for a pool of an EnvPool before 1.2: a `gymnasium.Env` that steps several environments."""
+    if (pooled := attribute(env, "spec.config.num_envs")) is not None:
+        raise TypeError(
+            f"{type(env).__name__} steps {pooled} environments together but is no gymnasium.vector.VectorEnv, as "
+            "EnvPool's are since version 1.2: pip install 'envpool>=1.2'"
+        )
 
 
 def is_vector(env: Any) -> bool:

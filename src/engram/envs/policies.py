@@ -6,6 +6,7 @@ import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -302,6 +303,63 @@ def named_outputs(out: Any, keys: Sequence[str]) -> dict[str, Any]:
     return {k: v if isinstance(v, Tensor) else TensorDict.from_any(v) for k, v in zip(keys, values, strict=True)}
 
 
+class ModuleKeys(NamedTuple):
+    """The entries of its input that a module reads, and those that it writes."""
+
+    read: frozenset[Any]
+    written: frozenset[Any]
+
+
+class _Forms(NamedTuple):
+    """How a function on TensorDicts may be called: see `fast_module_call`, `as_observation_policy`, `module_keys`."""
+
+    call: Call
+    on_observations: ObservationPolicy | None
+    keys: ModuleKeys | None
+
+
+_MOST_COPIED = 64  # members of an attribute: with more it is the user's own, and decides nothing
+
+
+class _ModuleState:
+    """What decides the forms of a module: the attributes of those on TensorDicts in it, and which modules it has."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._kinds: list[tuple[nn.Module, type, Any]] = []
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []  # as they are, and as they were
+        self._members: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for member in module.modules():
+            if isinstance(member, TensorDictModuleBase | nn.ModuleList):
+                self._kinds.append((member, type(member), type(member).forward))
+                self._attributes.append((vars(member), _copied_attributes(member)))
+            else:
+                self._members.append((member._modules, dict(member._modules)))
+
+    def is_current(self) -> bool:
+        """Whether nothing has changed since."""
+        for member, kind, forward in self._kinds:
+            if type(member) is not kind or kind.forward is not forward:
+                return False
+        try:
+            for now, before in self._attributes:
+                before["training"] = now["training"]  # decides nothing here
+                if now != before:
+                    return False
+            return all(now == before for now, before in self._members)
+        except Exception:  # arrays and TensorDicts are not simply equal; nor are members of the user's own
+            return False
+
+
+def _copied_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module, with copies of lists and dicts, but for those of tensors and long ones."""
+
+    def is_copied(name: str, value: Any) -> bool:
+        is_short = isinstance(value, dict | list | set) and len(value) <= _MOST_COPIED
+        return is_short and name not in ("_parameters", "_buffers")
+
+    return {name: copy(value) if is_copied(name, value) else value for name, value in vars(module).items()}
+
+
 class CallablePolicy:
     """A policy from a callable on TensorDicts, which returns a TensorDict or writes in place and returns None."""
 
@@ -309,10 +367,21 @@ class CallablePolicy:
         self.function = function
         self._call = function
         self.action_keys = action_keys
+        self._state: _ModuleState | None = None  # of the module whose forms are known
+        self._forms = _Forms(function, None, None)
 
     def prepare(self) -> None:
         """Selects the fastest way to call the function; call it again after hooks may have changed."""
-        self._call = fast_module_call(self.function)
+        self._call = self.forms().call
+
+    def forms(self) -> _Forms:
+        """What the function may be called as now: hooks come and go."""
+        function = self.function
+        if isinstance(function, nn.Module) and (self._state is None or not self._state.is_current()):
+            self._state = None
+            self._forms = _Forms(fast_module_call(function), _on_observations(function), _keys_of(function))
+            self._state = _ModuleState(function)
+        return self._forms
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         result = self._call(td)
@@ -442,19 +511,15 @@ def as_observation_policy(policy: TensorDictPolicy) -> ObservationPolicy | None:
     A TensorDictModule qualifies if it is exactly of that class, has no hooks or options, and writes `"action"` and
     other entries at the root.
     """
-    if isinstance(policy, ObservationPolicy):
-        return policy
-    module: Any = policy.function if isinstance(policy, CallablePolicy) else None
+    if isinstance(policy, CallablePolicy):
+        return policy.forms().on_observations
+    return policy if isinstance(policy, ObservationPolicy) else None
+
+
+def _on_observations(module: Any) -> ObservationPolicy | None:
     if type(module) is not TensorDictModule or not _is_plain_module(module):
         return None
     return ObservationPolicy(module.module, module.in_keys, out_keys=module.out_keys)
-
-
-class ModuleKeys(NamedTuple):
-    """The entries of its input that a module reads, and those that it writes."""
-
-    read: frozenset[Any]
-    written: frozenset[Any]
 
 
 def module_keys(policy: TensorDictPolicy) -> ModuleKeys | None:
@@ -462,7 +527,10 @@ def module_keys(policy: TensorDictPolicy) -> ModuleKeys | None:
 
     That is known where all modules in it are classes of tensordict and have no hooks.
     """
-    module = policy.function if isinstance(policy, CallablePolicy) else None
+    return policy.forms().keys if isinstance(policy, CallablePolicy) else None
+
+
+def _keys_of(module: Any) -> ModuleKeys | None:
     if not isinstance(module, TensorDictModuleBase):
         return None
     for member in module.modules():

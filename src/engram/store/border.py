@@ -26,8 +26,8 @@ from torch import Tensor
 
 from engram.pytree import KeyPath, describe, get_entry, has_keys
 from engram.store.lanes import Lanes
+from engram.store.row_form import IDS
 
-_IDS: tuple[KeyPath, ...] = (("collector", "traj_ids"), ("episode",))
 _NOT_COMPARED = {"done", "terminated", "truncated", "reward", "traj_ids", "episode", "index", "collector"}
 _MAX_ENTRIES = 63  # that are compared; the store has a bit for each
 _ARRAYS = np.ndarray | np.generic | bool | int | float | complex
@@ -66,7 +66,7 @@ class Border:
         either = not done
         if either:
             done = [at[p] for p in flags if p[-1] in ("terminated", "truncated")]
-        ids = next((at[path] for path in _IDS if path in at), None)
+        ids = next((at[path] for path in IDS if path in at), None)
         return cls(tuple(entries[:_MAX_ENTRIES]), tuple(done), either, ids)
 
     @property

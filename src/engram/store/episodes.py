@@ -17,9 +17,8 @@ from engram._copies import PartlyCopied
 from engram.pytree import SIGNED, Key, KeyPath, as_path, format_key
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
+from engram.store.row_form import DONE, IDS
 
-DONE: KeyPath = ("next", "done")
-IDS: tuple[KeyPath, ...] = (("collector", "traj_ids"), ("episode",))  # keys that may hold trajectory ids
 _FLAGS = (torch.bool, torch.uint8, torch.int8)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 import engram._native as _native
 from engram import pytree
 from engram.pytree import KeyPath, TreeSpec
+from engram.store.row_form import packed_offsets
 
 
 def _lazy_mask() -> int:
@@ -519,12 +520,8 @@ def _row_bytes(leaves: list[LeafSpec]) -> int:
 
 def _packed(leaves: list[LeafSpec]) -> list[LeafSpec]:
     """The leaves in their own order, with offsets in the order of item sizes."""
-    offsets: dict[int, int] = {}
-    at, sizes = 0, [-leaf.dtype.itemsize for leaf in leaves]
-    for i in sorted(range(len(leaves)), key=sizes.__getitem__):
-        offsets[i] = at
-        at += leaves[i].nbytes
-    return [dataclasses.replace(leaf, offset=offsets[i]) for i, leaf in enumerate(leaves)]
+    offsets = packed_offsets([(leaf.itemsize, leaf.nbytes) for leaf in leaves])
+    return [dataclasses.replace(leaf, offset=at) for leaf, at in zip(leaves, offsets, strict=True)]
 
 
 def _codec(layout: RowLayout, attributes: dict[str, Any] | None = None) -> Any:

@@ -13,14 +13,13 @@ import numpy.typing as npt
 
 import engram._native as _native
 from engram.errors import StorageError, StorageInUseError
+from engram.store.row_form import DONE, IDS, packed_offsets
 
 _T = TypeVar("_T")
 
 _TRIES = 500  # while rows are changed in place or replaced: a few seconds
 _PAUSE = 0.005
 _FLAGS = ("bool", "uint8", "int8")
-#: Where trajectories end and what they are called: the keys that an `EpisodeIndex` looks for by itself.
-_DONE, _IDS = ("next", "done"), (("collector", "traj_ids"), ("episode",))
 _AT_ONCE = 1 << 16  # steps of which flags are read at once
 
 
@@ -103,8 +102,8 @@ class ObservedRows:
         """As `begins`, and before which of these steps another trajectory ended, and was not merely cut: by its flag,
         or by an id that changes within the rows of one writer.
         """
-        by_id = next((leaf for path in _IDS if (leaf := self.leaf(path)) is not None), None)
-        flag = self.leaf(_DONE)
+        by_id = next((leaf for path in IDS if (leaf := self.leaf(path)) is not None), None)
+        flag = self.leaf(DONE)
         if flag is not None and (flag.nbytes != flag.itemsize or flag.dtype not in _FLAGS):
             flag = None
         if (flag is None) if by_id is None else not _is_one_integer(by_id):
@@ -190,15 +189,11 @@ def _leaves(layout: dict[str, Any]) -> list[ObservedLeaf]:
         ObservedLeaf(tuple(leaf["path"]), str(leaf["dtype"]), tuple(map(int, leaf["shape"])), 0)
         for leaf in layout["leaves"]
     ]
-    offsets, at = {}, 0
-    sizes = [leaf.itemsize for leaf in leaves]
-    hidden = [8] * len(layout.get("hidden", []))  # behind the others of eight bytes
-    for i in sorted(range(len(leaves) + len(hidden)), key=lambda i: -[*sizes, *hidden][i]):
-        offsets[i] = at
-        at += leaves[i].nbytes if i < len(leaves) else 8
-    if max(1, at) != layout["row_bytes"]:
+    sizes = [(leaf.itemsize, leaf.nbytes) for leaf in leaves]
+    sizes += [(8, 8)] * len(layout.get("hidden", []))  # behind the others of eight bytes
+    if max(1, sum(nbytes for _, nbytes in sizes)) != layout["row_bytes"]:
         raise ValueError(f"its keys do not make a row of {layout['row_bytes']} bytes")
-    return [leaf._replace(offset=offsets[i]) for i, leaf in enumerate(leaves)]
+    return [leaf._replace(offset=at) for leaf, at in zip(leaves, packed_offsets(sizes), strict=False)]
 
 
 def _is_one_integer(leaf: ObservedLeaf) -> bool:

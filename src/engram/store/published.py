@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engram._system import open_regular
+
 _PREFIX, _SUFFIX = "learner-", ".json"
 _MOST_BYTES = 1 << 16  # of a file; a longer one is none of ours
 _FRESH = 10.0  # seconds for which a file counts: learners write one a second
@@ -64,7 +66,8 @@ class LearnerFile:
     def write(self, stats: LearnerStats) -> None:
         """Replaces the file, whole; OSError where it cannot be written."""
         new = self.path.with_suffix(".new")
-        new.write_text(json.dumps(stats._asdict()))
+        with open(open_regular(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+            json.dump(stats._asdict(), file)
         os.replace(new, self.path)
 
     def remove(self) -> None:
@@ -100,11 +103,12 @@ def published_stats(folder: Path) -> list[LearnerStats]:
 def _fresh(folder: Path) -> Iterator[LearnerStats]:
     for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
         try:
-            status = path.lstat()
-            if status.st_mtime < time.time() - _FRESH or status.st_size > _MOST_BYTES or path.is_symlink():
-                continue
-            stats = _parsed(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError, KeyError, OverflowError):  # it is gone, or none of ours
+            with open(open_regular(path)) as file:
+                status = os.fstat(file.fileno())
+                if status.st_mtime < time.time() - _FRESH or status.st_size > _MOST_BYTES:
+                    continue
+                stats = _parsed(json.load(file))
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):  # it is gone, or none of ours
             continue
         yield stats
 

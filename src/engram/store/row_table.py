@@ -29,7 +29,17 @@ _new_tuple: Any = tuple.__new__
 class NativeRows:
     """What native calls may do with stored rows past the methods of a storage, now."""
 
-    __slots__ = ("_appends", "_reads", "push", "push_columns", "push_step", "source", "table")
+    __slots__ = (
+        "_appends",
+        "_reads",
+        "checked_columns",
+        "push",
+        "push_columns",
+        "push_part",
+        "push_step",
+        "source",
+        "table",
+    )
 
     def __init__(self) -> None:
         #: What whole batches are read from.
@@ -38,6 +48,9 @@ class NativeRows:
         self.push: Callable[[Any, int, int, str | None], Any] | None = None
         #: Checks and appends the leaves of a batch, as `RowTable.push_columns`.
         self.push_columns: Callable[[list[Any], int, int, str | None], bool] | None = None
+        #: Checks the arrays of many steps, and appends parts of them: as `RowTable.checked_columns` and `push_part`.
+        self.checked_columns: Callable[[list[Any], int, int, str | None], _native.CheckedColumns | None] | None = None
+        self.push_part: Callable[[_native.CheckedColumns, int, int], bool] | None = None
         #: Appends a step of plain arrays, converts their numbers, and makes no index: as `RowTable.push_step`.
         self.push_step: Callable[[Any], bool] | None = None
         #: Rows that may be read together with those of other tables.
@@ -53,7 +66,9 @@ class NativeRows:
         self.bind_source(table)
         self.table, self.push = table if self._reads else None, push if self._appends else None
         self.push_step = table.push_step if self._appends else None
-        self.push_columns = None if self.push is None else table.push_columns
+        if self.push is not None:
+            self.push_columns = table.push_columns
+            self.checked_columns, self.push_part = table.checked_columns, table.push_part
 
     def bind_push(self, push: Any) -> None:
         """Appends by `push`; rows are read by the methods of the storage."""
@@ -68,6 +83,7 @@ class NativeRows:
     def unbind(self) -> None:
         """There is no table."""
         self.source = self.push = self.push_step = self.push_columns = self.table = None
+        self.checked_columns = self.push_part = None
 
     def pause(self) -> None:
         """Nothing is read until the table is bound again."""
@@ -161,6 +177,20 @@ class RowTable:
             if own == _NO_INDEX:
                 return False
         return _native.push_columns(self._store, self._codec, lane, columns, batch_dims, time_dim, own)
+
+    def checked_columns(
+        self, columns: list[Any], batch_dims: int, time_dim: int, index_key: str | None
+    ) -> _native.CheckedColumns | None:
+        """Columns as those of `push_columns`, all of them arrays, for `push_part`; None: they are not of these rows."""
+        own = None if index_key is None else self._index_leaf(index_key)
+        if own == _NO_INDEX or not self._fast:
+            return None
+        return _native.checked_columns(self._codec, columns, batch_dims, time_dim, own)
+
+    def push_part(self, columns: _native.CheckedColumns, first: int, steps: int) -> bool:
+        """Appends so many steps of checked columns, as they are now; makes no index. False: nothing was written."""
+        lane = self.lanes.held
+        return lane is not None and _native.push_part(self._store, lane, columns, first, steps)
 
     def push_step(self, step: Any) -> bool:
         """Appends one time step of all environments, of numpy arrays, and makes no index of it, in one native call.

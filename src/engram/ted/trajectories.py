@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engram._text import warn_user
 from engram.pytree import Key, KeyPath, as_path, as_tensor, format_key, get_entry, has_batch_size, map_outermost
-from engram.store.episodes import IDS
+from engram.store.row_form import IDS
 
 _IDS: tuple[KeyPath, ...] = (IDS[0], ("traj_ids",), *IDS[1:])
 _ENDS: tuple[KeyPath, ...] = tuple(

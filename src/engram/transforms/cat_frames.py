@@ -46,7 +46,8 @@ class CatFrames(TrajectoryTransform, built_in=True):
     TorchRL's `reset_key="_reset"`, `as_inverse=False`, `future=False` and `mask_key=None` are accepted without effect.
 
     A batch that starts in the middle of a trajectory is padded as if it started there. Trajectories, and carrying on
-    between writes: see TrajectoryTransform.
+    between writes: see TrajectoryTransform. `N` of an environment's transform may change between two batches of a
+    collector; a subclass makes stacks at each step, so that `collector.reset()` must follow.
 
     Example:
         >>> done = torch.tensor([[False], [True], [False]])

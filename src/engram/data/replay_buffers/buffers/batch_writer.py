@@ -16,11 +16,13 @@ from engram.store.indexing import returned_index
 from engram.transforms.base import WriteRequest
 
 if TYPE_CHECKING:
+    from engram._native import CheckedColumns
     from engram.data.replay_buffers.samplers.base import Sampler
     from engram.data.replay_buffers.samplers.draw import DrawPlan
     from engram.data.replay_buffers.storages.base import Storage
     from engram.data.replay_buffers.writers.round_robin import Writer
     from engram.store.layout import RowLayout
+    from engram.store.row_table import NativeRows
     from engram.transforms.compose import Compose
 
 
@@ -99,6 +101,8 @@ class ColumnRows:
         self.paths = [leaf.path for leaf in layout.leaves]
         self.index_path = None if index_key is None else (index_key,)
         self.ndim = storage.ndim
+        self._columns: list[Any] | None = None  # those of which parts were appended last
+        self._checked: CheckedColumns | None = None
 
     def append(self, columns: list[Any]) -> bool:
         """Writes a batch behind the newest row. False: nothing was written, because it is not of this layout, ..."""
@@ -108,6 +112,25 @@ class ColumnRows:
             if push is None or layout is not self.layout:
                 return False
             return push(columns, self.ndim, self._time_dim, self._index_key)
+
+    def append_part(self, columns: list[Any], first: int, steps: int) -> bool:
+        """As `append`, of so many steps of columns `[time, ...]`, which are arrays, and one list from call to call."""
+        storage = self._storage
+        with storage.mutex:
+            native = storage.native
+            push, layout = native.push_part, storage.layout
+            if push is None or layout is not self.layout:
+                return False
+            if columns is not self._columns:
+                self._check(columns, native)
+            return self._checked is not None and push(self._checked, first, steps)
+
+    def _check(self, columns: list[Any], native: NativeRows) -> None:
+        lead = (1,) * (self.ndim - 1)
+        shaped = [None if column is None else column.reshape(*lead, *column.shape) for column in columns]
+        check = native.checked_columns
+        self._checked = None if check is None else check(shaped, self.ndim, self._time_dim, self._index_key)
+        self._columns = columns
 
 
 class BatchWriter:

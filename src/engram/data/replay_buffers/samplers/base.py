@@ -262,7 +262,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     def draw_weights(self, storage: Storage, slots: Tensor) -> Tensor | None:
         """How likely stored rows are drawn, up to a common factor: float64 [n] of int64 [n]; None: it is not known.
 
-        For `publish_stats`; 0 where a slot cannot be drawn.
+        For `publish_stats`; 0 where a slot cannot be drawn. A child that draws otherwise defines it anew.
         """
         return None
 
