@@ -97,9 +97,10 @@ class BareObservations {
   using Stacks = nb::ndarray<const uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;      // [steps, envs, frames * bytes]
   using StacksOut = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;         // [rows, frames * bytes]
 
-  BareObservations(uint64_t lanes, uint64_t envs, uint64_t capacity, uint64_t frames, uint64_t ahead, uint64_t longest_piece,
-                   std::vector<uint64_t> frame_bytes)
-      : observations_(Observations::Geometry{lanes, envs, capacity, frames, ahead, longest_piece, std::move(frame_bytes)}),
+  // `keys`: frames and bytes of a frame of each.
+  BareObservations(uint64_t lanes, uint64_t envs, uint64_t capacity, uint64_t ahead, uint64_t longest_piece,
+                   const std::vector<std::pair<uint64_t, uint64_t>>& keys)
+      : observations_(Observations::Geometry{lanes, envs, capacity, ahead, longest_piece, 0, key_geometries(keys)}),
         counters_(3 * lanes) {}
   uint64_t bytes() const { return observations_.bytes(); }
   uint64_t published(uint64_t lane) const { return counters_.at(3 * lane + 1).load(); }
@@ -109,28 +110,28 @@ class BareObservations {
     std::vector<Observations::Key> from;
     for (size_t k = 0; k < keys.size(); ++k) from.push_back({source(k, keys[k].first), source(k, keys[k].second)});
     const uint64_t n = keys.empty() ? 0 : keys[0].first.shape(0);
-    if (keys.size() != g.frame_bytes.size() || lane >= g.lanes) throw nb::value_error("one X and one next.X for each key");
+    if (keys.size() != g.keys.size() || lane >= g.lanes) throw nb::value_error("one X and one next.X for each key");
     for (const auto& [x, next] : keys)
       if (x.shape(0) != n || next.shape(0) != n) throw nb::value_error("as many steps of each");
     const Observations::Rows rows = lane_of(lane);
+    observations_.plan(rows, lane, n, from, 0);
     for (uint64_t done = 0; done < n;) {
       const uint64_t take = std::min(n - done, g.longest_piece);
-      observations_.plan(rows, lane, take, from, done);
-      rows.append(take, false, [&](uint64_t at) { observations_.store(rows, lane, at, take, from, done); });
+      rows.append(take, false, [&](uint64_t at) { observations_.store(rows, lane, at, take, from); });
       done += take;
     }
   }
   // Reads rows (lane, environment, sequence) of which all are stored. Returns how many were not whole.
   size_t read(const std::vector<std::array<uint64_t, 3>>& wanted, const std::vector<std::pair<StacksOut, StacksOut>>& out) const {
     const Observations::Geometry& g = observations_.geometry();
-    std::vector<Observations::Key> to;
-    for (const auto& [x, next] : out) {
-      const size_t k = to.size();
-      if (k >= g.frame_bytes.size()) throw nb::value_error("one X and one next.X for each key");
-      for (const auto& one : {x, next})
-        if (one.shape(0) < wanted.size() || one.shape(1) != g.frames * g.frame_bytes[k]) throw nb::value_error("a stack for each row");
-      const auto stride = static_cast<ptrdiff_t>(x.shape(1));
-      to.push_back({{0, x.shape(1), x.data(), stride, 0}, {0, x.shape(1), next.data(), stride, 0}});
+    std::vector<Observations::Target> to;
+    for (size_t k = 0; k < out.size(); ++k) {
+      if (k >= g.keys.size()) throw nb::value_error("one X and one next.X for each key");
+      for (const bool is_next : {false, true}) {
+        const StacksOut& one = is_next ? out[k].second : out[k].first;
+        if (one.shape(0) < wanted.size() || one.shape(1) != g.keys[k].bytes()) throw nb::value_error("a stack for each row");
+        to.push_back({{k, is_next}, one.data(), static_cast<ptrdiff_t>(one.shape(1))});
+      }
     }
     std::vector<char> is_newest(wanted.size());
     size_t gone = 0;
@@ -154,7 +155,7 @@ class BareObservations {
  private:
   LeafSource source(size_t k, const Stacks& stacks) const {
     const Observations::Geometry& g = observations_.geometry();
-    if (k >= g.frame_bytes.size() || stacks.shape(1) != g.envs || stacks.shape(2) != g.frames * g.frame_bytes[k])
+    if (k >= g.keys.size() || stacks.shape(1) != g.envs || stacks.shape(2) != g.keys[k].bytes())
       throw nb::value_error("[steps, environments, frames * bytes]");
     const auto bytes = static_cast<ptrdiff_t>(stacks.shape(2));
     return {0, stacks.shape(2), stacks.data(), bytes * static_cast<ptrdiff_t>(g.envs), bytes};
@@ -275,8 +276,8 @@ inline void bind_testing(nb::module_& m) {
   }, "store"_a, "lane"_a, "at"_a, "n"_a);
 
   nb::class_<BareObservations>(m, "Observations")
-      .def(nb::init<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, std::vector<uint64_t>>(), "lanes"_a, "envs"_a,
-           "capacity"_a, "frames"_a, "ahead"_a, "longest_piece"_a, "frame_bytes"_a)
+      .def(nb::init<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, const std::vector<std::pair<uint64_t, uint64_t>>&>(), "lanes"_a,
+           "envs"_a, "capacity"_a, "ahead"_a, "longest_piece"_a, "keys"_a)
       .def("extend", &BareObservations::extend, "lane"_a, "keys"_a)
       .def("read", &BareObservations::read, "rows"_a, "out"_a)
       .def("published", &BareObservations::published, "lane"_a)

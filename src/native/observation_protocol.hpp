@@ -7,7 +7,7 @@
 // code. `Columns` holds the words and frames, those of a store or of the model, and has
 //   word(w), set_word(w, bits); link(unit), set_link(unit, next); tail_kind(w), set_tail_kind(w, kind): of record, unit and tail
 //   owns(unit): whether the unit lies in a segment of this lane, as seen after `published`
-//   same(a, b), is_zero(a), put(to, from): of the frames in two places
+//   same(a, b, newest), is_zero(a), put(to, from): of the frames in two places; `newest`: of those that are the newest of their stacks
 #pragma once
 #include <algorithm>
 #include <array>
@@ -76,6 +76,11 @@ class UnitPool {
   // The units of rows below this one are known.
   uint64_t known() const { return known_; }
   void set_known(uint64_t published) { known_ = published; }
+  // No record keeps a unit any more, and the next row has this sequence. Takes no memory.
+  void forget_rows(uint64_t next) {
+    std::ranges::fill(used_, 0), keepers_.clear();
+    known_ = next, free_ = segments_.size() * per_segment_, lowest_ = oldest_ = 0;
+  }
   // Segments below this one were looked at.
   uint64_t seen() const { return seen_; }
   // Segments come in ascending order: who looked at one has looked at those below it.
@@ -91,11 +96,11 @@ class UnitPool {
     if (oldest_ > keepers_.size() / 2) keepers_.erase(keepers_.begin(), keepers_.begin() + static_cast<ptrdiff_t>(oldest_)), oldest_ = 0;
     if (keepers_.size() + units > keepers_.capacity()) keepers_.reserve(std::max(keepers_.size() + units, 2 * keepers_.capacity()));
   }
-  // How many units are free once records below `oldest` are overwritten.
-  uint64_t free_from(uint64_t oldest) const {
-    uint64_t n = free_;
-    for (uint64_t i = oldest_; i < keepers_.size() && keepers_[i].first < oldest; ++i) ++n;
-    return n;
+  // How many units are free once records below `oldest` are overwritten. `keepers`: so many records, the oldest ones, were counted
+  // for a lower `oldest`, in `freed`.
+  uint64_t free_from(uint64_t oldest, uint64_t& keepers, uint64_t& freed) const {
+    for (; oldest_ + keepers < keepers_.size() && keepers_[oldest_ + keepers].first < oldest; ++keepers) ++freed;
+    return free_ + freed;
   }
   void release(uint64_t oldest) {
     for (; oldest_ < keepers_.size() && keepers_[oldest_].first < oldest; ++oldest_) {
@@ -147,8 +152,8 @@ struct ObservationProtocol {
   Word* owners;    // of each segment of the store's pool: 0, or the lane that has it, plus 1
   uint64_t owner;  // of this lane
 
-  // ---- the writer, which holds the lane or has the turn. A piece of n rows behind `published`: `learn`, `plan`, `prepare`,
-  // then in `rows.append`: `release`, `store_units`, `store_records`, `store_tails` ----
+  // ---- the writer, which holds the lane or has the turn. Of all rows of an append: `learn`, `plan`, `prepare`; then in the
+  // `rows.append` of each piece: `release`, `store_units`, `store_records`, `store_tails` ----
   // Rows below this one have no record once n rows behind `at` are claimed.
   uint64_t oldest_record(uint64_t at, uint64_t n = 0) const { return below(claimed_with(at + n), shape.records()); }
   // Reads what others wrote since this writer was here: their records keep units, too. Counted from `claimed`, as a piece that a kill
@@ -163,11 +168,11 @@ struct ObservationProtocol {
     });
     pool.set_known(std::max(pool.known(), at));
   }
-  // W0: compares the new rows with each other and with those before them, and decides their words. Returns how many units they need.
-  uint64_t plan(uint64_t at, uint64_t n, Words& words) const {
+  // W0: compares n new rows, which will be claimed `piece` at a time, with each other and with those before them, and decides their
+  // words.
+  void plan(uint64_t at, uint64_t n, uint64_t piece, Words& words) const {
     const uint64_t k = shape.frames, base = Memory::load(rows.base);
-    const uint64_t first = std::max(base, below(claimed_with(at + n), shape.capacity));
-    uint64_t units = 0;
+    uint64_t first = base;
     StackPlaces x, before, after;
     words.assign(n, {});
     ObservationWord last;
@@ -176,27 +181,33 @@ struct ObservationProtocol {
       const uint64_t w = at + i;
       ObservationWord& mine = words[i];
       place_x(w, at, x);
-      // Of a row that has gone by then nobody asks for next.X.
+      // Of a row that has gone when this one is published nobody asks for next.X.
+      if (i % piece == 0) first = std::max(base, below(claimed_with(at + std::min(n, i + piece)), shape.capacity));
       const bool has_next = w >= first + shape.ahead;
       if (has_next) mine.next = compare_next(w - shape.ahead, at, x, after);
       if (k > 1) {
         if (w > base) place_x(w - 1, at, before);
         // A tail that moved shares its older frames with X of its row: where X is the same as next.X, they need no second look.
         const StackPlaces& as_x = has_next && mine.next == ObservationWord::kSame ? after : x;
-        if (w > base && same(as_x, 0, before, 1, k - 1)) {
+        if (w > base && same_older(as_x, before)) {
           mine.run = std::min(last.run + 1, k - 1);
           if (mine.run < k - 1) mine.rest = last.rest;
         } else {
           mine.rest = compare_rest(x);
         }
       }
-      units += mine.units(k);
     }
-    return units;
   }
-  // Whether the pool has fewer units than these, once n rows behind `at` are claimed.
-  bool lacks(const UnitPool& pool, uint64_t units, uint64_t at, uint64_t n) const {
-    return pool.free_from(oldest_record(at, n)) < units;
+  // Whether the pool has fewer units than these rows need, each piece of them once it is claimed.
+  bool lacks(const UnitPool& pool, uint64_t at, uint64_t piece, const Words& words) const {
+    uint64_t taken = 0, given_back = 0, gone = 0, keepers = 0, freed = 0;
+    for (uint64_t done = 0; done < words.size(); done += piece) {
+      const uint64_t n = std::min(piece, words.size() - done), oldest = oldest_record(at + done, n);
+      for (; gone < done && at + gone < oldest; ++gone) given_back += words[gone].units(shape.frames);
+      for (uint64_t i = done; i < done + n; ++i) taken += words[i].units(shape.frames);
+      if (pool.free_from(oldest, keepers, freed) + given_back < taken) return true;
+    }
+    return false;
   }
   // Gets the lane one more segment. `make_memory(segment)` is called first; where it throws nothing has happened. False: all segments
   // of the pool are taken.
@@ -214,21 +225,23 @@ struct ObservationProtocol {
     }
     return false;
   }
-  // After `plan`: takes the memory that so many units need. A failure has changed nothing. False: all segments of the pool are taken.
+  // After `plan`: takes the memory that these rows need. A failure has changed nothing. False: all segments of the pool are taken.
   template <class MakeMemory>
-  bool prepare(UnitPool& pool, uint64_t units, uint64_t at, uint64_t n, MakeMemory&& make_memory) const {
+  bool prepare(UnitPool& pool, uint64_t at, uint64_t piece, const Words& words, MakeMemory&& make_memory) const {
+    uint64_t units = 0;
+    for (const ObservationWord& word : words) units += word.units(shape.frames);
     pool.make_room(units);
-    while (lacks(pool, units, at, n))
+    while (lacks(pool, at, piece, words))
       if (!grow(pool, make_memory)) return false;
     return true;
   }
   // W1, after the claim: units of records that are being overwritten are free.
   void release(UnitPool& pool, uint64_t at, uint64_t n) const { pool.release(oldest_record(at, n)); }
-  // W3
-  void store_units(uint64_t at, Words& words, UnitPool& pool) const {
+  // W3, of n rows from the one on that is number `from` of those that were planned behind `at`.
+  void store_units(uint64_t at, uint64_t from, uint64_t n, Words& words, UnitPool& pool) const {
     const uint64_t k = shape.frames;
     StackPlaces places;
-    for (uint64_t i = 0; i < words.size(); ++i) {
+    for (uint64_t i = from; i < from + n; ++i) {
       uint64_t w = at + i, last = 0, stored = 0;
       const auto store = [&](const FramePlace& from) {
         const uint64_t unit = pool.take(w);
@@ -238,24 +251,24 @@ struct ObservationProtocol {
         last = unit;
       };
       if (words[i].next != ObservationWord::kSame) place_next(w - shape.ahead, at, places);
-      for (uint64_t n = words[i].next_units(k), j = k - n; j < k; ++j) store(places[j]);
-      for (uint64_t n = words[i].rest_units(k), j = 0; j < n; ++j) store({FramePlace::kNewX, w, j});
+      for (uint64_t j = k - words[i].next_units(k); j < k; ++j) store(places[j]);
+      for (uint64_t j = 0; j < words[i].rest_units(k); ++j) store({FramePlace::kNewX, w, j});
       if (stored) columns.set_link(last, last);
     }
   }
-  void store_records(uint64_t at, const Words& words) const {
-    for (uint64_t i = 0; i < words.size(); ++i) {
+  void store_records(uint64_t at, uint64_t from, uint64_t n, const Words& words) const {
+    for (uint64_t i = from; i < from + n; ++i) {
       columns.set_word(at + i, words[i].pack());
       columns.put({FramePlace::kRecord, at + i, 0}, {FramePlace::kNewX, at + i, shape.frames - 1});
     }
   }
-  // Those of the last rows of the piece, whose next.X no word tells yet.
-  void store_tails(uint64_t at, uint64_t n) const {
-    const uint64_t k = shape.frames;
+  // Those of the last of these rows, whose next.X no word tells yet.
+  void store_tails(uint64_t at, uint64_t from, uint64_t n) const {
+    const uint64_t k = shape.frames, end = at + from + n;
     StackPlaces x, after;
-    for (uint64_t w = std::max(at, below(at + n, shape.ahead)); w < at + n; ++w) {
+    for (uint64_t w = std::max(at + from, below(end, shape.ahead)); w < end; ++w) {
       place_x(w, at, x), place_next(w, at, after);
-      const auto kind = k > 1 && same(after, 0, x, 1, k - 1) ? ObservationWord::kMoved : ObservationWord::kWhole;
+      const auto kind = k > 1 && same_older(after, x) ? ObservationWord::kMoved : ObservationWord::kWhole;
       columns.set_tail_kind(w, kind);
       for (uint64_t j = kind == ObservationWord::kMoved ? k - 1 : 0; j < k; ++j) columns.put({FramePlace::kTail, w, j}, after[j]);
     }
@@ -337,25 +350,31 @@ struct ObservationProtocol {
     for (uint64_t j = 0; j < shape.frames; ++j) next[j] = {FramePlace::kNewNext, w, j};
   }
   // The newest frames differ most often: they are compared first.
-  bool same(const StackPlaces& a, uint64_t from_a, const StackPlaces& b, uint64_t from_b, uint64_t n) const {
-    for (uint64_t j = n; j-- > 0;)
-      if (!(a[from_a + j] == b[from_b + j]) && !columns.same(a[from_a + j], b[from_b + j])) return false;
+  bool same(const StackPlaces& a, const StackPlaces& b) const {
+    for (uint64_t j = shape.frames; j-- > 0;)
+      if (!(a[j] == b[j]) && !columns.same(a[j], b[j], j + 1 == shape.frames)) return false;
+    return true;
+  }
+  // Whether the older frames of a stack are the newest ones of another one, moved by one frame.
+  bool same_older(const StackPlaces& stack, const StackPlaces& before) const {
+    for (uint64_t j = shape.frames - 1; j-- > 0;)
+      if (!(stack[j] == before[j + 1]) && !columns.same(stack[j], before[j + 1], false)) return false;
     return true;
   }
   ObservationWord::Next compare_next(uint64_t w, uint64_t at, const StackPlaces& later_x, StackPlaces& after) const {
     const uint64_t k = shape.frames;
     place_next(w, at, after);
-    if (same(after, 0, later_x, 0, k)) return ObservationWord::kSame;
+    if (same(after, later_x)) return ObservationWord::kSame;
     if (k == 1) return ObservationWord::kWhole;
     StackPlaces x;
     place_x(w, at, x);
-    return same(after, 0, x, 1, k - 1) ? ObservationWord::kMoved : ObservationWord::kWhole;
+    return same_older(after, x) ? ObservationWord::kMoved : ObservationWord::kWhole;
   }
   ObservationWord::Rest compare_rest(const StackPlaces& x) const {
     const uint64_t k = shape.frames;
     bool equal = true, zero = true;
     for (uint64_t j = 0; j + 1 < k && (equal || zero); ++j) {
-      equal = equal && columns.same(x[j], x[k - 1]);
+      equal = equal && columns.same(x[j], x[k - 1], false);
       zero = zero && columns.is_zero(x[j]);
     }
     return equal ? ObservationWord::kEqual : zero ? ObservationWord::kZero : ObservationWord::kCarried;

@@ -8,10 +8,12 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <optional>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
-#include "border.hpp"
+#include "leaf_source.hpp"
 #include "mapping.hpp"
 #include "observation_protocol.hpp"
 
@@ -65,65 +67,145 @@ class UnitMemory {
   uint8_t* memory_ = nullptr;
 };
 
-// The observations of all rows. A *record* is the frames of all keys that are stored once, side by side. Each environment of a lane
-// has columns and units of its own: for the protocol it is a lane.
+// The observations of all rows. A *record* is the newest frames of all keys that are stored once, side by side. Each environment of
+// a lane has columns and units of its own: for the protocol it is a lane.
+//
+// For codecs and batches rows have these leaves, too: X and next.X of each key lie one after the other behind the bytes of a stored row.
 class Observations {
  public:
   using Rows = LaneProtocol<StdMemory>;
-  struct Geometry {
-    uint64_t lanes = 1, envs = 1, capacity = 1, frames = 1, ahead = 1, longest_piece = 1;
-    std::vector<uint64_t> frame_bytes;  // of each key
+  // X and next.X of one key: so many frames one after the other, as many as those of every other key, or one.
+  struct KeyGeometry {
+    uint64_t frames = 1, frame_bytes = 0;
+    uint64_t bytes() const { return frames * frame_bytes; }
   };
-  // X and next.X of one key, in the batch that is appended or the one that is read: stacks of frames side by side.
+  struct Geometry {
+    uint64_t lanes = 1, envs = 1, capacity = 1, ahead = 1, longest_piece = 1;
+    uint64_t first_byte = 0;  // where the first X lies: behind the bytes of a stored row
+    std::vector<KeyGeometry> keys;
+  };
+  // X and next.X of one key, in the batch that is appended.
   struct Key {
     LeafSource x, next;
   };
+  struct Leaf {
+    size_t key;
+    bool is_next;
+  };
+  // Where one leaf of rows goes: that of row i to array + i * stride.
+  struct Target {
+    Leaf leaf;
+    uint8_t* array;
+    ptrdiff_t stride;
+  };
 
   explicit Observations(Geometry geometry)
-      : geometry_(std::move(geometry)),
-        record_bytes_(std::accumulate(geometry_.frame_bytes.begin(), geometry_.frame_bytes.end(), uint64_t{0})),
-        columns_count_(geometry_.lanes * geometry_.envs),
-        shape_{geometry_.capacity, geometry_.frames, geometry_.ahead, geometry_.longest_piece, 0, 0},
-        units_(columns_count_, shape_.records() * record_bytes_, 2 * (2 * geometry_.frames - 1) * shape_.records(), record_bytes_) {
+      : geometry_(std::move(geometry)), record_bytes_(record_bytes(geometry_)), columns_count_(geometry_.lanes * geometry_.envs),
+        shape_(shape_of(geometry_)),
+        units_(columns_count_, shape_.records() * record_bytes_, 2 * (2 * shape_.frames - 1) * shape_.records(), record_bytes_),
+        tail_bytes_(shape_.frames * record_bytes_) {
     shape_.segment_units = units_.segment_units(), shape_.segments = units_.segments();
     const uint64_t words = columns_count_ * shape_.records(), kinds = columns_count_ * shape_.tails();
-    tail_bytes_ = geometry_.frames * record_bytes_;
     words_ = MappedRegion::map(-1, words * sizeof(std::atomic<uint64_t>));
-    records_ = MappedRegion::map(-1, std::max<uint64_t>(1, words * record_bytes_));
+    records_ = MappedRegion::map(-1, words * record_bytes_);
     tails_ = MappedRegion::map(-1, kinds * (sizeof(std::atomic<uint64_t>) + tail_bytes_));
     for (uint64_t c = 0; c < columns_count_; ++c) pools_.emplace_back(shape_.segment_units);
     planned_.resize(geometry_.envs);
+    restored_ = std::make_unique<Counters[]>(geometry_.lanes);
+  }
+  // What all columns take, without the units.
+  static uint64_t sure_bytes(const Geometry& g) {
+    const ObservationShape shape = shape_of(g);
+    const uint64_t bytes = record_bytes(g);
+    return g.lanes * g.envs * (shape.records() * (8 + bytes) + shape.tails() * (8 + shape.frames * bytes));
   }
 
   const Geometry& geometry() const { return geometry_; }
-  uint64_t bytes() const {
-    return columns_count_ * (shape_.records() * (8 + record_bytes_) + shape_.tails() * (8 + tail_bytes_)) + units_.bytes();
+  uint64_t bytes() const { return sure_bytes(geometry_) + units_.bytes(); }
+  // Bytes of X and next.X of all keys.
+  uint64_t bytes_of_leaves() const {
+    uint64_t bytes = 0;
+    for (const KeyGeometry& key : geometry_.keys) bytes += 2 * key.bytes();
+    return bytes;
+  }
+  // The leaf that lies there in the rows of codecs.
+  std::optional<Leaf> leaf(uint64_t offset, uint64_t bytes) const {
+    uint64_t at = geometry_.first_byte;
+    for (size_t k = 0; k < geometry_.keys.size(); ++k)
+      for (const bool is_next : {false, true}) {
+        if (at == offset && geometry_.keys[k].bytes() == bytes) return Leaf{k, is_next};
+        at += geometry_.keys[k].bytes();
+      }
+    return std::nullopt;
+  }
+  // Divides the leaves of a batch into those that lie in rows and the observations. Throws where an observation is missing.
+  void divide(const std::vector<LeafSource>& leaves, std::vector<LeafSource>& in_row, std::vector<Key>& keys) const {
+    in_row.clear(), keys.assign(geometry_.keys.size(), {});
+    for (const LeafSource& one : leaves) {
+      const auto observed = leaf(one.offset, one.bytes);
+      if (!observed || one.bytes == 0) in_row.push_back(one);
+      else (observed->is_next ? keys[observed->key].next : keys[observed->key].x) = one;
+    }
+    for (const Key& key : keys)
+      if (!key.x.array || !key.next.array) throw std::invalid_argument("the layout is not that of the rows of this store");
   }
 
-  // ---- the writer, a piece of n steps behind `published`: `plan`, then `store` in the claim. The caller keeps other writers out ----
+  // ---- the writer: `plan` of all n steps that it appends behind `published`, then `store` in the claim of each piece. The caller keeps
+  // other writers out ----
   // Takes the memory that these steps need: a failure leaves everything as it was. `from`: the first one's step in the batch.
   void plan(const Rows& rows, uint64_t lane, uint64_t n, const std::vector<Key>& keys, uint64_t from) {
-    const uint64_t at = StdMemory::load(rows.published);
+    planned_at_ = StdMemory::load(rows.published), planned_from_ = from;
     for (uint64_t env = 0; env < geometry_.envs; ++env) {
-      const Columns columns = columns_of(lane, env, {&keys, at, from});
+      const Columns columns = columns_of(lane, env, {&keys, planned_at_, from});
       const Protocol protocol = protocol_of(rows, columns);
       UnitPool& pool = pools_[columns.owner - 1];
       protocol.learn(pool);
-      const uint64_t needed = protocol.plan(at, n, planned_[env]);
-      if (!protocol.prepare(pool, needed, at, n, [&](uint64_t segment) { units_.make_segment(segment); })) throw std::bad_alloc();
+      protocol.plan(planned_at_, n, shape_.longest_piece, planned_[env]);
+      const auto make = [&](uint64_t segment) { units_.make_segment(segment); };
+      if (!protocol.prepare(pool, planned_at_, shape_.longest_piece, planned_[env], make)) throw std::bad_alloc();
     }
   }
-  void store(const Rows& rows, uint64_t lane, uint64_t at, uint64_t n, const std::vector<Key>& keys, uint64_t from) {
+  void store(const Rows& rows, uint64_t lane, uint64_t at, uint64_t n, const std::vector<Key>& keys) {
+    const uint64_t from = at - planned_at_;
     for (uint64_t env = 0; env < geometry_.envs; ++env) {
-      const Columns columns = columns_of(lane, env, {&keys, at, from});
+      const Columns columns = columns_of(lane, env, {&keys, planned_at_, planned_from_});
       const Protocol protocol = protocol_of(rows, columns);
       UnitPool& pool = pools_[columns.owner - 1];
       protocol.release(pool, at, n);
-      protocol.store_units(at, planned_[env], pool);
-      protocol.store_records(at, planned_[env]);
-      protocol.store_tails(at, n);
+      protocol.store_units(planned_at_, from, n, planned_[env], pool);
+      protocol.store_records(planned_at_, from, n, planned_[env]);
+      protocol.store_tails(planned_at_, from, n);
       protocol.written(pool, at, n);
     }
+  }
+  // Forgets all rows of a lane, which no reader believes any more; the next one has this sequence. Takes no memory.
+  void forget(uint64_t lane, uint64_t next) {
+    for (uint64_t env = 0; env < geometry_.envs; ++env) {
+      const Columns columns = columns_of(lane, env, {});
+      // Whoever learns which units are used reads these words, too, of rows that were never written.
+      for (uint64_t w = next - std::min(next, shape_.frames - 1); w < next; ++w) columns.set_word(w, 0);
+      UnitPool& pool = pools_[columns.owner - 1];
+      pool.forget_rows(next);
+    }
+  }
+  // Rows of a lane are restored in their order, from sequence `base` on, and are seen by no reader until then.
+  void begin_restore(uint64_t lane, uint64_t base) {
+    Counters& c = restored_[lane];
+    forget(lane, base);
+    c.claimed.store(base), c.published.store(base), c.base.store(base);
+  }
+  // Their counters: `published` is the sequence of the next one.
+  Rows restoring(uint64_t lane) {
+    Counters& c = restored_[lane];
+    return {c.claimed, c.published, c.base, nullptr, geometry_.capacity};
+  }
+  // Whether rows [base, published) of a lane can be shown: all of them were restored, or there are none.
+  bool end_restore(uint64_t lane, uint64_t base, uint64_t published) {
+    Counters& c = restored_[lane];
+    const bool are_there = base == published || (c.base.load() <= base && c.published.load() == published);
+    if (base == published) forget(lane, published);
+    c.claimed.store(0), c.published.store(0), c.base.store(0);
+    return are_there;
   }
 
   // ---- readers, between `rows.look` and `rows.after_reading` ----
@@ -133,24 +215,45 @@ class Observations {
     const uint8_t* const record = records_->data() + place * record_bytes_;
     for (uint64_t b = 0; b < std::min<uint64_t>(record_bytes_, 512); b += 64) __builtin_prefetch(record + b);
   }
-  // Copies X and next.X of row w to place `i` of the batch. Returns whether next.X came from the row's tail, which must then be looked at
+  // Copies leaves of row w to place `i` of the batch. Returns whether next.X came from the row's tail, which must then be looked at
   // again (`tail_is_there`).
-  bool copy(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, uint64_t published, const std::vector<Key>& to, uint64_t i) const {
+  bool copy(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, uint64_t published, const std::vector<Target>& to, uint64_t i) const {
     const Columns columns = columns_of(lane, env, {});
     const Protocol protocol = protocol_of(rows, columns);
     StackPlaces places;
-    protocol.find_x(w, places);
-    for (size_t k = 0; k < to.size(); ++k) columns.copy_stack(places, k, const_cast<uint8_t*>(to[k].x.at(i, 0)));
+    const auto copy_all = [&](bool is_next) {
+      for (const Target& one : to)
+        if (one.leaf.is_next == is_next) columns.copy_stack(places, one.leaf.key, one.array + static_cast<ptrdiff_t>(i) * one.stride);
+    };
+    if (has(to, false)) protocol.find_x(w, places), copy_all(false);
+    if (!has(to, true)) return false;
     const bool is_newest = protocol.is_newest(w, published);
-    protocol.find_next(w, is_newest, places);
-    for (size_t k = 0; k < to.size(); ++k) columns.copy_stack(places, k, const_cast<uint8_t*>(to[k].next.at(i, 0)));
+    protocol.find_next(w, is_newest, places), copy_all(true);
     return is_newest;
   }
   bool tail_is_there(const Rows& rows, uint64_t w) const {
     return StdMemory::load(rows.claimed) <= w + shape_.tails();
   }
+  // Whether a leaf of row w has these bytes. The caller keeps writers out.
+  bool has_bytes(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, const Leaf& leaf, const uint8_t* bytes) const {
+    const Columns columns = columns_of(lane, env, {});
+    StackPlaces places;
+    find(protocol_of(rows, columns), rows, w, leaf.is_next, places);
+    return columns.is_stack(places, leaf.key, bytes);
+  }
+  // Whether next.X of row w is X of the row behind it. The caller keeps writers out.
+  bool continues(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, size_t key) const {
+    const Columns columns = columns_of(lane, env, {});
+    const Protocol protocol = protocol_of(rows, columns);
+    StackPlaces next, x;
+    find(protocol, rows, w, true, next), find(protocol, rows, w + 1, false, x);
+    return columns.are_same_stacks(next, x, key);
+  }
 
  private:
+  struct Counters {
+    std::atomic<uint64_t> claimed{0}, published{0}, base{0};
+  };
   // What is appended: row `at` is step `from` of the keys.
   struct Batch {
     const std::vector<Key>* keys = nullptr;
@@ -174,25 +277,36 @@ class Observations {
     void set_tail_kind(uint64_t w, uint64_t kind) const { StdMemory::store(tail_kinds[w % all.shape_.tails()], kind); }
     bool owns(uint64_t unit) const { return all.units_.owner(unit) == owner; }
 
-    bool same(const FramePlace& a, const FramePlace& b) const {
-      for (size_t k = 0, offset = 0; k < all.geometry_.frame_bytes.size(); offset += all.geometry_.frame_bytes[k++]) {
-        const uint8_t *one = frame(a, k, offset), *other = frame(b, k, offset);
-        if (one == other) continue;
-        const bool equal = one && other ? std::memcmp(one, other, all.geometry_.frame_bytes[k]) == 0 : zeros(one ? one : other, k);
-        if (!equal) return false;
+    // A key whose observations are single frames has none among the older frames of stacks.
+    bool same(const FramePlace& a, const FramePlace& b, bool newest) const {
+      uint64_t offset = 0;
+      for (size_t k = 0; k < all.geometry_.keys.size(); ++k) {
+        const KeyGeometry& key = all.geometry_.keys[k];
+        if ((newest || key.frames > 1) && !are_equal(frame(a, k, offset), frame(b, k, offset), key.frame_bytes)) return false;
+        offset += key.frame_bytes;
       }
       return true;
     }
-    bool is_zero(const FramePlace& a) const { return same(a, FramePlace{}); }
+    bool is_zero(const FramePlace& a) const { return same(a, FramePlace{}, false); }
     void put(const FramePlace& to, const FramePlace& from_place) const {
-      for (size_t k = 0, offset = 0; k < all.geometry_.frame_bytes.size(); offset += all.geometry_.frame_bytes[k++])
-        copy_frame(const_cast<uint8_t*>(frame(to, k, offset)), frame(from_place, k, offset), all.geometry_.frame_bytes[k]);
+      uint64_t offset = 0;
+      for (size_t k = 0; k < all.geometry_.keys.size(); offset += all.geometry_.keys[k++].frame_bytes)
+        copy_frame(const_cast<uint8_t*>(frame(to, k, offset)), frame(from_place, k, offset), all.geometry_.keys[k].frame_bytes);
     }
     void copy_stack(const StackPlaces& places, size_t k, uint8_t* to) const {
-      uint64_t offset = 0;
-      for (size_t before = 0; before < k; ++before) offset += all.geometry_.frame_bytes[before];
-      for (uint64_t j = 0, bytes = all.geometry_.frame_bytes[k]; j < all.geometry_.frames; ++j, to += bytes)
-        copy_frame(to, frame(places[j], k, offset), bytes);
+      each_frame(places, k, [&](const uint8_t* frame, uint64_t bytes) { copy_frame(to, frame, bytes), to += bytes; });
+    }
+    bool is_stack(const StackPlaces& places, size_t k, const uint8_t* stack) const {
+      bool equal = true;
+      each_frame(places, k, [&](const uint8_t* frame, uint64_t bytes) { equal = equal && are_equal(frame, stack, bytes), stack += bytes; });
+      return equal;
+    }
+    bool are_same_stacks(const StackPlaces& a, const StackPlaces& b, size_t k) const {
+      const KeyGeometry& key = all.geometry_.keys[k];
+      const uint64_t offset = offset_of(k), newest = all.shape_.frames;
+      for (uint64_t j = newest - key.frames; j < newest; ++j)
+        if (!are_equal(frame(a[j], k, offset), frame(b[j], k, offset), key.frame_bytes)) return false;
+      return true;
     }
 
    private:
@@ -200,26 +314,66 @@ class Observations {
       if (frame) std::memcpy(to, frame, bytes);
       else std::memset(to, 0, bytes);
     }
-    bool zeros(const uint8_t* frame, size_t k) const {
-      const uint64_t bytes = all.geometry_.frame_bytes[k];
+    static bool are_equal(const uint8_t* a, const uint8_t* b, uint64_t bytes) {
+      if (a == b) return true;
+      return a && b ? std::memcmp(a, b, bytes) == 0 : are_zeros(a ? a : b, bytes);
+    }
+    static bool are_zeros(const uint8_t* frame, uint64_t bytes) {
       return bytes == 0 || (frame[0] == 0 && std::memcmp(frame, frame + 1, bytes - 1) == 0);
+    }
+    uint64_t offset_of(size_t k) const {
+      uint64_t offset = 0;
+      for (size_t before = 0; before < k; ++before) offset += all.geometry_.keys[before].frame_bytes;
+      return offset;
+    }
+    template <class Each>
+    void each_frame(const StackPlaces& places, size_t k, Each&& each) const {
+      const KeyGeometry& key = all.geometry_.keys[k];
+      const uint64_t offset = offset_of(k), newest = all.shape_.frames;
+      for (uint64_t j = newest - key.frames; j < newest; ++j) each(frame(places[j], k, offset), key.frame_bytes);
     }
     // Where the frame of a key lies; null: it is zeros. `offset`: of the key in a record.
     const uint8_t* frame(const FramePlace& place, size_t k, uint64_t offset) const {
-      const uint64_t bytes = all.geometry_.frame_bytes[k];
       switch (place.kind) {
         case FramePlace::kRecord: return records + place.number % all.shape_.records() * all.record_bytes_ + offset;
         case FramePlace::kUnit: return all.units_.record(place.number) + offset;
         case FramePlace::kTail:
           return tails + place.number % all.shape_.tails() * all.tail_bytes_ + place.frame * all.record_bytes_ + offset;
-        case FramePlace::kNewX: return (*batch.keys)[k].x.at(batch.from + (place.number - batch.at), env) + place.frame * bytes;
-        case FramePlace::kNewNext: return (*batch.keys)[k].next.at(batch.from + (place.number - batch.at), env) + place.frame * bytes;
+        case FramePlace::kNewX: return frame_of((*batch.keys)[k].x, place, k);
+        case FramePlace::kNewNext: return frame_of((*batch.keys)[k].next, place, k);
         default: return nullptr;
       }
+    }
+    // Of a stack in the batch.
+    const uint8_t* frame_of(const LeafSource& stacks, const FramePlace& place, size_t k) const {
+      const KeyGeometry& key = all.geometry_.keys[k];
+      const uint64_t older = all.shape_.frames - key.frames;  // frames that other keys have
+      if (place.frame < older) return nullptr;
+      return stacks.at(batch.from + (place.number - batch.at), env) + (place.frame - older) * key.frame_bytes;
     }
   };
   using Protocol = ObservationProtocol<StdMemory, const Columns>;
 
+  static uint64_t record_bytes(const Geometry& g) {
+    return std::accumulate(g.keys.begin(), g.keys.end(), uint64_t{0}, [](uint64_t n, const KeyGeometry& key) { return n + key.frame_bytes; });
+  }
+  static ObservationShape shape_of(const Geometry& g) {
+    uint64_t frames = 1;
+    for (const KeyGeometry& key : g.keys) frames = std::max(frames, key.frames);
+    for (const KeyGeometry& key : g.keys)
+      if (key.frame_bytes < 1 || key.frames < 1 || (key.frames != frames && key.frames != 1))
+        throw std::invalid_argument("stacks have as many frames as those of other keys, or one, and frames have bytes");
+    if (g.keys.empty() || frames > ObservationShape::kMostFrames || g.ahead < 1 || g.ahead > kMostAhead)
+      throw std::invalid_argument("1 to 15 frames are a stack, and 1 to 1024 rows lie between X and next.X");
+    return {g.capacity, frames, g.ahead, g.longest_piece, 0, 0};
+  }
+  static bool has(const std::vector<Target>& to, bool is_next) {
+    return std::any_of(to.begin(), to.end(), [&](const Target& one) { return one.leaf.is_next == is_next; });
+  }
+  static void find(const Protocol& protocol, const Rows& rows, uint64_t w, bool is_next, StackPlaces& places) {
+    if (is_next) protocol.find_next(w, protocol.is_newest(w, StdMemory::load(rows.published)), places);
+    else protocol.find_x(w, places);
+  }
   Columns columns_of(uint64_t lane, uint64_t env, Batch batch) const {
     const uint64_t c = lane * geometry_.envs + env, records = shape_.records(), tails = shape_.tails();
     auto* const words = reinterpret_cast<std::atomic<uint64_t>*>(words_->data());
@@ -234,13 +388,18 @@ class Observations {
     return {rows, shape_, columns, units_.owners(), columns.owner};
   }
 
+  static constexpr uint64_t kMostAhead = 1024;
+
   Geometry geometry_;
-  uint64_t record_bytes_, columns_count_, tail_bytes_ = 0;
+  uint64_t record_bytes_, columns_count_;
   ObservationShape shape_;
   UnitMemory units_;
+  uint64_t tail_bytes_;
   std::shared_ptr<MappedRegion> words_, records_, tails_;  // tails: the kinds of all, then their frames
   std::vector<UnitPool> pools_;                            // of this process's writer, of each lane's environments
   std::vector<Protocol::Words> planned_;                   // of each environment
+  uint64_t planned_at_ = 0, planned_from_ = 0;             // of the first of these rows: its sequence, and its step in the batch
+  std::unique_ptr<Counters[]> restored_;                   // of each lane, while rows are restored
 };
 
 }  // namespace engram

@@ -67,7 +67,7 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
       if (segment >= kSegments) return false;
       return (owners_before.empty() ? Memory::load(store.owners[segment]) : owners_before[segment]) == owner;
     }
-    bool same(const FramePlace& a, const FramePlace& b) { return frame(a) == frame(b); }
+    bool same(const FramePlace& a, const FramePlace& b, bool) { return frame(a) == frame(b); }
     bool is_zero(const FramePlace& a) { return frame(a) == 0; }
     void put(const FramePlace& to, const FramePlace& from) { Memory::store(*word_of(to), frame(from)); }
     uint64_t frame(const FramePlace& place) {
@@ -181,18 +181,18 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
     if (wrong == Wrong::kClaimedIsLowered) Memory::store(p.claimed, at + n);
     for (uint64_t w = at; w < at + n; ++w) s.truth[w] = row(s, w, content, me.number(), begins && w == at);
     learn(o, pool, me.has_pool[l], at);
-    const uint64_t needed = o.plan(at, n, words);
+    o.plan(at, n, n, words);
     std::vector<uint64_t> unannounced;
-    if (!grows_wrongly()) RL_ASSERT(o.prepare(pool, needed, at, n + early, [](uint64_t) {}));
-    while (o.lacks(pool, needed, at, n + early)) grow(pool, l, unannounced);
-    if (wrong == Wrong::kUnitsBeforeClaim) o.release(pool, at, n), o.store_units(at, words, pool);
+    if (!grows_wrongly() && !early) RL_ASSERT(o.prepare(pool, at, n, words, [](uint64_t) {}));
+    while (lacks(o, pool, at, n + early, words)) grow(pool, l, unannounced);
+    if (wrong == Wrong::kUnitsBeforeClaim) o.release(pool, at, n), o.store_units(at, 0, n, words, pool);
     p.append(n, begins, [&](uint64_t) {
-      if (wrong != Wrong::kUnitsBeforeClaim) o.release(pool, at, n + early), o.store_units(at, words, pool);
-      o.store_records(at, words);
-      if (wrong != Wrong::kTailsAfterPublish) o.store_tails(at, n);
+      if (wrong != Wrong::kUnitsBeforeClaim) o.release(pool, at, n + early), o.store_units(at, 0, n, words, pool);
+      o.store_records(at, 0, n, words);
+      if (wrong != Wrong::kTailsAfterPublish) o.store_tails(at, 0, n);
       for (uint64_t w = at; w < at + n; ++w) s.lane.put(w, s.truth[w].tag);
     });
-    if (wrong == Wrong::kTailsAfterPublish) o.store_tails(at, n);
+    if (wrong == Wrong::kTailsAfterPublish) o.store_tails(at, 0, n);
     for (uint64_t segment : unannounced) Memory::store(owners[segment], l + 1);
     o.written(pool, at, n);
     s.published += n;
@@ -203,6 +203,12 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
     if (wrong == Wrong::kUnitsOfVisibleRows)
       pool.set_known(std::max(pool.known(), Memory::load(o.rows.claimed) - std::min(Memory::load(o.rows.claimed), kCapacity)));
     o.learn(pool);
+  }
+  // As `Observations::lacks`, of units that are free once n rows are claimed.
+  static bool lacks(const Observations& o, const UnitPool& pool, uint64_t at, uint64_t n, const typename Observations::Words& words) {
+    uint64_t needed = 0, keepers = 0, freed = 0;
+    for (const auto& word : words) needed += word.units(kFrames);
+    return pool.free_from(o.oldest_record(at, n), keepers, freed) < needed;
   }
   static bool grows_wrongly() { return wrong == Wrong::kSegmentAfterPublish || wrong == Wrong::kSegmentWithoutExchange; }
   void grow(UnitPool& pool, uint64_t l, std::vector<uint64_t>& unannounced) {

@@ -78,7 +78,7 @@ def test_random_programs_read_what_was_appended(seed: int) -> None:
     capacity = draw.randint(1, 39)
     sizes = [draw.randint(1, 40) for _ in range(draw.choice([1, 1, 2]))]
     piece = draw.randint(1, max(1, capacity // 2))
-    stored = testing.Observations(lanes, envs, capacity, frames, ahead, piece, sizes)
+    stored = testing.Observations(lanes, envs, capacity, ahead, piece, [(frames, n) for n in sizes])
     whole = StoredWhole(sizes, frames)
     sources = {(lane, env): Episodes(draw, frames, sizes, ahead) for lane in range(lanes) for env in range(envs)}
     for _ in range(20):
@@ -113,7 +113,7 @@ import numpy as np
 from engram._native import testing
 
 frames, size, rows = 4, 20_000, 32
-stored = testing.Observations(1, 1, rows, frames, 1, 4, [size])
+stored = testing.Observations(1, 1, rows, 1, 4, [(frames, size)])
 batches = np.random.default_rng(0).integers(0, 255, (12, 2, 4, 1, frames * size), np.uint8)  # that never agree
 out = [np.empty((rows, frames * size), np.uint8) for _ in range(2)]
 stored.extend(0, [(batches[0, 0], batches[0, 1])])
@@ -147,7 +147,7 @@ def test_steps_for_which_there_is_no_memory_are_refused_and_nothing_changes() ->
 
 def test_frames_of_long_episodes_are_stored_once() -> None:
     frames, size, steps = 4, 7056, 2000
-    stored = testing.Observations(1, 1, steps, frames, 1, 1, [size])
+    stored = testing.Observations(1, 1, steps, 1, 1, [(frames, size)])
     shown = np.random.default_rng(0).integers(0, 255, (steps + frames, size), np.uint8)
     stacks = np.stack([shown[w : w + frames].reshape(1, -1) for w in range(steps + 1)])
     stored.extend(0, [(stacks[:-1], stacks[1:])])
@@ -155,7 +155,7 @@ def test_frames_of_long_episodes_are_stored_once() -> None:
 
 
 def test_rows_of_other_shapes_are_refused() -> None:
-    stored = testing.Observations(1, 2, 8, 3, 1, 2, [5])
+    stored = testing.Observations(1, 2, 8, 1, 2, [(3, 5)])
     good, bad = np.zeros((4, 2, 15), np.uint8), np.zeros((4, 2, 14), np.uint8)
     for x, after in ((bad, bad), (good, bad), (good, good[:3])):
         with pytest.raises(ValueError, match="steps"):
