@@ -181,6 +181,9 @@ class ColumnTable:
                 out[:, :, x.offset : x.offset + x.nbytes] = as_bytes.transpose(1, 0, 2)
         return out
 
+    def block_writer(self, bases: list[int]) -> Callable[[int, int, np.ndarray[Any, Any]], None]:
+        return self.set_block
+
     def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
         """Writes packed rows from a sequence on."""
         slots = (torch.arange(start, start + rows.shape[1]) % self._lanes.store.lane_capacity).to(self._device)

@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -287,6 +287,11 @@ class RowLayout:
         return _raw_codec([(self.payload_bytes, 0)])
 
     @functools.cached_property
+    def list_codec(self) -> Any:
+        """As `codec`, of lists of the leaves."""
+        return _codec(self, is_list=True)
+
+    @functools.cached_property
     def raw_leaf_codec(self) -> Any:
         """A codec of the bytes of each leaf, for lists with an array for each of `leaves`: uint8 [n, nbytes]."""
         return _raw_codec([(leaf.nbytes, leaf.offset) for leaf in self.leaves])
@@ -413,11 +418,28 @@ class RowLayout:
         self.take_root(other.root.renumbered([numbers[leaf.path] for leaf in other.leaves]))
 
 
+class ObservationKeys(NamedTuple):
+    """Which observations a store keeps once: the next one of a row is mostly that of a row behind it.
+
+    Attributes:
+        frames: of each key's observation, how many frames it is a stack of; 1: it is no stack.
+        n_steps: how far behind a row the one lies whose observation is mostly its next one.
+    """
+
+    frames: dict[KeyPath, int]
+    n_steps: int = 1
+
+
 class StoredLayout:
     """Where the leaves of a row lie in a store that keeps its bytes.
 
     `RowLayout` is the row that batches, packed rows, checkpoints and other processes see; this is the one in memory or
     in a file.
+
+    Args:
+        logical: the rows.
+        observations: those that are not in the stored row, but once beside it. For codecs they lie behind it: each
+            key's, and under "next" its next one.
 
     Example:
         >>> layout = RowLayout.of(TensorDict({"a": torch.zeros(3, 4), "done": torch.zeros(3, 1).bool()}, [3]), 1)
@@ -426,17 +448,60 @@ class StoredLayout:
         (17, 16)
     """
 
-    def __init__(self, logical: RowLayout) -> None:
-        self.logical = logical
+    def __init__(self, logical: RowLayout, observations: ObservationKeys | None = None) -> None:
+        self.logical, self.observations = logical, observations
+        pairs = [] if observations is None else [(path, ("next", *path)) for path in observations.frames]
+        self._observed = [path for pair in pairs for path in pair]
+        rows = (
+            _packed([leaf for leaf in logical.stored if leaf.path not in self._observed]) if pairs else logical.stored
+        )
         #: Bytes of a stored row, without its trailer, and what rows are aligned to.
         self.row_bytes, self.alignment = logical.payload_bytes, logical.alignment
-        self._offsets = {(leaf.path, leaf.hidden): leaf.offset for leaf in logical.stored}
+        if pairs:
+            self.row_bytes = max(1, _row_bytes(rows))
+            self.alignment = max(8, *[leaf.itemsize for leaf in rows])
+        self._offsets = {(leaf.path, leaf.hidden): leaf.offset for leaf in rows}
+        end = self.row_bytes
+        for path in self._observed:
+            self._offsets[path, False] = end
+            end += self._leaf(path).nbytes
 
-    @property
+    def _leaf(self, path: KeyPath) -> LeafSpec:
+        return next(leaf for leaf in self.logical.leaves if leaf.path == path)
+
+    @functools.cached_property
     def codec(self) -> _native.Codec:
         """Reads and writes the stored leaves of batches."""
-        codec: _native.Codec = self.logical.codec
+        codec: _native.Codec = _codec(self.logical, offsets=self._offsets) if self._observed else self.logical.codec
         return codec
+
+    @functools.cached_property
+    def list_codec(self) -> _native.Codec:
+        """As `codec`, of lists of the leaves."""
+        codec: _native.Codec = _codec(self.logical, offsets=self._offsets, is_list=True)
+        return codec
+
+    @functools.cached_property
+    def raw_leaf_codec(self) -> _native.Codec:
+        """A codec of the bytes of each leaf, for lists with an array for each leaf of a row: uint8 [n, nbytes]."""
+        codec: _native.Codec = _raw_codec([(leaf.nbytes, self.offset(leaf)) for leaf in self.logical.leaves])
+        return codec
+
+    @property
+    def frames(self) -> list[tuple[int, int]]:
+        """Of each key that is stored once: the frames of an observation, and the bytes of a frame."""
+        frames = {} if self.observations is None else self.observations.frames
+        return [(n, self._leaf(path).nbytes // n) for path, n in frames.items()]
+
+    @functools.cached_property
+    def key(self) -> bytes:
+        """Equal for two layouts if their stored rows are, byte for byte."""
+        frames = {} if self.observations is None else self.observations.frames
+        return self.logical.key + repr(list(frames.items())).encode() if frames else self.logical.key
+
+    def leaf_at(self, offset: int) -> LeafSpec:
+        """The leaf that starts there in a stored row, or behind it."""
+        return next(leaf for leaf in self.logical.leaves if self.offset(leaf) == offset and leaf.nbytes)
 
     def offset(self, leaf: LeafSpec) -> int:
         """Where a leaf starts in a stored row (bytes)."""
@@ -524,9 +589,17 @@ def _packed(leaves: list[LeafSpec]) -> list[LeafSpec]:
     return [dataclasses.replace(leaf, offset=at) for leaf, at in zip(leaves, offsets, strict=True)]
 
 
-def _codec(layout: RowLayout, attributes: dict[str, Any] | None = None) -> Any:
-    specs = [(*_DLPACK[x.dtype], x.shape, x.offset) for x in layout.leaves]
-    tree = layout.root.native() if layout.plain else None
+def _codec(
+    layout: RowLayout,
+    attributes: dict[str, Any] | None = None,
+    offsets: dict[tuple[KeyPath, bool], int] | None = None,
+    *,
+    is_list: bool = False,
+) -> Any:
+    """A codec of rows of this layout, whose leaves may lie at other offsets."""
+    at = {} if offsets is None else offsets
+    specs = [(*_DLPACK[x.dtype], x.shape, at.get((x.path, x.hidden), x.offset)) for x in layout.leaves]
+    tree = layout.root.native() if layout.plain and not is_list else None
     template = _template()
     if template is not None:
         template |= attributes or {}

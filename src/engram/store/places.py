@@ -25,6 +25,7 @@ from engram._text import log
 from engram.errors import StorageError, StorageInUseError
 from engram.specs.tensors import usable_device
 from engram.store.column_table import ColumnTable
+from engram.store.compact_table import CompactTable
 from engram.store.files import (
     StoreSession,
     StoreSpec,
@@ -36,7 +37,7 @@ from engram.store.files import (
 from engram.store.header import FILE_NAME, StoreFile
 from engram.store.held_lanes import HeldLanes
 from engram.store.lanes import Lanes
-from engram.store.layout import RowLayout, StoredLayout
+from engram.store.layout import ObservationKeys, RowLayout, StoredLayout
 from engram.store.locks import LaneLocks
 from engram.store.nodes import note_node
 from engram.store.row_table import RowTable
@@ -178,11 +179,19 @@ class TableSize:
             found.append("lanes between which writers move, and no lane for each of them")
         return found
 
-    def fit(self, layout: RowLayout, env_shape: tuple[int, ...], place: Place, saved_lanes: int = 0) -> tuple[int, int]:
+    def fit(
+        self,
+        layout: RowLayout,
+        env_shape: tuple[int, ...],
+        place: Place,
+        saved_lanes: int = 0,
+        observations: ObservationKeys | None = None,
+    ) -> tuple[int, int]:
         """The lanes of a new table, and time steps of each.
 
         Args:
             saved_lanes: of rows that it is made for; 0: for none.
+            observations: those that are stored once.
 
         Raises:
             StorageError: not one step of each lane fits into `max_bytes`.
@@ -191,11 +200,16 @@ class TableSize:
         if self.moves_on and saved_lanes > 1:
             lanes = saved_lanes
         elif self.moves_on and self.max_bytes is not None:
-            lanes = lanes_for(lanes, lanes * self.lane_capacity(layout, env_shape, place))
-        return lanes, self.lane_capacity(layout, env_shape, place, lanes)
+            lanes = lanes_for(lanes, lanes * self.lane_capacity(layout, env_shape, place, None, observations))
+        return lanes, self.lane_capacity(layout, env_shape, place, lanes, observations)
 
     def lane_capacity(
-        self, layout: RowLayout, env_shape: tuple[int, ...], place: Place, lanes: int | None = None
+        self,
+        layout: RowLayout,
+        env_shape: tuple[int, ...],
+        place: Place,
+        lanes: int | None = None,
+        observations: ObservationKeys | None = None,
     ) -> int:
         """Time steps of a lane of a new table. StorageError: not one fits into `max_bytes`."""
         n, envs = self.lanes if lanes is None else lanes, math.prod(env_shape)
@@ -203,9 +217,10 @@ class TableSize:
             return math.ceil((self.given_size or self.max_size or 0) / (n * envs))
 
         def needed(steps: int) -> int:
-            return place.bytes_of(NewTable(layout, env_shape, self.ndim, n, steps, self.given_lanes))
+            return place.bytes_of(NewTable(layout, env_shape, self.ndim, n, steps, self.given_lanes, observations))
 
-        fit, too_many = 0, self.max_bytes // max(n * envs * layout.payload_bytes, 1) + 1
+        row_bytes = StoredLayout(layout, observations).row_bytes
+        fit, too_many = 0, self.max_bytes // max(n * envs * row_bytes, 1) + 1
         while too_many - fit > 1:  # the space between header and rows grows with their number
             steps = (fit + too_many) // 2
             if needed(steps) > self.max_bytes:
@@ -238,13 +253,15 @@ class NewTable(NamedTuple):
     lanes: int
     lane_capacity: int
     given_lanes: int | LaneCount | None
+    observations: ObservationKeys | None = None  # that are stored once
 
     def spec(self, *, trailer: bool = False, with_dimensions: bool = False) -> StoreSpec:
         """The store of such a table; `with_dimensions` for processes that open it knowing nothing else."""
         dimensions = {"inner": list(self.env_shape), "ndim": self.ndim} if with_dimensions else None
         envs = math.prod(self.env_shape)
         extents = self.lanes > 1 and not isinstance(self.given_lanes, HeldLaneCount)
-        return StoreSpec(self.layout, self.lanes, self.lane_capacity, envs, trailer, dimensions, extents)
+        spec = self.layout, self.lanes, self.lane_capacity, envs, trailer, dimensions, extents
+        return StoreSpec(*spec, observations=self.observations)
 
 
 class OpenedTable(NamedTuple):
@@ -375,7 +392,8 @@ class PrivateMemory(Place):
         log.info("storage in memory: %s", spec)
         refuse_if_memory_is_short(spec)
         lanes = Lanes(spec.create(-1))
-        return OpenedTable(lanes, self.table(lanes, new.layout), new.env_shape, new.ndim)
+        table = self.table(lanes, new.layout) if new.observations is None else CompactTable(lanes, spec.stored)
+        return OpenedTable(lanes, table, new.env_shape, new.ndim)
 
     def bytes_of(self, new: NewTable) -> int:
         if self.device.type == "cpu":

@@ -96,6 +96,7 @@ class RowTable:
     Args:
         store: holds the rows, where it is another one than that of the lanes (`Store.with_growing_rows`).
         codec: of other batches with this layout than the one of its `StoredLayout` makes.
+        stored: where leaves lie in the rows, where that is not as in packed ones.
     """
 
     def __init__(
@@ -105,11 +106,12 @@ class RowTable:
         mapped: bool,
         store: _native.Store | None = None,
         codec: _native.Codec | None = None,
+        stored: StoredLayout | None = None,
     ) -> None:
         self.lanes = lanes
         self._store = lanes.store if store is None else store
         self.layout = layout
-        self._stored = StoredLayout(layout)
+        self._stored = StoredLayout(layout) if stored is None else stored
         self._codec = self._stored.codec if codec is None else codec
         self.mapped = mapped
         self._fast = layout.plain
@@ -129,6 +131,11 @@ class RowTable:
     @property
     def nbytes(self) -> int:
         return self._store.total_bytes
+
+    @property
+    def can_widen(self) -> bool:
+        """Whether stored rows can get room for sequences: not in a file, nor in shared memory."""
+        return not self.mapped and self.lanes.locks is None
 
     def fit(
         self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None
@@ -251,14 +258,17 @@ class RowTable:
         self.lanes.check_owned(lane)
         plan = None if self.layout.carries_sequence else self.layout.raw_leaf_codec.check_list(leaves, 1, 0)
         if plan is None:
-            sizes = [leaf.nbytes for leaf in self.layout.leaves]
-            raise ValueError(
-                f"an array uint8 [n, bytes] is needed for each leaf, of {sizes} bytes, found "
-                f"{[tuple(leaf.shape) for leaf in leaves]}; nothing was written"
-            )
+            raise self._no_leaves(leaves)
         slots = self._store.append(lane, plan)
         assert isinstance(slots, Tensor)
         return slots
+
+    def _no_leaves(self, leaves: list[Any]) -> ValueError:
+        sizes = [leaf.nbytes for leaf in self.layout.leaves]
+        return ValueError(
+            f"an array uint8 [n, bytes] is needed for each leaf, of {sizes} bytes, found "
+            f"{[tuple(leaf.shape) for leaf in leaves]}; nothing was written"
+        )
 
     def overwrite(self, slots: Tensor, plan: _native.Plan) -> None:
         self._store.overwrite(slots, plan, None)
@@ -309,7 +319,7 @@ class RowTable:
 
     def same_rows(self, other: RowTable) -> bool:
         """Whether rows of both can be read into one batch."""
-        return self._fast and (other is self or (other.layout.plain and other.layout.key == self.layout.key))
+        return self._fast and (other is self or (other.layout.plain and other._stored.key == self._stored.key))
 
     def read_many(
         self,
@@ -410,6 +420,9 @@ class RowTable:
         for at, rows in self._pieces(lane, start, stop):
             out[:, at] = rows
         return out
+
+    def block_writer(self, bases: list[int]) -> Callable[[int, int, np.ndarray[Any, Any]], None]:
+        return self.set_block
 
     def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
         if rows.strides[-1] != 1:

@@ -160,6 +160,9 @@ class RowLoad(_Sink):
                 shift = self._shift(i)
                 seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
                 self._lanes.store.set_seams(i, lane["base"] - shift, lane["published"] - shift, seams)
+            if self._table is not None:
+                bases = [lane["base"] - self._shift(i) for i, lane in enumerate(counters["lanes"])]
+                self._write = self._table.block_writer(bases)
 
     def _make_room(self, layout: dict[str, Any], counters: dict[str, Any]) -> None:
         """Makes the table where there is none, and room for what these rows carry."""
@@ -174,11 +177,10 @@ class RowLoad(_Sink):
 
     def write_block(self, lane: int, start: int, rows: Rows) -> None:
         """Takes rows [envs, n, row bytes] with sequences from `start` on."""
-        assert self._table is not None
         if self._byte_order is not None:
             rows = np.ascontiguousarray(rows[..., self._byte_order])
             rows[..., self._byte_order < 0] = 0  # sequences, which the saved rows did not carry
-        self._table.set_block(lane, start - self._shift(lane), rows)
+        self._write(lane, start - self._shift(lane), rows)
 
     def end_restore(self, counters: dict[str, Any] | None = None) -> None:
         """Shows the restored rows, or those of other counters, which have lost some of the oldest."""
