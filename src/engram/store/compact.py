@@ -171,17 +171,20 @@ class FirstSteps:
         self._batch, self._batch_dims, self._time_dim = batch, batch_dims, time_dim
 
     def frames(self, leaf: LeafSpec) -> int:
-        """How many frames the next observation is that one moved by: the most with which that holds."""
+        """As many as with which some next observation is its observation, moved along its first dimension."""
         size = leaf.shape[0] if len(leaf.shape) > 1 else 1
         x, after = (self._rows(path, len(leaf.shape)) for path in (leaf.path, ("next", *leaf.path)))
-        for n in range(min(size, _MOST_FRAMES), 1, -1):
-            if size % n:
-                continue
-            frame = size // n
-            moved = _are_same(after[:, :-frame], x[:, frame:])
-            if bool((moved & ~_are_same(after, x)).any()):  # a picture that stands still tells nothing
-                return n
+        most = min(size, _MOST_FRAMES)
+        for shift in range(1, most):  # in n-step rows it has moved by several frames
+            for n in range(most, shift, -1):
+                if size % n == 0 and self._has_moved(x, after, shift * size // n):
+                    return n
         return 1
+
+    @staticmethod
+    def _has_moved(x: Tensor, after: Tensor, by: int) -> bool:
+        moved = _are_same(after[:, :-by], x[:, by:])
+        return bool((moved & ~_are_same(after, x)).any())  # a picture that stands still tells nothing
 
     def n_steps(self, paths: Sequence[KeyPath]) -> int:
         """How far behind most steps the one comes whose observations are their next ones."""

@@ -459,7 +459,7 @@ class StoredLayout:
         self.row_bytes, self.alignment = logical.payload_bytes, logical.alignment
         if pairs:
             self.row_bytes = max(1, _row_bytes(rows))
-            self.alignment = max(8, *[leaf.itemsize for leaf in rows])
+            self.alignment = max([8, *(leaf.itemsize for leaf in rows)])
         self._offsets = {(leaf.path, leaf.hidden): leaf.offset for leaf in rows}
         end = self.row_bytes
         for path in self._observed:

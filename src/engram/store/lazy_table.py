@@ -100,7 +100,14 @@ class LazyTable(Table):
         arguments = self.place.arguments(self.size, self.known_lanes)
         if arguments is None or self.compact is None:
             return arguments
-        return {**arguments, "compact": Compact.of(self.made.observations) if self._is_compact() else self.compact}
+        return {**arguments, "compact": self.compact_now or self.compact}
+
+    @property
+    def compact_now(self) -> Compact | None:
+        """Which observations are stored once: as found in the first batch; as given before it. None: none."""
+        if self.made is None:
+            return self.compact
+        return Compact.of(self.made.observations) if self._is_compact() else None
 
     def _is_compact(self) -> TypeGuard[Any]:
         return isinstance(self.made, CompactTable)

@@ -283,6 +283,11 @@ class LazyTensorStorage(TensorStorage):
         return table_bytes(spec, n, PrivateMemory("cpu"))
 
     @property
+    def compact(self) -> Compact | None:
+        """Which observations are stored once: before the first write as given, then as found; None: none."""
+        return self._rows_table.compact_now
+
+    @property
     def shared(self) -> bool:
         """Whether other processes can see and write the rows."""
         return not isinstance(self._rows_table.place, PrivateMemory)

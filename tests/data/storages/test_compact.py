@@ -1,0 +1,127 @@
+"""Storages that keep each observation once."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from contracts.each import each
+from engram.data import Compact, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from engram.testing import CompactContract
+
+
+class TestCompactInPrivateMemory(CompactContract):
+    def make(self, capacity: int, compact: Any, ndim: int, path: Any) -> LazyTensorStorage:
+        return LazyTensorStorage(capacity, ndim=ndim, compact=compact)
+
+    def test_what_is_not_found_in_the_first_batch_is_stored_as_it_is(self, tmp_path: Path) -> None:
+        storage = self.make(10, True, 1, tmp_path)
+        ReplayBuffer(storage=storage).extend(TensorDict({"x": torch.arange(3)}, [3]))
+        assert storage.compact is None and storage.get([2])["x"].tolist() == [2]
+
+    def test_memory_that_processes_share_is_refused(self) -> None:
+        for shared in ({"shared": True}, {"shared_init": True}):
+            with pytest.raises(ValueError, match="this process alone"):
+                LazyTensorStorage(10, compact=True, **shared)
+        with pytest.raises(ValueError, match="this process alone"):
+            TensorDictReplayBuffer(storage=LazyTensorStorage(10, compact=True)).share()
+
+
+def stacks(n: int, frames: int = 4, shape: tuple[int, ...] = (3, 3), n_steps: int = 1) -> TensorDict:
+    """n steps of one episode, whose observations are stacks."""
+    shown = torch.randint(0, 256, (n + frames + n_steps, *shape), dtype=torch.uint8)
+    pixels = shown.unfold(0, frames, 1).movedim(-1, 1)
+    return TensorDict({"pixels": pixels[:n], "next": {"pixels": pixels[n_steps : n + n_steps]}}, [n])
+
+
+def found(steps: TensorDict, compact: Any = True, ndim: int = 1) -> Compact | None:
+    """What a storage finds in a first batch."""
+    storage = LazyTensorStorage(64, ndim=ndim, compact=compact)
+    ReplayBuffer(storage=storage).extend(steps)
+    return storage.compact
+
+
+def test_frames_and_steps_are_found_in_the_first_batch() -> None:
+    assert found(stacks(1)) == Compact(["pixels"], {("pixels",): 4}, 1)
+    assert found(stacks(9, frames=3)) == Compact(["pixels"], {("pixels",): 3}, 1)
+    assert found(stacks(20, n_steps=3)) == Compact(["pixels"], {("pixels",): 4}, 3)
+    two = torch.stack([stacks(8), stacks(8)])
+    assert found(two, ndim=2) == Compact(["pixels"], {("pixels",): 4}, 1)
+
+
+def test_pictures_without_a_stack_are_one_frame_each() -> None:
+    steps = stacks(9, frames=3)
+    steps["next", "pixels"] = torch.roll(steps["pixels"], -1, 0)[..., :1].expand(9, 3, 3, 3).contiguous()
+    assert found(steps) == Compact(["pixels"], {("pixels",): 1}, 1)
+
+
+def test_frames_of_several_channels_are_found() -> None:
+    steps = stacks(9, frames=4, shape=(3, 2, 2))
+    for key in ("pixels", ("next", "pixels")):
+        steps[key] = steps[key].flatten(1, 2)
+    assert found(steps) == Compact(["pixels"], {("pixels",): 4}, 1)
+
+
+def test_small_observations_beside_large_ones_stay_in_the_rows() -> None:
+    steps = stacks(9)
+    for key in ("vector", ("next", "vector")):
+        steps[key] = torch.zeros(9, 1)
+    assert found(steps) == Compact(["pixels"], {("pixels",): 4}, 1)
+
+
+WRONG: list[dict[str, Any]] = [
+    {"keys": []}, {"keys": ["a", "a"]}, {"frames": 16}, {"frames": 0}, {"n_steps": 0}, {"frames": True},
+    {"keys": ["a"], "frames": {"b": 2}}, {"keys": "reward"}, {"keys": [("next", "a")]},
+]  # fmt: skip
+
+
+@each("settings", WRONG)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        Compact(**settings)
+
+
+def test_frames_that_do_not_divide_the_observation_are_refused() -> None:
+    with pytest.raises(ValueError, match="must divide"):
+        found(stacks(3), Compact("pixels", frames=3))
+
+
+def test_batches_that_threads_copy_are_whole_beside_a_writer() -> None:
+    rng = np.random.default_rng(0)
+    shown = rng.integers(0, 256, (5000, 64), np.uint8)
+    storage = LazyTensorStorage(300, compact=Compact("x", frames=4))
+    rb = TensorDictReplayBuffer(storage=storage, batch_size=64, prefetch=2)
+    stack = np.stack([shown[i : i + 4] for i in range(4990)])
+
+    def steps(start: int, stop: int) -> TensorDict:
+        n = torch.arange(start, stop)
+        return TensorDict({"n": n, "x": stack[start:stop], "next": {"x": stack[start + 1 : stop + 1]}}, [stop - start])
+
+    rb.extend(steps(0, 300))
+    done = threading.Event()
+
+    def write() -> None:
+        at = 300
+        while not done.is_set():
+            n = int(rng.integers(1, 40))
+            at = 0 if at + n > 4900 else at
+            rb.extend(steps(at, at + n))
+            at += n
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(300):
+            batch = rb.sample()
+            expected = batch["n"].numpy()
+            assert np.array_equal(batch["x"], stack[expected])
+            assert np.array_equal(batch["next", "x"], stack[expected + 1])
+    finally:
+        done.set()
+        writer.join()
