@@ -169,6 +169,30 @@ class BareObservations {
   std::vector<Counter> counters_;  // claimed, published and base of each lane
 };
 
+// As `gather` of a list of leaves [n, ...]; `meanwhile` is called when the rows are looked up and none is copied.
+inline nb::tuple gather_interrupted(Store& store, const Codec& codec, nb::handle slots_in, const nb::callable& meanwhile) {
+  check_codec(store, codec);
+  const SlotsArg slots(nb::borrow(slots_in), true);
+  const std::vector<int64_t> lead(1, static_cast<int64_t>(slots.n));
+  LeafMemory memory(codec.leaves(), lead, slots.n, 0);
+  memory.take();
+  nb::list tensors;
+  for (size_t k = 0; k < codec.leaves().size(); ++k) tensors.append(memory.make(k));
+  std::vector<LeafCopy> copies;
+  for (size_t k : codec.in_row()) {
+    const Leaf& leaf = codec.leaves()[k];
+    copies.push_back({leaf.offset, leaf.bytes, memory.data(k), static_cast<ptrdiff_t>(leaf.bytes)});
+  }
+  ReadScratch scratch;
+  RowReader reader(store, scratch);
+  if (!reader.find(slots.data, slots.n)) refuse_slots(store);
+  meanwhile();
+  reader.copy(copies.data(), copies.size(), false);
+  ReadResult result;
+  reader.settle(false, result);
+  return nb::make_tuple(tensors, positions(result.missing), positions(result.unwritten));
+}
+
 // Name, offset and bytes of each field of the blocks of a store's file, for tests that damage them.
 using Fields = std::vector<std::tuple<const char*, size_t, size_t>>;
 inline nb::dict block_fields() {
@@ -275,6 +299,7 @@ inline void bind_testing(nb::module_& m) {
     s.lanes.publish(l, at, n);
   }, "store"_a, "lane"_a, "at"_a, "n"_a);
 
+  m.def("gather_interrupted", &gather_interrupted, "store"_a, "codec"_a, "slots"_a, "meanwhile"_a);
   nb::class_<BareObservations>(m, "Observations")
       .def(nb::init<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, const std::vector<std::pair<uint64_t, uint64_t>>&>(), "lanes"_a,
            "envs"_a, "capacity"_a, "ahead"_a, "longest_piece"_a, "keys"_a)

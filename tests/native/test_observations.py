@@ -113,7 +113,7 @@ import numpy as np
 from engram._native import testing
 
 frames, size, rows = 4, 20_000, 32
-stored = testing.Observations(1, 1, rows, 1, 4, [(frames, size)])
+stored = testing.Observations(1, 1, rows, 1, 1, [(frames, size)])  # each step is a piece
 batches = np.random.default_rng(0).integers(0, 255, (12, 2, 4, 1, frames * size), np.uint8)  # that never agree
 out = [np.empty((rows, frames * size), np.uint8) for _ in range(2)]
 stored.extend(0, [(batches[0, 0], batches[0, 1])])

@@ -133,6 +133,11 @@ class RowTable:
         return self._store.total_bytes
 
     @property
+    def stored_key(self) -> bytes:
+        """Equal for two tables if their stored rows are laid out in the same way."""
+        return self._stored.key
+
+    @property
     def can_widen(self) -> bool:
         """Whether stored rows can get room for sequences: not in a file, nor in shared memory."""
         return not self.mapped and self.lanes.locks is None
@@ -319,7 +324,7 @@ class RowTable:
 
     def same_rows(self, other: RowTable) -> bool:
         """Whether rows of both can be read into one batch."""
-        return self._fast and (other is self or (other.layout.plain and other._stored.key == self._stored.key))
+        return self._fast and (other is self or (other.layout.plain and other.stored_key == self.stored_key))
 
     def read_many(
         self,

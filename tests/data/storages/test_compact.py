@@ -12,7 +12,9 @@ import torch
 from tensordict import TensorDict
 
 from contracts.each import each
+from engram._native import testing
 from engram.data import Compact, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from engram.store.layout import StoredLayout
 from engram.testing import CompactContract
 
 
@@ -92,36 +94,55 @@ def test_frames_that_do_not_divide_the_observation_are_refused() -> None:
         found(stacks(3), Compact("pixels", frames=3))
 
 
-def test_batches_that_threads_copy_are_whole_beside_a_writer() -> None:
-    rng = np.random.default_rng(0)
-    shown = rng.integers(0, 256, (5000, 64), np.uint8)
-    storage = LazyTensorStorage(300, compact=Compact("x", frames=4))
-    rb = TensorDictReplayBuffer(storage=storage, batch_size=64, prefetch=2)
-    stack = np.stack([shown[i : i + 4] for i in range(4990)])
+@each("written, overwritten", [(0, []), (1, []), (4, []), (9, [0, 1]), (16, [0, 1, 2, 3])])
+def test_newest_rows_are_whole_though_rows_come_between_look_and_copy(written: int, overwritten: list[int]) -> None:
+    torch.manual_seed(0)
+    steps = stacks(40)
+    storage = LazyTensorStorage(16, compact=True)  # pieces of two rows
+    rb = ReplayBuffer(storage=storage)
+    rb.extend(steps[:16])
+    table: Any = storage.access.table.made
+    codec, slots = StoredLayout(table.layout, table.observations).codec, torch.tensor([5, 8, 13, 15])
+
+    def meanwhile() -> None:
+        if written:
+            rb.extend(steps[16 : 16 + written])
+
+    (pixels, after), missing, absent = testing.gather_interrupted(storage.lanes.store, codec, slots, meanwhile)
+    whole = [i for i in range(4) if i not in overwritten]
+    assert (missing or []) == overwritten and absent is None
+    assert torch.equal(pixels[whole], steps["pixels"][slots[whole]])
+    assert torch.equal(after[whole], steps["next", "pixels"][slots[whole]])
+
+
+def test_batches_are_whole_beside_a_writer_that_goes_round_and_round() -> None:
+    rng, size = np.random.default_rng(0), 4000
+    shown = rng.integers(0, 256, (1100, size), np.uint8)
+    stacks = np.lib.stride_tricks.sliding_window_view(shown, 4, axis=0).swapaxes(1, 2)
+    storage = LazyTensorStorage(48, compact=Compact("x", frames=4))
+    rb = TensorDictReplayBuffer(storage=storage, batch_size=40)
 
     def steps(start: int, stop: int) -> TensorDict:
-        n = torch.arange(start, stop)
-        return TensorDict({"n": n, "x": stack[start:stop], "next": {"x": stack[start + 1 : stop + 1]}}, [stop - start])
+        n, x, after = torch.arange(start, stop), stacks[start:stop], stacks[start + 1 : stop + 1]
+        return TensorDict({"n": n, "x": x.copy(), "next": {"x": after.copy()}}, [stop - start])
 
-    rb.extend(steps(0, 300))
+    parts = [steps(at, at + 20) for at in range(0, 1000, 20)]  # written without the GIL, in pieces of six steps
+    rb.extend(parts[-1])
     done = threading.Event()
 
     def write() -> None:
-        at = 300
         while not done.is_set():
-            n = int(rng.integers(1, 40))
-            at = 0 if at + n > 4900 else at
-            rb.extend(steps(at, at + n))
-            at += n
+            for part in parts:
+                rb.extend(part)
 
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        for _ in range(300):
+        for _ in range(400):
             batch = rb.sample()
             expected = batch["n"].numpy()
-            assert np.array_equal(batch["x"], stack[expected])
-            assert np.array_equal(batch["next", "x"], stack[expected + 1])
+            assert np.array_equal(batch["x"], stacks[expected])
+            assert np.array_equal(batch["next", "x"], stacks[expected + 1])
     finally:
         done.set()
         writer.join()
