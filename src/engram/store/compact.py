@@ -10,12 +10,17 @@ import torch
 from torch import Tensor
 
 from engram import pytree
+from engram.errors import StorageError
 from engram.pytree import Key, KeyPath
 from engram.store.layout import LeafSpec, ObservationKeys, RowLayout
 
 #: Entries that are no observations: readers of trajectories look at them in the rows.
 NO_OBSERVATIONS = frozenset(
     {"done", "terminated", "truncated", "is_init", "reward", "traj_ids", "episode", "index", "collector"}
+)
+NO_REPLACING = (
+    "observations are stored once here (compact=), and several rows share a frame: a row cannot take the place of "
+    "another one out of turn, as TensorDictMaxValueWriter writes. Make the storage without compact= for it"
 )
 _MOST_FRAMES = 15
 _MOST_STEPS = 16  # between a row and the one whose observation is its next one, as looked for
@@ -96,7 +101,21 @@ class Compact:
     @classmethod
     def of(cls, found: ObservationKeys) -> Compact:
         """The settings that say what was found."""
-        return cls([pytree.as_key(path) for path in found.frames], {**found.frames}, found.n_steps)
+        frames: dict[Key, int] = {pytree.as_key(path): n for path, n in found.frames.items()}
+        return cls(list(frames), frames, found.n_steps)
+
+    def checked(self, layout: RowLayout, found: ObservationKeys | None, device: torch.device) -> ObservationKeys | None:
+        """The keys that were found in the first rows, or as far as the layout says it, where they can be stored once.
+
+        Raises:
+            ValueError: rows are not in memory of the CPU.
+            StorageError: rows carry sequences, for a writer that replaces them out of turn.
+        """
+        if device.type != "cpu":
+            raise ValueError(f"compact= stores observations once in memory of the CPU, not on {device}")
+        if layout.carries_sequence:
+            raise StorageError(NO_REPLACING)
+        return self.find(layout, None) if found is None else found
 
     def find(self, layout: RowLayout, steps: FirstSteps | None) -> ObservationKeys | None:
         """The keys in rows of a layout, of which these are the first ones; None: there is none.
@@ -245,7 +264,8 @@ def _check_pair(leaves: dict[KeyPath, LeafSpec], path: KeyPath) -> None:
                 f"compact= names {pytree.format_key(path)}, but the steps have no {pytree.format_key(missing)}; an "
                 "observation is stored once where the steps have it at the root and under 'next'"
             )
-    leaf, after = leaves[path], leaves[("next", *path)]
+    following: KeyPath = ("next", *path)
+    leaf, after = leaves[path], leaves[following]
     if (leaf.shape, leaf.dtype) != (after.shape, after.dtype) or not leaf.nbytes:
         raise ValueError(
             f"{pytree.format_key(path)} is {leaf.dtype} {list(leaf.shape)}, under 'next' {after.dtype} "

@@ -13,15 +13,11 @@ from torch import Tensor
 import engram._native as _native
 from engram import pytree
 from engram.errors import StorageError
+from engram.store.compact import NO_REPLACING
 from engram.store.lanes import Lanes
 from engram.store.layout import StoredLayout
 from engram.store.row_table import RowTable
 from engram.store.rows import Rows, expand_slots
-
-NO_REPLACING = (
-    "observations are stored once here (compact=), and several rows share a frame: a row cannot take the place of "
-    "another one out of turn, as TensorDictMaxValueWriter writes. Make the storage without compact= for it"
-)
 
 
 class CompactTable(RowTable):
@@ -32,9 +28,9 @@ class CompactTable(RowTable):
 
     def __init__(self, lanes: Lanes, stored: StoredLayout) -> None:
         super().__init__(lanes, stored.logical, mapped=False, stored=stored)
-        assert stored.observations is not None
-        self.observations = stored.observations
-        self._observed = {path for x in stored.observations.frames for path in (x, ("next", *x))}
+        observations = stored.observations
+        assert observations is not None
+        self._observed = {path for x in observations.frames for path in (x, ("next", *x))}
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +47,8 @@ class CompactTable(RowTable):
     def append_packed(self, lane: int, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
         self.lanes.check_owned(lane)
         given: Any = rows
-        plan = self._stored.list_codec.check_list(_native.unpack(self.layout.list_codec, given), 1, 0)
+        leaves: Any = _native.unpack(self.layout.list_codec, given)
+        plan = self._stored.list_codec.check_list(leaves, 1, 0)
         return self._appended(lane, plan)
 
     def append_leaves(self, lane: int, leaves: list[Any]) -> Tensor:

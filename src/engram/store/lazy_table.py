@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, TypeGuard, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +20,7 @@ from engram._copies import share_fd
 from engram.errors import StorageError
 from engram.pytree import KeyPath, TreeSpec
 from engram.store.column_table import ColumnTable
-from engram.store.compact import Compact, FirstSteps
-from engram.store.compact_table import NO_REPLACING, CompactTable
+from engram.store.compact import NO_REPLACING, Compact, FirstSteps
 from engram.store.files import StoreSpec, open_passed_store, refuse_if_memory_is_short
 from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
@@ -100,17 +99,8 @@ class LazyTable(Table):
         arguments = self.place.arguments(self.size, self.known_lanes)
         if arguments is None or self.compact is None:
             return arguments
-        return {**arguments, "compact": self.compact_now or self.compact}
-
-    @property
-    def compact_now(self) -> Compact | None:
-        """Which observations are stored once: as found in the first batch; as given before it. None: none."""
-        if self.made is None:
-            return self.compact
-        return Compact.of(self.made.observations) if self._is_compact() else None
-
-    def _is_compact(self) -> TypeGuard[Any]:
-        return isinstance(self.made, CompactTable)
+        found = None if self.made is None else self.made.observations
+        return {**arguments, "compact": self.compact if found is None else Compact.of(found)}
 
     # ---- making ----
     def make(
@@ -132,18 +122,10 @@ class LazyTable(Table):
             layout = layout.with_sequence()
         size = self.size
         if self.compact is not None:
-            observations = self._observations(layout, observations)
+            observations = self.compact.checked(layout, observations, self.place.device)
         lanes, capacity = size.fit(layout, env_shape, self.place, saved_lanes, observations)
         new = NewTable(layout, env_shape, self.ndim, lanes, capacity, size.given_lanes, observations)
         self.take(self.place.make(new))
-
-    def _observations(self, layout: RowLayout, found: ObservationKeys | None) -> ObservationKeys | None:
-        assert self.compact is not None
-        if self.place.device.type != "cpu":
-            raise ValueError(f"compact= stores observations once in memory of the CPU, not on {self.place.device}")
-        if layout.carries_sequence:
-            raise StorageError(NO_REPLACING)
-        return self.compact.find(layout, None) if found is None else found
 
     def take(self, opened: OpenedTable) -> None:
         """Uses a table that was made or opened."""
@@ -416,7 +398,7 @@ class LazyTable(Table):
             return None
         layout = self.made.layout  # with its classes, which a state does not name
         form = layout.root, layout.leaves, layout.carries_sequence, self.env_shape, self._first_env_shape
-        return (*form, self.made.observations) if self._is_compact() else form
+        return form if self.made.observations is None else (*form, self.made.observations)
 
     def take_row_form(self, form: Any) -> None:
         """Makes room for rows of what `row_form` returned."""

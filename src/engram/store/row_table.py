@@ -113,6 +113,8 @@ class RowTable:
         self.layout = layout
         self._stored = StoredLayout(layout) if stored is None else stored
         self._codec = self._stored.codec if codec is None else codec
+        #: Those that are stored once, and not in the rows; None: none.
+        self.observations = self._stored.observations
         self.mapped = mapped
         self._fast = layout.plain
         self._index_leaves: dict[str, int | None] = {}

@@ -13,7 +13,7 @@ from torch import Tensor
 from engram import pytree
 from engram._text import warn_user
 from engram.errors import StorageInUseError
-from engram.store.layout import RowLayout
+from engram.store.layout import ObservationKeys, RowLayout
 
 
 class Checked(NamedTuple):
@@ -57,6 +57,8 @@ class MadeTable(Protocol):
     """Stored rows of one layout: packed rows, or columns."""
 
     layout: RowLayout
+    #: Those that are stored once, and not in the rows; None: none.
+    observations: ObservationKeys | None
 
     @property
     def nbytes(self) -> int:

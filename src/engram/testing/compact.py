@@ -118,7 +118,7 @@ class TwoBuffers:
 
     def _samplers(self) -> list[Any]:
         slices: dict[str, Any] = {"slice_len": 2, "strict_length": False, "traj_key": "episode"}
-        one = [lambda: PrioritizedSampler(self._capacity, 0.7, 0.5)]
+        one: list[Any] = [lambda: PrioritizedSampler(self._capacity, 0.7, 0.5)]
         if self.ndim == 1:
             one += [
                 lambda: SliceSampler(**slices),

@@ -50,31 +50,31 @@ def found(steps: TensorDict, compact: Any = True, ndim: int = 1) -> Compact | No
 
 
 def test_frames_and_steps_are_found_in_the_first_batch() -> None:
-    assert found(stacks(1)) == Compact(["pixels"], {("pixels",): 4}, 1)
-    assert found(stacks(9, frames=3)) == Compact(["pixels"], {("pixels",): 3}, 1)
-    assert found(stacks(20, n_steps=3)) == Compact(["pixels"], {("pixels",): 4}, 3)
+    assert found(stacks(1)) == Compact(["pixels"], {"pixels": 4}, 1)
+    assert found(stacks(9, frames=3)) == Compact(["pixels"], {"pixels": 3}, 1)
+    assert found(stacks(20, n_steps=3)) == Compact(["pixels"], {"pixels": 4}, 3)
     two = torch.stack([stacks(8), stacks(8)])
-    assert found(two, ndim=2) == Compact(["pixels"], {("pixels",): 4}, 1)
+    assert found(two, ndim=2) == Compact(["pixels"], {"pixels": 4}, 1)
 
 
 def test_pictures_without_a_stack_are_one_frame_each() -> None:
     steps = stacks(9, frames=3)
     steps["next", "pixels"] = torch.roll(steps["pixels"], -1, 0)[..., :1].expand(9, 3, 3, 3).contiguous()
-    assert found(steps) == Compact(["pixels"], {("pixels",): 1}, 1)
+    assert found(steps) == Compact(["pixels"], {"pixels": 1}, 1)
 
 
 def test_frames_of_several_channels_are_found() -> None:
     steps = stacks(9, frames=4, shape=(3, 2, 2))
     for key in ("pixels", ("next", "pixels")):
         steps[key] = steps[key].flatten(1, 2)
-    assert found(steps) == Compact(["pixels"], {("pixels",): 4}, 1)
+    assert found(steps) == Compact(["pixels"], {"pixels": 4}, 1)
 
 
 def test_small_observations_beside_large_ones_stay_in_the_rows() -> None:
     steps = stacks(9)
     for key in ("vector", ("next", "vector")):
         steps[key] = torch.zeros(9, 1)
-    assert found(steps) == Compact(["pixels"], {("pixels",): 4}, 1)
+    assert found(steps) == Compact(["pixels"], {"pixels": 4}, 1)
 
 
 WRONG: list[dict[str, Any]] = [

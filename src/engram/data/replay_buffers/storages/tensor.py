@@ -285,7 +285,10 @@ class LazyTensorStorage(TensorStorage):
     @property
     def compact(self) -> Compact | None:
         """Which observations are stored once: before the first write as given, then as found; None: none."""
-        return self._rows_table.compact_now
+        table = self._rows_table
+        if table.made is None:
+            return table.compact
+        return None if table.made.observations is None else Compact.of(table.made.observations)
 
     @property
     def shared(self) -> bool:
