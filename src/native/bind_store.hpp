@@ -1263,11 +1263,12 @@ inline void bind_store(nb::module_& m) {
         s.set_writer_locks(WriterLocks(fd, first_byte, patience));
       }, "fd"_a, "first_byte"_a, "patience"_a)
       .def("extents", &extents_of, "lane"_a)
-      .def("set_stint", [](const Store& s, uint64_t l, uint64_t ticket, uint64_t left) {
+      .def("set_stint", [](Store& s, uint64_t l, uint64_t ticket, uint64_t left) {
         s.must_be_writable();
         check_lane(s, l);
         LaneHeader& h = s.lanes.lane(l);
         h.ticket.store(ticket), h.until.store(h.published.load() + std::min(left, s.geometry().lane_capacity));
+        s.stint().ticket_after = 0;
         if (Counter& tickets = s.lanes.header().tickets; tickets.load() < ticket) tickets.store(ticket);
       }, "lane"_a, "ticket"_a, "left"_a)
       .def("continue_stint", [](Store& s, uint64_t l) {

@@ -46,15 +46,15 @@ struct StintProtocol {
     const uint64_t there = stored();
     return there < rows.capacity ? rows.capacity - there : rows.capacity;
   }
-  // Begins a stint. A kill in between leaves the turn to a dead writer: who takes that over begins a stint of its own.
+  // Begins a stint of so many rows. A kill in between leaves the turn to a dead writer: who takes that over begins a stint of its own.
   template <class DrawTicket>
-  void begin(uint64_t writer, uint64_t stream, uint64_t position, bool finishes, DrawTicket&& draw_ticket) const {
-    set_end(finishes);
+  void begin(uint64_t writer, uint64_t stream, uint64_t position, uint64_t n, DrawTicket&& draw_ticket) const {
+    set_end(n);
     set_ticket(draw_ticket());
     record(Memory::load(rows.published), stream, position);
     turns.begin_rows(writer);  // L4
   }
-  void set_end(bool finishes) const { Memory::store(until, Memory::load(rows.published) + room(finishes)); }  // L1
+  void set_end(uint64_t n) const { Memory::store(until, Memory::load(rows.published) + n); }  // L1
   void set_ticket(uint64_t drawn) const { Memory::store(ticket, drawn); }  // L2
   void record(uint64_t start, uint64_t stream, uint64_t position) const {
     if (!records) return;
@@ -108,11 +108,16 @@ struct OverdueStints {
   bool has(uint64_t lanes, uint64_t ticket, uint64_t left) const {
     return left > 0 && newest > ticket && newest - ticket > std::max(lanes / kShare, 2 * unfinished);
   }
+  // The ticket of a lane when such a stint has been finished by another writer, by its own ticket and the other one's. Most rows there are
+  // as old as the first, which would bring the lane's turn too soon; the second, too late.
+  static uint64_t ticket_after(uint64_t overdue, uint64_t finishing) {
+    return overdue + std::max(uint64_t{1}, (finishing - overdue) / 4);
+  }
 };
 
 // The lane in which the fewest and oldest rows are replaced: one that is not full before one that is, then one whose stint is
-// overdue, then the one whose stint began first. A hint, which `take_chosen` looks at again. `skips(lane, holder)`: this lane is not taken now, as the writer whose
-// turn it is (0: none) lives, or for another reason.
+// overdue, then the one whose stint began first. A hint, which `take_chosen` looks at again. `skips(lane, holder)`: this lane is
+// not taken now, as the writer whose turn it is (0: none) lives, or for another reason.
 template <class Memory, class StintsOf, class Skips>
 LaneChoice choose_lane(uint64_t lanes, StintsOf&& stints_of, Skips&& skips) {
   OverdueStints overdue;

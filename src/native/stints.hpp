@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "rows.hpp"
@@ -19,17 +20,49 @@ struct LanesBusy : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// How many rows of one append are in each lane: it replaces none of them before all that were there before it.
+class RowsHere {
+ public:
+  uint64_t in(uint64_t lane) const {
+    for (const auto& [number, rows] : lanes_)
+      if (number == lane) return rows;
+    return 0;
+  }
+  void add(uint64_t lane, uint64_t n) {
+    for (auto& [number, rows] : lanes_)
+      if (number == lane) return void(rows += n);
+    lanes_.emplace_back(lane, n);
+  }
+  // Whether this lane has no other rows, but another one has.
+  bool leaves(uint64_t lane, uint64_t lanes, uint64_t capacity) const {
+    return in(lane) >= capacity && !are_all(lanes, capacity);
+  }
+  // Whether the store has no other rows.
+  bool are_all(uint64_t lanes, uint64_t capacity) const {
+    return lanes_.size() == lanes && std::all_of(lanes_.begin(), lanes_.end(), [&](const auto& l) { return l.second >= capacity; });
+  }
+  bool any() const { return !lanes_.empty(); }
+  void forget() { lanes_.clear(); }
+  // The other lanes are not to be had: it waited for them as long as it may, and does not do so again.
+  bool waits() const { return waits_; }
+  void stop_waiting() { waits_ = false, forget(); }
+
+ private:
+  bool waits_ = true;
+  std::vector<std::pair<uint64_t, uint64_t>> lanes_;
+};
+
 // A process's turn in one lane of its store, for a part of an append. The caller keeps this process's other threads out.
 class StintTurn {
  public:
   static constexpr int kLooks = 64;  // before it sleeps
   static constexpr double kPause = 5e-5, kLongestPause = 2e-3;
 
-  // Waits for a lane; `pause(seconds)` lets other threads of this process run meanwhile. `used`: lanes in which earlier rows of the
-  // same batch are, which it does not replace before those of all other lanes. Throws LanesBusy, and SyncFailed where a dead
-  // writer's lane cannot be taken over.
+  // Waits for a lane; `pause(seconds)` lets other threads of this process run meanwhile. `here`: the earlier rows of the append.
+  // Throws LanesBusy, and SyncFailed where a dead writer's lane cannot be taken over.
   template <class Pause>
-  StintTurn(Store& store, std::vector<uint64_t>& used, Pause&& pause) : store_(store), used_(used) {
+  StintTurn(Store& store, RowsHere& here, Pause&& pause) : store_(store), here_(here) {
+    if (here_.are_all(store.lanes.count(), store.lanes.capacity())) here_.forget();
     if (take_own()) return;
     begins_ = true;
     const WriterLocks& locks = store.writer_locks();
@@ -39,14 +72,20 @@ class StintTurn {
         ::sched_yield();
         continue;
       }
-      if (std::chrono::steady_clock::now() > end) refuse(locks.patience());
+      if (here_.any() && !here_.waits()) here_.forget();
+      if (std::chrono::steady_clock::now() > end) {
+        if (!here_.any()) refuse(locks.patience());
+        here_.stop_waiting();
+      }
       pause(std::min(kLongestPause, kPause * (looks - kLooks)));
     }
   }
   ~StintTurn() {
     Store::Stint& stint = store_.stint();
+    if (here_.leaves(lane_, store_.lanes.count(), store_.lanes.capacity())) stints().set_end(0);
     if (stint.lane == lane_ && !stints().left()) {
       stint.border_agreed = BorderCheck(store_).look(lane_);  // of these rows, before they are another writer's
+      if (stint.ticket_after) stints().set_ticket(stint.ticket_after);
       stint.lane = Store::Stint::kNone;
     }
     store_.lanes.turns(lane_).give_back();
@@ -59,7 +98,9 @@ class StintTurn {
   bool begins() const { return begins_; }
   Lanes::Stints stints() const { return store_.lanes.stints(lane_); }
   // How many rows can be appended in this turn.
-  uint64_t room() const { return begins_ ? stints().room(finishes_) : stints().left(); }
+  uint64_t room() const {
+    return std::min(begins_ ? stints().room(finishes_) : stints().left(), store_.lanes.capacity() - here_.in(lane_));
+  }
   void begin() {
     Store::Stint& stint = store_.stint();
     const uint64_t writer = store_.writer();
@@ -67,7 +108,9 @@ class StintTurn {
     // What was found out about the rows of the writer before says nothing of this one's.
     header.border_agreed.store(stint.border_agreed, std::memory_order_relaxed);
     header.border_looked.store(header.published.load(std::memory_order_relaxed), std::memory_order_relaxed);
-    stints().begin(writer, writer, stint.position, finishes_, [&] { return store_.lanes.draw_ticket(); });
+    const uint64_t ticket = store_.lanes.draw_ticket();
+    stint.ticket_after = finishes_ ? OverdueStints::ticket_after(header.ticket.load(), ticket) : 0;
+    stints().begin(writer, writer, stint.position, stints().room(finishes_), [&] { return ticket; });
     stint.lane = lane_, begins_ = false;
   }
 
@@ -87,13 +130,14 @@ class StintTurn {
   bool take_another(const WriterLocks& locks) {
     const Lanes& lanes = store_.lanes;
     std::vector<uint64_t> alive;
+    uint64_t most_here = 0;  // rows of this append in a lane that it takes
     for (;;) {
       const LaneChoice choice = choose_lane<StdMemory>(
           lanes.count(), [&](uint64_t l) { return lanes.stints(l); },
-          [&](uint64_t lane, uint64_t holder) { return has(used_, lane) || (holder && has(alive, holder)); });
+          [&](uint64_t lane, uint64_t holder) { return here_.in(lane) > most_here || (holder && has(alive, holder)); });
       if (!choice.any()) {
-        if (used_.empty()) return holder_ = alive.empty() ? 0 : alive.front(), false;
-        used_.clear();
+        if (most_here > 0 || !here_.any()) return holder_ = alive.empty() ? 0 : alive.front(), false;
+        most_here = lanes.capacity() - 1;
         continue;
       }
       if (choice.holder && choice.holder != store_.writer() && locks.is_alive(choice.holder)) {
@@ -124,7 +168,7 @@ class StintTurn {
   }
 
   Store& store_;
-  std::vector<uint64_t>& used_;
+  RowsHere& here_;
   uint64_t lane_ = Store::Stint::kNone, holder_ = 0;
   bool begins_ = false, finishes_ = false;
 };
@@ -137,43 +181,49 @@ inline std::vector<LaneRun> next_runs(const Store& store, uint64_t n) {
   const Lanes& lanes = store.lanes;
   const uint64_t capacity = lanes.capacity();
   struct Place {
-    bool is_used, is_full;
-    uint64_t ticket, lane, published, stored, left;
+    uint64_t here, ticket, lane, published, stored, left, ticket_after;
+    bool is_full(uint64_t capacity) const { return stored == capacity; }
   };
   std::vector<LaneRun> runs;
   std::vector<Place> places;
-  uint64_t tickets = 0;
+  uint64_t tickets = lanes.header().tickets.load();
   for (uint64_t l = 0; l < lanes.count(); ++l) {
     const LaneHeader& h = lanes.lane(l);
     const uint64_t at = h.published.load(), base = h.base.load();
-    const uint64_t stored = std::min(capacity, at - std::min(at, base));
-    places.push_back({false, stored == capacity, h.ticket.load(), l, at, stored, lanes.stints(l).left()});
-    tickets = std::max(tickets, places.back().ticket);
+    places.push_back({0, h.ticket.load(), l, at, std::min(capacity, at - std::min(at, base)), lanes.stints(l).left(), 0});
   }
-  uint64_t own = store.stint().lane;
-  if (own < lanes.count() && !lanes.stints(own).goes_on(store.writer())) own = Store::Stint::kNone;
+  const Store::Stint& stint = store.stint();
+  Place* own = nullptr;
+  if (stint.lane < lanes.count() && lanes.stints(stint.lane).goes_on(store.writer())) {
+    own = &places[stint.lane];
+    own->ticket_after = stint.ticket_after;
+  }
+  const auto are_all_here = [&] {
+    return std::all_of(places.begin(), places.end(), [&](const Place& place) { return place.here == capacity; });
+  };
   while (n > 0) {
-    Place* next = own < lanes.count() ? &places[own] : nullptr;
-    if (!next) {
+    if (are_all_here())
+      for (Place& place : places) place.here = 0;
+    if (!own || own->left == 0) {
       OverdueStints overdue;
       for (const Place& place : places) overdue.see(place.ticket, place.left);
       const auto is_overdue = [&](const Place& place) {
-        return place.is_full && overdue.has(lanes.count(), place.ticket, place.left);
+        return place.is_full(capacity) && overdue.has(lanes.count(), place.ticket, place.left);
       };
-      if (std::all_of(places.begin(), places.end(), [](const Place& place) { return place.is_used; }))
-        for (Place& place : places) place.is_used = false;
-      next = &*std::min_element(places.begin(), places.end(), [&](const Place& a, const Place& b) {
-        return std::tuple(a.is_used, a.is_full, !is_overdue(a), a.ticket, a.lane) <
-               std::tuple(b.is_used, b.is_full, !is_overdue(b), b.ticket, b.lane);
-      });
-      if (!is_overdue(*next)) next->left = next->is_full ? capacity : capacity - next->stored;
-      next->ticket = ++tickets;
+      const auto order = [&](const Place& place) {
+        return std::tuple(place.here == capacity, place.here > 0, place.is_full(capacity), !is_overdue(place), place.ticket, place.lane);
+      };
+      own = &*std::min_element(places.begin(), places.end(), [&](const Place& a, const Place& b) { return order(a) < order(b); });
+      const bool finishes = is_overdue(*own);
+      if (!finishes) own->left = own->is_full(capacity) ? capacity : capacity - own->stored;
+      own->ticket_after = finishes ? OverdueStints::ticket_after(own->ticket, tickets + 1) : 0;
+      own->ticket = ++tickets;
     }
-    own = Store::Stint::kNone, next->is_used = true;
-    const uint64_t take = std::min(n, next->left);
-    next->left -= take;
-    runs.push_back({next->lane, next->published, take});
-    next->published += take, next->stored = std::min(capacity, next->stored + take), next->is_full = next->stored == capacity;
+    const uint64_t take = std::min({n, own->left, capacity - own->here});
+    runs.push_back({own->lane, own->published, take});
+    own->left -= take, own->here += take, own->published += take, own->stored = std::min(capacity, own->stored + take);
+    if (own->here == capacity && !are_all_here()) own->left = 0;
+    if (own->left == 0 && own->ticket_after) own->ticket = own->ticket_after;
     n -= take;
   }
   return runs;
@@ -197,11 +247,10 @@ inline void append_in_stints(Store& store, const std::vector<LeafSource>& leaves
   }
   const uint64_t capacity = store.lanes.capacity();
   RowWriter writer(store);
-  std::vector<uint64_t> used;
-  used.reserve(std::min(store.lanes.count(), n / capacity + 2));
+  RowsHere here;
   uint64_t done = 0;
   while (done < n) try {
-    StintTurn turn(store, used, pause);
+    StintTurn turn(store, here, pause);
     const uint64_t lane = turn.lane(), take = std::min(n - done, turn.room());
     const bool begins_stint = turn.begins();
     writer.prepare(lane, take, sources, done);  // may fail: before the stint and the rows
@@ -216,7 +265,7 @@ inline void append_in_stints(Store& store, const std::vector<LeafSource>& leaves
     if (begins_stint) turn.begin();
     writer.append_part(lane, done, take, begins, sources);
     store.stint().position += take, done += take;
-    if (done < n) used.push_back(lane);
+    if (done < n) here.add(lane, take);
   } catch (const LanesBusy& busy) {
     throw LanesBusy(busy.what() + (done ? ". The first " + std::to_string(done) + " of " + std::to_string(n) + " steps were written"
                                         : std::string(". Nothing was written")));

@@ -405,11 +405,11 @@ class Store {
     has_turn_ = false;
     lanes.lane(l).turn.store(dead, std::memory_order_release);
   }
-  // The stint of this process: its lane, or kNone; rows that it has appended to the store; and which entries of its rows agree
-  // at a border (BorderCheck), known in the lane of the stint before.
+  // The stint of this process: its lane, or kNone; the ticket that the lane has after it (0: that of the stint); rows that it has
+  // appended to the store; and which entries of its rows agree at a border (BorderCheck), known in the lane of the stint before.
   struct Stint {
     static constexpr uint64_t kNone = LaneChoice::kNone;
-    uint64_t lane = kNone, position = 0, border_agreed = 0;
+    uint64_t lane = kNone, ticket_after = 0, position = 0, border_agreed = 0;
   };
   // Whether this process moves from lane to lane.
   bool moves_on() const { return writer_ && lanes.count() > 1; }

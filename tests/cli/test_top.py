@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from typer.testing import CliRunner
 
 from cli.support import episodes, store
+from contracts.children import Child
 from engram.cli import Activity, activity, top
 from engram.cli.main import command
 from engram.data import LazyMemmapStorage, ReplayBuffer
@@ -119,7 +120,25 @@ def test_each_writer_is_shown_with_its_lanes(tmp_path):
     ReplayBuffer(storage=second).extend(episodes(7))
     [now] = next(looks(tmp_path))
     assert sum(writer.rows for writer in now.writers) == now.rows == 12
-    assert sum(len(writer.lanes) for writer in now.writers) == 2 and all(writer.holds for writer in now.writers)
+    assert sum(len(writer.lanes) for writer in now.writers) == 3 and all(writer.holds for writer in now.writers)
+
+
+def test_steps_are_those_of_who_wrote_them_wherever_they_lie(tmp_path):
+    """Writers move from lane to lane: who wrote to a lane last has not written all that is there."""
+    rb = ReplayBuffer(storage=LazyMemmapStorage(40, scratch_dir=tmp_path, lanes=2))
+    rb.extend(episodes(40))
+    child = Child(lambda: rb.extend(episodes(7)))
+    child.result()
+    seen = looks(tmp_path)
+    [now] = next(seen)
+    assert {writer.pid: (writer.rows, writer.written) for writer in now.writers} == {
+        os.getpid(): (33, 40),
+        child.pid: (7, 7),
+    }
+    rb.extend(episodes(5))
+    [now] = next(seen)
+    rates = {writer.pid: writer.rate for writer in now.writers}
+    assert rates[os.getpid()] == pytest.approx(now.rate_in) and rates[child.pid] == 0 and now.rate_in > 0
 
 
 def test_a_pattern_finds_stores_that_are_made_later(tmp_path):

@@ -92,7 +92,7 @@ struct MoveOn : rl::test_suite<MoveOn<kLanes, kCapacity, kExtents, kPiece, kExte
 
   struct Writer {
     unsigned thread;
-    uint64_t number, lane = kNoLane, position = 0;
+    uint64_t number, lane = kNoLane, position = 0, ticket_after = 0;
     bool finishes = false;  // a stint that was overdue
     uint64_t stream() const { return thread + 1; }
   };
@@ -119,6 +119,7 @@ struct MoveOn : rl::test_suite<MoveOn<kLanes, kCapacity, kExtents, kPiece, kExte
         append(me, here, 1, false), --n;
       }
       const bool used_up = here.left() == 0;
+      if (used_up && me.ticket_after) here.set_ticket(real.ticket[l] = me.ticket_after);
       real.appending[l] = 0;
       here.turns.give_back();
       if (used_up) me.lane = kNoLane;
@@ -135,23 +136,25 @@ struct MoveOn : rl::test_suite<MoveOn<kLanes, kCapacity, kExtents, kPiece, kExte
     });
     me.position += n, real.rows_of[me.thread] += n;
   }
-  void begin(const Writer& me, const Stints& here) {
+  void begin(Writer& me, const Stints& here) {
     const auto draw = [&] {
       Memory::step();
-      return real.ticket[me.lane] = tickets.fetch_add(1, rl::mo_relaxed, tickets.here()) + 1;
+      const uint64_t drawn = tickets.fetch_add(1, rl::mo_relaxed, tickets.here()) + 1, overdue = Memory::load(here.ticket);
+      me.ticket_after = me.finishes ? engram::OverdueStints::ticket_after(overdue, drawn) : 0;
+      return real.ticket[me.lane] = drawn;
     };
-    const uint64_t from = Memory::load(here.rows.published);
+    const uint64_t from = Memory::load(here.rows.published), rows = here.room(me.finishes);
     switch (wrong) {
-      default: return here.begin(me.number, me.stream(), me.position, me.finishes, draw);
+      default: return here.begin(me.number, me.stream(), me.position, rows, draw);
       case Wrong::kExtentAfterRows:
         real.lane_of[me.thread] = kNoLane;
-        return here.set_end(me.finishes), here.set_ticket(draw()), here.turns.begin_rows(me.number);
+        return here.set_end(rows), here.set_ticket(draw()), here.turns.begin_rows(me.number);
       case Wrong::kLastWriterForgotten:
-        here.set_end(me.finishes), here.set_ticket(draw()), here.record(from, me.stream(), me.position);
+        here.set_end(rows), here.set_ticket(draw()), here.record(from, me.stream(), me.position);
         if (Memory::load(here.turns.last_writer) == 0) here.turns.begin_rows(me.number);
         return;
       case Wrong::kLastWriterAfterRows:
-        return here.set_end(me.finishes), here.set_ticket(draw()), here.record(from, me.stream(), me.position);
+        return here.set_end(rows), here.set_ticket(draw()), here.record(from, me.stream(), me.position);
     }
   }
 

@@ -22,7 +22,7 @@ from engram.cli.description import Summary, summary
 from engram.cli.kinds import store_folder
 from engram.cli.returns import REWARD
 from engram.errors import EngramError, StorageInUseError
-from engram.kernel.disk import LearnerStats, ObservedRows, StoreFile, published_stats
+from engram.kernel.disk import LearnerStats, ObservedRows, StoreFile, published_stats, writer_shares
 
 _EPISODES = 100  # of which returns and lengths are shown: the last ones
 _FIRST_STEPS = 1 << 12  # of a lane, read at the first look
@@ -31,14 +31,14 @@ _SECONDS_APART = 1.0
 
 
 class WriterActivity(NamedTuple):
-    """The lanes that one process wrote last.
+    """One process that writes, or wrote.
 
     Attributes:
         pid: of the process; None: the store does not tell.
-        lanes: their numbers.
+        lanes: the numbers of those that it wrote last.
         holds: whether it has one of them, so that nobody else may write there.
-        rows: that these lanes hold.
-        written: steps ever written to them, of all environments.
+        rows: stored steps that are its own; where each writer has a lane, those of its lanes.
+        written: steps that it ever wrote, of all environments; likewise.
         rate: steps a second, since the last look; None at the first.
     """
 
@@ -179,6 +179,7 @@ class _Opened:
         self._rows = ObservedRows(self.file.store)
         self._identity = os.fstat(self.file.fd)
         self._before: tuple[float, list[dict[str, Any]]] | None = None
+        self._written_before: dict[int, int] = {}  # by each process
         self._incarnation = self.file.store.epoch()[0]
         self._episodes = [_Episodes(self._rows, lane) for lane in range(self.file.store.lanes)]
 
@@ -193,7 +194,7 @@ class _Opened:
         if incarnation % 2:
             raise StorageInUseError("all rows are being replaced")
         if incarnation != self._incarnation:  # they have been: what was counted is of others
-            self._incarnation, self._before = incarnation, None
+            self._incarnation, self._before, self._written_before = incarnation, None, {}
             self._episodes = [_Episodes(self._rows, lane) for lane in range(store.lanes)]
         store.check_file()
         now, lanes = time.monotonic(), [store.lane(i) for i in range(store.lanes)]
@@ -222,21 +223,31 @@ class _Opened:
         )
 
     def _writers(self, lanes: list[dict[str, Any]], new: list[int], seconds: float | None) -> Iterator[WriterActivity]:
-        """By the process that wrote a lane last: that is who writes it now, where anybody does."""
-        envs = self.file.store.envs
+        """By process: of lanes which wrote them last, which is who writes there now, where anybody does."""
+        envs, shares = self.file.store.envs, writer_shares(self.file.store)
         held = [self.file.has_writer(i, self.file.store) for i in range(len(lanes))]
         by_pid: dict[int, list[int]] = {}
         for i, lane in enumerate(lanes):
             if _written(lane) or held[i]:
                 by_pid.setdefault(self.file.last_pid(i), []).append(i)
-        for pid, numbers in by_pid.items():
+        for pid in {**dict.fromkeys(share.pid for share in shares), **by_pid}:
+            numbers = by_pid.get(pid, [])
+            if shares:  # writers move from lane to lane
+                rows = sum(share.rows for share in shares if share.pid == pid)
+                written = sum(share.written for share in shares if share.pid == pid)
+                steps = written - self._written_before.get(pid, 0)
+                self._written_before[pid] = written
+            else:
+                rows = sum(lanes[i]["published"] - lanes[i]["first"] for i in numbers)
+                written = sum(_written(lanes[i]) for i in numbers)
+                steps = sum(new[i] for i in numbers)
             yield WriterActivity(
                 pid=pid or None,
                 lanes=tuple(numbers),
                 holds=any(held[i] for i in numbers),
-                rows=envs * sum(lanes[i]["published"] - lanes[i]["first"] for i in numbers),
-                written=envs * sum(_written(lanes[i]) for i in numbers),
-                rate=None if seconds is None else envs * sum(new[i] for i in numbers) / seconds,
+                rows=envs * rows,
+                written=envs * written,
+                rate=None if seconds is None else envs * max(0, steps) / seconds,
             )
 
 

@@ -168,7 +168,12 @@ def _lines_of(now: Activity) -> Iterator[str]:
 def _writer(writer: WriterActivity) -> str:
     lanes = f"lane{'s' if len(writer.lanes) > 1 else ''} {_ranges(writer.lanes)}"
     who = "not known" if writer.pid is None else f"process {writer.pid}"
-    held = f"holds {lanes}{_command_of(writer.pid)}" if writer.holds else f"wrote {lanes}, is not there now"
+    if writer.holds:
+        held = f"holds {lanes}{_command_of(writer.pid)}"
+    elif writer.lanes:
+        held = f"wrote {lanes}, is not there now"
+    else:
+        held = "has written, and others since in its lanes"
     return f"{who} {held}: {writer.rows:,} rows, {_rate(writer.rate)}"
 
 
