@@ -64,6 +64,9 @@ class EpochWalk:
 class CopyOnWriteSnapshot:
     def read(self, lane: int, start: int, stop: int, out: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), order='C', device='cpu')]) -> None: ...
 
+    @property
+    def row_bytes(self) -> int: ...
+
     def lost_below(self, lane: int) -> int: ...
 
 class Replacement:

@@ -990,12 +990,13 @@ inline void bind_store(nb::module_& m) {
         CopyOnWriteSnapshot& snapshot = *shared.snapshot;
         if (!snapshot.covers(lane, start, stop)) throw nb::index_error("these rows are not part of the save");
         const StoreGeometry& s = snapshot.geometry();
-        if (out.shape(0) != s.envs || out.shape(1) != stop - start || out.shape(2) != s.payload_bytes)
-          throw nb::value_error("out must be [envs, rows, payload bytes]");
+        if (out.shape(0) != s.envs || out.shape(1) != stop - start || out.shape(2) != snapshot.row_bytes())
+          throw nb::value_error("out must be [envs, rows, row bytes]");
         uint8_t* to = out.data();
         nb::gil_scoped_release unlocked;
         snapshot.read(lane, start, stop, to);
       }, "lane"_a, "start"_a, "stop"_a, "out"_a)
+      .def_prop_ro("row_bytes", [](const SharedSnapshot& shared) { return shared.snapshot->row_bytes(); })
       .def("lost_below", [](SharedSnapshot& shared, uint64_t lane) {
         CopyOnWriteSnapshot& snapshot = *shared.snapshot;
         if (lane >= snapshot.geometry().lanes) throw nb::index_error("no such lane");
@@ -1297,8 +1298,7 @@ inline void bind_store(nb::module_& m) {
            "mapped"_a = false, "sequences"_a = false)
       .def("gather_leaves", &gather_leaves, "codec"_a, "slots"_a, "leaves"_a, "mapped"_a = false)
       .def("begin_save", [](Store& s, bool beside_writers) {
-        if (s.geometry().payload_bytes == 0 || s.grows() || s.observations())
-          throw nb::value_error("this store's rows are kept elsewhere");
+        if (s.geometry().payload_bytes == 0 || s.grows()) throw nb::value_error("this store's rows are kept elsewhere");
         return SharedSnapshot{beside_writers ? s.begin_save() : s.watch_save()};
       }, "beside_writers"_a = true)
       .def("end_save", &Store::end_save)

@@ -128,6 +128,17 @@ class Observations {
     for (const KeyGeometry& key : geometry_.keys) bytes += 2 * key.bytes();
     return bytes;
   }
+  // Every leaf; `stride`: where it lies in the rows of codecs.
+  std::vector<Target> targets() const {
+    std::vector<Target> all;
+    uint64_t at = geometry_.first_byte;
+    for (size_t k = 0; k < geometry_.keys.size(); ++k)
+      for (const bool is_next : {false, true}) {
+        all.push_back({{k, is_next}, nullptr, static_cast<ptrdiff_t>(at)});
+        at += geometry_.keys[k].bytes();
+      }
+    return all;
+  }
   // The leaf that lies there in the rows of codecs.
   std::optional<Leaf> leaf(uint64_t offset, uint64_t bytes) const {
     uint64_t at = geometry_.first_byte;

@@ -439,7 +439,7 @@ class Store {
       const LaneView v = lanes.view(l);
       ranges.push_back({v.first, std::max(v.first, v.published)});
     }
-    return std::make_shared<CopyOnWriteSnapshot>(region_, lanes, row(0), std::move(ranges));
+    return std::make_shared<CopyOnWriteSnapshot>(region_, lanes, row(0), std::move(ranges), observations_);
   }
   void end_save() { snapshot_.reset(); }
   CopyOnWriteSnapshot* saving() const { return snapshot_.get(); }

@@ -212,6 +212,25 @@ class TwoBuffers:
             twin.loads(path)
         self.plain, self.compact = twins
 
+    def save_beside_writers(self) -> None:
+        """Saves both while they go on."""
+        if not len(self):
+            return
+        expected, handles, paths = self.plain.storage.get(slice(None)), [], []
+        for rb in self.both:
+            self._saves += 1
+            paths.append(self._folder / f"saved{self._saves}")
+            handles.append(rb.dumps(paths[-1], blocking=False))
+        for _ in range(3):
+            self.extend()
+        self.edit()
+        for handle, path in zip(handles, paths, strict=True):
+            handle.result()
+            for compact in (False, self._compact):
+                twin = self._buffer(compact)
+                twin.loads(path)
+                assert_equal(twin.storage.get(slice(None)), expected)
+
     def compare(self) -> None:
         facts = [(len(rb), rb.write_count, rb.writer._cursor, rb.storage.write_count) for rb in self.both]
         assert facts[0] == facts[1]
@@ -252,7 +271,7 @@ class CompactContract:
         usual = [two.extend, two.extend, two.add, two.sample, two.sample, two.read, two.edit]
         for _ in range(self.length):
             two.steps += 1
-            two.draw.choice([*usual, *usual, two.empty, two.save])()
+            two.draw.choice([*usual, *usual, two.empty, two.save, two.save_beside_writers])()
             two.compare()
 
     def test_an_observation_takes_the_bytes_of_a_frame(self, tmp_path: Path) -> None:

@@ -146,3 +146,19 @@ def test_batches_are_whole_beside_a_writer_that_goes_round_and_round() -> None:
     finally:
         done.set()
         writer.join()
+
+
+@each("written", [0, 1, 5, 16, 40])
+def test_rows_that_are_overwritten_while_they_are_saved_are_saved_as_they_were(written: int) -> None:
+    torch.manual_seed(0)
+    steps, storage = stacks(56), LazyTensorStorage(16, compact=True)
+    rb = ReplayBuffer(storage=storage)
+    rb.extend(steps[:16])
+    with storage.mutex:
+        saved = storage.saved_form.source(background=True)
+    for at in range(16, 16 + written):
+        rb.extend(steps[at : at + 1])
+    block = saved.read_block(0, 0, 16)
+    saved.close()
+    assert storage.layout is not None and saved.left_out == 0
+    assert bool((storage.layout.unpack(block[0]) == steps[:16]).all())

@@ -21,7 +21,7 @@ from engram.errors import CheckpointError, CheckpointMisfitError, StorageError, 
 from engram.store.column_table import ColumnTable
 from engram.store.counters import Counters
 from engram.store.lanes import Lanes
-from engram.store.layout import LayoutState, MalformedLayoutError, RowLayout
+from engram.store.layout import LayoutState, MalformedLayoutError, RowLayout, StoredLayout
 from engram.store.lazy_table import LazyTable
 from engram.store.places import READ_ONLY
 from engram.store.row_table import RowTable
@@ -335,7 +335,8 @@ class SavedRows(SavedStorage):
             raise CheckpointError("this buffer is being saved in the background; wait for that save's result()")
         layout = self._now.layout_state()
         assert layout is not None
-        return RowSnapshot(lanes, layout, self._now.counters(), made.layout, copy_on_write=background)
+        stored = StoredLayout(made.layout, made.observations)
+        return RowSnapshot(lanes, layout, self._now.counters(), made.layout, copy_on_write=background, stored=stored)
 
     def sink(self) -> RowLoad:
         return RowLoad(self._rows, self._storage.access.replacing)
