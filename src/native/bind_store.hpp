@@ -6,6 +6,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
@@ -1202,6 +1203,16 @@ inline void bind_store(nb::module_& m) {
       .def("keep_observations", [](Store& s, uint64_t ahead, const std::vector<std::pair<uint64_t, uint64_t>>& keys) {
         s.keep_observations(ahead, key_geometries(keys));
       }, "ahead"_a, "keys"_a)
+      .def("observation_kinds", [](Store& s, uint64_t most) {
+        Observations::Kinds kinds;
+        for (uint64_t l = 0; l < s.geometry().lanes; ++l) {
+          const Observations& observations = observations_of(s, l);
+          const LaneView v = s.lanes.view(l);
+          const uint64_t newest = v.published > most ? v.published - most : 0;
+          observations.count_kinds(s.lanes.protocol(l), l, std::max(v.first, newest), kinds);
+        }
+        return std::tuple(kinds.rows, kinds.same, kinds.moved, kinds.whole, kinds.whole_x, kinds.same_of_key);
+      }, "most"_a)
       .def_prop_ro("observation_bytes", [](const Store& s) { return s.observations() ? s.observations()->bytes() : 0; })
       .def_prop_ro("interrupted", [](Store& s) { s.check_file(); return InPlaceWriter(s).interrupted(); })
       .def_prop_ro("fd", [](const Store& s) { return s.fd(); })

@@ -115,7 +115,7 @@ class BorderCheck {
     uint64_t agreed = 0;
     for (size_t k = 0; k < rule_.entries.size(); ++k) {
       const BorderRule::Entry& e = rule_.entries[k];
-      const bool agrees = e.is_observed ? store_.observations()->continues(store_.lanes.protocol(lane), lane, env, w, e.key)
+      const bool agrees = e.is_observed ? store_.observations()->continues(store_.lanes.protocol(lane), lane, env, w, w + 1, e.key)
                                         : same(before + e.next_offset, after + e.offset, e.bytes);
       if (agrees) agreed |= uint64_t{1} << k;
     }

@@ -252,13 +252,32 @@ class Observations {
     find(protocol_of(rows, columns), rows, w, leaf.is_next, places);
     return columns.is_stack(places, leaf.key, bytes);
   }
-  // Whether next.X of row w is X of the row behind it. The caller keeps writers out.
-  bool continues(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, size_t key) const {
+  // Whether next.X of row w is X of a later one. The caller keeps writers out.
+  bool continues(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, uint64_t later, size_t key) const {
     const Columns columns = columns_of(lane, env, {});
     const Protocol protocol = protocol_of(rows, columns);
     StackPlaces next, x;
-    find(protocol, rows, w, true, next), find(protocol, rows, w + 1, false, x);
+    find(protocol, rows, w, true, next), find(protocol, rows, later, false, x);
     return columns.are_same_stacks(next, x, key);
+  }
+  // What stored rows are made of: how many next.X were looked at, how many are X of a later row, or one new frame, or whole stacks; how
+  // many X are whole; and how many next.X of each key are X of a later row.
+  struct Kinds {
+    uint64_t rows = 0, same = 0, moved = 0, whole = 0, whole_x = 0;
+    std::vector<uint64_t> same_of_key;
+  };
+  // Looks at rows [first, published) of a lane whose next.X a later row tells. The caller keeps writers out.
+  void count_kinds(const Rows& rows, uint64_t lane, uint64_t first, Kinds& kinds) const {
+    kinds.same_of_key.resize(geometry_.keys.size());
+    for (uint64_t env = 0; env < geometry_.envs; ++env)
+      for (uint64_t w = first; w + shape_.ahead < StdMemory::load(rows.published); ++w) {
+        const ObservationWord word = ObservationWord::unpack(columns_of(lane, env, {}).word(w + shape_.ahead), shape_.frames);
+        ++kinds.rows;
+        ++(word.next == ObservationWord::kSame ? kinds.same : word.next == ObservationWord::kMoved ? kinds.moved : kinds.whole);
+        kinds.whole_x += word.rest_units(shape_.frames) > 0;
+        for (size_t k = 0; k < kinds.same_of_key.size(); ++k)
+          kinds.same_of_key[k] += word.next == ObservationWord::kSame || continues(rows, lane, env, w, w + shape_.ahead, k);
+      }
   }
 
  private:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ NO_REPLACING = (
 _MOST_FRAMES = 15
 _MOST_STEPS = 16  # between a row and the one whose observation is its next one, as looked for
 _LOOKED_AT = 256  # rows of a first batch
+_MUCH = 0.05  # as the share of stacks that are stored whole
+_SELDOM = 0.5  # as the share of next observations that are those of a later row
+_FEW = 100  # rows, which tell little
 _PART = 8  # a key found by itself takes at least this part of the bytes of the largest one
 
 
@@ -152,6 +155,57 @@ class Compact:
                 f"dimension, which {n} must divide; move the stack there, or give frames=1"
             )
         return n
+
+
+class ObservationShares(NamedTuple):
+    """What the newest rows of a storage with `compact=` are made of.
+
+    Attributes:
+        frames: how many frames each key's observation is a stack of.
+        n_steps: how many rows behind a row its next observation is looked for.
+        bytes_per_step: of the storage, for each step that it has room for.
+        same: the share of rows whose next observation is that of a later row, and takes no memory.
+        moved: the share of rows, as at the ends of episodes, whose next observation is theirs and one more frame.
+        whole: the share of rows whose next observation is stored whole.
+        advice: what would make the rows smaller; None: they are as small as they can be.
+    """
+
+    frames: dict[Key, int]
+    n_steps: int
+    bytes_per_step: float
+    same: float
+    moved: float
+    whole: float
+    advice: str | None
+
+    @classmethod
+    def of(
+        cls, keys: ObservationKeys, bytes_per_step: float, kinds: tuple[int, int, int, int, int, list[int]]
+    ) -> ObservationShares:
+        """The shares of rows of these kinds (`Store.observation_kinds`)."""
+        rows, same, moved, whole, whole_x, same_of_key = kinds
+        n = max(1, rows)
+        frames: dict[Key, int] = {pytree.as_key(path): count for path, count in keys.frames.items()}
+        by_key = [count / n for count in same_of_key]
+        is_dear = same / n < _SELDOM or (max(frames.values()) > 1 and max(whole, whole_x) / n > _MUCH)
+        advice = _advice(list(frames), by_key, whole_x / n, keys.n_steps) if is_dear and rows >= _FEW else None
+        return cls(frames, keys.n_steps, bytes_per_step, same / n, moved / n, whole / n, advice)
+
+
+def _advice(keys: list[Key], same_of_key: list[float], whole_x: float, n_steps: int) -> str:
+    never = [key for key, share in zip(keys, same_of_key, strict=True) if share < _MUCH]
+    if never and max(same_of_key) > _SELDOM:
+        return (
+            f"{never[0]!r} is hardly ever under 'next' what it is in a later row: leave it out of the keys of compact="
+        )
+    if whole_x > _MUCH:
+        return (
+            "rows beside each other are of different episodes: write steps of several environments with ndim=2, and "
+            "give each process that writes a lane of its own (lanes=)"
+        )
+    if n_steps == 1:
+        return "the next observation is seldom that of the row behind: of n-step rows, say compact=Compact(n_steps=n)"
+    return f"the next observation is seldom that {n_steps} rows later: say another n_steps= in compact=Compact(...)"
 
 
 def as_compact(given: Any) -> Compact | None:

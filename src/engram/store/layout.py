@@ -429,6 +429,11 @@ class ObservationKeys(NamedTuple):
     frames: dict[KeyPath, int]
     n_steps: int = 1
 
+    def __repr__(self) -> str:
+        """Each key with its frames, as `repr` of a storage shows them."""
+        keys = ", ".join(f"{pytree.format_key(path)}: {n}" for path, n in self.frames.items())
+        return f"{{{keys}}}" + (f" in {self.n_steps} steps" if self.n_steps > 1 else "")
+
 
 class StoredLayout:
     """Where the leaves of a row lie in a store that keeps its bytes.

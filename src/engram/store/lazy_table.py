@@ -81,7 +81,9 @@ class LazyTable(Table):
     def extra(self) -> str:
         lanes = self.size.lanes if self.known_lanes is None else self.known_lanes.store.lanes
         each = "" if self.max_size is None else f", steps_per_lane={self.max_size // lanes}"
-        return f", lanes={lanes}{each}" if lanes > 1 else ""
+        of_lanes = f", lanes={lanes}{each}" if lanes > 1 else ""
+        observations = None if self.made is None else self.made.observations
+        return of_lanes if observations is None else f"{of_lanes}, compact={observations}"
 
     @property
     def max_size(self) -> int | None:

@@ -14,6 +14,7 @@ import engram._native as _native
 from engram import pytree
 from engram.errors import StorageError
 from engram.store.border import Border
+from engram.store.compact import ObservationShares
 from engram.store.lanes import Lanes
 from engram.store.layout import SEQUENCE, LeafSpec, RowLayout, StoredLayout
 from engram.store.rows import IndexTakenError, JoinedRows, Rows
@@ -133,6 +134,10 @@ class RowTable:
     @property
     def nbytes(self) -> int:
         return self._store.total_bytes
+
+    def observation_shares(self) -> ObservationShares | None:
+        """What the rows are made of, where observations are stored once; None: rows are whole."""
+        return None
 
     @property
     def stored_key(self) -> bytes:

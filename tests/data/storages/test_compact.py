@@ -162,3 +162,36 @@ def test_rows_that_are_overwritten_while_they_are_saved_are_saved_as_they_were(w
     saved.close()
     assert storage.layout is not None and saved.left_out == 0
     assert bool((storage.layout.unpack(block[0]) == steps[:16]).all())
+
+
+def test_a_storage_says_what_its_rows_are_made_of() -> None:
+    storage = LazyTensorStorage(400, compact=True)
+    rb = ReplayBuffer(storage=storage)
+    rb.extend(stacks(100))
+    rb.extend(stacks(100))
+    shares = rb.stats().compact
+    assert shares is not None and (shares.frames, shares.n_steps, shares.advice) == ({"pixels": 4}, 1, None)
+    assert shares.bytes_per_step == storage.nbytes / 400
+    assert (round(shares.same * 199), round(shares.moved * 199), round(shares.whole * 199)) == (198, 1, 0)
+    assert repr(storage) == "LazyTensorStorage(max_size=400, len=200, ndim=1, compact={'pixels': 4})"
+    assert ReplayBuffer(storage=LazyTensorStorage(4)).stats().compact is None
+
+
+def advice(steps: TensorDict, compact: Any = True) -> str:
+    """What a storage advises for steps."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(1000, compact=compact))
+    rb.extend(steps)
+    shares = rb.stats().compact
+    assert shares is not None and shares.advice is not None
+    return shares.advice
+
+
+def test_a_storage_advises_what_would_make_its_rows_smaller() -> None:
+    torch.manual_seed(0)
+    beside = torch.stack([stacks(100) for _ in range(4)], 1).reshape(-1)
+    assert "ndim=2" in advice(beside, Compact("pixels", frames=4))
+    assert "n_steps" in advice(stacks(200, n_steps=3), Compact("pixels", frames=4, n_steps=1))
+    steps = stacks(200)
+    for key in ("noise", ("next", "noise")):
+        steps[key] = torch.rand(200, 8)
+    assert "'noise'" in advice(steps, Compact(["pixels", "noise"], {"pixels": 4}))
