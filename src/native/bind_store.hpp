@@ -579,8 +579,8 @@ class Replacement {
       throw nb::value_error("one row for each slot");
     for (const LeafSource& leaf : plan.leaves) {
       if (!store.has_leaf(leaf.offset, leaf.bytes)) throw nb::value_error("a leaf lies outside the row");
-      const bool is_in_row = leaf.offset + leaf.bytes <= s.payload_bytes;
-      (is_in_row ? leaves_ : observed_).push_back(leaf);
+      const bool is_observed = leaf.bytes > 0 && store.observations() && store.observations()->leaf(leaf.offset, leaf.bytes);
+      (is_observed ? observed_ : leaves_).push_back(leaf);
     }
     if (first) {
       if (!plan.carries_sequence) throw nb::value_error("these rows have no place for their sequence");
@@ -859,7 +859,7 @@ inline void set_border(Store& store, const Codec& codec, const std::vector<std::
     return leaves[k];
   };
   auto observed = [&](const Leaf& one) -> std::optional<Observations::Leaf> {
-    if (one.offset + one.bytes <= store.geometry().payload_bytes) return std::nullopt;
+    if (!store.observations() || one.bytes == 0) return std::nullopt;
     return store.observations()->leaf(one.offset, one.bytes);
   };
   BorderRule rule;
@@ -948,6 +948,12 @@ inline std::vector<Observations::KeyGeometry> key_geometries(const std::vector<s
   return all;
 }
 
+// Offsets of the word and of X of each key.
+inline std::optional<Observations::InRow> in_row_of(const std::optional<std::pair<uint64_t, std::vector<uint64_t>>>& given) {
+  if (!given) return std::nullopt;
+  return Observations::InRow{given->first, given->second, 0};
+}
+
 inline void bind_store(nb::module_& m) {
   using namespace nb::literals;
   m.attr("LOG_ENTRIES") = kLogEntries;
@@ -1021,10 +1027,11 @@ inline void bind_store(nb::module_& m) {
                          std::string(layout_bytes, ' '), std::string(16, '\0')}).total_bytes;
       }, "lanes"_a, "lane_capacity"_a, "envs"_a, "payload_bytes"_a, "alignment"_a, "trailer"_a, "layout_bytes"_a)
       .def_static("observations_needed", [](uint64_t lanes, uint64_t lane_capacity, uint64_t envs, uint64_t payload_bytes,
-                                            uint64_t ahead, const std::vector<std::pair<uint64_t, uint64_t>>& keys) {
+                                            uint64_t ahead, const std::vector<std::pair<uint64_t, uint64_t>>& keys,
+                                            const std::optional<std::pair<uint64_t, std::vector<uint64_t>>>& in_row) {
         const StoreGeometry s = geometry_of({lanes, lane_capacity, envs, payload_bytes, 8, false, "", std::string(16, '\0')});
-        return Observations::sure_bytes(Store::observations_beside(s, ahead, key_geometries(keys)));
-      }, "lanes"_a, "lane_capacity"_a, "envs"_a, "payload_bytes"_a, "ahead"_a, "keys"_a)
+        return Observations::sure_bytes(Store::observations_beside(s, ahead, key_geometries(keys), in_row_of(in_row)));
+      }, "lanes"_a, "lane_capacity"_a, "envs"_a, "payload_bytes"_a, "ahead"_a, "keys"_a, "in_row"_a.none() = nb::none())
       .def_static("open", &Store::open, "fd"_a, "bytes"_a = nb::none(), "read_only"_a = false)
       .def_prop_ro("read_only", &Store::read_only)
       .def_prop_ro("lanes", [](const Store& s) { return s.geometry().lanes; })
@@ -1200,9 +1207,10 @@ inline void bind_store(nb::module_& m) {
       }, "lane"_a, "base"_a)
       .def("next_leaves", [](Store& s, uint64_t lane) { return observations_of(s, lane).restoring(lane).published.load(); }, "lane"_a)
       .def("put_leaves", &put_leaves, "lane"_a, "start"_a, "plan"_a)
-      .def("keep_observations", [](Store& s, uint64_t ahead, const std::vector<std::pair<uint64_t, uint64_t>>& keys) {
-        s.keep_observations(ahead, key_geometries(keys));
-      }, "ahead"_a, "keys"_a)
+      .def("keep_observations", [](Store& s, uint64_t ahead, const std::vector<std::pair<uint64_t, uint64_t>>& keys,
+                                   const std::optional<std::pair<uint64_t, std::vector<uint64_t>>>& in_row) {
+        s.keep_observations(ahead, key_geometries(keys), in_row_of(in_row));
+      }, "ahead"_a, "keys"_a, "in_row"_a.none() = nb::none())
       .def("observation_kinds", [](Store& s, uint64_t most) {
         Observations::Kinds kinds;
         for (uint64_t l = 0; l < s.geometry().lanes; ++l) {

@@ -100,7 +100,7 @@ class BareObservations {
   // `keys`: frames and bytes of a frame of each.
   BareObservations(uint64_t lanes, uint64_t envs, uint64_t capacity, uint64_t ahead, uint64_t longest_piece,
                    const std::vector<std::pair<uint64_t, uint64_t>>& keys)
-      : observations_(Observations::Geometry{lanes, envs, capacity, ahead, longest_piece, 0, key_geometries(keys)}),
+      : observations_(Observations::Geometry{lanes, envs, capacity, ahead, longest_piece, 0, key_geometries(keys), {}}),
         counters_(3 * lanes) {}
   uint64_t bytes() const { return observations_.bytes(); }
   uint64_t published(uint64_t lane) const { return counters_.at(3 * lane + 1).load(); }

@@ -298,6 +298,10 @@ struct ObservationProtocol {
   // `is_newest`: no row w + ahead was published, so that w has a tail.
   void find_next(uint64_t w, bool is_newest, StackPlaces& next) const {
     const uint64_t k = shape.frames;
+    if (k == 1) {
+      next[0] = find_next_frame(w, is_newest);
+      return;
+    }
     if (is_newest) {
       const bool moved = columns.tail_kind(w) == ObservationWord::kMoved;
       if (moved) moved_x(w, next);
@@ -310,6 +314,13 @@ struct ObservationProtocol {
     if (moved) moved_x(w, next);
     uint64_t unit = later.head;
     for (uint64_t j = moved ? k - 1 : 0; j < k; ++j, unit = next_unit(unit)) next[j] = unit_place(unit);
+  }
+  // The same where observations are no stacks.
+  FramePlace find_next_frame(uint64_t w, bool is_newest) const {
+    if (is_newest) return {FramePlace::kTail, w, 0};
+    const ObservationWord later = word(w + shape.ahead);
+    if (later.next == ObservationWord::kSame) return {FramePlace::kRecord, w + shape.ahead, 0};
+    return unit_place(later.head);
   }
   bool is_newest(uint64_t w, uint64_t published) const { return w + shape.ahead >= published; }
   // Whether the tail of row w was whole, looked at after `rows.after_reading`. If not, row w + ahead was published: look again.

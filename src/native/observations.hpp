@@ -71,6 +71,7 @@ class UnitMemory {
 // a lane has columns and units of its own: for the protocol it is a lane.
 //
 // For codecs and batches rows have these leaves, too: X and next.X of each key lie one after the other behind the bytes of a stored row.
+// Where observations are small and no stacks, X and the word lie in the row itself, and only next.X behind it.
 class Observations {
  public:
   using Rows = LaneProtocol<StdMemory>;
@@ -79,11 +80,19 @@ class Observations {
     uint64_t frames = 1, frame_bytes = 0;
     uint64_t bytes() const { return frames * frame_bytes; }
   };
+  // Where the word and X of each key lie in a row.
+  struct InRow {
+    uint64_t word = 0;
+    std::vector<uint64_t> x;
+    uint64_t row_stride = 0;
+  };
   struct Geometry {
     uint64_t lanes = 1, envs = 1, capacity = 1, ahead = 1, longest_piece = 1;
     uint64_t first_byte = 0;  // where the first X lies: behind the bytes of a stored row
     std::vector<KeyGeometry> keys;
+    std::optional<InRow> in_row;  // none: words and records have columns of their own
   };
+  static constexpr uint64_t kMostBytesInRow = 512;
   // X and next.X of one key, in the batch that is appended.
   struct Key {
     LeafSource x, next;
@@ -99,15 +108,27 @@ class Observations {
     ptrdiff_t stride;
   };
 
-  explicit Observations(Geometry geometry)
-      : geometry_(std::move(geometry)), record_bytes_(record_bytes(geometry_)), columns_count_(geometry_.lanes * geometry_.envs),
+  // `rows`: of the store; null where these have nothing of observations.
+  explicit Observations(Geometry geometry, uint8_t* rows = nullptr)
+      : geometry_(std::move(geometry)), offsets_(offsets_of(geometry_)), record_bytes_(record_bytes(geometry_)), columns_count_(geometry_.lanes * geometry_.envs),
         shape_(shape_of(geometry_)),
         units_(columns_count_, shape_.records() * record_bytes_, 2 * (2 * shape_.frames - 1) * shape_.records(), record_bytes_),
         tail_bytes_(shape_.frames * record_bytes_) {
+    if (geometry_.in_row && (!rows || shape_.frames > 1 || record_bytes_ > kMostBytesInRow || geometry_.in_row->x.size() != geometry_.keys.size()))
+      throw std::invalid_argument("only small single frames lie in rows");
     shape_.segment_units = units_.segment_units(), shape_.segments = units_.segments();
     const uint64_t words = columns_count_ * shape_.records(), kinds = columns_count_ * shape_.tails();
-    words_ = MappedRegion::map(-1, words * sizeof(std::atomic<uint64_t>));
-    records_ = MappedRegion::map(-1, words * record_bytes_);
+    if (geometry_.in_row) {
+      first_word_ = rows + geometry_.in_row->word, first_record_ = rows;
+      word_stride_ = record_stride_ = geometry_.in_row->row_stride;
+      record_offsets_ = geometry_.in_row->x;
+    } else {
+      words_ = MappedRegion::map(-1, words * sizeof(std::atomic<uint64_t>));
+      records_ = MappedRegion::map(-1, words * record_bytes_);
+      first_word_ = words_->data(), first_record_ = records_->data();
+      word_stride_ = sizeof(std::atomic<uint64_t>), record_stride_ = record_bytes_;
+      record_offsets_ = offsets_;
+    }
     tails_ = MappedRegion::map(-1, kinds * (sizeof(std::atomic<uint64_t>) + tail_bytes_));
     for (uint64_t c = 0; c < columns_count_; ++c) pools_.emplace_back(shape_.segment_units);
     planned_.resize(geometry_.envs);
@@ -117,23 +138,25 @@ class Observations {
   static uint64_t sure_bytes(const Geometry& g) {
     const ObservationShape shape = shape_of(g);
     const uint64_t bytes = record_bytes(g);
-    return g.lanes * g.envs * (shape.records() * (8 + bytes) + shape.tails() * (8 + shape.frames * bytes));
+    return g.lanes * g.envs * ((g.in_row ? 0 : shape.records() * (8 + bytes)) + shape.tails() * (8 + shape.frames * bytes));
   }
 
   const Geometry& geometry() const { return geometry_; }
   uint64_t bytes() const { return sure_bytes(geometry_) + units_.bytes(); }
-  // Bytes of X and next.X of all keys.
+  bool are_in_rows() const { return geometry_.in_row.has_value(); }
+  // Bytes of the leaves that lie behind a stored row.
   uint64_t bytes_of_leaves() const {
     uint64_t bytes = 0;
-    for (const KeyGeometry& key : geometry_.keys) bytes += 2 * key.bytes();
+    for (const KeyGeometry& key : geometry_.keys) bytes += (are_in_rows() ? 1 : 2) * key.bytes();
     return bytes;
   }
-  // Every leaf; `stride`: where it lies in the rows of codecs.
+  // Every leaf behind a stored row; `stride`: where it lies in the rows of codecs.
   std::vector<Target> targets() const {
     std::vector<Target> all;
     uint64_t at = geometry_.first_byte;
     for (size_t k = 0; k < geometry_.keys.size(); ++k)
       for (const bool is_next : {false, true}) {
+        if (!is_next && are_in_rows()) continue;
         all.push_back({{k, is_next}, nullptr, static_cast<ptrdiff_t>(at)});
         at += geometry_.keys[k].bytes();
       }
@@ -141,11 +164,12 @@ class Observations {
   }
   // The leaf that lies there in the rows of codecs.
   std::optional<Leaf> leaf(uint64_t offset, uint64_t bytes) const {
-    uint64_t at = geometry_.first_byte;
+    uint64_t behind = geometry_.first_byte;
     for (size_t k = 0; k < geometry_.keys.size(); ++k)
       for (const bool is_next : {false, true}) {
-        if (at == offset && geometry_.keys[k].bytes() == bytes) return Leaf{k, is_next};
-        at += geometry_.keys[k].bytes();
+        const bool is_in_row = !is_next && are_in_rows();
+        if ((is_in_row ? geometry_.in_row->x[k] : behind) == offset && geometry_.keys[k].bytes() == bytes) return Leaf{k, is_next};
+        if (!is_in_row) behind += geometry_.keys[k].bytes();
       }
     return std::nullopt;
   }
@@ -222,8 +246,8 @@ class Observations {
   // ---- readers, between `rows.look` and `rows.after_reading` ----
   void prefetch(uint64_t lane, uint64_t env, uint64_t w) const {
     const uint64_t place = (lane * geometry_.envs + env) * shape_.records() + w % shape_.records();
-    __builtin_prefetch(words_->data() + place * sizeof(uint64_t));
-    const uint8_t* const record = records_->data() + place * record_bytes_;
+    __builtin_prefetch(first_word_ + place * word_stride_);
+    const uint8_t* const record = first_record_ + place * record_stride_;
     for (uint64_t b = 0; b < std::min<uint64_t>(record_bytes_, 512); b += 64) __builtin_prefetch(record + b);
   }
   // Copies leaves of row w to place `i` of the batch. Returns whether next.X came from the row's tail, which must then be looked at
@@ -241,6 +265,23 @@ class Observations {
     const bool is_newest = protocol.is_newest(w, published);
     protocol.find_next(w, is_newest, places), copy_all(true);
     return is_newest;
+  }
+  // Where rows hold X: finds next.X of row w; returns whether it comes from the row's tail. `next_frame`: where it lies.
+  bool find_next(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, uint64_t published, FramePlace& next) const {
+    const Columns columns = columns_of(lane, env, {});
+    const Protocol protocol = protocol_of(rows, columns);
+    const bool is_newest = protocol.is_newest(w, published);
+    next = protocol.find_next_frame(w, is_newest);
+    return is_newest;
+  }
+  // Null: it is zeros.
+  const uint8_t* next_frame(uint64_t lane, uint64_t env, const FramePlace& next, size_t key) const {
+    return columns_of(lane, env, {}).frame(next, key, offsets_[key]);
+  }
+  // Where the word of row w lies, which is looked at for next.X of an earlier row.
+  void prefetch_word(uint64_t lane, uint64_t env, uint64_t w) const {
+    const uint64_t place = (lane * geometry_.envs + env) * shape_.records() + (w + shape_.ahead) % shape_.records();
+    __builtin_prefetch(first_word_ + place * word_stride_);
   }
   bool tail_is_there(const Rows& rows, uint64_t w) const {
     return StdMemory::load(rows.claimed) <= w + shape_.tails();
@@ -292,15 +333,17 @@ class Observations {
   // The words and frames of one environment of a lane.
   struct Columns {
     const Observations& all;
-    std::atomic<uint64_t>* words;
-    uint8_t* records;
+    uint8_t *words, *records;
     std::atomic<uint64_t>* tail_kinds;
     uint8_t* tails;
     uint64_t owner, env;
     Batch batch;
 
-    uint64_t word(uint64_t w) const { return StdMemory::load(words[w % all.shape_.records()]); }
-    void set_word(uint64_t w, uint64_t bits) const { StdMemory::store(words[w % all.shape_.records()], bits); }
+    std::atomic<uint64_t>& word_of(uint64_t w) const {
+      return *reinterpret_cast<std::atomic<uint64_t>*>(words + w % all.shape_.records() * all.word_stride_);
+    }
+    uint64_t word(uint64_t w) const { return StdMemory::load(word_of(w)); }
+    void set_word(uint64_t w, uint64_t bits) const { StdMemory::store(word_of(w), bits); }
     uint64_t link(uint64_t unit) const { return StdMemory::load(all.units_.link(unit)); }
     void set_link(uint64_t unit, uint64_t next) const { StdMemory::store(all.units_.link(unit), next); }
     uint64_t tail_kind(uint64_t w) const { return StdMemory::load(tail_kinds[w % all.shape_.tails()]); }
@@ -333,7 +376,7 @@ class Observations {
     }
     bool are_same_stacks(const StackPlaces& a, const StackPlaces& b, size_t k) const {
       const KeyGeometry& key = all.geometry_.keys[k];
-      const uint64_t offset = offset_of(k), newest = all.shape_.frames;
+      const uint64_t offset = all.offsets_[k], newest = all.shape_.frames;
       for (uint64_t j = newest - key.frames; j < newest; ++j)
         if (!are_equal(frame(a[j], k, offset), frame(b[j], k, offset), key.frame_bytes)) return false;
       return true;
@@ -351,21 +394,18 @@ class Observations {
     static bool are_zeros(const uint8_t* frame, uint64_t bytes) {
       return bytes == 0 || (frame[0] == 0 && std::memcmp(frame, frame + 1, bytes - 1) == 0);
     }
-    uint64_t offset_of(size_t k) const {
-      uint64_t offset = 0;
-      for (size_t before = 0; before < k; ++before) offset += all.geometry_.keys[before].frame_bytes;
-      return offset;
-    }
     template <class Each>
     void each_frame(const StackPlaces& places, size_t k, Each&& each) const {
       const KeyGeometry& key = all.geometry_.keys[k];
-      const uint64_t offset = offset_of(k), newest = all.shape_.frames;
+      const uint64_t offset = all.offsets_[k], newest = all.shape_.frames;
       for (uint64_t j = newest - key.frames; j < newest; ++j) each(frame(places[j], k, offset), key.frame_bytes);
     }
-    // Where the frame of a key lies; null: it is zeros. `offset`: of the key in a record.
+   public:
+    // Where the frame of a key lies; null: it is zeros. `offset`: of the key in a unit.
     const uint8_t* frame(const FramePlace& place, size_t k, uint64_t offset) const {
       switch (place.kind) {
-        case FramePlace::kRecord: return records + place.number % all.shape_.records() * all.record_bytes_ + offset;
+        case FramePlace::kRecord:
+          return records + place.number % all.shape_.records() * all.record_stride_ + all.record_offsets_[k];
         case FramePlace::kUnit: return all.units_.record(place.number) + offset;
         case FramePlace::kTail:
           return tails + place.number % all.shape_.tails() * all.tail_bytes_ + place.frame * all.record_bytes_ + offset;
@@ -374,6 +414,8 @@ class Observations {
         default: return nullptr;
       }
     }
+
+   private:
     // Of a stack in the batch.
     const uint8_t* frame_of(const LeafSource& stacks, const FramePlace& place, size_t k) const {
       const KeyGeometry& key = all.geometry_.keys[k];
@@ -386,6 +428,11 @@ class Observations {
 
   static uint64_t record_bytes(const Geometry& g) {
     return std::accumulate(g.keys.begin(), g.keys.end(), uint64_t{0}, [](uint64_t n, const KeyGeometry& key) { return n + key.frame_bytes; });
+  }
+  static std::vector<uint64_t> offsets_of(const Geometry& g) {
+    std::vector<uint64_t> offsets;
+    for (uint64_t at = 0; const KeyGeometry& key : g.keys) offsets.push_back(at), at += key.frame_bytes;
+    return offsets;
   }
   static ObservationShape shape_of(const Geometry& g) {
     uint64_t frames = 1;
@@ -406,11 +453,10 @@ class Observations {
   }
   Columns columns_of(uint64_t lane, uint64_t env, Batch batch) const {
     const uint64_t c = lane * geometry_.envs + env, records = shape_.records(), tails = shape_.tails();
-    auto* const words = reinterpret_cast<std::atomic<uint64_t>*>(words_->data());
     auto* const kinds = reinterpret_cast<std::atomic<uint64_t>*>(tails_->data());
     uint8_t* const frames_of_tails = tails_->data() + columns_count_ * tails * sizeof(uint64_t);
     return {*this,
-            words + c * records, records_->data() + c * records * record_bytes_,
+            first_word_ + c * records * word_stride_, first_record_ + c * records * record_stride_,
             kinds + c * tails, frames_of_tails + c * tails * tail_bytes_,
             c + 1, env, batch};
   }
@@ -421,11 +467,15 @@ class Observations {
   static constexpr uint64_t kMostAhead = 1024;
 
   Geometry geometry_;
+  std::vector<uint64_t> offsets_;  // of each key in a unit or a frame of a tail
   uint64_t record_bytes_, columns_count_;
   ObservationShape shape_;
   UnitMemory units_;
   uint64_t tail_bytes_;
   std::shared_ptr<MappedRegion> words_, records_, tails_;  // tails: the kinds of all, then their frames
+  uint8_t *first_word_ = nullptr, *first_record_ = nullptr;  // in their columns, or in the first row
+  uint64_t word_stride_ = 0, record_stride_ = 0;
+  std::vector<uint64_t> record_offsets_;                   // of each key in a record
   std::vector<UnitPool> pools_;                            // of this process's writer, of each lane's environments
   std::vector<Protocol::Words> planned_;                   // of each environment
   uint64_t planned_at_ = 0, planned_from_ = 0;             // of the first of these rows: its sequence, and its step in the batch

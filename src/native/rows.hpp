@@ -554,9 +554,41 @@ class RowReader {
     if (in_one_ring_) return {0, 0, static_cast<uint64_t>(slots_[i])};
     return {lane_[i], physical_[i] / store_.geometry().lane_capacity % store_.geometry().envs, slot_[i]};
   }
+  // Where X lies in the rows: copies next.X of rows [from, to), of those that exist.
+  void copy_next(size_t from, size_t to) {
+    const Observations& observations = *store_.observations();
+    const uint8_t* frames[kBlockRows];
+    FramePlace places[kBlockRows];
+    for (size_t at = from, block = 0; at < to; at += block) {
+      block = std::min(kBlockRows, to - at);
+      uint64_t w = 0;
+      for (size_t i = at + (at == from ? 0 : kBlockRows); i < std::min(to, at + 2 * kBlockRows); ++i)
+        if (find_row(i, w)) observations.prefetch_word(place(i).lane, place(i).env, w);
+      for (size_t i = at; i < at + block; ++i) {
+        const Place of = place(i);
+        places[i - at] = {};
+        if (find_row(i, w))
+          from_tail_[i] = observations.find_next(store_.lanes.protocol(of.lane), of.lane, of.env, w, views_[of.lane].published, places[i - at]);
+      }
+      for (const Observations::Target& one : observed_) {
+        for (size_t i = at; i < at + block; ++i) frames[i - at] = observations.next_frame(place(i).lane, place(i).env, places[i - at], one.leaf.key);
+        copy_frames(frames, block, one, at);
+      }
+    }
+  }
+  void copy_frames(const uint8_t** frames, size_t n, const Observations::Target& to, size_t at) {
+    const size_t bytes = store_.observations()->geometry().keys[to.leaf.key].frame_bytes;
+    uint8_t* const array = to.array + static_cast<ptrdiff_t>(at) * to.stride;
+    static constexpr uint8_t kZeros[Observations::kMostBytesInRow] = {};
+    for (size_t i = 0; i < n; ++i)
+      if (!frames[i]) frames[i] = kZeros;  // there is no row, or it is being overwritten
+    if (bytes <= kFixedSizes) return kGatherLoops[bytes - 1](frames, n, {0, bytes, array, to.stride});
+    for (size_t i = 0; i < n; ++i) std::memcpy(array + static_cast<ptrdiff_t>(i) * to.stride, frames[i], bytes);
+  }
   // Copies the observations of rows [from, to), of those that exist.
   void copy_observed(size_t from, size_t to) {
     if (observed_.empty()) return;
+    if (store_.observations()->are_in_rows()) return copy_next(from, to);
     const Observations& observations = *store_.observations();
     uint64_t w = 0, ahead = 0;
     bool is_stored = from < to && find_row(from, w);

@@ -257,19 +257,27 @@ class Store {
     return store;
   }
   // Before the first row of a store in private memory: keeps X and next.X of some keys beside its rows (`Observations`).
-  void keep_observations(uint64_t ahead, std::vector<Observations::KeyGeometry> keys) {
+  void keep_observations(uint64_t ahead, std::vector<Observations::KeyGeometry> keys, std::optional<Observations::InRow> in_row) {
     const StoreGeometry& s = geometry();
     if (fd_ >= 0 || s.payload_bytes == 0 || grows() || observations_ || lanes.write_count() > 0)
       throw std::invalid_argument("observations are kept from the first row on, beside rows in private memory");
-    Observations::Geometry g = observations_beside(s, ahead, std::move(keys));
-    auto observations = std::make_shared<Observations>(g);
+    Observations::Geometry g = observations_beside(s, ahead, std::move(keys), std::move(in_row));
+    auto observations = std::make_shared<Observations>(g, rows_);
     lanes.limit_piece(g.longest_piece);
     observations_ = std::move(observations);
   }
   // The geometry of the observations of a store.
-  static Observations::Geometry observations_beside(const StoreGeometry& s, uint64_t ahead, std::vector<Observations::KeyGeometry> keys) {
-    Observations::Geometry g{s.lanes, s.envs, s.lane_capacity, ahead, 1, s.payload_bytes, std::move(keys)};
+  static Observations::Geometry observations_beside(const StoreGeometry& s, uint64_t ahead, std::vector<Observations::KeyGeometry> keys,
+                                                    std::optional<Observations::InRow> in_row) {
+    Observations::Geometry g{s.lanes, s.envs, s.lane_capacity, ahead, 1, s.payload_bytes, std::move(keys), std::move(in_row)};
     uint64_t bytes = s.payload_bytes;
+    if (g.in_row) {
+      g.in_row->row_stride = s.row_stride;
+      bool fits = g.in_row->x.size() == g.keys.size() && g.in_row->word % 8 == 0 && g.in_row->word + 8 <= s.payload_bytes;
+      for (size_t k = 0; fits && k < g.keys.size(); ++k)
+        fits = g.in_row->x[k] <= s.payload_bytes && g.keys[k].bytes() <= s.payload_bytes - g.in_row->x[k];
+      if (!fits) throw std::invalid_argument("the word or an observation lies outside the row");
+    }
     for (const Observations::KeyGeometry& key : g.keys) {
       if (key.frames > ObservationShape::kMostFrames || key.frame_bytes > kMostRowBytes) throw std::invalid_argument("an observation is too large");
       bytes += 2 * key.bytes();

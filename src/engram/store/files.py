@@ -57,7 +57,7 @@ class StoreSpec:
         )
         if observations is not None:
             self.total_bytes += _native.Store.observations_needed(
-                lanes, lane_capacity, envs, self.row_bytes, observations.n_steps, stored.frames
+                lanes, lane_capacity, envs, self.row_bytes, observations.n_steps, stored.frames, stored.in_row
             )
 
     def create(self, fd: int) -> _native.Store:
@@ -67,7 +67,7 @@ class StoreSpec:
             self.trailer, self.layout_bytes, os.urandom(16), self.extents,
         )  # fmt: skip
         if self.stored.observations is not None:
-            store.keep_observations(self.stored.observations.n_steps, self.stored.frames)
+            store.keep_observations(self.stored.observations.n_steps, self.stored.frames, self.stored.in_row)
         return store
 
     def create_in(self, fd: int) -> _native.Store:

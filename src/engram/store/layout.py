@@ -131,6 +131,9 @@ class LeafSpec:
 
 #: The sequence of a row that was written over another one out of turn; 0: the row has the one that its lane counts.
 SEQUENCE = LeafSpec(("sequence",), torch.int64, (), hidden=True)
+#: What tells where the next observation of an earlier row is, in rows that hold their observations.
+WORD = LeafSpec(("word",), torch.int64, (), hidden=True)
+_MOST_IN_ROW = 512  # bytes of observations: larger ones have a column of their own
 
 
 class LayoutState(dict[str, Any]):
@@ -456,10 +459,12 @@ class StoredLayout:
     def __init__(self, logical: RowLayout, observations: ObservationKeys | None = None) -> None:
         self.logical, self.observations = logical, observations
         pairs = [] if observations is None else [(path, ("next", *path)) for path in observations.frames]
-        self._observed = [path for pair in pairs for path in pair]
-        rows = (
-            _packed([leaf for leaf in logical.stored if leaf.path not in self._observed]) if pairs else logical.stored
-        )
+        #: Whether a row holds its observations, and only the next ones lie elsewhere.
+        self.holds_observations = bool(pairs) and self._are_small(observations)
+        self._observed = [path for pair in pairs for path in (pair[1:] if self.holds_observations else pair)]
+        word = [WORD] if self.holds_observations else []
+        rows = [leaf for leaf in logical.stored if leaf.path not in self._observed]
+        rows = _packed([*rows, *word]) if pairs else logical.stored
         #: Bytes of a stored row, without its trailer, and what rows are aligned to.
         self.row_bytes, self.alignment = logical.payload_bytes, logical.alignment
         if pairs:
@@ -491,6 +496,17 @@ class StoredLayout:
         """A codec of the bytes of each leaf, for lists with an array for each leaf of a row: uint8 [n, nbytes]."""
         codec: _native.Codec = _raw_codec([(leaf.nbytes, self.offset(leaf)) for leaf in self.logical.leaves])
         return codec
+
+    def _are_small(self, observations: ObservationKeys | None) -> bool:
+        frames = {} if observations is None else observations.frames
+        return max(frames.values()) == 1 and sum(self._leaf(path).nbytes for path in frames) <= _MOST_IN_ROW
+
+    @property
+    def in_row(self) -> tuple[int, list[int]] | None:
+        """Where a row that holds its observations has its word, and each key's; None: it does not."""
+        if self.observations is None or not self.holds_observations:
+            return None
+        return self.offset(WORD), [self.offset(self._leaf(path)) for path in self.observations.frames]
 
     @property
     def frames(self) -> list[tuple[int, int]]:
