@@ -1291,6 +1291,14 @@ inline void bind_store(nb::module_& m) {
         s.stint().ticket_after = 0;
         if (Counter& tickets = s.lanes.header().tickets; tickets.load() < ticket) tickets.store(ticket);
       }, "lane"_a, "ticket"_a, "left"_a)
+      .def_prop_rw(
+          "carried_border",
+          [](const Store& s) {
+            const uint64_t agreed = s.stint().border_agreed;
+            return agreed & kBorderKnown ? std::optional(agreed & ~kBorderKnown) : std::nullopt;
+          },
+          [](Store& s, std::optional<uint64_t> agreed) { s.stint().border_agreed = agreed ? *agreed | kBorderKnown : 0; },
+          nb::for_setter(nb::arg("agreed").none()))
       .def("continue_stint", [](Store& s, uint64_t l) {
         check_lane(s, l);
         s.stint().lane = l;

@@ -323,6 +323,8 @@ def test_the_number_of_lanes_suits_the_writers_and_divides_the_size():
             assert 1 <= lanes <= min(256, size)
             if size // writers >= 1024:
                 assert size // lanes >= 1024
+            if size // writers >= 1550:
+                assert size // lanes >= 1550
             if size in (1000, 50_000, 100_000, 1_000_000, 10**9):
                 assert size % lanes == 0
     assert lanes_for(1, 10**6) == 1

@@ -48,7 +48,8 @@ from engram.store.unmade import UnmadeStore
 READ_ONLY = "this buffer was opened with read_only=True: it looks at the rows of others and writes nothing"
 _MAX_SIZE = 1 << 56
 _USUAL_LANES, _MOST_LANES = 64, 256  # more of them cost time at each extend and draw
-_LONG_LANE = 1550  # steps, so that a seam cuts at most 2 % of slices of 32 steps; short lanes are begun more often, too
+_LONG_LANE = 1550  # steps, so that a seam cuts at most 2 % of slices of 32 steps
+_SHORT_LANE = 1024  # steps: where as many lanes as writers are no shorter, there are no more of them
 _MOST_DIMS = 64  # of a batch: more than tensors have
 _READ_TRIES = 500  # while rows are being changed in place: about two seconds
 _MAX_PAUSE = 0.005  # seconds between two of them
@@ -99,8 +100,8 @@ def lanes_for(writers: int, max_size: int) -> int:
     if writers == 1:
         return 1
     most = min(_MOST_LANES, max_size)
-    if max_size // writers >= _LONG_LANE:
-        most = min(most, max_size // _LONG_LANE)
+    if max_size // writers >= _SHORT_LANE:
+        most = min(most, max(writers, max_size // _LONG_LANE))
     suitable = min(most, max(2 * writers, min(_USUAL_LANES, max_size // _LONG_LANE)))
     near = [n for n in range(max(2, suitable // 2), min(most, 2 * suitable) + 1) if max_size % n == 0]
     return min(near, key=lambda n: (abs(n - suitable), n), default=max(1, suitable))
