@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tensordict import TensorDict
 
 from contracts.each import each
 from engram._native import testing
-from engram.data import Compact, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from engram.data import Compact, LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, TensorDictReplayBuffer
 from engram.store.layout import StoredLayout
 from engram.testing import CompactContract
 
@@ -195,3 +196,64 @@ def test_a_storage_advises_what_would_make_its_rows_smaller() -> None:
     for key in ("noise", ("next", "noise")):
         steps[key] = torch.rand(200, 8)
     assert "'noise'" in advice(steps, Compact(["pixels", "noise"], {"pixels": 4}))
+
+
+def written(compact: Any = True) -> tuple[TensorDict, TensorDictReplayBuffer]:
+    """Steps, and a buffer that holds them."""
+    torch.manual_seed(0)
+    steps, rb = stacks(40), TensorDictReplayBuffer(storage=LazyTensorStorage(50, compact=compact), batch_size=8)
+    rb.extend(steps)
+    return steps, rb
+
+
+def rows_of(storage: Any, index: Any = slice(None)) -> TensorDict:
+    """Stored rows without the index that they store."""
+    rows: TensorDict = storage.get(index).exclude("index")
+    return rows
+
+
+def test_a_forked_child_goes_on_with_a_copy() -> None:
+    steps, rb = written()
+    child = os.fork()
+    if child == 0:
+        try:
+            rb.extend(steps[:30])
+            same = bool((rows_of(rb.storage, range(20)) == steps[10:30]).all())
+        finally:
+            os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bool((rows_of(rb.storage) == steps).all())
+
+
+def test_rows_go_as_bytes_from_one_storage_to_another() -> None:
+    steps, rb = written()
+    whole, by_leaf = (rb.storage.read_packed(torch.arange(10), by_leaf).batch for by_leaf in (False, True))
+    for compact in (True, False):
+        twin = LazyTensorStorage(50, compact=compact)
+        twin.adopt(rb.storage.layout)
+        lane = twin.lanes.hold()
+        twin.append_packed(lane, whole[0])
+        twin.append_leaves(lane, by_leaf)
+        assert bool((rows_of(twin) == torch.cat([steps[:10], steps[:10]])).all())
+
+
+def test_plain_and_compact_members_of_an_ensemble_are_read_together() -> None:
+    steps, rb = written()
+    for other in (written(compact=False)[1], written()[1]):
+        both = ReplayBufferEnsemble(other, rb, batch_size=16)
+        batch = both.sample()
+        for k in range(2):
+            drawn = batch[k]["index", "index"]
+            assert torch.equal(batch[k]["next", "pixels"], steps["next", "pixels"][drawn])
+
+
+def test_columns_and_steps_of_collectors_are_taken_as_batches_are() -> None:
+    steps, rb = written()
+    table: Any = rb.storage.native.table
+    columns = [steps[path[0] if len(path) == 1 else path].numpy() if path != ("index",) else None
+               for path in [leaf.path for leaf in table.layout.leaves]]  # fmt: skip
+    columns = [np.zeros(40, np.int64) if column is None else column for column in columns]
+    assert rb.storage.native.push_columns is not None
+    assert rb.storage.native.push_columns(columns, 1, 0, "index")
+    assert bool((rows_of(rb.storage, range(40, 50)) == steps[:10]).all())
+    assert bool((rows_of(rb.storage, range(30)) == steps[10:]).all())
