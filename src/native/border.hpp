@@ -46,7 +46,9 @@ class BorderCheck {
       }
       for (size_t k = 0; k < rule.entries.size(); ++k) {
         const BorderRule::Entry& e = rule.entries[k];
-        if (!follows(lane, env, view.published - 1, newest, e, leaves[e.leaf].at(0, env))) differs |= uint64_t{1} << k;
+        const uint8_t* const x = leaves[e.leaf].at(0, env);
+        const bool agrees = e.is_observed ? follows(lane, env, view.published - 1, e.key, x) : same(newest + e.next_offset, x, e.bytes);
+        if (!agrees) differs |= uint64_t{1} << k;
       }
     }
     return differs && (differs & evidence(lane, n, leaves)) != 0;
@@ -82,10 +84,13 @@ class BorderCheck {
     return store_.row(store_.physical(lane, env, sequence % store_.geometry().lane_capacity));
   }
   static bool same(const uint8_t* a, const uint8_t* b, size_t bytes) { return std::memcmp(a, b, bytes) == 0; }
-  // Whether what stands under `next` in row w, which lies at `row`, is what a new step has.
-  bool follows(uint64_t lane, uint64_t env, uint64_t w, const uint8_t* row, const BorderRule::Entry& e, const uint8_t* x) const {
-    if (!e.is_observed) return same(row + e.next_offset, x, e.bytes);
-    return store_.observations()->has_bytes(store_.lanes.protocol(lane), lane, env, w, {e.key, true}, x);
+  // Whether next.X of row w, which is stored once, is X of a new step.
+  [[gnu::noinline]] bool follows(uint64_t lane, uint64_t env, uint64_t w, size_t key, const uint8_t* x) const {
+    return store_.observations()->has_bytes(store_.lanes.protocol(lane), lane, env, w, {key, true}, x);
+  }
+  // Whether next.X of row w is X of the row behind it.
+  [[gnu::noinline]] bool joins(uint64_t lane, uint64_t env, uint64_t w, size_t key) const {
+    return store_.observations()->continues(store_.lanes.protocol(lane), lane, env, w, w + 1, key);
   }
   // Whether any, and whether all of a step's flags are set.
   std::pair<bool, bool> done(const uint8_t* row) const {
@@ -115,8 +120,7 @@ class BorderCheck {
     uint64_t agreed = 0;
     for (size_t k = 0; k < rule_.entries.size(); ++k) {
       const BorderRule::Entry& e = rule_.entries[k];
-      const bool agrees = e.is_observed ? store_.observations()->continues(store_.lanes.protocol(lane), lane, env, w, w + 1, e.key)
-                                        : same(before + e.next_offset, after + e.offset, e.bytes);
+      const bool agrees = e.is_observed ? joins(lane, env, w, e.key) : same(before + e.next_offset, after + e.offset, e.bytes);
       if (agrees) agreed |= uint64_t{1} << k;
     }
     return agreed;

@@ -38,10 +38,6 @@ class CompactTable(RowTable):
     def nbytes(self) -> int:
         return self._store.total_bytes + self._store.observation_bytes
 
-    @property
-    def can_widen(self) -> bool:
-        return False
-
     def with_sequences(self) -> NoReturn:
         raise StorageError(NO_REPLACING)
 

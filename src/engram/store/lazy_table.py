@@ -410,7 +410,7 @@ class LazyTable(Table):
 
     def make_room(self, layout: RowLayout, replacing: Replacing) -> None:
         """Before rows of this layout are restored: makes room for the sequences that they carry, where it can."""
-        if self.can_widen and (self._expects_sequences or layout.carries_sequence):
+        if (self._expects_sequences or layout.carries_sequence) and self.can_widen:
             self.carry_sequences(replacing)
 
     def sent_state(self, name: str) -> dict[str, Any]:

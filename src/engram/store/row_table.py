@@ -116,6 +116,8 @@ class RowTable:
         self._codec = self._stored.codec if codec is None else codec
         #: Those that are stored once, and not in the rows; None: none.
         self.observations = self._stored.observations
+        #: Whether stored rows can get room for sequences: not in a file, nor in shared memory.
+        self.can_widen = not mapped and lanes.locks is None and self.observations is None
         self.mapped = mapped
         self._fast = layout.plain
         self._index_leaves: dict[str, int | None] = {}
@@ -143,11 +145,6 @@ class RowTable:
     def stored_key(self) -> bytes:
         """Equal for two tables if their stored rows are laid out in the same way."""
         return self._stored.key
-
-    @property
-    def can_widen(self) -> bool:
-        """Whether stored rows can get room for sequences: not in a file, nor in shared memory."""
-        return not self.mapped and self.lanes.locks is None
 
     def fit(
         self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None

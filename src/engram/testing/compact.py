@@ -216,7 +216,9 @@ class TwoBuffers:
         """Saves both while they go on."""
         if not len(self):
             return
-        expected, handles, paths = self.plain.storage.get(slice(None)), [], []
+        expected = self.plain.storage.get(slice(None))
+        handles: list[Any] = []
+        paths: list[Path] = []
         for rb in self.both:
             self._saves += 1
             paths.append(self._folder / f"saved{self._saves}")

@@ -156,12 +156,13 @@ class RowLoad(_Sink):
         if self._lanes is not None:
             self._lanes.hold_as_saved(counters["lanes"])
             self._lanes.store.begin_restore()
+            bases = []
             for i, lane in enumerate(counters["lanes"]):
                 shift = self._shift(i)
+                bases.append(lane["base"] - shift)
                 seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
-                self._lanes.store.set_seams(i, lane["base"] - shift, lane["published"] - shift, seams)
+                self._lanes.store.set_seams(i, bases[-1], lane["published"] - shift, seams)
             if self._table is not None:
-                bases = [lane["base"] - self._shift(i) for i, lane in enumerate(counters["lanes"])]
                 self._write = self._table.block_writer(bases)
 
     def _make_room(self, layout: dict[str, Any], counters: dict[str, Any]) -> None:
