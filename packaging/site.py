@@ -23,7 +23,10 @@ from reference import pages_of, with_all_parts, with_tables
 ROOT = Path(__file__).parents[1]
 DRAWING = ".svg"  # is put into the page: it follows the page's light and dark
 
-TABLES = tuple(f"benchmarks/tables/{page.name}" for page in sorted((ROOT / "benchmarks" / "tables").glob("*.md")))
+#: The tables of the benchmarks, in the order in which their summary leads to them.
+TABLES = tuple(
+    f"benchmarks/{path}" for path in re.findall(r"\((tables/.*?)\)", (ROOT / "benchmarks/README.md").read_text())
+)
 #: Pages of the site that do not lie in docs/.
 ELSEWHERE = ("CHANGELOG.md", "benchmarks/README.md", "benchmarks/method.md", *TABLES)
 
