@@ -37,7 +37,8 @@ def pages(document: Document) -> dict[Path, str]:
     """The text of each page with the figures of a run."""
     figures = {FRONT_PAGE: front_page(document), SUMMARY: summary(document)}
     marked = {path: _between_marks(path.read_text(), text) for path, text in figures.items()}
-    return {**marked, **{_page(title): f"# {title}\n\n{text}\n" for title, text in tables(document).items()}}
+    end = f"Measured on: {report.machine_line(document)}.\n"
+    return {**marked, **{_page(title): f"# {title}\n\n{text}\n\n{end}" for title, text in tables(document).items()}}
 
 
 def write(document: Document) -> None:
@@ -70,9 +71,12 @@ def tables(document: Document) -> dict[str, str]:
 
 
 def summary(document: Document) -> str:
-    """How many targets are met, the list of the tables, and what all was measured on."""
+    """What all was measured on, how many targets are met, and the list of the tables."""
     links = [f"[{title.split(':')[0]}](tables/{_page(title).name})" for title in tables(document)]
-    return f"{report.target_summary(document)} {', '.join(links)}.\n\nMeasured: {report.machine_line(document)}."
+    machine = document["machine"]
+    commit = f" of commit {machine['commit']}" if machine.get("commit") else ""
+    on = f"One run{commit} on {machine['cores']} cores ({machine['cpu']}), {machine['date'][:10]}."
+    return f"{on} {report.target_summary(document)} The tables: {', '.join(links)}."
 
 
 def _between_marks(page: str, text: str) -> str:

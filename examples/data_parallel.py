@@ -115,7 +115,7 @@ def main():
     given = arguments.parse_args()
     dist.init_process_group("gloo")  # "nccl" with a GPU for each process
     learn(given)
-    dist.destroy_process_group()  # when the learner is gone: it may wait for ever in one that is left
+    dist.destroy_process_group()  # when the learner is gone: it may hang while one is left
 
 
 if __name__ == "__main__":

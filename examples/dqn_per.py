@@ -2,7 +2,7 @@
 
     python dqn_per.py                  # half a minute of one core
     python dqn_per.py --frames 2000    # a look
-    python dqn_per.py --resume         # goes on from ./dqn-checkpoint
+    python dqn_per.py --resume         # continues from ./dqn-checkpoint
 
 Double Q-learning (van Hasselt et al., 2016), three-step returns, priorities with weights (Schaul et al., 2016).
 """
@@ -59,7 +59,7 @@ def make_buffer(seed):
 
 
 def td_errors(batch, q, target):
-    """What `q` says of each step less what it should say, `[batch]`."""
+    """The value that `q` gives each step, minus its target, `[batch]`."""
     reward, power = batch["next", "reward"].squeeze(-1), batch["gamma"].squeeze(-1)  # power: gamma ** summed steps
     has_future = ~batch["next", "terminated"].squeeze(-1)  # also where time was up
     with torch.no_grad():

@@ -45,7 +45,7 @@ class GRU(nn.GRUCell):
     state_size = WIDTH
 
     def forward(self, x, state):
-        """What it says, and its next state."""
+        """The output and the next state."""
         state = super().forward(x, state)
         return state, state
 
@@ -69,7 +69,7 @@ MEMORIES = {"gru": GRU, "lstm": LSTM, "none": NoMemory}
 
 
 class RecurrentQ(nn.Module):
-    """Values of both actions from all observations so far."""
+    """The values of both actions, given all observations so far."""
 
     def __init__(self, memory):
         super().__init__()
@@ -125,7 +125,7 @@ def returns(rows, value):
     goals, after = [], value[:, -1]
     for t in reversed(range(rows.shape[1])):
         goals.append(reward[:, t] + GAMMA * has_future[:, t] * after)
-        after = value[:, t - 1].lerp(goals[-1], LAMBDA * mask[:, t])  # what the row before goes on with
+        after = value[:, t - 1].lerp(goals[-1], LAMBDA * mask[:, t])  # what the row before it bootstraps from
     return torch.stack(goals[::-1], 1)
 
 
