@@ -63,16 +63,12 @@ def _checked(lane: dict[str, Any]) -> tuple[int, int]:
     _check_counts(looked, lane["replaced"], lane.get("ticket", 0), lane.get("left", 0))
     if type(lane.get("goes_on", False)) is not bool:
         raise ValueError(f"{lane['goes_on']!r:.80} does not say whether a writer's stay in a lane goes on")
-    if looked > published or not _is_evidence(agreed):
+    if looked > published:
         raise ValueError(f"{lane['border']!r:.80} cannot be the evidence about the border of a lane")
-    if not _is_evidence(lane.get("carried")):
-        raise ValueError(f"{lane['carried']!r:.80} cannot be the evidence about the borders of a writer's rows")
+    for bits in (agreed, lane.get("carried")):
+        if bits is not None and (type(bits) is not int or not 0 <= bits < 1 << 63):
+            raise ValueError(f"{bits!r:.80} cannot be the evidence about the border of a lane: a bit for each entry")
     return base, published
-
-
-def _is_evidence(agreed: Any) -> bool:
-    """Whether this can say which entries agree at a border: a bit for each; None: nothing is known."""
-    return agreed is None or (type(agreed) is int and 0 <= agreed < 1 << 63)
 
 
 def check_sequences(sequences: list[int], n: int) -> None:

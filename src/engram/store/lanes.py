@@ -132,9 +132,9 @@ class Lanes:
         """The counters of each lane as a save keeps them: `base`, `published`, `origin`, `seams`, `border`, `replaced`.
 
         Of several lanes also `ticket`, `left`, `goes_on`: which of the store's stints the last one there is, how many
-        rows it may still append, and whether it is this process's; and `carried`, in the first lane: which entries agree
-        at the borders of the rows that this process wrote in the lane before. A lane's end is a seam, unless this process writes
-        there or was the last to write: a process that loads the save goes on as this one would.
+        rows it may still append, and whether it is this process's; and in the first lane `carried`: which entries agree
+        at the borders of this process's rows in the lane where it was before. A lane's end is a seam, unless this
+        process writes there or was the last to write: a process that loads the save goes on as this one would.
         """
         notice_fork()
         if self.unused_since_fork and self.locks is not None:  # a process that only saves is a user of the store, too
