@@ -117,7 +117,8 @@ def _measured_on(document: Document) -> str:
     commit = f" of commit {machine['commit']}" if machine.get("commit") else ""
     return (
         f"{machine['cores']} cores, medians of one run{commit} on {machine['date'][:10]}. In brackets: of programs, "
-        "times as long as the loop by hand, which has no library; of calls, times as long as engram. The first three\n"
+        "times as long as the loop by hand, which has no library: the median of what the rounds say, so not quite the "
+        "quotient of the times; of calls, times as long as engram. The first three\n"
         "calls are scaled to a machine on which `torch.empty(1)` takes 1.1 us: compare ratios, not times. All "
         "measurements, their targets, and what falls short of them are in [benchmarks/](benchmarks/README.md)."
     )
