@@ -1,6 +1,6 @@
 # `make bench`: ours against its peers, in an environment of their own. Included by the Makefile.
 #   make bench                          everything, about twenty-five minutes
-#   make bench BENCH=--publish          and write the figures into README.md, benchmarks/README.md and the chart
+#   make bench BENCH=--publish          and write the figures into README.md, the pages of benchmarks/ and the chart
 #   make bench BENCH=--quick            a look, a few minutes
 #   make bench BENCH="--only programs"  one case; see `python -m benchmarks.bench --help`
 #   make instructions                  counts the instructions of our commonest calls and compares them with the file

@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks import themed
 from benchmarks.cases import BY_HAND, FLOOR
 from benchmarks.libraries import LIBRARIES, OURS, PEERS
-from benchmarks.report import Document, Row, figure, text_of, times, times_faster
+from benchmarks.report import Document, Row, figure, text_of, times_faster
 
 COLOURS = {
     "engram": "#d1495b",
-    "torchrl": "#30638e",
+    "torchrl": "#4a8bc2",
     "cpprb": "#7fb069",
-    "tianshou": "#edae49",
-    "stable-baselines3": "#8d6a9f",
-    BY_HAND: "#777777",
+    "tianshou": "#e0a030",
+    "stable-baselines3": "#a583b8",
+    BY_HAND: "#8a8a8a",
 }
 GAP = 0.8
 """Room between two rows, in bars."""
@@ -31,7 +32,7 @@ CALLS = {
     "sample_small": "sample 256 of 100,000 steps",
     "extend": "store 64 steps",
     "slices_100000": "sample 8 slices of 32 steps",
-    "sample_mapped": "sample 256 of 60 million steps\non disk, with 1.6 GB of memory",
+    "sample_mapped": "sample 256 of 60 million steps on disk",
     "collect_random": "collect CartPole steps",
 }
 """Rows of the front page by key, and what the chart calls them."""
@@ -122,36 +123,27 @@ def _ratios(row: Row) -> dict[str, float]:
 
 
 def draw_front_page(document: Document, path: Path) -> None:
-    """Write the chart of the front page: how many times as long as engram the others take."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Write the chart of the front page: how many times as long as engram the others take, a point for each."""
     rows = {row["key"]: row for row in document["rows"]}
     shown = {key: label for key, label in {**PROGRAMS, **CALLS}.items() if key in rows and _ratios(rows[key])}
-    figure_, axis = pyplot.subplots(figsize=(8, 0.85 * len(shown)), layout="constrained")
-    at, middles, labels = 0.0, [], []
-    for key, label in shown.items():
-        ratios = _ratios(rows[key])
-        for i, (name, ratio) in enumerate(ratios.items()):
-            axis.barh(at + i, ratio, 0.9, color=COLOURS[name], label=name)
-            axis.text(ratio, at + i, f" {times(ratio)}", va="center", fontsize=8)
-        middles.append(at + (len(ratios) - 1) / 2)
-        labels.append(f"{label}\n(engram: {text_of(figure(rows[key], OURS), rows[key]['unit'])})")
-        at += max(len(ratios), 1.7) + GAP  # room for the lines of a label
-    axis.axvline(1, color=COLOURS[OURS], linewidth=2, label=OURS)
-    axis.set_xscale("log")
-    shortest = min(min(_ratios(rows[key]).values()) for key in shown)
-    axis.set_xlim(0.8 * min(1, shortest), 5_000)
-    axis.set_xticks([1, 10, 100, 1_000], ["1x", "10x", "100x", "1,000x"])
-    axis.set_yticks(middles, labels, fontsize=8)
-    axis.set_ylim(at - GAP / 2, -GAP / 2 - 0.5)
-    axis.set_title("times as long as engram takes", loc="left", fontsize=10)
-    axis.grid(axis="x", alpha=0.3)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    by_name = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    figure_.legend(by_name.values(), by_name.keys(), loc="outside lower center", ncols=5, fontsize=8, frameon=False)
-    figure_.savefig(path, dpi=110)
-    pyplot.close(figure_)
+    with themed.drawing() as pyplot:
+        figure_, axis = pyplot.subplots(figsize=(8, 0.9 + 0.28 * len(shown)), layout="constrained")
+        for at, key in enumerate(shown):
+            for name, ratio in _ratios(rows[key]).items():
+                axis.plot(ratio, at, "o", ms=7, color=COLOURS[name], label=name)
+        axis.axvline(1, color=COLOURS[OURS], linewidth=2, label=OURS)
+        axis.set_xscale("log")
+        axis.set_xticks([1, 2, 5, 10, 100, 1_000], ["1x", "2x", "5x", "10x", "100x", "1,000x"])
+        axis.minorticks_off()
+        times_of_ours = {key: text_of(figure(rows[key], OURS), rows[key]["unit"]) for key in shown}
+        axis.set_yticks(range(len(shown)), [f"{label}: {times_of_ours[key]}" for key, label in shown.items()])
+        axis.set_ylim(len(shown) - 0.5, -0.5)
+        axis.tick_params(left=False)
+        axis.set_title("times as long as engram takes", loc="left", fontsize=10)
+        axis.grid(alpha=0.25)
+        axis.set_axisbelow(True)
+        axis.spines[["left"]].set_visible(False)
+        by_name = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+        names = [name for name in LIBRARIES if name in by_name] + [BY_HAND]
+        figure_.legend([by_name[name] for name in names], names, loc="outside lower center", ncols=6, frameon=False)
+        themed.save(figure_, path)

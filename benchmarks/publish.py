@@ -1,12 +1,14 @@
-"""`python -m benchmarks.publish [FILE]`: write the figures of a run into README.md, benchmarks/README.md and the chart.
+"""`python -m benchmarks.publish [FILE]`: write the figures of a run into README.md, the pages of benchmarks/, a chart.
 
-What is between the two marks of a page is written here, and tests compare it with results/latest.json.
+What is between the two marks of README.md and of benchmarks/README.md is written here, and all of benchmarks/tables/.
+Tests compare them with results/latest.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 from benchmarks import chart, report
@@ -16,8 +18,10 @@ from benchmarks.report import Document, Row, figure, text_of, times, times_faste
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "latest.json"
-FRONT_PAGE, RECORDS = ROOT / "README.md", ROOT / "benchmarks" / "README.md"
+FRONT_PAGE, SUMMARY, TABLES = ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "benchmarks" / "tables"
+SHORTFALLS = "What falls short of its target"
 BEGIN, END = "<!-- figures: written by python -m benchmarks.publish -->", "<!-- end of figures -->"
+CHART = ROOT / "docs" / "images" / "speed.svg"
 NAMES = {"torchrl": "TorchRL", "tianshou": "tianshou", "stable-baselines3": "Stable-Baselines3", "cpprb": "cpprb"}
 CALLS = {
     "sample_small": "sample 256 of 100,000 steps with 11 keys",
@@ -31,15 +35,48 @@ CALLS = {
 
 def pages(document: Document) -> dict[Path, str]:
     """The text of each page with the figures of a run."""
-    figures = {FRONT_PAGE: front_page(document), RECORDS: report.markdown(document)}
-    return {path: _between_marks(path.read_text(), text) for path, text in figures.items()}
+    figures = {FRONT_PAGE: front_page(document), SUMMARY: summary(document)}
+    marked = {path: _between_marks(path.read_text(), text) for path, text in figures.items()}
+    end = f"Measured on: {report.machine_line(document)}.\n"
+    return {**marked, **{_page(title): f"# {title}\n\n{text}\n\n{end}" for title, text in tables(document).items()}}
 
 
 def write(document: Document) -> None:
     """Writes the pages and the chart."""
-    for path, text in pages(document).items():
+    written = pages(document)
+    for old in set(TABLES.glob("*.md")) - written.keys():
+        old.unlink()
+    for path, text in written.items():
+        path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    chart.draw_front_page(document, ROOT / "docs" / "images" / "speed.png")
+    chart.draw_front_page(document, CHART)
+
+
+def _page(title: str) -> Path:
+    """The page of a topic."""
+    return TABLES / (re.sub(r"\W+", "-", title.split(":")[0].lower()) + ".md")
+
+
+def tables(document: Document) -> dict[str, str]:
+    """The pages of the tables by their titles, each with the remarks on its rows."""
+    rows = {row["key"]: row for row in document["rows"]}
+    topics, made = report.by_topic(rows), {}
+    for page in report.tables(document):
+        parts = [report.markdown_table(page.header, page.lines)]
+        if notes := report.remarks({**document, "rows": topics.get(page.title, [])}):
+            parts.append(report.bullets(notes))
+        made[page.title] = "\n\n".join(parts)
+    made[SHORTFALLS] = f"{report.target_summary(document)}\n\n{report.bullets(report.reason_lines(document))}"
+    return made
+
+
+def summary(document: Document) -> str:
+    """What all was measured on, how many targets are met, and the list of the tables."""
+    links = [f"[{title.split(':')[0]}](tables/{_page(title).name})" for title in tables(document)]
+    machine = document["machine"]
+    commit = f" of commit {machine['commit']}" if machine.get("commit") else ""
+    on = f"One run{commit} on {machine['cores']} cores ({machine['cpu']}), {machine['date'][:10]}."
+    return f"{on} {report.target_summary(document)} The tables: {', '.join(links)}."
 
 
 def _between_marks(page: str, text: str) -> str:
@@ -80,7 +117,8 @@ def _measured_on(document: Document) -> str:
     commit = f" of commit {machine['commit']}" if machine.get("commit") else ""
     return (
         f"{machine['cores']} cores, medians of one run{commit} on {machine['date'][:10]}. In brackets: of programs, "
-        "times as long as the loop by hand, which has no library; of calls, times as long as engram. The first three\n"
+        "times as long as the loop by hand, which has no library: the median of what the rounds say, so not quite the "
+        "quotient of the times; of calls, times as long as engram. The first three\n"
         "calls are scaled to a machine on which `torch.empty(1)` takes 1.1 us: compare ratios, not times. All "
         "measurements, their targets, and what falls short of them are in [benchmarks/](benchmarks/README.md)."
     )

@@ -385,14 +385,15 @@ def markdown(document: Document) -> str:
     """The same as sections of a page: whole programs, what falls short, then calls."""
     sections = [(page.title, markdown_table(page.header, page.lines)) for page in tables(document)]
     first = sum(title in (PROGRAMS, SHARES) for title, _ in sections)
-    short = "\n\n".join([target_summary(document), _bullets(reason_lines(document))])
+    short = "\n\n".join([target_summary(document), bullets(reason_lines(document))])
     sections.insert(first, ("What falls short of its target", short))
     parts = [part for title, text in sections for part in (f"## {title}", text)]
-    parts += ["## Remarks", _bullets(remarks(document)), machine_line(document) + "."]
+    parts += ["## Remarks", bullets(remarks(document)), machine_line(document) + "."]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _bullets(lines: list[str]) -> str:
+def bullets(lines: list[str]) -> str:
+    """A list in markdown."""
     return "\n".join(f"- {line}" for line in lines)
 
 

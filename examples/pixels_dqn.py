@@ -1,180 +1,183 @@
-"""A DQN that plays from pixels: single frames are stored as bytes, stacks of frames are made where they are needed.
+"""DQN from pixels: single frames are stored as bytes, stacks of four are made where they are needed.
 
-    python examples/pixels_dqn.py    # a few minutes on one core
+    python pixels_dqn.py                       # a game that needs no download, a minute of one core
+    python pixels_dqn.py --frames 1000         # a look
+    python pixels_dqn.py --atari Pong          # an Atari game, for a GPU and hours: pip install ale-py
 
-What it shows:
-
-- `GymEnv(from_pixels=True)`, uint8 pictures `[H, W, 3]`, in a `TransformedEnv` that makes them small and grey and, by
-  `CatFrames`, shows the policy the last four: one picture does not say where the ball is going.
-- The buffer keeps single small pictures, as bytes, not the stacks: a quarter of the memory.
-- `CatFrames.make_rb_transform_and_sampler` gives the buffer a sampler that draws a step, with `weight="steps"` each
-  with equal probability whatever its episode's length, with the three before it in that episode, and a transform that
-  stacks them again: what the learner reads is, byte for byte, what the policy saw, at the beginnings of episodes too.
-
-Stacks of four frames are those of Mnih et al. (2015).
+Stacks of four frames and the network are those of Mnih et al. (2015), the target is double (van Hasselt et al., 2016).
 """
 
-from __future__ import annotations
-
+import argparse
 import copy
-from dataclasses import dataclass, replace
+from functools import partial
 
+import gymnasium
+import numpy as np
 import torch
-from support.dqn import Greedy
-from support.falling_ball import STEPS, FallingBall
-from support.running import Progress, begin, mean_return, parser
-from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
-from torch import Tensor, nn
+from torch import nn
 
 from engram.collectors import SyncDataCollector
 from engram.data import LazyTensorStorage, TensorDictReplayBuffer
 from engram.envs import GymEnv, TransformedEnv
-from engram.envs.transforms import CatFrames, Compose, DTypeCastTransform, GrayScale, Resize, ToTensorImage
+from engram.envs.transforms import CatFrames
 
-FRAMES = 4  # in a stack
-SIZE = 42  # of a picture
-ACTIONS = 3
+FRAMES, BATCH, GAMMA = 4, 32, 0.98  # FRAMES: in a stack
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Everything that decides how a run goes. Frames are steps of the environment."""
+class FallingBall(gymnasium.Env):
+    """A ball falls and bounces off the walls; a paddle that goes left, stays or goes right is to be under it.
 
-    frames: int = 30_000  # the budget
-    solved_at: float = 0.9
-    capacity: int = 30_000
-    frames_per_batch: int = 100
-    batch_size: int = 32
-    warm_up: int = 1_000  # frames before the first update
-    frames_per_update: int = 4
-    learning_rate: float = 1e-3
-    gamma: float = 0.98
-    target_rate: float = 0.01
-    explore_for: int = 4_000  # frames in which epsilon falls from 1 to
-    least_epsilon: float = 0.05
-    evaluate_every: int = 2_500
-    evaluation_episodes: int = 40
+    The reward at the end is 1 where it is, else -1. One frame, uint8 `[1, 42, 42]`, does not say where the ball is
+    going; two do.
+    """
 
-    def quick(self) -> Settings:
-        return replace(self, frames=400, warm_up=200, evaluate_every=400, evaluation_episodes=4)
+    observation_space = gymnasium.spaces.Box(0, 255, (1, 42, 42), np.uint8)
+    action_space = gymnasium.spaces.Discrete(3)
 
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.x, self.speed = (int(n) for n in self.np_random.integers((0, -3), (40, 4)))
+        self.depth, self.paddle = 0, 18
+        return self.frame(), {}
 
-def make_env() -> TransformedEnv:
-    """Shows `"pixels"`, uint8 `[1, SIZE, SIZE]`, to be stored, and `"observation"`, the last FRAMES of them."""
-    small_and_grey = (
-        ToTensorImage(from_int=False),  # [3, H, W], floats from 0 to 255
-        GrayScale(),
-        Resize(SIZE, antialias=True),
-        DTypeCastTransform(torch.float32, torch.uint8, in_keys=["pixels"]),
-    )
-    stacked = CatFrames(FRAMES, dim=-3, in_keys=["pixels"], out_keys=["observation"])
-    game = GymEnv(FallingBall(render_mode="rgb_array"), from_pixels=True, categorical_action_encoding=True)
-    return TransformedEnv(game, Compose(*small_and_grey, stacked))
+    def step(self, action):
+        self.paddle = min(max(self.paddle + 2 * (int(action) - 1), 0), 36)
+        self.depth, self.x = self.depth + 1, self.x + self.speed
+        if not 0 <= self.x <= 39:
+            self.x, self.speed = (-self.x if self.x < 0 else 78 - self.x), -self.speed
+        is_down, is_caught = self.depth == 18, self.paddle - 3 < self.x < self.paddle + 6
+        return self.frame(), (1.0 if is_caught else -1.0) if is_down else 0.0, is_down, False, {}
+
+    def frame(self):
+        picture = np.zeros((1, 42, 42), np.uint8)
+        picture[0, 2 * self.depth : 2 * self.depth + 3, self.x : self.x + 3] = 255
+        picture[0, 40:, self.paddle : self.paddle + 6] = 128
+        return picture
 
 
-def make_buffer(settings: Settings, seed: int) -> TensorDictReplayBuffer:
-    """Takes steps with single frames, gives back steps with stacks, `[batch_size]`."""
-    frames = CatFrames(FRAMES, dim=-3, in_keys=["pixels"], out_keys=["observation"])
-    stacks, sampler = frames.make_rb_transform_and_sampler(settings.batch_size, weight="steps")
+def atari(name):
+    """Frames uint8 `[1, 84, 84]`; each action for four frames, up to 30 idle ones at the start."""
+    import ale_py
+
+    gymnasium.register_envs(ale_py)
+    game = gymnasium.make(f"ALE/{name}-v5", frameskip=1)
+    game = gymnasium.wrappers.AtariPreprocessing(game)
+    return gymnasium.wrappers.ReshapeObservation(game, (1, 84, 84))
+
+
+def make_env(make_game):
+    """Shows `"observation"`, a single frame, which is stored, and `"stack"`, the last four, for the policy."""
+    stacks = CatFrames(FRAMES, dim=-3, in_keys=["observation"], out_keys=["stack"])
+    return TransformedEnv(GymEnv(make_game(), categorical_action_encoding=True), stacks)
+
+
+def make_buffer(capacity, seed):
+    """Takes steps with single frames, gives back steps with `"stack"` and `("next", "stack")`."""
+    stacks = CatFrames(FRAMES, dim=-3, in_keys=["observation"], out_keys=["stack"])
+    stack, sampler = stacks.make_rb_transform_and_sampler(BATCH, weight="steps")  # a step, and the three before it
+    storage, generator = LazyTensorStorage(capacity), torch.Generator().manual_seed(seed)
     return TensorDictReplayBuffer(
-        storage=LazyTensorStorage(settings.capacity),
-        sampler=sampler,
-        transform=stacks,
-        batch_size=settings.batch_size,
-        generator=torch.Generator().manual_seed(seed),
+        storage=storage, sampler=sampler, transform=stack, batch_size=BATCH, generator=generator
     )
 
 
-def to_store(batch: TensorDictBase) -> TensorDictBase:
-    return batch.exclude("observation", ("next", "observation"))
+class Bytes(nn.Module):
+    """Bytes to numbers between 0 and 1, on the learner's device: until there they take a quarter of the room."""
+
+    def forward(self, stack):
+        return stack / 255
 
 
-class PixelQ(nn.Module):
-    """From stacks, uint8 `[*, FRAMES, SIZE, SIZE]`, to the value of each action."""
+def small_network(actions):
+    return nn.Sequential(
+        Bytes(), nn.Conv2d(FRAMES, 16, 6, stride=3), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU(),
+        nn.Flatten(-3), nn.Linear(32 * 6 * 6, 128), nn.ReLU(), nn.Linear(128, actions),
+    )  # fmt: skip
 
-    def __init__(self) -> None:
+
+def nature_network(actions):
+    return nn.Sequential(
+        Bytes(), nn.Conv2d(FRAMES, 32, 8, stride=4), nn.ReLU(), nn.Conv2d(32, 64, 4, stride=2), nn.ReLU(),
+        nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Flatten(-3), nn.Linear(64 * 7 * 7, 512), nn.ReLU(), nn.Linear(512, actions),
+    )  # fmt: skip
+
+
+class EpsilonGreedy(nn.Module):
+    """The action of the highest value; with probability `epsilon` any action."""
+
+    def __init__(self, q, actions, epsilon):
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(FRAMES, 16, 6, stride=3), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU(), nn.Flatten(-3),
-            nn.Linear(32 * 6 * 6, 128), nn.ReLU(), nn.Linear(128, ACTIONS),
-        )  # fmt: skip
+        self.q, self.actions, self.epsilon = q, actions, epsilon
 
-    def forward(self, stack: Tensor) -> Tensor:
-        return self.layers(stack / 255)
-
-
-class EpsilonGreedy(Greedy):
-    """With probability `epsilon`, which the training loop lowers, a random action; for one environment."""
-
-    epsilon = 1.0
-
-    def forward(self, observation: Tensor) -> Tensor:
-        return torch.randint(ACTIONS, ()) if torch.rand(()) < self.epsilon else super().forward(observation)
+    def forward(self, stack):
+        if torch.rand(()) < self.epsilon:
+            return torch.randint(self.actions, ())
+        return self.q(stack).argmax(-1)
 
 
-def on_stacks(policy: nn.Module) -> TensorDictModule:
-    """The environment shows two things; the policy is to see the stack."""
-    return TensorDictModule(policy, in_keys=["observation"], out_keys=["action"])
+def loss_of(batch, q, target):
+    following = batch["next"]
+    with torch.no_grad():
+        best = q(following["stack"]).argmax(-1, keepdim=True)
+        value = target(following["stack"]).gather(-1, best)
+        goal = following["reward"].sign() + GAMMA * value * ~following["terminated"]
+    return nn.functional.smooth_l1_loss(q(batch["stack"]).gather(-1, batch["action"].unsqueeze(-1)), goal)
 
 
-class Learner:
-    """A double DQN on steps with stacks, `"observation"` and `("next", "observation")`."""
-
-    def __init__(self, s: Settings) -> None:
-        self.q, self._settings, self.updates = PixelQ(), s, 0
-        self.target = copy.deepcopy(self.q).requires_grad_(False)  # follows slowly
-        self._optimizer = torch.optim.Adam(self.q.parameters(), lr=s.learning_rate, fused=True)
-
-    def update(self, batch: TensorDictBase) -> float:
-        following = batch["next"]
-        with torch.no_grad():
-            best = self.q(following["observation"]).argmax(-1, keepdim=True)
-            value = self.target(following["observation"]).gather(-1, best)
-            goal = following["reward"] + self._settings.gamma * value * ~following["terminated"]
-        loss = nn.functional.smooth_l1_loss(
-            self.q(batch["observation"]).gather(-1, batch["action"].unsqueeze(-1)), goal
-        )
-        self._optimizer.zero_grad()
-        loss.backward()
-        self._optimizer.step()
-        self.updates += 1
-        with torch.no_grad():
-            for slow, fast in zip(self.target.parameters(), self.q.parameters(), strict=True):
-                slow.lerp_(fast, self._settings.target_rate)
-        return loss.item()
+def mean_return(make_game, policy, episodes=40):
+    """Of the policy that does not explore, or hardly."""
+    policy = TensorDictModule(policy, in_keys=["stack"], out_keys=["action"])
+    with SyncDataCollector(lambda: make_env(make_game), policy, trajs_per_batch=episodes) as player:
+        player.set_seed(1_000)
+        return float(player.rollout()["next", "reward"].sum() / episodes)
 
 
-def train(settings: Settings, seed: int) -> None:
-    begin(seed)
-    learner = Learner(settings)
-    policy, best_policy = EpsilonGreedy(learner.q), on_stacks(Greedy(learner.target))
-    buffer, progress, score, loss = make_buffer(settings, seed), Progress(), -1.0, float("nan")
-    with SyncDataCollector(
-        make_env, on_stacks(policy), frames_per_batch=settings.frames_per_batch, total_frames=settings.frames
-    ) as collector:
-        collector.set_seed(seed)
-        for batch in collector:
-            frames = collector.frames
-            policy.epsilon = max(settings.least_epsilon, 1 - frames / settings.explore_for)
-            buffer.extend(to_store(batch))
-            while frames >= settings.warm_up and learner.updates < frames // settings.frames_per_update:
-                loss = learner.update(buffer.sample())
-            if frames % settings.evaluate_every == 0:
-                score = mean_return(make_env, best_policy, settings.evaluation_episodes, longest=STEPS)
-                caught = batch["next", "reward"].gt(0).sum().item() / batch["next", "done"].sum().item()
-                progress.show(frames, caught_in_training=caught, evaluation=score, loss=loss)
-                if score >= settings.solved_at:
-                    break
-        progress.summary(
-            example="pixels_dqn", seed=seed, frames=collector.frames, updates=learner.updates, rows=len(buffer),
-            bytes_per_step=buffer.storage.nbytes // settings.capacity, loss=loss, mean_return=score,
-        )  # fmt: skip
+def main():
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--frames", type=int, default=20_000)
+    arguments.add_argument("--capacity", type=int, default=30_000)
+    arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--atari", metavar="GAME")
+    given = arguments.parse_args()
+    torch.manual_seed(given.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        torch.set_num_threads(1)
 
-
-def main() -> None:
-    given = parser(__doc__).parse_args()
-    train(Settings().quick() if given.quick else Settings(), given.seed)
+    make_game, network = (partial(atari, given.atari), nature_network) if given.atari else (FallingBall, small_network)
+    actions = int(make_game().action_space.n)
+    q = network(actions).to(device)
+    target = copy.deepcopy(q).requires_grad_(False)
+    optimizer = torch.optim.Adam(q.parameters(), lr=1e-3 if device == "cpu" else 1e-4)
+    policy, buffer = EpsilonGreedy(q, actions, epsilon=1.0), make_buffer(given.capacity, given.seed)
+    collector = SyncDataCollector(
+        lambda: make_env(make_game),
+        TensorDictModule(policy, in_keys=["stack"], out_keys=["action"]),
+        frames_per_batch=100,
+        total_frames=given.frames,
+        policy_device=device,
+        storing_device="cpu",
+    )
+    collector.set_seed(given.seed)
+    for batch in collector:
+        frames = collector.frames
+        buffer.extend(batch.exclude("stack", ("next", "stack")))
+        policy.epsilon = max(0.05, 1 - frames / (given.frames / 6))
+        if frames < 1_000:
+            continue
+        for _ in range(25):  # one for every four frames
+            loss = loss_of(buffer.sample().to(device), q, target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                for slow, fast in zip(target.parameters(), q.parameters(), strict=True):
+                    slow.lerp_(fast, 0.01)
+        if frames % (given.frames // 12 // 100 * 100 or 100) == 0:
+            score = mean_return(make_game, EpsilonGreedy(target, actions, epsilon=0.0), 2 if given.atari else 40)
+            print(f"frames {frames:,}  return {score:.2f}", flush=True)
+    print(f"{buffer.storage.nbytes_for(buffer[0], given.capacity) / given.capacity:,.0f} bytes a step")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from contracts.each import each
 
 SCHEDULERS = {"LambdaScheduler", "LinearScheduler", "ParameterScheduler", "SchedulerList", "StepScheduler"}
 BUFFERS = SCHEDULERS | {
-    "CompressedListStorage", "LazyStackStorage",
+    "Compact", "CompressedListStorage", "LazyStackStorage",
     "DEFAULT_DONE_KEYS", "Flat2TED", "FlatStorageCheckpointer", "H5Combine", "H5Split", "H5StorageCheckpointer",
     "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage",
     "ListStorageCheckpointer", "Nested2TED", "NestedStorageCheckpointer", "PrioritizedReplayBuffer",
@@ -49,8 +49,8 @@ NAMES = {
         "Writer", "WriterEnsemble",
     },
     "engram.data.replay_buffers.storages": {
-        "Checked", "CompressedListStorage", "LazyMemmapStorage", "LazyStackStorage", "LazyTensorStorage", "ListStorage",
-        "Rows", "Storage", "StorageEnsemble", "TensorStorage",
+        "Checked", "Compact", "CompressedListStorage", "LazyMemmapStorage", "LazyStackStorage", "LazyTensorStorage",
+        "ListStorage", "Rows", "Storage", "StorageEnsemble", "TensorStorage",
     },
     "engram.distributed": {
         "Acknowledgement", "Block", "DrawnRows", "RayCollector", "RayReplayBuffer", "ReplayShard", "SequenceDraw",
@@ -71,8 +71,8 @@ NAMES = {
         "sample", "top", "verify",
     },
     "engram.testing": {
-        "EnvContract", "RoundRobinWriterContract", "SamplerContract", "StorageContract", "StrandsContract",
-        "TableContract", "TransformContract", "WriterContract", "chi_square", "env_steps", "numbers",
+        "CompactContract", "EnvContract", "RoundRobinWriterContract", "SamplerContract", "StorageContract",
+        "StrandsContract", "TableContract", "TransformContract", "WriterContract", "chi_square", "env_steps", "numbers",
         "of_numbers", "state_of", "steps",
     },
     "engram.data.replay_buffers.checkpointers": {

@@ -3,23 +3,39 @@
 import json
 
 import pytest
-from benchmarks import publish, report
+from benchmarks import chart, publish, report
 from benchmarks.cases import programs
 
 DOCUMENT = json.loads(publish.RESULTS.read_text())
 
 
-@pytest.mark.parametrize("page", [publish.FRONT_PAGE, publish.RECORDS], ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", publish.pages(DOCUMENT), ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_figures_of_the_pages_are_those_of_the_last_recorded_run(page):
     assert publish.pages(DOCUMENT)[page] == page.read_text(), "run: python -m benchmarks.publish"
+
+
+def test_there_is_no_page_of_a_topic_that_is_not_measured():
+    assert set(publish.TABLES.glob("*.md")) <= publish.pages(DOCUMENT).keys()
+
+
+def test_chart_is_that_of_the_last_recorded_run(tmp_path):
+    chart.draw_front_page(DOCUMENT, tmp_path / publish.CHART.name)
+    assert (tmp_path / publish.CHART.name).read_text() == publish.CHART.read_text(), "run: python -m benchmarks.publish"
 
 
 def test_another_figure_in_the_results_changes_the_page():
     other = json.loads(json.dumps(DOCUMENT))
     row = next(row for row in other["rows"] if row["key"] == "extend")
     row["contenders"]["engram"] = {"median": 7.77e-06}
-    for page, text in publish.pages(other).items():
-        assert "7.77 us" in text and text != page.read_text()
+    pages = publish.pages(other)
+    for page in (publish.FRONT_PAGE, publish.TABLES / "writing.md"):
+        assert "7.77 us" in pages[page] and pages[page] != page.read_text()
+
+
+def test_summary_leads_to_every_table():
+    summary = publish.summary(DOCUMENT)
+    tables = [page.name for page in publish.pages(DOCUMENT) if page.parent == publish.TABLES]
+    assert len(tables) > 5 and all(f"(tables/{name})" in summary for name in tables)
 
 
 def row(key, target, topic="Calls", **contenders):

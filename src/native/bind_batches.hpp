@@ -376,7 +376,7 @@ class BatchMaker {
     list_sources(sources, form, scratch.sources);
     for (const RowSource* source : scratch.sources) {
       source->store().check_file();
-      row_bytes = std::max<size_t>(row_bytes, source->store().geometry().row_stride);
+      row_bytes = std::max<size_t>(row_bytes, source->store().bytes_of_whole_row());
     }
     if (n > kMostBytes / 8) throw std::bad_alloc();
     if (as_numpy && !(chooser_.is_none() && has_arrays(scratch.sources[0]->codec(), form))) return nb::none();

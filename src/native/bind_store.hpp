@@ -6,6 +6,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
@@ -176,7 +177,7 @@ inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::opt
     throw nb::value_error(("the batch has " + std::to_string(plan.envs) + " environments, the store " +
                            std::to_string(s.envs)).c_str());
   for (const LeafSource& leaf : plan.leaves)
-    if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
+    if (!store.has_leaf(leaf.offset, leaf.bytes)) throw nb::value_error("a leaf lies outside the row");
   check_border(store, plan);
   if (store.moves_on()) {
     int64_t first = 0, *out = &first;
@@ -217,6 +218,7 @@ inline Tensor append_packed(Store& store, const Codec& codec, const PackedRows& 
   store.must_be_writable();
   const StoreGeometry& s = store.geometry();
   if (s.payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
+  if (store.observations()) throw nb::value_error("this store's rows have observations beside them: append their leaves");
   if (s.envs != 1) throw nb::value_error("packed rows are steps of one environment each");
   if (store.lanes.count() > 1 && !store.writer()) throw nb::value_error("this process has no number among the writers");
   if (store.lanes.count() == 1 && store.writer()) throw nb::value_error("packed rows are not appended in turns");
@@ -332,9 +334,13 @@ inline void read_rows(Store& store, const int64_t* slots, size_t n, std::vector<
   read_rows(store, slots, n, copies, mapped, sequences, out, scratch);
 }
 
+[[gnu::noinline]] inline bool has_all_leaves(const Store& store, const Codec& codec) {
+  return !codec.sequence() && std::all_of(codec.leaves().begin(), codec.leaves().end(),
+                                          [&](const Leaf& leaf) { return store.has_leaf(leaf.offset, leaf.bytes); });
+}
 inline void check_codec(const Store& store, const Codec& codec) {
   store.check_file();
-  if (codec.row_end() > store.geometry().payload_bytes)
+  if (codec.row_end() > store.geometry().payload_bytes && !has_all_leaves(store, codec))
     throw nb::value_error("the layout does not fit the rows of this store");
 }
 
@@ -563,7 +569,7 @@ class Replacement {
   // `rows_in`: the row of the plan that each slot takes; None: one after the other. `first`: row i of the plan has the
   // sequence first + i; none: the row in a slot keeps the sequence that it has.
   Replacement(Store& store, nb::handle slots_in, const Plan& plan, nb::handle rows_in, std::optional<uint64_t> first)
-      : store_(store), writer_(store), leaves_(plan.leaves) {
+      : store_(store), writer_(store) {
     store.must_be_writable();
     const SlotsArg given(nb::borrow(slots_in));
     slots_.assign(given.data, given.data + given.n);  // a copy, so that the checked slots are the ones that are written
@@ -577,8 +583,11 @@ class Replacement {
     const StoreGeometry& s = store.geometry();
     if (plan.envs != 1 || (chosen_ ? rows_.size() : plan.steps) != slots_.size())
       throw nb::value_error("one row for each slot");
-    for (const LeafSource& leaf : plan.leaves)
-      if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
+    for (const LeafSource& leaf : plan.leaves) {
+      if (!store.has_leaf(leaf.offset, leaf.bytes)) throw nb::value_error("a leaf lies outside the row");
+      const bool is_observed = leaf.bytes > 0 && store.observations() && store.observations()->leaf(leaf.offset, leaf.bytes);
+      (is_observed ? observed_ : leaves_).push_back(leaf);
+    }
     if (first) {
       if (!plan.carries_sequence) throw nb::value_error("these rows have no place for their sequence");
       for (uint64_t i = 0; i < plan.steps; ++i) own_sequences_.push_back(*first + i);
@@ -596,6 +605,30 @@ class Replacement {
   }
   // Every slot must hold a row by now.
   void write() {
+    if (differing_leaf()) throw nb::value_error("observations that are stored once are shared by several rows, and stay as they are");
+    writer_.write(slots_.data(), slots_.size(), leaves_, chosen_ ? rows_.data() : nullptr);
+  }
+  // The offset of an observation that is another one in the rows that are given than in those that are stored: frames are shared with
+  // other rows, and cannot change.
+  std::optional<uint64_t> differing_leaf() {
+    find_rows();
+    const StoreGeometry& s = store_.geometry();
+    for (size_t i = 0; !observed_.empty() && i < slots_.size(); ++i) {
+      const uint64_t slot = static_cast<uint64_t>(slots_[i]), time = slot / s.envs, lane = time / s.lane_capacity;
+      const auto protocol = store_.lanes.protocol(lane);
+      uint64_t sequence = 0;
+      sequences_[lane].find(time % s.lane_capacity, sequence);
+      for (const LeafSource& leaf : observed_) {
+        const auto observed = store_.observations()->leaf(leaf.offset, leaf.bytes);
+        const uint8_t* const bytes = leaf.at(chosen_ ? static_cast<uint64_t>(rows_[i]) : i, 0);
+        if (observed && !store_.observations()->has_bytes(protocol, lane, slot % s.envs, sequence, *observed, bytes)) return leaf.offset;
+      }
+    }
+    return std::nullopt;
+  }
+
+ private:
+  void find_rows() {
     store_.must_be_writable();
     const StoreGeometry& s = store_.geometry();
     sequences_.clear();
@@ -606,17 +639,16 @@ class Replacement {
       if (!sequences_[time / s.lane_capacity].find(time % s.lane_capacity, sequence))
         throw nb::index_error(("slot " + std::to_string(slot) + " has not been written").c_str());
     }
-    writer_.write(slots_.data(), slots_.size(), leaves_, chosen_ ? rows_.data() : nullptr);
   }
 
- private:
   Store& store_;
   std::vector<int64_t> slots_, rows_;
   std::vector<uint64_t> own_sequences_;
   bool chosen_ = false;
   std::vector<SlotSequences> sequences_;
   InPlaceWriter writer_;
-  std::vector<LeafSource> leaves_;
+  std::vector<LeafSource> leaves_;    // that lie in the row
+  std::vector<LeafSource> observed_;  // that lie beside it
 };
 
 inline void overwrite(Store& store, nb::handle slots, const Plan& plan, nb::handle rows) {
@@ -638,7 +670,7 @@ inline uint64_t reserve_sequences(const Store& store, uint64_t n) {
 inline std::unique_ptr<Store> widened(const Store& store, uint64_t payload_bytes, uint64_t alignment, nb::bytes layout,
                                       const std::vector<std::array<uint64_t, 3>>& moves) {
   const StoreGeometry& s = store.geometry();
-  if (store.fd() >= 0 || s.payload_bytes == 0 || store.grows()) throw nb::value_error("only rows in private memory can be made longer");
+  if (store.fd() >= 0 || s.payload_bytes == 0 || store.grows() || store.observations()) throw nb::value_error("only rows in private memory can be made longer");
   for (const auto& [from, to, bytes] : moves)
     if (from > s.payload_bytes || bytes > s.payload_bytes - from || to > payload_bytes || bytes > payload_bytes - to)
       throw nb::value_error("bytes lie outside the row");
@@ -784,7 +816,7 @@ inline void put_rows(Store& store, uint64_t lane, uint64_t start,
   store.must_be_writable();
   check_lane(store, lane);
   const StoreGeometry& s = store.geometry();
-  if (s.payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
+  if (s.payload_bytes == 0 || store.observations()) throw nb::value_error("this store's rows are kept elsewhere");
   if (rows.shape(0) != s.envs || rows.shape(1) > s.lane_capacity || rows.shape(2) != s.payload_bytes)
     throw nb::value_error("rows must be [envs, steps, payload bytes], with no more steps than a lane holds");
   if (rows.stride(2) != 1 && s.payload_bytes > 1) throw nb::value_error("the bytes of a row must lie side by side");
@@ -804,6 +836,24 @@ inline void put_rows(Store& store, uint64_t lane, uint64_t start,
   throw nb::python_error();
 }
 
+inline Observations& observations_of(Store& store, uint64_t lane) {
+  store.must_be_writable();
+  check_lane(store, lane);
+  if (!store.observations()) throw nb::value_error("this store keeps no observations beside its rows");
+  return *store.observations();
+}
+// As `put_rows`, of a checked batch, for a store that keeps observations beside its rows: those of a lane in their order.
+inline void put_leaves(Store& store, uint64_t lane, uint64_t start, const Plan& plan) {
+  Observations& observations = observations_of(store, lane);
+  const StoreGeometry& s = store.geometry();
+  if (observations.restoring(lane).published.load() != start) throw nb::value_error("rows of a lane are restored in their order");
+  if (plan.envs != s.envs || plan.steps > s.lane_capacity) throw nb::value_error("rows must be [envs, steps], with no more steps than a lane holds");
+  for (const LeafSource& leaf : plan.leaves)
+    if (!store.has_leaf(leaf.offset, leaf.bytes)) throw nb::value_error("a leaf lies outside the row");
+  nb::gil_scoped_release unlocked;
+  RowWriter(store).restore(lane, plan.steps, plan.leaves);
+}
+
 // Sets which leaves of a row tell whether the next row continues it, as indices of a codec's leaves; entries are pairs (at
 // the root, under `next`).
 inline void set_border(Store& store, const Codec& codec, const std::vector<std::pair<size_t, size_t>>& entries,
@@ -814,13 +864,24 @@ inline void set_border(Store& store, const Codec& codec, const std::vector<std::
     if (k >= leaves.size()) throw nb::index_error("no such leaf");
     return leaves[k];
   };
+  auto observed = [&](const Leaf& one) -> std::optional<Observations::Leaf> {
+    if (!store.observations() || one.bytes == 0) return std::nullopt;
+    return store.observations()->leaf(one.offset, one.bytes);
+  };
   BorderRule rule;
   rule.leaves = codec.sources(), rule.codec = codec.number(), rule.either = either;
   for (auto [root, next] : entries) {
     if (leaf(root).bytes != leaf(next).bytes) throw nb::value_error("an entry has another size under next");
-    if (rule.entries.size() < BorderRule::kMostEntries && leaf(root).bytes > 0)
-      rule.entries.push_back({leaf(root).offset, leaf(next).offset, leaf(root).bytes, root, next});
+    if (rule.entries.size() == BorderRule::kMostEntries || leaf(root).bytes == 0) continue;
+    rule.entries.push_back({leaf(root).offset, leaf(next).offset, leaf(root).bytes, root, next});
+    const auto x = observed(leaf(root)), after = observed(leaf(next));
+    if (x.has_value() != after.has_value() || (x && (x->key != after->key || x->is_next || !after->is_next)))
+      throw nb::value_error("an entry and the one under next are not those of one observation");
+    if (x) rule.entries.back().is_observed = true, rule.entries.back().key = x->key;
   }
+  for (size_t k : done)
+    if (observed(leaf(k))) throw nb::value_error("an observation is no flag");
+  if (id && observed(leaf(*id))) throw nb::value_error("an observation is no id");
   for (size_t k : done) rule.done.push_back({leaf(k).offset, leaf(k).bytes, k});
   if (id) rule.id = BorderRule::Flag{leaf(*id).offset, leaf(*id).bytes, *id};
   store.set_border(std::move(rule));
@@ -910,6 +971,19 @@ inline Store::Stint adopt(Store& store, uint64_t entry) {
   });
 }
 
+// (frames, bytes of a frame) of each key.
+inline std::vector<Observations::KeyGeometry> key_geometries(const std::vector<std::pair<uint64_t, uint64_t>>& keys) {
+  std::vector<Observations::KeyGeometry> all;
+  for (const auto& [frames, bytes] : keys) all.push_back({frames, bytes});
+  return all;
+}
+
+// Offsets of the word and of X of each key.
+inline std::optional<Observations::InRow> in_row_of(const std::optional<std::pair<uint64_t, std::vector<uint64_t>>>& given) {
+  if (!given) return std::nullopt;
+  return Observations::InRow{given->first, given->second, 0};
+}
+
 inline void bind_store(nb::module_& m) {
   using namespace nb::literals;
   m.attr("LOG_ENTRIES") = kLogEntries;
@@ -957,19 +1031,22 @@ inline void bind_store(nb::module_& m) {
         CopyOnWriteSnapshot& snapshot = *shared.snapshot;
         if (!snapshot.covers(lane, start, stop)) throw nb::index_error("these rows are not part of the save");
         const StoreGeometry& s = snapshot.geometry();
-        if (out.shape(0) != s.envs || out.shape(1) != stop - start || out.shape(2) != s.payload_bytes)
-          throw nb::value_error("out must be [envs, rows, payload bytes]");
+        if (out.shape(0) != s.envs || out.shape(1) != stop - start || out.shape(2) != snapshot.row_bytes())
+          throw nb::value_error("out must be [envs, rows, row bytes]");
         uint8_t* to = out.data();
         nb::gil_scoped_release unlocked;
         snapshot.read(lane, start, stop, to);
       }, "lane"_a, "start"_a, "stop"_a, "out"_a)
+      .def_prop_ro("row_bytes", [](const SharedSnapshot& shared) { return shared.snapshot->row_bytes(); })
       .def("lost_below", [](SharedSnapshot& shared, uint64_t lane) {
         CopyOnWriteSnapshot& snapshot = *shared.snapshot;
         if (lane >= snapshot.geometry().lanes) throw nb::index_error("no such lane");
         return snapshot.lost_below(lane);
       }, "lane"_a);
 
-  nb::class_<Replacement>(m, "Replacement").def("write", &Replacement::write);
+  nb::class_<Replacement>(m, "Replacement")
+      .def("write", &Replacement::write)
+      .def("differing_leaf", &Replacement::differing_leaf);
 
   nb::class_<Store>(m, "Store")
       .def_static("create", [](int fd, uint64_t lanes, uint64_t lane_capacity, uint64_t envs, uint64_t payload_bytes,
@@ -983,6 +1060,12 @@ inline void bind_store(nb::module_& m) {
         return geometry_of({lanes, lane_capacity, envs, payload_bytes, alignment, trailer,
                          std::string(layout_bytes, ' '), std::string(16, '\0')}).total_bytes;
       }, "lanes"_a, "lane_capacity"_a, "envs"_a, "payload_bytes"_a, "alignment"_a, "trailer"_a, "layout_bytes"_a)
+      .def_static("observations_needed", [](uint64_t lanes, uint64_t lane_capacity, uint64_t envs, uint64_t payload_bytes,
+                                            uint64_t ahead, const std::vector<std::pair<uint64_t, uint64_t>>& keys,
+                                            const std::optional<std::pair<uint64_t, std::vector<uint64_t>>>& in_row) {
+        const StoreGeometry s = geometry_of({lanes, lane_capacity, envs, payload_bytes, 8, false, "", std::string(16, '\0')});
+        return Observations::sure_bytes(Store::observations_beside(s, ahead, key_geometries(keys), in_row_of(in_row)));
+      }, "lanes"_a, "lane_capacity"_a, "envs"_a, "payload_bytes"_a, "ahead"_a, "keys"_a, "in_row"_a.none() = nb::none())
       .def_static("open", &Store::open, "fd"_a, "bytes"_a = nb::none(), "read_only"_a = false)
       .def_prop_ro("read_only", &Store::read_only)
       .def_prop_ro("lanes", [](const Store& s) { return s.geometry().lanes; })
@@ -1121,6 +1204,8 @@ inline void bind_store(nb::module_& m) {
         if (s.saving()) s.saving()->settle();
         s.forget_seams();
         s.lanes.empty(reset_count);
+        for (uint64_t l = 0; s.observations() && l < s.geometry().lanes; ++l)
+          s.observations()->forget(l, s.lanes.lane(l).published.load());
       }, "reset_count"_a)
       .def("begin_restore", [](const Store& s) {
         s.must_be_writable();
@@ -1129,6 +1214,7 @@ inline void bind_store(nb::module_& m) {
         s.forget_seams();
         for (uint64_t l = 0; l < s.geometry().lanes; ++l) {
           s.lanes.set_counters(l, 0, 0, 0);
+          if (s.observations()) s.observations()->end_restore(l, 0, 0);
           s.lanes.lane(l).term.fetch_add(1);  // so that readers do not take an old row for a new one
         }
         s.lanes.header().tickets.store(0);
@@ -1137,6 +1223,8 @@ inline void bind_store(nb::module_& m) {
         s.must_be_writable();
         check_lane(s, l);
         if (base > published) throw nb::value_error("base lies above published");
+        if (s.observations() && !s.observations()->end_restore(l, base, published))
+          throw nb::value_error("not all rows between base and published were restored");
         s.lanes.set_counters(l, base, published, origin);
       }, "lane"_a, "base"_a, "published"_a, "origin"_a)
       .def("end_restore", [](const Store& s) {
@@ -1147,6 +1235,27 @@ inline void bind_store(nb::module_& m) {
         s.lanes.end_change();
       })
       .def("put", &put_rows, "lane"_a, "start"_a, "rows"_a.noconvert())
+      .def("begin_leaves", [](Store& s, uint64_t lane, uint64_t base) {
+        if (base > UINT64_MAX / 2) throw nb::value_error("sequences end at 2^63");
+        observations_of(s, lane).begin_restore(lane, base);
+      }, "lane"_a, "base"_a)
+      .def("next_leaves", [](Store& s, uint64_t lane) { return observations_of(s, lane).restoring(lane).published.load(); }, "lane"_a)
+      .def("put_leaves", &put_leaves, "lane"_a, "start"_a, "plan"_a)
+      .def("keep_observations", [](Store& s, uint64_t ahead, const std::vector<std::pair<uint64_t, uint64_t>>& keys,
+                                   const std::optional<std::pair<uint64_t, std::vector<uint64_t>>>& in_row) {
+        s.keep_observations(ahead, key_geometries(keys), in_row_of(in_row));
+      }, "ahead"_a, "keys"_a, "in_row"_a.none() = nb::none())
+      .def("observation_kinds", [](Store& s, uint64_t most) {
+        Observations::Kinds kinds;
+        for (uint64_t l = 0; l < s.geometry().lanes; ++l) {
+          const Observations& observations = observations_of(s, l);
+          const LaneView v = s.lanes.view(l);
+          const uint64_t newest = v.published > most ? v.published - most : 0;
+          observations.count_kinds(s.lanes.protocol(l), l, std::max(v.first, newest), kinds);
+        }
+        return std::tuple(kinds.rows, kinds.same, kinds.moved, kinds.whole, kinds.whole_x, kinds.same_of_key);
+      }, "most"_a)
+      .def_prop_ro("observation_bytes", [](const Store& s) { return s.observations() ? s.observations()->bytes() : 0; })
       .def_prop_ro("interrupted", [](Store& s) { s.check_file(); return InPlaceWriter(s).interrupted(); })
       .def_prop_ro("fd", [](const Store& s) { return s.fd(); })
       .def("finish_interrupted", [](Store& s) { s.must_be_writable(); return InPlaceWriter(s).finish_interrupted(); })
@@ -1236,6 +1345,14 @@ inline void bind_store(nb::module_& m) {
         s.stint().ticket_after = 0;
         if (Counter& tickets = s.lanes.header().tickets; tickets.load() < ticket) tickets.store(ticket);
       }, "lane"_a, "ticket"_a, "left"_a)
+      .def_prop_rw(
+          "carried_border",
+          [](const Store& s) {
+            const uint64_t agreed = s.stint().border_agreed;
+            return agreed & kBorderKnown ? std::optional(agreed & ~kBorderKnown) : std::nullopt;
+          },
+          [](Store& s, std::optional<uint64_t> agreed) { s.stint().border_agreed = agreed ? *agreed | kBorderKnown : 0; },
+          nb::for_setter(nb::arg("agreed").none()))
       .def("continue_stint", [](Store& s, uint64_t l) {
         check_lane(s, l);
         s.stint().lane = l;

@@ -4,19 +4,10 @@
 #include <cstring>
 #include <vector>
 
+#include "leaf_source.hpp"
 #include "store.hpp"
 
 namespace engram {
-
-// Leaves of a batch of steps: element (time, env) of a leaf lies at array + time * stride + env * env_stride.
-struct LeafSource {
-  size_t offset, bytes;
-  const uint8_t* array;
-  ptrdiff_t stride, env_stride;
-  const uint8_t* at(uint64_t time, uint64_t env) const {
-    return array + static_cast<ptrdiff_t>(time) * stride + static_cast<ptrdiff_t>(env) * env_stride;
-  }
-};
 
 // The `next` entries of a step hold the observation that follows it. If the newest stored step is not done, and the first new
 // step differs from them, steps of another source begin: a seam, regardless of the ids. If it is done and both steps have the
@@ -55,7 +46,9 @@ class BorderCheck {
       }
       for (size_t k = 0; k < rule.entries.size(); ++k) {
         const BorderRule::Entry& e = rule.entries[k];
-        if (!same(newest + e.next_offset, leaves[e.leaf].at(0, env), e.bytes)) differs |= uint64_t{1} << k;
+        const uint8_t* const x = leaves[e.leaf].at(0, env);
+        const bool agrees = e.is_observed ? follows(lane, env, view.published - 1, e.key, x) : same(newest + e.next_offset, x, e.bytes);
+        if (!agrees) differs |= uint64_t{1} << k;
       }
     }
     return differs && (differs & evidence(lane, n, leaves)) != 0;
@@ -74,7 +67,7 @@ class BorderCheck {
       for (uint64_t env = 0; env < store_.geometry().envs; ++env) {
         const uint8_t* before = row(lane, env, k - 1);
         const uint8_t* after = row(lane, env, k);
-        if (!done(before).first && !other_ids(before, after)) agreed.add(agreeing(before, after));
+        if (!done(before).first && !other_ids(before, after)) agreed.add(agreeing(lane, env, k - 1, before, after));
       }
       if (!agreed.any) continue;
       header.border_agreed.store(agreed.entries | kBorderKnown, std::memory_order_relaxed);
@@ -91,6 +84,14 @@ class BorderCheck {
     return store_.row(store_.physical(lane, env, sequence % store_.geometry().lane_capacity));
   }
   static bool same(const uint8_t* a, const uint8_t* b, size_t bytes) { return std::memcmp(a, b, bytes) == 0; }
+  // Whether next.X of row w, which is stored once, is X of a new step.
+  [[gnu::noinline]] bool follows(uint64_t lane, uint64_t env, uint64_t w, size_t key, const uint8_t* x) const {
+    return store_.observations()->has_bytes(store_.lanes.protocol(lane), lane, env, w, {key, true}, x);
+  }
+  // Whether next.X of row w is X of the row behind it.
+  [[gnu::noinline]] bool joins(uint64_t lane, uint64_t env, uint64_t w, size_t key) const {
+    return store_.observations()->continues(store_.lanes.protocol(lane), lane, env, w, w + 1, key);
+  }
   // Whether any, and whether all of a step's flags are set.
   std::pair<bool, bool> done(const uint8_t* row) const {
     bool any = false, all = true;
@@ -114,11 +115,13 @@ class BorderCheck {
     const uint64_t agreed = look(lane);
     return agreed & kBorderKnown ? agreed & ~kBorderKnown : n < 2 ? 0 : evidence_of(leaves);
   }
-  uint64_t agreeing(const uint8_t* before, const uint8_t* after) const {
+  // Of row w and the one behind it.
+  uint64_t agreeing(uint64_t lane, uint64_t env, uint64_t w, const uint8_t* before, const uint8_t* after) const {
     uint64_t agreed = 0;
     for (size_t k = 0; k < rule_.entries.size(); ++k) {
       const BorderRule::Entry& e = rule_.entries[k];
-      if (same(before + e.next_offset, after + e.offset, e.bytes)) agreed |= uint64_t{1} << k;
+      const bool agrees = e.is_observed ? joins(lane, env, w, e.key) : same(before + e.next_offset, after + e.offset, e.bytes);
+      if (agrees) agreed |= uint64_t{1} << k;
     }
     return agreed;
   }

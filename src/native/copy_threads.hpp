@@ -43,6 +43,7 @@ class RowCopy {
     for (const LeafCopy& leaf : leaves_) row_bytes += leaf.bytes;
     piece_ = std::max<size_t>(1, kPieceBytes / row_bytes);
     if (piece_ > kBlockRows) piece_ -= piece_ % kBlockRows;
+    leaves_.resize(reader_.observe(leaves_.data(), leaves_.size()));
   }
   // Copies one piece; false: no piece is left to begin.
   bool copy_piece() {

@@ -20,6 +20,7 @@ enum class Order {
   kEditsBeforeRows,     // O1: an observer reads rows after `edits`
   kTurnBeforeRows,      // T1: the writer that gets the turn sees all stores of the one before it
   kRowsBeforeTurnEnd,   // T3: and gives the turn back after all its own stores
+  kSegmentTaken,        // a segment of units becomes one lane's in one step; no order is needed
 };
 
 struct StdMemory {

@@ -105,6 +105,7 @@ class Lanes {
 
   // ---- appending: only by the process that holds the lane or has the turn ----
   uint64_t piece() const { return piece_; }
+  void limit_piece(uint64_t steps) { piece_ = std::clamp<uint64_t>(piece_, 1, std::max<uint64_t>(1, steps)); }
   uint64_t claim(uint64_t l, uint64_t n) const { return protocol(l).claim(n); }
   void publish(uint64_t l, uint64_t at, uint64_t n) const { protocol(l).publish(at, n); }
   // Notes when rows were written, so that the lane whose newest row is the oldest can be found. Accuracy does not matter: the

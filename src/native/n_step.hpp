@@ -92,6 +92,8 @@ inline nb::object read_n_steps(Store& store, const Codec& codec, nb::handle slot
   check_codec(store, codec);
   const SlotsArg slots(nb::borrow(slots_in));
   const Leaf &reward = leaf_of(codec, reward_leaf), &done = leaf_of(codec, done_leaf);
+  for (const Leaf& leaf : {reward, done})
+    if (leaf.offset + leaf.bytes > store.geometry().payload_bytes) throw nb::value_error("rewards and flags lie in the rows themselves");
   if (reward.bytes != reward.itemsize) throw nb::value_error("a reward must be one number");
   if (!(done.dtype == DType{kDLBool, 8})) throw nb::value_error("a bool leaf is needed to say where episodes end");
   if (discounts.shape(0) < 2) throw nb::value_error("discounts are needed for each step, and for what comes after the last");

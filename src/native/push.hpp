@@ -14,8 +14,8 @@ namespace engram {
 
 // Copies the items of a list to rows side by side, and plans these. `check` fills a plan with the places of one item's leaves.
 // False: `check` returned false for an item, the list is empty, or it changed while its items were checked.
-inline bool plan_staged(PyObject* list, const StoreGeometry& s, Plan& plan, auto&& check) {
-  const size_t envs = s.envs, row_bytes = s.payload_bytes;
+inline bool plan_staged(PyObject* list, const StoreGeometry& s, const Codec& codec, Plan& plan, auto&& check) {
+  const size_t envs = s.envs, row_bytes = std::max<size_t>(s.payload_bytes, codec.row_end());
   const Py_ssize_t items = PyList_Size(list);
   if (items <= 0) return false;
   if (static_cast<size_t>(items) > kMostBytes / std::max<size_t>(1, envs * row_bytes)) throw std::bad_alloc();
@@ -48,7 +48,7 @@ inline bool plan_list(const Codec& codec, PyObject* list, int dims, const StoreG
   const std::vector<int64_t> lead(static_cast<size_t>(dims), static_cast<int64_t>(s.envs));
   const Numbers numbers{float_bits};
   std::vector<nb::object> values;
-  return plan_staged(list, s, plan, [&](PyObject* item, Plan& into) {
+  return plan_staged(list, s, codec, plan, [&](PyObject* item, Plan& into) {
     return codec.check_without(into, values, item, dims, -1, own, numbers, &lead) && into.steps == 1 && into.envs == s.envs;
   });
 }
@@ -63,7 +63,7 @@ inline bool plan_same(const Codec& codec, PyObject* items, bool batch, const Sto
     plan.keep.insert(plan.keep.end(), values.begin(), values.end());
     return plan.steps > 0;
   }
-  return PyList_CheckExact(items) && plan_staged(items, s, plan, [&](PyObject* item, Plan& into) {
+  return PyList_CheckExact(items) && plan_staged(items, s, codec, plan, [&](PyObject* item, Plan& into) {
     return codec.check_same(into, values, item, false, own);
   });
 }
@@ -190,7 +190,7 @@ inline bool push_part(Store& store, uint64_t lane, const CheckedColumns& columns
   const Plan& whole = columns.plan;
   if (first > whole.steps || steps > whole.steps - first) throw nb::index_error("the columns have fewer rows");
   for (const LeafSource& leaf : whole.leaves)
-    if (leaf.offset + leaf.bytes > store.geometry().payload_bytes) throw nb::value_error("a leaf lies outside the row");
+    if (!store.has_leaf(leaf.offset, leaf.bytes)) throw nb::value_error("a leaf lies outside the row");
   if (steps == 0 || whole.envs != store.geometry().envs) return false;
   Plan part;
   part.codec = whole.codec, part.carries_sequence = whole.carries_sequence, part.sized = true;

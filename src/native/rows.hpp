@@ -245,8 +245,13 @@ class RowWriter {
   }
   // Takes what n steps behind the newest row may need: a failure after a claim would lose the rows to be overwritten, and one
   // between two pieces would lose a part of the steps.
-  void prepare(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) {
+  // `from`: the first one's step in the batch.
+  void prepare(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves, uint64_t from = 0) {
     copies_.reserve(leaves.size());
+    if (Observations* const observations = store_.observations(); observations && n > 0) {
+      observations->divide(leaves, in_row_, keys_);
+      observations->plan(store_.lanes.protocol(lane), lane, n, keys_, from);
+    }
     if (CopyOnWriteSnapshot* snapshot = store_.saving(); snapshot && n > 0)
       snapshot->preserve(lane, StdMemory::load(store_.lanes.protocol(lane).published) % store_.lanes.capacity(), n);
   }
@@ -262,13 +267,35 @@ class RowWriter {
     store_.begin_rows(lane);
     for (uint64_t done = 0; done < n; begins = false) {
       const uint64_t take = std::min(piece, n - done);
-      protocol.append(take, begins, [&](uint64_t first) { write(lane, first, take, leaves, from + done, begins); });
+      append_piece(protocol, lane, take, leaves, from + done, begins);
       done += take;
     }
     store_.note_written(lane);
   }
+  // Writes the next n rows that are restored in a store that keeps observations, which no reader sees yet and whose seams are set.
+  void restore(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) {
+    Observations& observations = *store_.observations();
+    copies_.reserve(leaves.size());
+    observations.divide(leaves, in_row_, keys_);
+    const Lanes::Protocol protocol = observations.restoring(lane);
+    observations.plan(protocol, lane, n, keys_, 0);
+    for (uint64_t done = 0; done < n;) {
+      const uint64_t take = std::min(store_.lanes.piece(), n - done);
+      append_piece(protocol, lane, take, leaves, done, false);
+      done += take;
+    }
+  }
 
  private:
+  // `skip`: the first step in the leaves.
+  void append_piece(const Lanes::Protocol& protocol, uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves, uint64_t skip,
+                    bool begins) {
+    Observations* const observations = store_.observations();
+    protocol.append(n, begins, [&](uint64_t first) {
+      write(lane, first, n, observations ? in_row_ : leaves, skip, begins);
+      if (observations) observations->store(protocol, lane, first, n, keys_);
+    });
+  }
   void write(uint64_t lane, uint64_t first, uint64_t n, const std::vector<LeafSource>& leaves, uint64_t skip,
              bool begins) {
     const StoreGeometry& s = store_.geometry();
@@ -306,6 +333,8 @@ class RowWriter {
 
   Store& store_;
   std::vector<LeafCopy> copies_;
+  std::vector<LeafSource> in_row_;  // of the leaves, where observations are stored beside rows
+  std::vector<Observations::Key> keys_;
 };
 
 // ---- reading ----
@@ -317,6 +346,8 @@ struct ReadScratch {
   std::vector<uint64_t> physical, slot, sequence, first;
   std::vector<uint32_t> lane, looked_at;
   std::vector<uint8_t> is_looked_at;
+  std::vector<Observations::Target> observed;
+  std::vector<uint8_t> from_tail;
 };
 
 // Looks up the rows of a batch of slots, copies them, and reports which of them were still stored after the copy.
@@ -325,7 +356,8 @@ class RowReader {
   RowReader(Store& store, ReadScratch& scratch)
       : store_(store), views_(scratch.views), sequences_(scratch.sequences), rows_(scratch.rows),
         physical_(scratch.physical), slot_(scratch.slot), first_(scratch.first), lane_(scratch.lane),
-        looked_at_(scratch.looked_at), is_looked_at_(scratch.is_looked_at) {}
+        looked_at_(scratch.looked_at), is_looked_at_(scratch.is_looked_at), observed_(scratch.observed),
+        from_tail_(scratch.from_tail) {}
 
   // Looks up every slot. False: a slot lies outside the store, and nothing may be read.
   bool find(const int64_t* slots, size_t n) {
@@ -409,6 +441,10 @@ class RowReader {
 
   void copy(LeafCopy* leaves, size_t n_leaves, bool mapped_file) {
     const size_t n = rows_.size(), bytes = store_.geometry().row_stride;
+    if (store_.observations()) {
+      n_leaves = observe(leaves, n_leaves);
+      copy_observed(0, n);
+    }
 #ifdef ENGRAM_PLANT_ROWS_BEFORE_PUBLISHED
     gather_rows(rows_.data(), n, bytes, leaves, n_leaves);
     look();
@@ -444,8 +480,23 @@ class RowReader {
     if (n > done) pages.saw_batch(static_cast<uint64_t>(ns.count()), n - done);
     return n;
   }
-  // Copies rows [from, to) only, into the memory of a whole batch. Several threads may each copy a part.
-  void copy_rows(size_t from, size_t to, const LeafCopy* leaves, size_t n_leaves) const {
+  // Where observations are stored beside rows: notes where they go, in the memory of a whole batch. Returns how many of the leaves lie
+  // in rows: the first ones.
+  size_t observe(const LeafCopy* leaves, size_t n_leaves) {
+    const Observations* const observations = store_.observations();
+    if (!observations) return n_leaves;
+    size_t in_row = 0;
+    while (in_row < n_leaves && leaves[in_row].offset < store_.geometry().payload_bytes) ++in_row;
+    observed_.clear(), from_tail_.assign(rows_.size(), 0);
+    for (size_t k = in_row; k < n_leaves; ++k)
+      if (const auto leaf = observations->leaf(leaves[k].offset, leaves[k].bytes))
+        observed_.push_back({*leaf, leaves[k].array, leaves[k].stride});
+    return in_row;
+  }
+  // Copies rows [from, to) only, into the memory of a whole batch. Several threads may each copy a part, after `observe`, which told
+  // how many leaves lie in rows.
+  void copy_rows(size_t from, size_t to, const LeafCopy* leaves, size_t n_leaves) {
+    if (store_.observations()) copy_observed(from, to);
     static thread_local std::vector<LeafCopy> part;
     part.assign(leaves, leaves + n_leaves);
     for (LeafCopy& leaf : part) leaf.array += static_cast<ptrdiff_t>(from) * leaf.stride;
@@ -468,6 +519,7 @@ class RowReader {
 
   // After the copy: determines which rows existed from its start to its end.
   void settle(bool want_sequences, ReadResult& result) {
+    settle_tails();
     const bool appended_only = look_again();
     if (want_sequences) result.sequences.resize(rows_.size());
     for (size_t i = 0; i < rows_.size(); ++i) {
@@ -475,13 +527,14 @@ class RowReader {
       uint64_t sequence = 0;
       if (!sequences_[lane].find(slot, sequence))
         result.unwritten.push_back(static_cast<uint32_t>(i));
-      else if (!appended_only || sequence < first_[lane])
+      else if (!appended_only || sequence < first_[lane] || is_without_tail(i))
         result.missing.push_back(static_cast<uint32_t>(i));
       if (want_sequences) result.sequences[i] = sequence;
     }
   }
   // After a copy of rows that existed at some moment since the lookup: whether all of them are whole.
   bool are_whole() {
+    if (!settle_tails()) return false;
     bool overwritten = !look_again();
     if (in_some_lanes_)
       for (uint32_t l : looked_at_) overwritten |= first_[l] != views_[l].first;
@@ -494,6 +547,90 @@ class RowReader {
   }
 
  private:
+  struct Place {
+    uint64_t lane, env, slot;
+  };
+  Place place(size_t i) const {
+    if (in_one_ring_) return {0, 0, static_cast<uint64_t>(slots_[i])};
+    return {lane_[i], physical_[i] / store_.geometry().lane_capacity % store_.geometry().envs, slot_[i]};
+  }
+  // Where X lies in the rows: copies next.X of rows [from, to), of those that exist.
+  void copy_next(size_t from, size_t to) {
+    const Observations& observations = *store_.observations();
+    const uint8_t* frames[kBlockRows];
+    FramePlace places[kBlockRows];
+    for (size_t at = from, block = 0; at < to; at += block) {
+      block = std::min(kBlockRows, to - at);
+      uint64_t w = 0;
+      for (size_t i = at + (at == from ? 0 : kBlockRows); i < std::min(to, at + 2 * kBlockRows); ++i)
+        if (find_row(i, w)) observations.prefetch_word(place(i).lane, place(i).env, w);
+      for (size_t i = at; i < at + block; ++i) {
+        const Place of = place(i);
+        places[i - at] = {};
+        if (find_row(i, w))
+          from_tail_[i] = observations.find_next(store_.lanes.protocol(of.lane), of.lane, of.env, w, views_[of.lane].published, places[i - at]);
+      }
+      for (const Observations::Target& one : observed_) {
+        for (size_t i = at; i < at + block; ++i) frames[i - at] = observations.next_frame(place(i).lane, place(i).env, places[i - at], one.leaf.key);
+        copy_frames(frames, block, one, at);
+      }
+    }
+  }
+  void copy_frames(const uint8_t** frames, size_t n, const Observations::Target& to, size_t at) {
+    const size_t bytes = store_.observations()->geometry().keys[to.leaf.key].frame_bytes;
+    uint8_t* const array = to.array + static_cast<ptrdiff_t>(at) * to.stride;
+    static constexpr uint8_t kZeros[Observations::kMostBytesInRow] = {};
+    for (size_t i = 0; i < n; ++i)
+      if (!frames[i]) frames[i] = kZeros;  // there is no row, or it is being overwritten
+    if (bytes <= kFixedSizes) return kGatherLoops[bytes - 1](frames, n, {0, bytes, array, to.stride});
+    for (size_t i = 0; i < n; ++i) std::memcpy(array + static_cast<ptrdiff_t>(i) * to.stride, frames[i], bytes);
+  }
+  // Copies the observations of rows [from, to), of those that exist.
+  void copy_observed(size_t from, size_t to) {
+    if (observed_.empty()) return;
+    if (store_.observations()->are_in_rows()) return copy_next(from, to);
+    const Observations& observations = *store_.observations();
+    uint64_t w = 0, ahead = 0;
+    bool is_stored = from < to && find_row(from, w);
+    for (size_t i = from; i < to; ++i, w = ahead) {
+      const bool was_stored = std::exchange(is_stored, i + 1 < to && find_row(i + 1, ahead));
+      const Place at = place(i);
+      if (is_stored) observations.prefetch(place(i + 1).lane, place(i + 1).env, ahead);
+      if (was_stored)
+        from_tail_[i] = observations.copy(store_.lanes.protocol(at.lane), at.lane, at.env, w, views_[at.lane].published, observed_, i);
+    }
+  }
+  bool find_row(size_t i, uint64_t& sequence) const {
+    const Place at = place(i);
+    return sequences_[at.lane].find(at.slot, sequence);
+  }
+  // The newest rows take next.X from their tails, which the piece after next overwrites: by then the rows behind them tell where it
+  // is. False: they were overwritten again and again.
+  bool settle_tails() {
+    if (!store_.observations() || observed_.empty()) return true;
+    Lanes::Protocol::after_reading();
+    bool all = true;
+    for (size_t i = 0; i < from_tail_.size(); ++i)
+      if (from_tail_[i]) all &= settle_tail(i);
+    return all;
+  }
+  bool settle_tail(size_t i) {
+    constexpr int kLooks = 8;
+    const Observations& observations = *store_.observations();
+    const Place at = place(i);
+    const Lanes::Protocol protocol = store_.lanes.protocol(at.lane);
+    uint64_t w = 0;
+    find_row(i, w);
+    for (int looks = 0; !observations.tail_is_there(protocol, w); ++looks) {
+      if (looks == kLooks) return false;
+      from_tail_[i] = observations.copy(protocol, at.lane, at.env, w, store_.lanes.view(at.lane).published, observed_, i);
+      Lanes::Protocol::after_reading();
+      if (!from_tail_[i]) return true;
+    }
+    from_tail_[i] = 0;
+    return true;
+  }
+  bool is_without_tail(size_t i) const { return store_.observations() && !observed_.empty() && from_tail_[i]; }
   // Limits later lookups to the lanes of the located slots.
   void choose_lanes() {
     const uint64_t lanes = store_.geometry().lanes;
@@ -550,6 +687,8 @@ class RowReader {
   std::vector<uint64_t>&physical_, &slot_, &first_;
   std::vector<uint32_t>&lane_, &looked_at_;
   std::vector<uint8_t>& is_looked_at_;
+  std::vector<Observations::Target>& observed_;
+  std::vector<uint8_t>& from_tail_;  // of each row: whether next.X comes from its tail, and that was not looked at again
 #ifdef ENGRAM_PLANT_CLAIM_READ_EARLY
   void read_claims_early() {
     plant_first_.clear();

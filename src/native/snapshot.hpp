@@ -10,6 +10,7 @@
 
 #include "lanes.hpp"
 #include "mapping.hpp"
+#include "observations.hpp"
 
 namespace engram {
 
@@ -25,11 +26,14 @@ class CopyOnWriteSnapshot {
     uint64_t first, stop;  // sequences
   };
 
-  CopyOnWriteSnapshot(std::shared_ptr<MappedRegion> region, const Lanes& lanes, const uint8_t* rows, std::vector<Range> ranges)
-      : region_(std::move(region)), lanes_(lanes), rows_(rows), ranges_(std::move(ranges)) {
+  // `observations`: those that are kept beside the rows; null: there are none.
+  CopyOnWriteSnapshot(std::shared_ptr<MappedRegion> region, const Lanes& lanes, const uint8_t* rows, std::vector<Range> ranges,
+                      std::shared_ptr<const Observations> observations)
+      : region_(std::move(region)), lanes_(lanes), rows_(rows), ranges_(std::move(ranges)), observations_(std::move(observations)) {
+    if (observations_) observed_ = observations_->targets();
     for (const Range& r : ranges_) lost_.push_back(r.first);  // overwritten between reading the counters and this
     const StoreGeometry& s = lanes.geometry();
-    block_rows_ = std::clamp<uint64_t>(kBlockBytes / std::max<uint64_t>(1, s.row_stride), 1, s.lane_capacity);
+    block_rows_ = std::clamp<uint64_t>(kBlockBytes / std::max<uint64_t>(1, kept_stride()), 1, s.lane_capacity);
     per_line_ = (s.lane_capacity + block_rows_ - 1) / block_rows_;
     blocks_ = std::vector<Block>(s.lanes * s.envs * per_line_);
     for (uint64_t l = 0; l < ranges_.size(); ++l)
@@ -54,14 +58,16 @@ class CopyOnWriteSnapshot {
     }
   }
 
-  // Copies the payloads of rows [start, stop) of a lane, environment after environment. Each row is read once.
+  // Bytes of a row as `read` copies it: its payload, then its observations.
+  uint64_t row_bytes() const { return geometry().payload_bytes + (observations_ ? observations_->bytes_of_leaves() : 0); }
+  // Copies rows [start, stop) of a lane, environment after environment. Each row is read once.
   void read(uint64_t lane, uint64_t start, uint64_t stop, uint8_t* out) {
     const StoreGeometry& s = lanes_.geometry();
     for (uint64_t env = 0; env < s.envs; ++env)
       for (uint64_t w = start; w < stop;) {
         const uint64_t slot = w % s.lane_capacity, n = std::min(stop - w, left_in_block(slot));
         read_piece(lane, env, w, slot, n, out);
-        out += n * s.payload_bytes, w += n;
+        out += n * row_bytes(), w += n;
       }
   }
 
@@ -105,13 +111,16 @@ class CopyOnWriteSnapshot {
     if (b.state.load(std::memory_order_relaxed) == kPending) keep(b, line, slot);
   }
   void keep(Block& b, uint64_t line, uint64_t slot) {
-    const uint64_t first = slot / block_rows_ * block_rows_, stride = lanes_.geometry().row_stride;
+    const uint64_t first = slot / block_rows_ * block_rows_, stride = kept_stride();
     const uint64_t n = std::min(block_rows_, lanes_.capacity() - first);
     auto copy = std::make_unique<uint8_t[]>(n * stride);
-    std::memcpy(copy.get(), row(line, first), n * stride);
     const uint64_t lane = line / lanes_.envs();
-    for (uint64_t i = 0, w = 0; i < n; ++i)
-      if (saves(lane, first + i, w)) note_lost(lane, w, w + 1);
+    if (!observations_) std::memcpy(copy.get(), row(line, first), n * stride);
+    for (uint64_t i = 0, w = 0; i < n; ++i) {
+      if (!saves(lane, first + i, w)) continue;
+      if (observations_) copy_whole(line, first + i, w, copy.get() + i * stride);
+      note_lost(lane, w, w + 1);
+    }
     copies_[index(line, slot)] = std::move(copy);
     b.state.store(kPreserved, std::memory_order_release);
   }
@@ -122,14 +131,34 @@ class CopyOnWriteSnapshot {
     const std::lock_guard<std::mutex> guard(mutex_);
     if (b.state.load(std::memory_order_relaxed) == kPending && n < b.unread) keep(b, line, slot);
     const bool preserved = b.state.load(std::memory_order_relaxed) == kPreserved;
-    const uint8_t* from = preserved ? copies_[index(line, slot)].get() + slot % block_rows_ * s.row_stride
-                                    : row(line, slot);
-    for (uint64_t i = 0; i < n; ++i) std::memcpy(out + i * s.payload_bytes, from + i * s.row_stride, s.payload_bytes);
+    const uint64_t stride = kept_stride(), bytes = row_bytes();
+    const uint8_t* from = preserved ? copies_[index(line, slot)].get() + slot % block_rows_ * stride : row(line, slot);
+    for (uint64_t i = 0; i < n; ++i) {
+      if (observations_ && !preserved) copy_whole(line, slot + i, sequence + i, out + i * bytes);
+      else std::memcpy(out + i * bytes, from + i * stride, bytes);
+    }
     if (!preserved) note_lost(lane, sequence, sequence + n);
     b.unread -= std::min(n, b.unread);
     if (b.unread > 0) return;
     b.state.store(kDone, std::memory_order_release);
     copies_.erase(index(line, slot));
+  }
+  // From one row to the next in a copy of a block.
+  uint64_t kept_stride() const { return observations_ ? row_bytes() : geometry().row_stride; }
+  // Copies a row that no writer overwrites meanwhile, and its observations; the next one of the newest rows lies elsewhere when rows are
+  // appended behind them.
+  void copy_whole(uint64_t line, uint64_t slot, uint64_t w, uint8_t* out) const {
+    std::memcpy(out, row(line, slot), geometry().payload_bytes);
+    std::vector<Observations::Target> to = observed_;
+    for (Observations::Target& one : to) one.array = out + one.stride;
+    const uint64_t lane = line / lanes_.envs(), env = line % lanes_.envs();
+    const Lanes::Protocol protocol = lanes_.protocol(lane);
+    bool is_whole = false;
+    while (!is_whole) {
+      const bool from_tail = observations_->copy(protocol, lane, env, w, lanes_.view(lane).published, to, 0);
+      Lanes::Protocol::after_reading();
+      is_whole = !from_tail || observations_->tail_is_there(protocol, w);
+    }
   }
   // Called after rows [start, stop) were copied: rows below the oldest whole row may be torn.
   void note_lost(uint64_t lane, uint64_t start, uint64_t stop) {
@@ -151,6 +180,8 @@ class CopyOnWriteSnapshot {
   Lanes lanes_;
   const uint8_t* rows_;
   std::vector<Range> ranges_;
+  std::shared_ptr<const Observations> observations_;
+  std::vector<Observations::Target> observed_;  // `stride`: where each leaf lies in a copied row
   std::vector<uint64_t> lost_;
   uint64_t block_rows_ = 1, per_line_ = 1;
   std::vector<Block> blocks_;

@@ -276,7 +276,7 @@ inline void append_in_stints(Store& store, const std::vector<LeafSource>& leaves
     StintTurn turn(store, here, pause);
     const uint64_t lane = turn.lane(), take = std::min(n - done, turn.room());
     const bool begins_stint = turn.begins();
-    writer.prepare(lane, take, sources);  // may fail: before the stint and the rows
+    writer.prepare(lane, take, sources, done);  // may fail: before the stint and the rows
     const bool begins = begins_stint ? turn.stints().has_rows() : done == 0 && writer.begins(lane, n, looked_at ? *looked_at : sources);
     uint64_t slot = store.lanes.lane(lane).published.load(std::memory_order_relaxed) % capacity;
     for (uint64_t i = done; i < done + take; ++i) {

@@ -12,6 +12,7 @@
 
 #include "fork_page.hpp"
 #include "lanes.hpp"
+#include "observations.hpp"
 #include "readahead.hpp"
 #include "snapshot.hpp"
 #include "stream_table.hpp"
@@ -190,6 +191,8 @@ struct BorderRule {
   struct Entry {  // exists at the root and under `next`
     uint64_t offset, next_offset, bytes;
     size_t leaf, next_leaf;
+    bool is_observed = false;  // stored once: this key of the store's observations
+    size_t key = 0;
   };
   struct Flag {
     uint64_t offset, bytes;
@@ -254,6 +257,44 @@ class Store {
     store->use_room();
     return store;
   }
+  // Before the first row of a store in private memory: keeps X and next.X of some keys beside its rows (`Observations`).
+  void keep_observations(uint64_t ahead, std::vector<Observations::KeyGeometry> keys, std::optional<Observations::InRow> in_row) {
+    const StoreGeometry& s = geometry();
+    if (fd_ >= 0 || s.payload_bytes == 0 || grows() || observations_ || lanes.write_count() > 0)
+      throw std::invalid_argument("observations are kept from the first row on, beside rows in private memory");
+    Observations::Geometry g = observations_beside(s, ahead, std::move(keys), std::move(in_row));
+    auto observations = std::make_shared<Observations>(g, rows_);
+    lanes.limit_piece(g.longest_piece);
+    observations_ = std::move(observations);
+  }
+  // The geometry of the observations of a store.
+  static Observations::Geometry observations_beside(const StoreGeometry& s, uint64_t ahead, std::vector<Observations::KeyGeometry> keys,
+                                                    std::optional<Observations::InRow> in_row) {
+    Observations::Geometry g{s.lanes, s.envs, s.lane_capacity, ahead, 1, s.payload_bytes, std::move(keys), std::move(in_row)};
+    uint64_t bytes = s.payload_bytes;
+    if (g.in_row) {
+      g.in_row->row_stride = s.row_stride;
+      bool fits = g.in_row->x.size() == g.keys.size() && g.in_row->word % 8 == 0 && g.in_row->word + 8 <= s.payload_bytes;
+      for (size_t k = 0; fits && k < g.keys.size(); ++k)
+        fits = g.in_row->x[k] <= s.payload_bytes && g.keys[k].bytes() <= s.payload_bytes - g.in_row->x[k];
+      if (!fits) throw std::invalid_argument("the word or an observation lies outside the row");
+    }
+    for (const Observations::KeyGeometry& key : g.keys) {
+      if (key.frames > ObservationShape::kMostFrames || key.frame_bytes > kMostRowBytes) throw std::invalid_argument("an observation is too large");
+      bytes += 2 * key.bytes();
+    }
+    // The tails of a piece take as many bytes as its rows.
+    g.longest_piece = std::clamp<uint64_t>(kPieceBytes / (bytes * s.envs), 1, claim_steps(s.lane_capacity, 1, true));
+    return g;
+  }
+  // Null: rows hold all that they have.
+  Observations* observations() const { return observations_.get(); }
+  // Whether rows have a leaf there, in themselves or among the observations.
+  bool has_leaf(uint64_t offset, uint64_t bytes) const {
+    return offset + bytes <= geometry().payload_bytes || (observations_ && observations_->leaf(offset, bytes));
+  }
+  // Bytes of a row as batches have it.
+  uint64_t bytes_of_whole_row() const { return geometry().row_stride + (observations_ ? observations_->bytes_of_leaves() : 0); }
   bool grows() const { return growing_ != nullptr; }
   // The first slots, which have memory.
   uint64_t room() const { return room_; }
@@ -431,7 +472,7 @@ class Store {
       const LaneView v = lanes.view(l);
       ranges.push_back({v.first, std::max(v.first, v.published)});
     }
-    return std::make_shared<CopyOnWriteSnapshot>(region_, lanes, row(0), std::move(ranges));
+    return std::make_shared<CopyOnWriteSnapshot>(region_, lanes, row(0), std::move(ranges), observations_);
   }
   void end_save() { snapshot_.reset(); }
   CopyOnWriteSnapshot* saving() const { return snapshot_.get(); }
@@ -566,6 +607,8 @@ class Store {
   uint8_t* rows_ = nullptr;
   uint64_t room_ = 0;  // the slots that have memory
   std::shared_ptr<MappedRegion> growing_;  // of the rows, where they grow
+  static constexpr uint64_t kPieceBytes = 1 << 20;  // that are claimed together, where observations are kept beside rows
+  std::shared_ptr<Observations> observations_;
   uint64_t writer_ = 0;
   bool has_turn_ = false, has_written_ = false;
   Stint stint_, *other_ = nullptr;

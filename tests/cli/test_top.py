@@ -141,6 +141,19 @@ def test_steps_are_those_of_who_wrote_them_wherever_they_lie(tmp_path):
     assert rates[os.getpid()] == pytest.approx(now.rate_in) and rates[child.pid] == 0 and now.rate_in > 0
 
 
+def test_steps_of_nobody_known_have_no_rate(tmp_path):
+    """A lane tells of its last writers: of many that wrote a step each, the first ones are forgotten."""
+    rb = ReplayBuffer(storage=LazyMemmapStorage(20, scratch_dir=tmp_path, lanes=2))
+    for k in range(24):
+        Child(lambda k=k: rb.extend(episodes(1))).result()
+    seen = looks(tmp_path)
+    next(seen)
+    [now] = next(seen)
+    unknown = [writer for writer in now.writers if writer.pid is None]
+    assert len(unknown) == 1 and unknown[0].rows > 0 and unknown[0].rate is None
+    assert sum(writer.rows for writer in now.writers) == now.rows == 20
+
+
 def test_a_pattern_finds_stores_that_are_made_later(tmp_path):
     store(tmp_path / "a")
     seen = looks(tmp_path / "*" / "store")

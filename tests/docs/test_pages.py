@@ -9,7 +9,7 @@ import pytest
 from docs.pages import PAGES, ROOT, blocks, pages, run_page
 
 sys.path.insert(0, str(ROOT / "packaging"))
-from reference import with_all_parts
+from reference import pages_of, with_all_parts, with_tables
 
 
 @pytest.mark.parametrize("page", pages(with_peers=False))
@@ -43,6 +43,25 @@ def test_every_page_is_in_the_menu():
     menu = (ROOT / "mkdocs.yml").read_text()
     paths = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
     assert [path for path in paths if path not in menu] == []
+
+
+@pytest.mark.parametrize("word", ["SAC", "PPO", "PER", "LSTM", "GRU", "Atari", "Token", "Minari", "HER", "torchrun"])
+def test_a_word_that_people_search_for_is_in_a_heading(word):
+    """A heading counts most in the site's search."""
+    guides = [page for page in PAGES if page.parent.name in ("algorithms", "how-to")]
+    assert any(re.search(rf"^#+ .*\b{word}", page.read_text(), re.MULTILINE) for page in guides)
+
+
+def test_each_class_of_a_page_of_the_reference_has_a_page_of_its_own():
+    text = "# Parts\n\n::: engram.data.A\n    options:\n      inherited_members: true\n\n::: engram.data.B\n\n## More\n"
+    pages = pages_of("reference/parts.md", text)
+    assert list(pages) == ["reference/parts/A.md", "reference/parts/B.md"]
+    assert pages["reference/parts/A.md"].splitlines() == [
+        "::: engram.data.A", "    options:", "      inherited_members: true", "      heading_level: 1",
+    ]  # fmt: skip
+    table = with_tables("reference/parts.md", text, summary=lambda name: f"About {name}.")
+    assert "| [`A`](parts/A.md) | About engram.data.A. |\n| [`B`](parts/B.md) |" in table and ":::" not in table
+    assert table.endswith("## More\n")
 
 
 def shown(page):

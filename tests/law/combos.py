@@ -217,8 +217,12 @@ def refusal(combo: Combo) -> Refusal | None:
 
 
 def exists(combo: Combo) -> bool:
-    """Whether the levels mean something together: only stores with a name are reopened."""
-    return combo.way != "reopened" or combo.storage.startswith("named")
+    """Whether the levels mean something together.
+
+    Only stores with a name are reopened; where writers move from lane to lane, who opens one does not write where its
+    predecessor would have.
+    """
+    return combo.way != "reopened" or (combo.storage.startswith("named") and combo.place.lanes == 1)
 
 
 # ---- selections ----

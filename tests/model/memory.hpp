@@ -65,6 +65,19 @@ enum class Wrong {
   kDeadNotSettled,
   kLivingIsSettled,
   kCountWithoutTurn,
+  kRecordsShort,
+  kTailsShort,
+  kTailsNotChecked,
+  kTailsAfterPublish,
+  kNewestAskedTwice,
+  kUnitsBeforeClaim,
+  kUnitsFreedEarly,
+  kUnitsForgotten,
+  kUnitsOfVisibleRows,
+  kOthersUnitsForgotten,
+  kSegmentsBeforeRows,
+  kSegmentAfterPublish,
+  kSegmentWithoutExchange,
 };
 inline Wrong wrong = Wrong::kNothing;
 inline std::optional<Order> without;             // this access is relaxed, or this fence is not there

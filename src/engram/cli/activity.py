@@ -39,7 +39,8 @@ class WriterActivity(NamedTuple):
         holds: whether it has one of them, so that nobody else may write there.
         rows: stored steps that are its own; where each writer has a lane, those of its lanes.
         written: steps that it ever wrote, of all environments; likewise.
-        rate: steps a second, since the last look; None at the first.
+        rate: steps a second, since the last look; None at the first, and of steps of which the store does not tell any
+            more whose they are.
     """
 
     pid: int | None
@@ -247,7 +248,7 @@ class _Opened:
                 holds=any(held[i] for i in numbers),
                 rows=envs * rows,
                 written=envs * written,
-                rate=None if seconds is None else envs * max(0, steps) / seconds,
+                rate=None if seconds is None or (shares and not pid) else envs * max(0, steps) / seconds,
             )
 
 

@@ -44,6 +44,7 @@ from engram.data.replay_buffers.scheduler import (
     StepScheduler,
 )
 from engram.data.replay_buffers.storages import (
+    Compact,
     CompressedListStorage,
     LazyMemmapStorage,
     LazyStackStorage,
@@ -102,6 +103,7 @@ __all__ = [
     "BoundedDiscrete",
     "BufferStats",
     "Categorical",
+    "Compact",
     "Composite",
     "CompressedListStorage",
     "DrawTotals",

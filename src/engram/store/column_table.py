@@ -13,7 +13,7 @@ from torch import Tensor
 from engram import pytree
 from engram.store.border import LOOK_BACK, Border, ColumnBorder
 from engram.store.lanes import Lanes
-from engram.store.layout import SEQUENCE, RowLayout
+from engram.store.layout import SEQUENCE, ObservationKeys, RowLayout
 from engram.store.rows import Rows
 
 
@@ -21,6 +21,7 @@ class ColumnTable:
     """Rows as columns `[time, *envs, ...]` on one device. Writers and readers hold the storage's mutex."""
 
     source = None  # no native call reads them
+    observations: ObservationKeys | None = None  # they are columns like others
 
     def __init__(self, lanes: Lanes, layout: RowLayout, columns: list[Tensor], env_shape: tuple[int, ...]) -> None:
         self._lanes = lanes
@@ -180,6 +181,9 @@ class ColumnTable:
                 as_bytes = raw.view(torch.uint8).numpy()
                 out[:, :, x.offset : x.offset + x.nbytes] = as_bytes.transpose(1, 0, 2)
         return out
+
+    def block_writer(self, bases: list[int]) -> Callable[[int, int, np.ndarray[Any, Any]], None]:
+        return self.set_block
 
     def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
         """Writes packed rows from a sequence on."""

@@ -63,8 +63,11 @@ def _checked(lane: dict[str, Any]) -> tuple[int, int]:
     _check_counts(looked, lane["replaced"], lane.get("ticket", 0), lane.get("left", 0))
     if type(lane.get("goes_on", False)) is not bool:
         raise ValueError(f"{lane['goes_on']!r:.80} does not say whether a writer's stay in a lane goes on")
-    if looked > published or (agreed is not None and (type(agreed) is not int or not 0 <= agreed < 1 << 63)):
+    if looked > published:
         raise ValueError(f"{lane['border']!r:.80} cannot be the evidence about the border of a lane")
+    for bits in (agreed, lane.get("carried")):
+        if bits is not None and (type(bits) is not int or not 0 <= bits < 1 << 63):
+            raise ValueError(f"{bits!r:.80} cannot be the evidence about the border of a lane: a bit for each entry")
     return base, published
 
 

@@ -18,7 +18,7 @@ from engram._system import boot_id, free_memory, human_bytes, open_regular, sync
 from engram._text import log, visible, warn_user
 from engram.errors import StorageError
 from engram.store.header import FILE_NAME, open_store
-from engram.store.layout import RowLayout
+from engram.store.layout import ObservationKeys, RowLayout, StoredLayout
 from engram.store.locks import LaneLocks
 from engram.store.nodes import network_file_system, note_node, refuse_other_node, warn_of_network
 
@@ -30,6 +30,7 @@ class StoreSpec:
         trailer: whether each row ends in a trailer, by which rows torn by a power cut are recognised.
         layout_extra: JSON that the header holds beside the layout.
         extents: whether lanes tell whose rows they have.
+        observations: those that are stored once, beside the rows.
     """
 
     def __init__(
@@ -41,23 +42,33 @@ class StoreSpec:
         trailer: bool,
         layout_extra: dict[str, Any] | None = None,
         extents: bool = False,
+        observations: ObservationKeys | None = None,
     ) -> None:
-        self.layout = layout
+        self.layout, stored = layout, StoredLayout(layout, observations)
+        self.stored = stored
+        self.row_bytes, self.alignment = stored.row_bytes, stored.alignment
         self.lanes, self.lane_capacity, self.envs, self.trailer = lanes, lane_capacity, envs, trailer
         self.extents = extents
         self.layout_bytes = layout.to_bytes()
         if layout_extra is not None:
             self.layout_bytes = json.dumps({**layout.to_json(), **layout_extra}, separators=(",", ":")).encode()
         self.total_bytes = _native.Store.size_needed(
-            lanes, lane_capacity, envs, layout.payload_bytes, layout.alignment, trailer, len(self.layout_bytes)
+            lanes, lane_capacity, envs, self.row_bytes, self.alignment, trailer, len(self.layout_bytes)
         )
+        if observations is not None:
+            self.total_bytes += _native.Store.observations_needed(
+                lanes, lane_capacity, envs, self.row_bytes, observations.n_steps, stored.frames, stored.in_row
+            )
 
     def create(self, fd: int) -> _native.Store:
         """A new store in private memory (fd -1) or in a file that has room for it."""
-        return _native.Store.create(
-            fd, self.lanes, self.lane_capacity, self.envs, self.layout.payload_bytes, self.layout.alignment,
+        store = _native.Store.create(
+            fd, self.lanes, self.lane_capacity, self.envs, self.row_bytes, self.alignment,
             self.trailer, self.layout_bytes, os.urandom(16), self.extents,
         )  # fmt: skip
+        if self.stored.observations is not None:
+            store.keep_observations(self.stored.observations.n_steps, self.stored.frames, self.stored.in_row)
+        return store
 
     def create_in(self, fd: int) -> _native.Store:
         """A new store in a file, whose descriptor is closed where that fails."""

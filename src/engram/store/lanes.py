@@ -132,8 +132,9 @@ class Lanes:
         """The counters of each lane as a save keeps them: `base`, `published`, `origin`, `seams`, `border`, `replaced`.
 
         Of several lanes also `ticket`, `left`, `goes_on`: which of the store's stints the last one there is, how many
-        rows it may still append, and whether it is this process's. A lane's end is a seam, unless this process writes
-        there or was the last to write: a process that loads the save goes on as this one would.
+        rows it may still append, and whether it is this process's; and in the first lane `carried`: which entries agree
+        at the borders of this process's rows in the lane where it was before. A lane's end is a seam, unless this
+        process writes there or was the last to write: a process that loads the save goes on as this one would.
         """
         notice_fork()
         if self.unused_since_fork and self.locks is not None:  # a process that only saves is a user of the store, too
@@ -159,7 +160,11 @@ class Lanes:
             looked, agreed = self.store.border_evidence(i)
             border = {"looked": min(looked, published), "agreed": agreed}
             counters = {"base": base, "published": published, "origin": lane["origin"], "seams": seams}
-            stint = {"ticket": lane["ticket"], "left": lane["left"], "goes_on": continues} if self.moves_on else {}
+            stint: dict[str, Any] = {}
+            if self.moves_on:
+                stint = {"ticket": lane["ticket"], "left": lane["left"], "goes_on": continues}
+                if i == 0:
+                    stint["carried"] = self.store.carried_border
             saved.append({**counters, "border": border, "replaced": 0 if i else self.store.replaced, **stint})
         return saved
 
@@ -261,6 +266,7 @@ class Lanes:
         """When rows with these `saved_states` are restored: goes on in the stint of the process that saved them."""
         if not self.moves_on or self.held is None:
             return
+        self.store.carried_border = saved[0].get("carried")
         states = self.counters()
         own = [i for i, lane in enumerate(saved) if states[i]["left"] and lane.get("goes_on")]
         if own:

@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -131,6 +131,9 @@ class LeafSpec:
 
 #: The sequence of a row that was written over another one out of turn; 0: the row has the one that its lane counts.
 SEQUENCE = LeafSpec(("sequence",), torch.int64, (), hidden=True)
+#: What tells where the next observation of an earlier row is, in rows that hold their observations.
+WORD = LeafSpec(("word",), torch.int64, (), hidden=True)
+_MOST_IN_ROW = 512  # bytes of observations: larger ones have a column of their own
 
 
 class LayoutState(dict[str, Any]):
@@ -211,7 +214,14 @@ class RowLayout:
         return cls(root, leaves)
 
     # ---- batches in ----
-    def plan(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> Any:
+    def plan(
+        self,
+        batch: Any,
+        batch_dims: int,
+        time_dim: int,
+        extra: tuple[str, Any] | None = None,
+        codec: _native.Codec | None = None,
+    ) -> Any:
         """Checks every leaf of a batch against the layout; nothing moves yet.
 
         Args:
@@ -219,23 +229,25 @@ class RowLayout:
             batch_dims: how many of its first dimensions are not part of a step: 0, 1 or 2.
             time_dim: which of them is time; the other one counts environments.
             extra: a key of the root and its value, the rows' own index, used instead of the batch's own.
+            codec: of the rows that are written, where their leaves lie elsewhere than in packed rows (`StoredLayout`).
 
         Raises:
             ValueError: a leaf is missing, new, or has another shape or dtype; the message names it.
             TypeError: a leaf is no plain tensor; the message names it.
         """
-        plan = self.codec.check(batch, batch_dims, time_dim, extra) if self.plain else None
+        codec = self.codec if codec is None else codec
+        plan = codec.check(batch, batch_dims, time_dim, extra) if self.plain else None
         if plan is not None:
             return plan
         if extra is None:
-            return self._plan_slowly(batch, batch_dims, time_dim)
-        plan = self._plan_slowly(pytree.with_entry(batch, *extra), batch_dims, time_dim)
-        self.codec.set_index(plan, next(k for k, leaf in enumerate(self.leaves) if leaf.path == (extra[0],)))
+            return self._plan_slowly(codec, batch, batch_dims, time_dim)
+        plan = self._plan_slowly(codec, pytree.with_entry(batch, *extra), batch_dims, time_dim)
+        codec.set_index(plan, next(k for k, leaf in enumerate(self.leaves) if leaf.path == (extra[0],)))
         return plan
 
-    def _plan_slowly(self, batch: Any, batch_dims: int, time_dim: int) -> Any:
+    def _plan_slowly(self, codec: _native.Codec, batch: Any, batch_dims: int, time_dim: int) -> Any:
         tensors = [tensor.contiguous() for tensor in self.fitting(batch, batch_dims)]
-        plan = self.codec.check_list(tensors, batch_dims, time_dim)
+        plan = codec.check_list(tensors, batch_dims, time_dim)
         if plan is None:
             raise TypeError("the native core cannot read this batch; please report it with the batch's printout")
         return plan
@@ -278,6 +290,11 @@ class RowLayout:
         return _raw_codec([(self.payload_bytes, 0)])
 
     @functools.cached_property
+    def list_codec(self) -> Any:
+        """As `codec`, of lists of the leaves."""
+        return _codec(self, is_list=True)
+
+    @functools.cached_property
     def raw_leaf_codec(self) -> Any:
         """A codec of the bytes of each leaf, for lists with an array for each of `leaves`: uint8 [n, nbytes]."""
         return _raw_codec([(leaf.nbytes, leaf.offset) for leaf in self.leaves])
@@ -316,18 +333,6 @@ class RowLayout:
         for key, value in (extra or {}).items():
             pytree.set_entry(batch, key, value)
         return batch
-
-    def views(
-        self, memory: Any, rows_offset: int, row_stride: int, lead: tuple[int, ...], steps: tuple[int, ...]
-    ) -> Any:
-        """Live views of stored rows: leaf [*lead, ...] with a stride of `steps` rows along each dimension of `lead`."""
-        raw = torch.from_numpy(memory)
-        leaves = []
-        for leaf in self.leaves:
-            strides = [row_stride * s // leaf.itemsize for s in steps] + _contiguous(leaf.shape)
-            at = (rows_offset + leaf.offset) // leaf.itemsize
-            leaves.append(_typed(raw, leaf.dtype).as_strided((*lead, *leaf.shape), strides, at))
-        return self.build(leaves, lead)
 
     # ---- on disk ----
     def to_json(self) -> dict[str, Any]:
@@ -416,6 +421,126 @@ class RowLayout:
         self.take_root(other.root.renumbered([numbers[leaf.path] for leaf in other.leaves]))
 
 
+class ObservationKeys(NamedTuple):
+    """Which observations a store keeps once: the next one of a row is mostly that of a row behind it.
+
+    Attributes:
+        frames: of each key's observation, how many frames it is a stack of; 1: it is no stack.
+        n_steps: how far behind a row the one lies whose observation is mostly its next one.
+    """
+
+    frames: dict[KeyPath, int]
+    n_steps: int = 1
+
+    def __repr__(self) -> str:
+        """Each key with its frames, as `repr` of a storage shows them."""
+        keys = ", ".join(f"{pytree.format_key(path)}: {n}" for path, n in self.frames.items())
+        return f"{{{keys}}}" + (f" in {self.n_steps} steps" if self.n_steps > 1 else "")
+
+
+class StoredLayout:
+    """Where the leaves of a row lie in a store that keeps its bytes.
+
+    `RowLayout` is the row that batches, packed rows, checkpoints and other processes see; this is the one in memory or
+    in a file.
+
+    Args:
+        logical: the rows.
+        observations: those that are not in the stored row, but once beside it. For codecs they lie behind it: each
+            key's, and under "next" its next one.
+
+    Example:
+        >>> layout = RowLayout.of(TensorDict({"a": torch.zeros(3, 4), "done": torch.zeros(3, 1).bool()}, [3]), 1)
+        >>> stored = StoredLayout(layout)
+        >>> stored.row_bytes, stored.offset(layout.leaves[1])
+        (17, 16)
+    """
+
+    def __init__(self, logical: RowLayout, observations: ObservationKeys | None = None) -> None:
+        self.logical, self.observations = logical, observations
+        pairs = [] if observations is None else [(path, ("next", *path)) for path in observations.frames]
+        #: Whether a row holds its observations, and only the next ones lie elsewhere.
+        self.holds_observations = bool(pairs) and self._are_small(observations)
+        self._observed = [path for pair in pairs for path in (pair[1:] if self.holds_observations else pair)]
+        word = [WORD] if self.holds_observations else []
+        rows = [leaf for leaf in logical.stored if leaf.path not in self._observed]
+        rows = _packed([*rows, *word]) if pairs else logical.stored
+        #: Bytes of a stored row, without its trailer, and what rows are aligned to.
+        self.row_bytes, self.alignment = logical.payload_bytes, logical.alignment
+        if pairs:
+            self.row_bytes = max(1, _row_bytes(rows))
+            self.alignment = max([8, *(leaf.itemsize for leaf in rows)])
+        self._offsets = {(leaf.path, leaf.hidden): leaf.offset for leaf in rows}
+        end = self.row_bytes
+        for path in self._observed:
+            self._offsets[path, False] = end
+            end += self._leaf(path).nbytes
+
+    def _leaf(self, path: KeyPath) -> LeafSpec:
+        return next(leaf for leaf in self.logical.leaves if leaf.path == path)
+
+    @functools.cached_property
+    def codec(self) -> _native.Codec:
+        """Reads and writes the stored leaves of batches."""
+        codec: _native.Codec = _codec(self.logical, offsets=self._offsets) if self._observed else self.logical.codec
+        return codec
+
+    @functools.cached_property
+    def list_codec(self) -> _native.Codec:
+        """As `codec`, of lists of the leaves."""
+        codec: _native.Codec = _codec(self.logical, offsets=self._offsets, is_list=True)
+        return codec
+
+    @functools.cached_property
+    def raw_leaf_codec(self) -> _native.Codec:
+        """A codec of the bytes of each leaf, for lists with an array for each leaf of a row: uint8 [n, nbytes]."""
+        codec: _native.Codec = _raw_codec([(leaf.nbytes, self.offset(leaf)) for leaf in self.logical.leaves])
+        return codec
+
+    def _are_small(self, observations: ObservationKeys | None) -> bool:
+        frames = {} if observations is None else observations.frames
+        return max(frames.values()) == 1 and sum(self._leaf(path).nbytes for path in frames) <= _MOST_IN_ROW
+
+    @property
+    def in_row(self) -> tuple[int, list[int]] | None:
+        """Where a row that holds its observations has its word, and each key's; None: it does not."""
+        if self.observations is None or not self.holds_observations:
+            return None
+        return self.offset(WORD), [self.offset(self._leaf(path)) for path in self.observations.frames]
+
+    @property
+    def frames(self) -> list[tuple[int, int]]:
+        """Of each key that is stored once: the frames of an observation, and the bytes of a frame."""
+        frames = {} if self.observations is None else self.observations.frames
+        return [(n, self._leaf(path).nbytes // n) for path, n in frames.items()]
+
+    @functools.cached_property
+    def key(self) -> bytes:
+        """Equal for two layouts if their stored rows are, byte for byte."""
+        frames = {} if self.observations is None else self.observations.frames
+        return self.logical.key + repr(list(frames.items())).encode() if frames else self.logical.key
+
+    def leaf_at(self, offset: int) -> LeafSpec:
+        """The leaf that starts there in a stored row, or behind it."""
+        return next(leaf for leaf in self.logical.leaves if self.offset(leaf) == offset and leaf.nbytes)
+
+    def offset(self, leaf: LeafSpec) -> int:
+        """Where a leaf starts in a stored row (bytes)."""
+        return self._offsets[leaf.path, leaf.hidden]
+
+    def views(
+        self, memory: Any, rows_offset: int, row_stride: int, lead: tuple[int, ...], steps: tuple[int, ...]
+    ) -> Any:
+        """Live views of stored rows: leaf [*lead, ...] with a stride of `steps` rows along each dimension of `lead`."""
+        raw = torch.from_numpy(memory)
+        leaves = []
+        for leaf in self.logical.leaves:
+            strides = [row_stride * s // leaf.itemsize for s in steps] + _contiguous(leaf.shape)
+            at = (rows_offset + self.offset(leaf)) // leaf.itemsize
+            leaves.append(_typed(raw, leaf.dtype).as_strided((*lead, *leaf.shape), strides, at))
+        return self.logical.build(leaves, lead)
+
+
 def _list_advice(path: KeyPath) -> str:
     """Advice for an entry that is a list or tuple, whose members are leaves of their own."""
     if not path or not isinstance(path[-1], int):
@@ -485,9 +610,17 @@ def _packed(leaves: list[LeafSpec]) -> list[LeafSpec]:
     return [dataclasses.replace(leaf, offset=at) for leaf, at in zip(leaves, offsets, strict=True)]
 
 
-def _codec(layout: RowLayout, attributes: dict[str, Any] | None = None) -> Any:
-    specs = [(*_DLPACK[x.dtype], x.shape, x.offset) for x in layout.leaves]
-    tree = layout.root.native() if layout.plain else None
+def _codec(
+    layout: RowLayout,
+    attributes: dict[str, Any] | None = None,
+    offsets: dict[tuple[KeyPath, bool], int] | None = None,
+    *,
+    is_list: bool = False,
+) -> Any:
+    """A codec of rows of this layout, whose leaves may lie at other offsets."""
+    at = {} if offsets is None else offsets
+    specs = [(*_DLPACK[x.dtype], x.shape, at.get((x.path, x.hidden), x.offset)) for x in layout.leaves]
+    tree = layout.root.native() if layout.plain and not is_list else None
     template = _template()
     if template is not None:
         template |= attributes or {}

@@ -20,10 +20,11 @@ from engram._copies import share_fd
 from engram.errors import StorageError
 from engram.pytree import KeyPath, TreeSpec
 from engram.store.column_table import ColumnTable
+from engram.store.compact import NO_REPLACING, Compact, FirstSteps
 from engram.store.files import StoreSpec, open_passed_store, refuse_if_memory_is_short
 from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
-from engram.store.layout import LeafSpec, RowLayout
+from engram.store.layout import LeafSpec, ObservationKeys, RowLayout
 from engram.store.places import (
     READ_ONLY,
     FirstWriters,
@@ -41,6 +42,10 @@ from engram.store.table import Replacing, Table
 
 _T = TypeVar("_T")
 _NO_STEPS = "nothing to add: the batch has no steps"
+NOT_SHARED = (
+    "compact= stores observations once in memory of this process alone: leave out shared=, shared_init= and lanes=, or "
+    "compact="
+)
 
 
 class LazyTable(Table):
@@ -49,10 +54,13 @@ class LazyTable(Table):
     Args:
         size: how many.
         place: where.
+        compact: which observations are stored once; None: none.
     """
 
-    def __init__(self, size: TableSize, place: Place) -> None:
+    def __init__(self, size: TableSize, place: Place, compact: Compact | None = None) -> None:
         super().__init__()
+        self.compact = compact
+        self.replaces_rows = compact is None
         self.size, self.place, self.ndim = size, place, size.ndim
         self.has_path = place.opens_path()
         #: The table, when it is made or opened.
@@ -73,7 +81,9 @@ class LazyTable(Table):
     def extra(self) -> str:
         lanes = self.size.lanes if self.known_lanes is None else self.known_lanes.store.lanes
         each = "" if self.max_size is None else f", steps_per_lane={self.max_size // lanes}"
-        return f", lanes={lanes}{each}" if lanes > 1 else ""
+        of_lanes = f", lanes={lanes}{each}" if lanes > 1 else ""
+        observations = None if self.made is None else self.made.observations
+        return of_lanes if observations is None else f"{of_lanes}, compact={observations}"
 
     @property
     def max_size(self) -> int | None:
@@ -88,19 +98,36 @@ class LazyTable(Table):
         return 0 if self.made is None else sum(leaf.nbytes for leaf in self.made.layout.leaves)
 
     def arguments(self) -> dict[str, Any] | None:
-        return self.place.arguments(self.size, self.known_lanes)
+        arguments = self.place.arguments(self.size, self.known_lanes)
+        if arguments is None or self.compact is None:
+            return arguments
+        found = None if self.made is None else self.made.observations
+        return {**arguments, "compact": self.compact if found is None else Compact.of(found)}
 
     # ---- making ----
-    def make(self, layout: RowLayout, env_shape: tuple[int, ...], saved_lanes: int = 0) -> None:
-        """Makes the table for rows of a layout and environments of this shape, perhaps saved ones of so many lanes."""
+    def make(
+        self,
+        layout: RowLayout,
+        env_shape: tuple[int, ...],
+        saved_lanes: int = 0,
+        observations: ObservationKeys | None = None,
+    ) -> None:
+        """Makes the table for rows of a layout and environments of this shape, perhaps saved ones of so many lanes.
+
+        Args:
+            observations: those that are stored once; None: as far as the layout says it.
+        """
         if not self.size.is_given:
             raise ValueError("this storage needs a max_size, or max_bytes")
         self.warn_of_copy()
         if self._expects_sequences:
             layout = layout.with_sequence()
         size = self.size
-        lanes, capacity = size.fit(layout, env_shape, self.place, saved_lanes)
-        self.take(self.place.make(NewTable(layout, env_shape, self.ndim, lanes, capacity, size.given_lanes)))
+        if self.compact is not None:
+            observations = self.compact.checked(layout, observations, self.place.device)
+        lanes, capacity = size.fit(layout, env_shape, self.place, saved_lanes, observations)
+        new = NewTable(layout, env_shape, self.ndim, lanes, capacity, size.given_lanes, observations)
+        self.take(self.place.make(new))
 
     def take(self, opened: OpenedTable) -> None:
         """Uses a table that was made or opened."""
@@ -159,7 +186,11 @@ class LazyTable(Table):
                     warn_of_items(items)
                 if index_key is not None:
                     layout = _with_index(layout, index_key, self.ndim, required=self.requires_index)
-                self.make(layout, self._first_env_shape or _env_shape(items, batch_dims, time_dim))
+                observations = None
+                if self.compact is not None:
+                    observations = self.compact.find(layout, FirstSteps(items, batch_dims, time_dim))
+                envs = self._first_env_shape or _env_shape(items, batch_dims, time_dim)
+                self.make(layout, envs, observations=observations)
         assert self.made is not None
         if self.place.awaits_others():  # one of them may have made it
             envs = self._first_env_shape or _env_shape(items, batch_dims, time_dim)
@@ -204,6 +235,8 @@ class LazyTable(Table):
             yield
 
     def share(self, name: str) -> None:
+        if self.compact is not None:
+            raise ValueError(NOT_SHARED)
         self.place = self.place.shared(self.made is not None)
 
     def warn_of_copy(self) -> None:
@@ -218,6 +251,10 @@ class LazyTable(Table):
 
     # ---- sequences of rows that are written out of turn ----
     def expect_sequences(self, by_set: bool) -> None:
+        if self.compact is not None:
+            if not by_set:
+                raise TypeError(NO_REPLACING)
+            return
         self._expects_sequences = True
         if isinstance(self.made, ColumnTable):  # one column more, nothing is copied
             self.made.carry_sequences()
@@ -250,8 +287,7 @@ class LazyTable(Table):
     def can_widen(self) -> bool:
         """Whether stored rows can get room for sequences: not in a file, nor in shared memory."""
         made = self.made
-        in_private = isinstance(made, RowTable) and not made.mapped and made.lanes.locks is None
-        return in_private or isinstance(made, ColumnTable)
+        return isinstance(made, ColumnTable) or (isinstance(made, RowTable) and made.can_widen)
 
     # ---- writing ----
     def fit(
@@ -363,17 +399,18 @@ class LazyTable(Table):
         if self.made is None:
             return None
         layout = self.made.layout  # with its classes, which a state does not name
-        return layout.root, layout.leaves, layout.carries_sequence, self.env_shape, self._first_env_shape
+        form = layout.root, layout.leaves, layout.carries_sequence, self.env_shape, self._first_env_shape
+        return form if self.made.observations is None else (*form, self.made.observations)
 
     def take_row_form(self, form: Any) -> None:
         """Makes room for rows of what `row_form` returned."""
         if form is not None and self.made is None:
-            root, leaves, carries_sequence, env_shape, self._first_env_shape = form
-            self.make(RowLayout(root, leaves, carries_sequence), env_shape)
+            root, leaves, carries_sequence, env_shape, self._first_env_shape, *observations = form
+            self.make(RowLayout(root, leaves, carries_sequence), env_shape, 0, *observations)
 
     def make_room(self, layout: RowLayout, replacing: Replacing) -> None:
         """Before rows of this layout are restored: makes room for the sequences that they carry, where it can."""
-        if self.can_widen and (self._expects_sequences or layout.carries_sequence):
+        if (self._expects_sequences or layout.carries_sequence) and self.can_widen:
             self.carry_sequences(replacing)
 
     def sent_state(self, name: str) -> dict[str, Any]:
@@ -543,6 +580,8 @@ def _with_index(layout: RowLayout, key: str, ndim: int, *, required: bool) -> Ro
 def _view(made: MadeTable, env_shape: tuple[int, ...], start: int, stop: int) -> Any:
     """Live views of time slots, with all dimensions of environments."""
     view = made.view(start, stop)
+    if view is None:
+        return None
     if (len(env_shape) > 1 or env_shape == (1,)) and isinstance(made, RowTable):
         lead, merged = (stop - start, *env_shape), 1 if env_shape == (1,) else 2
         view = pytree.map_outermost(view, lambda part: part.reshape(*lead, *part.shape[merged:]))

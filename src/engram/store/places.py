@@ -25,6 +25,7 @@ from engram._text import log
 from engram.errors import StorageError, StorageInUseError
 from engram.specs.tensors import usable_device
 from engram.store.column_table import ColumnTable
+from engram.store.compact_table import CompactTable
 from engram.store.files import (
     StoreSession,
     StoreSpec,
@@ -36,7 +37,7 @@ from engram.store.files import (
 from engram.store.header import FILE_NAME, StoreFile
 from engram.store.held_lanes import HeldLanes
 from engram.store.lanes import Lanes
-from engram.store.layout import RowLayout
+from engram.store.layout import ObservationKeys, RowLayout, StoredLayout
 from engram.store.locks import LaneLocks
 from engram.store.nodes import note_node
 from engram.store.row_table import RowTable
@@ -179,11 +180,19 @@ class TableSize:
             found.append("lanes between which writers move, and no lane for each of them")
         return found
 
-    def fit(self, layout: RowLayout, env_shape: tuple[int, ...], place: Place, saved_lanes: int = 0) -> tuple[int, int]:
+    def fit(
+        self,
+        layout: RowLayout,
+        env_shape: tuple[int, ...],
+        place: Place,
+        saved_lanes: int = 0,
+        observations: ObservationKeys | None = None,
+    ) -> tuple[int, int]:
         """The lanes of a new table, and time steps of each.
 
         Args:
             saved_lanes: of rows that it is made for; 0: for none.
+            observations: those that are stored once.
 
         Raises:
             StorageError: not one step of each lane fits into `max_bytes`.
@@ -192,11 +201,16 @@ class TableSize:
         if self.moves_on and saved_lanes > 1:
             lanes = saved_lanes
         elif self.moves_on and self.max_bytes is not None:
-            lanes = lanes_for(lanes, lanes * self.lane_capacity(layout, env_shape, place))
-        return lanes, self.lane_capacity(layout, env_shape, place, lanes)
+            lanes = lanes_for(lanes, lanes * self.lane_capacity(layout, env_shape, place, None, observations))
+        return lanes, self.lane_capacity(layout, env_shape, place, lanes, observations)
 
     def lane_capacity(
-        self, layout: RowLayout, env_shape: tuple[int, ...], place: Place, lanes: int | None = None
+        self,
+        layout: RowLayout,
+        env_shape: tuple[int, ...],
+        place: Place,
+        lanes: int | None = None,
+        observations: ObservationKeys | None = None,
     ) -> int:
         """Time steps of a lane of a new table. StorageError: not one fits into `max_bytes`."""
         n, envs = self.lanes if lanes is None else lanes, math.prod(env_shape)
@@ -204,9 +218,10 @@ class TableSize:
             return math.ceil((self.given_size or self.max_size or 0) / (n * envs))
 
         def needed(steps: int) -> int:
-            return place.bytes_of(NewTable(layout, env_shape, self.ndim, n, steps, self.given_lanes))
+            return place.bytes_of(NewTable(layout, env_shape, self.ndim, n, steps, self.given_lanes, observations))
 
-        fit, too_many = 0, self.max_bytes // max(n * envs * layout.payload_bytes, 1) + 1
+        row_bytes = StoredLayout(layout, observations).row_bytes
+        fit, too_many = 0, self.max_bytes // max(n * envs * row_bytes, 1) + 1
         while too_many - fit > 1:  # the space between header and rows grows with their number
             steps = (fit + too_many) // 2
             if needed(steps) > self.max_bytes:
@@ -239,13 +254,15 @@ class NewTable(NamedTuple):
     lanes: int
     lane_capacity: int
     given_lanes: int | LaneCount | None
+    observations: ObservationKeys | None = None  # that are stored once
 
     def spec(self, *, trailer: bool = False, with_dimensions: bool = False) -> StoreSpec:
         """The store of such a table; `with_dimensions` for processes that open it knowing nothing else."""
         dimensions = {"inner": list(self.env_shape), "ndim": self.ndim} if with_dimensions else None
         envs = math.prod(self.env_shape)
         extents = self.lanes > 1 and not isinstance(self.given_lanes, HeldLaneCount)
-        return StoreSpec(self.layout, self.lanes, self.lane_capacity, envs, trailer, dimensions, extents)
+        spec = self.layout, self.lanes, self.lane_capacity, envs, trailer, dimensions, extents
+        return StoreSpec(*spec, observations=self.observations)
 
 
 class OpenedTable(NamedTuple):
@@ -263,8 +280,9 @@ def saved_layout(store: _native.Store) -> tuple[RowLayout, tuple[int, ...], int]
     layout, inner, ndim = RowLayout.from_json(saved), tuple(saved["inner"]), saved["ndim"]
     if any(type(n) is not int for n in (*inner, ndim)) or math.prod(inner) != store.envs or not 0 <= ndim <= _MOST_DIMS:
         raise ValueError(f"its rows are of environments {list(inner)!r:.80} and {ndim!r:.80} dimensions")
-    if layout.payload_bytes != store.payload_bytes:
-        raise ValueError(f"its rows have {layout.payload_bytes} bytes, those of the store {store.payload_bytes}")
+    row_bytes = StoredLayout(layout).row_bytes
+    if row_bytes != store.payload_bytes:
+        raise ValueError(f"its rows have {row_bytes} bytes, those of the store {store.payload_bytes}")
     return layout, inner, ndim
 
 
@@ -375,7 +393,8 @@ class PrivateMemory(Place):
         log.info("storage in memory: %s", spec)
         refuse_if_memory_is_short(spec)
         lanes = Lanes(spec.create(-1))
-        return OpenedTable(lanes, self.table(lanes, new.layout), new.env_shape, new.ndim)
+        table = self.table(lanes, new.layout) if new.observations is None else CompactTable(lanes, spec.stored)
+        return OpenedTable(lanes, table, new.env_shape, new.ndim)
 
     def bytes_of(self, new: NewTable) -> int:
         if self.device.type == "cpu":

@@ -15,8 +15,9 @@ from engram import pytree
 from engram._system import notice_fork
 from engram.errors import StorageError
 from engram.store.border import Border
+from engram.store.compact import ObservationShares
 from engram.store.lanes import Lanes
-from engram.store.layout import SEQUENCE, LeafSpec, RowLayout
+from engram.store.layout import SEQUENCE, LeafSpec, RowLayout, StoredLayout
 from engram.store.rows import IndexTakenError, JoinedRows, Rows
 
 _NO_INDEX = -1
@@ -96,7 +97,8 @@ class RowTable:
 
     Args:
         store: holds the rows, where it is another one than that of the lanes (`Store.with_growing_rows`).
-        codec: of other batches with this layout than `layout.codec` makes.
+        codec: of other batches with this layout than the one of its `StoredLayout` makes.
+        stored: where leaves lie in the rows, where that is not as in packed ones.
     """
 
     def __init__(
@@ -106,11 +108,17 @@ class RowTable:
         mapped: bool,
         store: _native.Store | None = None,
         codec: _native.Codec | None = None,
+        stored: StoredLayout | None = None,
     ) -> None:
         self.lanes = lanes
         self._store = lanes.store if store is None else store
         self.layout = layout
-        self._codec = layout.codec if codec is None else codec
+        self._stored = StoredLayout(layout) if stored is None else stored
+        self._codec = self._stored.codec if codec is None else codec
+        #: Those that are stored once, and not in the rows; None: none.
+        self.observations = self._stored.observations
+        #: Whether stored rows can get room for sequences: not in a file, nor in shared memory.
+        self.can_widen = not mapped and lanes.locks is None and self.observations is None
         self.mapped = mapped
         self._fast = layout.plain
         self._index_leaves: dict[str, int | None] = {}
@@ -119,8 +127,8 @@ class RowTable:
         border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
         if border.decides:
             self._store.set_border(self._codec, list(border.entries), list(border.done), border.either, border.id)
-        if layout.sequence_offset is not None and self._store.lanes == self._store.envs == 1:
-            lanes.own_sequences = functools.partial(_own_sequences, self._store, layout.sequence_offset)
+        if layout.carries_sequence and self._store.lanes == self._store.envs == 1:
+            lanes.own_sequences = functools.partial(_own_sequences, self._store, self._stored.offset(SEQUENCE))
         #: What native calls read whole batches from; None: not all of a batch's form is made by them.
         self.source = None
         if self._fast and not layout.within and store is None:
@@ -130,10 +138,19 @@ class RowTable:
     def nbytes(self) -> int:
         return self._store.total_bytes
 
+    def observation_shares(self) -> ObservationShares | None:
+        """What the rows are made of, where observations are stored once; None: rows are whole."""
+        return None
+
+    @property
+    def stored_key(self) -> bytes:
+        """Equal for two tables if their stored rows are laid out in the same way."""
+        return self._stored.key
+
     def fit(
         self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None
     ) -> tuple[int, _native.Plan]:
-        plan: _native.Plan = self.layout.plan(batch, batch_dims, time_dim, extra)
+        plan: _native.Plan = self.layout.plan(batch, batch_dims, time_dim, extra, self._codec)
         if plan.envs != self._store.envs:
             raise ValueError(
                 f"the batch has {plan.envs} environments, this storage {self._store.envs}; nothing was written"
@@ -141,7 +158,7 @@ class RowTable:
         return plan.steps, plan
 
     def fit_rows(self, rows: Any) -> tuple[int, _native.Plan]:
-        plan: _native.Plan = self.layout.plan(rows, 1, 0)
+        plan: _native.Plan = self.layout.plan(rows, 1, 0, None, self._codec)
         return plan.steps, plan
 
     def push(self, batch: Any, batch_dims: int, time_dim: int, index_key: str | None) -> Tensor | int | None:
@@ -250,14 +267,17 @@ class RowTable:
         """As `append_packed`, of the bytes of each leaf: uint8 [n, nbytes] for each of `layout.leaves`."""
         plan = None if self.layout.carries_sequence else self.layout.raw_leaf_codec.check_list(leaves, 1, 0)
         if plan is None:
-            sizes = [leaf.nbytes for leaf in self.layout.leaves]
-            raise ValueError(
-                f"an array uint8 [n, bytes] is needed for each leaf, of {sizes} bytes, found "
-                f"{[tuple(leaf.shape) for leaf in leaves]}; nothing was written"
-            )
+            raise self._no_leaves(leaves)
         slots = self.append(plan)
         assert isinstance(slots, Tensor)
         return slots
+
+    def _no_leaves(self, leaves: list[Any]) -> ValueError:
+        sizes = [leaf.nbytes for leaf in self.layout.leaves]
+        return ValueError(
+            f"an array uint8 [n, bytes] is needed for each leaf, of {sizes} bytes, found "
+            f"{[tuple(leaf.shape) for leaf in leaves]}; nothing was written"
+        )
 
     def overwrite(self, slots: Tensor, plan: _native.Plan) -> None:
         self._store.overwrite(slots, plan, None)
@@ -273,9 +293,10 @@ class RowTable:
 
     def with_sequences(self) -> RowTable:
         """A copy of the rows in private memory, with room for their own sequences."""
-        layout, leaves = self.layout.with_sequence(), {leaf.path: leaf for leaf in self.layout.leaves}
-        moves = [(leaves[x.path].offset, x.offset, x.nbytes) for x in layout.leaves]
-        store = self._store.widened(layout.payload_bytes, layout.alignment, layout.to_bytes(), moves)
+        layout = self.layout.with_sequence()
+        wide = StoredLayout(layout)
+        moves = [(self._stored.offset(x), wide.offset(x), x.nbytes) for x in layout.leaves]
+        store = self._store.widened(wide.row_bytes, wide.alignment, layout.to_bytes(), moves)
         return RowTable(self.lanes.widened(store), layout, mapped=False)
 
     def read(
@@ -307,7 +328,7 @@ class RowTable:
 
     def same_rows(self, other: RowTable) -> bool:
         """Whether rows of both can be read into one batch."""
-        return self._fast and (other is self or (other.layout.plain and other.layout.key == self.layout.key))
+        return self._fast and (other is self or (other.layout.plain and other.stored_key == self.stored_key))
 
     def read_many(
         self,
@@ -386,7 +407,7 @@ class RowTable:
             (s.lanes * s.lane_capacity, s.envs, leaf.nbytes),
             (s.row_stride, s.lane_capacity * s.row_stride, 1),
         )
-        start = s.memory()[s.rows_offset + leaf.offset :]
+        start = s.memory()[s.rows_offset + self._stored.offset(leaf) :]
         rows = np.lib.stride_tricks.as_strided(start, shape, strides, writeable=False)
         values = torch.from_numpy(rows[slots.numpy()])
         lead = (len(slots), s.envs) if s.envs > 1 else (len(slots),)
@@ -400,7 +421,7 @@ class RowTable:
         if s.envs > 1:
             lead, steps = (*lead, s.envs), (*steps, s.lane_capacity)
         offset = s.rows_offset + start * s.row_stride
-        return self.layout.views(s.memory(), offset, s.row_stride, lead, steps)
+        return self._stored.views(s.memory(), offset, s.row_stride, lead, steps)
 
     # ---- whole blocks, for checkpoints ----
     def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
@@ -408,6 +429,9 @@ class RowTable:
         for at, rows in self._pieces(lane, start, stop):
             out[:, at] = rows
         return out
+
+    def block_writer(self, bases: list[int]) -> Callable[[int, int, np.ndarray[Any, Any]], None]:
+        return self.set_block
 
     def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
         if rows.strides[-1] != 1:

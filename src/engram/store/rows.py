@@ -13,7 +13,7 @@ from torch import Tensor
 from engram import pytree
 from engram._text import warn_user
 from engram.errors import StorageInUseError
-from engram.store.layout import RowLayout
+from engram.store.layout import ObservationKeys, RowLayout
 
 
 class Checked(NamedTuple):
@@ -57,6 +57,8 @@ class MadeTable(Protocol):
     """Stored rows of one layout: packed rows, or columns."""
 
     layout: RowLayout
+    #: Those that are stored once, and not in the rows; None: none.
+    observations: ObservationKeys | None
 
     @property
     def nbytes(self) -> int:
@@ -110,13 +112,19 @@ class MadeTable(Protocol):
         """One leaf of the steps at time slots: [n, *envs, ...]."""
 
     def view(self, start: int, stop: int) -> Any:
-        """Live views of time slots [start, stop)."""
+        """Live views of time slots [start, stop); None: there are none."""
 
     def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
         """uint8 [envs, stop - start, payload bytes]: packed rows with these sequences, copied."""
 
-    def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
-        """Writes packed rows from a sequence on, visible when the counters are set. StorageError: the disk fails."""
+    def block_writer(self, bases: list[int]) -> Callable[[int, int, np.ndarray[Any, Any]], None]:
+        """Writes packed rows of a lane from a sequence on, visible when the counters are set.
+
+        Args:
+            bases: the sequence of the first row that comes, of each lane.
+
+        What is returned raises a StorageError where the disk fails; several threads may call it, in any order of rows.
+        """
 
 
 def expand_slots(time_slots: Tensor | int, envs: int) -> Tensor | int:

@@ -11,7 +11,7 @@ import numpy as np
 from engram._system import map_privately
 from engram.errors import StorageInUseError
 from engram.store.lanes import Lanes
-from engram.store.layout import RowLayout
+from engram.store.layout import RowLayout, StoredLayout
 
 if TYPE_CHECKING:
     from engram.store.items import ItemTable
@@ -53,6 +53,7 @@ class RowSnapshot(ChangeTracker):
 
     Args:
         copy_on_write: whether this process writes while the save runs; otherwise the caller holds the mutex all along.
+        stored: where leaves lie in the store, where that is not as in packed rows.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class RowSnapshot(ChangeTracker):
         counters: dict[str, Any],
         row_layout: RowLayout,
         copy_on_write: bool = True,
+        stored: StoredLayout | None = None,
     ) -> None:
         super().__init__(lanes)
-        self._lanes = lanes
+        self._lanes, self._stored = lanes, StoredLayout(row_layout) if stored is None else stored
         self._layout, self._row_layout = copy.deepcopy(layout), row_layout
         self._counters = counters
         self._row_bytes = row_layout.payload_bytes
@@ -91,8 +93,18 @@ class RowSnapshot(ChangeTracker):
         out = np.empty((self._counters["envs"], stop - start, self._row_bytes), np.uint8)
         self._lanes.store.check_file()
         if stop > start:  # other processes may have overwritten all rows before the save began
-            self._pass.read(lane, start, stop, out)
+            self._read(lane, start, stop, out)
         return out
+
+    def _read(self, lane: int, start: int, stop: int, out: np.ndarray[Any, Any]) -> None:
+        if self._stored.observations is None:
+            self._pass.read(lane, start, stop, out)
+            return
+        rows = np.empty((*out.shape[:2], self._pass.row_bytes), np.uint8)
+        self._pass.read(lane, start, stop, rows)
+        for leaf in self._row_layout.leaves:
+            at = self._stored.offset(leaf)
+            out[..., leaf.offset : leaf.offset + leaf.nbytes] = rows[..., at : at + leaf.nbytes]
 
     def row_layout(self) -> RowLayout:
         return self._row_layout

@@ -8,7 +8,8 @@ A contract is a class of tests. Inherit it in a test file and say how to make yo
         def make(self):
             return Newest()
 
-- storages: `StorageContract`, `TableContract` (packed rows), `StrandsContract` (several environments)
+- storages: `StorageContract`, `TableContract` (packed rows), `StrandsContract` (several environments),
+  `CompactContract` (observations that are stored once)
 - samplers, classes with `sample(storage, batch_size) -> (index, info)`: `SamplerContract`
 - writers: `WriterContract`, `RoundRobinWriterContract`
 - transforms and callables, in buffers and in environments: `TransformContract`
@@ -27,10 +28,11 @@ except ImportError as error:
 
 # A contract that fails shows both sides of its comparisons, as a test file does.
 _PARTS = (
-    "env", "helpers", "sampler", "storage", "transform", "writer",
+    "compact", "env", "helpers", "sampler", "storage", "transform", "writer",
 )  # fmt: skip
 pytest.register_assert_rewrite(*(f"engram.testing.{part}" for part in _PARTS))
 
+from engram.testing.compact import CompactContract  # noqa: E402
 from engram.testing.env import EnvContract  # noqa: E402
 from engram.testing.helpers import (  # noqa: E402
     chi_square,
@@ -46,6 +48,7 @@ from engram.testing.transform import TransformContract  # noqa: E402
 from engram.testing.writer import RoundRobinWriterContract, WriterContract  # noqa: E402
 
 __all__ = [
+    "CompactContract",
     "EnvContract",
     "RoundRobinWriterContract",
     "SamplerContract",

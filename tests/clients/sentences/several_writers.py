@@ -91,10 +91,23 @@ def the_second_writer_is_warned(rl: Package) -> None:
 
 
 @sentence(
-    "With `lanes=` each process has a ring of its own, and one writer more than lanes is an error",
+    "With `lanes=n` any number of processes write side by side, `max_size` steps are kept, and the oldest go first",
     not_in_torchrl="its storages take no `lanes`",
 )
-def lanes_are_rings_of_their_own(rl: Package) -> None:
+def lanes_together_are_one_ring(rl: Package) -> None:
+    rb = rl.data.ReplayBuffer(storage=rl.data.LazyMemmapStorage(400, lanes=2))
+    rb.extend(_steps(0, 70))
+    for k in range(1, 12):
+        _in_a_child(lambda k=k: rb.extend(_steps(70 * k, 70)))
+    kept = set(rb[:]["n"].tolist())
+    assert len(rb) == len(kept) == 400 and max(kept) == 839
+    assert min(kept) >= 840 - 400 - 2 * 100  # as far as the lengths of lanes, a quarter of it here, allow
+
+
+@sentence(
+    "`lanes=1` allows one process to write, and a second one is told", not_in_torchrl="its storages take no `lanes`"
+)
+def one_lane_has_one_writer(rl: Package) -> None:
     rb = rl.data.ReplayBuffer(storage=rl.data.LazyMemmapStorage(100, lanes=1))
     rb.extend(_steps(0, 3))
 
@@ -102,7 +115,7 @@ def lanes_are_rings_of_their_own(rl: Package) -> None:
         try:
             rb.extend(_steps(3, 3))
         except RuntimeError as error:
-            assert "lanes=2" in str(error)
+            assert "lanes" in str(error)
         else:
             raise AssertionError("two processes write to one lane")
 

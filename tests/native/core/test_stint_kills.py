@@ -153,7 +153,7 @@ def descriptor(kind: str, path: Path) -> Iterator[int]:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("kills", [50, pytest.param(1750, marks=pytest.mark.long)])
-@pytest.mark.parametrize(("lanes", "capacity"), [(16, 256), (5, 320)])
+@pytest.mark.parametrize(("lanes", "capacity"), [(16, 256), (5, 40)])
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_writers_that_are_killed_inside_an_append_tear_and_mix_nothing(
     kind: str, lanes: int, capacity: int, kills: int, tmp_path: Path

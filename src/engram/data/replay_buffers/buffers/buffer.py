@@ -35,7 +35,14 @@ from engram.data.replay_buffers.buffers.delayed import delay, is_delayed
 from engram.data.replay_buffers.buffers.in_place import grid_index, in_index_order, is_int
 from engram.data.replay_buffers.buffers.parts import BufferParts, Entries, PartSettings
 from engram.data.replay_buffers.buffers.publishing import DrawCounts, StatsPublisher
-from engram.data.replay_buffers.buffers.stats import BatchCount, BufferStats, count_steps, shown_content, writers_of
+from engram.data.replay_buffers.buffers.stats import (
+    BatchCount,
+    BufferStats,
+    count_steps,
+    observation_shares_of,
+    shown_content,
+    writers_of,
+)
 from engram.data.replay_buffers.reading.reader import MANY_ROWS, EpochOverError, LoopEpochs
 from engram.data.replay_buffers.reading.reuse import why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, user_object
@@ -618,6 +625,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             draws=self._handed_out.batches,
             episodes=counted.episodes,
             writers=writers_of(storage),
+            compact=observation_shares_of(storage),
         )
 
     @overload

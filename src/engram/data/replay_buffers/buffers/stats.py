@@ -9,6 +9,7 @@ from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.pytree import format_key
+from engram.store.compact import ObservationShares
 from engram.store.episodes import EpisodeIndex, StoredTrajectories
 from engram.store.writers import WriterShare, writer_shares
 
@@ -28,6 +29,8 @@ class BufferStats(NamedTuple):
             the write cursor cut them, too. None where the steps do not say where trajectories end.
         writers: of a storage with several lanes, whose rows it has: the `pid` of each process, its `rows`, how many it
             has `written`, and the slot of its `newest` one.
+        compact: of a storage with `compact=`, which share of the newest rows took no memory for an observation, and
+            what would make them smaller; None of other storages.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
@@ -36,7 +39,7 @@ class BufferStats(NamedTuple):
         >>> _ = rb.sample()
         >>> rb.stats()
         BufferStats(rows=4, bytes=..., capacity=4, writes=5, draws=1, episodes=2,
-                    writers=())
+                    writers=(), compact=None)
     """
 
     rows: int
@@ -46,6 +49,7 @@ class BufferStats(NamedTuple):
     draws: int
     episodes: int | None
     writers: tuple[WriterShare, ...] = ()
+    compact: ObservationShares | None = None
 
 
 class BatchCount:
@@ -70,6 +74,12 @@ def count_steps(storage: Storage, sampler: Sampler, index: EpisodeIndex) -> Step
     episodes = sampler.draw_plan(storage).episodes or index
     with sampler.lock, storage.mutex:
         return storage.access.validated(lambda: _counted(storage, episodes))
+
+
+def observation_shares_of(storage: Storage) -> ObservationShares | None:
+    """What the rows of a storage are made of that keeps observations once; None: it keeps whole rows."""
+    table = storage.native.table
+    return None if table is None else table.observation_shares()
 
 
 def writers_of(storage: Storage) -> tuple[WriterShare, ...]:

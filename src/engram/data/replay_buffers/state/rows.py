@@ -21,7 +21,7 @@ from engram.errors import CheckpointError, CheckpointMisfitError, StorageError, 
 from engram.store.column_table import ColumnTable
 from engram.store.counters import Counters
 from engram.store.lanes import Lanes
-from engram.store.layout import LayoutState, MalformedLayoutError, RowLayout
+from engram.store.layout import LayoutState, MalformedLayoutError, RowLayout, StoredLayout
 from engram.store.lazy_table import LazyTable
 from engram.store.places import READ_ONLY
 from engram.store.row_table import RowTable
@@ -156,10 +156,14 @@ class RowLoad(_Sink):
         if self._lanes is not None:
             self._lanes.hold_as_saved(counters["lanes"])
             self._lanes.store.begin_restore()
+            bases = []
             for i, lane in enumerate(counters["lanes"]):
                 shift = self._shift(i)
+                bases.append(lane["base"] - shift)
                 seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
-                self._lanes.store.set_seams(i, lane["base"] - shift, lane["published"] - shift, seams)
+                self._lanes.store.set_seams(i, bases[-1], lane["published"] - shift, seams)
+            if self._table is not None:
+                self._write = self._table.block_writer(bases)
 
     def _make_room(self, layout: dict[str, Any], counters: dict[str, Any]) -> None:
         """Makes the table where there is none, and room for what these rows carry."""
@@ -174,11 +178,10 @@ class RowLoad(_Sink):
 
     def write_block(self, lane: int, start: int, rows: Rows) -> None:
         """Takes rows [envs, n, row bytes] with sequences from `start` on."""
-        assert self._table is not None
         if self._byte_order is not None:
             rows = np.ascontiguousarray(rows[..., self._byte_order])
             rows[..., self._byte_order < 0] = 0  # sequences, which the saved rows did not carry
-        self._table.set_block(lane, start - self._shift(lane), rows)
+        self._write(lane, start - self._shift(lane), rows)
 
     def end_restore(self, counters: dict[str, Any] | None = None) -> None:
         """Shows the restored rows, or those of other counters, which have lost some of the oldest."""
@@ -333,7 +336,8 @@ class SavedRows(SavedStorage):
             raise CheckpointError("this buffer is being saved in the background; wait for that save's result()")
         layout = self._now.layout_state()
         assert layout is not None
-        return RowSnapshot(lanes, layout, self._now.counters(), made.layout, copy_on_write=background)
+        stored = StoredLayout(made.layout, made.observations)
+        return RowSnapshot(lanes, layout, self._now.counters(), made.layout, copy_on_write=background, stored=stored)
 
     def sink(self) -> RowLoad:
         return RowLoad(self._rows, self._storage.access.replacing)

@@ -195,5 +195,8 @@ class Access:
         arguments = self.table.arguments()
         if arguments is not None and isinstance(arguments.get("lanes"), LaneCount):
             arguments["lanes"] = operator.index(arguments["lanes"])
+        if arguments is not None and "compact" in arguments:
+            rest = {name: value for name, value in arguments.items() if name != "compact"}
+            return {**rest, "compact": arguments["compact"].to_json()}
         plain = {bool, int, str, type(None)}
         return arguments if arguments is not None and plain.issuperset(map(type, arguments.values())) else None

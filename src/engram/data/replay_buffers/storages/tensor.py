@@ -17,11 +17,13 @@ from engram._checks import is_integer
 from engram.data.replay_buffers.state.rows import SavedRows
 from engram.data.replay_buffers.storages.base import Storage
 from engram.errors import StorageError
+from engram.pytree import Key
 from engram.specs import Spec
 from engram.store.column_table import ColumnTable
+from engram.store.compact import Compact, as_compact
 from engram.store.lanes import Lanes
 from engram.store.layout import RowLayout
-from engram.store.lazy_table import LazyTable
+from engram.store.lazy_table import NOT_SHARED, LazyTable
 from engram.store.places import (
     FirstWriters,
     GivenRoom,
@@ -204,6 +206,9 @@ class LazyTensorStorage(TensorStorage):
             first of them that writes makes the rows' memory, the others use it.
         max_bytes: instead of `max_size`, what the rows and their header may take: a number, "8GB", "512MiB". As many
             steps as fit, which is known at the first write; until then `max_size` is None.
+        compact: store observations once: True, keys, or a `Compact`. Of an observation X that rows have at the root and
+            under `"next"` each frame is stored once, so that stacks of 4 frames take an eighth of the memory. Rows come
+            back byte for byte; stored rows change in all other entries, and slices of them are copies.
 
     Raises:
         ValueError: a setting that is not allowed, or there is no such device.
@@ -234,6 +239,7 @@ class LazyTensorStorage(TensorStorage):
         compilable: bool = False,
         shared_init: bool = False,
         max_bytes: int | str | None = None,
+        compact: bool | Key | list[Key] | Compact = False,
     ) -> None:
         if max_size is None and max_bytes is None:
             raise ValueError('a storage needs a size: max_size=100_000 steps, or max_bytes="8GB"')
@@ -245,10 +251,15 @@ class LazyTensorStorage(TensorStorage):
             )
         if size.lanes > 1 and not is_shared:
             raise ValueError("lanes are for processes that share a storage: pass shared=True too")
+        found = as_compact(compact)
+        if found is not None and is_shared:
+            raise ValueError(NOT_SHARED)
+        if found is not None and private.device.type != "cpu":
+            raise ValueError(f"compact= stores observations once in memory of the CPU, not on {private.device}")
         place: Place = SharedMemory() if is_shared else private
         if shared_init:
             place = FirstWriters(SharedMemory(), UnmadeStore(temporary=False))
-        self._hold_rows(LazyTable(size, place), checkpointer)
+        self._hold_rows(LazyTable(size, place, found), checkpointer)
 
     @classmethod
     def nbytes_for(cls, spec: Any, n: int) -> int:
@@ -269,6 +280,14 @@ class LazyTensorStorage(TensorStorage):
             7072
         """
         return table_bytes(spec, n, PrivateMemory("cpu"))
+
+    @property
+    def compact(self) -> Compact | None:
+        """Which observations are stored once: before the first write as given, then as found; None: none."""
+        table = self._rows_table
+        if table.made is None:
+            return table.compact
+        return None if table.made.observations is None else Compact.of(table.made.observations)
 
     @property
     def shared(self) -> bool:

@@ -1,0 +1,342 @@
+"""Which observations a storage keeps once: as a user says it, or as the first batch shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engram import pytree
+from engram.errors import StorageError
+from engram.pytree import Key, KeyPath
+from engram.store.layout import LeafSpec, ObservationKeys, RowLayout
+
+#: Entries that are no observations: readers of trajectories look at them in the rows.
+NO_OBSERVATIONS = frozenset(
+    {"done", "terminated", "truncated", "is_init", "reward", "traj_ids", "episode", "index", "collector"}
+)
+NO_REPLACING = (
+    "observations are stored once here (compact=), and several rows share a frame: a row cannot take the place of "
+    "another one out of turn, as TensorDictMaxValueWriter writes. Make the storage without compact= for it"
+)
+_MOST_FRAMES = 15
+_MOST_STEPS = 16  # between a row and the one whose observation is its next one, as looked for
+_LOOKED_AT = 256  # rows of a first batch
+_MUCH = 0.05  # as the share of stacks that are stored whole
+_SELDOM = 0.5  # as the share of next observations that are those of a later row
+_FEW = 100  # rows, which tell little
+_PART = 8  # a key found by itself takes at least this part of the bytes of the largest one
+
+
+@dataclasses.dataclass(frozen=True)
+class Compact:
+    """Says which observations a storage keeps once, for `compact=`.
+
+    Of a key X the rows hold neither X nor `("next", X)`: each frame is stored once, and what is not the frame of
+    another row besides. Rows come back byte for byte, whatever the environment does: a wrong setting costs bytes.
+
+    Args:
+        keys: of the observations; None: all that the first batch has at its root and, with the same shape and dtype,
+            under `"next"`, but for small ones beside large ones, rewards, flags and ids.
+        frames: how many frames, along the first dimension, each observation is a stack of: a number for each key, or
+            one for all. None: as many as the first batch shows.
+        n_steps: how many rows behind a row the observation comes that is its next one: the n of n-step rows. None: as
+            the first batch shows; mostly 1.
+
+    Raises:
+        TypeError, ValueError: a setting that is not allowed.
+
+    Example:
+        >>> storage = LazyTensorStorage(1000, compact=Compact("pixels", frames=4))
+        >>> pixels = torch.randint(0, 255, (24, 84, 84), dtype=torch.uint8).unfold(0, 4, 1).movedim(-1, 1)
+        >>> steps = TensorDict({"pixels": pixels[:-1], "next": {"pixels": pixels[1:]}}, [20])
+        >>> _ = ReplayBuffer(storage=storage).extend(steps)
+        >>> (storage.get(range(20)) == steps).all(), storage.nbytes < 1000 * 2 * 4 * 84 * 84 / 6
+        (True, True)
+    """
+
+    keys: Key | Sequence[Key] | None = None
+    frames: int | Mapping[Key, int] | None = None
+    n_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        paths = self.paths
+        if paths is not None and (not paths or len(set(paths)) < len(paths)):
+            raise ValueError(f"keys of a Compact are one or more, each of them once; got {self.keys!r}")
+        for path in paths or ():
+            _refuse_other_entries(path)
+        for n in self._given_frames.values():
+            _check_number("frames", n, _MOST_FRAMES)
+        if self.n_steps is not None:
+            _check_number("n_steps", self.n_steps, 1024)
+        if paths is not None and isinstance(self.frames, Mapping):
+            others = [key for key in self.frames if pytree.as_path(key, "frames") not in paths]
+            if others:
+                raise ValueError(f"frames are given for {others[0]!r}, which is none of the keys {self.keys!r}")
+
+    @property
+    def paths(self) -> tuple[KeyPath, ...] | None:
+        """The paths of the keys; None: they are found in the first batch."""
+        if self.keys is None:
+            return None
+        keys: Sequence[Any] = [self.keys] if isinstance(self.keys, str | tuple) else self.keys
+        return tuple(pytree.as_path(key, "keys") for key in keys)
+
+    @property
+    def _given_frames(self) -> dict[KeyPath | None, int]:
+        """Frames of each key that are given; under None those of all."""
+        if self.frames is None:
+            return {}
+        if isinstance(self.frames, Mapping):
+            return {pytree.as_path(key, "frames"): n for key, n in self.frames.items()}
+        return {None: self.frames}
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings as JSON, which `as_compact` takes."""
+        paths = self.paths
+        frames = [[None if path is None else list(path), n] for path, n in self._given_frames.items()]
+        keys = None if paths is None else [list(path) for path in paths]
+        return {"keys": keys, "frames": frames, "n_steps": self.n_steps}
+
+    @classmethod
+    def of(cls, found: ObservationKeys) -> Compact:
+        """The settings that say what was found."""
+        frames: dict[Key, int] = {pytree.as_key(path): n for path, n in found.frames.items()}
+        return cls(list(frames), frames, found.n_steps)
+
+    def checked(self, layout: RowLayout, found: ObservationKeys | None, device: torch.device) -> ObservationKeys | None:
+        """The keys that were found in the first rows, or as far as the layout says it, where they can be stored once.
+
+        Raises:
+            ValueError: rows are not in memory of the CPU.
+            StorageError: rows carry sequences, for a writer that replaces them out of turn.
+        """
+        if device.type != "cpu":
+            raise ValueError(f"compact= stores observations once in memory of the CPU, not on {device}")
+        if layout.carries_sequence:
+            raise StorageError(NO_REPLACING)
+        return self.find(layout, None) if found is None else found
+
+    def find(self, layout: RowLayout, steps: FirstSteps | None) -> ObservationKeys | None:
+        """The keys in rows of a layout, of which these are the first ones; None: there is none.
+
+        Raises:
+            ValueError: a key that was given is not there, or is not the same under `"next"`.
+        """
+        paths = _pairs(layout) if self.paths is None else self.paths
+        if not paths:
+            return None
+        leaves = {leaf.path: leaf for leaf in layout.leaves}
+        for path in paths:
+            _check_pair(leaves, path)
+        frames = {path: self._frames_of(leaves[path], steps) for path in paths}
+        most = max(frames.values())
+        if self.paths is None:  # records are of one number of frames: others stay in the rows
+            frames = {path: n for path, n in frames.items() if n in (1, most)}
+        elif others := [path for path, n in frames.items() if n not in (1, most)]:
+            raise ValueError(
+                f"{pytree.format_key(others[0])} is a stack of {frames[others[0]]} frames, another key one of {most}: "
+                "keys that are stored once together have as many frames each, or one. Leave it out of the keys"
+            )
+        n_steps = self.n_steps if self.n_steps is not None else 1 if steps is None else steps.n_steps(paths)
+        return ObservationKeys(frames, n_steps)
+
+    def _frames_of(self, leaf: LeafSpec, steps: FirstSteps | None) -> int:
+        given = self._given_frames
+        n = given.get(leaf.path, given.get(None))
+        if n is None:
+            return _usual_frames(leaf) if steps is None else steps.frames(leaf)
+        if n > 1 and (not leaf.shape or leaf.shape[0] % n):
+            raise ValueError(
+                f"{pytree.format_key(leaf.path)} has the shape {list(leaf.shape)}: {n} frames lie along the first "
+                f"dimension, which {n} must divide; move the stack there, or give frames=1"
+            )
+        return n
+
+
+class ObservationShares(NamedTuple):
+    """What the newest rows of a storage with `compact=` are made of.
+
+    Attributes:
+        frames: how many frames each key's observation is a stack of.
+        n_steps: how many rows behind a row its next observation is looked for.
+        bytes_per_step: of the storage, for each step that it has room for.
+        same: the share of rows whose next observation is that of a later row, and takes no memory.
+        moved: the share of rows, as at the ends of episodes, whose next observation is theirs and one more frame.
+        whole: the share of rows whose next observation is stored whole.
+        advice: what would make the rows smaller; None: they are as small as they can be.
+    """
+
+    frames: dict[Key, int]
+    n_steps: int
+    bytes_per_step: float
+    same: float
+    moved: float
+    whole: float
+    advice: str | None
+
+    @classmethod
+    def of(
+        cls, keys: ObservationKeys, bytes_per_step: float, kinds: tuple[int, int, int, int, int, list[int]]
+    ) -> ObservationShares:
+        """The shares of rows of these kinds (`Store.observation_kinds`)."""
+        rows, same, moved, whole, whole_x, same_of_key = kinds
+        n = max(1, rows)
+        frames: dict[Key, int] = {pytree.as_key(path): count for path, count in keys.frames.items()}
+        by_key = [count / n for count in same_of_key]
+        is_dear = same / n < _SELDOM or (max(frames.values()) > 1 and max(whole, whole_x) / n > _MUCH)
+        advice = _advice(list(frames), by_key, whole_x / n, keys.n_steps) if is_dear and rows >= _FEW else None
+        return cls(frames, keys.n_steps, bytes_per_step, same / n, moved / n, whole / n, advice)
+
+
+def _advice(keys: list[Key], same_of_key: list[float], whole_x: float, n_steps: int) -> str:
+    never = [key for key, share in zip(keys, same_of_key, strict=True) if share < _MUCH]
+    if never and max(same_of_key) > _SELDOM:
+        return (
+            f"{never[0]!r} is hardly ever under 'next' what it is in a later row: leave it out of the keys of compact="
+        )
+    if whole_x > _MUCH:
+        return (
+            "rows beside each other are of different episodes: write steps of several environments with ndim=2, and "
+            "give each process that writes a lane of its own (lanes=)"
+        )
+    if n_steps == 1:
+        return "the next observation is seldom that of the row behind: of n-step rows, say compact=Compact(n_steps=n)"
+    return f"the next observation is seldom that {n_steps} rows later: say another n_steps= in compact=Compact(...)"
+
+
+def as_compact(given: Any) -> Compact | None:
+    """The setting of a `compact=`: a bool, a list of keys, a `Compact`, or what its `to_json` gave.
+
+    Example:
+        >>> as_compact(False), as_compact(["pixels"])
+        (None, Compact(keys=['pixels'], frames=None, n_steps=None))
+    """
+    if given is None or given is False:
+        return None
+    if given is True:
+        return Compact()
+    if isinstance(given, Compact):
+        return given
+    if isinstance(given, Mapping):
+        paths, frames = given["keys"], [(None if path is None else tuple(path), n) for path, n in given["frames"]]
+        keys = None if paths is None else [pytree.as_key(tuple(path)) for path in paths]
+        by_key: Any = dict(frames)
+        return Compact(keys, by_key.get(None) if None in by_key else by_key or None, given["n_steps"])
+    if isinstance(given, str | tuple | list):
+        return Compact(given)
+    raise TypeError(f"compact is True, keys of observations, or a Compact(keys, frames=, n_steps=); got {given!r}")
+
+
+class FirstSteps:
+    """The first steps of a storage, in which frames and n_steps are found.
+
+    Args:
+        batch: the steps.
+        batch_dims: how many of its first dimensions are not part of a step: 0, 1 or 2.
+        time_dim: which of them is time; -1: none is.
+    """
+
+    def __init__(self, batch: Any, batch_dims: int, time_dim: int) -> None:
+        self._batch, self._batch_dims, self._time_dim = batch, batch_dims, time_dim
+
+    def frames(self, leaf: LeafSpec) -> int:
+        """As many as with which some next observation is its observation, moved along its first dimension."""
+        size = leaf.shape[0] if len(leaf.shape) > 1 else 1
+        x, after = (self._rows(path, len(leaf.shape)) for path in (leaf.path, ("next", *leaf.path)))
+        most = min(size, _MOST_FRAMES)
+        for shift in range(1, most):  # in n-step rows it has moved by several frames
+            for n in range(most, shift, -1):
+                if size % n == 0 and self._has_moved(x, after, shift * size // n):
+                    return n
+        return 1
+
+    @staticmethod
+    def _has_moved(x: Tensor, after: Tensor, by: int) -> bool:
+        moved = _are_same(after[:, :-by], x[:, by:])
+        return bool((moved & ~_are_same(after, x)).any())  # a picture that stands still tells nothing
+
+    def n_steps(self, paths: Sequence[KeyPath]) -> int:
+        """How far behind most steps the one comes whose observations are their next ones."""
+        if self._batch_dims == 0 or self._time_dim < 0:
+            return 1
+        best, most = 1, 0.0
+        pairs = [(self._steps(path), self._steps(("next", *path))) for path in paths]
+        for n in range(1, min(_MOST_STEPS, len(pairs[0][0]) - 1) + 1):
+            same = [_are_same(after[:-n], x[n:]).to(torch.float32) for x, after in pairs]
+            share = float(torch.stack(same).mean())
+            if share > most:
+                best, most = n, share
+        return best if most > 0.5 else 1
+
+    def _steps(self, path: KeyPath) -> Tensor:
+        """The first ones of an entry: [time, ...]."""
+        value = pytree.as_tensor(pytree.get_entry(self._batch, path), path)
+        return value.movedim(self._time_dim, 0)[:_LOOKED_AT]
+
+    def _rows(self, path: KeyPath, dims: int) -> Tensor:
+        """The first ones of an entry, of all environments: [n, *shape]."""
+        value = pytree.as_tensor(pytree.get_entry(self._batch, path), path)
+        return value.reshape(-1, *value.shape[value.ndim - dims :])[:_LOOKED_AT]
+
+
+def _are_same(a: Tensor, b: Tensor) -> Tensor:
+    """Of each of n rows whether all bytes are the same: bool [n]."""
+    n = len(a)
+    if a.numel() == 0:
+        return torch.ones(n, dtype=torch.bool)
+    left, right = (t.contiguous().reshape(n, -1).view(torch.uint8) for t in (a, b))
+    return (left == right).all(1)
+
+
+def _usual_frames(leaf: LeafSpec) -> int:
+    """The frames of an observation of which only the shape is known: pictures are stacked first."""
+    return leaf.shape[0] if len(leaf.shape) > 2 and leaf.shape[0] <= _MOST_FRAMES else 1
+
+
+def _pairs(layout: RowLayout) -> tuple[KeyPath, ...]:
+    """The observations of rows that are worth it, in the order of the rows."""
+    leaves = {leaf.path: leaf for leaf in layout.leaves}
+    pairs = []
+    for path, leaf in leaves.items():
+        after = leaves.get(("next", *path))
+        if path[:1] == ("next",) or NO_OBSERVATIONS.intersection(path) or leaf.dtype == torch.bool or not leaf.nbytes:
+            continue
+        if after is not None and (leaf.shape, leaf.dtype) == (after.shape, after.dtype):
+            pairs.append(leaf)
+    largest = max((leaf.nbytes for leaf in pairs), default=0)
+    return tuple(leaf.path for leaf in pairs if leaf.nbytes * _PART >= largest)
+
+
+def _check_pair(leaves: dict[KeyPath, LeafSpec], path: KeyPath) -> None:
+    for missing in (path, ("next", *path)):
+        if missing not in leaves:
+            raise ValueError(
+                f"compact= names {pytree.format_key(path)}, but the steps have no {pytree.format_key(missing)}; an "
+                "observation is stored once where the steps have it at the root and under 'next'"
+            )
+    following: KeyPath = ("next", *path)
+    leaf, after = leaves[path], leaves[following]
+    if (leaf.shape, leaf.dtype) != (after.shape, after.dtype) or not leaf.nbytes:
+        raise ValueError(
+            f"{pytree.format_key(path)} is {leaf.dtype} {list(leaf.shape)}, under 'next' {after.dtype} "
+            f"{list(after.shape)}: only observations of one shape and dtype, of at least a byte, are stored once"
+        )
+
+
+def _refuse_other_entries(path: KeyPath) -> None:
+    if path[:1] == ("next",):
+        raise ValueError(f"compact= names {pytree.format_key(path)}: name the observation at the root")
+    if NO_OBSERVATIONS.intersection(path):
+        raise ValueError(
+            f"compact= names {pytree.format_key(path)}: rewards, flags and ids are no observations, and are read where "
+            "they lie in the rows; leave it out of the keys"
+        )
+
+
+def _check_number(name: str, n: Any, most: int) -> None:
+    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= most:
+        raise ValueError(f"{name} must be 1 to {most}, got {n!r}")

@@ -1,0 +1,163 @@
+"""Packed rows in private memory, with each observation stored once beside them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import engram._native as _native
+from engram import pytree
+from engram.errors import StorageError
+from engram.store.compact import NO_REPLACING, ObservationShares
+from engram.store.lanes import Lanes
+from engram.store.layout import StoredLayout
+from engram.store.row_table import RowTable
+from engram.store.rows import Rows, expand_slots
+
+_NEWEST = 4096  # rows of a lane of which `observation_shares` tells
+
+
+class CompactTable(RowTable):
+    """Packed rows without the observations that are stored once.
+
+    Where others see a row, it is whole.
+    """
+
+    def __init__(self, lanes: Lanes, stored: StoredLayout) -> None:
+        super().__init__(lanes, stored.logical, mapped=False, stored=stored)
+        observations = stored.observations
+        assert observations is not None
+        self._observed = {path for x in observations.frames for path in (x, ("next", *x))}
+
+    @property
+    def nbytes(self) -> int:
+        return self._store.total_bytes + self._store.observation_bytes
+
+    def with_sequences(self) -> NoReturn:
+        raise StorageError(NO_REPLACING)
+
+    def observation_shares(self) -> ObservationShares:
+        assert self.observations is not None
+        with self.lanes.mutex:
+            kinds = self._store.observation_kinds(_NEWEST)
+        return ObservationShares.of(self.observations, self.nbytes / self.lanes.capacity, kinds)
+
+    # ---- rows as bytes ----
+    def append_packed(self, lane: int, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
+        self.lanes.check_owned(lane)
+        given: Any = rows
+        leaves: Any = _native.unpack(self.layout.list_codec, given)
+        plan = self._stored.list_codec.check_list(leaves, 1, 0)
+        return self._appended(lane, plan)
+
+    def append_leaves(self, lane: int, leaves: list[Any]) -> Tensor:
+        self.lanes.check_owned(lane)
+        plan = self._stored.raw_leaf_codec.check_list(leaves, 1, 0)
+        if plan is None:
+            raise self._no_leaves(leaves)
+        return self._appended(lane, plan)
+
+    def _appended(self, lane: int, plan: _native.Plan | None) -> Tensor:
+        assert plan is not None
+        slots = self._store.append(lane, plan)
+        assert isinstance(slots, Tensor)
+        return slots
+
+    def read_packed(self, slots: Tensor, by_leaf: bool = False, sequences: bool = False) -> Rows:
+        if self.lanes.unused_since_fork:
+            self.lanes.join_after_fork()
+        leaves, *rest = self._store.gather(self._stored.raw_leaf_codec, slots, None, None, False, sequences)
+        return Rows(leaves if by_leaf else [self._packed(leaves)], *rest)
+
+    def _packed(self, leaves: list[Tensor]) -> Tensor:
+        """Whole rows of the bytes of their leaves: uint8 [n, payload_bytes]."""
+        plan = self.layout.raw_leaf_codec.check_list(leaves, 1, 0)
+        rows: Tensor = _native.pack(plan, self.layout.payload_bytes)
+        return rows
+
+    # ---- what lies in rows is read there; observations are gathered ----
+    def read_n_steps(
+        self,
+        slots: Tensor | np.ndarray[Any, Any],
+        discounts: np.ndarray[Any, Any],
+        reward: pytree.KeyPath,
+        done: pytree.KeyPath,
+    ) -> tuple[Tensor, ...] | None:
+        if self._observed.intersection((reward, done)):
+            return None
+        return super().read_n_steps(slots, discounts, reward, done)
+
+    def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
+        envs = self._store.envs
+        rows = torch.as_tensor(expand_slots(slots, envs))
+        values: Tensor = self.read_leaves(rows, (path,)).batch[0]
+        lead = (len(slots), envs) if envs > 1 else (len(slots),)
+        return values.reshape(*lead, *values.shape[1:])
+
+    def view(self, start: int, stop: int) -> None:
+        """None: there is none of observations."""
+
+    # ---- rows that are changed in place ----
+    def overwrite(self, slots: Tensor, plan: _native.Plan) -> None:
+        replacement = self._store.prepare_overwrite(slots, plan, None, None)
+        differs = replacement.differing_leaf()
+        if differs is not None:
+            raise ValueError(
+                f"{pytree.format_key(self._stored.leaf_at(differs).path)} is stored once (compact=), and other rows "
+                "have frames of it: it cannot change in stored rows. All other entries can: give the observations as "
+                "they are stored. Nothing was written"
+            )
+        replacement.write()
+
+    def prepare_overwrite(
+        self, slots: Tensor, plan: _native.Plan, rows: Tensor, first: int | None
+    ) -> Callable[[], None]:
+        raise StorageError(NO_REPLACING)
+
+    # ---- whole blocks, for checkpoints ----
+    def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
+        s = self._store
+        times = torch.arange(start, stop) % s.lane_capacity + lane * s.lane_capacity
+        slots = times * s.envs + torch.arange(s.envs).unsqueeze(1)
+        rows: Any = self.read_packed(slots.reshape(-1)).batch[0]
+        block: np.ndarray[Any, Any] = rows.numpy().reshape(s.envs, stop - start, self.layout.payload_bytes)
+        return block
+
+    def block_writer(self, bases: list[int]) -> Callable[[int, int, np.ndarray[Any, Any]], None]:
+        for lane, base in enumerate(bases):
+            self._store.begin_leaves(lane, base)
+        return _InOrder(self._store, self.set_block).write
+
+    def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
+        """Writes packed rows, of a lane in their order."""
+        leaves = [rows[..., leaf.offset : leaf.offset + leaf.nbytes] for leaf in self.layout.leaves]
+        plan = self._stored.raw_leaf_codec.check_list(leaves, 2, 1)
+        if plan is None:
+            leaves = [np.ascontiguousarray(leaf) for leaf in leaves]
+            plan = self._stored.raw_leaf_codec.check_list(leaves, 2, 1)
+        assert plan is not None
+        self._store.put_leaves(lane, start, plan)
+
+
+class _InOrder:
+    """Writes the blocks of each lane in the order of their rows, while several threads bring them."""
+
+    def __init__(self, store: _native.Store, write: Callable[[int, int, np.ndarray[Any, Any]], None]) -> None:
+        self._store, self._write = store, write
+        self._lock = threading.Lock()
+        self._waiting: dict[tuple[int, int], np.ndarray[Any, Any]] = {}
+
+    def write(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
+        with self._lock:
+            if start != self._store.next_leaves(lane):
+                self._waiting[lane, start] = np.array(rows)  # a copy: the caller uses its memory again
+                return
+            block: np.ndarray[Any, Any] | None = rows
+            while block is not None:
+                self._write(lane, self._store.next_leaves(lane), block)
+                block = self._waiting.pop((lane, self._store.next_leaves(lane)), None)

@@ -1,0 +1,395 @@
+// The protocol of observations that are stored once. The entries X and next.X of a row are stacks of `frames` frames, oldest first;
+// one frame each where observations are not stacked. They lie beside the rows of a lane:
+//   records  the newest frame of X of each row, and a word that tells where its other frames and a next.X are
+//   units    frames that no record has, linked; those of a row are free again when its record is overwritten
+//   tails    next.X of the newest rows: of the others it is found through the word of a later row
+// Rows are appended and believed by `LaneProtocol`. docs/memory-model.md explains each step; the model (tests/model) runs this very
+// code. `Columns` holds the words and frames, those of a store or of the model, and has
+//   word(w), set_word(w, bits); link(unit), set_link(unit, next); tail_kind(w), set_tail_kind(w, kind): of record, unit and tail
+//   owns(unit): whether the unit lies in a segment of this lane, as seen after `published`
+//   same(a, b, newest), is_zero(a), put(to, from): of the frames in two places; `newest`: of those that are the newest of their stacks
+#pragma once
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "lane_protocol.hpp"
+
+namespace engram {
+
+struct ObservationShape {
+  static constexpr uint64_t kMostFrames = 15;
+  uint64_t capacity = 0;           // rows of the lane
+  uint64_t frames = 1;             // of a stack
+  uint64_t ahead = 1;              // next.X of row w is usually X of row w + ahead
+  uint64_t longest_piece = 1;      // rows that are claimed together
+  uint64_t segment_units = 1;      // units of a segment
+  uint64_t segments = 0;           // that the pool of the store may have, of all lanes together
+  // The oldest row's older frames are the newest ones of rows before it.
+  uint64_t records() const { return capacity + frames - 1; }
+  // The piece that is being written leaves the tails of the rows before it alone.
+  uint64_t tails() const { return longest_piece + ahead; }
+};
+
+// What stands with the record of row w.
+struct ObservationWord {
+  enum Next : uint64_t { kSame, kMoved, kWhole };     // next.X of row w - ahead: X of w; its own X moved by one frame; units
+  enum Rest : uint64_t { kEqual, kZero, kCarried };   // frames older than the run: as its oldest one; zeros; units
+
+  Next next = kSame;
+  Rest rest = kEqual;
+  uint64_t run = 0;   // so many older frames of X are the newest ones of the rows before w
+  uint64_t head = 0;  // the first unit: those of `next`, then those of `rest`
+
+  uint64_t next_units(uint64_t frames) const { return next == kSame ? 0 : next == kMoved ? 1 : frames; }
+  uint64_t rest_units(uint64_t frames) const { return rest == kCarried && run == 0 ? frames - 1 : 0; }
+  uint64_t units(uint64_t frames) const { return next_units(frames) + rest_units(frames); }
+
+  uint64_t pack() const { return uint64_t{next} | uint64_t{rest} << 2 | run << 4 | head << 8; }
+  // Of any bits, torn ones too, a word whose run is shorter than a stack.
+  static ObservationWord unpack(uint64_t bits, uint64_t frames) {
+    const uint64_t next = bits & 3, rest = bits >> 2 & 3;
+    return {Next{std::min<uint64_t>(next, kWhole)}, Rest{std::min<uint64_t>(rest, kCarried)}, std::min(bits >> 4 & 15, frames - 1),
+            bits >> 8};
+  }
+};
+
+// Where a frame lies.
+struct FramePlace {
+  enum Kind : uint8_t { kZeros, kRecord, kUnit, kTail, kNewX, kNewNext };
+  Kind kind = kZeros;   // kNewX, kNewNext: in the batch that is being written
+  uint64_t number = 0;  // the row's sequence, or the unit
+  uint64_t frame = 0;   // of a tail or a batch: which frame of the stack
+  bool operator==(const FramePlace&) const = default;
+};
+using StackPlaces = std::array<FramePlace, ObservationShape::kMostFrames>;
+
+// What one writer knows of the units of one lane: which are free, and whose record keeps the others. Private, and made anew from
+// the words of the records by who has none: a kill can tear nothing.
+class UnitPool {
+ public:
+  explicit UnitPool(uint64_t segment_units) : per_segment_(segment_units) {}
+
+  // The units of rows below this one are known.
+  uint64_t known() const { return known_; }
+  void set_known(uint64_t published) { known_ = published; }
+  // No record keeps a unit any more, and the next row has this sequence. Takes no memory.
+  void forget_rows(uint64_t next) {
+    std::ranges::fill(used_, 0), keepers_.clear();
+    known_ = next, free_ = segments_.size() * per_segment_, lowest_ = oldest_ = 0;
+  }
+  // Segments below this one were looked at.
+  uint64_t seen() const { return seen_; }
+  // Segments come in ascending order: who looked at one has looked at those below it.
+  void see(uint64_t segment, bool is_of_this_lane) {
+    if (is_of_this_lane) {
+      used_.resize(((segments_.size() + 1) * per_segment_ + 63) / 64);
+      segments_.push_back(segment), free_ += per_segment_;
+    }
+    seen_ = segment + 1;
+  }
+  // Takes memory, so that this many units can be taken without it.
+  void make_room(uint64_t units) {
+    if (oldest_ > keepers_.size() / 2) keepers_.erase(keepers_.begin(), keepers_.begin() + static_cast<ptrdiff_t>(oldest_)), oldest_ = 0;
+    if (keepers_.size() + units > keepers_.capacity()) keepers_.reserve(std::max(keepers_.size() + units, 2 * keepers_.capacity()));
+  }
+  // How many units are free once records below `oldest` are overwritten. `keepers`: so many records, the oldest ones, were counted
+  // for a lower `oldest`, in `freed`.
+  uint64_t free_from(uint64_t oldest, uint64_t& keepers, uint64_t& freed) const {
+    for (; oldest_ + keepers < keepers_.size() && keepers_[oldest_ + keepers].first < oldest; ++keepers) ++freed;
+    return free_ + freed;
+  }
+  void release(uint64_t oldest) {
+    for (; oldest_ < keepers_.size() && keepers_[oldest_].first < oldest; ++oldest_) {
+      const uint64_t at = place_of(keepers_[oldest_].second);
+      used_[at / 64] &= ~(uint64_t{1} << at % 64), ++free_, lowest_ = std::min(lowest_, at / 64);
+    }
+  }
+  // Takes the lowest free unit for the record of row w; there is one.
+  uint64_t take(uint64_t w) {
+    while (~used_[lowest_] == 0) ++lowest_;
+    const uint64_t at = lowest_ * 64 + static_cast<uint64_t>(std::countr_one(used_[lowest_]));
+    return keep(w, segments_[at / per_segment_] * per_segment_ + at % per_segment_);
+  }
+  // Notes that the record of row w keeps a unit of a segment that was seen.
+  uint64_t keep(uint64_t w, uint64_t unit) {
+    keepers_.emplace_back(w, unit);  // it may fail
+    const uint64_t at = place_of(unit);
+    used_[at / 64] |= uint64_t{1} << at % 64, --free_;
+    return unit;
+  }
+  // Whether a unit lies in a segment of the lane that was seen, and is free.
+  bool is_free(uint64_t unit) const {
+    const auto segment = std::ranges::lower_bound(segments_, unit / per_segment_);
+    if (segment == segments_.end() || *segment != unit / per_segment_) return false;
+    const uint64_t at = place_of(unit);
+    return !(used_[at / 64] >> at % 64 & 1);
+  }
+
+ private:
+  uint64_t place_of(uint64_t unit) const {
+    const auto segment = std::ranges::lower_bound(segments_, unit / per_segment_);
+    return static_cast<uint64_t>(segment - segments_.begin()) * per_segment_ + unit % per_segment_;
+  }
+
+  uint64_t per_segment_, known_ = 0, seen_ = 0, free_ = 0, lowest_ = 0, oldest_ = 0;
+  std::vector<uint64_t> segments_, used_;                // a bit for each unit of the segments
+  std::vector<std::pair<uint64_t, uint64_t>> keepers_;   // (row, unit), the oldest row first, from `oldest_` on
+};
+
+// One lane.
+template <class Memory, class Columns>
+struct ObservationProtocol {
+  using Word = typename Memory::Word;
+  using Words = std::vector<ObservationWord>;
+
+  const LaneProtocol<Memory>& rows;
+  const ObservationShape& shape;
+  Columns& columns;
+  Word* owners;    // of each segment of the store's pool: 0, or the lane that has it, plus 1
+  uint64_t owner;  // of this lane
+
+  // ---- the writer, which holds the lane or has the turn. Of all rows of an append: `learn`, `plan`, `prepare`; then in the
+  // `rows.append` of each piece: `release`, `store_units`, `store_records`, `store_tails` ----
+  // Rows below this one have no record once n rows behind `at` are claimed.
+  uint64_t oldest_record(uint64_t at, uint64_t n = 0) const { return below(claimed_with(at + n), shape.records()); }
+  // Reads what others wrote since this writer was here: their records keep units, too. Counted from `claimed`, as a piece that a kill
+  // tore may have overwritten the words of older records; and with the records below the oldest row, whose frames and units it needs.
+  void learn(UnitPool& pool) const {
+    const uint64_t at = Memory::load(rows.published), oldest = oldest_record(at);
+    pool.release(oldest);
+    const uint64_t from = std::max({pool.known(), oldest, below(Memory::load(rows.base), shape.frames - 1)});
+    for (uint64_t v = from; v < at; ++v) each_unit(v, [&](uint64_t unit) {
+      if (unit / shape.segment_units >= pool.seen()) see_segments(pool, unit / shape.segment_units);
+      if (pool.is_free(unit)) pool.keep(v, unit);
+    });
+    pool.set_known(std::max(pool.known(), at));
+  }
+  // W0: compares n new rows, which will be claimed `piece` at a time, with each other and with those before them, and decides their
+  // words.
+  void plan(uint64_t at, uint64_t n, uint64_t piece, Words& words) const {
+    const uint64_t k = shape.frames, base = Memory::load(rows.base);
+    uint64_t first = base;
+    StackPlaces x, before, after;
+    words.assign(n, {});
+    ObservationWord last;
+    if (at > base) last = word(at - 1);
+    for (uint64_t i = 0; i < n; ++i, last = words[i - 1]) {
+      const uint64_t w = at + i;
+      ObservationWord& mine = words[i];
+      place_x(w, at, x);
+      // Of a row that has gone when this one is published nobody asks for next.X.
+      if (i % piece == 0) first = std::max(base, below(claimed_with(at + std::min(n, i + piece)), shape.capacity));
+      const bool has_next = w >= first + shape.ahead;
+      if (has_next) mine.next = compare_next(w - shape.ahead, at, x, after);
+      if (k > 1) {
+        if (w > base) place_x(w - 1, at, before);
+        // A tail that moved shares its older frames with X of its row: where X is the same as next.X, they need no second look.
+        const StackPlaces& as_x = has_next && mine.next == ObservationWord::kSame ? after : x;
+        if (w > base && same_older(as_x, before)) {
+          mine.run = std::min(last.run + 1, k - 1);
+          if (mine.run < k - 1) mine.rest = last.rest;
+        } else {
+          mine.rest = compare_rest(x);
+        }
+      }
+    }
+  }
+  // Whether the pool has fewer units than these rows need, each piece of them once it is claimed.
+  bool lacks(const UnitPool& pool, uint64_t at, uint64_t piece, const Words& words) const {
+    uint64_t taken = 0, given_back = 0, gone = 0, keepers = 0, freed = 0;
+    for (uint64_t done = 0; done < words.size(); done += piece) {
+      const uint64_t n = std::min(piece, words.size() - done), oldest = oldest_record(at + done, n);
+      for (; gone < done && at + gone < oldest; ++gone) given_back += words[gone].units(shape.frames);
+      for (uint64_t i = done; i < done + n; ++i) taken += words[i].units(shape.frames);
+      if (pool.free_from(oldest, keepers, freed) + given_back < taken) return true;
+    }
+    return false;
+  }
+  // Gets the lane one more segment. `make_memory(segment)` is called first; where it throws nothing has happened. False: all segments
+  // of the pool are taken.
+  template <class MakeMemory>
+  bool grow(UnitPool& pool, MakeMemory&& make_memory) const {
+    while (pool.seen() < shape.segments) {
+      const uint64_t s = pool.seen(), has = Memory::load(owners[s]);
+      if (!has) {
+        make_memory(s);
+        Memory::replace(owners[s], 0, owner, Order::kSegmentTaken);
+        continue;  // it may have become another lane's
+      }
+      pool.see(s, has == owner);
+      if (has == owner) return true;
+    }
+    return false;
+  }
+  // After `plan`: takes the memory that these rows need. A failure has changed nothing. False: all segments of the pool are taken.
+  template <class MakeMemory>
+  bool prepare(UnitPool& pool, uint64_t at, uint64_t piece, const Words& words, MakeMemory&& make_memory) const {
+    uint64_t units = 0;
+    for (const ObservationWord& word : words) units += word.units(shape.frames);
+    pool.make_room(units);
+    while (lacks(pool, at, piece, words))
+      if (!grow(pool, make_memory)) return false;
+    return true;
+  }
+  // W1, after the claim: units of records that are being overwritten are free.
+  void release(UnitPool& pool, uint64_t at, uint64_t n) const { pool.release(oldest_record(at, n)); }
+  // W3, of n rows from the one on that is number `from` of those that were planned behind `at`.
+  void store_units(uint64_t at, uint64_t from, uint64_t n, Words& words, UnitPool& pool) const {
+    const uint64_t k = shape.frames;
+    StackPlaces places;
+    for (uint64_t i = from; i < from + n; ++i) {
+      uint64_t w = at + i, last = 0, stored = 0;
+      const auto store = [&](const FramePlace& from) {
+        const uint64_t unit = pool.take(w);
+        columns.put({FramePlace::kUnit, unit, 0}, from);
+        if (stored++) columns.set_link(last, unit);
+        else words[i].head = unit;
+        last = unit;
+      };
+      if (words[i].next != ObservationWord::kSame) place_next(w - shape.ahead, at, places);
+      for (uint64_t j = k - words[i].next_units(k); j < k; ++j) store(places[j]);
+      for (uint64_t j = 0; j < words[i].rest_units(k); ++j) store({FramePlace::kNewX, w, j});
+      if (stored) columns.set_link(last, last);
+    }
+  }
+  void store_records(uint64_t at, uint64_t from, uint64_t n, const Words& words) const {
+    for (uint64_t i = from; i < from + n; ++i) {
+      columns.set_word(at + i, words[i].pack());
+      columns.put({FramePlace::kRecord, at + i, 0}, {FramePlace::kNewX, at + i, shape.frames - 1});
+    }
+  }
+  // Those of the last of these rows, whose next.X no word tells yet.
+  void store_tails(uint64_t at, uint64_t from, uint64_t n) const {
+    const uint64_t k = shape.frames, end = at + from + n;
+    StackPlaces x, after;
+    for (uint64_t w = std::max(at + from, below(end, shape.ahead)); w < end; ++w) {
+      place_x(w, at, x), place_next(w, at, after);
+      const auto kind = k > 1 && same_older(after, x) ? ObservationWord::kMoved : ObservationWord::kWhole;
+      columns.set_tail_kind(w, kind);
+      for (uint64_t j = kind == ObservationWord::kMoved ? k - 1 : 0; j < k; ++j) columns.put({FramePlace::kTail, w, j}, after[j]);
+    }
+  }
+  // After `rows.append`: the pool knows these rows.
+  void written(UnitPool& pool, uint64_t at, uint64_t n) const { pool.set_known(at + n); }
+
+  // ---- readers, between `rows.look` and `rows.after_reading`. Rows that are being overwritten have torn words: their places are those
+  // of other frames, or zeros, and never outside the columns ----
+  void find_x(uint64_t w, StackPlaces& x) const {
+    const uint64_t k = shape.frames;
+    const ObservationWord mine = word(w);
+    for (uint64_t j = 0; j <= std::min(mine.run, w); ++j) x[k - 1 - j] = {FramePlace::kRecord, w - j, 0};
+    if (mine.run + 1 >= k) return;
+    const uint64_t rest = k - 1 - mine.run;  // frames beyond the run
+    if (mine.rest != ObservationWord::kCarried) {
+      const FramePlace as = mine.rest == ObservationWord::kZero ? FramePlace{} : x[rest];
+      for (uint64_t j = 0; j < rest; ++j) x[j] = as;
+      return;
+    }
+    // The units are those of X where the run begins, of which the newest are still in the stack.
+    const ObservationWord begin = mine.run ? word(below(w, mine.run)) : mine;
+    uint64_t unit = begin.head;
+    for (uint64_t skip = begin.next_units(k) + (k - 1 - rest); skip > 0; --skip) unit = next_unit(unit);
+    for (uint64_t j = 0; j < rest; ++j, unit = next_unit(unit)) x[j] = unit_place(unit);
+  }
+  // `is_newest`: no row w + ahead was published, so that w has a tail.
+  void find_next(uint64_t w, bool is_newest, StackPlaces& next) const {
+    const uint64_t k = shape.frames;
+    if (k == 1) {
+      next[0] = find_next_frame(w, is_newest);
+      return;
+    }
+    if (is_newest) {
+      const bool moved = columns.tail_kind(w) == ObservationWord::kMoved;
+      if (moved) moved_x(w, next);
+      for (uint64_t j = moved ? k - 1 : 0; j < k; ++j) next[j] = {FramePlace::kTail, w, j};
+      return;
+    }
+    const ObservationWord later = word(w + shape.ahead);
+    if (later.next == ObservationWord::kSame) return find_x(w + shape.ahead, next);
+    const bool moved = later.next == ObservationWord::kMoved;
+    if (moved) moved_x(w, next);
+    uint64_t unit = later.head;
+    for (uint64_t j = moved ? k - 1 : 0; j < k; ++j, unit = next_unit(unit)) next[j] = unit_place(unit);
+  }
+  // The same where observations are no stacks.
+  FramePlace find_next_frame(uint64_t w, bool is_newest) const {
+    if (is_newest) return {FramePlace::kTail, w, 0};
+    const ObservationWord later = word(w + shape.ahead);
+    if (later.next == ObservationWord::kSame) return {FramePlace::kRecord, w + shape.ahead, 0};
+    return unit_place(later.head);
+  }
+  bool is_newest(uint64_t w, uint64_t published) const { return w + shape.ahead >= published; }
+  // Whether the tail of row w was whole, looked at after `rows.after_reading`. If not, row w + ahead was published: look again.
+  bool tail_is_there(uint64_t w) const { return Memory::load(rows.claimed) <= w + shape.tails(); }
+
+ private:
+  static uint64_t below(uint64_t w, uint64_t n) { return w > n ? w - n : 0; }
+  uint64_t claimed_with(uint64_t to) const { return std::max(Memory::load(rows.claimed), to); }
+  ObservationWord word(uint64_t w) const { return ObservationWord::unpack(columns.word(w), shape.frames); }
+  uint64_t next_unit(uint64_t unit) const { return columns.owns(unit) ? columns.link(unit) : unit; }
+  FramePlace unit_place(uint64_t unit) const { return columns.owns(unit) ? FramePlace{FramePlace::kUnit, unit, 0} : FramePlace{}; }
+
+  template <class Each>
+  void each_unit(uint64_t w, Each&& each) const {
+    const ObservationWord mine = word(w);
+    uint64_t unit = mine.head;
+    for (uint64_t n = mine.units(shape.frames); n > 0; --n, unit = next_unit(unit)) each(unit);
+  }
+  void see_segments(UnitPool& pool, uint64_t last) const {
+    for (uint64_t s = pool.seen(); s <= last && s < shape.segments; ++s) {
+      const uint64_t has = Memory::load(owners[s]);
+      if (!has) return;
+      pool.see(s, has == owner);
+    }
+  }
+  // X of row w, moved by one frame: all but the newest one of the stack.
+  void moved_x(uint64_t w, StackPlaces& to) const {
+    find_x(w, to);
+    std::rotate(to.begin(), to.begin() + 1, to.begin() + static_cast<ptrdiff_t>(shape.frames));
+  }
+  // Rows from `at` on are those of the batch.
+  void place_x(uint64_t w, uint64_t at, StackPlaces& x) const {
+    if (w < at) return find_x(w, x);
+    for (uint64_t j = 0; j < shape.frames; ++j) x[j] = {FramePlace::kNewX, w, j};
+  }
+  void place_next(uint64_t w, uint64_t at, StackPlaces& next) const {
+    if (w < at) return find_next(w, true, next);
+    for (uint64_t j = 0; j < shape.frames; ++j) next[j] = {FramePlace::kNewNext, w, j};
+  }
+  // The newest frames differ most often: they are compared first.
+  bool same(const StackPlaces& a, const StackPlaces& b) const {
+    for (uint64_t j = shape.frames; j-- > 0;)
+      if (!(a[j] == b[j]) && !columns.same(a[j], b[j], j + 1 == shape.frames)) return false;
+    return true;
+  }
+  // Whether the older frames of a stack are the newest ones of another one, moved by one frame.
+  bool same_older(const StackPlaces& stack, const StackPlaces& before) const {
+    for (uint64_t j = shape.frames - 1; j-- > 0;)
+      if (!(stack[j] == before[j + 1]) && !columns.same(stack[j], before[j + 1], false)) return false;
+    return true;
+  }
+  ObservationWord::Next compare_next(uint64_t w, uint64_t at, const StackPlaces& later_x, StackPlaces& after) const {
+    const uint64_t k = shape.frames;
+    place_next(w, at, after);
+    if (same(after, later_x)) return ObservationWord::kSame;
+    if (k == 1) return ObservationWord::kWhole;
+    StackPlaces x;
+    place_x(w, at, x);
+    return same_older(after, x) ? ObservationWord::kMoved : ObservationWord::kWhole;
+  }
+  ObservationWord::Rest compare_rest(const StackPlaces& x) const {
+    const uint64_t k = shape.frames;
+    bool equal = true, zero = true;
+    for (uint64_t j = 0; j + 1 < k && (equal || zero); ++j) {
+      equal = equal && columns.same(x[j], x[k - 1], false);
+      zero = zero && columns.is_zero(x[j]);
+    }
+    return equal ? ObservationWord::kEqual : zero ? ObservationWord::kZero : ObservationWord::kCarried;
+  }
+};
+
+}  // namespace engram

@@ -1,0 +1,485 @@
+// Observations that are stored once, in private memory: the columns of `ObservationProtocol`, and what appends to them and reads from them.
+#pragma once
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "leaf_source.hpp"
+#include "mapping.hpp"
+#include "observation_protocol.hpp"
+
+namespace engram {
+
+// The units of all lanes: addresses for as many as there can ever be, of which segments get memory when a lane takes them.
+class UnitMemory {
+ public:
+  static constexpr uint64_t kLeastBytes = 64 << 10, kMostBytes = 1 << 20, kParts = 16;  // a segment's, and a lane's segments at least
+
+  UnitMemory(uint64_t lanes, uint64_t lane_bytes, uint64_t lane_units, uint64_t record_bytes)
+      : stride_(sizeof(std::atomic<uint64_t>) + round_up(record_bytes, 8)) {
+    const uint64_t wanted = std::clamp<uint64_t>(lane_bytes / kParts, kLeastBytes, kMostBytes);
+    segment_units_ = std::max<uint64_t>(1, wanted / stride_);
+    segment_bytes_ = round_up(segment_units_ * stride_, kPage);
+    segments_ = lanes * ((lane_units + segment_units_ - 1) / segment_units_ + 1);
+    owners_ = std::make_unique<std::atomic<uint64_t>[]>(segments_);
+    void* at = ::mmap(nullptr, segments_ * segment_bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED) throw NoMemoryToMap(segments_ * segment_bytes_);
+    memory_ = static_cast<uint8_t*>(at);
+  }
+  UnitMemory(const UnitMemory&) = delete;
+  UnitMemory& operator=(const UnitMemory&) = delete;
+  ~UnitMemory() { ::munmap(memory_, segments_ * segment_bytes_); }
+
+  uint64_t segment_units() const { return segment_units_; }
+  uint64_t segments() const { return segments_; }
+  std::atomic<uint64_t>* owners() const { return owners_.get(); }
+  uint64_t owner(uint64_t unit) const {
+    const uint64_t segment = unit / segment_units_;
+    return segment < segments_ ? owners_[segment].load(std::memory_order_relaxed) : 0;
+  }
+  void make_segment(uint64_t segment) const {
+    if (::mprotect(memory_ + segment * segment_bytes_, segment_bytes_, PROT_READ | PROT_WRITE) != 0) throw NoMemoryToMap(segment_bytes_);
+  }
+  std::atomic<uint64_t>& link(uint64_t unit) const { return *reinterpret_cast<std::atomic<uint64_t>*>(at(unit)); }
+  uint8_t* record(uint64_t unit) const { return at(unit) + sizeof(std::atomic<uint64_t>); }
+  // Of the segments that lanes have.
+  uint64_t bytes() const {
+    const auto has = std::count_if(owners_.get(), owners_.get() + segments_, [](const auto& owner) { return owner.load() != 0; });
+    return static_cast<uint64_t>(has) * segment_bytes_;
+  }
+
+ private:
+  uint8_t* at(uint64_t unit) const {
+    return memory_ + unit / segment_units_ * segment_bytes_ + unit % segment_units_ * stride_;
+  }
+
+  uint64_t stride_, segment_units_, segment_bytes_, segments_;
+  std::unique_ptr<std::atomic<uint64_t>[]> owners_;
+  uint8_t* memory_ = nullptr;
+};
+
+// The observations of all rows. A *record* is the newest frames of all keys that are stored once, side by side. Each environment of
+// a lane has columns and units of its own: for the protocol it is a lane.
+//
+// For codecs and batches rows have these leaves, too: X and next.X of each key lie one after the other behind the bytes of a stored row.
+// Where observations are small and no stacks, X and the word lie in the row itself, and only next.X behind it.
+class Observations {
+ public:
+  using Rows = LaneProtocol<StdMemory>;
+  // X and next.X of one key: so many frames one after the other, as many as those of every other key, or one.
+  struct KeyGeometry {
+    uint64_t frames = 1, frame_bytes = 0;
+    uint64_t bytes() const { return frames * frame_bytes; }
+  };
+  // Where the word and X of each key lie in a row.
+  struct InRow {
+    uint64_t word = 0;
+    std::vector<uint64_t> x;
+    uint64_t row_stride = 0;
+  };
+  struct Geometry {
+    uint64_t lanes = 1, envs = 1, capacity = 1, ahead = 1, longest_piece = 1;
+    uint64_t first_byte = 0;  // where the first X lies: behind the bytes of a stored row
+    std::vector<KeyGeometry> keys;
+    std::optional<InRow> in_row;  // none: words and records have columns of their own
+  };
+  static constexpr uint64_t kMostBytesInRow = 512;
+  // X and next.X of one key, in the batch that is appended.
+  struct Key {
+    LeafSource x, next;
+  };
+  struct Leaf {
+    size_t key;
+    bool is_next;
+  };
+  // Where one leaf of rows goes: that of row i to array + i * stride.
+  struct Target {
+    Leaf leaf;
+    uint8_t* array;
+    ptrdiff_t stride;
+  };
+
+  // `rows`: of the store; null where these have nothing of observations.
+  explicit Observations(Geometry geometry, uint8_t* rows = nullptr)
+      : geometry_(std::move(geometry)), offsets_(offsets_of(geometry_)), record_bytes_(record_bytes(geometry_)), columns_count_(geometry_.lanes * geometry_.envs),
+        shape_(shape_of(geometry_)),
+        units_(columns_count_, shape_.records() * record_bytes_, 2 * (2 * shape_.frames - 1) * shape_.records(), record_bytes_),
+        tail_bytes_(shape_.frames * record_bytes_) {
+    if (geometry_.in_row && (!rows || shape_.frames > 1 || record_bytes_ > kMostBytesInRow || geometry_.in_row->x.size() != geometry_.keys.size()))
+      throw std::invalid_argument("only small single frames lie in rows");
+    shape_.segment_units = units_.segment_units(), shape_.segments = units_.segments();
+    const uint64_t words = columns_count_ * shape_.records(), kinds = columns_count_ * shape_.tails();
+    if (geometry_.in_row) {
+      first_word_ = rows + geometry_.in_row->word, first_record_ = rows;
+      word_stride_ = record_stride_ = geometry_.in_row->row_stride;
+      record_offsets_ = geometry_.in_row->x;
+    } else {
+      words_ = MappedRegion::map(-1, words * sizeof(std::atomic<uint64_t>));
+      records_ = MappedRegion::map(-1, words * record_bytes_);
+      first_word_ = words_->data(), first_record_ = records_->data();
+      word_stride_ = sizeof(std::atomic<uint64_t>), record_stride_ = record_bytes_;
+      record_offsets_ = offsets_;
+    }
+    tails_ = MappedRegion::map(-1, kinds * (sizeof(std::atomic<uint64_t>) + tail_bytes_));
+    for (uint64_t c = 0; c < columns_count_; ++c) pools_.emplace_back(shape_.segment_units);
+    planned_.resize(geometry_.envs);
+    restored_ = std::make_unique<Counters[]>(geometry_.lanes);
+  }
+  // What all columns take, without the units.
+  static uint64_t sure_bytes(const Geometry& g) {
+    const ObservationShape shape = shape_of(g);
+    const uint64_t bytes = record_bytes(g);
+    return g.lanes * g.envs * ((g.in_row ? 0 : shape.records() * (8 + bytes)) + shape.tails() * (8 + shape.frames * bytes));
+  }
+
+  const Geometry& geometry() const { return geometry_; }
+  uint64_t bytes() const { return sure_bytes(geometry_) + units_.bytes(); }
+  bool are_in_rows() const { return geometry_.in_row.has_value(); }
+  // Bytes of the leaves that lie behind a stored row.
+  uint64_t bytes_of_leaves() const {
+    uint64_t bytes = 0;
+    for (const KeyGeometry& key : geometry_.keys) bytes += (are_in_rows() ? 1 : 2) * key.bytes();
+    return bytes;
+  }
+  // Every leaf behind a stored row; `stride`: where it lies in the rows of codecs.
+  std::vector<Target> targets() const {
+    std::vector<Target> all;
+    uint64_t at = geometry_.first_byte;
+    for (size_t k = 0; k < geometry_.keys.size(); ++k)
+      for (const bool is_next : {false, true}) {
+        if (!is_next && are_in_rows()) continue;
+        all.push_back({{k, is_next}, nullptr, static_cast<ptrdiff_t>(at)});
+        at += geometry_.keys[k].bytes();
+      }
+    return all;
+  }
+  // The leaf that lies there in the rows of codecs.
+  std::optional<Leaf> leaf(uint64_t offset, uint64_t bytes) const {
+    uint64_t behind = geometry_.first_byte;
+    for (size_t k = 0; k < geometry_.keys.size(); ++k)
+      for (const bool is_next : {false, true}) {
+        const bool is_in_row = !is_next && are_in_rows();
+        if ((is_in_row ? geometry_.in_row->x[k] : behind) == offset && geometry_.keys[k].bytes() == bytes) return Leaf{k, is_next};
+        if (!is_in_row) behind += geometry_.keys[k].bytes();
+      }
+    return std::nullopt;
+  }
+  // Divides the leaves of a batch into those that lie in rows and the observations. Throws where an observation is missing.
+  void divide(const std::vector<LeafSource>& leaves, std::vector<LeafSource>& in_row, std::vector<Key>& keys) const {
+    in_row.clear(), keys.assign(geometry_.keys.size(), {});
+    for (const LeafSource& one : leaves) {
+      const auto observed = leaf(one.offset, one.bytes);
+      if (!observed || one.bytes == 0) in_row.push_back(one);
+      else (observed->is_next ? keys[observed->key].next : keys[observed->key].x) = one;
+    }
+    for (const Key& key : keys)
+      if (!key.x.array || !key.next.array) throw std::invalid_argument("the layout is not that of the rows of this store");
+  }
+
+  // ---- the writer: `plan` of all n steps that it appends behind `published`, then `store` in the claim of each piece. The caller keeps
+  // other writers out ----
+  // Takes the memory that these steps need: a failure leaves everything as it was. `from`: the first one's step in the batch.
+  void plan(const Rows& rows, uint64_t lane, uint64_t n, const std::vector<Key>& keys, uint64_t from) {
+    planned_at_ = StdMemory::load(rows.published), planned_from_ = from;
+    for (uint64_t env = 0; env < geometry_.envs; ++env) {
+      const Columns columns = columns_of(lane, env, {&keys, planned_at_, from});
+      const Protocol protocol = protocol_of(rows, columns);
+      UnitPool& pool = pools_[columns.owner - 1];
+      protocol.learn(pool);
+      protocol.plan(planned_at_, n, shape_.longest_piece, planned_[env]);
+      const auto make = [&](uint64_t segment) { units_.make_segment(segment); };
+      if (!protocol.prepare(pool, planned_at_, shape_.longest_piece, planned_[env], make)) throw std::bad_alloc();
+    }
+  }
+  void store(const Rows& rows, uint64_t lane, uint64_t at, uint64_t n, const std::vector<Key>& keys) {
+    const uint64_t from = at - planned_at_;
+    for (uint64_t env = 0; env < geometry_.envs; ++env) {
+      const Columns columns = columns_of(lane, env, {&keys, planned_at_, planned_from_});
+      const Protocol protocol = protocol_of(rows, columns);
+      UnitPool& pool = pools_[columns.owner - 1];
+      protocol.release(pool, at, n);
+      protocol.store_units(planned_at_, from, n, planned_[env], pool);
+      protocol.store_records(planned_at_, from, n, planned_[env]);
+      protocol.store_tails(planned_at_, from, n);
+      protocol.written(pool, at, n);
+    }
+  }
+  // Forgets all rows of a lane, which no reader believes any more; the next one has this sequence. Takes no memory.
+  void forget(uint64_t lane, uint64_t next) {
+    for (uint64_t env = 0; env < geometry_.envs; ++env) {
+      const Columns columns = columns_of(lane, env, {});
+      // Whoever learns which units are used reads these words, too, of rows that were never written.
+      for (uint64_t w = next - std::min(next, shape_.frames - 1); w < next; ++w) columns.set_word(w, 0);
+      UnitPool& pool = pools_[columns.owner - 1];
+      pool.forget_rows(next);
+    }
+  }
+  // Rows of a lane are restored in their order, from sequence `base` on, and are seen by no reader until then.
+  void begin_restore(uint64_t lane, uint64_t base) {
+    Counters& c = restored_[lane];
+    forget(lane, base);
+    c.claimed.store(base), c.published.store(base), c.base.store(base);
+  }
+  // Their counters: `published` is the sequence of the next one.
+  Rows restoring(uint64_t lane) {
+    Counters& c = restored_[lane];
+    return {c.claimed, c.published, c.base, nullptr, geometry_.capacity};
+  }
+  // Whether rows [base, published) of a lane can be shown: all of them were restored, or there are none.
+  bool end_restore(uint64_t lane, uint64_t base, uint64_t published) {
+    Counters& c = restored_[lane];
+    const bool are_there = base == published || (c.base.load() <= base && c.published.load() == published);
+    if (base == published) forget(lane, published);
+    c.claimed.store(0), c.published.store(0), c.base.store(0);
+    return are_there;
+  }
+
+  // ---- readers, between `rows.look` and `rows.after_reading` ----
+  void prefetch(uint64_t lane, uint64_t env, uint64_t w) const {
+    const uint64_t place = (lane * geometry_.envs + env) * shape_.records() + w % shape_.records();
+    __builtin_prefetch(first_word_ + place * word_stride_);
+    const uint8_t* const record = first_record_ + place * record_stride_;
+    for (uint64_t b = 0; b < std::min<uint64_t>(record_bytes_, 512); b += 64) __builtin_prefetch(record + b);
+  }
+  // Copies leaves of row w to place `i` of the batch. Returns whether next.X came from the row's tail, which must then be looked at
+  // again (`tail_is_there`).
+  bool copy(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, uint64_t published, const std::vector<Target>& to, uint64_t i) const {
+    const Columns columns = columns_of(lane, env, {});
+    const Protocol protocol = protocol_of(rows, columns);
+    StackPlaces places;
+    const auto copy_all = [&](bool is_next) {
+      for (const Target& one : to)
+        if (one.leaf.is_next == is_next) columns.copy_stack(places, one.leaf.key, one.array + static_cast<ptrdiff_t>(i) * one.stride);
+    };
+    if (has(to, false)) protocol.find_x(w, places), copy_all(false);
+    if (!has(to, true)) return false;
+    const bool is_newest = protocol.is_newest(w, published);
+    protocol.find_next(w, is_newest, places), copy_all(true);
+    return is_newest;
+  }
+  // Where rows hold X: finds next.X of row w; returns whether it comes from the row's tail. `next_frame`: where it lies.
+  bool find_next(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, uint64_t published, FramePlace& next) const {
+    const Columns columns = columns_of(lane, env, {});
+    const Protocol protocol = protocol_of(rows, columns);
+    const bool is_newest = protocol.is_newest(w, published);
+    next = protocol.find_next_frame(w, is_newest);
+    return is_newest;
+  }
+  // Null: it is zeros.
+  const uint8_t* next_frame(uint64_t lane, uint64_t env, const FramePlace& next, size_t key) const {
+    return columns_of(lane, env, {}).frame(next, key, offsets_[key]);
+  }
+  // Where the word of row w lies, which is looked at for next.X of an earlier row.
+  void prefetch_word(uint64_t lane, uint64_t env, uint64_t w) const {
+    const uint64_t place = (lane * geometry_.envs + env) * shape_.records() + (w + shape_.ahead) % shape_.records();
+    __builtin_prefetch(first_word_ + place * word_stride_);
+  }
+  bool tail_is_there(const Rows& rows, uint64_t w) const {
+    return StdMemory::load(rows.claimed) <= w + shape_.tails();
+  }
+  // Whether a leaf of row w has these bytes. The caller keeps writers out.
+  bool has_bytes(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, const Leaf& leaf, const uint8_t* bytes) const {
+    const Columns columns = columns_of(lane, env, {});
+    StackPlaces places;
+    find(protocol_of(rows, columns), rows, w, leaf.is_next, places);
+    return columns.is_stack(places, leaf.key, bytes);
+  }
+  // Whether next.X of row w is X of a later one. The caller keeps writers out.
+  bool continues(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, uint64_t later, size_t key) const {
+    const Columns columns = columns_of(lane, env, {});
+    const Protocol protocol = protocol_of(rows, columns);
+    StackPlaces next, x;
+    find(protocol, rows, w, true, next), find(protocol, rows, later, false, x);
+    return columns.are_same_stacks(next, x, key);
+  }
+  // What stored rows are made of: how many next.X were looked at, how many are X of a later row, or one new frame, or whole stacks; how
+  // many X are whole; and how many next.X of each key are X of a later row.
+  struct Kinds {
+    uint64_t rows = 0, same = 0, moved = 0, whole = 0, whole_x = 0;
+    std::vector<uint64_t> same_of_key;
+  };
+  // Looks at rows [first, published) of a lane whose next.X a later row tells. The caller keeps writers out.
+  void count_kinds(const Rows& rows, uint64_t lane, uint64_t first, Kinds& kinds) const {
+    kinds.same_of_key.resize(geometry_.keys.size());
+    for (uint64_t env = 0; env < geometry_.envs; ++env)
+      for (uint64_t w = first; w + shape_.ahead < StdMemory::load(rows.published); ++w) {
+        const ObservationWord word = ObservationWord::unpack(columns_of(lane, env, {}).word(w + shape_.ahead), shape_.frames);
+        ++kinds.rows;
+        ++(word.next == ObservationWord::kSame ? kinds.same : word.next == ObservationWord::kMoved ? kinds.moved : kinds.whole);
+        kinds.whole_x += word.rest_units(shape_.frames) > 0;
+        for (size_t k = 0; k < kinds.same_of_key.size(); ++k)
+          kinds.same_of_key[k] += word.next == ObservationWord::kSame || continues(rows, lane, env, w, w + shape_.ahead, k);
+      }
+  }
+
+ private:
+  struct Counters {
+    std::atomic<uint64_t> claimed{0}, published{0}, base{0};
+  };
+  // What is appended: row `at` is step `from` of the keys.
+  struct Batch {
+    const std::vector<Key>* keys = nullptr;
+    uint64_t at = 0, from = 0;
+  };
+  // The words and frames of one environment of a lane.
+  struct Columns {
+    const Observations& all;
+    uint8_t *words, *records;
+    std::atomic<uint64_t>* tail_kinds;
+    uint8_t* tails;
+    uint64_t owner, env;
+    Batch batch;
+
+    std::atomic<uint64_t>& word_of(uint64_t w) const {
+      return *reinterpret_cast<std::atomic<uint64_t>*>(words + w % all.shape_.records() * all.word_stride_);
+    }
+    uint64_t word(uint64_t w) const { return StdMemory::load(word_of(w)); }
+    void set_word(uint64_t w, uint64_t bits) const { StdMemory::store(word_of(w), bits); }
+    uint64_t link(uint64_t unit) const { return StdMemory::load(all.units_.link(unit)); }
+    void set_link(uint64_t unit, uint64_t next) const { StdMemory::store(all.units_.link(unit), next); }
+    uint64_t tail_kind(uint64_t w) const { return StdMemory::load(tail_kinds[w % all.shape_.tails()]); }
+    void set_tail_kind(uint64_t w, uint64_t kind) const { StdMemory::store(tail_kinds[w % all.shape_.tails()], kind); }
+    bool owns(uint64_t unit) const { return all.units_.owner(unit) == owner; }
+
+    // A key whose observations are single frames has none among the older frames of stacks.
+    bool same(const FramePlace& a, const FramePlace& b, bool newest) const {
+      uint64_t offset = 0;
+      for (size_t k = 0; k < all.geometry_.keys.size(); ++k) {
+        const KeyGeometry& key = all.geometry_.keys[k];
+        if ((newest || key.frames > 1) && !are_equal(frame(a, k, offset), frame(b, k, offset), key.frame_bytes)) return false;
+        offset += key.frame_bytes;
+      }
+      return true;
+    }
+    bool is_zero(const FramePlace& a) const { return same(a, FramePlace{}, false); }
+    void put(const FramePlace& to, const FramePlace& from_place) const {
+      uint64_t offset = 0;
+      for (size_t k = 0; k < all.geometry_.keys.size(); offset += all.geometry_.keys[k++].frame_bytes)
+        copy_frame(const_cast<uint8_t*>(frame(to, k, offset)), frame(from_place, k, offset), all.geometry_.keys[k].frame_bytes);
+    }
+    void copy_stack(const StackPlaces& places, size_t k, uint8_t* to) const {
+      each_frame(places, k, [&](const uint8_t* frame, uint64_t bytes) { copy_frame(to, frame, bytes), to += bytes; });
+    }
+    bool is_stack(const StackPlaces& places, size_t k, const uint8_t* stack) const {
+      bool equal = true;
+      each_frame(places, k, [&](const uint8_t* frame, uint64_t bytes) { equal = equal && are_equal(frame, stack, bytes), stack += bytes; });
+      return equal;
+    }
+    bool are_same_stacks(const StackPlaces& a, const StackPlaces& b, size_t k) const {
+      const KeyGeometry& key = all.geometry_.keys[k];
+      const uint64_t offset = all.offsets_[k], newest = all.shape_.frames;
+      for (uint64_t j = newest - key.frames; j < newest; ++j)
+        if (!are_equal(frame(a[j], k, offset), frame(b[j], k, offset), key.frame_bytes)) return false;
+      return true;
+    }
+
+   private:
+    static void copy_frame(uint8_t* to, const uint8_t* frame, uint64_t bytes) {
+      if (frame) std::memcpy(to, frame, bytes);
+      else std::memset(to, 0, bytes);
+    }
+    static bool are_equal(const uint8_t* a, const uint8_t* b, uint64_t bytes) {
+      if (a == b) return true;
+      return a && b ? std::memcmp(a, b, bytes) == 0 : are_zeros(a ? a : b, bytes);
+    }
+    static bool are_zeros(const uint8_t* frame, uint64_t bytes) {
+      return bytes == 0 || (frame[0] == 0 && std::memcmp(frame, frame + 1, bytes - 1) == 0);
+    }
+    template <class Each>
+    void each_frame(const StackPlaces& places, size_t k, Each&& each) const {
+      const KeyGeometry& key = all.geometry_.keys[k];
+      const uint64_t offset = all.offsets_[k], newest = all.shape_.frames;
+      for (uint64_t j = newest - key.frames; j < newest; ++j) each(frame(places[j], k, offset), key.frame_bytes);
+    }
+   public:
+    // Where the frame of a key lies; null: it is zeros. `offset`: of the key in a unit.
+    const uint8_t* frame(const FramePlace& place, size_t k, uint64_t offset) const {
+      switch (place.kind) {
+        case FramePlace::kRecord:
+          return records + place.number % all.shape_.records() * all.record_stride_ + all.record_offsets_[k];
+        case FramePlace::kUnit: return all.units_.record(place.number) + offset;
+        case FramePlace::kTail:
+          return tails + place.number % all.shape_.tails() * all.tail_bytes_ + place.frame * all.record_bytes_ + offset;
+        case FramePlace::kNewX: return frame_of((*batch.keys)[k].x, place, k);
+        case FramePlace::kNewNext: return frame_of((*batch.keys)[k].next, place, k);
+        default: return nullptr;
+      }
+    }
+
+   private:
+    // Of a stack in the batch.
+    const uint8_t* frame_of(const LeafSource& stacks, const FramePlace& place, size_t k) const {
+      const KeyGeometry& key = all.geometry_.keys[k];
+      const uint64_t older = all.shape_.frames - key.frames;  // frames that other keys have
+      if (place.frame < older) return nullptr;
+      return stacks.at(batch.from + (place.number - batch.at), env) + (place.frame - older) * key.frame_bytes;
+    }
+  };
+  using Protocol = ObservationProtocol<StdMemory, const Columns>;
+
+  static uint64_t record_bytes(const Geometry& g) {
+    return std::accumulate(g.keys.begin(), g.keys.end(), uint64_t{0}, [](uint64_t n, const KeyGeometry& key) { return n + key.frame_bytes; });
+  }
+  static std::vector<uint64_t> offsets_of(const Geometry& g) {
+    std::vector<uint64_t> offsets;
+    for (uint64_t at = 0; const KeyGeometry& key : g.keys) offsets.push_back(at), at += key.frame_bytes;
+    return offsets;
+  }
+  static ObservationShape shape_of(const Geometry& g) {
+    uint64_t frames = 1;
+    for (const KeyGeometry& key : g.keys) frames = std::max(frames, key.frames);
+    for (const KeyGeometry& key : g.keys)
+      if (key.frame_bytes < 1 || key.frames < 1 || (key.frames != frames && key.frames != 1))
+        throw std::invalid_argument("stacks have as many frames as those of other keys, or one, and frames have bytes");
+    if (g.keys.empty() || frames > ObservationShape::kMostFrames || g.ahead < 1 || g.ahead > kMostAhead)
+      throw std::invalid_argument("1 to 15 frames are a stack, and 1 to 1024 rows lie between X and next.X");
+    return {g.capacity, frames, g.ahead, g.longest_piece, 0, 0};
+  }
+  static bool has(const std::vector<Target>& to, bool is_next) {
+    return std::any_of(to.begin(), to.end(), [&](const Target& one) { return one.leaf.is_next == is_next; });
+  }
+  static void find(const Protocol& protocol, const Rows& rows, uint64_t w, bool is_next, StackPlaces& places) {
+    if (is_next) protocol.find_next(w, protocol.is_newest(w, StdMemory::load(rows.published)), places);
+    else protocol.find_x(w, places);
+  }
+  Columns columns_of(uint64_t lane, uint64_t env, Batch batch) const {
+    const uint64_t c = lane * geometry_.envs + env, records = shape_.records(), tails = shape_.tails();
+    auto* const kinds = reinterpret_cast<std::atomic<uint64_t>*>(tails_->data());
+    uint8_t* const frames_of_tails = tails_->data() + columns_count_ * tails * sizeof(uint64_t);
+    return {*this,
+            first_word_ + c * records * word_stride_, first_record_ + c * records * record_stride_,
+            kinds + c * tails, frames_of_tails + c * tails * tail_bytes_,
+            c + 1, env, batch};
+  }
+  Protocol protocol_of(const Rows& rows, const Columns& columns) const {
+    return {rows, shape_, columns, units_.owners(), columns.owner};
+  }
+
+  static constexpr uint64_t kMostAhead = 1024;
+
+  Geometry geometry_;
+  std::vector<uint64_t> offsets_;  // of each key in a unit or a frame of a tail
+  uint64_t record_bytes_, columns_count_;
+  ObservationShape shape_;
+  UnitMemory units_;
+  uint64_t tail_bytes_;
+  std::shared_ptr<MappedRegion> words_, records_, tails_;  // tails: the kinds of all, then their frames
+  uint8_t *first_word_ = nullptr, *first_record_ = nullptr;  // in their columns, or in the first row
+  uint64_t word_stride_ = 0, record_stride_ = 0;
+  std::vector<uint64_t> record_offsets_;                   // of each key in a record
+  std::vector<UnitPool> pools_;                            // of this process's writer, of each lane's environments
+  std::vector<Protocol::Words> planned_;                   // of each environment
+  uint64_t planned_at_ = 0, planned_from_ = 0;             // of the first of these rows: its sequence, and its step in the batch
+  std::unique_ptr<Counters[]> restored_;                   // of each lane, while rows are restored
+};
+
+}  // namespace engram

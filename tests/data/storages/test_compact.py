@@ -1,0 +1,259 @@
+"""Storages that keep each observation once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from contracts.each import each
+from engram._native import testing
+from engram.data import Compact, LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, TensorDictReplayBuffer
+from engram.store.layout import StoredLayout
+from engram.testing import CompactContract
+
+
+class TestCompactInPrivateMemory(CompactContract):
+    def make(self, capacity: int, compact: Any, ndim: int, path: Any) -> LazyTensorStorage:
+        return LazyTensorStorage(capacity, ndim=ndim, compact=compact)
+
+    def test_what_is_not_found_in_the_first_batch_is_stored_as_it_is(self, tmp_path: Path) -> None:
+        storage = self.make(10, True, 1, tmp_path)
+        ReplayBuffer(storage=storage).extend(TensorDict({"x": torch.arange(3)}, [3]))
+        assert storage.compact is None and storage.get([2])["x"].tolist() == [2]
+
+    def test_memory_that_processes_share_is_refused(self) -> None:
+        for shared in ({"shared": True}, {"shared_init": True}):
+            with pytest.raises(ValueError, match="this process alone"):
+                LazyTensorStorage(10, compact=True, **shared)
+        with pytest.raises(ValueError, match="this process alone"):
+            TensorDictReplayBuffer(storage=LazyTensorStorage(10, compact=True)).share()
+
+
+def stacks(n: int, frames: int = 4, shape: tuple[int, ...] = (3, 3), n_steps: int = 1) -> TensorDict:
+    """n steps of one episode, whose observations are stacks."""
+    shown = torch.randint(0, 256, (n + frames + n_steps, *shape), dtype=torch.uint8)
+    pixels = shown.unfold(0, frames, 1).movedim(-1, 1)
+    return TensorDict({"pixels": pixels[:n], "next": {"pixels": pixels[n_steps : n + n_steps]}}, [n])
+
+
+def found(steps: TensorDict, compact: Any = True, ndim: int = 1) -> Compact | None:
+    """What a storage finds in a first batch."""
+    storage = LazyTensorStorage(64, ndim=ndim, compact=compact)
+    ReplayBuffer(storage=storage).extend(steps)
+    return storage.compact
+
+
+def test_frames_and_steps_are_found_in_the_first_batch() -> None:
+    assert found(stacks(1)) == Compact(["pixels"], {"pixels": 4}, 1)
+    assert found(stacks(9, frames=3)) == Compact(["pixels"], {"pixels": 3}, 1)
+    assert found(stacks(20, n_steps=3)) == Compact(["pixels"], {"pixels": 4}, 3)
+    two = torch.stack([stacks(8), stacks(8)])
+    assert found(two, ndim=2) == Compact(["pixels"], {"pixels": 4}, 1)
+
+
+def test_pictures_without_a_stack_are_one_frame_each() -> None:
+    steps = stacks(9, frames=3)
+    steps["next", "pixels"] = torch.roll(steps["pixels"], -1, 0)[..., :1].expand(9, 3, 3, 3).contiguous()
+    assert found(steps) == Compact(["pixels"], {"pixels": 1}, 1)
+
+
+def test_frames_of_several_channels_are_found() -> None:
+    steps = stacks(9, frames=4, shape=(3, 2, 2))
+    for key in ("pixels", ("next", "pixels")):
+        steps[key] = steps[key].flatten(1, 2)
+    assert found(steps) == Compact(["pixels"], {"pixels": 4}, 1)
+
+
+def test_small_observations_beside_large_ones_stay_in_the_rows() -> None:
+    steps = stacks(9)
+    for key in ("vector", ("next", "vector")):
+        steps[key] = torch.zeros(9, 1)
+    assert found(steps) == Compact(["pixels"], {"pixels": 4}, 1)
+
+
+WRONG: list[dict[str, Any]] = [
+    {"keys": []}, {"keys": ["a", "a"]}, {"frames": 16}, {"frames": 0}, {"n_steps": 0}, {"frames": True},
+    {"keys": ["a"], "frames": {"b": 2}}, {"keys": "reward"}, {"keys": [("next", "a")]},
+]  # fmt: skip
+
+
+@each("settings", WRONG)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        Compact(**settings)
+
+
+def test_frames_that_do_not_divide_the_observation_are_refused() -> None:
+    with pytest.raises(ValueError, match="must divide"):
+        found(stacks(3), Compact("pixels", frames=3))
+
+
+@each("written, overwritten", [(0, []), (1, []), (4, []), (9, [0, 1]), (16, [0, 1, 2, 3])])
+def test_newest_rows_are_whole_though_rows_come_between_look_and_copy(written: int, overwritten: list[int]) -> None:
+    torch.manual_seed(0)
+    steps = stacks(40)
+    storage = LazyTensorStorage(16, compact=True)  # pieces of two rows
+    rb = ReplayBuffer(storage=storage)
+    rb.extend(steps[:16])
+    table: Any = storage.access.table.made
+    codec, slots = StoredLayout(table.layout, table.observations).codec, torch.tensor([5, 8, 13, 15])
+
+    def meanwhile() -> None:
+        if written:
+            rb.extend(steps[16 : 16 + written])
+
+    (pixels, after), missing, absent = testing.gather_interrupted(storage.lanes.store, codec, slots, meanwhile)
+    whole = [i for i in range(4) if i not in overwritten]
+    assert (missing or []) == overwritten and absent is None
+    assert torch.equal(pixels[whole], steps["pixels"][slots[whole]])
+    assert torch.equal(after[whole], steps["next", "pixels"][slots[whole]])
+
+
+def test_batches_are_whole_beside_a_writer_that_goes_round_and_round() -> None:
+    rng, size = np.random.default_rng(0), 4000
+    shown = rng.integers(0, 256, (1100, size), np.uint8)
+    stacks = np.lib.stride_tricks.sliding_window_view(shown, 4, axis=0).swapaxes(1, 2)
+    storage = LazyTensorStorage(48, compact=Compact("x", frames=4))
+    rb = TensorDictReplayBuffer(storage=storage, batch_size=40)
+
+    def steps(start: int, stop: int) -> TensorDict:
+        n, x, after = torch.arange(start, stop), stacks[start:stop], stacks[start + 1 : stop + 1]
+        return TensorDict({"n": n, "x": x.copy(), "next": {"x": after.copy()}}, [stop - start])
+
+    parts = [steps(at, at + 20) for at in range(0, 1000, 20)]  # written without the GIL, in pieces of six steps
+    rb.extend(parts[-1])
+    done = threading.Event()
+
+    def write() -> None:
+        while not done.is_set():
+            for part in parts:
+                rb.extend(part)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(400):
+            batch = rb.sample()
+            expected = batch["n"].numpy()
+            assert np.array_equal(batch["x"], stacks[expected])
+            assert np.array_equal(batch["next", "x"], stacks[expected + 1])
+    finally:
+        done.set()
+        writer.join()
+
+
+@each("written", [0, 1, 5, 16, 40])
+def test_rows_that_are_overwritten_while_they_are_saved_are_saved_as_they_were(written: int) -> None:
+    torch.manual_seed(0)
+    steps, storage = stacks(56), LazyTensorStorage(16, compact=True)
+    rb = ReplayBuffer(storage=storage)
+    rb.extend(steps[:16])
+    with storage.mutex:
+        saved = storage.saved_form.source(background=True)
+    for at in range(16, 16 + written):
+        rb.extend(steps[at : at + 1])
+    block = saved.read_block(0, 0, 16)
+    saved.close()
+    assert storage.layout is not None and saved.left_out == 0
+    assert bool((storage.layout.unpack(block[0]) == steps[:16]).all())
+
+
+def test_a_storage_says_what_its_rows_are_made_of() -> None:
+    storage = LazyTensorStorage(400, compact=True)
+    rb = ReplayBuffer(storage=storage)
+    rb.extend(stacks(100))
+    rb.extend(stacks(100))
+    shares = rb.stats().compact
+    assert shares is not None and (shares.frames, shares.n_steps, shares.advice) == ({"pixels": 4}, 1, None)
+    assert shares.bytes_per_step == storage.nbytes / 400
+    assert (round(shares.same * 199), round(shares.moved * 199), round(shares.whole * 199)) == (198, 1, 0)
+    assert repr(storage) == "LazyTensorStorage(max_size=400, len=200, ndim=1, compact={'pixels': 4})"
+    assert ReplayBuffer(storage=LazyTensorStorage(4)).stats().compact is None
+
+
+def advice(steps: TensorDict, compact: Any = True) -> str:
+    """What a storage advises for steps."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(1000, compact=compact))
+    rb.extend(steps)
+    shares = rb.stats().compact
+    assert shares is not None and shares.advice is not None
+    return shares.advice
+
+
+def test_a_storage_advises_what_would_make_its_rows_smaller() -> None:
+    torch.manual_seed(0)
+    beside = torch.stack([stacks(100) for _ in range(4)], 1).reshape(-1)
+    assert "ndim=2" in advice(beside, Compact("pixels", frames=4))
+    assert "n_steps" in advice(stacks(200, n_steps=3), Compact("pixels", frames=4, n_steps=1))
+    steps = stacks(200)
+    for key in ("noise", ("next", "noise")):
+        steps[key] = torch.rand(200, 8)
+    assert "'noise'" in advice(steps, Compact(["pixels", "noise"], {"pixels": 4}))
+
+
+def written(compact: Any = True) -> tuple[TensorDict, TensorDictReplayBuffer]:
+    """Steps, and a buffer that holds them."""
+    torch.manual_seed(0)
+    steps, rb = stacks(40), TensorDictReplayBuffer(storage=LazyTensorStorage(50, compact=compact), batch_size=8)
+    rb.extend(steps)
+    return steps, rb
+
+
+def rows_of(storage: Any, index: Any = slice(None)) -> TensorDict:
+    """Stored rows without the index that they store."""
+    rows: TensorDict = storage.get(index).exclude("index")
+    return rows
+
+
+def test_a_forked_child_goes_on_with_a_copy() -> None:
+    steps, rb = written()
+    child = os.fork()
+    if child == 0:
+        try:
+            rb.extend(steps[:30])
+            same = bool((rows_of(rb.storage, range(20)) == steps[10:30]).all())
+        finally:
+            os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bool((rows_of(rb.storage) == steps).all())
+
+
+def test_rows_go_as_bytes_from_one_storage_to_another() -> None:
+    steps, rb = written()
+    whole, by_leaf = (rb.storage.read_packed(torch.arange(10), by_leaf).batch for by_leaf in (False, True))
+    for compact in (True, False):
+        twin = LazyTensorStorage(50, compact=compact)
+        twin.adopt(rb.storage.layout)
+        lane = twin.lanes.hold()
+        twin.append_packed(lane, whole[0])
+        twin.append_leaves(lane, by_leaf)
+        assert bool((rows_of(twin) == torch.cat([steps[:10], steps[:10]])).all())
+
+
+def test_plain_and_compact_members_of_an_ensemble_are_read_together() -> None:
+    steps, rb = written()
+    for other in (written(compact=False)[1], written()[1]):
+        both = ReplayBufferEnsemble(other, rb, batch_size=16)
+        batch = both.sample()
+        for k in range(2):
+            drawn = batch[k]["index", "index"]
+            assert torch.equal(batch[k]["next", "pixels"], steps["next", "pixels"][drawn])
+
+
+def test_columns_and_steps_of_collectors_are_taken_as_batches_are() -> None:
+    steps, rb = written()
+    table: Any = rb.storage.native.table
+    columns = [steps[path[0] if len(path) == 1 else path].numpy() if path != ("index",) else None
+               for path in [leaf.path for leaf in table.layout.leaves]]  # fmt: skip
+    columns = [np.zeros(40, np.int64) if column is None else column for column in columns]
+    assert rb.storage.native.push_columns is not None
+    assert rb.storage.native.push_columns(columns, 1, 0, "index")
+    assert bool((rows_of(rb.storage, range(40, 50)) == steps[:10]).all())
+    assert bool((rows_of(rb.storage, range(30)) == steps[10:]).all())
