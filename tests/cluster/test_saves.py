@@ -46,7 +46,7 @@ def test_a_load_gets_all_shards_of_one_save(buffer: Any, tmp_path: Path) -> None
     seconds = time.monotonic() - began
     in_force = stored()
     assert sum(map(len, in_force)) == SHARDS * ROWS
-    assert SHARDS == len({producer._producer.shard.number for producer in producers})
+    assert len({producer._producer.shard.number for producer in producers}) == SHARDS
     failed = 0
     for a_round in range(1, KILLS + 1):
         write(a_round)
