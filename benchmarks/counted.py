@@ -75,6 +75,10 @@ def calls() -> Iterator[tuple[str, Call, int]]:
     rb = _full(ReplayBuffer, data, sampler=sampler)
     yield f"slices, {SLICES} x {BATCH // SLICES}", lambda rb=rb: rb.sample(BATCH), CALLS
     yield f"stacked pairs, {PAIRS}", _stacking(), CALLS
+    once = _full(ReplayBuffer, data, compact=True)
+    yield f"observations once: sample({BATCH})", lambda: once.sample(BATCH), CALLS
+    yield f"observations once: extend({APPENDED})", _writing(once.extend, data.split(APPENDED)), CALLS
+    yield "observations once: add, TensorDict", _writing(once.add, steps.unbind(0)), CALLS
     rb = _full(ReplayBuffer, data, sampler=SamplerWithoutReplacement())
     yield f"epoch, sample({BATCH})", lambda rb=rb: rb.sample(BATCH), CALLS
     yield from _adapters()
@@ -83,8 +87,8 @@ def calls() -> Iterator[tuple[str, Call, int]]:
     yield "1 step into a buffer, MLP 2x64", _stepping(Greedy()), CALLS
 
 
-def _full(buffer: type[ReplayBuffer], data: Any, **parts: Any) -> ReplayBuffer:
-    rb = buffer(storage=LazyTensorStorage(ROWS), batch_size=BATCH, **parts)
+def _full(buffer: type[ReplayBuffer], data: Any, compact: bool = False, **parts: Any) -> ReplayBuffer:
+    rb = buffer(storage=LazyTensorStorage(ROWS, compact=compact), batch_size=BATCH, **parts)
     rb.extend(data)
     return rb
 

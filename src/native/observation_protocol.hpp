@@ -8,6 +8,9 @@
 //   word(w), set_word(w, bits); link(unit), set_link(unit, next); tail_kind(w), set_tail_kind(w, kind): of record, unit and tail
 //   owns(unit): whether the unit lies in a segment of this lane, as seen after `published`
 //   same(a, b, newest), is_zero(a), put(to, from): of the frames in two places; `newest`: of those that are the newest of their stacks
+//   put_record(w, from): the newest frame of X of row w
+//   each_new(from, to, ahead, differs): calls differs(w) of each row w of the batch in [from, to) whose X is not next.X of w - ahead,
+//     which is in the batch, too; of observations that are no stacks
 #pragma once
 #include <algorithm>
 #include <array>
@@ -60,12 +63,12 @@ struct ObservationWord {
 // Where a frame lies.
 struct FramePlace {
   enum Kind : uint8_t { kZeros, kRecord, kUnit, kTail, kNewX, kNewNext };
-  Kind kind = kZeros;   // kNewX, kNewNext: in the batch that is being written
-  uint64_t number = 0;  // the row's sequence, or the unit
-  uint64_t frame = 0;   // of a tail or a batch: which frame of the stack
+  Kind kind;        // kNewX, kNewNext: in the batch that is being written
+  uint64_t number;  // the row's sequence, or the unit
+  uint64_t frame;   // of a tail or a batch: which frame of the stack
   bool operator==(const FramePlace&) const = default;
 };
-using StackPlaces = std::array<FramePlace, ObservationShape::kMostFrames>;
+using StackPlaces = std::array<FramePlace, ObservationShape::kMostFrames>;  // the first ones: of as many frames as stacks have
 
 // What one writer knows of the units of one lane: which are free, and whose record keeps the others. Private, and made anew from
 // the words of the records by who has none: a kill can tear nothing.
@@ -144,7 +147,11 @@ class UnitPool {
 template <class Memory, class Columns>
 struct ObservationProtocol {
   using Word = typename Memory::Word;
-  using Words = std::vector<ObservationWord>;
+  // What `plan` decides of new rows: the words of all, and how many units they need.
+  struct Plan {
+    std::vector<ObservationWord> words;
+    uint64_t units = 0;
+  };
 
   const LaneProtocol<Memory>& rows;
   const ObservationShape& shape;
@@ -170,36 +177,35 @@ struct ObservationProtocol {
   }
   // W0: compares n new rows, which will be claimed `piece` at a time, with each other and with those before them, and decides their
   // words.
-  void plan(uint64_t at, uint64_t n, uint64_t piece, Words& words) const {
+  void plan(uint64_t at, uint64_t n, uint64_t piece, Plan& plan) const {
     const uint64_t k = shape.frames, base = Memory::load(rows.base);
+    plan.words.assign(n, {}), plan.units = 0;
+    if (k == 1) return plan_frames(at, n, piece, plan);
     uint64_t first = base;
     StackPlaces x, before, after;
-    words.assign(n, {});
     ObservationWord last;
     if (at > base) last = word(at - 1);
-    for (uint64_t i = 0; i < n; ++i, last = words[i - 1]) {
+    for (uint64_t i = 0; i < n; ++i, last = plan.words[i - 1]) {
       const uint64_t w = at + i;
-      ObservationWord& mine = words[i];
+      ObservationWord& mine = plan.words[i];
       place_x(w, at, x);
-      // Of a row that has gone when this one is published nobody asks for next.X.
-      if (i % piece == 0) first = std::max(base, below(claimed_with(at + std::min(n, i + piece)), shape.capacity));
+      if (i % piece == 0) first = oldest_row(at + std::min(n, i + piece));
       const bool has_next = w >= first + shape.ahead;
       if (has_next) mine.next = compare_next(w - shape.ahead, at, x, after);
-      if (k > 1) {
-        if (w > base) place_x(w - 1, at, before);
-        // A tail that moved shares its older frames with X of its row: where X is the same as next.X, they need no second look.
-        const StackPlaces& as_x = has_next && mine.next == ObservationWord::kSame ? after : x;
-        if (w > base && same_older(as_x, before)) {
-          mine.run = std::min(last.run + 1, k - 1);
-          if (mine.run < k - 1) mine.rest = last.rest;
-        } else {
-          mine.rest = compare_rest(x);
-        }
+      if (w > base) place_x(w - 1, at, before);
+      // A tail that moved shares its older frames with X of its row: where X is the same as next.X, they need no second look.
+      const StackPlaces& as_x = has_next && mine.next == ObservationWord::kSame ? after : x;
+      if (w > base && same_older(as_x, before)) {
+        mine.run = std::min(last.run + 1, k - 1);
+        if (mine.run < k - 1) mine.rest = last.rest;
+      } else {
+        mine.rest = compare_rest(x);
       }
+      plan.units += mine.units(k);
     }
   }
   // Whether the pool has fewer units than these rows need, each piece of them once it is claimed.
-  bool lacks(const UnitPool& pool, uint64_t at, uint64_t piece, const Words& words) const {
+  bool lacks(const UnitPool& pool, uint64_t at, uint64_t piece, const std::vector<ObservationWord>& words) const {
     uint64_t taken = 0, given_back = 0, gone = 0, keepers = 0, freed = 0;
     for (uint64_t done = 0; done < words.size(); done += piece) {
       const uint64_t n = std::min(piece, words.size() - done), oldest = oldest_record(at + done, n);
@@ -227,39 +233,40 @@ struct ObservationProtocol {
   }
   // After `plan`: takes the memory that these rows need. A failure has changed nothing. False: all segments of the pool are taken.
   template <class MakeMemory>
-  bool prepare(UnitPool& pool, uint64_t at, uint64_t piece, const Words& words, MakeMemory&& make_memory) const {
-    uint64_t units = 0;
-    for (const ObservationWord& word : words) units += word.units(shape.frames);
-    pool.make_room(units);
-    while (lacks(pool, at, piece, words))
+  bool prepare(UnitPool& pool, uint64_t at, uint64_t piece, const Plan& plan, MakeMemory&& make_memory) const {
+    if (plan.units == 0) return true;
+    pool.make_room(plan.units);
+    while (lacks(pool, at, piece, plan.words))
       if (!grow(pool, make_memory)) return false;
     return true;
   }
   // W1, after the claim: units of records that are being overwritten are free.
   void release(UnitPool& pool, uint64_t at, uint64_t n) const { pool.release(oldest_record(at, n)); }
   // W3, of n rows from the one on that is number `from` of those that were planned behind `at`.
-  void store_units(uint64_t at, uint64_t from, uint64_t n, Words& words, UnitPool& pool) const {
+  void store_units(uint64_t at, uint64_t from, uint64_t n, Plan& plan, UnitPool& pool) const {
     const uint64_t k = shape.frames;
     StackPlaces places;
-    for (uint64_t i = from; i < from + n; ++i) {
+    for (uint64_t i = from; plan.units > 0 && i < from + n; ++i) {
+      ObservationWord& mine = plan.words[i];
+      if (mine.units(k) == 0) continue;
       uint64_t w = at + i, last = 0, stored = 0;
       const auto store = [&](const FramePlace& from) {
         const uint64_t unit = pool.take(w);
         columns.put({FramePlace::kUnit, unit, 0}, from);
         if (stored++) columns.set_link(last, unit);
-        else words[i].head = unit;
+        else mine.head = unit;
         last = unit;
       };
-      if (words[i].next != ObservationWord::kSame) place_next(w - shape.ahead, at, places);
-      for (uint64_t j = k - words[i].next_units(k); j < k; ++j) store(places[j]);
-      for (uint64_t j = 0; j < words[i].rest_units(k); ++j) store({FramePlace::kNewX, w, j});
-      if (stored) columns.set_link(last, last);
+      if (mine.next != ObservationWord::kSame) place_next(w - shape.ahead, at, places);
+      for (uint64_t j = k - mine.next_units(k); j < k; ++j) store(places[j]);
+      for (uint64_t j = 0; j < mine.rest_units(k); ++j) store({FramePlace::kNewX, w, j});
+      columns.set_link(last, last);
     }
   }
-  void store_records(uint64_t at, uint64_t from, uint64_t n, const Words& words) const {
+  void store_records(uint64_t at, uint64_t from, uint64_t n, const Plan& plan) const {
     for (uint64_t i = from; i < from + n; ++i) {
-      columns.set_word(at + i, words[i].pack());
-      columns.put({FramePlace::kRecord, at + i, 0}, {FramePlace::kNewX, at + i, shape.frames - 1});
+      columns.set_word(at + i, plan.words[i].pack());
+      columns.put_record(at + i, {FramePlace::kNewX, at + i, shape.frames - 1});
     }
   }
   // Those of the last of these rows, whose next.X no word tells yet.
@@ -267,8 +274,12 @@ struct ObservationProtocol {
     const uint64_t k = shape.frames, end = at + from + n;
     StackPlaces x, after;
     for (uint64_t w = std::max(at + from, below(end, shape.ahead)); w < end; ++w) {
+      if (k == 1) {
+        columns.set_tail_kind(w, ObservationWord::kWhole), columns.put({FramePlace::kTail, w, 0}, next_frame(w, at));
+        continue;
+      }
       place_x(w, at, x), place_next(w, at, after);
-      const auto kind = k > 1 && same_older(after, x) ? ObservationWord::kMoved : ObservationWord::kWhole;
+      const auto kind = same_older(after, x) ? ObservationWord::kMoved : ObservationWord::kWhole;
       columns.set_tail_kind(w, kind);
       for (uint64_t j = kind == ObservationWord::kMoved ? k - 1 : 0; j < k; ++j) columns.put({FramePlace::kTail, w, j}, after[j]);
     }
@@ -281,7 +292,7 @@ struct ObservationProtocol {
   void find_x(uint64_t w, StackPlaces& x) const {
     const uint64_t k = shape.frames;
     const ObservationWord mine = word(w);
-    for (uint64_t j = 0; j <= std::min(mine.run, w); ++j) x[k - 1 - j] = {FramePlace::kRecord, w - j, 0};
+    for (uint64_t j = 0; j <= mine.run; ++j) x[k - 1 - j] = j <= w ? FramePlace{FramePlace::kRecord, w - j, 0} : FramePlace{};
     if (mine.run + 1 >= k) return;
     const uint64_t rest = k - 1 - mine.run;  // frames beyond the run
     if (mine.rest != ObservationWord::kCarried) {
@@ -328,11 +339,24 @@ struct ObservationProtocol {
 
  private:
   static uint64_t below(uint64_t w, uint64_t n) { return w > n ? w - n : 0; }
+  // The oldest row once those below `to` are published: of those before it nobody asks for next.X.
+  uint64_t oldest_row(uint64_t to) const { return std::max(Memory::load(rows.base), below(claimed_with(to), shape.capacity)); }
   uint64_t claimed_with(uint64_t to) const { return std::max(Memory::load(rows.claimed), to); }
   ObservationWord word(uint64_t w) const { return ObservationWord::unpack(columns.word(w), shape.frames); }
   uint64_t next_unit(uint64_t unit) const { return columns.owns(unit) ? columns.link(unit) : unit; }
   FramePlace unit_place(uint64_t unit) const { return columns.owns(unit) ? FramePlace{FramePlace::kUnit, unit, 0} : FramePlace{}; }
 
+  // `plan` where observations are no stacks.
+  void plan_frames(uint64_t at, uint64_t n, uint64_t piece, Plan& plan) const {
+    const auto differs = [&](uint64_t w) { plan.words[w - at].next = ObservationWord::kWhole, ++plan.units; };
+    for (uint64_t done = 0; done < n; done += piece) {
+      const uint64_t end = at + std::min(n, done + piece);
+      uint64_t w = std::max(at + done, oldest_row(end) + shape.ahead);
+      for (; w < end && w < at + shape.ahead; ++w)
+        if (!columns.same(next_frame(w - shape.ahead, at), {FramePlace::kNewX, w, 0}, true)) differs(w);
+      if (w < end) columns.each_new(w, end, shape.ahead, differs);
+    }
+  }
   template <class Each>
   void each_unit(uint64_t w, Each&& each) const {
     const ObservationWord mine = word(w);
@@ -360,6 +384,10 @@ struct ObservationProtocol {
     if (w < at) return find_next(w, true, next);
     for (uint64_t j = 0; j < shape.frames; ++j) next[j] = {FramePlace::kNewNext, w, j};
   }
+  // The same where observations are no stacks.
+  FramePlace next_frame(uint64_t w, uint64_t at) const {
+    return w < at ? find_next_frame(w, true) : FramePlace{FramePlace::kNewNext, w, 0};
+  }
   // The newest frames differ most often: they are compared first.
   bool same(const StackPlaces& a, const StackPlaces& b) const {
     for (uint64_t j = shape.frames; j-- > 0;)
@@ -373,10 +401,8 @@ struct ObservationProtocol {
     return true;
   }
   ObservationWord::Next compare_next(uint64_t w, uint64_t at, const StackPlaces& later_x, StackPlaces& after) const {
-    const uint64_t k = shape.frames;
     place_next(w, at, after);
     if (same(after, later_x)) return ObservationWord::kSame;
-    if (k == 1) return ObservationWord::kWhole;
     StackPlaces x;
     place_x(w, at, x);
     return same_older(after, x) ? ObservationWord::kMoved : ObservationWord::kWhole;

@@ -290,16 +290,24 @@ class Observations {
       }
     return std::nullopt;
   }
-  // Divides the leaves of a batch into those that lie in rows and the observations. Throws where an observation is missing.
-  void divide(const std::vector<LeafSource>& leaves, std::vector<LeafSource>& in_row, std::vector<Key>& keys) const {
+  // The leaves of a batch: those that lie in rows, and the observations; X may be both.
+  struct Divided {
+    std::vector<LeafSource> in_row;
+    std::vector<Key> keys;
+  };
+  // What an append divides; the next one has it in the same memory. Throws where an observation is missing.
+  const Divided& divide(const std::vector<LeafSource>& leaves) {
+    auto& [in_row, keys] = divided_;
     in_row.clear(), keys.assign(geometry_.keys.size(), {});
     for (const LeafSource& one : leaves) {
       const auto observed = leaf(one.offset, one.bytes);
-      if (!observed || one.bytes == 0) in_row.push_back(one);
-      else (observed->is_next ? keys[observed->key].next : keys[observed->key].x) = one;
+      const bool is_observed = observed && one.bytes > 0;
+      if (is_observed) (observed->is_next ? keys[observed->key].next : keys[observed->key].x) = one;
+      if (!is_observed || (!observed->is_next && are_in_rows())) in_row.push_back(one);
     }
     for (const Key& key : keys)
       if (!key.x.array || !key.next.array) throw std::invalid_argument("the layout is not that of the rows of this store");
+    return divided_;
   }
 
   // ---- the writer: `plan` of all n steps that it appends behind `published`, then `store` in the claim of each piece. The caller keeps
@@ -346,7 +354,8 @@ class Observations {
   // as it is.
   void after_fork() {
     new (&pools_) std::vector<UnitPool>(columns_count_, UnitPool(shape_.segment_units));
-    new (&planned_) std::vector<Protocol::Words>(geometry_.envs);
+    new (&planned_) std::vector<Protocol::Plan>(geometry_.envs);
+    new (&divided_) Divided();
   }
   // Rows of a lane are restored in their order, from sequence `base` on, and are seen by no reader until then.
   void begin_restore(uint64_t lane, uint64_t base) {
@@ -391,23 +400,39 @@ class Observations {
     protocol.find_next(w, is_newest, places), copy_all(true);
     return is_newest;
   }
-  // Where rows hold X: finds next.X of row w; returns whether it comes from the row's tail. `next_frame`: where it lies.
-  bool find_next(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, uint64_t published, FramePlace& next) const {
-    const Columns columns = columns_of(lane, env, {});
+  // ---- where rows hold X ----
+  // One environment of a lane.
+  struct RowColumn {
+    const uint8_t* rows;
+    uint64_t lane, env, published;
+  };
+  RowColumn row_column(uint64_t lane, uint64_t env, uint64_t published) const {
+    return {first_record_ + (lane * geometry_.envs + env) * geometry_.capacity * record_stride_, lane, env, published};
+  }
+  // The row whose word tells where next.X of another one is, which lies in this slot.
+  const uint8_t* later_row(const RowColumn& column, uint64_t slot) const {
+    uint64_t later = slot + shape_.ahead;
+    if (later >= geometry_.capacity) later = shape_.ahead < geometry_.capacity ? later - geometry_.capacity : later % geometry_.capacity;
+    return column.rows + later * record_stride_;
+  }
+  // Whether next.X of row w is X of this later row.
+  bool is_next(const RowColumn& column, uint64_t w, const uint8_t* later) const {
+    const auto* const word = reinterpret_cast<const std::atomic<uint64_t>*>(later + geometry_.in_row->word);
+    return w + shape_.ahead < column.published && ObservationWord::unpack(StdMemory::load(*word), 1).next == ObservationWord::kSame;
+  }
+  const std::vector<uint64_t>& offsets_in_row() const { return record_offsets_; }
+  // Where next.X of row w lies otherwise.
+  FramePlace find_next(const Rows& rows, const RowColumn& column, uint64_t w, bool& is_newest) const {
+    const Columns columns = columns_of(column.lane, column.env, {});
     const Protocol protocol = protocol_of(rows, columns);
-    const bool is_newest = protocol.is_newest(w, published);
-    next = protocol.find_next_frame(w, is_newest);
-    return is_newest;
+    is_newest = protocol.is_newest(w, column.published);
+    return protocol.find_next_frame(w, is_newest);
   }
   // Null: it is zeros.
-  const uint8_t* next_frame(uint64_t lane, uint64_t env, const FramePlace& next, size_t key) const {
-    return columns_of(lane, env, {}).frame(next, key, offsets_[key]);
+  const uint8_t* next_frame(const RowColumn& column, const FramePlace& next, size_t key) const {
+    return columns_of(column.lane, column.env, {}).frame(next, key, offsets_[key]);
   }
-  // Where the word of row w lies, which is looked at for next.X of an earlier row.
-  void prefetch_word(uint64_t lane, uint64_t env, uint64_t w) const {
-    const uint64_t place = (lane * geometry_.envs + env) * shape_.records() + (w + shape_.ahead) % shape_.records();
-    __builtin_prefetch(first_word_ + place * word_stride_);
-  }
+
   bool tail_is_there(const Rows& rows, uint64_t w) const {
     return StdMemory::load(rows.claimed) <= w + shape_.tails();
   }
@@ -463,9 +488,15 @@ class Observations {
     uint8_t* tails;
     uint64_t owner, env;
     Batch batch;
+    uint64_t round;  // a sequence whose record is the first
 
+    // Rows of the batch, and those behind them, mostly lie in the same round as the first: that spares a division.
+    uint64_t place_of(uint64_t w) const {
+      const uint64_t records = all.shape_.records(), place = w - round;
+      return place < records ? place : w % records;
+    }
     std::atomic<uint64_t>& word_of(uint64_t w) const {
-      return *reinterpret_cast<std::atomic<uint64_t>*>(words + w % all.shape_.records() * all.word_stride_);
+      return *reinterpret_cast<std::atomic<uint64_t>*>(words + place_of(w) * all.word_stride_);
     }
     uint64_t word(uint64_t w) const { return StdMemory::load(word_of(w)); }
     void set_word(uint64_t w, uint64_t bits) const { StdMemory::store(word_of(w), bits); }
@@ -485,7 +516,25 @@ class Observations {
       }
       return true;
     }
+    template <class Differs>
+    void each_new(uint64_t from, uint64_t to, uint64_t ahead, Differs&& differs) const {
+      const uint64_t step = batch.from + (from - batch.at);
+      if (all.geometry_.keys.size() > 1) {
+        for (uint64_t w = from; w < to; ++w)
+          if (!same({FramePlace::kNewNext, w - ahead, 0}, {FramePlace::kNewX, w, 0}, true)) differs(w);
+        return;
+      }
+      const Key& key = batch.keys->front();
+      const uint8_t *x = key.x.at(step, env), *next = key.next.at(step - ahead, env);
+      const uint64_t bytes = all.geometry_.keys[0].frame_bytes;
+      for (uint64_t w = from; w < to; ++w, x += key.x.stride, next += key.next.stride)
+        if (bytes >= 8 && bytes <= 64 ? !are_equal_words(x, next, bytes) : !are_equal(x, next, bytes)) differs(w);
+    }
     bool is_zero(const FramePlace& a) const { return same(a, FramePlace{}, false); }
+    // The newest frames of row w, from the batch. Where they lie in the row they are copied with it.
+    void put_record(uint64_t w, const FramePlace& from_place) const {
+      if (!all.are_in_rows()) put({FramePlace::kRecord, w, 0}, from_place);
+    }
     void put(const FramePlace& to, const FramePlace& from_place) const {
       uint64_t offset = 0;
       for (size_t k = 0; k < all.geometry_.keys.size(); offset += all.geometry_.keys[k++].frame_bytes)
@@ -516,6 +565,17 @@ class Observations {
       if (a == b) return true;
       return a && b ? std::memcmp(a, b, bytes) == 0 : are_zeros(a ? a : b, bytes);
     }
+    // The same of a few, at least 8: a call of `memcmp` takes longer.
+    static bool are_equal_words(const uint8_t* a, const uint8_t* b, uint64_t bytes) {
+      const auto differing = [&](uint64_t at) {
+        uint64_t of_a, of_b;
+        std::memcpy(&of_a, a + at, 8), std::memcpy(&of_b, b + at, 8);
+        return of_a ^ of_b;
+      };
+      uint64_t any = differing(bytes - 8);
+      for (uint64_t at = 0; at + 8 < bytes; at += 8) any |= differing(at);
+      return any == 0;
+    }
     static bool are_zeros(const uint8_t* frame, uint64_t bytes) {
       return bytes == 0 || (frame[0] == 0 && std::memcmp(frame, frame + 1, bytes - 1) == 0);
     }
@@ -530,7 +590,7 @@ class Observations {
     const uint8_t* frame(const FramePlace& place, size_t k, uint64_t offset) const {
       switch (place.kind) {
         case FramePlace::kRecord:
-          return records + place.number % all.shape_.records() * all.record_stride_ + all.record_offsets_[k];
+          return records + place_of(place.number) * all.record_stride_ + all.record_offsets_[k];
         case FramePlace::kUnit: return all.memory_.record(place.number) + offset;
         case FramePlace::kTail:
           return tails + place.number % all.shape_.tails() * all.tail_bytes_ + place.frame * all.record_bytes_ + offset;
@@ -586,7 +646,7 @@ class Observations {
     return {*this,
             first_word_ + c * records * word_stride_, first_record_ + c * records * record_stride_,
             kinds + c * tails, frames_of_tails + c * tails * tail_bytes_,
-            c + 1, env, batch};
+            c + 1, env, batch, batch.keys ? batch.at - batch.at % records : 0};
   }
   Protocol protocol_of(const Rows& rows, const Columns& columns) const {
     return {rows, shape_, columns, memory_.owners(), columns.owner};
@@ -605,7 +665,8 @@ class Observations {
   std::vector<uint64_t> record_offsets_;                   // of each key in a record
   std::vector<UnitPool> pools_;                            // of this process's writer, of each lane's environments
   uint64_t incarnation_ = 0;                               // of the rows that these know
-  std::vector<Protocol::Words> planned_;                   // of each environment
+  Divided divided_;                                        // of the batch that is being appended
+  std::vector<Protocol::Plan> planned_;                   // of each environment
   uint64_t planned_at_ = 0, planned_from_ = 0;             // of the first of these rows: its sequence, and its step in the batch
   std::unique_ptr<Counters[]> restored_;                   // of each lane, while rows are restored
 };

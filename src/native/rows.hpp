@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
@@ -254,8 +255,8 @@ class RowWriter {
   void prepare(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves, uint64_t from = 0) {
     copies_.reserve(leaves.size());
     if (Observations* const observations = store_.observations(); observations && n > 0) {
-      observations->divide(leaves, in_row_, keys_);
-      observations->plan(store_.lanes.protocol(lane), store_.lanes.header().incarnation.load(), lane, n, keys_, from);
+      divided_ = &observations->divide(leaves);
+      observations->plan(store_.lanes.protocol(lane), store_.lanes.header().incarnation.load(), lane, n, divided_->keys, from);
     }
     if (CopyOnWriteSnapshot* snapshot = store_.saving(); snapshot && n > 0)
       snapshot->preserve(lane, StdMemory::load(store_.lanes.protocol(lane).published) % store_.lanes.capacity(), n);
@@ -281,9 +282,9 @@ class RowWriter {
   void restore(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) {
     Observations& observations = *store_.observations();
     copies_.reserve(leaves.size());
-    observations.divide(leaves, in_row_, keys_);
+    divided_ = &observations.divide(leaves);
     const Lanes::Protocol protocol = observations.restoring(lane);
-    observations.plan(protocol, store_.lanes.header().incarnation.load(), lane, n, keys_, 0);
+    observations.plan(protocol, store_.lanes.header().incarnation.load(), lane, n, divided_->keys, 0);
     for (uint64_t done = 0; done < n;) {
       const uint64_t take = std::min(store_.lanes.piece(), n - done);
       append_piece(protocol, lane, take, leaves, done, false);
@@ -297,8 +298,8 @@ class RowWriter {
                     bool begins) {
     Observations* const observations = store_.observations();
     protocol.append(n, begins, [&](uint64_t first) {
-      write(lane, first, n, observations ? in_row_ : leaves, skip, begins);
-      if (observations) observations->store(protocol, lane, first, n, keys_);
+      write(lane, first, n, observations ? divided_->in_row : leaves, skip, begins);
+      if (observations) observations->store(protocol, lane, first, n, divided_->keys);
     });
   }
   void write(uint64_t lane, uint64_t first, uint64_t n, const std::vector<LeafSource>& leaves, uint64_t skip,
@@ -338,8 +339,7 @@ class RowWriter {
 
   Store& store_;
   std::vector<LeafCopy> copies_;
-  std::vector<LeafSource> in_row_;  // of the leaves, where observations are stored beside rows
-  std::vector<Observations::Key> keys_;
+  const Observations::Divided* divided_ = nullptr;  // where observations are stored beside rows
 };
 
 // ---- reading ----
@@ -492,7 +492,7 @@ class RowReader {
     if (!observations) return n_leaves;
     size_t in_row = 0;
     while (in_row < n_leaves && leaves[in_row].offset < store_.geometry().payload_bytes) ++in_row;
-    observed_.clear(), from_tail_.assign(rows_.size(), 0);
+    observed_.clear(), from_tail_.assign(rows_.size(), 0), some_from_tails_ = false;
     for (size_t k = in_row; k < n_leaves; ++k)
       if (const auto leaf = observations->leaf(leaves[k].offset, leaves[k].bytes))
         observed_.push_back({*leaf, leaves[k].array, leaves[k].stride});
@@ -560,40 +560,61 @@ class RowReader {
     return {lane_[i], physical_[i] / store_.geometry().lane_capacity % store_.geometry().envs, slot_[i]};
   }
   // Where X lies in the rows: copies next.X of rows [from, to), of those that exist.
+  template <bool kOneRing>
   void copy_next(size_t from, size_t to) {
+    static constexpr uint8_t kZeros[Observations::kMostBytesInRow] = {};
     const Observations& observations = *store_.observations();
-    const uint8_t* frames[kBlockRows];
-    FramePlace places[kBlockRows];
+    const auto column = [&](size_t i) {
+      if (kOneRing) return observations.row_column(0, 0, published(0));
+      const Place of = place(i);
+      return observations.row_column(of.lane, of.env, published(of.lane));
+    };
+    const Observations::RowColumn ring = kOneRing && from < to ? column(from) : Observations::RowColumn{};
+    struct Other {
+      size_t i;
+      Observations::RowColumn column;
+      FramePlace place;
+    };
+    Other others[kBlockRows];  // whose next.X is not X of another row
+    const uint8_t *frames[kBlockRows], *later[kBlockRows];
+    uint64_t sequences[kBlockRows];
     for (size_t at = from, block = 0; at < to; at += block) {
       block = std::min(kBlockRows, to - at);
-      uint64_t w = 0;
-      for (size_t i = at + (at == from ? 0 : kBlockRows); i < std::min(to, at + 2 * kBlockRows); ++i)
-        if (find_row(i, w)) observations.prefetch_word(place(i).lane, place(i).env, w);
-      for (size_t i = at; i < at + block; ++i) {
-        const Place of = place(i);
-        places[i - at] = {};
-        if (find_row(i, w))
-          from_tail_[i] = observations.find_next(store_.lanes.protocol(of.lane), of.lane, of.env, w, published(of.lane), places[i - at]);
+      for (size_t i = 0; i < block; ++i) {
+        const uint64_t slot = kOneRing ? static_cast<uint64_t>(slots_[at + i]) : slot_[at + i];
+        const bool is_stored = sequences_[kOneRing ? 0 : lane_[at + i]].find(slot, sequences[i]);
+        later[i] = is_stored ? observations.later_row(kOneRing ? ring : column(at + i), slot) : nullptr;
+        __builtin_prefetch(later[i]);
+      }
+      size_t n_others = 0;
+      for (size_t i = 0; i < block; ++i) {
+        if (!later[i]) continue;
+        const Observations::RowColumn& of = kOneRing ? ring : column(at + i);
+        if (observations.is_next(of, sequences[i], later[i])) continue;
+        bool is_newest = false;
+        const FramePlace place = observations.find_next(store_.lanes.protocol(of.lane), of, sequences[i], is_newest);
+        note_tail(at + i, is_newest);
+        later[i] = nullptr, others[n_others++] = {i, of, place};
       }
       for (const Observations::Target& one : observed_) {
-        for (size_t i = at; i < at + block; ++i) frames[i - at] = observations.next_frame(place(i).lane, place(i).env, places[i - at], one.leaf.key);
+        const uint64_t offset = observations.offsets_in_row()[one.leaf.key];
+        for (size_t i = 0; i < block; ++i) frames[i] = later[i] ? later[i] + offset : kZeros;  // zeros: there is no row, or it is being overwritten
+        for (size_t k = 0; k < n_others; ++k)
+          if (const uint8_t* frame = observations.next_frame(others[k].column, others[k].place, one.leaf.key)) frames[others[k].i] = frame;
         copy_frames(frames, block, one, at);
       }
     }
   }
-  void copy_frames(const uint8_t** frames, size_t n, const Observations::Target& to, size_t at) {
+  void copy_frames(const uint8_t* const* frames, size_t n, const Observations::Target& to, size_t at) {
     const size_t bytes = store_.observations()->geometry().keys[to.leaf.key].frame_bytes;
     uint8_t* const array = to.array + static_cast<ptrdiff_t>(at) * to.stride;
-    static constexpr uint8_t kZeros[Observations::kMostBytesInRow] = {};
-    for (size_t i = 0; i < n; ++i)
-      if (!frames[i]) frames[i] = kZeros;  // there is no row, or it is being overwritten
     if (bytes <= kFixedSizes) return kGatherLoops[bytes - 1](frames, n, {0, bytes, array, to.stride});
     for (size_t i = 0; i < n; ++i) std::memcpy(array + static_cast<ptrdiff_t>(i) * to.stride, frames[i], bytes);
   }
   // Copies the observations of rows [from, to), of those that exist.
   void copy_observed(size_t from, size_t to) {
     if (observed_.empty()) return;
-    if (store_.observations()->are_in_rows()) return copy_next(from, to);
+    if (store_.observations()->are_in_rows()) return in_one_ring_ ? copy_next<true>(from, to) : copy_next<false>(from, to);
     const Observations& observations = *store_.observations();
     uint64_t w = 0, ahead = 0;
     bool is_stored = from < to && find_row(from, w);
@@ -602,8 +623,13 @@ class RowReader {
       const Place at = place(i);
       if (is_stored) observations.prefetch(place(i + 1).lane, place(i + 1).env, ahead);
       if (was_stored)
-        from_tail_[i] = observations.copy(store_.lanes.protocol(at.lane), at.lane, at.env, w, published(at.lane), observed_, i);
+        note_tail(i, observations.copy(store_.lanes.protocol(at.lane), at.lane, at.env, w, published(at.lane), observed_, i));
     }
+  }
+  // Whether next.X of a row came from its tail.
+  void note_tail(size_t i, bool from_tail) {
+    from_tail_[i] = from_tail;
+    if (from_tail) some_from_tails_.store(true, std::memory_order_relaxed);
   }
   // Of the lookup; of all rows, where `freeze` hides the newest ones: they tell where next.X of the others is.
   uint64_t published(uint64_t lane) const { return store_.lanes.is_frozen() ? store_.lanes.published_now(lane) : views_[lane].published; }
@@ -614,7 +640,7 @@ class RowReader {
   // The newest rows take next.X from their tails, which the piece after next overwrites: by then the rows behind them tell where it
   // is. False: they were overwritten again and again.
   bool settle_tails() {
-    if (!store_.observations() || observed_.empty()) return true;
+    if (!store_.observations() || observed_.empty() || !some_from_tails_) return true;
     Lanes::Protocol::after_reading();
     bool all = true;
     for (size_t i = 0; i < from_tail_.size(); ++i)
@@ -695,6 +721,7 @@ class RowReader {
   std::vector<uint32_t>&lane_, &looked_at_;
   std::vector<uint8_t>& is_looked_at_;
   std::vector<Observations::Target>& observed_;
+  std::atomic<bool> some_from_tails_{false};  // threads copy parts of a batch
   std::vector<uint8_t>& from_tail_;  // of each row: whether next.X comes from its tail, and that was not looked at again
 #ifdef ENGRAM_PLANT_CLAIM_READ_EARLY
   void read_claims_early() {

@@ -70,6 +70,12 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
     bool same(const FramePlace& a, const FramePlace& b, bool) { return frame(a) == frame(b); }
     bool is_zero(const FramePlace& a) { return frame(a) == 0; }
     void put(const FramePlace& to, const FramePlace& from) { Memory::store(*word_of(to), frame(from)); }
+    void put_record(uint64_t w, const FramePlace& from) { put({FramePlace::kRecord, w, 0}, from); }
+    template <class Differs>
+    void each_new(uint64_t from, uint64_t to, uint64_t ahead, Differs&& differs) {
+      for (uint64_t w = from; w < to; ++w)
+        if (lane.truth[w - ahead].next[0] != lane.truth[w].x[0]) differs(w);
+    }
     uint64_t frame(const FramePlace& place) {
       switch (place.kind) {
         case FramePlace::kZeros: return 0;
@@ -135,7 +141,7 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
     unsigned thread;
     std::vector<UnitPool> pools;
     bool has_pool[kLanes] = {};
-    typename Observations::Words words;
+    typename Observations::Plan plan;
     explicit Writer(unsigned i) : thread(i), pools(kLanes, UnitPool(kSegmentUnits)) {}
     uint64_t number() const { return thread + 1; }
   };
@@ -176,19 +182,19 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
     const ObservationShape shape = Once::shape();
     const Observations o{p, shape, own, owners, l + 1};
     UnitPool& pool = me.pools[l];
-    auto& words = me.words;
+    auto& plan = me.plan;
     const uint64_t at = Memory::load(p.published), early = wrong == Wrong::kUnitsFreedEarly;
     if (wrong == Wrong::kClaimedIsLowered) Memory::store(p.claimed, at + n);
     for (uint64_t w = at; w < at + n; ++w) s.truth[w] = row(s, w, content, me.number(), begins && w == at);
     learn(o, pool, me.has_pool[l], at);
-    o.plan(at, n, n, words);
+    o.plan(at, n, n, plan);
     std::vector<uint64_t> unannounced;
-    if (!grows_wrongly() && !early) RL_ASSERT(o.prepare(pool, at, n, words, [](uint64_t) {}));
-    while (lacks(o, pool, at, n + early, words)) grow(pool, l, unannounced);
-    if (wrong == Wrong::kUnitsBeforeClaim) o.release(pool, at, n), o.store_units(at, 0, n, words, pool);
+    if (!grows_wrongly() && !early) RL_ASSERT(o.prepare(pool, at, n, plan, [](uint64_t) {}));
+    while (lacks(o, pool, at, n + early, plan.words)) grow(pool, l, unannounced);
+    if (wrong == Wrong::kUnitsBeforeClaim) o.release(pool, at, n), o.store_units(at, 0, n, plan, pool);
     p.append(n, begins, [&](uint64_t) {
-      if (wrong != Wrong::kUnitsBeforeClaim) o.release(pool, at, n + early), o.store_units(at, 0, n, words, pool);
-      o.store_records(at, 0, n, words);
+      if (wrong != Wrong::kUnitsBeforeClaim) o.release(pool, at, n + early), o.store_units(at, 0, n, plan, pool);
+      o.store_records(at, 0, n, plan);
       if (wrong != Wrong::kTailsAfterPublish) o.store_tails(at, 0, n);
       for (uint64_t w = at; w < at + n; ++w) s.lane.put(w, s.truth[w].tag);
     });
@@ -205,7 +211,7 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
     o.learn(pool);
   }
   // As `Observations::lacks`, of units that are free once n rows are claimed.
-  static bool lacks(const Observations& o, const UnitPool& pool, uint64_t at, uint64_t n, const typename Observations::Words& words) {
+  static bool lacks(const Observations& o, const UnitPool& pool, uint64_t at, uint64_t n, const std::vector<engram::ObservationWord>& words) {
     uint64_t needed = 0, keepers = 0, freed = 0;
     for (const auto& word : words) needed += word.units(kFrames);
     return pool.free_from(o.oldest_record(at, n), keepers, freed) < needed;
