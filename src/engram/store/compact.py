@@ -120,8 +120,8 @@ class Compact:
             raise StorageError(NO_REPLACING)
         return self.find(layout, None) if found is None else found
 
-    def find(self, layout: RowLayout, steps: FirstSteps | None) -> ObservationKeys | None:
-        """The keys in rows of a layout, of which these are the first ones; None: there is none.
+    def find(self, layout: RowLayout, steps: FirstSteps | SavedSteps | None) -> ObservationKeys | None:
+        """The keys in rows of a layout, of which these are the first ones, or saved ones; None: there is none.
 
         Raises:
             ValueError: a key that was given is not there, or is not the same under `"next"`.
@@ -144,7 +144,7 @@ class Compact:
         n_steps = self.n_steps if self.n_steps is not None else 1 if steps is None else steps.n_steps(paths)
         return ObservationKeys(frames, n_steps)
 
-    def _frames_of(self, leaf: LeafSpec, steps: FirstSteps | None) -> int:
+    def _frames_of(self, leaf: LeafSpec, steps: FirstSteps | SavedSteps | None) -> int:
         given = self._given_frames
         n = given.get(leaf.path, given.get(None))
         if n is None:
@@ -281,6 +281,21 @@ class FirstSteps:
         """The first ones of an entry, of all environments: [n, *shape]."""
         value = pytree.as_tensor(pytree.get_entry(self._batch, path), path)
         return value.reshape(-1, *value.shape[value.ndim - dims :])[:_LOOKED_AT]
+
+
+class SavedSteps:
+    """The steps of a checkpoint, whose storage had found frames and n_steps."""
+
+    def __init__(self, observations: ObservationKeys) -> None:
+        self._observations = observations
+
+    def frames(self, leaf: LeafSpec) -> int:
+        """As many as they had there; of another key as many as its shape says."""
+        return self._observations.frames.get(leaf.path) or _usual_frames(leaf)
+
+    def n_steps(self, paths: Sequence[KeyPath]) -> int:
+        """As far as the next observations were there."""
+        return self._observations.n_steps
 
 
 def _are_same(a: Tensor, b: Tensor) -> Tensor:
