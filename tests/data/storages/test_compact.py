@@ -15,11 +15,16 @@ from tensordict import TensorDict
 from contracts.each import each
 from engram._native import testing
 from engram.data import Compact, LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, TensorDictReplayBuffer
+from engram.data.replay_buffers.checkpointers import rows
 from engram.store.layout import StoredLayout
 from engram.testing import CompactContract
 
 
 class TestCompactInPrivateMemory(CompactContract):
+    @pytest.fixture(autouse=True)
+    def small_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rows, "CHUNK_BYTES", 600)  # of a checkpoint: some steps each
+
     def make(self, capacity: int, compact: Any, ndim: int, path: Any) -> LazyTensorStorage:
         return LazyTensorStorage(capacity, ndim=ndim, compact=compact)
 
