@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "tensors.hpp"
+#include "bind_store.hpp"
 
 namespace engram {
 

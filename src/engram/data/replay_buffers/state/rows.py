@@ -19,7 +19,7 @@ from engram.data.replay_buffers.state.checkpointers.rows import TensorStorageChe
 from engram.data.replay_buffers.state.plans import SavedStorage, TooManyRowsError
 from engram.errors import CheckpointError, CheckpointMisfitError, StorageError, StorageInUseError
 from engram.store.column_table import ColumnTable
-from engram.store.compact import SavedSteps
+from engram.store.compact import KnownSteps
 from engram.store.counters import Counters
 from engram.store.lanes import Lanes
 from engram.store.layout import LayoutState, MalformedLayoutError, ObservationKeys, RowLayout, StoredLayout
@@ -179,7 +179,7 @@ class RowLoad(_Sink):
         # A copy: batches of this storage may give it another form, and what was saved may fill several storages.
         made = copy.copy(layout_of(layout, None))
         saved = layout.observations if isinstance(layout, LayoutState) else None
-        found = None if table.compact is None or saved is None else table.compact.find(made, SavedSteps(saved))
+        found = None if table.compact is None or saved is None else table.compact.find(made, KnownSteps(saved))
         table.make(made, env_shape_of(layout), len(counters["lanes"]), found)
         if table.place.awaits_others():
             self.check_restore(layout, counters)  # another process may have made it
