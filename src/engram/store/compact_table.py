@@ -1,4 +1,4 @@
-"""Packed rows in private memory, with each observation stored once beside them."""
+"""Packed rows with each observation stored once, beside them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class CompactTable(RowTable):
     Where others see a row, it is whole.
     """
 
-    def __init__(self, lanes: Lanes, stored: StoredLayout) -> None:
-        super().__init__(lanes, stored.logical, mapped=False, stored=stored)
+    def __init__(self, lanes: Lanes, stored: StoredLayout, *, mapped: bool) -> None:
+        super().__init__(lanes, stored.logical, mapped=mapped, stored=stored)
         observations = stored.observations
         assert observations is not None
         self._observed = {path for x in observations.frames for path in (x, ("next", *x))}
@@ -71,7 +71,7 @@ class CompactTable(RowTable):
     def read_packed(self, slots: Tensor, by_leaf: bool = False, sequences: bool = False) -> Rows:
         if self.lanes.unused_since_fork:
             self.lanes.join_after_fork()
-        leaves, *rest = self._store.gather(self._stored.raw_leaf_codec, slots, None, None, False, sequences)
+        leaves, *rest = self._store.gather(self._stored.raw_leaf_codec, slots, None, None, self.mapped, sequences)
         return Rows(leaves if by_leaf else [self._packed(leaves)], *rest)
 
     def _packed(self, leaves: list[Tensor]) -> Tensor:

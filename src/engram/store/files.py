@@ -17,7 +17,7 @@ import engram._native as _native
 from engram._system import boot_id, free_memory, human_bytes, open_regular, sync_directory
 from engram._text import log, visible, warn_user
 from engram.errors import StorageError
-from engram.store.header import FILE_NAME, open_store
+from engram.store.header import FILE_NAME, open_store, opened_store
 from engram.store.layout import ObservationKeys, RowLayout, StoredLayout
 from engram.store.locks import LaneLocks
 from engram.store.nodes import network_file_system, note_node, refuse_other_node, warn_of_network
@@ -49,22 +49,27 @@ class StoreSpec:
         self.row_bytes, self.alignment = stored.row_bytes, stored.alignment
         self.lanes, self.lane_capacity, self.envs, self.trailer = lanes, lane_capacity, envs, trailer
         self.extents = extents
+        extra, observation_bytes = layout_extra or {}, 0
+        if observations is not None:
+            sizes = _native.Store.observation_sizes(
+                lanes, lane_capacity, envs, self.row_bytes, self.alignment, trailer, observations.n_steps,
+                stored.frames, stored.in_row,
+            )  # fmt: skip
+            extra = {**extra, "observations": stored.observations_json(sizes)}
+            observation_bytes = sizes[-1]
         self.layout_bytes = layout.to_bytes()
-        if layout_extra is not None:
-            self.layout_bytes = json.dumps({**layout.to_json(), **layout_extra}, separators=(",", ":")).encode()
+        if extra:
+            self.layout_bytes = json.dumps({**layout.to_json(), **extra}, separators=(",", ":")).encode()
         self.total_bytes = _native.Store.size_needed(
             lanes, lane_capacity, envs, self.row_bytes, self.alignment, trailer, len(self.layout_bytes)
         )
-        if observations is not None:
-            self.total_bytes += _native.Store.observations_needed(
-                lanes, lane_capacity, envs, self.row_bytes, observations.n_steps, stored.frames, stored.in_row
-            )
+        self.total_bytes += observation_bytes
 
     def create(self, fd: int) -> _native.Store:
         """A new store in private memory (fd -1) or in a file that has room for it."""
         store = _native.Store.create(
             fd, self.lanes, self.lane_capacity, self.envs, self.row_bytes, self.alignment,
-            self.trailer, self.layout_bytes, os.urandom(16), self.extents,
+            self.trailer, self.layout_bytes, os.urandom(16), self.extents, self.stored.observations is not None,
         )  # fmt: skip
         if self.stored.observations is not None:
             store.keep_observations(self.stored.observations.n_steps, self.stored.frames, self.stored.in_row)
@@ -335,7 +340,7 @@ class StoreSession:
         fd, self._stat = open_store(folder)
         self._path, self._fd = path, fd
         try:
-            self.store = _native.Store.open(fd)
+            self.store = opened_store(fd)
         except (RuntimeError, ValueError) as error:
             os.close(fd)
             raise StorageError(f"{path} cannot be opened: {error}") from error
@@ -503,14 +508,14 @@ class StoreSession:
             note_node(self.store, boot_id())  # opened again in this boot, it is not scanned again
 
 
-def open_passed_store(handle: Any) -> tuple[_native.Store, LaneLocks, RowLayout]:
+def open_passed_store(handle: Any) -> tuple[_native.Store, LaneLocks, StoredLayout]:
     """The store of a descriptor that has arrived, opened anew, so that its locks are this process's own."""
     inherited = handle.detach()
     fd = os.open(f"/proc/self/fd/{inherited}", os.O_RDWR | os.O_CLOEXEC)
     os.close(inherited)
     try:
-        store = _native.Store.open(fd)
+        store = opened_store(fd)
     except BaseException:
         os.close(fd)
         raise
-    return store, LaneLocks(fd), RowLayout.from_json(json.loads(store.layout))
+    return store, LaneLocks(fd), StoredLayout.from_json(json.loads(store.layout))

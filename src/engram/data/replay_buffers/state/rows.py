@@ -418,15 +418,16 @@ class SavedObservedRows(SavedRows):
         made, lanes, layout = table.made, table.lanes, self._now.layout_state()
         if lanes is None or made is None or layout is None:
             raise StorageError("this store has been closed")
-        return table.validated(lambda: _ObservedRows(lanes, layout, self._now.counters(), made.layout))
+        stored = StoredLayout(made.layout, made.observations)
+        return table.validated(lambda: _ObservedRows(lanes, layout, self._now.counters(), stored))
 
 
 class _ObservedRows(RowSnapshot):
     """The RowSource of a save: rows of the moment in which it was made; an error where they have changed since."""
 
-    def __init__(self, lanes: Lanes, layout: dict[str, Any], counters: dict[str, Any], row_layout: RowLayout) -> None:
+    def __init__(self, lanes: Lanes, layout: dict[str, Any], counters: dict[str, Any], stored: StoredLayout) -> None:
         self._epoch = lanes.store.epoch()
-        super().__init__(lanes, layout, counters, row_layout, copy_on_write=False)
+        super().__init__(lanes, layout, counters, stored.logical, copy_on_write=False, stored=stored)
 
     def private_rows(self) -> None:
         """None: another process writes them."""

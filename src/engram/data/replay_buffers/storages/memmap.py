@@ -12,6 +12,8 @@ import torch
 from engram.data.replay_buffers.state.rows import SavedObservedRows
 from engram.data.replay_buffers.storages.tensor import LazyTensorStorage, TableStorage, TensorStorage, table_bytes
 from engram.errors import StorageError
+from engram.pytree import Key
+from engram.store.compact import Compact, as_compact
 from engram.store.header import FILE_NAME
 from engram.store.lazy_table import LazyTable, ObservedTable
 from engram.store.places import (
@@ -102,11 +104,12 @@ class LazyMemmapStorage(LazyTensorStorage):
             writes makes the file, the others use it. None of those that got it so deletes a store in `scratch_dir`.
         max_bytes: instead of `max_size`, the size that the file may have: a number, "80GB", "512MiB". As many steps as
             fit, which is known at the first write; until then `max_size` is None.
+        compact: without `scratch_dir`, store observations once, as in a `LazyTensorStorage`.
         take_over: with `existsok`, open a store on a network file system that another node left open. Only where no
             process there uses it any more: rows that it left torn are dropped, as after a power cut.
 
     Raises:
-        ValueError: another device.
+        ValueError: another device, or `compact` with `scratch_dir`.
         StorageError: there is a store in `scratch_dir` already; or, at the first write and with the numbers, the
             disk cannot hold it.
 
@@ -137,11 +140,18 @@ class LazyMemmapStorage(LazyTensorStorage):
         shared_init: bool = False,
         max_bytes: int | str | None = None,
         take_over: bool = False,
+        compact: bool | Key | list[Key] | Compact = False,
     ) -> None:
         if str(device) not in ("cpu", "cpu:0", "auto"):
             raise ValueError(
                 f"device={device!r}: Memory map device other than CPU is not supported; move batches as they are read: "
                 "rb.append_transform(lambda batch: batch.to(device))"
+            )
+        found = as_compact(compact)
+        if found is not None and scratch_dir is not None:
+            raise ValueError(
+                "compact= stores observations once in memory and in temporary files: in a store in a folder, which "
+                "outlives power cuts, they are whole; leave out scratch_dir=, or compact="
             )
         size = TableSize(max_size, max_bytes, ndim, lanes)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
@@ -156,10 +166,9 @@ class LazyMemmapStorage(LazyTensorStorage):
             raise ValueError("max_size must be given, or max_bytes")
         if opened is not None:
             size.take(opened)
-        table = LazyTable(size, self._file or _temporary(shared_init))
-        self._hold_rows(table, checkpointer)
+        self._hold_rows(LazyTable(size, self._file or _temporary(shared_init), found), checkpointer)
         if opened is not None:
-            table.take(opened)
+            self._rows_table.take(opened)
 
     get = TableStorage.get  # whose argument is `index`
 
