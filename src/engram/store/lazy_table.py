@@ -20,7 +20,7 @@ from engram._copies import share_fd
 from engram.errors import StorageError
 from engram.pytree import KeyPath, TreeSpec
 from engram.store.column_table import ColumnTable
-from engram.store.compact import NO_REPLACING, Compact, FirstSteps
+from engram.store.compact import NO_REPLACING, Compact, FirstSteps, KnownSteps
 from engram.store.files import StoreSpec, open_passed_store, refuse_if_memory_is_short
 from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
@@ -110,7 +110,7 @@ class LazyTable(Table):
         """Makes the table for rows of a layout and environments of this shape, perhaps saved ones of so many lanes.
 
         Args:
-            observations: those that are stored once; None: as far as the layout says it.
+            observations: those that were found to be stored once; None: as far as the layout says it.
         """
         if not self.size.is_given:
             raise ValueError("this storage needs a max_size, or max_bytes")
@@ -119,7 +119,9 @@ class LazyTable(Table):
             layout = layout.with_sequence()
         size = self.size
         if self.compact is not None:
-            observations = self.compact.checked(layout, observations, self.place.device)
+            self.compact.check(layout, self.place.device)
+            if observations is None:
+                observations = self.compact.find(layout, KnownSteps(ObservationKeys({}, self.horizon)))
         lanes, capacity = size.fit(layout, env_shape, self.place, saved_lanes, observations)
         new = NewTable(layout, env_shape, self.ndim, lanes, capacity, size.given_lanes, observations)
         self.take(self.place.make(new))
@@ -185,7 +187,8 @@ class LazyTable(Table):
                     layout = _with_index(layout, index_key, self.ndim, required=self.requires_index)
                 observations = None
                 if self.compact is not None:
-                    observations = self.compact.find(layout, FirstSteps(items, batch_dims, time_dim))
+                    steps = FirstSteps(items, batch_dims, time_dim, self.horizon)
+                    observations = self.compact.find(layout, steps)
                 envs = self._first_env_shape or _env_shape(items, batch_dims, time_dim)
                 self.make(layout, envs, observations=observations)
         assert self.made is not None

@@ -77,6 +77,8 @@ class Table(abc.ABC):
         self.replaces_in_place = True
         #: Whether a pickle names a file instead of holding the rows.
         self.has_path = False
+        #: The n of n-step rows, whose next observation is that of the n-th row behind them; 1: rows of single steps.
+        self.horizon = 1
         #: Whether batches carry an index, so that rows must have a place for it where a writer stores it.
         self.requires_index = False
         self.mutex: Any = contextlib.nullcontext()

@@ -527,6 +527,7 @@ class StreamTraits(NamedTuple):
     inverse_is_ordered: bool  #: whether the result of `inverse_stream` depends on earlier batches
     forward_is_ordered: bool  #: whether that of `forward_stream` does
     flushes_all: bool  #: whether `flush` returns all steps that are held back
+    horizon: int = 1  #: how many steps behind a written row the one comes whose observation is its next one
 
 
 def _sizes(batch: Any) -> tuple[int, ...] | None:

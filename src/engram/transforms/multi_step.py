@@ -29,7 +29,7 @@ from engram.pytree import (
     set_entry,
     unflatten,
 )
-from engram.transforms.base import Transform, WriteRequest
+from engram.transforms.base import StreamTraits, Transform, WriteRequest
 from engram.transforms.env_specs import EnvSpecs
 from engram.transforms.trajectory import DONE_KEYS, TrajectoryBounds, sibling_key, trajectory_bounds
 from engram.transforms.values import first_key
@@ -255,6 +255,10 @@ class MultiStepTransform(Transform, built_in=True):
         self.done_keys, self.mask_key = as_keys(done_keys) or [done, *flags], None
         self.traj_key = None if traj_key is None else as_key(traj_key)
         self._held: _Rows | None = None
+
+    @property
+    def stream(self) -> StreamTraits:
+        return super().stream._replace(horizon=self.n_steps)
 
     @property
     def held_back(self) -> int:
