@@ -32,8 +32,8 @@ ELSEWHERE = ("CHANGELOG.md", "benchmarks/README.md", "benchmarks/method.md", *TA
 
 #: What readers search for by other words than those of the page that they want.
 SEARCHED = {
-    "how-to/prioritized.md": ("PER", "prioritized replay", "SumTree", "importance weights"),
-    "how-to/crash-and-resume.md": ("kill -9", "mmap", "larger buffer", "resize"),
+    "how-to/prioritized.md": ("PER", "prioritized replay", "priority", "SumTree", "importance weights"),
+    "how-to/crash-and-resume.md": ("kill", "mmap", "checkpoint", "save and load", "larger buffer", "resize"),
     "how-to/memory.md": ("memory usage", "capacity"),
     "how-to/n-step.md": ("n-step", "multi-step"),
     "how-to/pixels.md": ("frame stack", "framestack"),
@@ -41,6 +41,7 @@ SEARCHED = {
     "how-to/slices.md": ("sequence", "padding", "episode"),
     "how-to/goals.md": ("HER",),
     "how-to/looking-inside.md": ("gif", "video"),
+    "coming-from/stable-baselines3.md": ("SB3",),
     "algorithms/dqn.md": ("DQN", "Rainbow", "PER"),
 }
 
