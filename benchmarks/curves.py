@@ -2,7 +2,7 @@
 
 Each runs as it is with three seeds, one after the other: twenty minutes for all. What they print is kept in
 results/curves.json, with a fingerprint of the program, which a test compares with that of the program on the page.
-`--draw` draws the pictures again from there.
+`--draw` draws the pictures again from there. `crash_demo` is the run of `make demo`, whose picture the README has.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
+import importlib
 import json
 import re
 import resource
@@ -25,6 +26,7 @@ from benchmarks import themed
 ROOT = Path(__file__).parents[1]
 EXAMPLES, PICTURES = ROOT / "examples", ROOT / "docs" / "images" / "curves"
 RESULTS = ROOT / "benchmarks" / "results" / "curves.json"
+CRASH_DEMO, CRASH_PICTURE = RESULTS.with_name("crash_demo.json"), PICTURES.parent / "crash-demo.svg"
 SEEDS = (0, 1, 2)
 COLOURS = ("#d1495b", "#4a8bc2", "#8a8a8a")
 _POINT = re.compile(r"^frames ([\d,]+)  return (-?[\d.]+)$", re.MULTILINE)
@@ -130,6 +132,24 @@ def draw(curve: Curve, result: dict[str, Any]) -> None:
         themed.save(figure, curve.picture)
 
 
+def run_crash_demo() -> None:
+    """Runs the demo, and keeps its history."""
+    with tempfile.TemporaryDirectory() as folder:
+        demo = [sys.executable, str(EXAMPLES / "dqn_cartpole.py"), "--run-dir", f"{folder}/run"]
+        subprocess.run(demo, cwd=folder, check=True)
+        CRASH_DEMO.write_bytes(Path(folder, "run", "history.json").read_bytes())
+
+
+def draw_crash_demo(picture: Path) -> None:
+    """The demo's own picture, in the colours of the reader's page."""
+    sys.path.insert(0, str(EXAMPLES))
+    history, curve, demo = (importlib.import_module(f) for f in ("support.history", "support.curve", "dqn_cartpole"))
+    with themed.drawing() as pyplot:
+        figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
+        curve.plot(history.History.load(CRASH_DEMO), demo.Settings().solved_at, figure, axes)
+        themed.save(figure, picture)
+
+
 def _mean(runs: list[Points]) -> Points:
     """At the frames of the first run, of which each has the nearest point of the others."""
     return [
@@ -151,6 +171,11 @@ def main() -> None:
             keep(curve, measure(curve))
         draw(curve, json.loads(RESULTS.read_text())[curve.program])
         print(curve.picture, flush=True)
+    if not given.names or "crash_demo" in given.names:
+        if not given.draw:
+            run_crash_demo()
+        draw_crash_demo(CRASH_PICTURE)
+        print(CRASH_PICTURE, flush=True)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def main():
     published = {name: weight.clone().share_memory_() for name, weight in q.state_dict().items()}
     frames, updates = processes.Value("q", 0), processes.Value("q", 0)
     # shared_init: the actors get the buffer before anything is written; the first of them that writes makes its memory.
-    # lanes: a ring of its own for each actor, so that they never wait for each other, nor mix their episodes.
+    # lanes: actors write side by side, so that they never wait for each other, nor mix their episodes.
     storage = LazyTensorStorage(50_000, shared_init=True, lanes=given.actors)
     # Each actor has its own transform, which sums the rewards of three steps as it writes.
     buffer = TensorDictReplayBuffer(storage=storage, transform=MultiStepTransform(N_STEPS, GAMMA), batch_size=BATCH)

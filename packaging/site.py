@@ -30,6 +30,21 @@ TABLES = tuple(
 #: Pages of the site that do not lie in docs/.
 ELSEWHERE = ("CHANGELOG.md", "benchmarks/README.md", "benchmarks/method.md", *TABLES)
 
+#: What readers search for by other words than those of the page that they want.
+SEARCHED = {
+    "how-to/prioritized.md": ("PER", "prioritized replay", "priority", "SumTree", "importance weights"),
+    "how-to/crash-and-resume.md": ("kill", "mmap", "checkpoint", "save and load", "larger buffer", "resize"),
+    "how-to/memory.md": ("memory usage", "capacity"),
+    "how-to/n-step.md": ("n-step", "multi-step"),
+    "how-to/pixels.md": ("frame stack", "framestack"),
+    "how-to/processes.md": ("multiprocessing", "shared memory"),
+    "how-to/slices.md": ("sequence", "padding", "episode"),
+    "how-to/goals.md": ("HER",),
+    "how-to/looking-inside.md": ("gif", "video"),
+    "coming-from/stable-baselines3.md": ("SB3",),
+    "algorithms/dqn.md": ("DQN", "Rainbow", "PER"),
+}
+
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -104,6 +119,8 @@ def drawing(path: str, text: str) -> str:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """A page of the reference with all its parts; links, from the repository's folders to the site's; drawings."""
     here = page.file.src_uri
+    if here in SEARCHED:
+        page.meta["tags"] = list(SEARCHED[here])
     if not (ROOT / in_repository(here)).exists():
         return markdown  # a class of the reference
     markdown = with_tables(here, with_all_parts(here, markdown), summary_of)

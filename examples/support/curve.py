@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -12,12 +13,19 @@ import matplotlib.pyplot as plt
 
 from support.history import History
 
-_GREEDY, _EXPLORING, _KILL, _QUIET = "#0b6e4f", "#9bb8d3", "#c1292e", "#6b7280"
+_GREEDY, _EXPLORING, _KILL, _QUIET = "#1a9c74", "#7fa3c7", "#d1495b", "#8a8a8a"
 
 
 def draw(history: History, solved_at: float, path: Path) -> None:
-    """Returns over frames, with the kill and the checkpoint that the learner went back to."""
+    """Writes the picture."""
     figure, axes = plt.subplots(figsize=(9, 4.8), layout="constrained")
+    plot(history, solved_at, figure, axes)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot(history: History, solved_at: float, figure: Any, axes: Any) -> None:
+    """Returns over frames, with the kill and the checkpoint that the learner went back to."""
     if history.episodes:
         axes.scatter(
             *zip(*history.episodes, strict=True), s=9, color=_EXPLORING, lw=0, label="episodes while exploring"
@@ -40,5 +48,3 @@ def draw(history: History, solved_at: float, path: Path) -> None:
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

@@ -8,6 +8,8 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+_KEPT = ("evaluations", "episodes", "killed_at", "resumed_from", "updates")
+
 
 class Episodes:
     """Adds up rewards, over batches, to the returns of whole episodes."""
@@ -53,5 +55,12 @@ class History:
 
     def save(self, path: Path) -> None:
         """As JSON, without times of the clock."""
-        kept = ("evaluations", "episodes", "killed_at", "resumed_from", "updates")
-        path.write_text(json.dumps({name: getattr(self, name) for name in kept}) + "\n")
+        path.write_text(json.dumps({name: getattr(self, name) for name in _KEPT}) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> History:
+        """What `save` wrote."""
+        history, saved = cls(), json.loads(path.read_text())
+        for name in _KEPT:
+            setattr(history, name, saved[name])
+        return history

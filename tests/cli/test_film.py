@@ -77,6 +77,28 @@ def test_what_cannot_be_played_is_named(tmp_path):
     assert not (tmp_path / "f.gif").exists()
 
 
+def test_a_store_without_images_is_told_what_one_is(tmp_path):
+    ReplayBuffer(storage=LazyMemmapStorage(4, scratch_dir=tmp_path / "store")).extend({"x": torch.zeros(2, 3)})
+    with pytest.raises(KeyError, match=r"no key holds images: uint8 \[H, W\]"):
+        play(tmp_path / "store", tmp_path / "f.gif")
+
+
+@pytest.mark.parametrize("option", ["-o", "--output", "--gif"])
+def test_the_command_writes_the_file_that_it_is_given(tmp_path, option):
+    pixel_store(tmp_path / "store")
+    assert call("play", tmp_path / "store", option, tmp_path / "f.gif").exit_code == 0
+    assert len(greys(tmp_path / "f.gif")) == 5
+
+
+def test_the_command_takes_one_output(tmp_path):
+    pixel_store(tmp_path / "store")
+    assert call("play", tmp_path / "store", "-o", "a.gif", "--mp4", "b.mp4").exit_code == 2
+
+
+def test_the_help_names_the_extra_that_an_mp4_needs():
+    assert "engram[video]" in " ".join(call("play", "--help").output.split())
+
+
 def test_only_a_gif_of_engrams_own_is_replaced(tmp_path):
     pixel_store(tmp_path / "store")
     for _ in range(2):

@@ -43,6 +43,12 @@ def test_picture_is_drawn_from_the_recorded_runs(curve, tmp_path, monkeypatch):
     assert curve.picture.read_text() == committed.read_text(), "run: python -m benchmarks.curves --draw"
 
 
+def test_picture_of_the_demo_is_drawn_from_its_recorded_run(tmp_path):
+    curves.draw_crash_demo(tmp_path / curves.CRASH_PICTURE.name)
+    drawn = (tmp_path / curves.CRASH_PICTURE.name).read_text()
+    assert drawn == curves.CRASH_PICTURE.read_text(), "run: python -m benchmarks.curves --draw"
+
+
 def test_fingerprint_ignores_comments_and_docstrings_only(tmp_path):
     def of(text):
         (tmp_path / "program.py").write_text(text)

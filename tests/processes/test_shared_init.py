@@ -109,6 +109,22 @@ def test_without_it_an_unwritten_storage_is_not_sent():
         sent(LazyMemmapStorage(10))
 
 
+def test_a_store_in_a_folder_that_a_child_made_is_found_without_it(tmp_path):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=tmp_path / "store"), batch_size=4)
+    assert not rb.can_sample()
+    assert in_children(lambda: rb.extend(steps(0))) == [0]
+    assert rb.can_sample() and len(rb) == 5
+    rb.extend(steps(5))
+    assert rb[:]["n"].tolist() == list(range(10))
+
+
+def test_a_closed_store_is_not_opened_again_by_a_look(tmp_path):
+    storage = LazyMemmapStorage(100, scratch_dir=tmp_path / "store")
+    ReplayBuffer(storage=storage).extend(steps(0))
+    storage.close()
+    assert len(storage) == 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies_are_storages_of_their_own(kind, tmp_path):
     storage = make(kind, tmp_path)

@@ -14,7 +14,7 @@ from engram import __version__
 from engram._progress import progress_bar
 from engram.cli.description import KeyInfo, shown_key
 from engram.cli.own_files import FILM
-from engram.cli.pixels import Image, is_image, last_frames
+from engram.cli.pixels import Image, is_image, last_frames, no_images
 from engram.cli.sources import open_rows
 from engram.cli.trajectories import Trajectories, read_column, trajectories_of
 from engram.data import Storage
@@ -88,7 +88,7 @@ def play(
 def _image_key(storage: Storage, key: str | None) -> KeyPath:
     found = image_keys(storage)
     if not found or (key is not None and key not in found):
-        raise KeyError(f"{visible(key or 'no key')} holds images; those that do: {', '.join(found) or 'none'}")
+        raise KeyError(no_images(key, list(found)))
     return found[next(iter(found)) if key is None else key]
 
 

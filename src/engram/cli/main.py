@@ -197,8 +197,9 @@ def command() -> typer.Typer:
     def play_command(
         path: str = a_path,
         episode: int = typer.Option(-1, "--episode", help="Which one: 0 is the oldest, -1 the newest."),
-        gif: str = typer.Option(None, "--gif", help="The GIF to write; <name>.gif by default."),
-        mp4: str = typer.Option(None, "--mp4", help='The MP4 to write; needs pip install "engram[video]".'),
+        output: str = typer.Option(None, "-o", "--output", help="The .gif or .mp4 to write; <name>.gif by default."),
+        gif: str = typer.Option(None, "--gif", help="The same, a GIF."),
+        mp4: str = typer.Option(None, "--mp4", help=r'The same, an MP4; needs pip install "engram\[video]".'),
         key: str = of_key,
         fps: float = typer.Option(30.0, "--fps", help="Frames a second."),
         snapshot: str = of_snapshot,
@@ -206,10 +207,11 @@ def command() -> typer.Typer:
     ) -> None:
         """Writes a stored episode's frames as a film."""
         with _errors_shown():
-            if gif is not None and mp4 is not None:
-                raise ValueError("give --gif or --mp4, not both")
-            output = gif or mp4 or f"{Path(path).absolute().name}.gif"
-            file = cli.play(path, output, episode=episode, key=key, fps=fps, snapshot=snapshot, progress=not json)
+            given = [name for name in (output, gif, mp4) if name is not None]
+            if len(given) > 1:
+                raise ValueError("give one of -o, --gif and --mp4")
+            film = given[0] if given else f"{Path(path).absolute().name}.gif"
+            file = cli.play(path, film, episode=episode, key=key, fps=fps, snapshot=snapshot, progress=not json)
         _show(
             {"file": str(file), "nbytes": file.stat().st_size} if json else None,
             lambda: terminal.print_plain(str(file)),

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from engram import __version__
 from engram.cli.description import KeyInfo
+from engram.kernel.tools import visible
 
 Image = npt.NDArray[np.uint8]
 
@@ -22,6 +23,14 @@ _BACKGROUND = 128
 def is_image(key: KeyInfo) -> bool:
     """Whether a step of a key is an image, or several: uint8 `[H, W]`, `[C, H, W]` or `[H, W, C]`, 8 x 8 at least."""
     return key.dtype == "uint8" and _sides(key.shape) is not None
+
+
+def no_images(key: str | None, found: list[str]) -> str:
+    """Why there is no image to show: of a key that holds none (None: of any), where these keys hold some."""
+    form = "uint8 [H, W], [C, H, W] or [H, W, C], 8 x 8 at least"
+    if not found:
+        return f"no key holds images: {form}"
+    return f"{visible(key or 'no key')} holds images; those that do: {', '.join(found)}"
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, int] | None:

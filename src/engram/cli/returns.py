@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 REWARD = ("next", "reward")
-NO_ENDS = "no key says where episodes end: ('next', 'done') or ('collector', 'traj_ids')"
+NO_ENDS = "no key says where episodes end: ('next', 'done'), or ids under ('collector', 'traj_ids') or 'episode'"
 NO_REWARDS = "the rows have no ('next', 'reward'): there are no returns"
 
 _AT_ONCE = 1 << 16  # time steps of which rewards are read at once

@@ -13,11 +13,10 @@ from torch import Tensor
 from engram.cli.cells import Cells, cell, check_count
 from engram.cli.description import KeyInfo, shown_key
 from engram.cli.own_files import PICTURE, write_target
-from engram.cli.pixels import image_grid, is_image, png_of
+from engram.cli.pixels import image_grid, is_image, no_images, png_of
 from engram.cli.sources import open_rows
 from engram.data import Storage
 from engram.errors import StorageInUseError
-from engram.kernel.tools import visible
 from engram.pytree import describe
 
 _TRIES = 100  # beside a writer
@@ -62,7 +61,7 @@ class RowsShown(NamedTuple):
         """
         images = self.images()
         if not images or (key is not None and key not in images):
-            raise KeyError(f"{visible(key or 'no key')} holds images; those that do: {', '.join(images) or 'none'}")
+            raise KeyError(no_images(key, list(images)))
         return png_of(image_grid(images[next(iter(images)) if key is None else key].numpy()))
 
     def save_png(self, path: str | os.PathLike[str], key: str | None = None) -> None:

@@ -573,11 +573,17 @@ def ingest(blocks: Iterable[Any], buffer: Any, path: Any, total: int | None, sho
         try:
             for block in blocks:
                 _extend(buffer, block, path)
-                rows += len(block)
-                advance(len(block))
+                steps = _steps_of(block)
+                rows += steps
+                advance(steps)
         except DatasetError as error:
             raise DatasetError(error.file, error.reason, rows) from error.__cause__
     return rows
+
+
+def _steps_of(block: Any) -> int:
+    """The number of steps in a block: a dict's or a tuple's length is the number of its entries."""
+    return len(block) if isinstance(block, TensorDictBase) else len(pytree.describe(block, 1)[1][0][1])
 
 
 def _extend(buffer: Any, block: Any, path: Any) -> None:

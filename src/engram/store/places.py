@@ -589,12 +589,14 @@ class NamedFile(_File):
     Args:
         take_over: open a store on a network file system that another node left open.
         auto_cleanup: delete it when this object is closed or collected, or its process ends.
-        shared_init: whether other processes, which were given the folder, too, may make it first.
+        shared_init: whether other processes, which were given the folder, too, may make it first, and it is theirs as
+            much as this one's. A file that they make without it is found as well.
     """
 
     def __init__(self, folder: Path, *, take_over: bool, auto_cleanup: bool, shared_init: bool) -> None:
         self.folder = folder
         self._takes_over, self._auto_cleanup, self._shared_init = take_over, auto_cleanup, shared_init
+        self._is_closed = False
         self._makes_folder = not folder.exists()
         self._removal: weakref.finalize[Any, Any] | None = None
         self._session: StoreSession | None = None
@@ -659,10 +661,10 @@ class NamedFile(_File):
         return OpenedTable(lanes, self.table(lanes, saved), env_shape, ndim)
 
     def awaits_others(self) -> bool:
-        return self._shared_init
+        return not self._is_closed
 
     def find_made(self, size: TableSize) -> OpenedTable | None:
-        return self.open(size) if self._shared_init and self.is_made() else None
+        return self.open(size) if not self._is_closed and self.is_made() else None
 
     def is_copied_by_fork(self) -> bool:
         return False
@@ -697,7 +699,7 @@ class NamedFile(_File):
             self._session.flush()
 
     def close(self) -> bool:
-        self._shared_init = False
+        self._is_closed, self._shared_init = True, False
         session, self._session = self._session, None
         removal, self._removal = self._removal, None
         if removal is not None:

@@ -599,7 +599,7 @@ def test_a_load_into_another_capacity(tmp_path):
     twin.loads(tmp_path)
     assert twin[:]["x"].tolist() == list(range(3, 13))
     small = buffer(LazyTensorStorage(5), None, Flat2TED())
-    with pytest.raises(CheckpointMisfitError, match="room for 5 steps in a lane here, 10 saved there"):
+    with pytest.raises(CheckpointMisfitError, match="room for 5 steps here, 10 saved there"):
         small.loads(tmp_path)
     assert len(small) == 0
 

@@ -390,7 +390,7 @@ def test_what_is_not_read_says_what_to_do(torchrl):
 def test_what_does_not_fit_is_listed_and_changes_nothing(torchrl):
     buffer = buffer_for("x", 5)
     buffer.extend(TensorDict({"mine": torch.arange(3)}, [3]))
-    with pytest.raises(ValueError, match=r"'mine' is missing.*'obs' is new.*room for 5 steps in a lane here, 10"):
+    with pytest.raises(ValueError, match=r"'mine' is missing.*'obs' is new.*room for 5 steps here, 10"):
         buffer.loads(torchrl / "flat-wrapped-1", parts=("storage",))
     assert buffer[:]["mine"].tolist() == [0, 1, 2]
     for name in ("strands-wrapped", "strands-partial", "flat-wrapped-2", "h5-wrapped-2"):

@@ -91,8 +91,8 @@ def test_data_come_back_in_the_form_they_had(tmp_path):
         "tuple": (torch.arange(3), [torch.ones(3)]),
     }.items():
         rb, back = filled(data), buffer()
-        write_parquet(rb, tmp_path / name)
-        read_parquet(tmp_path / name, back)
+        assert write_parquet(rb, tmp_path / name) == len(rb)
+        assert read_parquet(tmp_path / name, back) == len(rb)
         assert str(back[:]) == str(rb[:]) and type(back[:]) is type(data)
 
 

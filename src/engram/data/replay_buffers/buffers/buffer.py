@@ -1069,13 +1069,20 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     ) -> None:
         """Takes over a saved state: the batches that follow are those that would have followed there.
 
-        Directories that TorchRL's `dumps` wrote are read too (docs/other-formats.md says what of them).
+        The buffer may be larger than the saved one, and its storage of another kind: in memory here, a file there. A
+        smaller one takes it as long as the saved rows fit. Directories that TorchRL's `dumps` wrote are read too
+        (docs/other-formats.md says what of them).
 
         Other threads see the state of before or the new one, whole. After an error the buffer is as it was: rows,
         priorities, cursor, epochs, transforms; also where a load hook, or a part of a user's own, raised it. (Rows are
         kept aside for that, more than 32 MB of them in a temporary file; more than 256 MB are not: what fails after all
         of them were verified, a disk that reads a file once and not twice, leaves the buffer empty; an error that comes
         when they are in their places leaves it with what was loaded.)
+
+        Args:
+            snapshot: which one of those that `keep_last` has kept, by its name; None: the newest.
+            parts: what is loaded, of `"storage"` (the rows), `"sampler"`, `"writer"` and `"generator"`; the others stay
+                as they are here. For another sampler than the saved one: `parts=("storage", "writer")`.
 
         Raises:
             CorruptCheckpointError: a file is not what was saved; the message names it.

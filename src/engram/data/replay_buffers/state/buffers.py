@@ -78,12 +78,15 @@ class BufferLoad:
 
     Attributes:
         differences: what of the states does not fit the parts; with any, it must not be run.
+        misfits: the names of the parts whose states do not fit.
     """
 
     def __init__(self, buffer: SavedBuffer, states: dict[str, Any], malformed: Malformed | None = None) -> None:
         self._buffer, self._states, self._malformed = buffer, states, malformed
         self._each = [(name, part) for name, part in buffer.parts.items() if name in states]
-        self.differences = [what for name, part in self._each for what in self._differences(name, part)]
+        found = {name: self._differences(name, part) for name, part in self._each}
+        self.differences = [what for each in found.values() for what in each]
+        self.misfits = {name for name, each in found.items() if each}
 
     def _differences(self, name: str, part: SavedPart) -> list[str]:
         with self._damage_of(part):
@@ -325,10 +328,13 @@ def load_buffer(
         differences += load.differences
         if not differences:
             load.check()
-        if with_rows:
-            differences += _differences_in(lambda: saved.check_storage(storage.checkpointer, sink))
+        misfits = load.misfits
+        if with_rows and (of_rows := _differences_in(lambda: saved.check_storage(storage.checkpointer, sink))):
+            differences += of_rows
+            misfits = {*misfits, "storage"}
         if differences:
-            raise CheckpointMisfitError(f"{path} does not fit this buffer", differences, _advice(states))
+            advice = _advice([part for part in parts if part not in misfits])
+            raise CheckpointMisfitError(f"{path} does not fit this buffer", differences, advice)
         with storage.access.exclusive("loads") if with_rows else storage.mutex:
             load.run(form.plan_load(saved) if with_rows else None)
 
@@ -352,8 +358,11 @@ def _differences_in(check: Callable[[], None]) -> list[str]:
     return []
 
 
-def _advice(states: dict[str, Any]) -> str:
-    return "What is not wanted from there can be left out: loads(path, parts=...)" if "sampler" in states else ""
+def _advice(fitting: list[str]) -> str:
+    """How to load the parts that fit, where the rows are one of them."""
+    if "storage" not in fitting:
+        return ""
+    return f"To load what fits, and leave the rest as it is here: loads(path, parts={tuple(fitting)})"
 
 
 def buffer_state(buffer: SavedBuffer) -> dict[str, Any]:

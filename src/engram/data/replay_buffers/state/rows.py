@@ -126,7 +126,8 @@ class _Sink(StoredRows):
         if len(lanes) > 1 and sum(rows) > n * room:
             differences.append(f"room for {n * room * envs} steps here, {sum(rows) * envs} saved there")
         elif any(r > room for r in rows):
-            differences.append(f"room for {room * envs} steps in a lane here, {max(rows) * envs} saved there")
+            each = "" if n == len(lanes) == 1 else "in a lane "
+            differences.append(f"room for {room * envs} steps {each}here, {max(rows) * envs} saved there")
         return differences
 
     def _reset(self, with_table: bool) -> None:
