@@ -429,6 +429,7 @@ class WriteRequest(NamedTuple):
     resized: bool = False  #: the steps no longer correspond one to one to the caller's
     #: Steps that a transform holds back, as if flushed now: the buffer checks that they match the storage.
     held: Any = None
+    n_steps: int | None = None  #: how many steps after each its next observation comes; None: as the data show
 
     def changed(self, fn: Callable[[Any], Any]) -> WriteRequest:
         """The request with `fn` applied to all its data."""

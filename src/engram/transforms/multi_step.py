@@ -298,6 +298,7 @@ class MultiStepTransform(Transform, built_in=True):
             items=complete.part(0, ready).batch() if ready else None,
             held=complete.part(ready, complete.steps).batch() if ready < complete.steps else None,
             resized=True,
+            n_steps=self.n_steps,
         )
 
     def flush(self, writing: WriteRequest) -> WriteRequest:

@@ -12,6 +12,8 @@ import torch
 from engram.data.replay_buffers.state.rows import SavedObservedRows
 from engram.data.replay_buffers.storages.tensor import LazyTensorStorage, TableStorage, TensorStorage, table_bytes
 from engram.errors import StorageError
+from engram.pytree import Key
+from engram.store.compact import Compact, as_compact
 from engram.store.header import FILE_NAME
 from engram.store.lazy_table import LazyTable, ObservedTable
 from engram.store.places import (
@@ -164,8 +166,16 @@ class LazyMemmapStorage(LazyTensorStorage):
     get = TableStorage.get  # whose argument is `index`
 
     @classmethod
-    def nbytes_for(cls, spec: Any, n: int) -> int:
-        """As `LazyTensorStorage.nbytes_for`, of a store in a folder, whose rows have 16 bytes more, for recovery."""
+    def nbytes_for(cls, spec: Any, n: int, *, compact: bool | Key | list[Key] | Compact | None = None) -> int:
+        """As `LazyTensorStorage.nbytes_for`, of a store in a folder, whose rows have 16 bytes more, for recovery.
+
+        Raises:
+            ValueError: as there, or `compact`: observations in a folder are whole.
+        """
+        if as_compact(compact) is not None:
+            raise ValueError(
+                "a store in a folder holds whole observations, which outlive power cuts: leave compact out"
+            )
         place = NamedFile(Path(), take_over=False, auto_cleanup=False, shared_init=False)
         return table_bytes(spec, n, place)
 
