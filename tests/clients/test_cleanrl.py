@@ -8,7 +8,7 @@ import pytest
 from gymnasium import spaces
 from stable_baselines3.common import buffers
 
-from clients.test_sb3 import ACTIONS, BOX, OBSERVATIONS, fill
+from clients.test_sb3 import ACTIONS, BOX, OBSERVATIONS, STACKS, fill, fill_with_stacks
 from clients.trainings import cleanrl as dqn
 from engram.compat.cleanrl import ReplayBuffer
 
@@ -59,11 +59,6 @@ def test_reset_forgets_everything_and_extend_adds():
         buffer.sample(1)
 
 
-def test_observations_that_rows_share_are_refused():
-    with pytest.raises(ValueError, match="handle_timeout_termination=False only"):
-        ReplayBuffer(10, BOX, spaces.Discrete(2), optimize_memory_usage=True)
-
-
 def test_it_needs_no_stable_baselines3():
     code = (
         "import sys; sys.modules['stable_baselines3'] = None; import engram.compat.cleanrl as c; print(c.ReplayBuffer)"
@@ -72,12 +67,18 @@ def test_it_needs_no_stable_baselines3():
     assert "engram.compat.cleanrl.ReplayBuffer" in done.stdout
 
 
-def test_a_script_that_asks_for_shared_observations_gets_batches():
-    buffer = ReplayBuffer(
-        4, BOX, spaces.Discrete(2), "cpu", optimize_memory_usage=True, handle_timeout_termination=False
-    )
-    for t in range(6):
-        obs = np.full((1, *BOX.shape), t, np.float32)
-        buffer.add(obs, obs + 1, np.array([0]), np.array([float(t)]), np.array([t % 2 == 0]), {})
-    batch = buffer.sample(50)
-    assert (batch.next_observations == batch.observations + 1).all() and batch.dones.any()
+@pytest.mark.parametrize("handle", [False, True])
+def test_a_script_that_asks_for_shared_observations_gets_the_batches_of_one_that_does_not(handle):
+    pair = [
+        ReplayBuffer(
+            40, STACKS, spaces.Discrete(4), "cpu", optimize_memory_usage=once, handle_timeout_termination=handle
+        )
+        for once in (False, True)
+    ]
+    fill_with_stacks(pair, 50)
+    batches = []
+    for buffer in pair:
+        np.random.seed(0)
+        batches.append(buffer.sample(200))
+    assert all(a.equal(b) for a, b in zip(*batches, strict=True)) and batches[1].dones.any() != handle
+    assert [buffer.rows.buffer.storage.compact is not None for buffer in pair] == [False, True]

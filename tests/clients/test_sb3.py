@@ -18,7 +18,7 @@ import engram.data
 from clients.trainings import sb3 as trainings
 from engram.compat import transitions
 from engram.compat.sb3 import NStepReplayBuffer, ReplayBuffer
-from engram.data import LazyMemmapStorage, SliceSampler
+from engram.data import Compact, LazyMemmapStorage, SliceSampler
 from engram.kernel.replay import read_n_steps
 
 TRAININGS = {"dqn_cartpole": 2000, "sac_pendulum": 300, "td3_dict_in_four_environments": 1200}
@@ -339,9 +339,67 @@ def test_a_training_that_asks_for_shared_observations_goes_on_after_a_second_lea
     assert same(draws[0].observations, draws[1].observations) and same(draws[0].dones, draws[1].dones)
 
 
+STACKS = spaces.Box(0, 255, (4, 8, 8), np.uint8)
+
+
+def fill_with_stacks(pair: list[Any], steps: int, n_envs: int = 1) -> None:
+    """Stacks of four frames as an environment gives them; episodes of twelve steps end by a time limit."""
+    draw = np.random.default_rng(1)
+    frames = draw.integers(0, 256, (2 * steps, n_envs, 1, 8, 8)).astype(np.uint8)
+    following = np.repeat(frames[0], 4, 1)
+    for step in range(steps):
+        obs = np.repeat(frames[steps + step], 4, 1) if step % 12 == 0 else following
+        following = np.concatenate([obs[:, 1:], frames[step]], 1)
+        done = np.full(n_envs, step % 12 == 11)
+        infos = [{"TimeLimit.truncated": bool(d)} for d in done]
+        rest = draw.integers(0, 4, (n_envs, 1)), draw.random(n_envs), done, infos
+        for buffer in pair:
+            buffer.add(obs, following, *rest)
+
+
+@pytest.mark.parametrize("n_envs", [1, 3])
+@pytest.mark.parametrize("settings", [{}, {"n_steps": 3, "gamma": 0.9}], ids=["1 step", "3 steps"])
+def test_observations_stored_once_are_read_as_its_buffer_without_that_setting_reads_them(n_envs, settings):
+    """The draws leave a step out there, so these are all steps."""
+    kind = buffers.NStepReplayBuffer if settings else buffers.ReplayBuffer
+    pair = [kind(40 * n_envs, STACKS, ACTIONS["discrete"], "cpu", n_envs=n_envs, **settings)]
+    pair.append(
+        ReplayBuffer(40 * n_envs, STACKS, ACTIONS["discrete"], "cpu", n_envs, optimize_memory_usage=True, **settings)
+    )
+    for steps in (25, 50):
+        fill_with_stacks(pair, steps, n_envs)
+        batches = []
+        for buffer in pair:
+            np.random.seed(3)
+            batches.append(buffer._get_samples(np.arange(buffer.size())))
+        for name, theirs, ours in zip(batches[0]._fields, *batches, strict=True):
+            assert same(theirs, ours), name
+        assert same(pair[0].next_observations, pair[1].next_observations)
+    assert pair[1].rows.buffer.storage.compact == Compact(["observation"], {"observation": 4}, 1)
+
+
+def test_dict_observations_are_stored_once_and_their_other_entries_change():
+    space = spaces.Dict(pixels=STACKS, vector=BOX)
+    pair = [buffers.DictReplayBuffer(30, space, ACTIONS["box"], "cpu")]
+    pair.append(ReplayBuffer(30, space, ACTIONS["box"], "cpu", optimize_memory_usage=True))
+    fill(pair, space, ACTIONS["box"], steps=25, n_envs=1)
+    for buffer in pair:
+        buffer.rewards[3] = 7.0
+    assert all(same(getattr(pair[0], name), getattr(pair[1], name)) for name in ARRAYS)
+    with pytest.raises(ValueError, match="stored once"):
+        pair[1].observations["pixels"][2] = 0
+
+
+def test_a_saved_buffer_that_stores_observations_once_goes_on():
+    buffer = ReplayBuffer(30, STACKS, ACTIONS["discrete"], "cpu", optimize_memory_usage=True)
+    fill_with_stacks([buffer], 35)
+    pair = [buffer, pickle.loads(pickle.dumps(buffer))]
+    assert_same_batches(pair)
+    fill_with_stacks(pair, 10)
+    assert_same_batches(pair)
+
+
 def test_settings_that_cannot_be_honoured_are_refused():
-    with pytest.raises(ValueError, match="handle_timeout_termination=False only"):
-        ReplayBuffer(9, BOX, ACTIONS["box"], optimize_memory_usage=True)
     with pytest.raises(ValueError, match="n_steps must be 1 or more"):
         ReplayBuffer(9, BOX, ACTIONS["box"], n_steps=0)
     with pytest.raises(TypeError, match="n_sampled_goal"):

@@ -131,6 +131,16 @@ def test_stacks_and_what_is_left_out_are_as_in_its_own_buffer(kind, settings, st
 
 @pytest.mark.parametrize("kind", TRAININGS)
 @pytest.mark.parametrize("settings", SETTINGS)
+def test_single_frames_are_stored_once(kind, settings):
+    pair = [make(package, kind, **SETTINGS[settings]) for package in (own, ours)]
+    fill(pair, OBSERVATIONS["stacked images" if "last images" in settings else "vectors"], 15)
+    buffer = pair[1]
+    compact = {None if rows.storage.compact is None else rows.storage.compact.keys[0] for rows in buffer.rows}
+    assert compact == {"observation" if settings in ("stacks", "last images, both") else None}
+
+
+@pytest.mark.parametrize("kind", TRAININGS)
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("steps", [15, 90], ids=["half full", "gone round"])
 def test_steps_of_any_index_are_as_in_its_own_buffer(kind, settings, steps):
     observation = "stacked images" if "last images" in settings else "vectors"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from clients.trainings import rainbow
 from engram.compat.cleanrl import PrioritizedReplayBuffer
-from engram.data import LazyMemmapStorage
+from engram.data import Compact, LazyMemmapStorage
 from engram.testing import chi_square
 
 TERMINATED, SAID, SEEN = "terminated", "truncated, as add is told", "truncated, as the next observation shows"
@@ -71,9 +71,9 @@ def filled(rb: PrioritizedReplayBuffer, transitions: int) -> PrioritizedReplayBu
 EPISODES = st.lists(st.tuples(st.integers(1, 8), st.sampled_from([TERMINATED, SAID, SEEN])), min_size=1, max_size=6)
 
 
-@given(EPISODES, st.integers(1, 5), st.sampled_from([0.0, 0.5, 0.99, 1.0]), st.integers(3, 60))
-def test_stored_transitions_are_those_of_a_plain_loop_over_each_episode(episodes, n, gamma, capacity):
-    made, rb = steps_of(episodes), small(capacity, n, gamma)
+@given(EPISODES, st.integers(1, 5), st.sampled_from([0.0, 0.5, 0.99, 1.0]), st.integers(3, 60), st.booleans())
+def test_stored_transitions_are_those_of_a_plain_loop_over_each_episode(episodes, n, gamma, capacity, once):
+    made, rb = steps_of(episodes), small(capacity, n, gamma, optimize_memory_usage=once)
     for steps in made:
         for step in steps:
             add(rb, step)
@@ -209,3 +209,18 @@ def test_a_small_rainbow_learns_the_value_of_each_step():
     outcome = rainbow.main(PrioritizedReplayBuffer, 1200)
     to_the_reward = torch.tensor([3, 2, 1, 0])
     assert (outcome["values"][:, 1] - 0.9**to_the_reward).abs().max() < 0.05
+
+
+def test_frames_of_n_step_rows_are_stored_once():
+    frames = np.random.default_rng(0).integers(0, 256, (1_000, 12, 12)).astype(np.uint8)
+    pair = [PrioritizedReplayBuffer(900, (4, 12, 12), "cpu", 3, 0.9, optimize_memory_usage=x) for x in (True, False)]
+    for t in range(900):
+        step = frames[t : t + 4], 0, 1.0, frames[t + 1 : t + 5], t % 300 == 299
+        for rb in pair:
+            rb.add(*step)
+    once, plain = (rb.buffer.storage for rb in pair)
+    assert once.compact == Compact(["observation"], {"observation": 4}, 3) and plain.compact is None
+    rows, same_rows = once[:], plain[:]
+    assert all(rows[key].equal(same_rows[key]) for key in ("observation", "action"))
+    assert all(rows["next"][key].equal(value) for key, value in same_rows["next"].items())
+    assert pair[0].buffer.stats().compact.same > 0.98

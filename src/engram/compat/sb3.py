@@ -14,7 +14,6 @@ from stable_baselines3.common.vec_env import VecNormalize
 from torch import Tensor
 
 from engram.compat.transitions import (
-    REFUSES_SHARED_OBSERVATIONS,
     MakeStorage,
     Slots,
     TransitionRows,
@@ -34,7 +33,10 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
     engram buffer, which survives a kill at any moment.
 
     Args:
-        storage: makes the storage: called with a number of steps and `ndim=2`. With
+        optimize_memory_usage: store each observation once, by `compact=True` of the storage: stacks of 4 frames take an
+            eighth of the memory. What is read is what was written, at time limits too, so that it goes with
+            `handle_timeout_termination=True`, `n_steps` and dict observations, which stable-baselines3 refuses.
+        storage: makes the storage: called with a number of steps and `ndim=2`, and `compact=True`. With
             `functools.partial(LazyMemmapStorage, scratch_dir=..., existsok=True)` a training continues with the rows of
             one that was killed.
         n_steps, gamma: rewards of so many steps are added up, each `gamma` times less, as in NStepReplayBuffer; also
@@ -42,11 +44,10 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         Others: as stable-baselines3's, but `buffer_size`, and `pos`, follow from the storage.
 
     `replay_buffer.observations`, `actions`, `rewards`, `dones`, `timeouts` are arrays of all time slots, 0 where
-    nothing is stored; `replay_buffer.rewards[3] = 0` changes the stored row. `optimize_memory_usage=True` goes with
-    `handle_timeout_termination=False`, as there, and saves nothing: rows hold both observations.
+    nothing is stored; `replay_buffer.rewards[3] = 0` changes the stored row.
 
     Raises:
-        ValueError: `optimize_memory_usage=True` with `handle_timeout_termination=True`.
+        ValueError: `n_steps` is below 1.
         TypeError: arguments of HerReplayBuffer: goals are relabelled by stable-baselines3's own class only.
 
     Example:
@@ -70,8 +71,6 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         gamma: float = 0.99,
         storage: MakeStorage = LazyTensorStorage,
     ) -> None:
-        if optimize_memory_usage and handle_timeout_termination:
-            raise ValueError(REFUSES_SHARED_OBSERVATIONS)
         if n_steps < 1:
             raise ValueError(f"n_steps must be 1 or more, got {n_steps}")
         # Not that of its ReplayBuffer, which makes arrays for all steps.
@@ -81,7 +80,9 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         self.handle_timeout_termination = handle_timeout_termination
         self.n_steps = n_steps
         self.gamma = gamma
-        self.rows = TransitionRows(self.buffer_size, n_envs, observation_space, action_space, storage)
+        self.rows = TransitionRows(
+            self.buffer_size, n_envs, observation_space, action_space, storage, optimize_memory_usage
+        )
 
     # ---- where it stands ----
     @property
@@ -122,7 +123,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
 
     # ---- reading ----
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
-        if self.optimize_memory_usage:  # which draws no step of the slot that comes next
+        if self.optimize_memory_usage:  # by its draws, which leave out the step that is overwritten next
             return super().sample(batch_size, env)
         return self._batch(self.rows.draw(batch_size), env)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from engram.data import LazyTensorStorage, Storage
 
 #: Makes the storage of one ring: called with its size.
 MakeStorage: TypeAlias = Callable[[int], Storage]
+
+_COMPACT: MakeStorage = functools.partial(LazyTensorStorage, compact=True)
 
 #: Where a row has what tianshou calls so.
 _ENTRIES = {"obs": ("observation",), "act": ("action",), "obs_next": ("next", "observation")}
@@ -169,7 +172,7 @@ class _WritesRows(_Behind):  # type: ignore[misc]
         self._as_own().save_hdf5(path, compression)
 
     @classmethod
-    def load_hdf5(cls, path: str, device: str | None = None, *, storage: MakeStorage = LazyTensorStorage) -> Any:
+    def load_hdf5(cls, path: str, device: str | None = None, *, storage: MakeStorage | None = None) -> Any:
         own = cls._own.load_hdf5(path, device)
         return cls._of_own(own, own._meta, storage)
 
@@ -187,7 +190,7 @@ class _WritesRows(_Behind):  # type: ignore[misc]
         return own
 
     @classmethod
-    def _of_own(cls, own: Any, steps: Any, storage: MakeStorage) -> Any:
+    def _of_own(cls, own: Any, steps: Any, storage: MakeStorage | None) -> Any:
         """A buffer of this class with the settings and the record of one of tianshou's own, and these steps."""
         raise NotImplementedError
 
@@ -195,9 +198,9 @@ class _WritesRows(_Behind):  # type: ignore[misc]
 class _OneRing(_WritesRows):
     """A buffer of one ring of rows."""
 
-    def __init__(self, *args: Any, storage: MakeStorage = LazyTensorStorage, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, storage: MakeStorage | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rows = [engram_data.ReplayBuffer(storage=storage(max(1, int(self.maxsize))))]
+        self.rows = [_ring(self, storage)]
         if len(self.rows[0]):
             raise ValueError(
                 "a storage holds rows already, and tianshou's own record of their episodes is not in it: pass one that "
@@ -208,10 +211,10 @@ class _OneRing(_WritesRows):
         return np.zeros(len(buffer_ids), np.int64)  # which ids they are does not matter, as in tianshou's class
 
     @classmethod
-    def _of_own(cls, own: Any, steps: Any, storage: MakeStorage) -> Any:
+    def _of_own(cls, own: Any, steps: Any, storage: MakeStorage | None) -> Any:
         buffer: Any = cls.__new__(cls)
         buffer.__dict__.update(vars(own))
-        buffer.rows = [engram_data.ReplayBuffer(storage=storage(max(1, int(own.maxsize))))]
+        buffer.rows = [_ring(own, storage)]
         buffer._meta = _without_entries(steps, buffer._save_only_last_obs) if len(steps.get_keys()) else Batch()
         if len(buffer):
             buffer._fill(steps, len(buffer))
@@ -345,7 +348,7 @@ class _Rings(_WritesRows):
         return own
 
     @classmethod
-    def _of_own(cls, own: Any, steps: Any, storage: MakeStorage) -> Any:
+    def _of_own(cls, own: Any, steps: Any, storage: MakeStorage | None) -> Any:
         buffer: Any = cls.__new__(cls)
         buffer.__dict__.update(vars(own))
         edges = zip(own.buffers, own.subbuffer_edges, own.subbuffer_edges[1:], strict=False)
@@ -367,8 +370,11 @@ class ReplayBuffer(_OneRing, _ReadsRows):
     since tianshou's hold pickled objects. `dropnull` leaves the steps in order of time, with room for as many as
     before. An index of a step that was never written is an IndexError, where tianshou's class has zeros.
 
+    With `save_only_last_obs` or `stack_num` the rows have single frames, and each is stored once, `obs_next` included.
+    With `ignore_obs_next` there is no `obs_next` in the rows: what follows a step is read from the next one, as there.
+
     Args:
-        storage: makes the storage of a sub-buffer: called with its size.
+        storage: makes the storage of a sub-buffer: called with its size. None: in memory.
 
     Example:
         >>> buffer, no = VectorReplayBuffer(20, buffer_num=2), np.zeros(2, bool)
@@ -442,10 +448,18 @@ class CachedReplayBuffer(data.CachedReplayBuffer, ReplayBufferManager):  # type:
         return own
 
     @classmethod
-    def _of_own(cls, own: Any, steps: Any, storage: MakeStorage) -> Any:
+    def _of_own(cls, own: Any, steps: Any, storage: MakeStorage | None) -> Any:
         buffer = super()._of_own(own, steps, storage)
         _name_parts(buffer)
         return buffer
+
+
+def _ring(of: Any, storage: MakeStorage | None) -> engram_data.ReplayBuffer:
+    """The rows of one of tianshou's buffers; None: in memory, each observation once where single frames are stored."""
+    if storage is None:
+        has_single_frames = of._save_only_last_obs or of.stack_num > 1
+        storage = _COMPACT if has_single_frames else LazyTensorStorage
+    return engram_data.ReplayBuffer(storage=storage(max(1, int(of.maxsize))))
 
 
 def _name_parts(buffer: Any) -> None:

@@ -18,15 +18,9 @@ from engram.kernel.replay import append_step, read_leaves, read_n_steps
 from engram.kernel.rows import NSteps, draw_slots_by_numpy
 from engram.pytree import KeyPath, get_entry
 
-#: Makes a storage: called with the number of steps of all environments together, and `ndim=2`.
+#: Makes a storage: called with the number of steps of all environments together, `ndim=2`, and `compact=True` where
+#: observations are to be stored once.
 MakeStorage: TypeAlias = Callable[..., Storage]
-
-REFUSES_SHARED_OBSERVATIONS = (
-    "optimize_memory_usage=True goes with handle_timeout_termination=False only, as in stable-baselines3; it saves no "
-    "memory here, where rows hold both observations: leave it out, and where memory is short halve buffer_size or keep "
-    "the rows in a file, storage=LazyMemmapStorage"
-)
-
 
 _FLAGS = ("done", "reported_done", "terminated", "truncated")
 Slots: TypeAlias = npt.NDArray[Any] | Tensor
@@ -55,6 +49,7 @@ class TransitionRows:
     Args:
         observation_space, action_space: of one environment, as gymnasium has them: a Dict, or one with a shape and a
             dtype. Observations are stored as their space has them, actions as vectors.
+        compact: store each observation once, whatever steps share it.
     """
 
     def __init__(
@@ -64,10 +59,12 @@ class TransitionRows:
         observation_space: Any,
         action_space: Any,
         storage: MakeStorage = LazyTensorStorage,
+        compact: bool = False,
     ) -> None:
         self.steps = steps
         self.n_envs = n_envs
-        self.buffer = ReplayBuffer(storage=storage(steps * n_envs, ndim=2))
+        options = {"compact": True} if compact else {}
+        self.buffer = ReplayBuffer(storage=storage(steps * n_envs, ndim=2, **options))
         self._observation_space = observation_space
         self._action_size = math.prod(action_space.shape)
         self._action_dtype = np.dtype(np.float32 if action_space.dtype == np.float64 else action_space.dtype)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engram import pytree
+from engram._system import human_bytes
 from engram.errors import StorageError
 from engram.pytree import Key, KeyPath
 from engram.store.layout import LeafSpec, ObservationKeys, RowLayout
@@ -23,11 +24,16 @@ NO_REPLACING = (
     "another one out of turn, as TensorDictMaxValueWriter writes. Make the storage without compact= for it"
 )
 _MOST_FRAMES = 15
+_MOST_APART = 1024  # a row and the one whose observation is its next one, as given
 _MOST_STEPS = 16  # between a row and the one whose observation is its next one, as looked for
-_LOOKED_AT = 256  # rows of a first batch
 _MUCH = 0.05  # as the share of stacks that are stored whole
 _SELDOM = 0.5  # as the share of next observations that are those of a later row
 _FEW = 100  # rows, which tell little
+#: Where n-step rows say how many steps after them their next observation comes (`MultiStepTransform`).
+STEPS_TO_NEXT = "steps_to_next_obs"
+#: Rows of no more bytes, and storages that would save no more of them, are as well off plain.
+ROW_WORTH_IT, SAVING_WORTH_IT = 4096, 64 << 20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PART = 8  # a key found by itself takes at least this part of the bytes of the largest one
 
 
@@ -71,7 +77,7 @@ class Compact:
         for n in self._given_frames.values():
             _check_number("frames", n, _MOST_FRAMES)
         if self.n_steps is not None:
-            _check_number("n_steps", self.n_steps, 1024)
+            _check_number("n_steps", self.n_steps, _MOST_APART)
         if paths is not None and isinstance(self.frames, Mapping):
             others = [key for key in self.frames if pytree.as_path(key, "frames") not in paths]
             if others:
@@ -207,6 +213,31 @@ def _advice(keys: list[Key], same_of_key: list[float], whole_x: float, n_steps: 
     return f"the next observation is seldom that {n_steps} rows later: say another n_steps= in compact=Compact(...)"
 
 
+def advice_to_share(found: ObservationKeys, steps: int, plain: int, once: int) -> str:
+    """What a storage without `compact=` tells that would save much by it.
+
+    Args:
+        found: what it would store once.
+        steps: that fit.
+        plain, once: bytes of all of them, now and with `compact=True`.
+
+    Example:
+        >>> print(advice_to_share(ObservationKeys({("pixels",): 4}), 1_000_000, 56_485_000_000, 7_100_000_000))
+        these rows hold each observation several times ('pixels': stacks of 4 frames): 56485 bytes a step. A storage
+        with compact=True (in engram.compat a buffer with optimize_memory_usage=True) stores each once, 7100 bytes a
+        step, 7.1 GB instead of 56.5 GB, and hands out the same rows; compact=False leaves all as it is, without this
+        advice
+    """
+    stacks = [f"{pytree.as_key(path)!r}: stacks of {n} frames" for path, n in found.frames.items() if n > 1]
+    named = "; ".join(stacks) or ", ".join(repr(pytree.as_key(path)) for path in found.frames)
+    return (
+        f"these rows hold each observation several times ({named}): {plain // steps} bytes a step. A storage with "
+        "compact=True (in engram.compat a buffer with optimize_memory_usage=True) stores each once, "
+        f"{once // steps} bytes a step, {human_bytes(once)} instead of {human_bytes(plain)}, and hands out the same "
+        "rows; compact=False leaves all as it is, without this advice"
+    )
+
+
 def as_compact(given: Any) -> Compact | None:
     """The setting of a `compact=`: a bool, a list of keys, a `Compact`, or what its `to_json` gave.
 
@@ -238,15 +269,22 @@ class FirstSteps:
         batch_dims: how many of its first dimensions are not part of a step: 0, 1 or 2.
         time_dim: which of them is time; -1: none is.
         horizon: that of n-step rows, where it is known; 1: it is found.
+        most: how many of them are looked at.
     """
 
-    def __init__(self, batch: Any, batch_dims: int, time_dim: int, horizon: int) -> None:
-        self._batch, self._batch_dims, self._time_dim, self._horizon = batch, batch_dims, time_dim, horizon
+    def __init__(self, batch: Any, batch_dims: int, time_dim: int, horizon: int = 1, most: int = 256) -> None:
+        self._batch, self._batch_dims, self._time_dim, self._most = batch, batch_dims, time_dim, most
+        self._horizon = horizon
 
     def frames(self, leaf: LeafSpec) -> int:
-        """As many as with which some next observation is its observation, moved along its first dimension."""
+        """As many as with which some next observation is its observation, moved along its first dimension.
+
+        Where no observation differs from its next one, which tells nothing, as many as such a shape usually has.
+        """
         size = leaf.shape[0] if len(leaf.shape) > 1 else 1
         x, after = (self._rows(path, len(leaf.shape)) for path in (leaf.path, ("next", *leaf.path)))
+        if bool(_are_same(after, x).all()):
+            return _usual_frames(leaf)
         most = min(size, _MOST_FRAMES)
         for shift in range(1, most):  # in n-step rows it has moved by several frames
             for n in range(most, shift, -1):
@@ -260,29 +298,48 @@ class FirstSteps:
         return bool((moved & ~_are_same(after, x)).any())  # a picture that stands still tells nothing
 
     def n_steps(self, paths: Sequence[KeyPath]) -> int:
-        """How far behind most steps the one comes whose observations are their next ones."""
+        """How far behind most steps the one comes whose observations are their next ones.
+
+        As the transform that made them says, or n-step rows themselves, or the observations show it.
+        """
         if self._horizon > 1:
-            return self._horizon
-        if self._batch_dims == 0 or self._time_dim < 0:
-            return 1
+            return min(self._horizon, _MOST_APART)
+        said = pytree.get_tensor(self._batch, STEPS_TO_NEXT)
+        if said is not None and said.numel():
+            return min(max(1, int(said.max())), _MOST_APART)
+        n, share = self._agreement(paths)
+        return n if share > _SELDOM else 1
+
+    def _agreement(self, paths: Sequence[KeyPath]) -> tuple[int, float]:
+        """How far behind most steps that one comes, and of how many of the steps that is so."""
         best, most = 1, 0.0
+        if self._batch_dims == 0 or self._time_dim < 0:
+            return best, most
         pairs = [(self._steps(path), self._steps(("next", *path))) for path in paths]
         for n in range(1, min(_MOST_STEPS, len(pairs[0][0]) - 1) + 1):
             same = [_are_same(after[:-n], x[n:]).to(torch.float32) for x, after in pairs]
             share = float(torch.stack(same).mean())
             if share > most:
                 best, most = n, share
-        return best if most > 0.5 else 1
+        return best, most
+
+    def shared(self, layout: RowLayout) -> ObservationKeys | None:
+        """What `Compact()` would store once of rows that do share observations, as these steps show; None: nothing."""
+        found = Compact().find(layout, self)
+        if found is None:
+            return None
+        is_shared = max(found.frames.values()) > 1 or self._agreement(list(found.frames))[1] > _SELDOM
+        return found if is_shared else None
 
     def _steps(self, path: KeyPath) -> Tensor:
         """The first ones of an entry: [time, ...]."""
         value = pytree.as_tensor(pytree.get_entry(self._batch, path), path)
-        return value.movedim(self._time_dim, 0)[:_LOOKED_AT]
+        return value.movedim(self._time_dim, 0)[: self._most]
 
     def _rows(self, path: KeyPath, dims: int) -> Tensor:
         """The first ones of an entry, of all environments: [n, *shape]."""
         value = pytree.as_tensor(pytree.get_entry(self._batch, path), path)
-        return value.reshape(-1, *value.shape[value.ndim - dims :])[:_LOOKED_AT]
+        return value.reshape(-1, *value.shape[value.ndim - dims :])[: self._most]
 
 
 class KnownSteps:
@@ -309,8 +366,14 @@ def _are_same(a: Tensor, b: Tensor) -> Tensor:
     n = len(a)
     if a.numel() == 0:
         return torch.ones(n, dtype=torch.bool)
-    left, right = (t.contiguous().reshape(n, -1).view(torch.uint8) for t in (a, b))
-    return (left == right).all(1)
+    left, right = (_as_integers(t).numpy() for t in (a, b))
+    return torch.from_numpy((left == right).reshape(n, -1).all(1))  # by NumPy: no threads of torch to wait for
+
+
+def _as_integers(values: Tensor) -> Tensor:
+    """The same bytes, of which equal ones are equal: of floats NaN is not, and two zeros are."""
+    integers = _INTEGERS.get(values.element_size())
+    return values.contiguous().view(torch.uint8) if integers is None else values.view(integers)
 
 
 def _usual_frames(leaf: LeafSpec) -> int:

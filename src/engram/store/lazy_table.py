@@ -17,10 +17,19 @@ from torch import Tensor
 
 from engram import pytree
 from engram._copies import share_fd
+from engram._text import warn_user
 from engram.errors import StorageError
 from engram.pytree import KeyPath, TreeSpec
 from engram.store.column_table import ColumnTable
-from engram.store.compact import NO_REPLACING, Compact, FirstSteps, KnownSteps
+from engram.store.compact import (
+    NO_REPLACING,
+    ROW_WORTH_IT,
+    SAVING_WORTH_IT,
+    Compact,
+    FirstSteps,
+    KnownSteps,
+    advice_to_share,
+)
 from engram.store.files import StoreSpec, open_passed_store, refuse_if_memory_is_short
 from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
@@ -51,11 +60,12 @@ class LazyTable(Table):
         size: how many.
         place: where.
         compact: which observations are stored once; None: none.
+        advises: whether the first rows are looked at for what storing observations once would save.
     """
 
-    def __init__(self, size: TableSize, place: Place, compact: Compact | None = None) -> None:
+    def __init__(self, size: TableSize, place: Place, compact: Compact | None = None, *, advises: bool = False) -> None:
         super().__init__()
-        self.compact = compact
+        self.compact, self._advises = compact, advises
         self.replaces_rows = compact is None
         self.size, self.place, self.ndim = size, place, size.ndim
         self.has_path = place.opens_path()
@@ -187,10 +197,11 @@ class LazyTable(Table):
                     layout = _with_index(layout, index_key, self.ndim, required=self.requires_index)
                 observations = None
                 if self.compact is not None:
-                    steps = FirstSteps(items, batch_dims, time_dim, self.horizon)
-                    observations = self.compact.find(layout, steps)
+                    observations = self.compact.find(layout, FirstSteps(items, batch_dims, time_dim, self.horizon))
                 envs = self._first_env_shape or _env_shape(items, batch_dims, time_dim)
                 self.make(layout, envs, observations=observations)
+                if self._advises and layout.payload_bytes > ROW_WORTH_IT:
+                    _advise_to_share(self, layout, FirstSteps(items, batch_dims, time_dim, self.horizon, most=32))
         assert self.made is not None
         if self.place.awaits_others():  # one of them may have made it
             envs = self._first_env_shape or _env_shape(items, batch_dims, time_dim)
@@ -592,6 +603,18 @@ def _view(made: MadeTable, env_shape: tuple[int, ...], start: int, stop: int) ->
         lead, merged = (stop - start, *env_shape), 1 if env_shape == (1,) else 2
         view = pytree.map_outermost(view, lambda part: part.reshape(*lead, *part.shape[merged:]))
     return view
+
+
+def _advise_to_share(table: LazyTable, layout: RowLayout, steps: FirstSteps) -> None:
+    """Warns where storing observations once would save much of the memory of a table that was just made."""
+    lanes, place = table.known_lanes, table.place
+    if lanes is None or place.device.type != "cpu" or (found := steps.shared(layout)) is None:
+        return
+    size = lanes.store.lanes, lanes.store.lane_capacity, table.size.given_lanes
+    new = NewTable(layout, table.env_shape, table.ndim, *size)
+    plain, once = (place.bytes_of(new._replace(observations=keys)) for keys in (None, found))
+    if plain - once > SAVING_WORTH_IT:
+        warn_user(advice_to_share(found, lanes.capacity, plain, once))
 
 
 def _other_envs(found: tuple[int, ...], own: tuple[int, ...]) -> ValueError:

@@ -311,3 +311,9 @@ def test_columns_and_steps_of_collectors_are_taken_as_batches_are() -> None:
     assert rb.storage.native.push_columns(columns, 1, 0, "index")
     assert bool((rows_of(rb.storage, range(40, 50)) == steps[:10]).all())
     assert bool((rows_of(rb.storage, range(30)) == steps[10:]).all())
+
+
+def test_pictures_that_stand_still_at_first_are_taken_for_usual_stacks() -> None:
+    """As a game shows them after its reset."""
+    still = torch.zeros(1, 4, 84, 84, dtype=torch.uint8)
+    assert found(TensorDict({"pixels": still, "next": {"pixels": still}}, [1])) == Compact(["pixels"], {"pixels": 4}, 1)

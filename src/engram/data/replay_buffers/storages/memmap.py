@@ -173,8 +173,16 @@ class LazyMemmapStorage(LazyTensorStorage):
     get = TableStorage.get  # whose argument is `index`
 
     @classmethod
-    def nbytes_for(cls, spec: Any, n: int) -> int:
-        """As `LazyTensorStorage.nbytes_for`, of a store in a folder, whose rows have 16 bytes more, for recovery."""
+    def nbytes_for(cls, spec: Any, n: int, *, compact: bool | Key | list[Key] | Compact | None = None) -> int:
+        """As `LazyTensorStorage.nbytes_for`, of a store in a folder, whose rows have 16 bytes more, for recovery.
+
+        Raises:
+            ValueError: as there, or `compact`: observations in a folder are whole.
+        """
+        if as_compact(compact) is not None:
+            raise ValueError(
+                "a store in a folder holds whole observations, which outlive power cuts: leave compact out"
+            )
         place = NamedFile(Path(), take_over=False, auto_cleanup=False, shared_init=False)
         return table_bytes(spec, n, place)
 

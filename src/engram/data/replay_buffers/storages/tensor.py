@@ -208,7 +208,8 @@ class LazyTensorStorage(TensorStorage):
             steps as fit, which is known at the first write; until then `max_size` is None.
         compact: store observations once: True, keys, or a `Compact`. Of an observation X that rows have at the root and
             under `"next"` each frame is stored once, so that stacks of 4 frames take an eighth of the memory. Rows come
-            back byte for byte; stored rows change in all other entries, and slices of them are copies.
+            back byte for byte; stored rows change in all other entries, and slices of them are copies. None: as
+            False, with a warning at the first write of large rows where True would save much.
 
     Raises:
         ValueError: a setting that is not allowed, or there is no such device.
@@ -239,7 +240,7 @@ class LazyTensorStorage(TensorStorage):
         compilable: bool = False,
         shared_init: bool = False,
         max_bytes: int | str | None = None,
-        compact: bool | Key | list[Key] | Compact = False,
+        compact: bool | Key | list[Key] | Compact | None = None,
     ) -> None:
         if max_size is None and max_bytes is None:
             raise ValueError('a storage needs a size: max_size=100_000 steps, or max_bytes="8GB"')
@@ -257,10 +258,10 @@ class LazyTensorStorage(TensorStorage):
         place: Place = SharedMemory() if is_shared else private
         if shared_init:
             place = FirstWriters(SharedMemory(), UnmadeStore(temporary=False))
-        self._hold_rows(LazyTable(size, place, found), checkpointer)
+        self._hold_rows(LazyTable(size, place, found, advises=compact is None and not is_shared), checkpointer)
 
     @classmethod
-    def nbytes_for(cls, spec: Any, n: int) -> int:
+    def nbytes_for(cls, spec: Any, n: int, *, compact: bool | Key | list[Key] | Compact | None = None) -> int:
         """The bytes that storage of this class needs for n steps, before one is made: `nbytes` after the first write.
 
         Args:
@@ -268,16 +269,23 @@ class LazyTensorStorage(TensorStorage):
                 `TensorDictReplayBuffer` also stores `"index"`, an int64.
             n: the steps, of all environments.
 
+            compact: as the storage's: of observations that are stored once, frames of a picture lie along its first
+                dimension, if that is below 16 and `frames` says nothing else. Ends of episodes take a frame more each.
+
         Raises:
-            ValueError: n is below 1, or the step holds no tensor.
+            ValueError: n is below 1, the step holds no tensor, or `compact` names what is not there.
             TypeError: an entry has a dtype that no row holds.
 
         Example:
             >>> step = {"pixels": torch.zeros(84, 84, dtype=torch.uint8), "action": 0, "reward": 0.0, "done": False}
             >>> LazyTensorStorage.nbytes_for(step, 1_000_000) // 1_000_000
             7072
+            >>> stack = torch.zeros(4, 84, 84, dtype=torch.uint8)
+            >>> step = {"pixels": stack, "action": 0, "next": {"pixels": stack, "reward": 0.0, "done": False}}
+            >>> [LazyTensorStorage.nbytes_for(step, 1_000_000, compact=x) // 1_000_000 for x in (False, True)]
+            [56464, 7088]
         """
-        return table_bytes(spec, n, PrivateMemory("cpu"))
+        return table_bytes(spec, n, PrivateMemory("cpu"), as_compact(compact))
 
     @property
     def compact(self) -> Compact | None:
@@ -295,12 +303,14 @@ class LazyTensorStorage(TensorStorage):
     get = with_argument(TableStorage.get, "index", "indices")
 
 
-def table_bytes(spec: Any, n: int, place: Place) -> int:
+def table_bytes(spec: Any, n: int, place: Place, compact: Compact | None = None) -> int:
     """The bytes of a table in a place, for n steps of a spec, or like a step; errors as `nbytes_for`."""
     if not is_integer(n, 1):
         raise ValueError(f"the number of steps must be 1 or more, got {n!r}")
     step = spec.zero() if isinstance(spec, Spec) else spec
-    return place.bytes_of(NewTable(RowLayout.of(step, 0), (), 1, 1, int(n), given_lanes=None))
+    layout = RowLayout.of(step, 0)
+    observations = None if compact is None else compact.find(layout, None)
+    return place.bytes_of(NewTable(layout, (), 1, 1, int(n), given_lanes=None, observations=observations))
 
 
 def _tensor(value: Any, path: pytree.KeyPath) -> Tensor:
