@@ -22,7 +22,7 @@ from engram.distributed import ReplayShard, ShardedReplayBuffer, ShardedSettings
 from engram.distributed.client import PendingCall, ShardLink
 from engram.kernel.rows import RowLayout
 
-BATCH, ROWS, ROUNDS = 256, 1000, 5
+BATCH, ROWS, ROUNDS = 256, 1000, 3
 SHARDS, LANES = (1, 16, 64, 256), (1, 64, 1024)
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "uniform": RandomSampler,
@@ -144,13 +144,14 @@ def measure_lanes() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lanes", action="store_true", help="answers by the number of lanes, nothing else")
-    parser.add_argument("--batches", type=int, default=256, help="of a round")
-    parser.add_argument("--batches-per-call", type=int, default=32)
+    parser.add_argument("--batches", type=int, default=2048, help="of a round")
+    parser.add_argument("--batches-per-call", type=int, help="of the buffer; as it is made without saying")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.lanes:
         return measure_lanes()
-    return measure_clients(arguments.batches, {"batches_per_call": arguments.batches_per_call})
+    per_call = arguments.batches_per_call
+    return measure_clients(arguments.batches, {} if per_call is None else {"batches_per_call": per_call})
 
 
 if __name__ == "__main__":

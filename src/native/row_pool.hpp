@@ -116,15 +116,24 @@ class RowPool {
   // before the next row can be drawn, as that decides by what each shard drew from.
   std::optional<size_t> fill() {
     if (!rows_) throw nb::value_error("no batch was begun");
+    Place places[kTogether];
     while (at_ < n_) {
       if (!used_up_.empty()) return used_up_.back();
       add_up();
       if (!(total_ > 0)) throw std::runtime_error("no shard has a share");
-      const double point = static_cast<double>(random_.next() >> 11) * 0x1p-53 * total_;
-      auto shard = static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), point) - ends_.begin());
-      if (shard > last_) shard = last_;  // rounding may give the total itself
-      copy(*answers_[shard]);
-      use(shard, unit_);
+      // Rows lie all over memory: that of some of them is asked for before the first is copied.
+      const size_t most = std::min(kTogether, static_cast<size_t>(n_ - at_) / unit_);
+      size_t chosen = 0;
+      while (chosen < most && used_up_.empty()) {
+        const double point = static_cast<double>(random_.next() >> 11) * 0x1p-53 * total_;
+        auto shard = static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), point) - ends_.begin());
+        if (shard > last_) shard = last_;  // rounding may give the total itself
+        const Answer& a = *answers_[shard];
+        places[chosen++] = {&a, a.next};
+        prefetch(a, a.next);
+        use(shard, unit_);
+      }
+      for (size_t i = 0; i < chosen; ++i) copy(*places[i].answer, places[i].row);
     }
     return std::nullopt;
   }
@@ -154,6 +163,21 @@ class RowPool {
     const uint8_t *last = nullptr, *mask = nullptr;
     std::vector<nb::object> owners;  // of the columns' memory
   };
+
+  static constexpr size_t kTogether = 32;
+  struct Place {
+    const Answer* answer;
+    size_t row;
+  };
+  static void prefetch(const Answer& a, size_t row) {
+    for (const Buffer& part : a.parts) {
+      const auto* from = static_cast<const uint8_t*>(part.view().buf) + static_cast<Py_ssize_t>(row) * part.view().strides[0];
+      __builtin_prefetch(from);
+      __builtin_prefetch(from + part.view().shape[1] - 1);
+    }
+    __builtin_prefetch(a.slots + row), __builtin_prefetch(a.generation + row);
+    if (a.ratio) __builtin_prefetch(a.ratio + row);
+  }
 
   void check(size_t shard) const {
     if (shard >= answers_.size()) throw nb::index_error("no such shard");
@@ -189,11 +213,11 @@ class RowPool {
     if (left == 0) used_up_.push_back(shard);
     if (left <= a.low && (before > a.low || a.next == n)) low_.push_back(shard);
   }
-  void copy(const Answer& a) {
+  void copy(const Answer& a, size_t row) {
     const auto to = static_cast<size_t>(at_);
     for (size_t p = 0; p < widths_.size(); ++p) {
       const Py_buffer& v = a.parts[p].view();
-      const auto* from = static_cast<const uint8_t*>(v.buf) + static_cast<Py_ssize_t>(a.next) * v.strides[0];
+      const auto* from = static_cast<const uint8_t*>(v.buf) + static_cast<Py_ssize_t>(row) * v.strides[0];
       uint8_t* out = rows_->data(p) + to * widths_[p];
       for (size_t i = 0; i < unit_; ++i, from += v.strides[0], out += widths_[p]) std::memcpy(out, from, widths_[p]);
     }
@@ -201,12 +225,12 @@ class RowPool {
     auto* const generation = reinterpret_cast<int64_t*>(columns_->data(1)) + to;
     auto* const leaf = reinterpret_cast<double*>(columns_->data(2)) + to;
     for (size_t i = 0; i < unit_; ++i) {
-      index[i] = a.first_index + a.slots[a.next + i];
-      generation[i] = a.generation[a.next + i];
-      if (a.ratio) leaf[i] = a.lowest / a.ratio[a.next + i];
+      index[i] = a.first_index + a.slots[row + i];
+      generation[i] = a.generation[row + i];
+      if (a.ratio) leaf[i] = a.lowest / a.ratio[row + i];
     }
-    if (a.last) std::memcpy(columns_->data(3) + to, a.last + a.next, unit_);
-    if (a.mask) std::memcpy(columns_->data(4) + to, a.mask + a.next, unit_);
+    if (a.last) std::memcpy(columns_->data(3) + to, a.last + row, unit_);
+    if (a.mask) std::memcpy(columns_->data(4) + to, a.mask + row, unit_);
     has_ratio_ &= a.ratio != nullptr, has_last_ &= a.last != nullptr, has_mask_ &= a.mask != nullptr;
     at_ += static_cast<int64_t>(unit_);
   }

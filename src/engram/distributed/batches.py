@@ -47,6 +47,8 @@ _LEAST_AGE, _AGE_PER_SHARD = 0.1, 0.004  # seconds; calls then take a twentieth 
 _EMPTY_AGE = 1.0  # seconds after which a shard that had nothing to draw is asked again at the latest
 _MOST_BYTES = 16 << 20  # of rows that are asked of all shards together
 _MOST_ANSWER = 3_000_000  # bytes of one answer; Ray carries larger ones through its object stores
+_MOST_SPARE = 64 << 10  # bytes of rows that are asked for in case that draws need them
+_GROWTH = 4  # how many times as much each call asks for, at first, as the one before
 _LEAST_WAIT = 1e-3  # seconds: an answer that took longer when it was asked for had not come yet
 
 
@@ -129,7 +131,7 @@ class BatchStream:
     """Batches of one size, drawn from all shards that answer as from one buffer (see the module).
 
     A shard is asked for as many rows as the learner takes of it, at its pace, until they would be too old, and again
-    shortly before these are used up. The first call asks for one batch, each one after it for twice as many as before.
+    shortly before these are used up. The first call asks for one batch, each one after it for four times as many.
 
     Args:
         sampler: which says how shards draw.
@@ -220,9 +222,11 @@ class BatchStream:
         if not self._pool.total:  # shards that had nothing may have rows by now
             for k in list(self._answers):
                 self._drop(k)
+        self._ask_again(self._pool.low())  # where rows that are asked for ahead would be too old
         self._supply(deadline)
         rows = self._batch(deadline)
-        self._ask_again(self._pool.low())
+        if self._pace.lead < self._most_age:
+            self._ask_again(self._pool.low())
         return rows
 
     # ---- batches ----
@@ -234,7 +238,7 @@ class BatchStream:
         self._pool.begin(n)
         empty_answers = 0
         while (used_up := self._pool.fill()) is not None:
-            self._drop(used_up)
+            self._missing.add(used_up)
             self._supply(deadline)
             answer = self._answers.get(used_up)
             is_empty = answer is not None and self._shares[used_up] > 0 and not len(answer.drawn.slots)
@@ -243,7 +247,7 @@ class BatchStream:
                 raise RuntimeError("writers overwrite rows faster than they can be fetched; use larger shards")
         parts, index, generation, leaf, last, mask, least = self._pool.take()
         block = Block(tuple(part.numpy() for part in parts))
-        return Rows(block, index, generation, None if leaf is None else self._weight(leaf / least), last, mask)
+        return Rows(block, index, generation, None if leaf is None else self._weight(least / leaf), last, mask)
 
     def _part(self, answer: _Answer, start: int, stop: int) -> Rows:
         """Rows of one answer, in its memory."""
@@ -251,15 +255,15 @@ class BatchStream:
         block = Block(tuple(part[start:stop] for part in drawn.block.parts))
         index = drawn.slots[start:stop]
         index = index + answer.first_index if answer.first_index else index
-        weight = None if drawn.ratio is None else self._weight(1 / drawn.ratio[start:stop])
+        weight = None if drawn.ratio is None else self._weight(drawn.ratio[start:stop])
         last = None if drawn.last is None else drawn.last.flatten()[start:stop]
         mask = None if drawn.mask is None else drawn.mask[start:stop]
         return Rows(block, index, drawn.generation[start:stop], weight, last, mask)
 
-    def _weight(self, leaf: Tensor) -> Tensor:
-        """The weights of rows, by their leaves over the least of all shards."""
+    def _weight(self, ratio: Tensor) -> Tensor:
+        """The weights of rows, by the least leaf of all shards over theirs."""
         assert isinstance(self._sampler, PrioritizedSampler)
-        return leaf ** -float(self._sampler.beta)
+        return ratio ** float(self._sampler.beta)
 
     # ---- rows at hand ----
     def _supply(self, deadline: float) -> None:
@@ -280,7 +284,7 @@ class BatchStream:
             time.sleep(_PAUSE)
 
     def _fetch(self, deadline: float) -> None:
-        """Takes in the answers of the shards that are missing, which are asked now where they were not, or too early."""
+        """Takes in answers of the shards that are missing; those that were not asked, or too early, are asked now."""
         missing = sorted(self._missing)
         for k in missing:
             asked = self._asked.get(k)
@@ -375,10 +379,9 @@ class BatchStream:
     # ---- asking ----
     def _ask_again(self, shards: Iterable[int]) -> None:
         """Asks shards for rows that are needed soon."""
-        if self._pace.lead < self._most_age:
-            for k in shards:
-                if k not in self._asked and self._shards[k].is_present and k not in self._readers:
-                    self._ask(k)
+        for k in shards:
+            if k not in self._asked and k not in self._readers and self._shards[k].is_present:
+                self._ask(k)
 
     def _ask(self, k: int) -> None:
         reader, shard = self._readers.get(k), self._shards[k]
@@ -408,7 +411,7 @@ class BatchStream:
 
     def _rows_to_ask(self, k: int) -> int:
         """As many rows as are expected to be used before they are too old, and some more: draws vary."""
-        batches = min(self._most_batches, 1 << min(self._calls[k], 30))
+        batches = min(self._most_batches, _GROWTH ** min(self._calls[k], 15))
         if self._pace.batch is not None:
             batches = min(batches, max(1.0, (self._most_age - self._pace.lead) / self._pace.batch))
         of_batch = self._units_of_batch(k)
@@ -416,10 +419,13 @@ class BatchStream:
         if len(self._shards) == 1:  # whole batches, which are not copied
             return self.batch_size * int(batches)
         expected = of_batch * batches
-        return self._unit * max(1, math.ceil(expected + 2 * math.sqrt(expected)))
+        spread = 3.5 * math.sqrt(expected) + 3  # seldom are so many more needed
+        if spread * self._unit * self._row_bytes > _MOST_SPARE:
+            spread = 2 * math.sqrt(expected)
+        return self._unit * math.ceil(max(1.0, expected + spread))
 
     def _low(self, k: int, rows: int) -> int:
         """With how many rows left a shard is asked again."""
-        if self._pace.batch is None:
-            return rows // 2
-        return int(min(rows / 2, self._unit * self._units_of_batch(k) * self._pace.lead / self._pace.batch))
+        batches = 1.0 if self._pace.batch is None else self._pace.lead / self._pace.batch
+        needed = self._units_of_batch(k) * batches
+        return int(min(0.75 * rows, self._unit * (needed + 2 * math.sqrt(needed))))
