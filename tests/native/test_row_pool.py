@@ -50,7 +50,9 @@ def test_a_row_has_its_own_bytes_and_numbers_and_each_answer_is_taken_in_its_ord
     assert p.fill() is None
     (part,), index, generation, *_ = p.take()
     shard, slots = index // 1000, index % 1000
-    assert torch.equal(generation, slots * 7) and torch.equal(part, (slots % 256).to(torch.uint8)[:, None].expand(-1, 3))
+    assert torch.equal(generation, slots * 7) and torch.equal(
+        part, (slots % 256).to(torch.uint8)[:, None].expand(-1, 3)
+    )
     for k in range(3):
         assert slots[shard == k].tolist() == list(range(50 * k, 50 * k + int((shard == k).sum())))
 

@@ -21,6 +21,7 @@ So any part of the shards can be asked at any time: those whose rows are few or 
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import heapq
 import itertools
@@ -49,7 +50,7 @@ _MOST_BYTES = 16 << 20  # of rows that are asked of all shards together
 _MOST_ANSWER = 3_000_000  # bytes of one answer; Ray carries larger ones through its object stores
 _MOST_SPARE = 64 << 10  # bytes of rows that are asked for in case that draws need them
 _GROWTH = 4  # how many times as much each call asks for, at first, as the one before
-_LEAST_WAIT = 1e-3  # seconds: an answer that took longer when it was asked for had not come yet
+_LEAST_WAIT = 1e-4  # seconds: less takes an answer that has come
 
 
 class Rows(NamedTuple):
@@ -74,6 +75,7 @@ class _Asked(NamedTuple):
     """Rows that a shard was asked for."""
 
     call: PendingCall
+    rows: int
     sent: float
     reads_here: bool
 
@@ -114,12 +116,13 @@ class LearnerPace:
     def waited(self, began: float, ended: float, sent: float) -> None:
         """Somebody waited for an answer to calls that were sent then, the last of them."""
         self._waited += ended - began
-        if ended - began < _LEAST_WAIT:  # it had come before: when is not known
+        wait, took = ended - began, ended - sent
+        if wait < max(_LEAST_WAIT, 0.2 * took):  # it had come before: when is not known
             self.answer *= 0.995
-        elif ended - sent > self.answer:
-            self.answer = ended - sent
+        elif took > self.answer:
+            self.answer = took
         else:
-            self.answer += 0.2 * (ended - sent - self.answer)
+            self.answer += 0.2 * (took - self.answer)
 
     @property
     def lead(self) -> float:
@@ -189,7 +192,7 @@ class BatchStream:
         self._pool = RowPool(len(shards), self._unit, widths, self._seed)
         self._pace = LearnerPace()
         self._answers: dict[int, _Answer] = {}  # which the pool has
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, collections.deque[_Asked]] = collections.defaultdict(collections.deque)
         self._missing: set[int] = set()  # shards that answer, and of which no answer is at hand
         self._away = set(range(len(shards)))  # that did not answer
         self._shares = [0.0] * len(shards)  # at the last answer of each; 0 for those that are away
@@ -216,6 +219,7 @@ class BatchStream:
         if self._round_is_due:
             self._calls_of_round, self._round_is_due = 0, False
             self._before_round(deadline)
+        self._check_readers()
         self._drop_old(now)
         if self._away:
             self._take_back()
@@ -287,10 +291,12 @@ class BatchStream:
         """Takes in answers of the shards that are missing; those that were not asked, or too early, are asked now."""
         missing = sorted(self._missing)
         for k in missing:
-            asked = self._asked.get(k)
-            if asked is None or asked.sent < self._oldest:
+            asked = self._asked[k]
+            while asked and asked[0].sent < self._oldest:
+                asked.popleft()
+            if not asked:
                 self._ask(k)
-        asked_for = {k: self._asked.pop(k) for k in missing if k in self._asked}
+        asked_for = {k: self._asked[k].popleft() for k in missing if self._asked[k]}
         self._missing.difference_update(asked_for)
         began, patience = time.monotonic(), self._patience(deadline)
         try:
@@ -340,10 +346,17 @@ class BatchStream:
         """Counts a shard as away: batches come from the others until it answers again."""
         self._pool.drop(k)
         self._answers.pop(k, None)
-        self._asked.pop(k, None)
+        self._asked[k].clear()
         self._missing.discard(k)
         self._set_share(k, 0.0)
         self._away.add(k)
+
+    def _check_readers(self) -> None:
+        """Counts shards of this machine whose process has ended as away, with what was read of them."""
+        for k, reader in self._readers.items():
+            if k not in self._away and not reader.is_live:
+                self._shards[k].forget()
+                self._lose(k)
 
     def _set_share(self, k: int, share: float) -> None:
         self._share += share - self._shares[k]
@@ -380,8 +393,12 @@ class BatchStream:
     def _ask_again(self, shards: Iterable[int]) -> None:
         """Asks shards for rows that are needed soon."""
         for k in shards:
-            if k not in self._asked and k not in self._readers and self._shards[k].is_present:
+            if k in self._readers or not self._shards[k].is_present:
+                continue
+            if not self._asked[k]:
                 self._ask(k)
+            if len(self._asked[k]) == 1 and self._at_hand(k) <= self._needed(k, 2 * self._pace.answer):
+                self._ask(k)  # of small answers two are on their way
 
     def _ask(self, k: int) -> None:
         reader, shard = self._readers.get(k), self._shards[k]
@@ -397,7 +414,7 @@ class BatchStream:
             call = shard.begin("draw", n, self._seed_of_call(k), answer_bytes=n * self._row_bytes)
         else:
             call = shard.begin("sample", n, answer_bytes=n * self._row_bytes)
-        self._asked[k] = _Asked(call, time.monotonic(), reader is not None)
+        self._asked[k].append(_Asked(call, n, time.monotonic(), reader is not None))
         return None
 
     def _seed_of_call(self, k: int) -> int:
@@ -426,6 +443,14 @@ class BatchStream:
 
     def _low(self, k: int, rows: int) -> int:
         """With how many rows left a shard is asked again."""
-        batches = 1.0 if self._pace.batch is None else self._pace.lead / self._pace.batch
-        needed = self._units_of_batch(k) * batches
-        return int(min(0.75 * rows, self._unit * (needed + 2 * math.sqrt(needed))))
+        needed = self._needed(k, self._pace.lead)
+        return int(min(rows, needed + 2 * math.sqrt(needed * self._unit)))
+
+    def _needed(self, k: int, seconds: float) -> float:
+        """How many rows of a shard are used in so many seconds."""
+        batches = 1.0 if self._pace.batch is None else seconds / self._pace.batch
+        return self._unit * self._units_of_batch(k) * batches
+
+    def _at_hand(self, k: int) -> int:
+        """How many rows of a shard are here or on their way."""
+        return self._pool.left(k) + sum(asked.rows for asked in self._asked[k])

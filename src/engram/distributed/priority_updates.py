@@ -127,7 +127,10 @@ class PriorityUpdates:
             counts = owner.bincount(minlength=len(self._shards))[: len(self._shards)]
             ends = counts.cumsum(0)
             for number in counts.nonzero().flatten().tolist():
-                shard, part = self._shards[number], joined.part(slice(int(ends[number] - counts[number]), int(ends[number])))
+                shard, part = (
+                    self._shards[number],
+                    joined.part(slice(int(ends[number] - counts[number]), int(ends[number]))),
+                )
                 if shard.is_present:
                     self.begin(shard, part)
                 else:

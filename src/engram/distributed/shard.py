@@ -711,7 +711,7 @@ class ReplayShard:
 
 
 def _without(drawn: DrawnRows, lost: list[int]) -> DrawnRows:
-    """Rows of no slices, less those that were overwritten: as none is drawn in their place, the others are as likely."""
+    """Rows of no slices, less those that were overwritten: none is drawn in their place, so others are as likely."""
     kept = torch.ones(len(drawn.slots), dtype=torch.bool)
     kept[lost] = False
     block = Block(tuple(part[kept.numpy()] for part in drawn.block.parts))
