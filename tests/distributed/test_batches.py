@@ -17,7 +17,7 @@ from contracts.waiting import NEVER
 from distributed.shards import LAYOUT, Link, client, rows, shard, whole, write
 from engram.data import PrioritizedSampler, PrioritizedSliceSampler, RandomSampler, SliceSampler
 from engram.data.replay_buffers.samplers import DrawTotals
-from engram.distributed import Block, DrawnRows, ShardFacts, ShardTotals, batches
+from engram.distributed import Block, DrawnRows, ReplayShard, ShardFacts, ShardTotals, batches
 from engram.distributed.batches import BatchStream
 from engram.distributed.client import PendingCall, ShardClient, ShardLink
 from engram.testing import chi_square
@@ -248,14 +248,14 @@ class TestAges:
     @pytest.mark.parametrize("batch", [0.0002, 0.003, 0.04, 0.3])
     def test_a_batch_is_no_older_than_asked_and_an_answer(self, clock: Clock, shards: int, batch: float) -> None:
         rng = random.Random(1)
-        ages, _ = ages_of(clock, self.links(clock, shards), lambda: rng.expovariate(1 / batch), 2000)
+        ages, _ = ages_of(clock, self.links(clock, shards), lambda: rng.expovariate(1 / batch), 1000)
         assert float((ages <= AGE + 1.5 * self.TAKES).double().mean()) >= 0.999
 
     @pytest.mark.parametrize("shards", [1, 5, 64])
     @pytest.mark.parametrize("batch", [0.0005, 0.003, 0.02])
     def test_a_learner_seldom_waits(self, clock: Clock, shards: int, batch: float) -> None:
         rng = random.Random(1)
-        _, waited = ages_of(clock, self.links(clock, shards), lambda: batch * (0.8 + 0.4 * rng.random()), 2000)
+        _, waited = ages_of(clock, self.links(clock, shards), lambda: batch * (0.8 + 0.4 * rng.random()), 1000)
         assert waited < 0.1 * batch
 
     def test_after_a_pause_nothing_old_is_handed_out(self, clock: Clock) -> None:
@@ -350,6 +350,15 @@ def test_only_shards_whose_rows_are_few_are_asked(clock: Clock) -> None:
         most = max(most, sum(len(link.asked) for link in links) - now)
         clock.now += 0.01
     assert sum(len(link.asked) for link in links) - before <= 100 * 64 / 32 and most < 32
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler, lambda: PrioritizedSampler(None, 1.0, 1.0)])
+def test_a_shard_that_was_told_no_layout_yet_gives_nothing(sampler: Any) -> None:
+    links = [Link(shard(sampler=sampler())), Link(ReplayShard(400, sampler=sampler()))]
+    write(links[0].shard, "a", rows(0, 50))
+    shards = [ShardClient(link, k) for k, link in enumerate(links)]
+    numbers = BatchStream(shards, sampler(), 16, LAYOUT, timeout=NEVER).next().flat_index
+    assert len(numbers) == 16 and bool((numbers < 400).all())
 
 
 def test_an_error_of_a_shard_is_raised_and_the_next_batch_comes() -> None:

@@ -327,10 +327,13 @@ class BatchStream:
         answer = _Answer(drawn, next(self._numbers), first_index, ends)
         last = None if drawn.last is None else drawn.last.flatten()
         self._set_share(k, totals.share)
-        self._pool.put(
-            k, totals.share, totals.lowest, drawn.block.parts, drawn.slots, drawn.generation, drawn.ratio, last,
-            drawn.mask, first_index, self._low(k, len(drawn.slots)),
-        )  # fmt: skip
+        if totals.share > 0:
+            self._pool.put(
+                k, totals.share, totals.lowest, drawn.block.parts, drawn.slots, drawn.generation, drawn.ratio, last,
+                drawn.mask, first_index, self._low(k, len(drawn.slots)),
+            )  # fmt: skip
+        else:
+            self._pool.drop(k)
         self._answers[k] = answer
         if ends < math.inf:
             lead = self._pace.lead

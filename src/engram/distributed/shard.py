@@ -558,7 +558,9 @@ class ReplayShard:
 
     @_call
     def draw(self, incarnation: int, n: int, seed: int) -> DrawnRows:
-        """n rows drawn uniformly, less those that were overwritten while they were read; none where there are none."""
+        """n rows drawn uniformly, less those that were overwritten meanwhile; where there are none, no block."""
+        if self._storage.lanes is None:
+            return self._no_rows()
         return DrawnRows(*draw_rows(self._storage, n, seed), None, None, None, None, self._totals())
 
     @_call
@@ -570,6 +572,8 @@ class ReplayShard:
         Raises:
             RuntimeError: writers on this machine overwrite rows faster than they are read.
         """
+        if self._storage.lanes is None:
+            return self._no_rows()
         by_leaf = goes_by_leaf(self._layout)
         for _ in range(_MOST_DRAWS):
             with self._sampler.lock:
@@ -599,9 +603,7 @@ class ReplayShard:
 
     def _no_rows(self) -> DrawnRows:
         nothing = torch.empty(0, dtype=torch.int64)
-        rows = self._storage.read_packed(nothing, goes_by_leaf(self._layout))
-        ratio = nothing.double() if self._prioritized else None
-        return DrawnRows(_block(rows.batch), nothing, nothing, ratio, None, None, None, self._totals())
+        return DrawnRows(Block(()), nothing, nothing, None, None, None, None, self._totals())
 
     @_call
     def update_priority(

@@ -96,8 +96,7 @@ def draw_rows(storage: LazyTensorStorage, n: int, seed: int) -> UniformRows:
     A row that is gone is left out, and not drawn again: so all others are as likely.
     """
     lanes, layout = storage.lanes, storage.layout
-    if lanes is None or layout is None:
-        raise RuntimeError(EMPTY)
+    assert lanes is not None and layout is not None
     slots = lanes.uniform(torch.tensor([seed]), n)
     if slots is None:
         slots = torch.empty(0, dtype=torch.int64)
