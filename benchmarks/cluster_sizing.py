@@ -1,12 +1,13 @@
 """How large a cluster's parts must be: bytes, calls and CPU of collectors, shards and learners, and a simulation.
 
     python -m benchmarks.cluster_sizing                                      1000 collectors, 100 shards, one learner
-    python -m benchmarks.cluster_sizing --per-call 400                       more batches in a round
-    python -m benchmarks.cluster_sizing --row-bytes 28244 --per-call 400     pixels
+    python -m benchmarks.cluster_sizing --max-batch-age 0.1                  younger batches
+    python -m benchmarks.cluster_sizing --row-bytes 28244                    pixels
     python -m benchmarks.cluster_sizing --measure                            costs here, with Ray of calls too
 
-The simulation has every shard as a queue, in which the draws of learners wait for appends and for each other, and a
-learner that keeps two rounds on their way. What is behind the defaults is in docs/how-to/many-machines.md.
+The simulation has every shard as a queue, in which the draws of learners wait for appends and for each other, and
+learners that ask each shard again before its rows are too old. What is behind the defaults is in
+docs/how-to/many-machines.md.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Cluster:
     Attributes:
         frames_per_second: of one collector.
         updates: batches per second that all learners together want.
-        fan_out: shards that are asked in one round of a learner.
+        max_batch_age: seconds, in which a learner asks each shard once.
         block: rows in a call that writes through Ray; 0: collectors write beside their shard, without calls.
         link: bytes per second of a machine's network.
         call_cpu: seconds of CPU of one call of an actor, on each of its two sides.
@@ -43,8 +44,7 @@ class Cluster:
     row_bytes: int = 66
     batch: int = 256
     updates: float = 2000.0
-    per_call: int = 64
-    fan_out: int = 100
+    max_batch_age: float = 0.5
     block: int = 1000
     link: float = 1.25e9
     call_cpu: float = 0.22e-3
@@ -67,24 +67,29 @@ class Cluster:
         return rows * (self.row_in + self.row_bytes * self.byte_copy) + calls
 
     @property
+    def batches_of_turn(self) -> float:
+        """Batches that a learner takes of what all shards gave once."""
+        return max(1.0, self.updates / self.learners * self.max_batch_age)
+
+    @property
     def rows_of_answer(self) -> float:
-        """Rows that one shard gives to a round."""
-        return self.batch * self.per_call / self.fan_out
+        """Rows that one shard gives in a call."""
+        return self.batch * self.batches_of_turn / self.shards
 
     @property
     def shard_seconds(self) -> float:
-        """CPU time of a shard for its part of a round."""
+        """CPU time of a shard for a call."""
         return self.call_cpu + self.rows_of_answer * (self.row_out + self.row_bytes * self.byte_copy)
 
     @property
     def learner_seconds(self) -> float:
-        """CPU time of a learner for a round: its calls, and merging the rows."""
-        return self.fan_out * self.call_cpu + self.batch * self.per_call * self.row_bytes * self.byte_copy * 2
+        """CPU time of a learner for the rows that all shards gave once: its calls, and batches of them."""
+        return self.shards * self.call_cpu + self.batch * self.batches_of_turn * self.row_bytes * self.byte_copy * 2
 
 
 def report(c: Cluster) -> dict[str, float]:
     """Shares of what there is, 1.0 is all of it, by name."""
-    rounds = c.updates / c.per_call
+    turns = c.updates / c.batches_of_turn
     drawn = c.updates * c.batch * c.row_bytes / c.learners
     sent = 0.0 if not c.block else c.rows_in * c.row_bytes / c.nodes
     return {
@@ -95,51 +100,39 @@ def report(c: Cluster) -> dict[str, float]:
         * c.nodes
         / c.link,
         "core of a shard, writing": c.writing_share,
-        "core of a shard, drawing": rounds * c.fan_out / c.shards * c.shard_seconds,
-        "core of a learner, calls and merging": rounds / c.learners * c.learner_seconds,
+        "core of a shard, drawing": turns * c.shard_seconds,
+        "core of a learner, calls and merging": turns / c.learners * c.learner_seconds,
     }
 
 
-def simulate(c: Cluster, seconds: float = 5.0, ahead: int = 2, seed: int = 0) -> dict[str, float]:
-    """Runs learners that train at their share of `updates`; returns batches per second, and how long rounds take.
+def simulate(c: Cluster, seconds: float = 20.0, seed: int = 0) -> dict[str, float]:
+    """Runs learners that ask each shard once in `max_batch_age`; returns batches per second, and how long answers take.
 
-    Draws of a shard wait for each other in turn; appends, which are many and short, slow them by the core's share.
+    Draws of a shard wait for each other in turn; appends, which are many and short, slow them by the core's share. A
+    learner makes one call after the other.
     """
     rng = random.Random(seed)
     slowdown = 1 / max(1e-3, 1 - c.writing_share)
+    turn = max(c.max_batch_age, c.learners / c.updates)
     free_at = [0.0] * c.shards  # when each shard has answered what it was asked
-    training = c.per_call * c.learners / c.updates
-    rounds, latencies = 0, []
-    waiting: list[tuple[float, int]] = [(rng.random() * training, k) for k in range(c.learners)]
-    heapq.heapify(waiting)
-    on_their_way: list[list[tuple[float, float]]] = [[] for _ in range(c.learners)]
-    link_free_at = [0.0] * c.learners
-    answer_seconds = c.batch * c.per_call * c.row_bytes / c.link
-    end = 0.0
-    while waiting:
-        now, k = heapq.heappop(waiting)
-        if now > seconds:
-            break
-        cpu = 0.0
-        while len(on_their_way[k]) < ahead:
-            last = now
-            for number, shard in enumerate(rng.sample(range(c.shards), c.fan_out)):
-                asked = now + cpu + (number + 1) * c.call_cpu / 2
-                free_at[shard] = max(asked, free_at[shard]) + c.shard_seconds * slowdown
-                last = max(last, free_at[shard])
-            cpu += c.fan_out * c.call_cpu / 2
-            link_free_at[k] = max(link_free_at[k], now) + answer_seconds
-            on_their_way[k].append((now, max(last, link_free_at[k])))
-        began, arrived = on_their_way[k].pop(0)
-        latencies.append(arrived - began)
-        taken = max(now + cpu, arrived) + c.learner_seconds - c.fan_out * c.call_cpu / 2
-        rounds, end = rounds + 1, taken
-        heapq.heappush(waiting, (max(taken, now + training), k))
+    learner_free_at, link_free_at = [0.0] * c.learners, [0.0] * c.learners
+    asks = [(rng.random() * turn, k, shard) for k in range(c.learners) for shard in range(c.shards)]
+    heapq.heapify(asks)
+    latencies = []
+    while asks[0][0] < seconds:
+        now, k, shard = heapq.heappop(asks)
+        asked = max(now, learner_free_at[k])
+        learner_free_at[k] = asked + c.learner_seconds / c.shards
+        free_at[shard] = max(asked + c.call_cpu / 2, free_at[shard]) + c.shard_seconds * slowdown
+        link_free_at[k] = max(link_free_at[k], free_at[shard]) + c.rows_of_answer * c.row_bytes / c.link
+        latencies.append(link_free_at[k] - asked)
+        heapq.heappush(asks, (max(now + turn, learner_free_at[k], link_free_at[k]), k, shard))
+    wanted = c.learners * c.shards * seconds / turn
     latencies.sort()
     return {
-        "batches per second": rounds * c.per_call / max(end, 1e-9),
-        "median round, ms": 1e3 * latencies[len(latencies) // 2],
-        "slowest of 100 rounds, ms": 1e3 * latencies[int(len(latencies) * 0.99)],
+        "batches per second": c.updates * min(1.0, len(latencies) / wanted),
+        "median answer, ms": 1e3 * latencies[len(latencies) // 2],
+        "slowest of 100 answers, ms": 1e3 * latencies[int(len(latencies) * 0.99)],
     }
 
 
@@ -209,8 +202,6 @@ def main() -> None:
         for name, value in {**measure(), **(measure_calls() if with_ray else {})}.items():
             print(f"{name:20} {value:.3g}")
         return
-    if not 1 <= arguments["fan_out"] <= arguments["shards"]:
-        parser.error("--fan-out must be between 1 and the number of shards")
     cluster = Cluster(**arguments)
     print(f"{cluster.rows_in:,.0f} rows/s in, {cluster.updates * cluster.batch:,.0f} out; "
           f"{cluster.rows_of_answer:,.0f} rows an answer")  # fmt: skip

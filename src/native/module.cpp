@@ -22,6 +22,7 @@
 #include "owner_watch.hpp"
 #include "policy_outputs.hpp"
 #include "push.hpp"
+#include "row_pool.hpp"
 #include "shared_atomics.hpp"
 #include "step_columns.hpp"
 #include "trajectories.hpp"
@@ -59,6 +60,7 @@ NB_MODULE(_native, m) {
   bind_episodes(m);
   bind_priorities(m);
   bind_ranks(m);
+  bind_row_pool(m);
   bind_trajectories(m);
   bind_step_columns(m);
   bind_policy_outputs(m);

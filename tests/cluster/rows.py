@@ -25,7 +25,7 @@ def by_lane(rb: Any) -> list[list[int]]:
     for link in rb._links:
         facts = _facts(link)
         layout = RowLayout.from_bytes(facts.layout)
-        for lane, (first, stop) in enumerate(facts.totals.ranges.tolist()):
+        for lane, (first, stop) in enumerate(link.call("ranges", facts.totals.incarnation).result(60.0).tolist()):
             numbers.append([])
             for start in range(first, stop, 50_000):
                 sequence = torch.arange(start, min(stop, start + 50_000))

@@ -84,6 +84,9 @@ def test_the_store_of_a_shard_that_may_move_is_not_opened_beside_it(buffer) -> N
     ("settings", "error", "words"),
     [
         ({"num_shards": 0}, ValueError, "num_shards"),
+        ({"batches_per_call": 0}, ValueError, "batches_per_call"),
+        ({"max_batch_age": -1.0}, ValueError, "max_batch_age"),
+        ({"max_batch_age": float("nan")}, ValueError, "max_batch_age"),
         ({"timeout": 0.0}, ValueError, "timeout"),
         ({"sampler": SamplerWithoutReplacement()}, TypeError, "cannot be divided"),
         ({"sampler": SliceSampler(num_slices=4)}, ValueError, "num_slices"),

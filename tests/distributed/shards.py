@@ -42,7 +42,7 @@ def read(shard: ReplayShard, producer: str) -> list[int]:
     """The numbers of all rows of a producer that are there, oldest first; fails unless every row is whole."""
     table = shard._producers.table
     entry, numbers = table.entries[producer], []
-    ranges = shard.totals(shard.incarnation).ranges[:, 0].tolist()
+    ranges = shard.ranges(shard.incarnation)[:, 0].tolist()
     for _, lane, sequence, n in sorted(table.places(entry, 0, table.rows(entry))):
         sequences = torch.arange(max(sequence, ranges[lane]), sequence + n)
         taken = shard.take(shard.incarnation, torch.full_like(sequences, lane), sequences)
@@ -54,7 +54,7 @@ def read(shard: ReplayShard, producer: str) -> list[int]:
 def read_all(shard: ReplayShard) -> list[int]:
     """The numbers of all rows of a shard, lane by lane, the oldest of each first; fails unless every row is whole."""
     numbers = []
-    for lane, (first, stop) in enumerate(shard.totals(shard.incarnation).ranges.tolist()):
+    for lane, (first, stop) in enumerate(shard.ranges(shard.incarnation).tolist()):
         sequences = torch.arange(first, stop)
         taken = shard.take(shard.incarnation, torch.full_like(sequences, lane), sequences)
         assert bool(taken.present.all())

@@ -38,7 +38,7 @@ def totals(shards: list[ReplayShard]):
 
 def test_uniform_draws_give_every_row_as_often() -> None:
     shards = several()
-    ranges = [t.ranges for t in totals(shards)]
+    ranges = [s.ranges(s.incarnation) for s in shards]
     numbers, gone = draw(shards, ranges, 40_000)
     assert gone == 0 and chi_square(torch.bincount(torch.tensor(numbers), minlength=400)) > LEAST
 
@@ -50,42 +50,43 @@ def test_uniform_draws_are_exact_while_shards_grow() -> None:
         shards = several(sizes=(100, 30, 60))
         numbers = 190
         for step in range(8):
-            now = totals(shards)
+            now = [one.ranges(one.incarnation) for one in shards]
             s = shards[step % 2]  # it grows between the look at the ranges and the read
             write(s, "a", rows(10_000 + numbers, 10_000 + numbers + 40))
-            drawn = draw_sequences([t.ranges for t in now], 100)
-            counts = torch.tensor([int((t.ranges[:, 1] - t.ranges[:, 0]).sum()) for t in now])
+            drawn = draw_sequences(now, 100)
+            counts = torch.tensor([int((one[:, 1] - one[:, 0]).sum()) for one in now])
             before = counts.cumsum(0) - counts
             for k, one in enumerate(shards):
                 mine = drawn.shard == k
                 taken = one.take(one.incarnation, drawn.lane[mine], drawn.sequence[mine])
                 assert bool(taken.present.all())
-                sizes = now[k].ranges[:, 1] - now[k].ranges[:, 0]
-                at = (
-                    (sizes.cumsum(0) - sizes)[drawn.lane[mine]]
-                    + drawn.sequence[mine]
-                    - now[k].ranges[drawn.lane[mine], 0]
-                )
+                sizes = now[k][:, 1] - now[k][:, 0]
+                at = (sizes.cumsum(0) - sizes)[drawn.lane[mine]] + drawn.sequence[mine] - now[k][drawn.lane[mine], 0]
                 ranks.append((before[k] + at + torch.rand(len(at))) / int(counts.sum()))
             numbers += 40
     assert chi_square(torch.histc(torch.cat(ranks), 100, 0, 1)) > LEAST
 
 
-def test_what_a_shard_draws_from_ranges_is_uniform_though_it_has_grown_and_lost_rows() -> None:
+def test_what_a_shard_draws_is_uniform_over_its_rows() -> None:
     s = shard(160)
     write(s, "a", rows(0, 100)), write(s, "b", rows(100, 130))
-    ranges = s.totals(s.incarnation).ranges
     write(s, "a", rows(200, 240)), write(s, "b", rows(300, 340))
     left = torch.zeros(400, dtype=torch.bool)
     left[read_all(s)] = True
-    left[130:] = False
-    assert 0 < int(left.sum()) < 130
-    drawn = s.draw(s.incarnation, ranges, 40_000, 7)
+    assert int(left.sum()) == 160
+    drawn = s.draw(s.incarnation, 40_000, 7)
     numbers = whole(unpack(LAYOUT, drawn.block))
     counts = torch.bincount(numbers, minlength=400)
+    assert drawn.totals.draws.share == 160
     assert not counts[~left].any() and chi_square(counts[left]) > LEAST
     assert torch.equal(whole(LAYOUT.unpack(s._storage.read_packed(drawn.slots).batch[0])), numbers)
     assert torch.equal(s._lanes.generations(drawn.slots), drawn.generation)
+
+
+def test_a_shard_without_rows_gives_none() -> None:
+    s = shard(160)
+    drawn = s.draw(s.incarnation, 10, 7)
+    assert len(drawn.block) == len(drawn.slots) == 0 and drawn.totals.draws.share == 0
 
 
 @pytest.mark.deep
@@ -96,7 +97,7 @@ def test_rows_that_are_overwritten_meanwhile_are_left_out_and_the_others_as_like
         small = shard(40)
         write(small, "a", rows(160, 200))
         shards.append(small)
-        ranges = [t.ranges for t in totals(shards)]
+        ranges = [s.ranges(s.incarnation) for s in shards]
         write(small, "a", rows(200, 220))
         numbers, gone = draw(shards, ranges, 500)
         assert gone > 0
@@ -111,8 +112,8 @@ class TestByPriority:
         shards = several(lambda: PrioritizedSampler(None, 0.7, 0.4, eps=0.0))
         priorities = torch.rand(400, dtype=torch.float64) * 3 + 0.1
         for s in shards:
-            drawn = s.sample(s.incarnation, 1)
-            sizes = drawn.totals.ranges[:, 1]
+            s.sample(s.incarnation, 1)
+            sizes = s.ranges(s.incarnation)[:, 1]
             lanes = torch.arange(len(sizes)).repeat_interleave(sizes)
             sequence = torch.cat([torch.arange(int(n)) for n in sizes])
             numbers = whole(unpack(LAYOUT, s.take(s.incarnation, lanes, sequence).block))
@@ -212,8 +213,8 @@ class TestSlices:
             lambda: PrioritizedSliceSampler(None, 1.0, 1.0, eps=0.0, slice_len=4, traj_key="traj")
         )
         for k, s in enumerate(shards):
-            drawn = s.sample(s.incarnation, 4)
-            sizes, room = drawn.totals.ranges[:, 1], s._lanes.store.lane_capacity
+            s.sample(s.incarnation, 4)
+            sizes, room = s.ranges(s.incarnation)[:, 1], s._lanes.store.lane_capacity
             every = torch.cat([room * lane + torch.arange(int(stop)) for lane, stop in enumerate(sizes)])
             s.update_priority(s.incarnation, every, torch.full((len(every),), k + 1.0), every % room)
         starts = self.starts(shards, 20_000)

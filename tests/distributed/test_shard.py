@@ -510,7 +510,7 @@ class TestTaking:
     def test_nothing_is_drawn_from_empty_shards(self) -> None:
         shards = [shard(), shard()]
         with pytest.raises(RuntimeError, match="empty"):
-            draw(shards, [s.totals(s.incarnation).ranges for s in shards], 3)
+            draw(shards, [s.ranges(s.incarnation) for s in shards], 3)
 
 
 class TestSettings:

@@ -745,7 +745,7 @@ def read_numbers(link: Link) -> list[int]:
     """The numbers of all rows of a shard of `steps`, lane by lane."""
     numbers: list[int] = []
     layout = RowLayout.from_bytes(link.shard.layout)
-    for lane, (first, stop) in enumerate(link.shard.totals(link.shard.incarnation).ranges.tolist()):
+    for lane, (first, stop) in enumerate(link.shard.ranges(link.shard.incarnation).tolist()):
         sequence = torch.arange(first, stop)
         taken = link.shard.take(link.shard.incarnation, torch.full_like(sequence, lane), sequence)
         numbers += unpack(layout, taken.block)["n"].tolist()

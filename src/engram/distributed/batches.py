@@ -1,27 +1,56 @@
-"""Batches from several shards as from one buffer: rounds of many batches a call, on their way ahead, and merged."""
+"""Batches from several shards as from one buffer: rows that shards draw ahead, and batches made of them.
+
+A shard answers with rows that it has drawn, and with the *share* `S` of all that it drew them from: its rows, windows
+or trajectories, or the sum `(p + eps) ** alpha` of them. A client keeps one answer of each shard. For each row of a
+batch it chooses a shard `k` with the probability `S[k] / sum(S)`, the shares being those of the answers that it has,
+and takes the next row of that answer. Row `i`, which its shard drew with the probability `p[i] / S[k]`, is so drawn
+with `p[i] / sum(S)`: that of one buffer that holds what each shard held when it drew. How much a shard has grown since,
+or how many rows were asked of it, has no part in it, so nothing is to be corrected.
+
+That is exact because a share is always that of the rows at hand. Where a shard's answer is used up, no further row is
+drawn until its next answer is there, with a share of its own: the choice of a shard is never made before that. (Counts
+divided by shares that were known earlier, as of a whole round, would be those of a buffer that is gone: a shard that
+grows would give too few rows.) Which answer comes when depends on how many rows were taken, and on time, and never on
+what a row holds. Rows that are too old are dropped for their age, rows that were overwritten because they are gone; the
+others are as likely.
+
+A weight is `(P_i / P_min) ** -beta` of these probabilities: `sum(S)` cancels, and the least leaf is that of all shards.
+
+So any part of the shards can be asked at any time: those whose rows are few or old. `RowPool` is the native part.
+"""
 
 from __future__ import annotations
 
 import collections
+import hashlib
+import heapq
+import itertools
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engram.data import DrawTotals, PrioritizedSampler, RandomSampler, Sampler, SliceSampler
-from engram.distributed.blocks import Block
+from engram.data import PrioritizedSampler, RandomSampler, Sampler, SliceSampler
+from engram.distributed.blocks import Block, goes_by_leaf
 from engram.distributed.client import PendingCall, ShardClient, finish_all, raise_if_gone
 from engram.distributed.local import LocalReader
-from engram.distributed.shard import DrawnRows, ShardTotals
-from engram.distributed.shard_sampling import divide, importance_weights
+from engram.distributed.shard import DrawnRows
+from engram.distributed.shard_sampling import EMPTY
 from engram.errors import ShardUnavailableError
+from engram.kernel.rows import RowLayout, RowPool
 
-_AHEAD = 2  # rounds on their way
 _PAUSE = 0.01  # seconds between two looks at shards that are all away
-_MOST_EMPTY_ROUNDS = 100  # in a row, whose rows were all overwritten before they were read
+_MOST_EMPTY_ANSWERS = 100  # in a row, whose rows were all overwritten before they were read
+_LEAST_AGE, _AGE_PER_SHARD = 0.1, 0.004  # seconds; calls then take a twentieth of a core at most
+_EMPTY_AGE = 1.0  # seconds after which a shard that had nothing to draw is asked again at the latest
+_MOST_BYTES = 16 << 20  # of rows that are asked of all shards together
+_MOST_ANSWER = 3_000_000  # bytes of one answer; Ray carries larger ones through its object stores
+_MOST_SPARE = 64 << 10  # bytes of rows that are asked for in case that draws need them
+_GROWTH = 4  # how many times as much each call asks for, at first, as the one before
+_LEAST_WAIT = 1e-4  # seconds: less takes an answer that has come
 
 
 class Rows(NamedTuple):
@@ -41,44 +70,82 @@ class Rows(NamedTuple):
     last: Tensor | None
     mask: Tensor | None
 
-    def part(self, start: int, stop: int) -> Rows:
-        """Rows `start` to `stop`, in the same memory."""
-        block = Block(tuple(part[start:stop] for part in self.block.parts))
-        return Rows(block, *(None if x is None else x[start:stop] for x in self[1:]))  # type: ignore[arg-type]
 
+class _Asked(NamedTuple):
+    """Rows that a shard was asked for."""
 
-class _Part(NamedTuple):
-    """One shard's part of a round."""
-
-    shard: int
-    where: Tensor  # positions of its rows in the round, int64 [n]
-    share: float  # by which draws were divided
     call: PendingCall
-
-
-class _Round(NamedTuple):
     rows: int
-    parts: list[_Part]
-    others: list[tuple[float, DrawTotals]]  # shares of shards that were asked for nothing, and what they hold
+    sent: float
+    reads_here: bool
+
+
+class _Answer(NamedTuple):
+    """The rows of a shard that are at hand."""
+
+    drawn: DrawnRows
+    number: int  # of answers so far
+    first_index: int
+    ends: float  # when they are too old
+
+
+class LearnerPace:
+    """How fast batches are taken, and how long shards take to answer, in seconds.
+
+    Attributes:
+        batch: from one batch to the next, without what was waited for; None: not known yet.
+        answer: from a call to its answer, and somewhat more.
+    """
+
+    def __init__(self) -> None:
+        self.batch: float | None = None
+        self.answer = 0.0
+        self._before: float | None = None
+        self._waited = 0.0
+
+    def begin_batch(self, now: float) -> None:
+        """A batch is asked for."""
+        if self._before is not None:
+            took = max(1e-6, now - self._before - self._waited)
+            if self.batch is None:
+                self.batch = took
+            else:  # a pause is not a pace
+                self.batch += 0.1 * (min(took, 10 * self.batch) - self.batch)
+        self._before, self._waited = now, 0.0
+
+    def waited(self, began: float, ended: float, sent: float) -> None:
+        """Somebody waited for an answer to calls that were sent then, the last of them."""
+        self._waited += ended - began
+        wait, took = ended - began, ended - sent
+        if wait < max(_LEAST_WAIT, 0.2 * took):  # it had come before: when is not known
+            self.answer *= 0.995
+        elif took > self.answer:
+            self.answer = took
+        else:
+            self.answer += 0.2 * (took - self.answer)
+
+    @property
+    def lead(self) -> float:
+        """How long before they are needed rows are asked for."""
+        return 2 * self.answer + (self.batch or 0.0)
 
 
 class BatchStream:
-    """Batches of one size, drawn from all shards that answer as from one buffer.
+    """Batches of one size, drawn from all shards that answer as from one buffer (see the module).
 
-    Uniform draws: each shard draws its part from the ranges by which the client divided them, however it has grown
-    since; rows that were overwritten meanwhile are left out, so the others are as likely. Draws by priority, and of
-    slices: each shard draws its part, in proportion to what it held at its last answer.
-
-    A round is many batches, as a call costs as much as some of them. The first one is one batch, each one after it
-    twice as many as the one before, up to `batches_per_call`.
+    A shard is asked for as many rows as the learner takes of it, at its pace, until they would be too old, and again
+    shortly before these are used up. The first call asks for one batch, each one after it for four times as many.
 
     Args:
         sampler: which says how shards draw.
         batch_size: rows of a batch; a multiple of the slices' length.
-        row_bytes: of the layout.
+        layout: of the rows.
+        batches_per_call: at most so many batches are asked for in a call; None: as many as may be.
+        max_batch_age: seconds; rows whose call is longer ago are not used, unless a batch has just waited for them.
+            None: 0.1, and 0.004 more for each shard.
         timeout: seconds that a batch may wait. A shard that has not answered after half of them, while there are
             others with rows, is left out until it does, and the rest is drawn from those.
-        before_round: called before the calls of a round are made, with the time until which it may wait.
+        before_round: called from time to time before calls are made, with the time until which it may wait.
         readers: of uniform draws, those of shards whose stores are on this machine, by the shards' numbers.
     """
 
@@ -87,25 +154,22 @@ class BatchStream:
         shards: Sequence[ShardClient],
         sampler: Sampler,
         batch_size: int,
+        layout: RowLayout,
         *,
-        row_bytes: int,
-        batches_per_call: int,
+        batches_per_call: int | None = None,
+        max_batch_age: float | None = None,
         timeout: float,
         generator: torch.Generator | None = None,
         before_round: Callable[[float], None] = lambda deadline: None,
         readers: Mapping[int, LocalReader] | None = None,
     ) -> None:
+        self.batch_size = batch_size
+        self._shards, self._sampler = shards, sampler
         self._before_round = before_round
         self._readers = dict(readers or {})
-        self._left: set[int] = set()  # of the readers' shards, those that have ended, and may come back
-        self._shards = shards
-        self.batch_size = batch_size
-        self._per_call = batches_per_call
         self._timeout = timeout
-        self._generator = generator
         self._by_sequence = type(sampler) is RandomSampler
-        self._sampler = sampler
-        self._row_bytes = row_bytes + 16  # with its slot and sequence
+        self._row_bytes = layout.payload_bytes + 16  # with its slot and sequence
         if isinstance(sampler, PrioritizedSampler):
             self._row_bytes += 8  # its weight
         self._unit = 1
@@ -113,16 +177,33 @@ class BatchStream:
             self._row_bytes += 10  # its slice, and the marks of that
             if not sampler.pad_output and (not sampler.strict_length or any(sampler.span)):
                 raise ValueError(
-                    "batches from shards are cut from rounds of many, so slices must have one length: use "
+                    "batches from shards are made of what each shard drew, so slices must have one length: use "
                     "pad_output=True, or strict_length=True and span=False"
                 )
             self._unit = sampler.slice_len or 1
         if batch_size % self._unit:
             raise ValueError(f"batch_size={batch_size} is no multiple of slice_len={self._unit}; choose one that is")
-        self._growth = 1
-        self._rounds: collections.deque[_Round] = collections.deque()
-        self._ready: Rows | None = None
-        self._at = 0  # the next of them
+        self._most_age = _LEAST_AGE + _AGE_PER_SHARD * len(shards) if max_batch_age is None else max_batch_age
+        self._most_batches = max(1.0, _MOST_BYTES / (batch_size * self._row_bytes))
+        if batches_per_call is not None:
+            self._most_batches = min(self._most_batches, batches_per_call)
+        self._seed = int(torch.randint(1 << 62, (), generator=generator))
+        widths = [leaf.nbytes for leaf in layout.leaves] if goes_by_leaf(layout) else [layout.payload_bytes]
+        self._pool = RowPool(len(shards), self._unit, widths, self._seed)
+        self._pace = LearnerPace()
+        self._answers: dict[int, _Answer] = {}  # which the pool has
+        self._asked: dict[int, collections.deque[_Asked]] = collections.defaultdict(collections.deque)
+        self._missing: set[int] = set()  # shards that answer, and of which no answer is at hand
+        self._away = set(range(len(shards)))  # that did not answer
+        self._shares = [0.0] * len(shards)  # at the last answer of each; 0 for those that are away
+        self._share, self._sharers = 0.0, 0  # the sum of these, and how many are not 0
+        self._calls = [0] * len(shards)  # made so far
+        self._calls_of_round, self._round_is_due = 0, True  # calls since `before_round` was called
+        self._due: list[
+            tuple[float, int, int]
+        ] = []  # a heap: when rows get too old or nearly so, their answer, its shard
+        self._numbers = itertools.count()  # of answers
+        self._oldest = -math.inf  # when calls whose rows may be used were sent
 
     def next(self, deadline: float | None = None) -> Rows:
         """The next batch, by `timeout` or until `deadline`.
@@ -131,173 +212,248 @@ class BatchStream:
             RuntimeError: there is nothing to draw; or a shard says why it cannot.
             ShardUnavailableError: no shard that has rows answers.
         """
-        deadline = time.monotonic() + self._timeout if deadline is None else deadline
-        empty_rounds = 0
-        while self._ready is None or len(self._ready.flat_index) - self._at < self.batch_size:
-            try:
-                while len(self._rounds) < _AHEAD:
-                    self._rounds.append(self._begin(deadline))
-            except RuntimeError:
-                if not self._rounds:
-                    raise
-            fresh = self._finish(self._rounds.popleft(), deadline)
-            if fresh is not None:
-                self._ready = fresh if self._ready is None else _joined(self._ready.part(self._at, 1 << 62), fresh)
-                self._at = 0
-                continue
-            empty_rounds += 1
-            if empty_rounds > _MOST_EMPTY_ROUNDS:
+        now = time.monotonic()
+        deadline = now + self._timeout if deadline is None else deadline
+        self._pace.begin_batch(now)
+        self._oldest = now - self._most_age
+        if self._round_is_due:
+            self._calls_of_round, self._round_is_due = 0, False
+            self._before_round(deadline)
+        self._check_readers()
+        self._drop_old(now)
+        if self._away:
+            self._take_back()
+        if not self._pool.total:  # shards that had nothing may have rows by now
+            for k in list(self._answers):
+                self._drop(k)
+        self._ask_again(self._pool.low())  # where rows that are asked for ahead would be too old
+        self._supply(deadline)
+        rows = self._batch(deadline)
+        if self._pace.lead < self._most_age:
+            self._ask_again(self._pool.low())
+        return rows
+
+    # ---- batches ----
+    def _batch(self, deadline: float) -> Rows:
+        n = self.batch_size
+        run = self._pool.take_run(n)
+        if run is not None:
+            return self._part(self._answers[run[0]], run[1], run[1] + n)
+        self._pool.begin(n)
+        empty_answers = 0
+        while (used_up := self._pool.fill()) is not None:
+            self._missing.add(used_up)
+            self._supply(deadline)
+            answer = self._answers.get(used_up)
+            is_empty = answer is not None and self._shares[used_up] > 0 and not len(answer.drawn.slots)
+            empty_answers = empty_answers + 1 if is_empty else 0
+            if empty_answers > _MOST_EMPTY_ANSWERS:
                 raise RuntimeError("writers overwrite rows faster than they can be fetched; use larger shards")
-        start = self._at
-        self._at += self.batch_size
-        return self._ready.part(start, self._at)
+        parts, index, generation, leaf, last, mask, least = self._pool.take()
+        block = Block(tuple(part.numpy() for part in parts))
+        return Rows(block, index, generation, None if leaf is None else self._weight(least / leaf), last, mask)
 
-    # ---- a round ----
-    def _begin(self, deadline: float) -> _Round:
-        present = self._present(deadline)
-        self._before_round(deadline)
-        n = self.batch_size * self._growth
-        self._growth = min(self._per_call, 2 * self._growth)
-        return self._divided(present, n)
+    def _part(self, answer: _Answer, start: int, stop: int) -> Rows:
+        """Rows of one answer, in its memory."""
+        drawn = answer.drawn
+        block = Block(tuple(part[start:stop] for part in drawn.block.parts))
+        index = drawn.slots[start:stop]
+        index = index + answer.first_index if answer.first_index else index
+        weight = None if drawn.ratio is None else self._weight(drawn.ratio[start:stop])
+        last = None if drawn.last is None else drawn.last.flatten()[start:stop]
+        mask = None if drawn.mask is None else drawn.mask[start:stop]
+        return Rows(block, index, drawn.generation[start:stop], weight, last, mask)
 
-    def _check_readers(self) -> None:
-        """Counts shards whose process has ended as away; one that is back with another store is asked from then on."""
-        for k, reader in list(self._readers.items()):
-            if reader.is_live:
-                self._left.discard(k)
-            elif k not in self._left:
-                self._left.add(k)
-                self._shards[k].forget()
-            elif self._shards[k].is_present:
-                del self._readers[k]
+    def _weight(self, ratio: Tensor) -> Tensor:
+        """The weights of rows, by the least leaf of all shards over theirs."""
+        assert isinstance(self._sampler, PrioritizedSampler)
+        return ratio ** float(self._sampler.beta)
 
-    def _present(self, deadline: float) -> list[int]:
+    # ---- rows at hand ----
+    def _supply(self, deadline: float) -> None:
+        """Waits until every shard that answers has said what it holds; errors as `next`."""
         while True:
-            self._check_readers()
-            present = [k for k, shard in enumerate(self._shards) if shard.is_present]
-            if len(present) == len(self._shards) or any(self._has_rows(k) for k in present):
-                return present
+            if self._missing:
+                self._fetch(deadline)
+            if self._pool.total > 0:
+                return
+            if not self._away and not self._missing:
+                raise RuntimeError(EMPTY)
+            self._take_back()
+            if self._missing:
+                continue
             raise_if_gone(self._shards)
             if time.monotonic() > deadline:
                 raise ShardUnavailableError("no shard that has rows answers; try again")
             time.sleep(_PAUSE)
 
-    def _has_rows(self, shard: int) -> bool:
-        return self._share(self._totals(shard)) > 0
-
-    def _divided(self, present: list[int], n: int) -> _Round:
-        totals = [self._totals(k) for k in present]
-        shares = [self._share(one) for one in totals]
-        units = n // self._unit
-        counts = divide(shares, units, self._generator)
-        owner = torch.arange(len(present)).repeat_interleave(counts)
-        if len(present) > 1:
-            owner = owner[torch.randperm(units, generator=self._generator)]
-        parts, others = [], []
-        for at, k in enumerate(present):
-            mine = (owner == at).nonzero().flatten()
-            if not len(mine):
-                others.append((shares[at], totals[at].draws))
-                continue
-            where = mine if self._unit == 1 else (mine.unsqueeze(1) * self._unit + torch.arange(self._unit)).flatten()
-            if self._by_sequence:
-                seed = int(torch.randint(1 << 62, (), generator=self._generator))
-                reader, ranges = self._readers.get(k), totals[at].ranges
-                if reader is not None:
-                    call = reader.draw(ranges, len(where), seed)
-                else:
-                    answer_bytes = len(where) * self._row_bytes
-                    call = self._shards[k].begin("draw", ranges, len(where), seed, answer_bytes=answer_bytes)
+    def _fetch(self, deadline: float) -> None:
+        """Takes in answers of the shards that are missing; those that were not asked, or too early, are asked now."""
+        missing = sorted(self._missing)
+        for k in missing:
+            asked = self._asked[k]
+            while asked and asked[0].sent < self._oldest:
+                asked.popleft()
+            if not asked:
+                self._ask(k)
+        asked_for = {k: self._asked[k].popleft() for k in missing if self._asked[k]}
+        self._missing.difference_update(asked_for)
+        began, patience = time.monotonic(), self._patience(deadline)
+        try:
+            answers = finish_all([(self._shards[k], asked.call) for k, asked in asked_for.items()], patience)
+        except BaseException:
+            self._missing.update(asked_for)
+            raise
+        ended = time.monotonic()
+        sent = [asked.sent for asked in asked_for.values() if not asked.reads_here]
+        if sent:
+            self._pace.waited(began, ended, max(sent))
+        for (k, asked), answer in zip(asked_for.items(), answers, strict=True):
+            if answer is None:
+                self._lose(k)
             else:
-                call = self._shards[k].begin("sample", len(where), answer_bytes=len(where) * self._row_bytes)
-            parts.append(_Part(k, where, shares[at], call))
-        return _Round(n, parts, others)
-
-    def _totals(self, shard: int) -> ShardTotals:
-        """The contents of a shard at its last answer; of one that is read here, the present contents."""
-        totals, reader = self._shards[shard].totals, self._readers.get(shard)
-        return totals if reader is None else totals._replace(ranges=reader.ranges())
-
-    def _share(self, totals: ShardTotals) -> float:
-        if self._by_sequence:
-            return float((totals.ranges[:, 1] - totals.ranges[:, 0]).sum())
-        return totals.draws.share
-
-    def _finish(self, a_round: _Round, deadline: float) -> Rows | None:
-        """The rows of a round; None: none came."""
-        calls = [(self._shards[part.shard], part.call) for part in a_round.parts]
-        came = finish_all(calls, self._patience(deadline))
-        # The others' rows are as they are without a shard that is away.
-        answers = [(part, answer) for part, answer in zip(a_round.parts, came, strict=True) if answer is not None]
-        if not answers:
-            return None
-        drawn = [answer for _, answer in answers]
-        weights: Sequence[Tensor | None] = [None] * len(drawn)
-        if isinstance(self._sampler, PrioritizedSampler):
-            nothing = torch.empty(0, dtype=torch.float64)
-            ratios = [answer.ratio for answer in drawn] + [nothing] * len(a_round.others)
-            held = [answer.totals.draws for answer in drawn] + [one for _, one in a_round.others]
-            shares = [part.share for part, _ in answers] + [share for share, _ in a_round.others]
-            weights = importance_weights(ratios, held, shares, float(self._sampler.beta))[: len(drawn)]
-        together = zip(answers, weights, strict=True)
-        return _merge(a_round.rows, [self._drawn(part, answer, weight) for (part, answer), weight in together])
+                self._take_in(k, answer, ended if asked.reads_here else asked.sent)
 
     def _patience(self, deadline: float) -> float:
-        """Until when to wait for a round: with several shards there is time left to draw from the others."""
+        """Until when to wait for answers: with several shards there is time left to draw from the others."""
         if len(self._shards) == 1:
             return deadline
-        with_rows = sum(not shard.is_awaited and self._share(shard.totals) > 0 for shard in self._shards)
-        return min(deadline, time.monotonic() + self._timeout / 2) if with_rows > 1 else deadline
+        return min(deadline, time.monotonic() + self._timeout / 2) if self._sharers > 1 else deadline
 
-    def _drawn(self, part: _Part, answer: DrawnRows, weight: Tensor | None) -> tuple[Tensor, Rows]:
-        index = part.shard * self._shards[part.shard].facts.capacity + answer.slots
-        last = None if answer.last is None else answer.last.flatten()
-        where = part.where[: len(answer.slots)]  # rows that were gone are left out; of slices it is all, or none
-        return where, Rows(answer.block, index, answer.generation, weight, last, answer.mask)
+    def _take_in(self, k: int, drawn: DrawnRows, sent: float) -> None:
+        totals = drawn.totals.draws
+        first_index = k * self._shards[k].facts.capacity
+        ends = sent + (self._most_age if totals.share > 0 else min(self._most_age, _EMPTY_AGE))
+        answer = _Answer(drawn, next(self._numbers), first_index, ends)
+        last = None if drawn.last is None else drawn.last.flatten()
+        self._set_share(k, totals.share)
+        if totals.share > 0:
+            self._pool.put(
+                k, totals.share, totals.lowest, drawn.block.parts, drawn.slots, drawn.generation, drawn.ratio, last,
+                drawn.mask, first_index, self._low(k, len(drawn.slots)),
+            )  # fmt: skip
+        else:
+            self._pool.drop(k)
+        self._answers[k] = answer
+        if ends < math.inf:
+            lead = self._pace.lead
+            heapq.heappush(self._due, (ends - lead if lead < self._most_age else ends, answer.number, k))
 
+    def _drop(self, k: int) -> None:
+        """Uses a shard's answer no longer; it needs another one."""
+        self._pool.drop(k)
+        self._answers.pop(k, None)
+        self._missing.add(k)
 
-def _merge(n: int, parts: list[tuple[Tensor, Rows]]) -> Rows | None:
-    """The rows of a round's parts in the order of their positions, without gaps; None: there are none."""
-    parts = [(at, rows) for at, rows in parts if len(at)]
-    if not parts:
+    def _lose(self, k: int) -> None:
+        """Counts a shard as away: batches come from the others until it answers again."""
+        self._pool.drop(k)
+        self._answers.pop(k, None)
+        self._asked[k].clear()
+        self._missing.discard(k)
+        self._set_share(k, 0.0)
+        self._away.add(k)
+
+    def _check_readers(self) -> None:
+        """Counts shards of this machine whose process has ended as away, with what was read of them."""
+        for k, reader in self._readers.items():
+            if k not in self._away and not reader.is_live:
+                self._shards[k].forget()
+                self._lose(k)
+
+    def _set_share(self, k: int, share: float) -> None:
+        self._share += share - self._shares[k]
+        self._sharers += (share > 0) - (self._shares[k] > 0)
+        self._shares[k] = share
+
+    def _take_back(self) -> None:
+        """Counts the shards that answer again as present."""
+        for k in list(self._away):
+            if self._shards[k].is_present:
+                self._away.discard(k)
+                self._missing.add(k)
+                self._set_share(k, self._shards[k].totals.draws.share)
+                reader = self._readers.get(k)
+                if reader is not None and not reader.is_live:  # it is back with another store
+                    del self._readers[k]
+
+    def _drop_old(self, now: float) -> None:
+        """Drops rows that are too old, and asks for others in place of those that are nearly so."""
+        nearly = []
+        while self._due and self._due[0][0] <= now:
+            _, number, k = heapq.heappop(self._due)
+            answer = self._answers.get(k)
+            if answer is None or answer.number != number:
+                continue
+            if answer.ends <= now:
+                self._drop(k)
+            else:
+                heapq.heappush(self._due, (answer.ends, number, k))
+                nearly.append(k)
+        self._ask_again(nearly)
+
+    # ---- asking ----
+    def _ask_again(self, shards: Iterable[int]) -> None:
+        """Asks shards for rows that are needed soon."""
+        for k in shards:
+            if k in self._readers or not self._shards[k].is_present:
+                continue
+            if not self._asked[k]:
+                self._ask(k)
+            if len(self._asked[k]) == 1 and self._at_hand(k) <= self._needed(k, 2 * self._pace.answer):
+                self._ask(k)  # of small answers two are on their way
+
+    def _ask(self, k: int) -> None:
+        reader, shard = self._readers.get(k), self._shards[k]
+        if not shard.is_present:
+            return self._lose(k)
+        n = self._rows_to_ask(k)
+        self._calls[k] += 1
+        self._calls_of_round += 1
+        self._round_is_due = self._calls_of_round >= len(self._shards) - len(self._away)
+        if reader is not None:
+            call = reader.draw(n, self._seed_of_call(k))
+        elif self._by_sequence:
+            call = shard.begin("draw", n, self._seed_of_call(k), answer_bytes=n * self._row_bytes)
+        else:
+            call = shard.begin("sample", n, answer_bytes=n * self._row_bytes)
+        self._asked[k].append(_Asked(call, n, time.monotonic(), reader is not None))
         return None
-    if len(parts) == 1 and len(parts[0][0]) == n:
-        return parts[0][1]
-    where = torch.cat([at for at, _ in parts])
-    places = [at for at, _ in parts]
-    if len(where) < n:
-        came = torch.zeros(n, dtype=torch.int64)
-        came[where] = 1
-        rank = came.cumsum(0) - 1
-        places = [rank[at] for at in places]
-    blocks = []
-    for k in range(len(parts[0][1].block.parts)):
-        each = [rows.block.parts[k] for _, rows in parts]
-        out = np.empty((len(where), each[0].shape[1]), np.uint8)
-        for place, one in zip(places, each, strict=True):
-            out[place.numpy()] = one
-        blocks.append(out)
 
-    def column(k: int) -> Any:
-        tensors: list[Any] = [rows[k] for _, rows in parts]
-        if any(one is None for one in tensors):
-            return None
-        out = torch.empty(len(where), dtype=tensors[0].dtype)
-        for place, one in zip(places, tensors, strict=True):
-            out[place] = one
-        return out
+    def _seed_of_call(self, k: int) -> int:
+        """A seed that depends on what the shard was asked before, and on no other shard."""
+        text = b"%d %d %d" % (self._seed, k, self._calls[k])
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
 
-    return Rows(Block(tuple(blocks)), *(column(k) for k in range(1, len(Rows._fields))))
+    def _units_of_batch(self, k: int) -> float:
+        """How many units of a batch a shard gives on average."""
+        return self.batch_size // self._unit * self._shares[k] / self._share if self._share > 0 else 0.0
 
+    def _rows_to_ask(self, k: int) -> int:
+        """As many rows as are expected to be used before they are too old, and some more: draws vary."""
+        batches = min(self._most_batches, _GROWTH ** min(self._calls[k], 15))
+        if self._pace.batch is not None:
+            batches = min(batches, max(1.0, (self._most_age - self._pace.lead) / self._pace.batch))
+        of_batch = self._units_of_batch(k)
+        batches = min(batches, max(1.0, _MOST_ANSWER / max(1.0, of_batch * self._unit * self._row_bytes)))
+        if len(self._shards) == 1:  # whole batches, which are not copied
+            return self.batch_size * int(batches)
+        expected = of_batch * batches
+        spread = 3.5 * math.sqrt(expected) + 3  # seldom are so many more needed
+        if spread * self._unit * self._row_bytes > _MOST_SPARE:
+            spread = 2 * math.sqrt(expected)
+        return self._unit * math.ceil(max(1.0, expected + spread))
 
-def _joined(first: Rows, second: Rows) -> Rows:
-    """The rows of both, one behind the other."""
-    if not len(first.flat_index):
-        return second
-    parts = zip(first.block.parts, second.block.parts, strict=True)
-    block = Block(tuple(np.concatenate(pair) for pair in parts))
+    def _low(self, k: int, rows: int) -> int:
+        """With how many rows left a shard is asked again."""
+        needed = self._needed(k, self._pace.lead)
+        return int(min(rows, needed + 2 * math.sqrt(needed * self._unit)))
 
-    def column(a: Any, b: Any) -> Any:
-        return None if a is None or b is None else torch.cat([a, b])
+    def _needed(self, k: int, seconds: float) -> float:
+        """How many rows of a shard are used in so many seconds."""
+        batches = 1.0 if self._pace.batch is None else seconds / self._pace.batch
+        return self._unit * self._units_of_batch(k) * batches
 
-    return Rows(block, *(column(a, b) for a, b in zip(first[1:], second[1:], strict=True)))
+    def _at_hand(self, k: int) -> int:
+        """How many rows of a shard are here or on their way."""
+        return self._pool.left(k) + sum(asked.rows for asked in self._asked[k])

@@ -19,7 +19,7 @@ from engram.distributed.client import PendingCall, ShardClient
 from engram.distributed.folder_lock import FolderWatch, watch_folder
 from engram.distributed.producers import STREAMS, LentStream, Tenancy
 from engram.distributed.shard import DrawnRows
-from engram.distributed.shard_sampling import draw_rows, lane_ranges
+from engram.distributed.shard_sampling import draw_rows
 from engram.errors import ShardUnavailableError, StorageError
 from engram.kernel.rows import AdoptedStream
 
@@ -177,22 +177,17 @@ class LocalReader:
         """Whether the shard's process lives in this store, or did a moment ago."""
         return self._watch.is_held()
 
-    def ranges(self) -> Tensor:
-        """The shard's present rows: int64 [lanes, 2], as `ShardTotals` has them."""
-        return lane_ranges(self._storage.lanes)
-
-    def draw(self, ranges: Tensor, n: int, seed: int) -> PendingCall:
+    def draw(self, n: int, seed: int) -> PendingCall:
         """As `ReplayShard.draw`; the rows are read when the answer is asked for."""
-        return _LocalDraw(lambda: self._draw(ranges, n, seed))
+        return _LocalDraw(lambda: self._draw(n, seed))
 
-    def _draw(self, ranges: Tensor, n: int, seed: int) -> DrawnRows:
+    def _draw(self, n: int, seed: int) -> DrawnRows:
         if not self.is_live:
             raise ShardUnavailableError(f"the process of shard {self._shard.number} has ended")
-        rows = draw_rows(self._storage, ranges, n, seed)
-        totals = self._shard.totals
-        newest, writes = self.ranges(), self._storage.write_count
-        share = DrawTotals(float((newest[:, 1] - newest[:, 0]).sum()))
-        return DrawnRows(*rows, None, None, None, None, totals._replace(ranges=newest, writes=writes, draws=share))
+        drawn = draw_rows(self._storage, n, seed)
+        rows, writes = len(self._storage), self._storage.write_count
+        totals = self._shard.totals._replace(rows=rows, writes=writes, draws=DrawTotals(float(rows)))
+        return DrawnRows(*drawn, None, None, None, None, totals)
 
     def close(self) -> None:
         self._storage.close()

@@ -121,14 +121,20 @@ class PriorityUpdates:
             joined = Priorities.joined(list(some))
             owner = joined.flat_index.div(capacity, rounding_mode="floor")
             self._warn_of_outside(int((owner >= len(self._shards)).sum()))
-            for shard in self._shards:
-                mine = owner == shard.number
-                if not bool(mine.any()):
-                    continue
+            if len(self._shards) > 1:  # those of each shard one behind the other, in their order
+                order = owner.argsort(stable=True)
+                joined, owner = joined.part(order), owner[order]
+            counts = owner.bincount(minlength=len(self._shards))[: len(self._shards)]
+            ends = counts.cumsum(0)
+            for number in counts.nonzero().flatten().tolist():
+                shard, part = (
+                    self._shards[number],
+                    joined.part(slice(int(ends[number] - counts[number]), int(ends[number]))),
+                )
                 if shard.is_present:
-                    self.begin(shard, joined.part(mine))
+                    self.begin(shard, part)
                 else:
-                    self._keep(shard, joined.part(mine))
+                    self._keep(shard, part)
         self._warn_of_dropped()
 
     def flush(self, deadline: float, rows_are_sent: Callable[[], bool]) -> None:

@@ -264,7 +264,7 @@ class RayReplayBuffer(ShardedReplayBuffer):
         writer: None, or a RoundRobinWriter: another one has no place in a shard.
         transform: applied here: on writing its inverse, before rows are sent, on reading after they came.
         batch_size: rows of a batch, where `sample` does not say it.
-        prefetch: accepted, without effect: rounds of `batches_per_call` are on their way ahead anyhow.
+        prefetch: accepted, without effect: rows are on their way ahead anyhow.
         replay_buffer_cls: `TensorDictReplayBuffer` (or a child): batches carry `"index"`, `"generation"` and, with
             priorities, `"priority_weight"`. `ReplayBuffer`: these are in the info only.
         ray_init_config: arguments of `ray.init`, where Ray has not been started.
@@ -273,7 +273,11 @@ class RayReplayBuffer(ShardedReplayBuffer):
         placement: "SPREAD": shards go to the nodes in turn, and stay there while these live; or a scheduling strategy
             of Ray. With another name of one, as "DEFAULT", a shard may move, so all rows go through its actor.
         scratch_dir: a folder on each node for the rows, which then outlive the actors; None: shared memory.
-        batches_per_call: batches of a round, which is one call of each shard.
+        batches_per_call: at most so many batches are asked for in a call; None: as many as the learner takes until they
+            would be too old.
+        max_batch_age: seconds; a batch is of rows that were drawn no longer ago, or for which it has just waited. A
+            learner that is faster costs less, one that is slower waits for each batch. None: 0.1, and 0.004 more for
+            each shard. `math.inf`: rows are used however old they are; then `batches_per_call` decides.
         timeout: seconds that `sample`, `extend` and others wait for shards that are away.
         priority_key: as TensorDictReplayBuffer.
         generator: of the client's draws.
@@ -306,14 +310,18 @@ class RayReplayBuffer(ShardedReplayBuffer):
         lanes: int = 8,
         placement: Any = "SPREAD",
         scratch_dir: str | os.PathLike[str] | None = None,
-        batches_per_call: int = 32,
+        batches_per_call: int | None = None,
+        max_batch_age: float | None = None,
         timeout: float = 1.0,
         priority_key: str = "td_error",
         generator: torch.Generator | None = None,
     ) -> None:
-        for what, value in (("num_shards", num_shards), ("lanes", lanes), ("batches_per_call", batches_per_call)):
+        per_call = 1 if batches_per_call is None else batches_per_call
+        for what, value in (("num_shards", num_shards), ("lanes", lanes), ("batches_per_call", per_call)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{what} must be a positive integer, got {value!r}")
+        if max_batch_age is not None and not max_batch_age >= 0:
+            raise ValueError(f"max_batch_age must be 0 or more seconds, got {max_batch_age}")
         if not timeout > 0:
             raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
         if writer is not None and not isinstance(writer, RoundRobinWriter):
@@ -330,7 +338,7 @@ class RayReplayBuffer(ShardedReplayBuffer):
         ReplayShard(**{**arguments, "sampler": copy.deepcopy(sampler)}).close()  # its errors are raised here
         settings = ShardedSettings(
             sampler, transform, batch_size, issubclass(replay_buffer_cls, TensorDictReplayBuffer), priority_key,
-            batches_per_call, float(timeout),
+            batches_per_call, float(timeout), None if max_batch_age is None else float(max_batch_age),
         )  # fmt: skip
         if not import_ray().is_initialized():
             import_ray().init(**(ray_init_config or {}))

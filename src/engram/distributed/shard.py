@@ -46,13 +46,13 @@ class ShardTotals(NamedTuple):
 
     Attributes:
         incarnation: of the shard; every call names it.
-        ranges: int64 [lanes, 2], the oldest sequence of each lane, and the one after its newest.
+        rows: stored steps.
         writes: steps ever written.
         draws: what its sampler draws from.
     """
 
     incarnation: int
-    ranges: Tensor
+    rows: int
     writes: int
     draws: DrawTotals
 
@@ -342,10 +342,9 @@ class ReplayShard:
 
     def _totals(self, newest: bool = True) -> ShardTotals:
         lanes = self._storage.lanes
-        ranges = lane_ranges(lanes)
         draws = self._sampler.totals(self._storage, newest=newest)
-        writes = 0 if lanes is None else lanes.write_count
-        return ShardTotals(self.incarnation, ranges, writes, draws)
+        rows, writes = (0, 0) if lanes is None else (len(lanes), lanes.write_count)
+        return ShardTotals(self.incarnation, rows, writes, draws)
 
     @_call
     def totals(self, incarnation: int) -> ShardTotals:
@@ -543,8 +542,13 @@ class ReplayShard:
 
     # ---- draws ----
     @_call
+    def ranges(self, incarnation: int) -> Tensor:
+        """The oldest sequence of each lane, and the one after its newest: int64 [lanes, 2]."""
+        return lane_ranges(self._storage.lanes)
+
+    @_call
     def take(self, incarnation: int, lane: Tensor, sequence: Tensor) -> TakenRows:
-        """Rows by lane and sequence (int64 [n] each), as a client has drawn them from the ranges that it knows.
+        """Rows by lane and sequence (int64 [n] each), as a client has drawn them from `ranges`.
 
         Raises:
             IndexError: a lane or a sequence that cannot exist.
@@ -553,28 +557,23 @@ class ReplayShard:
         return TakenRows(rows.block, rows.present, self._totals())
 
     @_call
-    def draw(self, incarnation: int, ranges: Tensor, n: int, seed: int) -> DrawnRows:
-        """n rows drawn uniformly from ranges that a client knows, less those that were overwritten since.
-
-        However the shard has grown since then, each row of the ranges is as likely as any other: so draws from several
-        shards, in proportion to the ranges that the client divided them by, are those of one buffer.
-
-        Args:
-            ranges: int64 [lanes, 2], as `ShardTotals` had them.
-
-        Raises:
-            RuntimeError: the ranges are empty.
-            IndexError: they cannot be those of this shard.
-        """
-        return DrawnRows(*draw_rows(self._storage, ranges, n, seed), None, None, None, None, self._totals())
+    def draw(self, incarnation: int, n: int, seed: int) -> DrawnRows:
+        """n rows drawn uniformly, less those that were overwritten meanwhile; where there are none, no block."""
+        if self._storage.lanes is None:
+            return self._no_rows()
+        return DrawnRows(*draw_rows(self._storage, n, seed), None, None, None, None, self._totals())
 
     @_call
     def sample(self, incarnation: int, n: int) -> DrawnRows:
         """n rows that the shard's sampler draws; none where it has nothing to draw from any more.
 
+        Rows that were overwritten while they were read are left out; of slices all are drawn again.
+
         Raises:
             RuntimeError: writers on this machine overwrite rows faster than they are read.
         """
+        if self._storage.lanes is None:
+            return self._no_rows()
         by_leaf = goes_by_leaf(self._layout)
         for _ in range(_MOST_DRAWS):
             with self._sampler.lock:
@@ -588,22 +587,23 @@ class ReplayShard:
             if len(draw.slots) > n:
                 raise ValueError(f"{self._sampler!r} drew {len(draw.slots)} rows where {n} were asked for")
             rows = self._storage.read_packed(draw.slots, by_leaf, sequences=True)
-            if not draw.lost(rows.overwritten, rows.absent):
-                assert rows.sequences is not None
-                ratio = draw.info["priority_weight"] if self._prioritized else None
-                runs, is_padded = draw.runs, "mask" in dict(draw.marks)
-                return DrawnRows(
-                    _block(rows.batch), draw.slots, rows.sequences, ratio, draw.info.get("slice_id"),
-                    None if runs is None else runs.last(), None if runs is None or not is_padded else runs.mask(),
-                    totals,
-                )  # fmt: skip
+            assert rows.sequences is not None
+            lost = draw.lost(rows.overwritten, rows.absent)
+            runs, is_padded = draw.runs, "mask" in dict(draw.marks)
+            if lost and runs is not None:
+                continue
+            ratio = draw.info["priority_weight"] if self._prioritized else None
+            drawn = DrawnRows(
+                _block(rows.batch), draw.slots, rows.sequences, ratio, draw.info.get("slice_id"),
+                None if runs is None else runs.last(), None if runs is None or not is_padded else runs.mask(),
+                totals,
+            )  # fmt: skip
+            return _without(drawn, lost) if lost else drawn
         raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
 
     def _no_rows(self) -> DrawnRows:
         nothing = torch.empty(0, dtype=torch.int64)
-        rows = self._storage.read_packed(nothing, goes_by_leaf(self._layout))
-        ratio = nothing.double() if self._prioritized else None
-        return DrawnRows(_block(rows.batch), nothing, nothing, ratio, None, None, None, self._totals())
+        return DrawnRows(Block(()), nothing, nothing, None, None, None, None, self._totals())
 
     @_call
     def update_priority(
@@ -710,6 +710,15 @@ class ReplayShard:
             if self._folder_lock is not None:
                 self._folder_lock.close()
                 self._folder_lock = None
+
+
+def _without(drawn: DrawnRows, lost: list[int]) -> DrawnRows:
+    """Rows of no slices, less those that were overwritten: none is drawn in their place, so others are as likely."""
+    kept = torch.ones(len(drawn.slots), dtype=torch.bool)
+    kept[lost] = False
+    block = Block(tuple(part[kept.numpy()] for part in drawn.block.parts))
+    ratio = None if drawn.ratio is None else drawn.ratio[kept]
+    return drawn._replace(block=block, slots=drawn.slots[kept], generation=drawn.generation[kept], ratio=ratio)
 
 
 def _number(snapshot: str) -> int:

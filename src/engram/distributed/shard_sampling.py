@@ -90,17 +90,26 @@ class UniformRows(NamedTuple):
     sequence: Tensor
 
 
-def draw_rows(storage: LazyTensorStorage, ranges: Tensor, n: int, seed: int) -> UniformRows:
-    """n rows drawn uniformly from the ranges of a shard's lanes, int64 [lanes, 2], less those that are gone by now.
+def draw_rows(storage: LazyTensorStorage, n: int, seed: int) -> UniformRows:
+    """n rows drawn uniformly from a store, less those that were overwritten while they were read.
 
-    Errors as `draw_sequences`, and `read_by_sequence`.
+    A row that is gone is left out, and not drawn again: so all others are as likely.
     """
-    drawn = draw_sequences([ranges], n, torch.Generator().manual_seed(seed))
-    block, slots, present = read_by_sequence(storage, drawn.lane, drawn.sequence)
-    if bool(present.all()):
-        return UniformRows(block, slots, drawn.sequence)
-    kept = Block(tuple(part[present.numpy()] for part in block.parts))
-    return UniformRows(kept, slots[present], drawn.sequence[present])
+    lanes, layout = storage.lanes, storage.layout
+    assert lanes is not None and layout is not None
+    slots = lanes.uniform(torch.tensor([seed]), n)
+    if slots is None:
+        slots = torch.empty(0, dtype=torch.int64)
+    rows = storage.read_packed(slots, goes_by_leaf(layout), sequences=True)
+    assert rows.sequences is not None
+    block = Block(tuple(part.numpy() for part in rows.batch))
+    gone = [*(rows.overwritten or ()), *(rows.absent or ())]
+    if not gone:
+        return UniformRows(block, slots, rows.sequences)
+    kept = torch.ones(len(slots), dtype=torch.bool)
+    kept[gone] = False
+    kept_block = Block(tuple(part[kept.numpy()] for part in block.parts))
+    return UniformRows(kept_block, slots[kept], rows.sequences[kept])
 
 
 def lane_ranges(lanes: Lanes | None) -> Tensor:

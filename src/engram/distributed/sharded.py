@@ -80,8 +80,9 @@ class ShardedSettings(NamedTuple):
     batch_size: int | None = None
     attaches: bool = True
     priority_key: str = "td_error"
-    batches_per_call: int = 32
+    batches_per_call: int | None = None
     timeout: float = 1.0
+    max_batch_age: float | None = None
 
 
 class ShardedReplayBuffer:
@@ -455,8 +456,8 @@ class ShardedReplayBuffer:
 
     def _new_stream(self, n: int, layout: RowLayout) -> BatchStream:
         return BatchStream(
-            self._shards, self._settings.sampler, n, row_bytes=layout.payload_bytes,
-            batches_per_call=self._settings.batches_per_call, timeout=self._settings.timeout, generator=self._generator,
+            self._shards, self._settings.sampler, n, layout, batches_per_call=self._settings.batches_per_call,
+            max_batch_age=self._settings.max_batch_age, timeout=self._settings.timeout, generator=self._generator,
             before_round=self._send_updates, readers=self._open_readers(),
         )  # fmt: skip
 
@@ -607,7 +608,7 @@ class ShardedReplayBuffer:
         with self._lock:
             self._refresh(deadline)
             totals = [shard.totals for shard in self._shards if shard.is_known]
-            rows = sum(int((one.ranges[:, 1] - one.ranges[:, 0]).sum()) for one in totals)
+            rows = sum(one.rows for one in totals)
             away = tuple(shard.number for shard in self._shards if not shard.is_present)
             capacity = sum(shard.facts.capacity for shard in self._shards if shard.is_known)
             producer, accepted = self._producer, self._accepted_before

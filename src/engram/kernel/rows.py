@@ -1,6 +1,7 @@
 """Rows: where each key lies in one, the lanes that they are written to, the episodes that they form, saved rows."""
 
 from engram._generator import draw_slots_by_numpy
+from engram._native import RowPool
 from engram.checkpoint.foreign import Receiver
 from engram.store.episodes import EpisodeIndex
 from engram.store.lanes import Lanes
@@ -18,6 +19,7 @@ __all__ = [
     "NSteps",
     "Receiver",
     "RowLayout",
+    "RowPool",
     "StreamEntry",
     "StreamTable",
     "draw_slots_by_numpy",
