@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -23,18 +23,21 @@ from engram.data import (
     ReplayBuffer,
     Sampler,
 )
-from engram.distributed.blocks import Block, check, goes_by_leaf
+from engram.distributed.blocks import Block, check, goes_by_leaf, pack
 from engram.distributed.folder_lock import FolderLock
 from engram.distributed.priority_file import FILE_NAME as _PRIORITIES
 from engram.distributed.priority_file import PriorityFile
 from engram.distributed.producers import LANE_KEPT, LentStream, Place, Producers, Tenancy, store_identity
+from engram.distributed.resharding import LoadedPiece, Run, SavedPiece, check_piece
 from engram.distributed.shard_sampling import draw_rows, lane_ranges, read_by_sequence
 from engram.errors import IncarnationError, StorageError
 from engram.kernel.disk import Checkpoint
-from engram.kernel.replay import Member
+from engram.kernel.replay import Member, SaveHandle
 from engram.kernel.rows import Lanes, RowLayout, StreamEntry
 
 _MOST_DRAWS = 100
+_KEPT_OUTCOMES = 16  # of saves that have ended
+_LOADER = "rows that were loaded"  # the name of their stream
 _QUEUE_BYTES = 16 << 20  # of rows that all producers together may have sent and that are not in yet
 
 P = ParamSpec("P")
@@ -231,6 +234,9 @@ class ReplayShard:
         self._folder_lock: FolderLock | None = None
         self._priorities: PriorityFile | None = None
         self._producers = Producers(self._storage, self._folder, idle)
+        self._save: SaveHandle | None = None  # the last one
+        self._saves = 0  # that were begun
+        self._ended_saves: dict[int, str | BaseException] = {}  # by number; the name, or the error
         self._giver: threading.Timer | None = None  # of lanes that were kept for producers that send nothing
         try:
             self._open()
@@ -656,17 +662,78 @@ class ReplayShard:
         return self.incarnation
 
     @_call
-    def dumps(self, incarnation: int, path: str | os.PathLike[str], oldest: str | None = None) -> str:
-        """Saves rows and sampler as `ReplayBuffer.dumps` does; returns the snapshot's name.
+    def begin_save(self, incarnation: int, path: str | os.PathLike[str], oldest: str | None = None) -> int | None:
+        """Begins a save of rows and sampler as they are now, as `ReplayBuffer.dumps` makes one; `saved` tells its end.
+
+        Calls are answered meanwhile.
 
         Args:
             oldest: the name of a snapshot: it stays, and those after it. None: older ones go.
+
+        Returns:
+            the number of the save; None: an earlier one has not ended, and nothing was begun.
+
+        Raises:
+            CheckpointError: it cannot be written.
         """
+        if self._save is not None and not self._save.done():
+            return None
+        if self._save is not None:
+            self._ended_saves[self._saves] = self._outcome(self._save)
+            self._ended_saves.pop(self._saves - _KEPT_OUTCOMES, None)
+            self._save = None
         older = [] if oldest is None else Checkpoint(path).snapshots()
         kept = sum(oldest is not None and _number(name) >= _number(oldest) for name in older)
-        name = self._buffer.dumps(path, keep_last=1 + kept)
-        assert isinstance(name, str)
+        save = self._buffer.dumps(path, blocking=False, keep_last=1 + kept)
+        assert isinstance(save, SaveHandle)
+        self._save = save
+        self._saves += 1
+        return self._saves
+
+    @_call
+    def saved(self, incarnation: int, save: int) -> str | None:
+        """The name of the snapshot that a save has made; None: it has not ended yet.
+
+        Raises:
+            CheckpointError: the save failed, and what was saved before is in force.
+            ValueError: no such save was begun, or it ended long ago.
+        """
+        if save == self._saves and self._save is not None:
+            if not self._save.done():
+                return None
+            outcome = self._outcome(self._save)
+        elif save in self._ended_saves:
+            outcome = self._ended_saves[save]
+        else:
+            raise ValueError(f"save {save} is not known: the last one of this shard is {self._saves}")
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def _outcome(self, save: SaveHandle) -> str | BaseException:
+        """The name of the snapshot of a save that has ended, or why there is none."""
+        try:
+            return save.result()
+        except Exception as error:
+            return error
+
+    def dumps(self, incarnation: int, path: str | os.PathLike[str], oldest: str | None = None) -> str:
+        """As `begin_save`, and waits for the end of the save; returns the snapshot's name.
+
+        Calls of other threads are answered meanwhile.
+        """
+        while (number := self.begin_save(incarnation, path, oldest)) is None:
+            self._await_save()
+        self._await_save()
+        name = self.saved(incarnation, number)
+        assert name is not None
         return name
+
+    def _await_save(self) -> None:
+        """Waits until no save is being made."""
+        save = self._save
+        if save is not None:
+            self._outcome(save)
 
     @_call
     def verify(self, incarnation: int, path: str | os.PathLike[str], snapshot: str) -> None:
@@ -696,8 +763,53 @@ class ReplayShard:
                 self._rewrite_priorities()
         return self.incarnation
 
+    @_call
+    def verify_pieces(self, incarnation: int, pieces: tuple[SavedPiece, ...]) -> None:
+        """CheckpointError where a piece of a save is damaged, or does not fit; nothing is changed."""
+        for piece in pieces:
+            check_piece(piece, self._storage.layout, self._sampler)
+
+    @_call
+    def load_pieces(self, incarnation: int, pieces: tuple[SavedPiece, ...]) -> int:
+        """Takes over pieces of a save of other shards, in place of all rows; returns the new incarnation.
+
+        Every tenancy ends, also after an error, which leaves the rows of the pieces before. One of the saved parts at a
+        time is in memory.
+
+        Raises:
+            CheckpointError: as `verify_pieces`.
+            StorageInUseError: another process has the store open for writing. Nothing was changed.
+        """
+        self.empty(incarnation)
+        for piece in pieces:
+            loaded = LoadedPiece(piece, copy.deepcopy(self._sampler))
+            try:
+                self.adopt(self.incarnation, loaded.layout.to_bytes())
+                if loaded.new_priority is not None:
+                    self._sampler.raise_new_priority(loaded.new_priority, storage=self._storage)
+                self._append_runs(loaded.runs())
+            finally:
+                loaded.close()
+        return self.incarnation
+
+    def _append_runs(self, runs: Iterable[Run]) -> None:
+        """Appends rows that were saved, with a seam where a run begins."""
+        entry = self._producers.entry_of(_LOADER, self._producers.join(_LOADER).number)
+
+        def append(run: Run) -> Tensor:
+            if run.begins:
+                self._storage.mark_seam()
+            return self._append(pack(self._layout, run.batch))
+
+        for run in runs:
+            slots = self._producers.append(entry, functools.partial(append, run))
+            if run.priority is not None:
+                self._set_priorities(slots, run.priority, None)
+        self._producers.end_producer(_LOADER)
+
     def close(self) -> None:
-        """Ends the use of the store; with a `scratch_dir` a new shard can continue with it."""
+        """Ends the use of the store, after a save that is being made; with a `scratch_dir` a new shard continues."""
+        self._await_save()
         with self._lock:
             giver, self._giver = self._giver, None
             if giver is not None:
