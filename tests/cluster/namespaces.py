@@ -100,6 +100,10 @@ class Node:
                     found[int(ids[-1])] = int(ids[0])
         return found
 
+    def memory(self) -> list[str]:
+        """The names in its /dev/shm."""
+        return os.listdir(f"/proc/{next(iter(self.processes().values()))}/root/dev/shm")
+
     def kill_process(self, pid: int, number: int = signal.SIGKILL) -> None:
         """Sends a signal to a process, whose id in the node is given."""
         os.kill(self.processes()[pid], number)
@@ -183,7 +187,8 @@ class NamespaceCluster:
             self._head = subprocess.Popen(
                 [*self.ray, "start", "--head", f"--node-ip-address={self.address_of(1)}", f"--port={self._port}",
                  "--num-cpus=1", "--include-dashboard=false", f"--object-store-memory={_STORE}",
-                 f"--temp-dir={self.folder}", "--disable-usage-stats", f"--system-config={json.dumps(HEALTH)}", "--block"],
+                 f"--temp-dir={self.folder}", "--disable-usage-stats", "--block",
+                 f"--system-config={json.dumps(HEALTH)}"],
                 stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=self.environment,
                 start_new_session=True,
             )  # fmt: skip
