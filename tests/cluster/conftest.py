@@ -79,3 +79,21 @@ def buffer(cluster: Nodes) -> Iterator[Callable[..., Any]]:
     yield make
     for one in made:
         one.shutdown()
+
+
+@pytest.fixture(scope="module")
+def spaces() -> Iterator[Any]:
+    """A cluster of two nodes in namespaces of their own, beside the head; the driver belongs to it in the module."""
+    from cluster.namespaces import namespace_cluster, why_not
+
+    if reason := why_not():
+        pytest.skip(reason)
+    before = ray.get_runtime_context().gcs_address if ray.is_initialized() else None
+    variables = {name: os.environ.get(name) for name in ("RAY_TMPDIR", "PYTHONPATH", "OMP_NUM_THREADS")}
+    ray.shutdown()
+    with namespace_cluster(2) as made:
+        yield made
+    for name, value in variables.items():
+        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    if before is not None:
+        ray.init(address=before, log_to_driver=False, logging_level=logging.ERROR)
