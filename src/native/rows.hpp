@@ -283,6 +283,7 @@ class RowWriter {
     copies_.reserve(leaves.size());
     observations.divide(leaves, in_row_, keys_);
     const Lanes::Protocol protocol = observations.restoring(lane);
+    has_seams_ = true;
     observations.plan(protocol, store_.lanes.header().incarnation.load(), lane, n, keys_, 0);
     for (uint64_t done = 0; done < n;) {
       const uint64_t take = std::min(store_.lanes.piece(), n - done);
@@ -298,7 +299,7 @@ class RowWriter {
     Observations* const observations = store_.observations();
     protocol.append(n, begins, [&](uint64_t first) {
       write(lane, first, n, observations ? in_row_ : leaves, skip, begins);
-      if (observations) observations->store(protocol, lane, first, n, keys_);
+      if (observations) observations->store(protocol, lane, first, n, keys_, static_cast<uint32_t>(store_.lanes.lane(lane).term.load(std::memory_order_relaxed)));
     });
   }
   void write(uint64_t lane, uint64_t first, uint64_t n, const std::vector<LeafSource>& leaves, uint64_t skip,
@@ -326,7 +327,8 @@ class RowWriter {
         if (store_.has_trailer()) {
           uint64_t at = first_slot;
           for (uint64_t i = 0; i < take; ++i) {
-            const uint64_t seam = begins && done + i == 0 ? Trailer::kSeam : 0;
+            const bool is_seam = has_seams_ ? store_.seam(lane, first + done + i) : begins && done + i == 0;
+            const uint64_t seam = is_seam ? Trailer::kSeam : 0;
             store_.seal(rows[i], store_.physical(lane, env, at), (first + done + i) | seam, term);
             if (++at == s.lane_capacity) at = 0;
           }
@@ -340,6 +342,7 @@ class RowWriter {
   std::vector<LeafCopy> copies_;
   std::vector<LeafSource> in_row_;  // of the leaves, where observations are stored beside rows
   std::vector<Observations::Key> keys_;
+  bool has_seams_ = false;  // the rows are restored: seams are those of the store
 };
 
 // ---- reading ----
