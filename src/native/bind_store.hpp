@@ -1216,6 +1216,16 @@ inline void bind_store(nb::module_& m) {
       })
       .def_prop_ro("sync_failures", &Store::sync_failures)
       .def("count_sync_failure", &Store::count_sync_failure)
+      .def("keep_durable_tails", [](const Store& s) {
+        s.must_be_writable();
+        std::vector<uint64_t> published;
+        for (uint64_t l = 0; l < s.geometry().lanes; ++l) {
+          const LaneHeader& h = s.lanes.lane(l);
+          const bool keeps = s.observations() && s.observations()->has_ends();
+          published.push_back(keeps ? s.observations()->keep_durable_tails(s.lanes.protocol(l), l, h.durable.load()) : h.published.load());
+        }
+        return published;
+      })
       .def("dirty_again", [](Store& s, const std::vector<uint64_t>& published) {
         s.must_be_writable();
         if (published.size() != s.geometry().lanes) throw nb::value_error("one sequence for each lane");
@@ -1280,6 +1290,7 @@ inline void bind_store(nb::module_& m) {
         }
         return std::tuple(kinds.rows, kinds.same, kinds.moved, kinds.whole, kinds.whole_x, kinds.same_of_key);
       }, "most"_a)
+      .def_prop_ro("has_all_segments", [](const Store& s) { return !s.observations() || s.observations()->has_all_segments(); })
       .def_prop_ro("has_observations", [](const Store& s) { return (s.geometry().features & kHasObservations) != 0; })
       .def("observation_column", &observation_column, "lane"_a, "start"_a, "steps"_a, "offset"_a, "nbytes"_a,
            nb::sig("def observation_column(self, lane: int, start: int, steps: int, offset: int, nbytes: int) -> "
@@ -1304,6 +1315,7 @@ inline void bind_store(nb::module_& m) {
         if (!s.has_trailer()) throw nb::value_error("rows without trailers cannot be recovered");
         uint64_t dropped = 0;
         nb::gil_scoped_release unlocked;
+        if (s.observations()) s.observations()->forget_missing_segments();
         s.header()->incarnation.fetch_add(2);  // by 2: an odd one would make a kill empty the store
         for (uint64_t l = 0; l < s.geometry().lanes; ++l) {
           const LaneScan scan = scan_lane(s, l);

@@ -117,7 +117,7 @@ class BareObservations {
     observations_.plan(rows, 0, lane, n, from, 0);
     for (uint64_t done = 0; done < n;) {
       const uint64_t take = std::min(n - done, g.longest_piece);
-      rows.append(take, false, [&](uint64_t at) { observations_.store(rows, lane, at, take, from); });
+      rows.append(take, false, [&](uint64_t at) { observations_.store(rows, lane, at, take, from, 0); });
       done += take;
     }
   }

@@ -19,27 +19,42 @@
 #include <utility>
 #include <vector>
 
+#include "crc32c.hpp"
 #include "leaf_source.hpp"
 #include "mapping.hpp"
 #include "observation_protocol.hpp"
 
 namespace engram {
 
+// The end of each record, unit and tail of a store that outlives its processes, by which those are recognised that a power cut tore.
+struct FrameEnd {
+  uint64_t sequence;  // of the row whose it is
+  uint32_t term;      // of that row
+  uint32_t crc;       // over what it is, and the rest of this
+  // Of a record: the term of the row before, and of that `ahead` rows before, plus 1; 0: there was none. Of a unit: which of the row's it is. Of
+  // a tail: its kind.
+  uint32_t before, ahead;
+};
+static_assert(sizeof(FrameEnd) == 24);
+
 // Where the observations of a store lie, one after the other: first what has memory from the beginning, then the units, of which there
 // are addresses for as many as there can ever be.
 struct ObservationPlaces {
   static constexpr uint64_t kLeastBytes = 64 << 10, kMostBytes = 1 << 20, kParts = 16;  // a segment's, and a lane's segments at least
+  static constexpr uint64_t kDurable = 2;  // copies of the newest tails, written alternately by flushes
 
-  uint64_t owners = 0, words = 0, tail_kinds = 0, tails = 0, records = 0, units = 0, end = 0;
-  uint64_t unit_stride = 0, segment_units = 1, segment_bytes = 0, segments = 0;
+  uint64_t owners = 0, words = 0, tail_kinds = 0, tails = 0, durable_tails = 0, records = 0, units = 0, end = 0;
+  uint64_t tail_stride = 0, record_stride = 0, unit_stride = 0, segment_units = 1, segment_bytes = 0, segments = 0;
 
-  // `in_row`: words and records lie in the rows.
-  static ObservationPlaces of(uint64_t columns, const ObservationShape& shape, uint64_t record_bytes, bool in_row) {
+  // `in_row`: words and records lie in the rows. `ends`: they outlive their processes.
+  static ObservationPlaces of(uint64_t columns, const ObservationShape& shape, uint64_t record_bytes, bool in_row, bool ends) {
     const unsigned __int128 limit = uint64_t{1} << 56;
     if (static_cast<unsigned __int128>(columns) * (shape.records() + shape.tails()) * (record_bytes + 8) * shape.frames > limit)
       throw std::invalid_argument("the store would be larger than 2^56");
     ObservationPlaces p;
-    p.unit_stride = sizeof(std::atomic<uint64_t>) + round_up(record_bytes, 8);
+    const auto with_end = [&](uint64_t bytes) { return ends ? round_up(bytes, 8) + sizeof(FrameEnd) : bytes; };
+    p.unit_stride = sizeof(std::atomic<uint64_t>) + round_up(with_end(record_bytes), 8);
+    p.tail_stride = with_end(shape.frames * record_bytes), p.record_stride = with_end(record_bytes);
     p.segment_units = std::max<uint64_t>(1, std::clamp<uint64_t>(shape.records() * record_bytes / kParts, kLeastBytes, kMostBytes) / p.unit_stride);
     p.segment_bytes = round_up(p.segment_units * p.unit_stride + 1, kPage);  // the last byte is no unit's
     const uint64_t most = 2 * (2 * shape.frames - 1) * shape.records();    // twice as many as rows need, as saves hold some back
@@ -52,8 +67,9 @@ struct ObservationPlaces {
     };
     p.words = place(in_row ? 0 : columns * shape.records() * sizeof(std::atomic<uint64_t>));
     p.tail_kinds = place(columns * shape.tails() * sizeof(std::atomic<uint64_t>));
-    p.tails = place(columns * shape.tails() * shape.frames * record_bytes);
-    p.records = place(in_row ? 0 : columns * shape.records() * record_bytes);
+    p.tails = place(columns * shape.tails() * p.tail_stride);
+    p.durable_tails = place(ends ? columns * kDurable * shape.ahead * p.tail_stride : 0);
+    p.records = place(in_row ? 0 : columns * shape.records() * p.record_stride);
     p.units = round_up(at, kPage), p.end = p.units + p.segments * p.segment_bytes;
     return p;
   }
@@ -118,6 +134,9 @@ class ObservationMemory {
   }
   std::atomic<uint64_t>& link(uint64_t unit) const { return *reinterpret_cast<std::atomic<uint64_t>*>(unit_at(unit)); }
   uint8_t* record(uint64_t unit) const { return unit_at(unit) + sizeof(std::atomic<uint64_t>); }
+  uint8_t* unit_at(uint64_t unit) const {
+    return start_ + segment_at(unit / places_.segment_units) + unit % places_.segment_units * places_.unit_stride;
+  }
   // How many segments lanes have: the first ones, as each takes the first that is free.
   uint64_t taken() const {
     uint64_t n = taken_.load(std::memory_order_relaxed);
@@ -130,14 +149,17 @@ class ObservationMemory {
   // What the file must have, counted from where the observations begin: what is read and written here.
   uint64_t bytes_in_use() const { return segment_at(there_.load(std::memory_order_relaxed)); }
   bool is_whole() const { return !file_ || taken() <= look_at_length(); }
+  // After a power cut: owners of segments that the file does not reach have nothing there.
+  void forget_what_is_missing() {
+    for (uint64_t s = look_at_length(); s < places_.segments; ++s)
+      if (owners()[s].load(std::memory_order_relaxed)) owners()[s].store(0);
+    taken_.store(0);
+  }
+  bool is_there(uint64_t segment) const { return segment < there_.load(std::memory_order_relaxed) || segment < look_at_length(); }
 
  private:
   // Where the segment begins.
   uint64_t segment_at(uint64_t segment) const { return places_.units + segment * places_.segment_bytes; }
-  uint8_t* unit_at(uint64_t unit) const {
-    return start_ + segment_at(unit / places_.segment_units) + unit % places_.segment_units * places_.unit_stride;
-  }
-  bool is_there(uint64_t segment) const { return segment < there_.load(std::memory_order_relaxed) || segment < look_at_length(); }
   bool is_open() const {
     struct stat now{};
     return ::fstat(file_->fd, &now) == 0 && now.st_dev == stat_.st_dev && now.st_ino == stat_.st_ino;
@@ -205,6 +227,8 @@ class Observations {
     uint64_t first_byte = 0;  // where the first X lies: behind the bytes of a stored row
     std::vector<KeyGeometry> keys;
     std::optional<InRow> in_row;  // none: words and records have columns of their own
+    bool ends = false;            // of records, units and tails
+    uint32_t id_crc = 0;          // of the store, with which those of the ends begin
   };
   static constexpr uint64_t kMostBytesInRow = 512;
   // X and next.X of one key, in the batch that is appended.
@@ -231,8 +255,8 @@ class Observations {
   // `rows`: of the store; null where these have nothing of observations. `file`: of the store; none: private memory.
   explicit Observations(Geometry geometry, uint8_t* rows = nullptr, const std::optional<ObservationMemory::File>& file = std::nullopt)
       : geometry_(std::move(geometry)), offsets_(offsets_of(geometry_)), record_bytes_(record_bytes(geometry_)), columns_count_(geometry_.lanes * geometry_.envs),
-        shape_(shape_of(geometry_)), memory_(places_of(geometry_), file), tail_bytes_(shape_.frames * record_bytes_) {
-    if (geometry_.in_row && (!rows || shape_.frames > 1 || record_bytes_ > kMostBytesInRow || geometry_.in_row->x.size() != geometry_.keys.size()))
+        shape_(shape_of(geometry_)), memory_(places_of(geometry_), file), tail_stride_(memory_.places().tail_stride) {
+    if (geometry_.in_row && (!rows || geometry_.ends || shape_.frames > 1 || record_bytes_ > kMostBytesInRow || geometry_.in_row->x.size() != geometry_.keys.size()))
       throw std::invalid_argument("only small single frames lie in rows");
     const ObservationPlaces& places = memory_.places();
     shape_.segment_units = places.segment_units, shape_.segments = places.segments;
@@ -242,7 +266,7 @@ class Observations {
       record_offsets_ = geometry_.in_row->x;
     } else {
       first_word_ = memory_.at(places.words), first_record_ = memory_.at(places.records);
-      word_stride_ = sizeof(std::atomic<uint64_t>), record_stride_ = record_bytes_;
+      word_stride_ = sizeof(std::atomic<uint64_t>), record_stride_ = places.record_stride;
       record_offsets_ = offsets_;
     }
     pools_.assign(columns_count_, UnitPool(shape_.segment_units));
@@ -259,7 +283,8 @@ class Observations {
   // Of a file that other processes may cut short, counted from where the observations begin.
   uint64_t bytes_in_use() const { return memory_.bytes_in_use(); }
   // Whether the file has all segments that lanes have.
-  bool is_whole() const { return memory_.is_whole(); }
+  bool has_all_segments() const { return memory_.is_whole(); }
+  bool has_ends() const { return geometry_.ends; }
   bool are_in_rows() const { return geometry_.in_row.has_value(); }
   // Bytes of the leaves that lie behind a stored row.
   uint64_t bytes_of_leaves() const {
@@ -327,7 +352,8 @@ class Observations {
       if (!protocol.prepare(pool, planned_at_, shape_.longest_piece, planned_[env], make)) throw std::bad_alloc();
     }
   }
-  void store(const Rows& rows, uint64_t lane, uint64_t at, uint64_t n, const std::vector<Key>& keys) {
+  // `term`: of the lane.
+  void store(const Rows& rows, uint64_t lane, uint64_t at, uint64_t n, const std::vector<Key>& keys, uint32_t term) {
     const uint64_t from = at - planned_at_;
     for (uint64_t env = 0; env < geometry_.envs; ++env) {
       const Columns columns = columns_of(lane, env, {&keys, planned_at_, planned_from_});
@@ -337,6 +363,7 @@ class Observations {
       protocol.store_units(planned_at_, from, n, planned_[env], pool);
       protocol.store_records(planned_at_, from, n, planned_[env]);
       protocol.store_tails(planned_at_, from, n);
+      if (geometry_.ends) seal(columns, StdMemory::load(rows.base), at, n, term);
       protocol.written(pool, at, n);
     }
   }
@@ -376,6 +403,89 @@ class Observations {
     c.claimed.store(0), c.published.store(0), c.base.store(0);
     return are_there;
   }
+
+  // ---- what a power cut leaves: of stores whose records, units and tails have ends ----
+  // Whether record and units of row w are whole, and of the row of this term.
+  bool is_whole(uint64_t lane, uint64_t env, uint64_t w, uint32_t term) const {
+    const Columns columns = columns_of(lane, env, {});
+    const FrameEnd& end = columns.record_end(w);
+    return end.sequence == w && end.term == term && end.crc == columns.record_crc(w, end) && has_units(columns, w, term);
+  }
+  // Whether row w + 1 was written behind row w of this term, and row w + `ahead` with this row there.
+  bool is_linked(uint64_t lane, uint64_t env, uint64_t w, uint32_t term) const { return columns_of(lane, env, {}).record_end(w + 1).before == term + 1; }
+  bool is_told(uint64_t lane, uint64_t env, uint64_t w, uint32_t term) const {
+    return columns_of(lane, env, {}).record_end(w + shape_.ahead).ahead == term + 1;
+  }
+  // Whether X of row w, which is whole, is: its older frames may be those of rows that are not stored any more.
+  bool has_x(uint64_t lane, uint64_t env, uint64_t w) const {
+    const Columns columns = columns_of(lane, env, {});
+    const ObservationWord word = ObservationWord::unpack(columns.word(w), shape_.frames);
+    if (word.run > w) return false;
+    for (uint64_t v = w; v > w - word.run; --v) {
+      const uint32_t before = columns.record_end(v).before;
+      if (!before || !is_whole(lane, env, v - 1, before - 1)) return false;
+    }
+    return true;
+  }
+  uint64_t ahead() const { return shape_.ahead; }
+  // Whether there is a whole tail of row w of this term.
+  bool has_tail(uint64_t lane, uint64_t env, uint64_t w, uint32_t term) const { return find_tail(columns_of(lane, env, {}), lane, env, w, term); }
+  // Whether the one that is read is.
+  bool has_tail_in_place(uint64_t lane, uint64_t env, uint64_t w, uint32_t term) const {
+    const Columns columns = columns_of(lane, env, {});
+    return is_tail(columns, columns.tail(w), w, term);
+  }
+  // Puts the tail of row w in its place: the one that is found, or, where there is none, next.X as the row behind tells it.
+  void keep_tail(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, uint32_t term) {
+    const Columns columns = columns_of(lane, env, {});
+    uint8_t* const to = columns.tail(w);
+    if (const uint8_t* const found = find_tail(columns, lane, env, w, term)) {
+      if (found != to) std::memcpy(to, found, tail_stride_);
+      columns.set_tail_kind(w, columns.tail_end(to).before);
+      return;
+    }
+    StackPlaces next;
+    protocol_of(rows, columns).find_next(w, false, next);
+    for (uint64_t j = 0; j < shape_.frames; ++j) columns.put({FramePlace::kTail, w, j}, next[j]);
+    columns.set_tail_kind(w, ObservationWord::kWhole);
+    seal_tail(columns, w, term);
+  }
+  // Rows [base, published) are those that are kept. Records below them that are not whole keep no units.
+  void forget_records_below(uint64_t lane, uint64_t env, uint64_t base) {
+    const Columns columns = columns_of(lane, env, {});
+    for (uint64_t w = base - std::min(base, shape_.frames - 1); w < base; ++w)
+      if (!is_whole(lane, env, w, columns.record_end(w).term)) columns.set_word(w, 0);
+  }
+  void forget_missing_segments() { memory_.forget_what_is_missing(); }
+  // Before a flush: copies the tails of the newest rows to where later rows do not overwrite them. Rows below `durable` were flushed
+  // before: their copies stay until the next flush. Returns `published`: the flush is of the rows below it.
+  uint64_t keep_durable_tails(const Rows& rows, uint64_t lane, uint64_t durable) {
+    for (;;) {
+      const LaneView v = rows.look();
+      bool all = true;
+      for (uint64_t env = 0; env < geometry_.envs; ++env) {
+        const Columns columns = columns_of(lane, env, {});
+        const uint64_t which = durable > 0 && durable_end(lane, env, 0, durable - 1).sequence == durable - 1 ? 1 : 0;
+        for (uint64_t w = std::max(v.first, v.published - std::min(v.published, shape_.ahead)); w < v.published; ++w)
+          std::memcpy(durable_tail(lane, env, which, w), columns.tail(w), tail_stride_);
+      }
+      Rows::after_reading();
+      for (uint64_t w = std::max(v.first, v.published - std::min(v.published, shape_.ahead)); w < v.published; ++w)
+        all = all && tail_is_there(rows, w);
+      if (all) return v.published;
+    }
+  }
+  // Each part of the memory of row w: `part(begin, bytes)`.
+  template <class Part>
+  void each_part(uint64_t lane, uint64_t env, uint64_t w, Part&& part) const {
+    const Columns columns = columns_of(lane, env, {});
+    part(reinterpret_cast<uint8_t*>(&columns.word_of(w)), sizeof(uint64_t));
+    part(columns.record(w), record_stride_);
+    part(columns.tail(w), tail_stride_);
+    each_unit(columns, w, [&](uint64_t unit, uint64_t) { part(memory_.unit_at(unit), memory_.places().unit_stride); });
+  }
+  // All that is neither a record nor a unit.
+  std::pair<uint8_t*, uint64_t> rest() const { return {memory_.at(0), memory_.places().records}; }
 
   // ---- readers, between `rows.look` and `rows.after_reading` ----
   void prefetch(uint64_t lane, uint64_t env, uint64_t w) const {
@@ -506,6 +616,15 @@ class Observations {
     void set_tail_kind(uint64_t w, uint64_t kind) const { StdMemory::store(tail_kinds[w % all.shape_.tails()], kind); }
     bool owns(uint64_t unit) const { return all.memory_.owner(unit) == owner; }
 
+    uint8_t* record(uint64_t w) const { return records + w % all.shape_.records() * all.record_stride_; }
+    FrameEnd& record_end(uint64_t w) const { return end_of(record(w), all.record_bytes_); }
+    uint8_t* tail(uint64_t w) const { return tails + w % all.shape_.tails() * all.tail_stride_; }
+    FrameEnd& tail_end(uint8_t* tail) const { return end_of(tail, all.shape_.frames * all.record_bytes_); }
+    FrameEnd& unit_end(uint64_t unit) const { return end_of(all.memory_.record(unit), all.record_bytes_); }
+    uint32_t record_crc(uint64_t w, const FrameEnd& end) const { return crc(0, word(w), end, record(w), all.record_bytes_); }
+    uint32_t tail_crc(uint8_t* tail) const { return crc(1, 0, tail_end(tail), tail, all.shape_.frames * all.record_bytes_); }
+    uint32_t unit_crc(uint64_t unit) const { return crc(2 + unit, link(unit), unit_end(unit), all.memory_.record(unit), all.record_bytes_); }
+
     // A key whose observations are single frames has none among the older frames of stacks.
     bool same(const FramePlace& a, const FramePlace& b, bool newest) const {
       uint64_t offset = 0;
@@ -557,6 +676,12 @@ class Observations {
     }
 
    private:
+    static FrameEnd& end_of(uint8_t* frames, uint64_t bytes) { return *reinterpret_cast<FrameEnd*>(frames + round_up(bytes, 8)); }
+    // `what`: 0: a record, 1: a tail, then the units.
+    uint32_t crc(uint64_t what, uint64_t word, const FrameEnd& end, const uint8_t* frames, uint64_t bytes) const {
+      const uint64_t said[] = {what, owner, word, end.sequence, uint64_t{end.term} << 32 | end.before, end.ahead};
+      return crc32c(crc32c(all.geometry_.id_crc, said, sizeof said), frames, bytes);
+    }
     static void copy_frame(uint8_t* to, const uint8_t* frame, uint64_t bytes) {
       if (frame) std::memcpy(to, frame, bytes);
       else std::memset(to, 0, bytes);
@@ -593,7 +718,7 @@ class Observations {
           return records + place_of(place.number) * all.record_stride_ + all.record_offsets_[k];
         case FramePlace::kUnit: return all.memory_.record(place.number) + offset;
         case FramePlace::kTail:
-          return tails + place.number % all.shape_.tails() * all.tail_bytes_ + place.frame * all.record_bytes_ + offset;
+          return tails + place.number % all.shape_.tails() * all.tail_stride_ + place.frame * all.record_bytes_ + offset;
         case FramePlace::kNewX: return frame_of((*batch.keys)[k].x, place, k);
         case FramePlace::kNewNext: return frame_of((*batch.keys)[k].next, place, k);
         default: return nullptr;
@@ -630,7 +755,62 @@ class Observations {
     return {g.capacity, frames, g.ahead, g.longest_piece, 0, 0};
   }
   static ObservationPlaces places_of(const Geometry& g) {
-    return ObservationPlaces::of(g.lanes * g.envs, shape_of(g), record_bytes(g), g.in_row.has_value());
+    return ObservationPlaces::of(g.lanes * g.envs, shape_of(g), record_bytes(g), g.in_row.has_value(), g.ends);
+  }
+  // Writes the ends of n rows, of their units, and of the tails of the newest of them.
+  void seal(const Columns& columns, uint64_t base, uint64_t at, uint64_t n, uint32_t term) const {
+    for (uint64_t w = at; w < at + n; ++w) {
+      each_unit(columns, w, [&](uint64_t unit, uint64_t i) {
+        FrameEnd& end = columns.unit_end(unit);
+        end = {w, term, 0, static_cast<uint32_t>(i), 0};
+        end.crc = columns.unit_crc(unit);
+      });
+      FrameEnd& end = columns.record_end(w);
+      end = {w, term, 0, w > base ? columns.record_end(w - 1).term + 1 : 0, w >= base + shape_.ahead ? columns.record_end(w - shape_.ahead).term + 1 : 0};
+      end.crc = columns.record_crc(w, end);
+    }
+    for (uint64_t w = std::max(at, at + n - std::min(at + n, shape_.ahead)); w < at + n; ++w) seal_tail(columns, w, term);
+  }
+  void seal_tail(const Columns& columns, uint64_t w, uint32_t term) const {
+    FrameEnd& end = columns.tail_end(columns.tail(w));
+    end = {w, term, 0, static_cast<uint32_t>(columns.tail_kind(w)), 0};
+    end.crc = columns.tail_crc(columns.tail(w));
+  }
+  // Each unit of row w, in this lane's segments, with its number.
+  template <class Each>
+  void each_unit(const Columns& columns, uint64_t w, Each&& each) const {
+    const ObservationWord word = ObservationWord::unpack(columns.word(w), shape_.frames);
+    uint64_t unit = word.head;
+    for (uint64_t i = 0, n = word.units(shape_.frames); i < n && columns.owns(unit); ++i) {
+      const uint64_t next = columns.link(unit);
+      each(unit, i);
+      unit = next;
+    }
+  }
+  bool has_units(const Columns& columns, uint64_t w, uint32_t term) const {
+    uint64_t whole = 0;
+    each_unit(columns, w, [&](uint64_t unit, uint64_t i) {
+      const FrameEnd& end = columns.unit_end(unit);
+      whole += end.sequence == w && end.term == term && end.before == i && end.crc == columns.unit_crc(unit);
+    });
+    return whole == ObservationWord::unpack(columns.word(w), shape_.frames).units(shape_.frames);
+  }
+  uint8_t* durable_tail(uint64_t lane, uint64_t env, uint64_t which, uint64_t w) const {
+    const uint64_t c = lane * geometry_.envs + env;
+    return memory_.at(memory_.places().durable_tails + ((c * ObservationPlaces::kDurable + which) * shape_.ahead + w % shape_.ahead) * tail_stride_);
+  }
+  const FrameEnd& durable_end(uint64_t lane, uint64_t env, uint64_t which, uint64_t w) const {
+    return columns_of(lane, env, {}).tail_end(durable_tail(lane, env, which, w));
+  }
+  // The tail of row w of this term, in its place or among the durable ones; null: none is whole.
+  const uint8_t* find_tail(const Columns& columns, uint64_t lane, uint64_t env, uint64_t w, uint32_t term) const {
+    for (uint8_t* const tail : {columns.tail(w), durable_tail(lane, env, 0, w), durable_tail(lane, env, 1, w)})
+      if (is_tail(columns, tail, w, term)) return tail;
+    return nullptr;
+  }
+  static bool is_tail(const Columns& columns, uint8_t* tail, uint64_t w, uint32_t term) {
+    const FrameEnd& end = columns.tail_end(tail);
+    return end.sequence == w && end.term == term && end.crc == columns.tail_crc(tail);
   }
   static bool has(const std::vector<Target>& to, bool is_next) {
     return std::any_of(to.begin(), to.end(), [&](const Target& one) { return one.leaf.is_next == is_next; });
@@ -645,7 +825,7 @@ class Observations {
     uint8_t* const frames_of_tails = memory_.at(memory_.places().tails);
     return {*this,
             first_word_ + c * records * word_stride_, first_record_ + c * records * record_stride_,
-            kinds + c * tails, frames_of_tails + c * tails * tail_bytes_,
+            kinds + c * tails, frames_of_tails + c * tails * tail_stride_,
             c + 1, env, batch, batch.keys ? batch.at - batch.at % records : 0};
   }
   Protocol protocol_of(const Rows& rows, const Columns& columns) const {
@@ -659,7 +839,7 @@ class Observations {
   uint64_t record_bytes_, columns_count_;
   ObservationShape shape_;
   ObservationMemory memory_;
-  uint64_t tail_bytes_;
+  uint64_t tail_stride_;
   uint8_t *first_word_ = nullptr, *first_record_ = nullptr;  // in their columns, or in the first row
   uint64_t word_stride_ = 0, record_stride_ = 0;
   std::vector<uint64_t> record_offsets_;                   // of each key in a record

@@ -284,6 +284,7 @@ class RowWriter {
     copies_.reserve(leaves.size());
     divided_ = &observations.divide(leaves);
     const Lanes::Protocol protocol = observations.restoring(lane);
+    has_seams_ = true;
     observations.plan(protocol, store_.lanes.header().incarnation.load(), lane, n, divided_->keys, 0);
     for (uint64_t done = 0; done < n;) {
       const uint64_t take = std::min(store_.lanes.piece(), n - done);
@@ -299,13 +300,14 @@ class RowWriter {
     Observations* const observations = store_.observations();
     protocol.append(n, begins, [&](uint64_t first) {
       write(lane, first, n, observations ? divided_->in_row : leaves, skip, begins);
-      if (observations) observations->store(protocol, lane, first, n, divided_->keys);
+      if (observations) observations->store(protocol, lane, first, n, divided_->keys, term_of(lane));
     });
   }
+  uint32_t term_of(uint64_t lane) const { return static_cast<uint32_t>(store_.lanes.lane(lane).term.load(std::memory_order_relaxed)); }
   void write(uint64_t lane, uint64_t first, uint64_t n, const std::vector<LeafSource>& leaves, uint64_t skip,
              bool begins) {
     const StoreGeometry& s = store_.geometry();
-    const auto term = static_cast<uint32_t>(store_.lanes.lane(lane).term.load(std::memory_order_relaxed));
+    const uint32_t term = term_of(lane);
     uint8_t* rows[kBlockRows];
     std::vector<LeafCopy>& copies = copies_;
     for (uint64_t env = 0; env < s.envs; ++env) {
@@ -327,7 +329,8 @@ class RowWriter {
         if (store_.has_trailer()) {
           uint64_t at = first_slot;
           for (uint64_t i = 0; i < take; ++i) {
-            const uint64_t seam = begins && done + i == 0 ? Trailer::kSeam : 0;
+            const bool is_seam = has_seams_ ? store_.seam(lane, first + done + i) : begins && done + i == 0;
+            const uint64_t seam = is_seam ? Trailer::kSeam : 0;
             store_.seal(rows[i], store_.physical(lane, env, at), (first + done + i) | seam, term);
             if (++at == s.lane_capacity) at = 0;
           }
@@ -340,6 +343,7 @@ class RowWriter {
   Store& store_;
   std::vector<LeafCopy> copies_;
   const Observations::Divided* divided_ = nullptr;  // where observations are stored beside rows
+  bool has_seams_ = false;  // the rows are restored: seams are those of the store
 };
 
 // ---- reading ----

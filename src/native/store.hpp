@@ -275,7 +275,6 @@ class Store {
       file = ObservationMemory::File{fd_, s.total_bytes, read_only_};
     }
     auto observations = std::make_shared<Observations>(g, rows_, file);
-    if (!observations->is_whole()) throw std::runtime_error("the file was cut short: it lacks observations that rows have");
     lanes.limit_piece(g.longest_piece);
     observations_ = std::move(observations);
     refuses_writes_ = read_only_;
@@ -283,7 +282,8 @@ class Store {
   // The geometry of the observations of a store.
   static Observations::Geometry observations_beside(const StoreGeometry& s, uint64_t ahead, std::vector<Observations::KeyGeometry> keys,
                                                     std::optional<Observations::InRow> in_row) {
-    Observations::Geometry g{s.lanes, s.envs, s.lane_capacity, ahead, 1, s.payload_bytes, std::move(keys), std::move(in_row)};
+    Observations::Geometry g{s.lanes, s.envs, s.lane_capacity, ahead, 1, s.payload_bytes, std::move(keys), std::move(in_row),
+                             (s.features & kHasTrailer) != 0, crc32c(0, s.store_id, sizeof s.store_id)};
     uint64_t bytes = s.payload_bytes;
     if (g.in_row) {
       g.in_row->row_stride = s.row_stride;
@@ -556,6 +556,12 @@ class Store {
   void seal(uint8_t* row, uint64_t physical_row, uint64_t sequence_and_seam, uint32_t term) const {
     Trailer* t = trailer(row);
     t->sequence_and_seam = sequence_and_seam, t->term = term, t->crc = row_crc(row, physical_row, sequence_and_seam, term);
+  }
+  // Whether row w of a lane was completely written, in an environment, with all that it has beside it. `trailer`: its own.
+  bool has_whole_row(uint64_t l, uint64_t env, uint64_t w) const {
+    const uint64_t p = physical(l, env, w % geometry().lane_capacity);
+    const Trailer* const t = trailer(row(p));
+    return whole(p) && t->sequence() == w && (!observations_ || observations_->is_whole(l, env, w, t->term));
   }
   // Whether a row was completely written, and belongs in this place.
   bool whole(uint64_t physical_row) const {

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from contracts.children import fork
+from engram.cli import verify
 from engram.data import Compact, LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 
 SIZE = 700  # bytes of a frame
@@ -124,7 +125,11 @@ def test_rows_are_right_whenever_their_writers_are_killed(name, writers, lanes, 
 
 
 @pytest.mark.deep
-def test_rows_of_a_temporary_file_are_right_whenever_their_writers_are_killed():
-    storage = LazyMemmapStorage(CAPACITY, compact=Compact("x", frames=4))
+@pytest.mark.parametrize("folder, lanes", [(None, None), ("store", None), ("store", 4)])
+def test_rows_of_a_file_are_right_whenever_their_writers_are_killed(ram_path, folder, lanes):
+    scratch_dir = None if folder is None else ram_path / folder
+    storage = LazyMemmapStorage(CAPACITY, scratch_dir=scratch_dir, lanes=lanes, compact=Compact("x", frames=4))
     rb = TensorDictReplayBuffer(storage=storage, batch_size=24)
     assert torture(rb, Environment(4, 1), WRITERS, 12) > 120
+    if scratch_dir is not None:
+        assert verify(scratch_dir).ok

@@ -51,10 +51,10 @@ class CompactTable(RowTable):
     def append_packed(self, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
         given: Any = rows
         leaves: Any = _native.unpack(self.layout.list_codec, given)
-        return self._appended(self._stored.list_codec.check_list(leaves, 1, 0))
+        return self._appended(self.stored.list_codec.check_list(leaves, 1, 0))
 
     def append_leaves(self, leaves: list[Any]) -> Tensor:
-        plan = self._stored.raw_leaf_codec.check_list(leaves, 1, 0)
+        plan = self.stored.raw_leaf_codec.check_list(leaves, 1, 0)
         if plan is None:
             raise self._no_leaves(leaves)
         return self._appended(plan)
@@ -68,7 +68,7 @@ class CompactTable(RowTable):
     def read_packed(self, slots: Tensor, by_leaf: bool = False, sequences: bool = False) -> Rows:
         if self.lanes.unused_since_fork:
             self.lanes.join_after_fork()
-        leaves, *rest = self._store.gather(self._stored.raw_leaf_codec, slots, None, None, self.mapped, sequences)
+        leaves, *rest = self._store.gather(self.stored.raw_leaf_codec, slots, None, None, self.mapped, sequences)
         return Rows(leaves if by_leaf else [self._packed(leaves)], *rest)
 
     def _packed(self, leaves: list[Tensor]) -> Tensor:
@@ -105,7 +105,7 @@ class CompactTable(RowTable):
         differs = replacement.differing_leaf()
         if differs is not None:
             raise ValueError(
-                f"{pytree.format_key(self._stored.leaf_at(differs).path)} is stored once (compact=), and other rows "
+                f"{pytree.format_key(self.stored.leaf_at(differs).path)} is stored once (compact=), and other rows "
                 "have frames of it: it cannot change in stored rows. All other entries can: give the observations as "
                 "they are stored. Nothing was written"
             )
@@ -133,10 +133,10 @@ class CompactTable(RowTable):
     def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
         """Writes packed rows, of a lane in their order."""
         leaves = [rows[..., leaf.offset : leaf.offset + leaf.nbytes] for leaf in self.layout.leaves]
-        plan = self._stored.raw_leaf_codec.check_list(leaves, 2, 1)
+        plan = self.stored.raw_leaf_codec.check_list(leaves, 2, 1)
         if plan is None:
             leaves = [np.ascontiguousarray(leaf) for leaf in leaves]
-            plan = self._stored.raw_leaf_codec.check_list(leaves, 2, 1)
+            plan = self.stored.raw_leaf_codec.check_list(leaves, 2, 1)
         assert plan is not None
         self._store.put_leaves(lane, start, plan)
 

@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class StoreSpec:
         extents: bool = False,
         observations: ObservationKeys | None = None,
     ) -> None:
-        self.layout, stored = layout, StoredLayout(layout, observations)
+        self.layout, stored = layout, StoredLayout(layout, observations, apart=trailer)
         self.stored = stored
         self.row_bytes, self.alignment = stored.row_bytes, stored.alignment
         self.lanes, self.lane_capacity, self.envs, self.trailer = lanes, lane_capacity, envs, trailer
@@ -340,7 +341,7 @@ class StoreSession:
         fd, self._stat = open_store(folder)
         self._path, self._fd = path, fd
         try:
-            self.store = opened_store(fd)
+            self.store = opened_store(fd, complete=False)  # a repair may be due
         except (RuntimeError, ValueError) as error:
             os.close(fd)
             raise StorageError(f"{path} cannot be opened: {error}") from error
@@ -350,6 +351,7 @@ class StoreSession:
         self.dropped = 0
         self._wrote = False
         self._name_synced = False
+        self._flush_mutex = threading.Lock()
         self._on_network = network_file_system(fd) is not None
         self._takes_over = take_over
         try:
@@ -362,6 +364,11 @@ class StoreSession:
             self.locks = LaneLocks(fd, str(path.absolute()), needs_repair=self._needs_repair, repair=self._repair)
         except OSError as error:
             raise StorageError(f"{path} cannot be locked: {error}") from error
+        if not self.store.has_all_segments:
+            self.locks.close()
+            raise StorageError(
+                f"{path} was cut short: it lacks observations that its rows have; put it back from a copy"
+            )
         # For rows that another process wrote and did not flush a sync may have failed there.
         self._handled_failures = -1 if self.store.unflushed else self.store.sync_failures
         if self.dropped:
@@ -419,16 +426,26 @@ class StoreSession:
         return os.fstat(self.locks.fd).st_nlink == 0
 
     def _sync(self) -> None:
-        published = [self.store.lane(i)["published"] for i in range(self.store.lanes)]
-        failures = self.store.sync_failures
-        with self._disk_errors("rows"):
-            if failures != self._handled_failures:
-                self.store.dirty_again(published)
-            self._sync_name()
-            os.fsync(self.locks.fd)
-            self.store.mark_durable(published)
-            self.store.sync_header()
-        self._handled_failures = failures
+        with self._flushing():
+            published = self.store.keep_durable_tails()
+            failures = self.store.sync_failures
+            with self._disk_errors("rows"):
+                if failures != self._handled_failures:
+                    self.store.dirty_again(published)
+                self._sync_name()
+                os.fsync(self.locks.fd)
+                self.store.mark_durable(published)
+                self.store.sync_header()
+            self._handled_failures = failures
+
+    @contextlib.contextmanager
+    def _flushing(self) -> Iterator[None]:
+        """A block in which nobody else flushes, where a flush keeps copies of what later rows overwrite."""
+        if not self.store.has_observations:
+            yield
+            return
+        with self._flush_mutex, self.locks.flushing():
+            yield
 
     def _sync_name(self) -> None:
         """Syncs the file's name, once: the process that made the file may have died before it did."""
@@ -497,7 +514,7 @@ class StoreSession:
 
     def _repair(self) -> None:
         self._refuse_other_node()
-        reserve_holes(self._fd, self._stat, self.store.total_bytes, self._path)
+        reserve_holes(self._fd, self._stat, max(self.store.total_bytes, self._stat.st_size), self._path)
         whole, clean, boot = self.store.repair()
         if not whole:
             with self._disk_errors("a change of stored rows that was interrupted"):

@@ -40,8 +40,8 @@ def open_store(folder: Path, flags: int = os.O_RDWR) -> tuple[int, os.stat_resul
         raise StorageError(f"{path} cannot be opened: {reason}") from error
 
 
-def opened_store(fd: int, *, read_only: bool = False) -> _native.Store:
-    """The store in an open file, with the observations that it keeps beside its rows.
+def opened_store(fd: int, *, read_only: bool = False, complete: bool = True) -> _native.Store:
+    """The store in an open file, with the observations that it keeps beside its rows; `complete`: none may be missing.
 
     Raises:
         RuntimeError, ValueError: it is none, or it is damaged.
@@ -57,6 +57,8 @@ def opened_store(fd: int, *, read_only: bool = False) -> _native.Store:
             )
         except (KeyError, TypeError, IndexError, MemoryError) as error:
             raise RuntimeError(f"its header does not say where its observations are: {error!r}") from error
+        if complete and not store.has_all_segments:
+            raise RuntimeError("it was cut short: it lacks observations that its rows have")
     return store
 
 

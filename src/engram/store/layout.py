@@ -453,6 +453,8 @@ class StoredLayout:
         logical: the rows.
         observations: those that are not in the stored row, but once beside it. For codecs they lie behind it: each
             key's, and under "next" its next one.
+        apart: of a store that outlives its processes: small observations lie beside the rows, too, as each of them
+            then says of which row it is.
 
     Example:
         >>> layout = RowLayout.of(TensorDict({"a": torch.zeros(3, 4), "done": torch.zeros(3, 1).bool()}, [3]), 1)
@@ -461,11 +463,11 @@ class StoredLayout:
         (17, 16)
     """
 
-    def __init__(self, logical: RowLayout, observations: ObservationKeys | None = None) -> None:
+    def __init__(self, logical: RowLayout, observations: ObservationKeys | None = None, *, apart: bool = False) -> None:
         self.logical, self.observations = logical, observations
         pairs = [] if observations is None else [(path, ("next", *path)) for path in observations.frames]
         #: Whether a row holds its observations, and only the next ones lie elsewhere.
-        self.holds_observations = bool(pairs) and self._are_small(observations)
+        self.holds_observations = bool(pairs) and not apart and self._are_small(observations)
         self._observed = [path for pair in pairs for path in (pair[1:] if self.holds_observations else pair)]
         #: Bytes of a stored row, without its trailer, and what rows are aligned to.
         self.row_bytes, self.alignment = logical.payload_bytes, logical.alignment
@@ -486,7 +488,8 @@ class StoredLayout:
             return cls(logical)
         try:
             found = {tuple(key["path"]): key["frames"] for key in observed["keys"]}
-            stored = cls(logical, ObservationKeys(found, observed["n_steps"]))
+            keys = ObservationKeys(found, observed["n_steps"])
+            stored = cls(logical, keys, apart=observed["in_row"] is None)
             same = stored.observations_json(observed["sizes"]) == observed
         except (KeyError, TypeError, AttributeError, StopIteration, ArithmeticError) as error:
             raise MalformedLayoutError(f"these are no observations of its rows: {error!r}") from error
@@ -550,7 +553,7 @@ class StoredLayout:
     def key(self) -> bytes:
         """Equal for two layouts if their stored rows are, byte for byte."""
         frames = {} if self.observations is None else self.observations.frames
-        return self.logical.key + repr(list(frames.items())).encode() if frames else self.logical.key
+        return self.logical.key + repr((list(frames.items()), self.in_row)).encode() if frames else self.logical.key
 
     def leaf_at(self, offset: int) -> LeafSpec:
         """The leaf that starts there in a stored row, or behind it."""

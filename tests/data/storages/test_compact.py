@@ -64,6 +64,13 @@ class TestCompactInSeveralLanes(CompactContract):
         return LazyTensorStorage(capacity, ndim=ndim, compact=compact, shared=True, lanes=2 if ndim == 1 else None)
 
 
+class TestCompactInAFolder(CompactContract):
+    programs = 12
+
+    def make(self, capacity: int, compact: Any, ndim: int, path: Any) -> LazyMemmapStorage:
+        return LazyMemmapStorage(capacity, ndim=ndim, compact=compact, scratch_dir=path)
+
+
 class TestCompactInTemporaryFiles(CompactContract):
     programs = 6
 

@@ -345,8 +345,9 @@ class SavedRows(SavedStorage):
             raise CheckpointError("this buffer is being saved in the background; wait for that save's result()")
         layout = self._now.layout_state()
         assert layout is not None
-        stored = StoredLayout(made.layout, made.observations)
-        return RowSnapshot(lanes, layout, self._now.counters(), made.layout, copy_on_write=background, stored=stored)
+        return RowSnapshot(
+            lanes, layout, self._now.counters(), made.layout, copy_on_write=background, stored=made.stored
+        )
 
     def sink(self) -> RowLoad:
         return RowLoad(self._rows, self._storage.access.replacing)
@@ -417,9 +418,9 @@ class SavedObservedRows(SavedRows):
             raise StorageError(f"{READ_ONLY}, and keeps nothing that others change meanwhile; save with blocking=True")
         table = self._rows
         made, lanes, layout = table.made, table.lanes, self._now.layout_state()
-        if lanes is None or made is None or layout is None:
+        stored = None if made is None else made.stored
+        if lanes is None or stored is None or layout is None:
             raise StorageError("this store has been closed")
-        stored = StoredLayout(made.layout, made.observations)
         return table.validated(lambda: _ObservedRows(lanes, layout, self._now.counters(), stored))
 
 
