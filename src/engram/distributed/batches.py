@@ -97,7 +97,10 @@ class LearnerPace:
         answer: from a call to its answer, and somewhat more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shards: int) -> None:
+        self._decay = (
+            1 - 0.005 / shards
+        )  # so that somebody waits now and then, and the time of an answer is known again
         self.batch: float | None = None
         self.answer = 0.0
         self._before: float | None = None
@@ -118,7 +121,7 @@ class LearnerPace:
         self._waited += ended - began
         wait, took = ended - began, ended - sent
         if wait < max(_LEAST_WAIT, 0.2 * took):  # it had come before: when is not known
-            self.answer *= 0.995
+            self.answer *= self._decay
         elif took > self.answer:
             self.answer = took
         else:
@@ -190,7 +193,7 @@ class BatchStream:
         self._seed = int(torch.randint(1 << 62, (), generator=generator))
         widths = [leaf.nbytes for leaf in layout.leaves] if goes_by_leaf(layout) else [layout.payload_bytes]
         self._pool = RowPool(len(shards), self._unit, widths, self._seed)
-        self._pace = LearnerPace()
+        self._pace = LearnerPace(len(shards))
         self._answers: dict[int, _Answer] = {}  # which the pool has
         self._asked: dict[int, collections.deque[_Asked]] = collections.defaultdict(collections.deque)
         self._missing: set[int] = set()  # shards that answer, and of which no answer is at hand
