@@ -61,9 +61,12 @@ def main() -> None:
         storage=LazyTensorStorage(ROWS), batch_size=BATCH, num_shards=arguments.shards, timeout=60.0,
         max_batch_age=arguments.max_batch_age, placement="DEFAULT",
     )  # fmt: skip
+    buffer.extend(TensorDict({"time": torch.zeros(BLOCK, dtype=torch.float64)}, [BLOCK]))
+    buffer.flush()
     writers = [ray.remote(num_cpus=0)(Writer).remote(buffer) for _ in range(arguments.shards)]
-    writing = [writer.write.remote((len(paces) + 1) * arguments.seconds) for writer in writers]
-    time.sleep(arguments.seconds / 2)
+    writing = [writer.write.remote((len(paces) + 1) * (arguments.seconds + 2.0)) for writer in writers]
+    while buffer.stats().writes < 2 * ROWS:
+        time.sleep(0.1)
     for pause in paces:
         for _ in range(20):
             buffer.sample()

@@ -294,19 +294,14 @@ class BatchStream:
         """Takes in answers of the shards that are missing; those that were not asked, or too early, are asked now."""
         missing = sorted(self._missing)
         for k in missing:
-            asked = self._asked[k]
-            while asked and asked[0].sent < self._oldest:
-                asked.popleft()
-            if not asked:
+            calls = self._asked[k]
+            while calls and calls[0].sent < self._oldest:
+                calls.popleft()
+            if not calls:
                 self._ask(k)
         asked_for = {k: self._asked[k].popleft() for k in missing if self._asked[k]}
-        self._missing.difference_update(asked_for)
         began, patience = time.monotonic(), self._patience(deadline)
-        try:
-            answers = finish_all([(self._shards[k], asked.call) for k, asked in asked_for.items()], patience)
-        except BaseException:
-            self._missing.update(asked_for)
-            raise
+        answers = finish_all([(self._shards[k], asked.call) for k, asked in asked_for.items()], patience)
         ended = time.monotonic()
         sent = [asked.sent for asked in asked_for.values() if not asked.reads_here]
         if sent:
@@ -338,6 +333,7 @@ class BatchStream:
         else:
             self._pool.drop(k)
         self._answers[k] = answer
+        self._missing.discard(k)
         if ends < math.inf:
             lead = self._pace.lead
             heapq.heappush(self._due, (ends - lead if lead < self._most_age else ends, answer.number, k))
@@ -434,7 +430,7 @@ class BatchStream:
 
     def _rows_to_ask(self, k: int) -> int:
         """As many rows as are expected to be used before they are too old, and some more: draws vary."""
-        batches = min(self._most_batches, _GROWTH ** min(self._calls[k], 15))
+        batches = min(self._most_batches, float(_GROWTH) ** min(self._calls[k], 15))
         if self._pace.batch is not None:
             batches = min(batches, max(1.0, (self._most_age - self._pace.lead) / self._pace.batch))
         of_batch = self._units_of_batch(k)
