@@ -88,7 +88,7 @@ NAMES = {
 }  # fmt: skip
 ERRORS = {
     "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "IncarnationError", "CheckpointError",
-    "CorruptCheckpointError", "ShardGoneError",
+    "CorruptCheckpointError", "ShardGoneError", "ShardVersionError",
     "CheckpointMisfitError", "DatasetError", "OutOfMemoryError", "OutsideSpecError",
     "ShardUnavailableError", "WorkerError",
 }  # fmt: skip

@@ -5,6 +5,7 @@
     │   ├── StorageInUseError        the operation needs the store alone
     │   ├── NoFreeLaneError          a store for one writer has one, or a producer's name
     │   ├── IncarnationError         a call was meant for another life of a shard
+    │   ├── ShardVersionError        a shard runs another version of engram than its client
     │   └── ShardUnavailableError    a shard does not answer (a TimeoutError, too)
     │       └── ShardGoneError       it never will: nobody starts it again
     ├── CheckpointError              a checkpoint cannot be written or read
@@ -60,6 +61,23 @@ class NoFreeLaneError(StorageError):
 
 class IncarnationError(StorageError):
     """A call was meant for another life of a shard: it was restarted, emptied or loaded since, or lives elsewhere."""
+
+
+class ShardVersionError(StorageError):
+    """A shard and its client run different versions of engram, which is nothing that waiting ends.
+
+    `shard` and `client` are the versions.
+    """
+
+    def __init__(self, shard: str, client: str) -> None:
+        super().__init__(shard, client)
+        self.shard, self.client = shard, client
+
+    def _message(self) -> str:
+        return (
+            f"the shard runs engram {self.shard}, its client engram {self.client}: install the same version on all "
+            "machines. Nothing was changed"
+        )
 
 
 class ShardUnavailableError(StorageError, TimeoutError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+# Each cluster asks those that join it for a token, which Ray reads when it is imported.
+os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 ray = pytest.importorskip("ray", reason="needs Ray: make test-ray")
 
 # So that a node that is gone is noticed within seconds.
@@ -79,3 +82,21 @@ def buffer(cluster: Nodes) -> Iterator[Callable[..., Any]]:
     yield make
     for one in made:
         one.shutdown()
+
+
+@pytest.fixture(scope="module")
+def spaces() -> Iterator[Any]:
+    """A cluster of two nodes in namespaces of their own, beside the head; the driver belongs to it in the module."""
+    from cluster.namespaces import namespace_cluster, why_not
+
+    if reason := why_not():
+        pytest.skip(reason)
+    before = ray.get_runtime_context().gcs_address if ray.is_initialized() else None
+    variables = dict(os.environ)
+    ray.shutdown()
+    with namespace_cluster(2) as made:
+        yield made
+    os.environ.clear()
+    os.environ.update(variables)
+    if before is not None:
+        ray.init(address=before, log_to_driver=False, logging_level=logging.ERROR)

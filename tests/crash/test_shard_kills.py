@@ -48,8 +48,8 @@ SERVER = """
         if method == "events":
             connection.send_bytes(pickle.dumps(events))
             continue
-        if is_saving := method == "dumps":
-            events = 0
+        if method == "begin_save":
+            is_saving, events = True, 0
         try:
             answer = getattr(shard, method)(*arguments)
         except Exception as error:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from engram import __version__
 from engram.distributed.blocks import Block
 from engram.distributed.producers import PLACE_HOLDS, Place, Tenancy
 from engram.distributed.shard import Acknowledgement, DrawnRows, ShardFacts, ShardTotals, TakenRows
@@ -82,7 +83,7 @@ class ShardClient:
         self._link = link
         self._lock = threading.RLock()  # guards the known facts; never held while waiting for the shard
         self._facts: ShardFacts | None = None
-        self._greeting: PendingCall | None = link.call("facts")  # pending while the shard's incarnation is unknown
+        self._greeting: PendingCall | None = self._greet()  # pending while the shard's incarnation is unknown
         self._written = 0  # rows that it has ever had, as far as answers say
         self._gone = ""  # why it will never answer
         self._may_be_gone = False  # by the last greeting
@@ -92,9 +93,16 @@ class ShardClient:
         #: Of the rows: a shard that comes back without one gets it. None: not known yet.
         self.layout: bytes | None = None
 
+    def _greet(self) -> PendingCall:
+        return self._link.call("facts", __version__)
+
     @property
     def is_present(self) -> bool:
-        """Whether it answers, as far as is known without waiting."""
+        """Whether it answers, as far as is known without waiting.
+
+        Raises:
+            ShardVersionError: it runs another version of engram; so do all calls of it.
+        """
         if self._greeting is not None:
             self._look(0.0)
         return self._greeting is None
@@ -189,12 +197,12 @@ class ShardClient:
         is_gone = isinstance(error, ShardGoneError)
         self._gone = str(error) if is_gone and self._may_be_gone else ""
         self._may_be_gone = is_gone
-        self._greeting = self._link.call("facts")
+        self._greeting = self._greet()
 
     def _take_in(self, facts: ShardFacts) -> None:
         if facts.layout is None and self.layout is not None:
             self._link.call("adopt", facts.totals.incarnation, self.layout)
-            self._greeting = self._link.call("facts")  # which comes after it
+            self._greeting = self._greet()  # which comes after it
             return
         self._greeting, self._gone, self._may_be_gone = None, "", False
         before, written = self._facts, facts.totals.writes
@@ -294,7 +302,7 @@ class ShardClient:
         with self._lock:
             if self._greeting is None:
                 self.outages += 1
-                self._greeting = self._link.call("facts")
+                self._greeting = self._greet()
 
 
 def raise_if_gone(shards: Sequence[ShardClient]) -> None:

@@ -13,14 +13,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from engram.distributed.client import ShardClient
+from engram.distributed.client import PendingCall, ShardClient
+from engram.distributed.resharding import divide_saved
 from engram.errors import CheckpointError, CheckpointMisfitError, ShardUnavailableError
 from engram.kernel.disk import Checkpoint, saving
 
 _FORMAT = "engram shards"
 _PAUSE = 0.02  # seconds between two tries with a shard that was away
+_LONGEST_PAUSE = 0.25  # seconds between two questions whether a shard has saved
 
 
 class ShardSnapshot(NamedTuple):
@@ -47,12 +49,67 @@ def save_shards(shards: Sequence[ShardClient], path: str | os.PathLike[str], kee
         oldest = _oldest_named(path, len(shards))
         for shard in shards:
             shard.await_presence(deadline)
-        calls = [
-            (shard, shard.begin("dumps", shard_folder(path, shard.number), oldest[shard.number])) for shard in shards
-        ]
-        names = [shard.finish(call, deadline) for shard, call in calls]
-        writer.body = {"format": _FORMAT, "shards": names}
+        saves = [_ShardSave(shard, shard_folder(path, shard.number), oldest[shard.number]) for shard in shards]
+        pause = _PAUSE
+        while any(not save.name for save in saves):
+            waiting = [save for save in saves if not save.name]
+            for save in waiting:
+                save.ask()
+            for save in waiting:
+                save.take_answer(deadline)
+            if not all(save.name for save in waiting):
+                time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+                pause = min(1.5 * pause, _LONGEST_PAUSE)
+        writer.body = {"format": _FORMAT, "shards": [save.name for save in saves]}
     return writer.name
+
+
+class _ShardSave:
+    """A save that one shard makes in the background, after one that it may be making for somebody else.
+
+    Attributes:
+        name: of the snapshot, when it is made.
+    """
+
+    def __init__(self, shard: ShardClient, folder: str, oldest: str | None) -> None:
+        self._shard, self._folder, self._oldest = shard, folder, oldest
+        self._number: int | None = None
+        self._incarnation = 0  # of the shard, when the save was begun
+        self._call: PendingCall | None = None
+        self.name = ""
+
+    def ask(self) -> None:
+        """Asks the shard to begin, or whether the save has ended."""
+        if self._number is None:
+            self._incarnation = self._shard.totals.incarnation
+            self._call = self._shard.begin("begin_save", self._folder, self._oldest)
+        else:
+            self._call = self._shard.begin("saved", self._number)
+
+    def take_answer(self, deadline: float) -> None:
+        """Waits for the shard's answer; a question that was lost is asked again.
+
+        Raises:
+            ShardUnavailableError: nothing is known until then; or it is not known whether the save was begun, or the
+                shard has begun another life, and with it forgotten the save.
+            CheckpointError: the save failed.
+        """
+        assert self._call is not None
+        try:
+            answer = self._shard.finish(self._call, deadline)
+        except ShardUnavailableError:
+            if self._number is None:
+                raise
+            self._shard.await_presence(deadline)
+            if self._shard.totals.incarnation != self._incarnation:
+                raise
+            answer = None
+        if self._number is None:
+            self._number = answer
+        else:
+            self.name = answer or ""
+        if not self.name and time.monotonic() > deadline:
+            raise ShardUnavailableError(f"shard {self._shard.number} has not saved in time")
 
 
 def _oldest_named(path: str | os.PathLike[str], shards: int) -> list[str | None]:
@@ -85,18 +142,13 @@ def _reading_names(path: str | os.PathLike[str], snapshot: str | None) -> Iterat
 
 
 @contextmanager
-def saved_shards(
-    path: str | os.PathLike[str], shards: int, snapshot: str | None = None
-) -> Iterator[list[ShardSnapshot]]:
+def saved_shards(path: str | os.PathLike[str], snapshot: str | None = None) -> Iterator[list[ShardSnapshot]]:
     """The parts of the save in force, or of the one named; no save removes it inside the block.
 
     Raises:
         CorruptCheckpointError: it is damaged, or no save of shards.
-        CheckpointMisfitError: it is that of another number of shards.
     """
     with _reading_names(path, snapshot) as names:
-        if len(names) != shards:
-            raise CheckpointMisfitError(f"{path} does not fit", [f"it has {len(names)} shards, this buffer {shards}"])
         yield [ShardSnapshot(shard_folder(path, k), name) for k, name in enumerate(names)]
 
 
@@ -105,37 +157,52 @@ def load_shards(
 ) -> None:
     """Gives every shard its part of a save, after all of them have verified theirs.
 
+    Of a save of another number of shards each gets an equal number of rows (`divide_saved`).
+
     Raises:
         CheckpointError: as `saved_shards`; or a part is damaged or does not fit. Nothing was changed, unless another
             process damaged it after it was verified.
         ShardUnavailableError: a shard is away for that long: others may have loaded. Load again.
     """
     deadline = time.monotonic() + timeout
-    with saved_shards(path, len(shards), snapshot) as parts:
+    with saved_shards(path, snapshot) as parts:
         for shard in shards:
             shard.await_presence(deadline)
-        for method in ("verify", "loads"):
+        methods, todo = ("verify", "loads"), list[tuple[ShardClient, tuple[Any, ...]]](zip(shards, parts, strict=False))
+        if len(parts) != len(shards):
+            methods, pieces = ("verify_pieces", "load_pieces"), divide_saved(parts, len(shards))
+            todo = [(shard, (some,)) for shard, some in zip(shards, pieces, strict=True)]
+            _check_room(path, shards, [sum(piece.stop - piece.start for piece in some) for some in pieces])
+        for method in methods:
             try:
-                errors = _carried_out(method, list(zip(shards, parts, strict=True)), deadline)
+                errors = _carried_out(method, todo, deadline)
             finally:
-                if method == "loads":
+                if method == methods[1]:
                     for shard in shards:
                         shard.forget()
             if errors:
                 raise errors[0]
 
 
-def _carried_out(method: str, todo: list[tuple[ShardClient, ShardSnapshot]], deadline: float) -> list[Exception]:
-    """Has each shard do it with its part, once more where it was away meanwhile; returns what they raised."""
+def _check_room(path: str | os.PathLike[str], shards: Sequence[ShardClient], rows: Sequence[int]) -> None:
+    room = sum(shard.facts.capacity for shard in shards)
+    if any(n > shard.facts.capacity for shard, n in zip(shards, rows, strict=True)):
+        raise CheckpointMisfitError(
+            f"{path} does not fit", [f"room for {room} rows in {len(shards)} shards here, {sum(rows)} rows saved there"]
+        )
+
+
+def _carried_out(method: str, todo: list[tuple[ShardClient, tuple[Any, ...]]], deadline: float) -> list[Exception]:
+    """Has each shard do it with its arguments, once more where it was away meanwhile; returns what they raised."""
     errors: list[Exception] = []
     while todo:
-        calls = [(shard, part, shard.begin(method, *part)) for shard, part in todo]
+        calls = [(shard, arguments, shard.begin(method, *arguments)) for shard, arguments in todo]
         todo = []
-        for shard, part, call in calls:
+        for shard, arguments, call in calls:
             try:
                 shard.finish(call, deadline)
             except ShardUnavailableError:
-                todo.append((shard, part))
+                todo.append((shard, arguments))
             except (CheckpointError, ValueError) as error:
                 errors.append(error)
         for shard, _ in todo:

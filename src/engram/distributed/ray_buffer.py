@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from engram import __version__
 from engram.data import RandomSampler, ReplayBuffer, RoundRobinWriter, Sampler, Storage, TensorDictReplayBuffer
 from engram.distributed.blocks import Block
 from engram.distributed.client import PendingCall, ShardLink
 from engram.distributed.node_folders import PREFIX, FolderOwner, claim_folder, remove_abandoned_folders
 from engram.distributed.shard import ReplayShard
 from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings
-from engram.errors import ShardGoneError, ShardUnavailableError
+from engram.errors import ShardGoneError, ShardUnavailableError, ShardVersionError
 from engram.kernel.advice import advised
 
 _NAMESPACE = "engram"  # of Ray, in which buffers with names are found
@@ -471,9 +472,15 @@ class RayReplayBuffer(ShardedReplayBuffer):
     # ---- other processes ----
     def __getstate__(self) -> dict[str, Any]:
         settings = self._settings_of_another()
-        return {"actors": self._actors, "nodes": self._nodes, "stays": self._stays, "settings": settings}
+        return {
+            "actors": self._actors, "nodes": self._nodes, "stays": self._stays, "settings": settings,
+            "version": __version__,
+        }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """ShardVersionError: it was sent by another version of engram."""
+        if state.get("version") != __version__:
+            raise ShardVersionError(str(state.get("version", "before 0.1")), __version__)
         self._actors, self._stays = state["actors"], state["stays"]
         self._connect(state["nodes"], state["settings"], None)
 

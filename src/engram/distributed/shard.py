@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engram import __version__
 from engram.data import (
     DrawTotals,
     LazyMemmapStorage,
@@ -23,18 +25,21 @@ from engram.data import (
     ReplayBuffer,
     Sampler,
 )
-from engram.distributed.blocks import Block, check, goes_by_leaf
+from engram.distributed.blocks import Block, check, goes_by_leaf, pack
 from engram.distributed.folder_lock import FolderLock
 from engram.distributed.priority_file import FILE_NAME as _PRIORITIES
 from engram.distributed.priority_file import PriorityFile
 from engram.distributed.producers import LANE_KEPT, LentStream, Place, Producers, Tenancy, store_identity
+from engram.distributed.resharding import LoadedPiece, Run, SavedPiece, check_piece
 from engram.distributed.shard_sampling import draw_rows, lane_ranges, read_by_sequence
-from engram.errors import IncarnationError, StorageError
+from engram.errors import IncarnationError, ShardVersionError, StorageError
 from engram.kernel.disk import Checkpoint
-from engram.kernel.replay import Member
+from engram.kernel.replay import Member, SaveHandle
 from engram.kernel.rows import Lanes, RowLayout, StreamEntry
 
 _MOST_DRAWS = 100
+_KEPT_OUTCOMES = 16  # of saves that have ended
+_LOADER = "rows that were loaded"  # the name of their stream
 _QUEUE_BYTES = 16 << 20  # of rows that all producers together may have sent and that are not in yet
 
 P = ParamSpec("P")
@@ -231,6 +236,8 @@ class ReplayShard:
         self._folder_lock: FolderLock | None = None
         self._priorities: PriorityFile | None = None
         self._producers = Producers(self._storage, self._folder, idle)
+        self._saves = _Saves()
+        self._refused_versions: set[str] = set()  # of engram, of clients
         self._giver: threading.Timer | None = None  # of lanes that were kept for producers that send nothing
         try:
             self._open()
@@ -241,17 +248,12 @@ class ReplayShard:
     # ---- opening ----
     def _open(self) -> None:
         """Takes the folder, then reads the record: a predecessor may have changed it until it released the folder."""
-        self._take_folder()
+        if self._folder is not None:  # one shard at a time, although other processes may write to its store
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder_lock = FolderLock(self._folder, self._timeout)
         self._producers.open()
         if self._storage.lanes is not None:
             self._open_priorities()
-
-    def _take_folder(self) -> None:
-        """Locks the folder: one shard at a time, although other processes may write to its store."""
-        if self._folder is None:
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._folder_lock = FolderLock(self._folder, self._timeout)
 
     # ---- priorities beside the store ----
     def _open_priorities(self) -> None:
@@ -259,8 +261,8 @@ class ReplayShard:
         if self._folder is None or not self._prioritized:
             return
         self._priorities = PriorityFile(self._folder / _PRIORITIES, self._lanes.capacity)
-        if self._priorities.store != self._store_name:
-            self._priorities.restart(self._store_name, self._new_priority)
+        if self._priorities.store != _store_name(self._storage):
+            self._priorities.restart(_store_name(self._storage), self._new_priority)
             return
         highest, sequences = self._priorities.highest, self._lanes.generations(torch.arange(self._lanes.capacity))
         saved = self._priorities.of(sequences)
@@ -275,7 +277,7 @@ class ReplayShard:
         """Writes the priorities of rows that have replaced all others."""
         if self._priorities is None:
             return self._open_priorities() if self._storage.lanes is not None else None
-        self._priorities.restart(self._store_name, self._new_priority)
+        self._priorities.restart(_store_name(self._storage), self._new_priority)
         sequences = self._lanes.generations(torch.arange(self._lanes.capacity))
         stored = (sequences >= 0).nonzero().flatten()
         if len(stored):
@@ -288,13 +290,6 @@ class ReplayShard:
     def _new_priority(self) -> float:
         highest = self._sampler.totals(self._storage, newest=False).new_priority
         return 1.0 if highest is None else highest
-
-    @property
-    def _store_name(self) -> str:
-        """A name of the store and its incarnation."""
-        identity = store_identity(self._storage)
-        assert identity is not None
-        return f"{identity[0][:20]}.{identity[1] % 10**18}"
 
     # ---- facts ----
     @property
@@ -333,8 +328,18 @@ class ReplayShard:
             raise RuntimeError("the shard has no layout yet: adopt one first")
         return layout
 
-    def facts(self) -> ShardFacts:
-        """The facts that a client needs before it calls; the only call that names no incarnation."""
+    def facts(self, client_version: str = __version__) -> ShardFacts:
+        """The facts that a client needs before it calls; the only call that names no incarnation.
+
+        Raises:
+            ShardVersionError: the client runs another version of engram; the log of the shard says so, too.
+        """
+        if client_version != __version__:
+            error = ShardVersionError(__version__, client_version)
+            if client_version not in self._refused_versions:
+                self._refused_versions.add(client_version)
+                logging.getLogger("engram").error("a client was refused: %s", error)
+            raise error
         with self._lock:
             folder = None if self._folder is None else str(self._folder.absolute())
             producers, totals = self._producers, self._totals()
@@ -362,17 +367,11 @@ class ReplayShard:
         """
         made, given = self._storage.lanes is not None, RowLayout.from_bytes(layout)
         if not made:
-            self._check_sampler(given)
+            _check_sampler(self._sampler, given)
         self._storage.adopt(given)
         if not made:
             self._producers.open_table()
             self._open_priorities()
-
-    def _check_sampler(self, layout: RowLayout) -> None:
-        """Lets a copy of the sampler look at rows of this layout: afterwards no `extend` fails when its rows are in."""
-        probe = LazyTensorStorage(1)
-        ReplayBuffer(storage=probe).extend(layout.unpack(np.zeros((1, layout.payload_bytes), np.uint8)))
-        copy.deepcopy(self._sampler).totals(probe)
 
     @_call
     def join(self, incarnation: int, producer: str) -> Tenancy:
@@ -457,7 +456,7 @@ class ReplayShard:
         """
         check(self._layout, block)
         if priority is not None:
-            self._check_priorities(priority, len(block))
+            _check_priorities(self._sampler, priority, len(block))
         producers, ended = self._producers, self._producers.ended_before(producer, tenancy)
         if ended is not None:
             return Acknowledgement(ended, False, 0, None, None, self._totals())
@@ -515,11 +514,6 @@ class ReplayShard:
                 lane, torch.arange(sequence, sequence + rows)
             )
         return slots
-
-    def _check_priorities(self, priority: Tensor, n: int) -> None:
-        if not isinstance(self._sampler, PrioritizedSampler):
-            raise ValueError(f"priorities came with rows, and {type(self._sampler).__name__} draws without them")
-        self._sampler.checked_priorities(priority.nan_to_num(1.0), n)
 
     def _give_priorities(self, slots: Tensor, before: int, priority: Tensor) -> None:
         """Gives rows the priorities that came with them, if they have had none; `before`: how many were in before."""
@@ -656,16 +650,44 @@ class ReplayShard:
         return self.incarnation
 
     @_call
-    def dumps(self, incarnation: int, path: str | os.PathLike[str], oldest: str | None = None) -> str:
-        """Saves rows and sampler as `ReplayBuffer.dumps` does; returns the snapshot's name.
+    def begin_save(self, incarnation: int, path: str | os.PathLike[str], oldest: str | None = None) -> int | None:
+        """Begins a save of rows and sampler as they are now, as `ReplayBuffer.dumps` makes one; `saved` tells its end.
+
+        Calls are answered meanwhile.
 
         Args:
             oldest: the name of a snapshot: it stays, and those after it. None: older ones go.
+
+        Returns:
+            the number of the save; None: an earlier one has not ended, and nothing was begun.
+
+        Raises:
+            CheckpointError: it cannot be written.
         """
         older = [] if oldest is None else Checkpoint(path).snapshots()
         kept = sum(oldest is not None and _number(name) >= _number(oldest) for name in older)
-        name = self._buffer.dumps(path, keep_last=1 + kept)
-        assert isinstance(name, str)
+        return self._saves.begin(lambda: self._buffer.dumps(path, blocking=False, keep_last=1 + kept))
+
+    @_call
+    def saved(self, incarnation: int, save: int) -> str | None:
+        """The name of the snapshot that a save has made; None: it has not ended yet.
+
+        Raises:
+            CheckpointError: the save failed, and what was saved before is in force.
+            ValueError: no such save was begun, or it ended long ago.
+        """
+        return self._saves.name(save)
+
+    def dumps(self, incarnation: int, path: str | os.PathLike[str], oldest: str | None = None) -> str:
+        """As `begin_save`, and waits for the end of the save; returns the snapshot's name.
+
+        Calls of other threads are answered meanwhile.
+        """
+        while (number := self.begin_save(incarnation, path, oldest)) is None:
+            self._saves.wait()
+        self._saves.wait()
+        name = self._saves.name(number)
+        assert name is not None
         return name
 
     @_call
@@ -696,8 +718,53 @@ class ReplayShard:
                 self._rewrite_priorities()
         return self.incarnation
 
+    @_call
+    def verify_pieces(self, incarnation: int, pieces: tuple[SavedPiece, ...]) -> None:
+        """CheckpointError where a piece of a save is damaged, or does not fit; nothing is changed."""
+        for piece in pieces:
+            check_piece(piece, self._storage.layout, self._sampler)
+
+    @_call
+    def load_pieces(self, incarnation: int, pieces: tuple[SavedPiece, ...]) -> int:
+        """Takes over pieces of a save of other shards, in place of all rows; returns the new incarnation.
+
+        Every tenancy ends, also after an error, which leaves the rows of the pieces before. One of the saved parts at a
+        time is in memory.
+
+        Raises:
+            CheckpointError: as `verify_pieces`.
+            StorageInUseError: another process has the store open for writing. Nothing was changed.
+        """
+        self.empty(incarnation)
+        for piece in pieces:
+            loaded = LoadedPiece(piece, copy.deepcopy(self._sampler))
+            try:
+                self.adopt(self.incarnation, loaded.layout.to_bytes())
+                if loaded.new_priority is not None:
+                    self._sampler.raise_new_priority(loaded.new_priority, storage=self._storage)
+                self._append_runs(loaded.runs())
+            finally:
+                loaded.close()
+        return self.incarnation
+
+    def _append_runs(self, runs: Iterable[Run]) -> None:
+        """Appends rows that were saved, with a seam where a run begins."""
+        entry = self._producers.entry_of(_LOADER, self._producers.join(_LOADER).number)
+
+        def append(run: Run) -> Tensor:
+            if run.begins:
+                self._storage.mark_seam()
+            return self._append(pack(self._layout, run.batch))
+
+        for run in runs:
+            slots = self._producers.append(entry, functools.partial(append, run))
+            if run.priority is not None:
+                self._set_priorities(slots, run.priority, None)
+        self._producers.end_producer(_LOADER)
+
     def close(self) -> None:
-        """Ends the use of the store; with a `scratch_dir` a new shard can continue with it."""
+        """Ends the use of the store, after a save that is being made; with a `scratch_dir` a new shard continues."""
+        self._saves.wait()
         with self._lock:
             giver, self._giver = self._giver, None
             if giver is not None:
@@ -719,6 +786,74 @@ def _without(drawn: DrawnRows, lost: list[int]) -> DrawnRows:
     block = Block(tuple(part[kept.numpy()] for part in drawn.block.parts))
     ratio = None if drawn.ratio is None else drawn.ratio[kept]
     return drawn._replace(block=block, slots=drawn.slots[kept], generation=drawn.generation[kept], ratio=ratio)
+
+
+def _store_name(storage: LazyTensorStorage | LazyMemmapStorage) -> str:
+    """A name of the store and its incarnation."""
+    identity = store_identity(storage)
+    assert identity is not None
+    return f"{identity[0][:20]}.{identity[1] % 10**18}"
+
+
+def _check_sampler(sampler: Sampler, layout: RowLayout) -> None:
+    """Lets a copy of the sampler look at rows of this layout: afterwards no `extend` fails when its rows are in."""
+    probe = LazyTensorStorage(1)
+    ReplayBuffer(storage=probe).extend(layout.unpack(np.zeros((1, layout.payload_bytes), np.uint8)))
+    copy.deepcopy(sampler).totals(probe)
+
+
+def _check_priorities(sampler: Sampler, priority: Tensor, n: int) -> None:
+    if not isinstance(sampler, PrioritizedSampler):
+        raise ValueError(f"priorities came with rows, and {type(sampler).__name__} draws without them")
+    sampler.checked_priorities(priority.nan_to_num(1.0), n)
+
+
+class _Saves:
+    """The saves of a shard, one at a time, in a thread."""
+
+    def __init__(self) -> None:
+        self._running: SaveHandle | None = None  # the last one
+        self._begun = 0
+        self._ended: dict[int, str | Exception] = {}  # by number; the name of the snapshot, or why there is none
+
+    def begin(self, save: Callable[[], Any]) -> int | None:
+        """Begins one, of which a handle comes; returns its number. None: another has not ended."""
+        if self._running is not None:
+            if not self._running.done():
+                return None
+            self._ended[self._begun] = _outcome(self._running)
+            self._ended.pop(self._begun - _KEPT_OUTCOMES, None)
+        self._running = None
+        self._running = save()
+        self._begun += 1
+        return self._begun
+
+    def name(self, number: int) -> str | None:
+        """As `ReplayShard.saved`."""
+        outcome: str | Exception | None = self._ended.get(number)
+        if number == self._begun and self._running is not None:
+            if not self._running.done():
+                return None
+            outcome = _outcome(self._running)
+        if outcome is None:
+            raise ValueError(f"save {number} is not known: the last one of this shard is {self._begun}")
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def wait(self) -> None:
+        """Waits until none is being made."""
+        running = self._running
+        if running is not None:
+            _outcome(running)
+
+
+def _outcome(save: SaveHandle) -> str | Exception:
+    """Waits for the end of a save; the name of the snapshot, or why there is none."""
+    try:
+        return save.result()
+    except Exception as error:
+        return error
 
 
 def _number(snapshot: str) -> int:

@@ -679,8 +679,8 @@ class ShardedReplayBuffer:
         """Saves all shards and puts the save in force as a whole; returns the snapshot's name.
 
         Shards write beside each other, each from its machine: the path must be that of one folder for all of them.
-        Rows of this object are in it; those of others as far as their shard had them. Steps that transforms hold back
-        are not.
+        They answer meanwhile, and other threads write and draw. Rows of this object are in it; those of others as far
+        as their shard had them when its save began. Steps that transforms hold back are not.
 
         Args:
             keep_last: how many saves stay.
@@ -693,10 +693,13 @@ class ShardedReplayBuffer:
         with self._writing, self._lock:
             self.flush()
             self.flush_priorities()
-            return save_shards(self._shards, path, keep_last, timeout)
+        return save_shards(self._shards, path, keep_last, timeout)
 
     def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None, timeout: float = 3600.0) -> None:
         """Takes over what `dumps` saved, or one of its older saves, into all shards, after all have verified theirs.
+
+        A save of another number of shards is divided: each row comes into one shard, with its priority, and shards get
+        equally many. Trajectories stay whole, but for one less than there are shards.
 
         Raises:
             CheckpointError: nothing was saved there; or it is damaged, or does not fit. Nothing was changed.

@@ -1,0 +1,390 @@
+"""Nodes that share neither memory nor network: they die, hang, and are cut off; rows are in once, or told as lost.
+
+ENGRAM_RAY_NODE_KILLS=200 makes so many failures in the long test, and ENGRAM_RAY_STOPS=5,60 stops a shard for so many
+seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import ray
+
+from cluster.namespaces import NamespaceCluster, Node
+from cluster.rows import by_lane
+from contracts.waiting import NEVER, comes
+from distributed.shards import rows, whole
+from engram.data import LazyTensorStorage
+from engram.distributed import RayReplayBuffer
+from engram.errors import ShardGoneError, ShardUnavailableError
+
+KILLS = int(os.environ.get("ENGRAM_RAY_NODE_KILLS", "200"))
+STOPS = [float(seconds) for seconds in os.environ.get("ENGRAM_RAY_STOPS", "15,60").split(",")]
+PRODUCER_ROWS = 1_000_000_000  # numbers of rows of one producer begin at a multiple
+
+
+@pytest.fixture
+def buffer(spaces: NamespaceCluster) -> Iterator[Callable[..., Any]]:
+    made: list[Any] = []
+
+    def make(capacity: int = 1_000_000, **settings: Any) -> Any:
+        settings = {"batch_size": 64, "num_shards": 2, "timeout": 5.0, **settings}
+        config = {"resources": {"shard": 1}}
+        made.append(RayReplayBuffer(storage=LazyTensorStorage(capacity), remote_config=config, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.shutdown()
+
+
+class Writer:
+    """A producer whose rows have the numbers from a multiple of `PRODUCER_ROWS` on; it notes which shard took them."""
+
+    def __init__(self, rb: Any, number: int) -> None:
+        self.rb, self.first = rb.producing_as(f"producer {number}"), PRODUCER_ROWS * number
+        self.written = 0
+        self.acknowledged: list[tuple[int, int, int]] = []  # shard, first number, end
+
+    def write(self, n: int) -> None:
+        """Writes n rows and waits, however long, until they are in."""
+        start = self.first + self.written
+        while True:
+            try:
+                self.rb.extend(rows(start, start + n))
+                break
+            except ShardUnavailableError:  # these rows were not sent
+                continue
+        self.written += n
+        while True:
+            try:
+                self.rb.flush()
+                break
+            except ShardUnavailableError:  # they are kept, and sent again
+                continue
+        self.acknowledged.append((self.shard, start, start + n))
+
+    @property
+    def shard(self) -> int:
+        """The number of the shard to which it writes."""
+        return int(self.rb._producer.shard.number)
+
+
+def node_of(spaces: NamespaceCluster, rb: Any, shard: int) -> Node:
+    """The node on which a shard is now."""
+    return spaces.node_of(place(rb, shard)[0])
+
+
+def place(rb: Any, shard: int) -> tuple[str, int]:
+    """The node of a shard, and its process there; waits until it answers."""
+    until = time.monotonic() + NEVER
+    while True:
+        try:
+            node, pid = ray.get(rb._actors[shard].place.remote(), timeout=5)
+            return str(node), int(pid)
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
+
+
+def check(rb: Any, writers: list[Writer], lost_shards: set[int] = frozenset(), told: int = 0) -> int:  # type: ignore[assignment]
+    """Checks that rows are in once and in order, and that missing ones are of shards whose node is lost, and were told.
+
+    Returns how many are missing.
+    """
+    lanes = by_lane(rb)
+    numbers = [n for lane in lanes for n in lane]
+    assert len(set(numbers)) == len(numbers)
+    for lane in lanes:
+        for writer in writers:
+            own = [n for n in lane if writer.first <= n < writer.first + PRODUCER_ROWS]
+            assert own == sorted(own)
+    there, missing = set(numbers), 0
+    for writer in writers:
+        for shard, start, stop in writer.acknowledged:
+            gone = sum(n not in there for n in range(start, stop))
+            assert not gone or shard in lost_shards, f"{gone} acknowledged rows of shard {shard} are missing"
+            missing += gone
+        written = range(writer.first, writer.first + writer.written)
+        assert all(n in written for n in numbers if n // PRODUCER_ROWS == writer.first // PRODUCER_ROWS)
+    assert missing <= told
+    return missing
+
+
+@contextmanager
+def losses() -> Iterator[Callable[[], int]]:
+    """Collects how many rows warnings in this block tell as lost."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        yield lambda: sum(_rows_lost(str(one.message)) for one in said)
+
+
+def _rows_lost(text: str) -> int:
+    _, found, rest = text.partition("came back without ")
+    return int(rest.split()[0]) if found else 0
+
+
+def draws(rb: Any) -> bool:
+    """Whether a batch comes."""
+    try:
+        return len(whole(rb.sample())) == 64
+    except ShardUnavailableError:
+        return False
+
+
+def two_writers(rb: Any) -> list[Writer]:
+    """One for each shard, with 1,000 rows."""
+    writers = [Writer(rb, 0), Writer(rb, 1)]
+    for writer in writers:
+        writer.write(1000)
+    assert {writer.shard for writer in writers} == {0, 1}
+    return writers
+
+
+def test_nodes_share_no_memory(spaces: NamespaceCluster, buffer: Any) -> None:
+    rb = buffer()
+    two_writers(rb)
+    rb.stats()
+    folders = [shard.facts.folder for shard in rb._shards]
+    assert len(set(rb.nodes)) == 2 and not any(map(os.path.exists, folders))
+
+
+def test_rows_in_the_memory_of_a_node_that_dies_are_told_as_lost_and_all_others_are_there(
+    spaces: NamespaceCluster, buffer: Any
+) -> None:
+    rb = buffer()
+    writers = two_writers(rb)
+    with losses() as told:
+        spaces.kill(place(rb, 0)[0])
+        for writer in writers:
+            for _ in range(3):
+                writer.write(100)
+        assert draws(rb) or comes(lambda: draws(rb))
+        rb.stats()
+        for writer in writers:
+            writer.rb.stats()
+        assert check(rb, writers, {0}, told()) == 1000
+
+
+@pytest.mark.deep
+def test_a_link_that_is_cut_for_a_moment_loses_nothing(spaces: NamespaceCluster, buffer: Any) -> None:
+    rb = buffer()
+    writers = two_writers(rb)
+    with losses() as told:
+        node = node_of(spaces, rb, 0)
+        node.cut()
+        connector = threading.Timer(1.0, node.connect)
+        connector.start()
+        for _ in range(5):
+            for writer in writers:
+                writer.write(100)
+        connector.join()
+        assert comes(lambda: draws(rb))
+        assert check(rb, writers) == told() == 0
+
+
+@pytest.mark.deep
+def test_a_shard_whose_node_is_cut_off_comes_back_elsewhere_and_its_rows_are_told_as_lost(
+    spaces: NamespaceCluster, buffer: Any
+) -> None:
+    rb = buffer()
+    writers = two_writers(rb)
+    with losses() as told:
+        node = node_of(spaces, rb, 0)
+        node.cut()
+        for _ in range(3):
+            for writer in writers:
+                writer.write(100)  # to shard 0 when it is elsewhere
+        assert place(rb, 0)[0] != node.node_id
+        node.connect()  # what still runs there has an older life, and is ended by Ray
+        for _ in range(3):
+            for writer in writers:
+                writer.write(100)
+        assert comes(lambda: draws(rb))
+        for writer in writers:
+            writer.rb.stats()
+        assert check(rb, writers, {0}, told()) == 1000
+    spaces.remove(node)
+    spaces.add()
+
+
+def stopped_for(spaces: NamespaceCluster, rb: Any, seconds: float) -> None:
+    """A shard's process stops for so long; the other one answers meanwhile, and nothing is lost."""
+    writers = two_writers(rb)
+    node, pid = place(rb, 0)
+    with losses() as told:
+        spaces.node_of(node).kill_process(pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        continuer = threading.Timer(seconds, spaces.node_of(node).kill_process, (pid, signal.SIGCONT))
+        continuer.start()
+        other = next(writer for writer in writers if writer.shard == 1)
+        while time.monotonic() < stopped + seconds:
+            other.write(100)
+            assert comes(lambda: draws(rb), within=seconds + 2 * 5.0)
+        continuer.join()
+        for writer in writers:
+            writer.write(100)
+        assert place(rb, 0) == (node, pid)
+        assert check(rb, writers) == told() == 0
+
+
+@pytest.mark.deep
+def test_a_shard_that_stops_for_some_seconds_loses_nothing(spaces: NamespaceCluster, buffer: Any) -> None:
+    stopped_for(spaces, buffer(), 5.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", STOPS)
+def test_a_shard_that_stops_for_long_loses_nothing(spaces: NamespaceCluster, buffer: Any, seconds: float) -> None:
+    stopped_for(spaces, buffer(), seconds)
+
+
+@pytest.mark.deep
+def test_a_node_that_hangs_and_goes_on_answers_for_no_shard_that_is_elsewhere_by_then(
+    spaces: NamespaceCluster, buffer: Any
+) -> None:
+    rb = buffer()
+    writers = two_writers(rb)
+    with losses() as told:
+        node = node_of(spaces, rb, 0)
+        node.stop()
+        for writer in writers:
+            writer.write(100)
+        assert place(rb, 0)[0] != node.node_id
+        node.go_on()
+        for _ in range(3):
+            for writer in writers:
+                writer.write(100)
+        assert comes(lambda: draws(rb))
+        for writer in writers:
+            writer.rb.stats()
+        assert check(rb, writers, {0}, told()) == 1000
+    spaces.remove(node)
+    spaces.add()
+
+
+DRIVER = """
+import sys
+import ray
+from ray import cloudpickle
+from distributed.shards import rows
+from engram.data import LazyTensorStorage
+from engram.distributed import RayReplayBuffer
+
+ray.init(address={address!r}, _node_ip_address={ip!r}, log_to_driver=False)
+rb = RayReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=64, num_shards=2, timeout=20.0,
+                     remote_config={{"resources": {{"shard": 1}}}})
+for k in range(2):  # both shards have rows
+    writer = rb.producing_as(str(k))
+    writer.extend(rows(100 * k, 100 * k + 100))
+    writer.flush()
+print(cloudpickle.dumps(rb).hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.deep
+def test_shards_end_with_the_driver_that_made_them_and_their_memory_goes_with_the_next_shard(
+    spaces: NamespaceCluster, buffer: Any
+) -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", DRIVER.format(address=spaces.address, ip=spaces.address_of(1))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=spaces.environment,
+    )  # fmt: skip
+    assert program.stdout is not None
+    rb = ray.cloudpickle.loads(bytes.fromhex(program.stdout.readline()))
+    assert draws(rb)
+    names = [os.path.basename(shard.facts.folder) for shard in rb._shards]
+    program.kill()
+    program.wait()
+    assert comes(lambda: _is_gone(rb.sample))
+    rb.close()
+    two_writers(buffer())
+    left = {name for node in spaces.nodes for name in node.memory()}
+    assert not left & set(names)
+
+
+def _is_gone(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except ShardGoneError:
+        return True
+    except ShardUnavailableError:
+        pass
+    return False
+
+
+@pytest.mark.long
+def test_every_acknowledged_row_is_in_once_or_told_as_lost_with_its_node(spaces: NamespaceCluster, buffer: Any) -> None:
+    rb = buffer(capacity=20_000_000, timeout=2.0)
+    writers = two_writers(rb)
+    rng, done, failures = random.Random(0), threading.Event(), list[BaseException]()
+
+    def guarded(work: Callable[[], None]) -> threading.Thread:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+    def write(writer: Writer) -> None:
+        while not done.is_set() and not failures:
+            writer.write(rng.choice([1, 100, 1000]))
+
+    def read() -> None:
+        reader = rb.producing_as("only reads")
+        while not done.is_set() and not failures:
+            draws(reader)
+            time.sleep(0.01)
+
+    made = {"process": 0, "stop": 0, "cut": 0, "node": 0}
+    lost_shards: set[int] = set()
+    with losses() as told:
+        threads = [guarded(lambda w=writer: write(w)) for writer in writers] + [guarded(read)]
+        for _ in range(KILLS):
+            if failures:
+                break
+            shard, what = rng.randrange(2), rng.choices(list(made), [80, 8, 6, 6])[0]
+            node_id, pid = place(rb, shard)
+            node = spaces.node_of(node_id)
+            if what == "node":
+                lost_shards |= {k for k in range(2) if place(rb, k)[0] == node_id}
+                spaces.kill(node_id)
+            elif what == "cut":
+                node.cut()
+                time.sleep(rng.random())
+                node.connect()
+            elif what == "stop":
+                node.kill_process(pid, signal.SIGSTOP)
+                time.sleep(2 * rng.random())
+                node.kill_process(pid, signal.SIGCONT)
+            else:
+                node.kill_process(pid)
+            made[what] += 1
+            time.sleep(0.3 * rng.random())
+        done.set()
+        for thread in threads:
+            thread.join()
+        assert not failures, failures
+        for writer in writers:
+            writer.write(1)
+            writer.rb.stats()
+        missing = check(rb, writers, lost_shards, told())
+    written = sum(writer.written for writer in writers)
+    print(f"{made}: {written} rows, of which {missing} were lost with a node, and {told()} told as lost")
