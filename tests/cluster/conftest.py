@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+# Each cluster asks those that join it for a token, which Ray reads when it is imported.
+os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 ray = pytest.importorskip("ray", reason="needs Ray: make test-ray")
 
 # So that a node that is gone is noticed within seconds.
@@ -89,11 +92,11 @@ def spaces() -> Iterator[Any]:
     if reason := why_not():
         pytest.skip(reason)
     before = ray.get_runtime_context().gcs_address if ray.is_initialized() else None
-    variables = {name: os.environ.get(name) for name in ("RAY_TMPDIR", "PYTHONPATH", "OMP_NUM_THREADS")}
+    variables = dict(os.environ)
     ray.shutdown()
     with namespace_cluster(2) as made:
         yield made
-    for name, value in variables.items():
-        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    os.environ.clear()
+    os.environ.update(variables)
     if before is not None:
         ray.init(address=before, log_to_driver=False, logging_level=logging.ERROR)

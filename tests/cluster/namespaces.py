@@ -203,7 +203,7 @@ class NamespaceCluster:
                 return False
             return True
 
-        os.environ["RAY_TMPDIR"], os.environ["PYTHONPATH"] = self.folder, self.environment["PYTHONPATH"]
+        os.environ.update(self.environment)
         _until(joined, "the head node does not start")
 
     def add(self, **resources: int) -> Node:

@@ -286,8 +286,10 @@ from engram.distributed import RayReplayBuffer
 ray.init(address={address!r}, _node_ip_address={ip!r}, log_to_driver=False)
 rb = RayReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=64, num_shards=2, timeout=20.0,
                      remote_config={{"resources": {{"shard": 1}}}})
-rb.extend(rows(0, 100))
-rb.flush()
+for k in range(2):  # both shards have rows
+    writer = rb.producing_as(str(k))
+    writer.extend(rows(100 * k, 100 * k + 100))
+    writer.flush()
 print(cloudpickle.dumps(rb).hex(), flush=True)
 sys.stdin.read()
 """

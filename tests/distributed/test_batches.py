@@ -248,15 +248,17 @@ class TestAges:
     @pytest.mark.parametrize("batch", [0.0002, 0.003, 0.04, 0.3])
     def test_a_batch_is_no_older_than_asked_and_an_answer(self, clock: Clock, shards: int, batch: float) -> None:
         rng = random.Random(1)
-        ages, _ = ages_of(clock, self.links(clock, shards), lambda: rng.expovariate(1 / batch), 1000)
+        ages, _ = ages_of(
+            clock, self.links(clock, shards), lambda: rng.expovariate(1 / batch), 1000 if shards < 64 else 300
+        )
         assert float((ages <= AGE + 1.5 * self.TAKES).double().mean()) >= 0.999
 
     @pytest.mark.parametrize("shards", [1, 5, 64])
-    @pytest.mark.parametrize("batch", [0.0005, 0.003, 0.02])
-    def test_a_learner_seldom_waits(self, clock: Clock, shards: int, batch: float) -> None:
+    @pytest.mark.parametrize(("batch", "most"), [(0.0005, 0.1), (0.003, 0.1), (0.03, 0.05)])
+    def test_a_learner_seldom_waits(self, clock: Clock, shards: int, batch: float, most: float) -> None:
         rng = random.Random(1)
         _, waited = ages_of(clock, self.links(clock, shards), lambda: batch * (0.8 + 0.4 * rng.random()), 1000)
-        assert waited < 0.1 * batch
+        assert waited < most * batch
 
     def test_after_a_pause_nothing_old_is_handed_out(self, clock: Clock) -> None:
         links, pauses = self.links(clock, 3), iter([0.001] * 200 + [60.0] + [0.001] * 50)
@@ -295,7 +297,7 @@ class TestAges:
         for batch in (0.001, 0.0001):
             links = self.links(clock, 16)
             began = clock.now
-            ages_of(clock, links, lambda batch=batch: batch, int(4 / batch))
+            ages_of(clock, links, lambda batch=batch: batch, int(1 / batch))
             calls.append(sum(len(link.asked) for link in links) / 16 / (clock.now - began))
         assert all(n < 2 / AGE for n in calls)  # a second, of each shard
 

@@ -97,7 +97,10 @@ class LearnerPace:
         answer: from a call to its answer, and somewhat more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shards: int) -> None:
+        self._decay = (
+            1 - 0.005 / shards
+        )  # so that somebody waits now and then, and the time of an answer is known again
         self.batch: float | None = None
         self.answer = 0.0
         self._before: float | None = None
@@ -118,7 +121,7 @@ class LearnerPace:
         self._waited += ended - began
         wait, took = ended - began, ended - sent
         if wait < max(_LEAST_WAIT, 0.2 * took):  # it had come before: when is not known
-            self.answer *= 0.995
+            self.answer *= self._decay
         elif took > self.answer:
             self.answer = took
         else:
@@ -190,7 +193,7 @@ class BatchStream:
         self._seed = int(torch.randint(1 << 62, (), generator=generator))
         widths = [leaf.nbytes for leaf in layout.leaves] if goes_by_leaf(layout) else [layout.payload_bytes]
         self._pool = RowPool(len(shards), self._unit, widths, self._seed)
-        self._pace = LearnerPace()
+        self._pace = LearnerPace(len(shards))
         self._answers: dict[int, _Answer] = {}  # which the pool has
         self._asked: dict[int, collections.deque[_Asked]] = collections.defaultdict(collections.deque)
         self._missing: set[int] = set()  # shards that answer, and of which no answer is at hand
@@ -291,19 +294,14 @@ class BatchStream:
         """Takes in answers of the shards that are missing; those that were not asked, or too early, are asked now."""
         missing = sorted(self._missing)
         for k in missing:
-            asked = self._asked[k]
-            while asked and asked[0].sent < self._oldest:
-                asked.popleft()
-            if not asked:
+            calls = self._asked[k]
+            while calls and calls[0].sent < self._oldest:
+                calls.popleft()
+            if not calls:
                 self._ask(k)
         asked_for = {k: self._asked[k].popleft() for k in missing if self._asked[k]}
-        self._missing.difference_update(asked_for)
         began, patience = time.monotonic(), self._patience(deadline)
-        try:
-            answers = finish_all([(self._shards[k], asked.call) for k, asked in asked_for.items()], patience)
-        except BaseException:
-            self._missing.update(asked_for)
-            raise
+        answers = finish_all([(self._shards[k], asked.call) for k, asked in asked_for.items()], patience)
         ended = time.monotonic()
         sent = [asked.sent for asked in asked_for.values() if not asked.reads_here]
         if sent:
@@ -335,6 +333,7 @@ class BatchStream:
         else:
             self._pool.drop(k)
         self._answers[k] = answer
+        self._missing.discard(k)
         if ends < math.inf:
             lead = self._pace.lead
             heapq.heappush(self._due, (ends - lead if lead < self._most_age else ends, answer.number, k))
@@ -431,7 +430,7 @@ class BatchStream:
 
     def _rows_to_ask(self, k: int) -> int:
         """As many rows as are expected to be used before they are too old, and some more: draws vary."""
-        batches = min(self._most_batches, _GROWTH ** min(self._calls[k], 15))
+        batches = min(self._most_batches, float(_GROWTH) ** min(self._calls[k], 15))
         if self._pace.batch is not None:
             batches = min(batches, max(1.0, (self._most_age - self._pace.lead) / self._pace.batch))
         of_batch = self._units_of_batch(k)
