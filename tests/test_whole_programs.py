@@ -117,11 +117,9 @@ def test_pixel_dqn_by_hand_learns_the_same_weights_from_the_slots_that_engram_dr
     before = first_weights(ours.learner.q)
     buffer, slots = run_recorded(ours, settings.frames)
     hand = PixelDQNReplayed(settings)
-    hand.replay([drawn.reshape(-1, pixel_dqn.STACK)[:, -1] for drawn in slots])
+    hand.replay(slots)
     assert hand.run() == settings.frames
-    rows = buffer[:]
-    assert np.array_equal(hand.observations[: settings.frames, -1:], rows["observation"].numpy())
-    assert np.array_equal(hand.actions[: settings.frames], rows["action"].numpy())
+    assert_same_rows(hand, buffer[:], settings.frames)
     assert_same_weights(hand.learner.q, ours.learner.q)
     assert_changed(ours.learner.q, before)
 

@@ -15,7 +15,7 @@ from benchmarks.programs.catch import SIZE, Catch
 from benchmarks.programs.shares import Parts
 from benchmarks.programs.turns import Row, in_all_forms, main
 from engram.collectors import SyncDataCollector
-from engram.data import LazyTensorStorage, SequenceSampler, TensorDictReplayBuffer
+from engram.data import LazyTensorStorage, TensorDictReplayBuffer
 from engram.envs import GymEnv, TransformedEnv
 from engram.envs.transforms import CatFrames
 
@@ -106,7 +106,7 @@ class ByHand:
 
 
 class Engram:
-    """A collector whose policy sees stacks, and a buffer of single frames that makes stacks of what it samples."""
+    """A collector whose policy sees stacks, and a buffer that stores each frame of them once."""
 
     def __init__(self, s: Settings) -> None:
         dqn.begin(s.seed)
@@ -114,30 +114,27 @@ class Engram:
         q = QNetwork()
         self.learner, self.policy = dqn.Learner(q, s), dqn.EpsilonGreedy(q, ACTIONS)
         self.buffer = TensorDictReplayBuffer(
-            storage=LazyTensorStorage(s.capacity),
-            sampler=SequenceSampler(slice_len=STACK, burn_in=STACK - 1, weight="steps"),
-            batch_size=s.batch_size * STACK,
+            storage=LazyTensorStorage(s.capacity, compact=True),
+            batch_size=s.batch_size,
             generator=torch.Generator().manual_seed(s.seed),
         )
-        keys, stacks = ["observation", ("next", "observation")], ["stack", ("next", "stack")]
-        self.buffer.append_transform(CatFrames(STACK, dim=-3, in_keys=keys, out_keys=stacks))
-        stacked = CatFrames(STACK, dim=-3, in_keys=["observation"], out_keys=["stack"])
+        stacked = CatFrames(STACK, dim=-3, in_keys=["observation"])
         self.collector = SyncDataCollector(
             TransformedEnv(GymEnv(Catch(), categorical_action_encoding=True), stacked),
-            TensorDictModule(self.policy, in_keys=["stack"], out_keys=["action"]),
+            TensorDictModule(self.policy, in_keys=["observation"], out_keys=["action"]),
             frames_per_batch=s.frames_per_batch,
             total_frames=s.frames,
         )
         self.collector.set_seed(s.seed)
 
     def sample(self) -> tuple[Tensor, ...]:
-        batch = self.buffer.sample().reshape(-1, STACK)[:, -1]
+        batch = self.buffer.sample()
         following = batch["next"]
         return (
-            batch["stack"],
+            batch["observation"],
             batch["action"],
             following["reward"].squeeze(1),
-            following["stack"],
+            following["observation"],
             following["terminated"].squeeze(1),
         )
 
@@ -147,7 +144,7 @@ class Engram:
     def run(self) -> int:
         s, collector = self._s, self.collector
         for batch in collector:
-            self.buffer.extend(batch.exclude("stack", ("next", "stack")))
+            self.buffer.extend(batch)
             self.policy.epsilon = s.epsilon(collector.frames)
             if collector.frames > s.learning_starts:
                 for _ in range(s.updates_per_batch):

@@ -183,6 +183,22 @@ class ObservationShares(NamedTuple):
     whole: float
     advice: str | None
 
+    def __str__(self) -> str:
+        """In a sentence, with the advice.
+
+        Example:
+            >>> print(ObservationShares({"pixels": 4}, 1, 7_225.3, 0.99, 0.01, 0.0, None))
+            7,225 bytes a step, 'pixels' in stacks of 4 frames: of next observations 99.0% are those of the row behind,
+            1.0% are a frame more, 0.0% are whole
+        """
+        stacks = [f"{key!r}" + (f" in stacks of {n} frames" if n > 1 else "") for key, n in self.frames.items()]
+        behind = "the row behind" if self.n_steps == 1 else f"the row {self.n_steps} rows behind"
+        shown = (
+            f"{self.bytes_per_step:,.0f} bytes a step, {', '.join(stacks)}: of next observations {self.same:.1%} are "
+            f"those of {behind}, {self.moved:.1%} are a frame more, {self.whole:.1%} are whole"
+        )
+        return shown if self.advice is None else f"{shown}; {self.advice}"
+
     @classmethod
     def of(
         cls, keys: ObservationKeys, bytes_per_step: float, kinds: tuple[int, int, int, int, int, list[int]]
