@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -90,6 +91,9 @@ def on_files(files: Files, config: Any) -> Files:
     for path in ELSEWHERE:
         content = (ROOT / path).read_bytes()
         files.append(File.generated(config, path, content=content))
+    unknown = [path for path in SEARCHED if files.get_file_from_path(path) is None]
+    if unknown:
+        raise PluginError(f"SEARCHED of packaging/site.py names pages that are not there: {', '.join(unknown)}")
     return files
 
 

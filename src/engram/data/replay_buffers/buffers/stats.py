@@ -27,8 +27,8 @@ class BufferStats(NamedTuple):
         draws: batches that this object has handed out, by `sample` and in iteration.
         episodes: trajectories of which steps are stored, as a slice sampler with these keys would see them: seams and
             the write cursor cut them, too. None where the steps do not say where trajectories end.
-        writers: of a storage with several lanes, whose rows it has: the `pid` of each process (0: of rows whose writer is
-            not known any more), its `rows`, how many it has `written`, and the slot of its `newest` one.
+        writers: of a storage with several lanes, whose rows it has: the `pid` of each process (0: of rows whose writer
+            is not known any more), its `rows`, how many it has `written`, and the slot of its `newest` one.
         compact: of a storage with `compact=`, which share of the newest rows took no memory for an observation, and
             what would make them smaller; None of other storages.
 
