@@ -9,7 +9,6 @@ import json
 import os
 import resource
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -351,7 +350,6 @@ class StoreSession:
         self.dropped = 0
         self._wrote = False
         self._name_synced = False
-        self._flush_mutex = threading.Lock()
         self._on_network = network_file_system(fd) is not None
         self._takes_over = take_over
         try:
@@ -444,7 +442,7 @@ class StoreSession:
         if not self.store.has_observations:
             yield
             return
-        with self._flush_mutex, self.locks.flushing():
+        with self.locks.flushing():
             yield
 
     def _sync_name(self) -> None:

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -52,6 +53,7 @@ class LaneLocks:
         self.fd = fd
         self._reopen = reopen
         self._fork_error = ""
+        self._flush_mutex = threading.Lock()
         # The locks get an open file description of their own: a memory map keeps the description that it was made
         # through alive, so a dead process would hold its locks for as long as a child that it had forked keeps the map.
         try:
@@ -111,19 +113,20 @@ class LaneLocks:
 
     @contextlib.contextmanager
     def flushing(self) -> Iterator[None]:
-        """A block in which no other process flushes; a StorageInUseError where one has done so for a minute."""
-        deadline = time.monotonic() + _FLUSH_TIMEOUT
-        while not _lock(self._own_fd(), fcntl.F_WRLCK, _FLUSH_BYTE):
-            if time.monotonic() > deadline:
-                raise StorageInUseError(
-                    f"another process has been flushing this store for {_FLUSH_TIMEOUT:g} seconds: it was stopped, or "
-                    "the disk is slow. Let it go on or end it"
-                )
-            time.sleep(0.001)
-        try:
-            yield
-        finally:
-            _lock(self._own_fd(), fcntl.F_UNLCK, _FLUSH_BYTE)
+        """A block in which nobody else flushes; a StorageInUseError where another process has done so for a minute."""
+        with self._flush_mutex:
+            deadline = time.monotonic() + _FLUSH_TIMEOUT
+            while not _lock(self._own_fd(), fcntl.F_WRLCK, _FLUSH_BYTE):
+                if time.monotonic() > deadline:
+                    raise StorageInUseError(
+                        f"another process has been flushing this store for {_FLUSH_TIMEOUT:g} seconds: it was stopped, "
+                        "or the disk is slow. Let it go on or end it"
+                    )
+                time.sleep(0.001)
+            try:
+                yield
+            finally:
+                _lock(self._own_fd(), fcntl.F_UNLCK, _FLUSH_BYTE)
 
     @contextlib.contextmanager
     def exclusive(self, operation: str) -> Iterator[None]:
@@ -148,6 +151,7 @@ class LaneLocks:
 
         The child does not count as a user of the store before `join`: most children never touch it.
         """
+        self._flush_mutex = threading.Lock()
         if self.fd < 0:
             return
         try:
