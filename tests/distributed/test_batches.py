@@ -115,17 +115,22 @@ class TestWhileShardsGrow:
     STEPS, ROWS, GROWS = 60, 40, 1
 
     def ranks(self, sampler: Callable[[], Any], mass: Callable[[torch.Tensor], torch.Tensor], unit: int = 1) -> Any:
-        """Ranks of drawn rows, or of the first row of each slice, by the mass of every number that is there."""
+        """Ranks of drawn rows, or of the first row of each slice, by the mass of every number that is there.
+
+        Where draws are by priority, the mass of a row is its priority.
+        """
+        by_priority = isinstance(sampler(), PrioritizedSampler)
         links = [Link(shard(12_000, sampler=sampler())) for _ in range(3)]
-        every: list[int] = []
         number = itertools.count(step=self.ROWS)
+
+        def written() -> int:
+            return sum(len(link.shard) for link in links)
 
         def grow(k: int, n: int) -> None:
             for _ in range(n):
                 start = next(number)
                 batch = rows(start, start + self.ROWS, start)
-                write(links[k].shard, "a", batch, new_priority=None)
-                every.extend(range(start, start + self.ROWS))
+                write(links[k].shard, "a", batch, priority=mass(batch["n"]) if by_priority else None)
 
         for k, n in enumerate((2, 1, 4)):
             grow(k, n)
@@ -134,9 +139,7 @@ class TestWhileShardsGrow:
         for _ in range(self.STEPS):
             grow(self.GROWS, 2)
             drawn = whole(rb.sample())[::unit]
-            masses = torch.zeros(len(every), dtype=torch.float64)
-            masses[torch.tensor(every)] = mass(torch.tensor(every))
-            ranks.append(ranks_of(drawn, masses))
+            ranks.append(ranks_of(drawn, mass(torch.arange(written())).double()))
         assert len(links[self.GROWS].shard) > 100 * self.ROWS
         return torch.cat(ranks)
 
@@ -146,18 +149,22 @@ class TestWhileShardsGrow:
 
     def test_rows_are_drawn_in_proportion_to_priorities(self) -> None:
         ranks = self.ranks(
-            lambda: PrioritizedSampler(None, 1.0, 1.0, eps=0.0), lambda n: torch.ones(len(n), dtype=torch.float64)
+            lambda: PrioritizedSampler(None, 1.0, 1.0, eps=0.0), lambda n: (n % 5 + n // 1000 + 1).double()
         )
         assert chi_square(torch.histc(ranks, 40, 0, 1)) > LEAST
 
     @pytest.mark.parametrize("kind", [SliceSampler, PrioritizedSliceSampler])
     def test_every_start_of_a_slice_is_as_likely(self, kind: Any) -> None:
+        prioritised = kind is PrioritizedSliceSampler
+
         def sampler() -> Any:
-            if kind is SliceSampler:
+            if not prioritised:
                 return SliceSampler(slice_len=4, traj_key="traj", weight="steps")
             return PrioritizedSliceSampler(None, 1.0, 1.0, eps=0.0, slice_len=4, traj_key="traj")
 
-        ranks = self.ranks(sampler, lambda n: (n % self.ROWS <= self.ROWS - 4).double(), unit=4)
+        ranks = self.ranks(
+            sampler, lambda n: (n % self.ROWS <= self.ROWS - 4) * (n % 3 + 1.0 if prioritised else 1.0), unit=4
+        )
         assert chi_square(torch.histc(ranks, 30, 0, 1)) > LEAST
 
 

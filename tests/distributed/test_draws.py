@@ -83,6 +83,26 @@ def test_what_a_shard_draws_is_uniform_over_its_rows() -> None:
     assert torch.equal(s._lanes.generations(drawn.slots), drawn.generation)
 
 
+@pytest.mark.parametrize("by_priority", [False, True])
+def test_rows_that_are_overwritten_while_they_are_read_are_left_out(by_priority: bool, monkeypatch) -> None:
+    s = shard(160, sampler=PrioritizedSampler(None, 1.0, 1.0) if by_priority else None)
+    write(s, "a", rows(0, 100))
+    read, slots = s._storage.read_packed, []
+
+    def overwritten(drawn, *settings, **more):
+        slots.append(drawn)
+        return read(drawn, *settings, **more)._replace(overwritten=[1, 7], absent=[3])
+
+    monkeypatch.setattr(s._storage, "read_packed", overwritten)
+    answer = s.sample(s.incarnation, 10) if by_priority else s.draw(s.incarnation, 10, 7)
+    left = [0, 2, 4, 5, 6, 8, 9]
+    assert torch.equal(answer.slots, slots[0][left]) and len(slots) == 1
+    assert torch.equal(answer.generation, s._lanes.generations(answer.slots))
+    numbers = whole(LAYOUT.unpack(read(answer.slots).batch[0]))
+    assert torch.equal(whole(unpack(LAYOUT, answer.block)), numbers)
+    assert answer.ratio is None or len(answer.ratio) == 7
+
+
 def test_a_shard_without_rows_gives_none() -> None:
     s = shard(160)
     drawn = s.draw(s.incarnation, 10, 7)

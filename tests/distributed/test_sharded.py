@@ -229,7 +229,7 @@ class TestSampling:
             for _ in range(100):
                 rb.sample()
 
-    def test_rows_that_are_overwritten_before_they_are_fetched_are_left_out(self) -> None:
+    def test_rows_that_others_replaced_since_they_were_drawn_are_whole(self) -> None:
         ls = [Link(shard(capacity=80))]
         rb, writer = client(ls, batches_per_call=4), client(ls)
         gone = 0
