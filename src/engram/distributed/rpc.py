@@ -36,8 +36,8 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
     are copied, and callers wait. On one machine, a buffer that is sent to other processes is much faster. `dumps` in
     the background gives a handle that cannot be sent: save with `blocking=True`.
 
-    The `RRef` may be of another buffer, as of an `engram.distributed.rpc_buffer.RpcReplayBuffer`, whose rows lie in several
-    processes; a process that makes one of its own reaches the same shards without a way round.
+    The `RRef` may be of another buffer, as of an `engram.distributed.rpc_buffer.RpcReplayBuffer`, whose rows lie in
+    several processes; a process that makes one of its own reaches the same shards without a way round.
 
     Args:
         As TensorDictReplayBuffer.

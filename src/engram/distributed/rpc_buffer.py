@@ -182,7 +182,11 @@ class RpcReplayBuffer(ShardedReplayBuffer):
         if not workers:
             raise ValueError("workers= names no process: at least one must hold rows")
         sampler = RandomSampler() if sampler is None else sampler if isinstance(sampler, Sampler) else sampler()
-        arguments = {"capacity": -(-capacity_of(storage) // len(workers)), "lanes": lanes, "sampler": sampler}
+        arguments: dict[str, Any] = {
+            "capacity": -(-capacity_of(storage) // len(workers)),
+            "lanes": lanes,
+            "sampler": sampler,
+        }
         ReplayShard(**{**arguments, "sampler": copy.deepcopy(sampler)}).close()  # its errors are raised here
         self._served = [(worker, f"{name}-{k}") for k, worker in enumerate(workers)]
         folders = [None if scratch_dir is None else str(Path(scratch_dir) / f"shard-{k}") for k in range(len(workers))]
