@@ -328,7 +328,7 @@ def _is_gone(call: Callable[[], Any]) -> bool:
 
 @pytest.mark.long
 def test_every_acknowledged_row_is_in_once_or_told_as_lost_with_its_node(spaces: NamespaceCluster, buffer: Any) -> None:
-    rb = buffer(capacity=20_000_000, timeout=2.0)
+    rb = buffer(capacity=8_000_000, timeout=2.0)
     writers = two_writers(rb)
     rng, done, failures = random.Random(0), threading.Event(), list[BaseException]()
 
@@ -345,7 +345,7 @@ def test_every_acknowledged_row_is_in_once_or_told_as_lost_with_its_node(spaces:
 
     def write(writer: Writer) -> None:
         while not done.is_set() and not failures:
-            writer.write(rng.choice([1, 100, 1000]))
+            writer.write(rng.choice([1, 10, 100]))
 
     def read() -> None:
         reader = rb.producing_as("only reads")

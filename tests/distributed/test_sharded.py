@@ -777,3 +777,18 @@ class TestCounts:
             first.flush()
             second.flush()
         assert first.stats().accepted == second.stats().accepted == 3
+
+
+class TestFactsAfterAChange:
+    def test_what_is_known_of_shards_is_of_after_it(self, tmp_path: Path) -> None:
+        ls = [Link(shard()) for _ in range(2)]
+        for k in range(2):
+            write(ls[k].shard, "another", rows(10 * k, 10 * k + 10))
+        rb = client(ls)
+        rb.dumps(tmp_path)
+        for link in ls:
+            link.late = True  # answers come when somebody waits for them
+        rb.empty()
+        assert len(rb) == 0
+        rb.loads(tmp_path)
+        assert len(rb) == 20
