@@ -38,7 +38,6 @@ torture-planted: $(VENV)/.engram $(VENV)/.dev
 MODEL := build/model
 # Relacy brings the `delete` that is not told the size.
 MODEL_FLAGS := -std=c++20 -O2 -Wall -Wextra -fno-sized-deallocation
-EXECUTIONS ?= 1000000
 
 $(MODEL)/%: tests/model/%.cpp tests/model/memory.hpp $(wildcard src/native/*_protocol.hpp)
 	@mkdir -p $(MODEL)

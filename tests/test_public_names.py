@@ -55,7 +55,7 @@ NAMES = {
     "engram.distributed": {
         "Acknowledgement", "Block", "DrawnRows", "RayCollector", "RayReplayBuffer", "ReplayShard", "SequenceDraw",
         "ShardFacts", "ShardTotals", "ShardedReplayBuffer", "ShardedSettings", "ShardedStats",
-        "TakenRows", "Tenancy",
+        "TakenRows", "Tenancy", "Timeouts",
         "divide", "draw_sequences", "importance_weights", "pack", "unpack",
     },
     "engram.data.datasets": {

@@ -183,6 +183,7 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "ray_kwargs": ((None,), "use backend='process'"),
     },
     "RayCollector": {**_COLLECTORS, "no_cuda_sync": (_ANY, "")},
+    "RayReplayBuffer": {"prefetch": (_ANY, "")},
 }
 
 _WEIGHTS = "use `update_policy_weights_(weights)`, which every collector has"

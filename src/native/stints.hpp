@@ -204,8 +204,15 @@ inline std::vector<LaneRun> next_runs(const Store& store, uint64_t n) {
   const Lanes& lanes = store.lanes;
   const uint64_t capacity = lanes.capacity();
   struct Place {
-    uint64_t here, ticket, lane, published, stored, left, ticket_after;
-    bool is_full(uint64_t capacity) const { return stored == capacity; }
+    uint64_t here, ticket, published, stored, capacity, steps_left, ticket_after;
+    struct {
+      static uint64_t holder() { return 0; }
+    } turns;
+    uint64_t left() const { return steps_left; }
+    bool is_full() const { return stored == capacity; }
+  };
+  struct Plain {
+    static uint64_t load(uint64_t value) { return value; }
   };
   std::vector<LaneRun> runs;
   std::vector<Place> places;
@@ -213,7 +220,7 @@ inline std::vector<LaneRun> next_runs(const Store& store, uint64_t n) {
   for (uint64_t l = 0; l < lanes.count(); ++l) {
     const LaneHeader& h = lanes.lane(l);
     const uint64_t at = h.published.load(), base = h.base.load();
-    places.push_back({0, h.ticket.load(), l, at, std::min(capacity, at - std::min(at, base)), lanes.stints(l).left(), 0});
+    places.push_back({0, h.ticket.load(), at, std::min(capacity, at - std::min(at, base)), capacity, lanes.stints(l).left(), 0, {}});
   }
   const Store::Stint& stint = store.stint();
   Place* own = nullptr;
@@ -227,26 +234,23 @@ inline std::vector<LaneRun> next_runs(const Store& store, uint64_t n) {
   while (n > 0) {
     if (are_all_here())
       for (Place& place : places) place.here = 0;
-    if (!own || own->left == 0) {
-      OverdueStints overdue;
-      for (const Place& place : places) overdue.see(place.ticket, place.left);
-      const auto is_overdue = [&](const Place& place) {
-        return place.is_full(capacity) && overdue.has(lanes.count(), place.ticket, place.left);
+    if (!own || own->steps_left == 0) {
+      const auto choose = [&](uint64_t most_here) {
+        return choose_lane<Plain>(
+            lanes.count(), [&](uint64_t l) { return places[l]; }, [&](uint64_t l, uint64_t) { return places[l].here > most_here; });
       };
-      const auto order = [&](const Place& place) {
-        return std::tuple(place.here == capacity, place.here > 0, place.is_full(capacity), !is_overdue(place), place.ticket, place.lane);
-      };
-      own = &*std::min_element(places.begin(), places.end(), [&](const Place& a, const Place& b) { return order(a) < order(b); });
-      const bool finishes = is_overdue(*own);
-      if (!finishes) own->left = own->is_full(capacity) ? capacity : capacity - own->stored;
-      own->ticket_after = finishes ? OverdueStints::ticket_after(own->ticket, tickets + 1) : 0;
+      LaneChoice choice = choose(0);
+      if (!choice.any()) choice = choose(capacity - 1);
+      own = &places[choice.lane];
+      if (!choice.is_overdue) own->steps_left = own->is_full() ? capacity : capacity - own->stored;
+      own->ticket_after = choice.is_overdue ? OverdueStints::ticket_after(own->ticket, tickets + 1) : 0;
       own->ticket = ++tickets;
     }
-    const uint64_t take = std::min({n, own->left, capacity - own->here});
-    runs.push_back({own->lane, own->published, take});
-    own->left -= take, own->here += take, own->published += take, own->stored = std::min(capacity, own->stored + take);
-    if (own->here == capacity && !are_all_here()) own->left = 0;
-    if (own->left == 0 && own->ticket_after) own->ticket = own->ticket_after;
+    const uint64_t take = std::min({n, own->steps_left, capacity - own->here});
+    runs.push_back({static_cast<uint64_t>(own - places.data()), own->published, take});
+    own->steps_left -= take, own->here += take, own->published += take, own->stored = std::min(capacity, own->stored + take);
+    if (own->here == capacity && !are_all_here()) own->steps_left = 0;
+    if (own->steps_left == 0 && own->ticket_after) own->ticket = own->ticket_after;
     n -= take;
   }
   return runs;

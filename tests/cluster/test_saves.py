@@ -35,14 +35,18 @@ def test_a_load_gets_all_shards_of_one_save(buffer: Any, tmp_path: Path) -> None
             producer.flush()
 
     def stored() -> list[list[int]]:
-        return sorted(lane for lane in by_lane(rb) if lane)
+        numbers = sorted(lane for lane in by_lane(rb) if lane)
+        of_producers = sorted(n // 10**9 for lane in numbers for n in lane)
+        assert of_producers == sorted(list(range(SHARDS)) * (len(of_producers) // SHARDS))
+        return numbers
 
     write(0)
     began = time.monotonic()
     rb.dumps(tmp_path)
     seconds = time.monotonic() - began
     in_force = stored()
-    assert len(in_force) == SHARDS == len({producer._producer.shard.number for producer in producers})
+    assert sum(map(len, in_force)) == SHARDS * ROWS
+    assert len({producer._producer.shard.number for producer in producers}) == SHARDS
     failed = 0
     for a_round in range(1, KILLS + 1):
         write(a_round)

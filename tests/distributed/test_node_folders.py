@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -70,6 +71,23 @@ def test_one_of_another_cluster_waits_for_its_node_to_join_again(tmp_path: Path,
 def test_one_of_a_cluster_that_is_gone_is_removed(tmp_path: Path) -> None:
     folder = left_behind(tmp_path, None)
     assert removed(tmp_path) == [folder] and not folder.exists()
+
+
+def test_one_of_a_cluster_whose_head_was_here_goes_when_that_has_ended(tmp_path: Path, parent: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        cluster = f"127.0.0.1:{head.getsockname()[1]}"
+        folder = left_behind(tmp_path, None, cluster)
+        assert removed(tmp_path, grace=600.0) == []  # the head lives: the node may join again
+    claim_folder(folder, FolderOwner.of_this_process(cluster, "a namespace", "engram-0123-0"))
+    assert removed(tmp_path, grace=600.0) == []  # it lives without its head, as a node does for a while
+    left_behind(tmp_path, None, cluster)
+    assert removed(tmp_path, grace=600.0) == [folder]
+
+
+@each("cluster", ["", "127.0.0.1", "127.0.0.1:", "127.0.0.1:99999999", "no such host.:6379"])
+def test_one_of_a_cluster_with_an_address_that_is_none_waits(tmp_path: Path, cluster: str) -> None:
+    left_behind(tmp_path, None, cluster)
+    assert removed(tmp_path, grace=600.0) == []
 
 
 def test_one_whose_number_another_process_has_by_now_is_removed(tmp_path: Path, parent: Any) -> None:

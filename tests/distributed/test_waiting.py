@@ -118,6 +118,35 @@ def test_batches_come_from_the_other_shards_within_the_timeout(clock: Clock, qui
     assert clock.now - before <= 2 * ON_ITS_WAY  # it is waited for once
 
 
+def test_what_writes_waits_as_long_as_it_is_told_and_says_for_whom(clock: Clock, caplog: Any) -> None:
+    links, _ = buffer(clock)
+    for link in links:
+        link.place = ", on a node,"
+    rb = client(links, timeout=TIMEOUT, extend_timeout=30.0)
+    rb.extend(rows(300, 310))
+    rb.flush()
+    home = rb._producer.shard.number
+    for link in links:
+        link.is_quiet = True
+    clock.now += 10.0  # where the next rows go has to be asked for
+    for write in (lambda: rb.extend(rows(310, 320)), rb.flush, lambda: rb.extend(rows(320, 330)), rb.flush):
+        caplog.clear()
+        before = clock.now
+        try:
+            write()
+        except ShardUnavailableError as error:
+            assert f"shard {home}, on a node, does not answer" in str(error)
+        else:
+            assert write is not rb.flush
+        assert clock.now - before == pytest.approx(30.0, abs=0.1)
+        (said,) = (one.getMessage() for one in caplog.records)
+        assert said.startswith(f"shard {home}, on a node, does not answer; waiting for it, 2")
+    before = clock.now
+    with pytest.raises(ShardUnavailableError):
+        rb.sample()
+    assert clock.now - before == pytest.approx(TIMEOUT, abs=0.1)
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -71,7 +71,7 @@ def test_rows_of_another_form_are_refused(rows: np.ndarray) -> None:
     storage = LazyTensorStorage(10)
     storage.adopt(LAYOUT)
     with pytest.raises(ValueError, match="bytes"):
-        storage.lanes.store.append_packed(0, LAYOUT.codec, rows)
+        storage.lanes.store.append_packed(LAYOUT.codec, rows)
     assert len(storage) == 0
 
 
@@ -102,21 +102,21 @@ def test_bytes_that_belong_to_no_leaf_are_zero() -> None:
 
 
 class TestAppendingPackedRows:
-    def test_to_a_lane_that_is_not_there_is_refused(self) -> None:
-        with pytest.raises(IndexError, match="lane 2 of 2"):
-            store(LAYOUT.payload_bytes, 4, lanes=2).append_packed(2, LAYOUT.codec, packed(0, 1))
+    def test_to_several_lanes_by_a_process_that_is_no_writer_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="no number among the writers"):
+            store(LAYOUT.payload_bytes, 4, lanes=2).append_packed(LAYOUT.codec, packed(0, 1))
 
     def test_to_a_store_of_several_environments_is_refused(self) -> None:
         with pytest.raises(ValueError, match="one environment"):
-            store(LAYOUT.payload_bytes, 4, strands=2).append_packed(0, LAYOUT.codec, packed(0, 1))
+            store(LAYOUT.payload_bytes, 4, strands=2).append_packed(LAYOUT.codec, packed(0, 1))
 
     def test_to_a_store_that_only_counts_is_refused(self) -> None:
         with pytest.raises(ValueError, match="elsewhere"):
-            store(0, 4).append_packed(0, LAYOUT.codec, packed(0, 1))
+            store(0, 4).append_packed(LAYOUT.codec, packed(0, 1))
 
     def test_of_a_longer_layout_is_refused(self) -> None:
         with pytest.raises(ValueError, match="does not fit"):
-            store(LAYOUT.payload_bytes - 8, 4).append_packed(0, LAYOUT.codec, packed(0, 1))
+            store(LAYOUT.payload_bytes - 8, 4).append_packed(LAYOUT.codec, packed(0, 1))
 
     def test_of_a_layout_that_the_check_of_borders_was_not_made_for_is_refused(self) -> None:
         step = {"obs": torch.zeros(1, 4), "next": {"obs": torch.zeros(1, 4), "done": torch.zeros(1, 1).bool()}}
@@ -126,7 +126,7 @@ class TestAppendingPackedRows:
         wide = [(torch.uint8, (0,))] * (len(layout.leaves) - 1)
         other, _ = codec((torch.uint8, (layout.payload_bytes,)), *wide)
         with pytest.raises(ValueError, match="not that of the rows"):
-            storage.lanes.store.append_packed(0, other, layout.pack(step))
+            storage.lanes.store.append_packed(other, layout.pack(step))
         assert len(storage) == 0
 
     def test_of_a_batch_that_was_checked_by_such_a_layout_is_refused(self) -> None:

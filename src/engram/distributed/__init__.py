@@ -3,7 +3,7 @@
 from engram.distributed.blocks import Block, pack, unpack
 from engram.distributed.collector import RayCollector
 from engram.distributed.producers import Tenancy
-from engram.distributed.ray_buffer import RayReplayBuffer
+from engram.distributed.ray_buffer import RayReplayBuffer, Timeouts
 from engram.distributed.shard import (
     Acknowledgement,
     DrawnRows,
@@ -30,6 +30,7 @@ __all__ = [
     "ShardedStats",
     "TakenRows",
     "Tenancy",
+    "Timeouts",
     "divide",
     "draw_sequences",
     "importance_weights",

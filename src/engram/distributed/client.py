@@ -19,9 +19,11 @@ from engram.distributed.blocks import Block
 from engram.distributed.producers import PLACE_HOLDS, Place, Tenancy
 from engram.distributed.shard import Acknowledgement, DrawnRows, ShardFacts, ShardTotals, TakenRows
 from engram.errors import IncarnationError, ShardGoneError, ShardUnavailableError
+from engram.kernel.tools import log
 
 _MOST_CALLS = 32  # of `extend`, without their acknowledgement
 _PAUSE = 0.01  # seconds between two looks at a shard that is away
+_QUIET = 1.0  # seconds that a call waits for a shard before it says so in the log
 _MOST_HELD = 512 << 10  # bytes of rows that wait for those that are on their way, to be sent in one call
 _LONGEST_HELD = 0.005  # seconds
 _TRIES = 3  # to send rows whose call or answer was lost, before somebody who asks for their index gets none
@@ -49,7 +51,12 @@ class ShardLink(abc.ABC):
     """Carries calls to one shard. Calls of one process arrive in their order, or not at all.
 
     Several threads may call.
+
+    Attributes:
+        place: of the shard, in words for messages, as ", on 10.0.0.7"; "": it is not known.
     """
+
+    place = ""
 
     @abc.abstractmethod
     def call(self, method: str, *arguments: Any, answer_bytes: int = 0) -> PendingCall:
@@ -71,6 +78,8 @@ class ShardClient:
 
     def __init__(self, link: ShardLink, number: int) -> None:
         self.number = number
+        #: How messages call it.
+        self.name = f"shard {number}{link.place}"
         self._link = link
         self._lock = threading.RLock()  # guards the known facts; never held while waiting for the shard
         self._facts: ShardFacts | None = None
@@ -121,7 +130,7 @@ class ShardClient:
             ShardUnavailableError: it never answered.
         """
         if self._facts is None:
-            raise ShardUnavailableError(f"shard {self.number} has not answered yet")
+            raise ShardUnavailableError(f"{self.name} has not answered yet")
         return self._facts
 
     @property
@@ -136,23 +145,31 @@ class ShardClient:
             ShardUnavailableError: it has not until then.
             ShardGoneError: it never will; at once.
         """
+        quiet_until = time.monotonic() + _QUIET
         while self._greeting is not None:
             left = deadline - time.monotonic()
-            self._look(max(0.0, left))
+            self._look(max(0.0, min(left, _QUIET)))
+            if self._greeting is not None and quiet_until <= time.monotonic() < deadline:
+                self._say_that_it_is_waited_for(deadline)
+                quiet_until = deadline
             if self._greeting is not None and self._gone:
                 raise ShardGoneError(
-                    f"shard {self.number} has ended and is not started again: {self._gone}. Its rows in the memory of "
+                    f"{self.name} has ended and is not started again: {self._gone}. Its rows in the memory of "
                     "a machine are lost; those in a scratch_dir are there for a new buffer with the same one, and "
                     "`loads` brings back what was saved"
                 )
             if self._greeting is not None and left <= 0:
                 raise ShardUnavailableError(
-                    f"shard {self.number} does not answer; it is asked again at each call. Which of its rows are "
-                    "there it says when it is back"
+                    f"{self.name} does not answer; it is asked again at each call. Which of its rows are there it "
+                    "says when it is back"
                 )
             if self._greeting is not None:
                 time.sleep(min(_PAUSE, max(0.0, left)))
         return self.facts
+
+    def _say_that_it_is_waited_for(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        log.warning("%s does not answer; waiting for it, %.3g seconds more at most", self.name, left)
 
     def _look(self, timeout: float) -> None:
         """Takes in what it says of itself, if that has come within so many seconds."""
@@ -194,7 +211,7 @@ class ShardClient:
             return
         if before is not None and facts.replaced <= before.replaced and written < self._written:
             warnings.warn(
-                f"shard {self.number} came back without {self._written - written} rows that it had: they were in the "
+                f"{self.name} came back without {self._written - written} rows that it had: they were in the "
                 "memory of a machine that is gone, or not yet on the disk at a power cut. All others are there",
                 RuntimeWarning,
                 stacklevel=2,
@@ -214,13 +231,22 @@ class ShardClient:
             ShardUnavailableError: it does not answer until then, or has begun another life: whether it carried the
                 call out is not known. It counts as away until it has answered again.
         """
+        left = max(0.0, deadline - time.monotonic())
+        if left > _QUIET:
+            try:
+                return self.answer_within(call, _QUIET)
+            except ShardUnavailableError:
+                raise
+            except TimeoutError:
+                self._say_that_it_is_waited_for(deadline)
+                left = max(0.0, deadline - time.monotonic())
         try:
-            return self.answer_within(call, max(0.0, deadline - time.monotonic()))
+            return self.answer_within(call, left)
         except ShardUnavailableError:
             raise
         except TimeoutError as error:
             self._lose()
-            raise ShardUnavailableError(f"shard {self.number} does not answer") from error
+            raise ShardUnavailableError(f"{self.name} does not answer") from error
 
     def answer_within(self, call: PendingCall, timeout: float) -> Any:
         """The answer of a call, which may be waited for again.
@@ -233,10 +259,10 @@ class ShardClient:
             answer = call.result(timeout)
         except IncarnationError as error:
             self._lose()
-            raise ShardUnavailableError(f"shard {self.number} has begun another life: {error}") from error
+            raise ShardUnavailableError(f"{self.name} has begun another life: {error}") from error
         except ShardUnavailableError as error:
             self._lose()
-            raise ShardUnavailableError(f"shard {self.number} does not answer: {error}") from error
+            raise ShardUnavailableError(f"{self.name} does not answer: {error}") from error
         totals = answer.totals if isinstance(answer, Acknowledgement | TakenRows | DrawnRows | ShardFacts) else answer
         if isinstance(totals, ShardTotals):
             with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ _OWNER = "owner.json"
 _ABANDONED = "abandoned"  # made when no process of its cluster was found here
 _MOST_JSON = 1 << 16  # bytes; any user may put a folder there
 _GRACE = 600.0  # seconds in which a node that went down may join its cluster again, and continue with its rows
+_ANSWER = 1.0  # seconds that the head of a cluster has to answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +64,9 @@ def remove_abandoned_folders(
     """Removes folders of shards that were killed and will not start again; returns them.
 
     A folder is removed if no process holds its lock and its actor is gone for good. An actor of this cluster is gone
-    when the cluster no longer knows it; one of another cluster when the process is gone that would start it again
-    here, and was gone at an earlier call, `grace` seconds ago. In doubt a folder stays.
+    when the cluster no longer knows it. One of another cluster is gone when the process is that would start it again
+    here, and with it the cluster, whose head was on this machine; or when that process was gone at an earlier call,
+    `grace` seconds ago, too. In doubt a folder stays.
 
     Args:
         cluster: the address of this process's Ray cluster.
@@ -84,12 +87,32 @@ def _is_abandoned(folder: Path, owner: FolderOwner, grace: float) -> bool:
     """Whether a folder of another cluster has been without its process for so long."""
     if owner.has_parent:
         return False
+    if _has_ended(owner.cluster):
+        return True
     mark = folder / _ABANDONED
     try:
         if not mark.exists():
             mark.touch()
         return time.time() - mark.stat().st_mtime >= grace
     except OSError:  # another user's
+        return False
+
+
+def _has_ended(cluster: str) -> bool:
+    """Whether the head of a cluster, by its address, was a process of this machine, and there is none any more."""
+    host, _, port = cluster.rpartition(":")
+    host = host.strip("[]")
+    try:
+        at = (host, int(port))
+        if not 0 < at[1] < 1 << 16:
+            return False
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as own:
+            own.bind((host, 0))  # only an address of this machine can be taken
+        with socket.create_connection(at, timeout=_ANSWER):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
         return False
 
 

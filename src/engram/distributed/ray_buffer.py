@@ -13,11 +13,12 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from engram import __version__
 from engram.data import RandomSampler, ReplayBuffer, RoundRobinWriter, Sampler, Storage, TensorDictReplayBuffer
@@ -27,8 +28,9 @@ from engram.distributed.node_folders import PREFIX, FolderOwner, claim_folder, r
 from engram.distributed.shard import ReplayShard
 from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings, capacity_of
 from engram.errors import ShardGoneError, ShardUnavailableError, ShardVersionError
+from engram.kernel.advice import advised
 
-_START_TIMEOUT = 120.0  # seconds in which the actors of a new buffer must have started: they import torch
+_NAMESPACE = "engram"  # of Ray, in which buffers with names are found
 _END_TIMEOUT = 30.0  # seconds that an actor has to remove its folder; it may be starting again
 _MEMORY = Path("/dev/shm")
 _MOST_INLINE = 90_000  # bytes of arrays in a message that is one piece
@@ -149,22 +151,69 @@ def _array_bytes(message: Any) -> int:
     return sum(map(_array_bytes, message)) if isinstance(message, tuple) else 0
 
 
-class _ShardActor:
-    """A shard in a process of its own."""
+class Timeouts(NamedTuple):
+    """How many seconds a RayReplayBuffer waits for shards that do not answer.
 
-    def __init__(self, arguments: dict[str, Any], folder: str | None, name: str) -> None:
+    Attributes:
+        answer: `sample`, `len`, `stats` and others that only read.
+        extend: `extend`, `add`, `flush` and `close`, whose rows are for one shard.
+        start: a new buffer, for the processes of its shards, which import torch; and `attach`.
+
+    Example:
+        >>> Timeouts.of(5.0), Timeouts.of(60.0).extend, Timeouts.of(Timeouts(extend=600.0)).answer
+        (Timeouts(answer=5.0, extend=30.0, start=120.0), 60.0, 1.0)
+    """
+
+    answer: float = 1.0
+    extend: float = 30.0
+    start: float = 120.0
+
+    @classmethod
+    def of(cls, timeout: float | Timeouts) -> Timeouts:
+        """Those that are meant by `timeout=`, where a number is that of answers, and the least one for `extend`.
+
+        Raises:
+            ValueError: one of them is not more than 0.
+        """
+        given = timeout if isinstance(timeout, Timeouts) else cls(timeout, max(timeout, cls().extend))
+        for name, seconds in given._asdict().items():
+            if not seconds > 0:
+                raise ValueError(f"timeout must be more than 0 seconds, got {seconds} for {name}")
+        return cls(*map(float, given))
+
+
+class _Introduction(NamedTuple):
+    """What each shard tells those who only know the name of the buffer."""
+
+    number: int  # of shards
+    stays: list[bool]
+    settings: ShardedSettings
+
+
+class _ShardActor:
+    """A shard in a process of its own; `introduction`: an `_Introduction` in pickle, for others."""
+
+    def __init__(
+        self, arguments: dict[str, Any], folder: str | None, name: str, namespace: str, introduction: bytes
+    ) -> None:
         torch.set_num_threads(1)
         self._owns_folder = folder is None
+        self._introduction = introduction
         memory = _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
         self._folder = Path(folder) if folder is not None else memory / name
         if self._owns_folder:
-            _claim(memory, self._folder)
+            _claim(self._folder, namespace)
+        remove_abandoned_folders(memory, str(import_ray().get_runtime_context().gcs_address), _lives)
         self._shard = ReplayShard(**arguments, scratch_dir=self._folder)
         self._remover = weakref.finalize(self, _remove, str(self._folder)) if self._owns_folder else None
 
     def place(self) -> tuple[str, int]:
         """Its node, and its process."""
         return str(import_ray().get_runtime_context().get_node_id()), os.getpid()
+
+    def introduce(self) -> bytes:
+        """What others have to know to be clients of the buffer."""
+        return self._introduction
 
     def call(self, answers: int, *request: Any) -> Any:
         """Calls a method of the shard; `request`: its name and arguments, as `_to_send` makes them.
@@ -181,15 +230,13 @@ class _ShardActor:
             self._remover()
 
 
-def _claim(memory: Path, folder: Path) -> None:
-    """Makes the folder of this actor, and removes those of actors that were killed and will not come back."""
+def _claim(folder: Path, namespace: str) -> None:
+    """Makes the folder of this actor."""
     context = import_ray().get_runtime_context()
-    cluster = str(context.gcs_address)
-    owner = FolderOwner.of_this_process(cluster, context.namespace, context.get_actor_name() or "")
+    owner = FolderOwner.of_this_process(str(context.gcs_address), namespace, context.get_actor_name() or "")
     if not _lives(owner):  # it is in another namespace, and cannot be found from here
         owner = dataclasses.replace(owner, name="")
     claim_folder(folder, owner)
-    remove_abandoned_folders(memory, cluster, _lives)
 
 
 def _lives(owner: FolderOwner) -> bool:
@@ -235,8 +282,9 @@ def _in_a_line(error: Exception) -> str:
 
 
 class _RayLink(ShardLink):
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, node: str) -> None:
         self._actor = actor
+        self.place = f", on node {node[:12]} when this client was made,"
         self._calls: dict[int, Any] = {}  # by the number of objects in the answer
 
     def call(self, method: str, *arguments: Any, answer_bytes: int = 0) -> PendingCall:
@@ -248,6 +296,7 @@ class _RayLink(ShardLink):
         return _RayCall([references] if answers == 1 else references)
 
 
+@advised
 class RayReplayBuffer(ShardedReplayBuffer):
     """A replay buffer whose rows lie on the nodes of a Ray cluster, used like one in this process.
 
@@ -256,34 +305,42 @@ class RayReplayBuffer(ShardedReplayBuffer):
     A shard is one ring of `max_size / num_shards` rows, which one producer fills, or any number. A producer on the node
     of its shard writes into the store, and reads from it, directly.
 
-    Sent to other processes (as an argument of Ray's tasks and actors) it is the same rows, and another producer.
+    Sent to other processes (as an argument of Ray's tasks and actors) it is the same rows, and another producer. Other
+    programs find it by its name (`attach`).
+
+    The shards end with the program that made the buffer, or with `shutdown` in any: from then on every call of every
+    client raises `ShardGoneError`. With a `name` and `remote_config={"lifetime": "detached"}` they go on without it.
 
     Args:
+        name: by which other programs of the cluster find the buffer; None: they do not.
         storage: how many rows all shards have room for together: a storage with that `max_size`, or something without
             arguments that makes one; rows are kept in shards all the same.
         sampler: `RandomSampler`, `PrioritizedSampler`, `SliceSampler(slice_len=...)` or `PrioritizedSliceSampler`.
         writer: None, or a RoundRobinWriter: another one has no place in a shard.
         transform: applied here: on writing its inverse, before rows are sent, on reading after they came.
         batch_size: rows of a batch, where `sample` does not say it.
-        prefetch: accepted, without effect: rounds of `batches_per_call` are on their way ahead anyhow.
         replay_buffer_cls: `TensorDictReplayBuffer` (or a child): batches carry `"index"`, `"generation"` and, with
             priorities, `"priority_weight"`. `ReplayBuffer`: these are in the info only.
         ray_init_config: arguments of `ray.init`, where Ray has not been started.
-        remote_config: options of the actors, as `ray.remote` takes them. `{"num_cpus": 0}`.
+        remote_config: options of the actors, as `ray.remote` takes them. `{"num_cpus": 0}`, and for a buffer with a
+            name `{"namespace": "engram"}`.
         num_shards, lanes: how many shards, and about how many producers write to each side by side; more are welcome.
         placement: "SPREAD": shards go to the nodes in turn, and stay there while these live; or a scheduling strategy
             of Ray. With another name of one, as "DEFAULT", a shard may move, so all rows go through its actor.
         scratch_dir: a folder on each node for the rows, which then outlive the actors; None: shared memory.
         batches_per_call: batches of a round, which is one call of each shard.
-        timeout: seconds that `sample`, `extend` and others wait for shards that are away.
+        timeout: seconds that `sample` and others wait for shards that are away; `extend` waits 30 seconds, or as long
+            as this if it is more. Or `Timeouts`, which says each of them.
         priority_key: as TensorDictReplayBuffer.
         generator: of the client's draws.
+        prefetch: accepted, without effect: rounds of `batches_per_call` are on their way ahead anyhow.
 
     Raises:
         ImportError: without Ray.
-        ValueError, TypeError: a setting that is not allowed, or a sampler whose draws cannot be divided.
+        ValueError, TypeError: a setting that is not allowed, or a sampler whose draws cannot be divided; or another
+            buffer of the cluster has the name.
         NoFreeLaneError, StorageError: the folder of a shard is in use, or holds another store.
-        ShardUnavailableError: the actors have not started within two minutes.
+        ShardUnavailableError: the actors have not started within two minutes (`Timeouts.start`); all are ended.
 
     Example:
         >>> rb = RayReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=256)  # doctest: +SKIP
@@ -295,11 +352,11 @@ class RayReplayBuffer(ShardedReplayBuffer):
         self,
         *,
         storage: Storage | Callable[[], Storage],
+        name: str | None = None,
         sampler: Sampler | Callable[[], Sampler] | None = None,
         writer: Any = None,
         transform: Any = None,
         batch_size: int | None = None,
-        prefetch: int | None = None,
         replay_buffer_cls: type[ReplayBuffer[Any]] = TensorDictReplayBuffer,
         ray_init_config: Mapping[str, Any] | None = None,
         remote_config: Mapping[str, Any] | None = None,
@@ -308,15 +365,16 @@ class RayReplayBuffer(ShardedReplayBuffer):
         placement: Any = "SPREAD",
         scratch_dir: str | os.PathLike[str] | None = None,
         batches_per_call: int = 32,
-        timeout: float = 1.0,
+        timeout: float | Timeouts = 1.0,
         priority_key: str = "td_error",
         generator: torch.Generator | None = None,
     ) -> None:
         for what, value in (("num_shards", num_shards), ("lanes", lanes), ("batches_per_call", batches_per_call)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{what} must be a positive integer, got {value!r}")
-        if not timeout > 0:
-            raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
+        if name is not None and not (isinstance(name, str) and name):
+            raise ValueError(f"name must be a text, got {name!r}")
+        waits = Timeouts.of(timeout)
         if writer is not None and not isinstance(writer, RoundRobinWriter):
             raise TypeError(
                 f"{writer!r} has no place in shards, to which producers append: leave writer out, or use a "
@@ -331,21 +389,69 @@ class RayReplayBuffer(ShardedReplayBuffer):
         ReplayShard(**{**arguments, "sampler": copy.deepcopy(sampler)}).close()  # its errors are raised here
         settings = ShardedSettings(
             sampler, transform, batch_size, issubclass(replay_buffer_cls, TensorDictReplayBuffer), priority_key,
-            batches_per_call, float(timeout),
+            batches_per_call, waits.answer, extend_timeout=waits.extend,
         )  # fmt: skip
         if not import_ray().is_initialized():
             import_ray().init(**(ray_init_config or {}))
-        options = {"num_cpus": 0, **(remote_config or {}), "max_restarts": -1, "max_task_retries": 0}
+        own = {} if name is None else {"namespace": _NAMESPACE}
+        options = {"num_cpus": 0, **own, **(remote_config or {}), "max_restarts": -1, "max_task_retries": 0}
         strategies = _strategies(placement, num_shards, options)
-        self._actors = _start_shards(arguments, strategies, options, scratch_dir)
         self._stays = [_stays(strategy) for strategy in strategies]
-        self._connect(_nodes_of(self._actors), settings, generator)
+        introduction = _Introduction(num_shards, self._stays, settings)
+        self._actors = _start_shards(arguments, strategies, options, scratch_dir, name, introduction)
+        try:
+            nodes = _nodes_of(self._actors, waits.start)
+        except BaseException:
+            _kill(self._actors)  # detached ones would go on
+            raise
+        self._connect(nodes, settings, generator)
+
+    @classmethod
+    def attach(
+        cls,
+        name: str,
+        *,
+        namespace: str = _NAMESPACE,
+        ray_init_config: Mapping[str, Any] | None = None,
+        timeout: float = Timeouts().start,
+        generator: torch.Generator | None = None,
+    ) -> Self:
+        """Another client of a buffer that a program of this cluster has made with this name.
+
+        It has the settings of that buffer, and is a producer of its own.
+
+        Args:
+            namespace: of Ray, in which the buffer was made.
+            ray_init_config: arguments of `ray.init`, where Ray has not been started; `{"address": "auto"}`: a cluster
+                that runs.
+            timeout: seconds to wait for shards that are just starting, or are away.
+            generator: as RayReplayBuffer.
+
+        Raises:
+            ImportError: without Ray.
+            ShardGoneError: the cluster has no such buffer, or not any more.
+            ShardUnavailableError: a shard does not answer for so long.
+
+        Example:
+            >>> rb = RayReplayBuffer.attach("experiment 7")  # doctest: +SKIP
+            >>> batch = rb.sample()  # doctest: +SKIP
+        """
+        if not import_ray().is_initialized():
+            import_ray().init(**{"address": "auto", **(ray_init_config or {})})
+        first = _actor_of(name, 0, namespace)
+        (told,) = _answers([first.introduce.remote()], timeout)
+        introduction: _Introduction = pickle.loads(told)
+        self = cls.__new__(cls)
+        self._actors = [first, *(_actor_of(name, k, namespace) for k in range(1, introduction.number))]
+        self._stays = introduction.stays
+        self._connect(_nodes_of(self._actors, timeout), introduction.settings, generator)
+        return self
 
     def _connect(self, nodes: list[str], settings: ShardedSettings, generator: torch.Generator | None) -> None:
         self._nodes = nodes
         here = str(import_ray().get_runtime_context().get_node_id())
         super().__init__(
-            [_RayLink(actor) for actor in self._actors], settings,
+            [_RayLink(actor, node) for actor, node in zip(self._actors, nodes, strict=True)], settings,
             local=[stays and node == here for stays, node in zip(self._stays, nodes, strict=True)],
             generator=generator,
         )  # fmt: skip
@@ -381,20 +487,54 @@ class RayReplayBuffer(ShardedReplayBuffer):
                     import_ray().get(actor.close.remote(), timeout=_END_TIMEOUT)
                 except (import_ray().exceptions.RayError, TimeoutError):
                     pass  # it is gone, or is ended now
-                import_ray().kill(actor)
+            _kill(self._actors)
 
 
 def _start_shards(
-    arguments: dict[str, Any], strategies: list[Any], options: Mapping[str, Any], scratch_dir: Any
+    arguments: dict[str, Any],
+    strategies: list[Any],
+    options: Mapping[str, Any],
+    scratch_dir: Any,
+    given_name: str | None,
+    introduction: _Introduction,
 ) -> list[Any]:
-    name = f"{PREFIX}{uuid.uuid4().hex[:12]}"
-    actors = []
+    folder_name = f"{PREFIX}{uuid.uuid4().hex[:12]}"
+    name = folder_name if given_name is None else f"{PREFIX}{given_name}"
+    namespace = options.get("namespace") or import_ray().get_runtime_context().namespace
+    told = import_ray().cloudpickle.dumps(introduction)
+    actors: list[Any] = []
     for k, strategy in enumerate(strategies):
         folder = None if scratch_dir is None else str(Path(scratch_dir).absolute() / f"shard-{k}")
         own = {"name": f"{name}-{k}", **options, "scheduling_strategy": strategy}  # by its name it is asked for
         actor_class = import_ray().remote(**own)(_ShardActor)
-        actors.append(actor_class.remote(arguments, folder, f"{name}-{k}"))
+        try:
+            actors.append(actor_class.remote(arguments, folder, f"{folder_name}-{k}", namespace, told))
+        except ValueError as error:  # also of the one that began at the same time
+            _kill(actors)
+            if given_name is None:
+                raise
+            raise ValueError(
+                f"name={given_name!r}: the cluster has a buffer of this name, or one that is just ending; "
+                f"RayReplayBuffer.attach({given_name!r}) is another client of it"
+            ) from error
     return actors
+
+
+def _kill(actors: Iterable[Any]) -> None:
+    """Ends actors for good."""
+    for actor in actors:
+        import_ray().kill(actor)
+
+
+def _actor_of(name: str, shard: int, namespace: str) -> Any:
+    """The actor of a shard of a buffer with a name. ShardGoneError: there is none."""
+    try:
+        return import_ray().get_actor(f"{PREFIX}{name}-{shard}", namespace=namespace)
+    except ValueError as error:
+        raise ShardGoneError(
+            f"this cluster has no buffer {name!r} in the namespace {namespace!r}: none was made, or it has ended with "
+            "the program that made it, or by shutdown()"
+        ) from error
 
 
 def _stays(strategy: Any) -> bool:
@@ -421,13 +561,23 @@ def _strategies(placement: Any, number: int, options: Mapping[str, Any]) -> list
     return [strategy(nodes[k % len(nodes)], soft=True) for k in range(number)]
 
 
-def _nodes_of(actors: list[Any]) -> list[str]:
-    asked = [actor.place.remote() for actor in actors]
+def _nodes_of(actors: list[Any], timeout: float) -> list[str]:
+    return [str(node) for node, _ in _answers([actor.place.remote() for actor in actors], timeout)]
+
+
+def _answers(references: list[Any], timeout: float) -> list[Any]:
+    """The first answers of actors that are just starting."""
     try:
-        return [str(node) for node, _ in import_ray().get(asked, timeout=_START_TIMEOUT)]
+        answers: list[Any] = import_ray().get(references, timeout=timeout)
     except import_ray().exceptions.GetTimeoutError as error:
+        ready, _ = import_ray().wait(references, num_returns=len(references), timeout=0, fetch_local=False)
+        away = [k for k, reference in enumerate(references) if reference not in ready]
         raise ShardUnavailableError(
-            f"the actors of the shards have not started within {_START_TIMEOUT:g} seconds: {error}"
+            f"the processes of shards {away} have not started within {timeout:g} seconds: the cluster has no room for "
+            f"them, or is slow ({error})"
         ) from error
+    except import_ray().exceptions.ActorDiedError as error:
+        raise ShardGoneError(f"the processes of the shards have ended: {_in_a_line(error)}") from error
     except import_ray().exceptions.RayError as error:
-        raise ShardUnavailableError(f"the actors of the shards cannot start: {error}") from error
+        raise ShardUnavailableError(f"the processes of the shards cannot start: {error}") from error
+    return answers

@@ -73,6 +73,7 @@ class ShardedSettings(NamedTuple):
     Attributes:
         sampler: which says how shards draw; its `beta` is that of the weights, and may be set at any time.
         attaches: whether batches carry their index.
+        extend_timeout: seconds that calls which write wait; None: `timeout`.
         Others: as `RayReplayBuffer`.
     """
 
@@ -83,6 +84,12 @@ class ShardedSettings(NamedTuple):
     priority_key: str = "td_error"
     batches_per_call: int = 32
     timeout: float = 1.0
+    extend_timeout: float | None = None
+
+    @property
+    def writing_timeout(self) -> float:
+        """Seconds that calls which write wait."""
+        return self.timeout if self.extend_timeout is None else self.extend_timeout
 
 
 class ShardedReplayBuffer:
@@ -140,8 +147,8 @@ class ShardedReplayBuffer:
         Raises:
             ValueError, TypeError: the batch does not fit; the message names the leaf. Or a priority is negative, NaN or
                 infinite, sizes differ, or the sampler draws without priorities. Nothing is changed.
-            ShardUnavailableError: the shard is away, and there is no room for more rows on their way: these were not
-                sent.
+            ShardUnavailableError: the shard, which is named, was away for `extend_timeout`, and there is no room for
+                more rows on their way: these were not sent.
         """
         batch = pytree.stack(data, 0) if type(data) is list else data
         return self._write(WriteRequest(batch, 1, 0, single=False), priority=priority)
@@ -160,7 +167,7 @@ class ShardedReplayBuffer:
 
     def _write(self, request: WriteRequest, flushed: bool = False, priority: Any = None) -> Tensor:
         with self._writing:
-            deadline = self._deadline()
+            deadline = self._writing_deadline()
             transform = self._transform
             before = transform.remember() if transform.stream.inverse_is_ordered else None
             try:
@@ -221,14 +228,17 @@ class ShardedReplayBuffer:
         """Until when a call that begins now may wait: one for all that it waits for."""
         return time.monotonic() + self._settings.timeout
 
+    def _writing_deadline(self) -> float:
+        return time.monotonic() + self._settings.writing_timeout
+
     def flush(self, timeout: float | None = None) -> None:
         """Waits until all rows of this object are in, and then until its priorities are set, as `flush_priorities`.
 
         Raises:
-            ShardUnavailableError: rows are not in within so many seconds (`timeout` of the buffer); they are kept, and
-                sent again.
+            ShardUnavailableError: rows are not in within so many seconds (`extend_timeout` of the buffer); they are
+                kept, and sent again.
         """
-        deadline = time.monotonic() + (self._settings.timeout if timeout is None else timeout)
+        deadline = time.monotonic() + (self._settings.writing_timeout if timeout is None else timeout)
         with self._writing:
             if self._producer is not None:
                 self._producer.flush(timeout)
@@ -280,7 +290,7 @@ class ShardedReplayBuffer:
             ShardUnavailableError: the shard does not answer.
         """
         with self._writing:
-            deadline = self._deadline()
+            deadline = self._writing_deadline()
             if not any(shard.facts.layout for shard in self._all_present(deadline)):
                 return 0
             try:
@@ -336,7 +346,7 @@ class ShardedReplayBuffer:
             # Over several shards new rows get the highest priority of all, which only calls tell.
             by_itself = self._is_here(shard) and (self._prioritized is None or len(self._shards) == 1)
             kind = LocalProducer if by_itself else Producer
-            self._producer = kind(shard, self._name, self._settings.timeout)
+            self._producer = kind(shard, self._name, self._settings.writing_timeout)
         return self._producer
 
     def _is_here(self, shard: ShardClient) -> bool:
@@ -734,7 +744,7 @@ class ShardedReplayBuffer:
         """Waits until the rows of this object are in, and leaves its shard; steps that were held back go in first.
 
         Raises:
-            ShardUnavailableError: they are not within `timeout`: those that are not in are lost.
+            ShardUnavailableError: they are not within `extend_timeout`: those that are not in are lost.
             TypeError: a transform cannot give back the steps that it holds; those are lost.
         """
         with self._writing, self._lock:

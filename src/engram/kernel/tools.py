@@ -7,12 +7,13 @@ from engram._system import (
     open_regular,
     parse_bytes,
 )
-from engram._text import visible, warn_user
+from engram._text import log, visible, warn_user
 
 __all__ = [
     "check_memory",
     "free_memory",
     "human_bytes",
+    "log",
     "open_regular",
     "parse_bytes",
     "visible",

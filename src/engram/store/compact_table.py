@@ -48,23 +48,20 @@ class CompactTable(RowTable):
         return ObservationShares.of(self.observations, self.nbytes / self.lanes.capacity, kinds)
 
     # ---- rows as bytes ----
-    def append_packed(self, lane: int, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
-        self.lanes.check_owned(lane)
+    def append_packed(self, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
         given: Any = rows
         leaves: Any = _native.unpack(self.layout.list_codec, given)
-        plan = self._stored.list_codec.check_list(leaves, 1, 0)
-        return self._appended(lane, plan)
+        return self._appended(self._stored.list_codec.check_list(leaves, 1, 0))
 
-    def append_leaves(self, lane: int, leaves: list[Any]) -> Tensor:
-        self.lanes.check_owned(lane)
+    def append_leaves(self, leaves: list[Any]) -> Tensor:
         plan = self._stored.raw_leaf_codec.check_list(leaves, 1, 0)
         if plan is None:
             raise self._no_leaves(leaves)
-        return self._appended(lane, plan)
+        return self._appended(plan)
 
-    def _appended(self, lane: int, plan: _native.Plan | None) -> Tensor:
+    def _appended(self, plan: _native.Plan | None) -> Tensor:
         assert plan is not None
-        slots = self._store.append(lane, plan)
+        slots = self.append(plan)
         assert isinstance(slots, Tensor)
         return slots
 

@@ -231,9 +231,8 @@ def test_rows_go_as_bytes_from_one_storage_to_another() -> None:
     for compact in (True, False):
         twin = LazyTensorStorage(50, compact=compact)
         twin.adopt(rb.storage.layout)
-        lane = twin.lanes.hold()
-        twin.append_packed(lane, whole[0])
-        twin.append_leaves(lane, by_leaf)
+        twin.append_packed(whole[0])
+        twin.append_leaves(by_leaf)
         assert bool((rows_of(twin) == torch.cat([steps[:10], steps[:10]])).all())
 
 
