@@ -89,7 +89,7 @@ class _Answer(NamedTuple):
     ends: float  # when they are too old
 
 
-class LearnerPace:
+class _LearnerPace:
     """How fast batches are taken, and how long shards take to answer, in seconds.
 
     Attributes:
@@ -98,9 +98,8 @@ class LearnerPace:
     """
 
     def __init__(self, shards: int) -> None:
-        self._decay = (
-            1 - 0.005 / shards
-        )  # so that somebody waits now and then, and the time of an answer is known again
+        # Of the time of an answer, where it is not known: so that somebody waits for one now and then, which tells it.
+        self._decay = 1 - 0.005 / shards
         self.batch: float | None = None
         self.answer = 0.0
         self._before: float | None = None
@@ -193,7 +192,7 @@ class BatchStream:
         self._seed = int(torch.randint(1 << 62, (), generator=generator))
         widths = [leaf.nbytes for leaf in layout.leaves] if goes_by_leaf(layout) else [layout.payload_bytes]
         self._pool = RowPool(len(shards), self._unit, widths, self._seed)
-        self._pace = LearnerPace(len(shards))
+        self._pace = _LearnerPace(len(shards))
         self._answers: dict[int, _Answer] = {}  # which the pool has
         self._asked: dict[int, collections.deque[_Asked]] = collections.defaultdict(collections.deque)
         self._missing: set[int] = set()  # shards that answer, and of which no answer is at hand
@@ -202,9 +201,8 @@ class BatchStream:
         self._share, self._sharers = 0.0, 0  # the sum of these, and how many are not 0
         self._calls = [0] * len(shards)  # made so far
         self._calls_of_round, self._round_is_due = 0, True  # calls since `before_round` was called
-        self._due: list[
-            tuple[float, int, int]
-        ] = []  # a heap: when rows get too old or nearly so, their answer, its shard
+        # A heap: when rows get too old, or nearly so; the number of their answer, and its shard.
+        self._due: list[tuple[float, int, int]] = []
         self._numbers = itertools.count()  # of answers
         self._oldest = -math.inf  # when calls whose rows may be used were sent
 
