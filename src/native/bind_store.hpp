@@ -942,16 +942,38 @@ inline std::vector<std::tuple<uint64_t, uint64_t, uint64_t>> extents_of(const St
 }
 
 // (frames, bytes of a frame) of each key.
-inline std::vector<Observations::KeyGeometry> key_geometries(const std::vector<std::pair<uint64_t, uint64_t>>& keys) {
+using KeySizes = std::vector<std::pair<uint64_t, uint64_t>>;
+inline std::vector<Observations::KeyGeometry> key_geometries(const KeySizes& keys) {
   std::vector<Observations::KeyGeometry> all;
   for (const auto& [frames, bytes] : keys) all.push_back({frames, bytes});
   return all;
 }
 
 // Offsets of the word and of X of each key.
-inline std::optional<Observations::InRow> in_row_of(const std::optional<std::pair<uint64_t, std::vector<uint64_t>>>& given) {
+using InRowPlaces = std::optional<std::pair<uint64_t, std::vector<uint64_t>>>;
+inline std::optional<Observations::InRow> in_row_of(const InRowPlaces& given) {
   if (!given) return std::nullopt;
   return Observations::InRow{given->first, given->second, 0};
+}
+
+// The bytes of an observation of rows [start, start + steps) of a lane: [steps, envs, bytes]. Of rows that are overwritten meanwhile
+// they may be any.
+inline nb::object observation_column(const Store& store, uint64_t lane, uint64_t start, uint64_t steps, uint64_t offset, uint64_t bytes) {
+  check_lane(store, lane);
+  const StoreGeometry& s = store.geometry();
+  const auto leaf = store.observations() ? store.observations()->leaf(offset, bytes) : std::nullopt;
+  if (!leaf) throw nb::value_error("no observation lies there");
+  if (steps > s.lane_capacity) throw nb::value_error("more rows than the lane has room for");
+  if (bytes > kMostBytes / (steps * s.envs + 1)) throw std::bad_alloc();
+  auto out = std::make_unique<uint8_t[]>(steps * s.envs * bytes);
+  const Lanes::Protocol protocol = store.lanes.protocol(lane);
+  for (uint64_t i = 0; i < steps; ++i)
+    for (uint64_t env = 0; env < s.envs; ++env)
+      store.observations()->copy(protocol, lane, env, start + i, store.lanes.published_now(lane),
+                                 {{*leaf, out.get(), static_cast<ptrdiff_t>(bytes)}}, i * s.envs + env);
+  nb::capsule keep(out.get(), [](void* p) noexcept { delete[] static_cast<uint8_t*>(p); });
+  const size_t shape[3] = {steps, s.envs, bytes};
+  return nb::cast(nb::ndarray<nb::numpy, uint8_t>(out.release(), 3, shape, keep));
 }
 
 inline void bind_store(nb::module_& m) {
@@ -1016,22 +1038,23 @@ inline void bind_store(nb::module_& m) {
 
   nb::class_<Store>(m, "Store")
       .def_static("create", [](int fd, uint64_t lanes, uint64_t lane_capacity, uint64_t envs, uint64_t payload_bytes,
-                               uint64_t alignment, bool trailer, nb::bytes layout, nb::bytes store_id, bool extents) {
+                               uint64_t alignment, bool trailer, nb::bytes layout, nb::bytes store_id, bool extents,
+                               bool observations) {
         return Store::create(fd, {lanes, lane_capacity, envs, payload_bytes, alignment, trailer, bytes_of(layout),
-                                  bytes_of(store_id), extents});
+                                  bytes_of(store_id), extents, observations});
       }, "fd"_a, "lanes"_a, "lane_capacity"_a, "envs"_a, "payload_bytes"_a, "alignment"_a, "trailer"_a, "layout"_a,
-         "store_id"_a, "extents"_a = false)
+         "store_id"_a, "extents"_a = false, "observations"_a = false)
       .def_static("size_needed", [](uint64_t lanes, uint64_t lane_capacity, uint64_t envs, uint64_t payload_bytes,
                                     uint64_t alignment, bool trailer, size_t layout_bytes) {
         return geometry_of({lanes, lane_capacity, envs, payload_bytes, alignment, trailer,
                          std::string(layout_bytes, ' '), std::string(16, '\0')}).total_bytes;
       }, "lanes"_a, "lane_capacity"_a, "envs"_a, "payload_bytes"_a, "alignment"_a, "trailer"_a, "layout_bytes"_a)
-      .def_static("observations_needed", [](uint64_t lanes, uint64_t lane_capacity, uint64_t envs, uint64_t payload_bytes,
-                                            uint64_t ahead, const std::vector<std::pair<uint64_t, uint64_t>>& keys,
-                                            const std::optional<std::pair<uint64_t, std::vector<uint64_t>>>& in_row) {
-        const StoreGeometry s = geometry_of({lanes, lane_capacity, envs, payload_bytes, 8, false, "", std::string(16, '\0')});
-        return Observations::sure_bytes(Store::observations_beside(s, ahead, key_geometries(keys), in_row_of(in_row)));
-      }, "lanes"_a, "lane_capacity"_a, "envs"_a, "payload_bytes"_a, "ahead"_a, "keys"_a, "in_row"_a.none() = nb::none())
+      .def_static("observation_sizes", [](uint64_t lanes, uint64_t lane_capacity, uint64_t envs, uint64_t payload_bytes,
+                                          uint64_t alignment, bool trailer, uint64_t ahead, const KeySizes& keys, const InRowPlaces& in_row) {
+        const StoreGeometry s = geometry_of({lanes, lane_capacity, envs, payload_bytes, alignment, trailer, "", std::string(16, '\0')});
+        const auto sizes = Observations::sizes_of(Store::observations_beside(s, ahead, key_geometries(keys), in_row_of(in_row)));
+        return std::tuple(sizes.longest_piece, sizes.segment_bytes, sizes.sure_bytes);
+      }, "lanes"_a, "lane_capacity"_a, "envs"_a, "payload_bytes"_a, "alignment"_a, "trailer"_a, "ahead"_a, "keys"_a, "in_row"_a.none() = nb::none())
       .def_static("open", &Store::open, "fd"_a, "bytes"_a = nb::none(), "read_only"_a = false)
       .def_prop_ro("read_only", &Store::read_only)
       .def_prop_ro("lanes", [](const Store& s) { return s.geometry().lanes; })
@@ -1159,6 +1182,16 @@ inline void bind_store(nb::module_& m) {
       })
       .def_prop_ro("sync_failures", &Store::sync_failures)
       .def("count_sync_failure", &Store::count_sync_failure)
+      .def("keep_durable_tails", [](const Store& s) {
+        s.must_be_writable();
+        std::vector<uint64_t> published;
+        for (uint64_t l = 0; l < s.geometry().lanes; ++l) {
+          const LaneHeader& h = s.lanes.lane(l);
+          const bool keeps = s.observations() && s.observations()->has_ends();
+          published.push_back(keeps ? s.observations()->keep_durable_tails(s.lanes.protocol(l), l, h.durable.load()) : h.published.load());
+        }
+        return published;
+      })
       .def("dirty_again", [](Store& s, const std::vector<uint64_t>& published) {
         s.must_be_writable();
         if (published.size() != s.geometry().lanes) throw nb::value_error("one sequence for each lane");
@@ -1207,10 +1240,12 @@ inline void bind_store(nb::module_& m) {
       }, "lane"_a, "base"_a)
       .def("next_leaves", [](Store& s, uint64_t lane) { return observations_of(s, lane).restoring(lane).published.load(); }, "lane"_a)
       .def("put_leaves", &put_leaves, "lane"_a, "start"_a, "plan"_a)
-      .def("keep_observations", [](Store& s, uint64_t ahead, const std::vector<std::pair<uint64_t, uint64_t>>& keys,
-                                   const std::optional<std::pair<uint64_t, std::vector<uint64_t>>>& in_row) {
-        s.keep_observations(ahead, key_geometries(keys), in_row_of(in_row));
-      }, "ahead"_a, "keys"_a, "in_row"_a.none() = nb::none())
+      .def("keep_observations", [](Store& s, uint64_t ahead, const KeySizes& keys, const InRowPlaces& in_row,
+                                   const std::optional<std::tuple<uint64_t, uint64_t, uint64_t>>& sizes) {
+        std::optional<Observations::Sizes> given;
+        if (sizes) given = Observations::Sizes{std::get<0>(*sizes), std::get<1>(*sizes), std::get<2>(*sizes)};
+        s.keep_observations(ahead, key_geometries(keys), in_row_of(in_row), given);
+      }, "ahead"_a, "keys"_a, "in_row"_a.none() = nb::none(), "sizes"_a.none() = nb::none())
       .def("observation_kinds", [](Store& s, uint64_t most) {
         Observations::Kinds kinds;
         for (uint64_t l = 0; l < s.geometry().lanes; ++l) {
@@ -1221,6 +1256,11 @@ inline void bind_store(nb::module_& m) {
         }
         return std::tuple(kinds.rows, kinds.same, kinds.moved, kinds.whole, kinds.whole_x, kinds.same_of_key);
       }, "most"_a)
+      .def_prop_ro("has_all_segments", [](const Store& s) { return !s.observations() || s.observations()->has_all_segments(); })
+      .def_prop_ro("has_observations", [](const Store& s) { return (s.geometry().features & kHasObservations) != 0; })
+      .def("observation_column", &observation_column, "lane"_a, "start"_a, "steps"_a, "offset"_a, "nbytes"_a,
+           nb::sig("def observation_column(self, lane: int, start: int, steps: int, offset: int, nbytes: int) -> "
+                   "numpy.typing.NDArray[numpy.uint8]"))
       .def_prop_ro("observation_bytes", [](const Store& s) { return s.observations() ? s.observations()->bytes() : 0; })
       .def_prop_ro("interrupted", [](Store& s) { s.check_file(); return InPlaceWriter(s).interrupted(); })
       .def_prop_ro("fd", [](const Store& s) { return s.fd(); })
@@ -1241,6 +1281,7 @@ inline void bind_store(nb::module_& m) {
         if (!s.has_trailer()) throw nb::value_error("rows without trailers cannot be recovered");
         uint64_t dropped = 0;
         nb::gil_scoped_release unlocked;
+        if (s.observations()) s.observations()->forget_missing_segments();
         s.header()->incarnation.fetch_add(2);  // by 2: an odd one would make a kill empty the store
         for (uint64_t l = 0; l < s.geometry().lanes; ++l) {
           const LaneScan scan = scan_lane(s, l);

@@ -114,10 +114,10 @@ class BareObservations {
     for (const auto& [x, next] : keys)
       if (x.shape(0) != n || next.shape(0) != n) throw nb::value_error("as many steps of each");
     const Observations::Rows rows = lane_of(lane);
-    observations_.plan(rows, lane, n, from, 0);
+    observations_.plan(rows, 0, lane, n, from, 0);
     for (uint64_t done = 0; done < n;) {
       const uint64_t take = std::min(n - done, g.longest_piece);
-      rows.append(take, false, [&](uint64_t at) { observations_.store(rows, lane, at, take, from); });
+      rows.append(take, false, [&](uint64_t at) { observations_.store(rows, lane, at, take, from, 0); });
       done += take;
     }
   }

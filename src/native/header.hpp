@@ -18,9 +18,9 @@ constexpr uint64_t kLogBatch = 2048;       // most entries of one change before 
 constexpr uint64_t kReservedBytes = 4096;  // of each reserved page
 
 // Optional features of a store: bit i of `features` is called kFeatures[i]. Code that does not know a set bit must refuse the
-// store; the file carries the names, so that the error can name the feature. Bit 1 is kept for `observations`.
+// store; the file carries the names, so that the error can name the feature.
 constexpr const char* kFeatures[] = {"trailers", "observations", "stints"};
-constexpr uint64_t kHasTrailer = 1, kHasExtents = 4, kKnownFeatures = kHasTrailer | kHasExtents;
+constexpr uint64_t kHasTrailer = 1, kHasObservations = 2, kHasExtents = 4, kKnownFeatures = kHasTrailer | kHasObservations | kHasExtents;
 constexpr uint64_t kExtents = 4;      // that a lane keeps
 constexpr uint64_t kExtentWords = 3;  // of each
 

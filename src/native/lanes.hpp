@@ -85,6 +85,9 @@ class Lanes {
     }
     frozen_ = std::move(ends), ends_ = frozen_.get();
   }
+  bool is_frozen() const { return ends_ != lanes_; }
+  // As `view(l).published`, whatever `freeze` hides.
+  uint64_t published_now(uint64_t l) const { return lanes_[l].published.load(std::memory_order_acquire); }
 
   TurnProtocol<StdMemory> turns(uint64_t l) const { return {lanes_[l].turn, lanes_[l].last_writer}; }
   using Stints = StintProtocol<StdMemory>;

@@ -36,6 +36,8 @@ NB_MODULE(_native, m) {
       std::rethrow_exception(thrown);
     } catch (const FileCutShort& error) {
       PyErr_SetString(nb::module_::import_("engram.errors").attr("StorageError").ptr(), error.what());
+    } catch (const NoRoomForUnits& error) {
+      PyErr_SetString(nb::module_::import_("engram.errors").attr("StorageError").ptr(), error.what());
     } catch (const LanesBusy& error) {
       PyErr_SetString(nb::module_::import_("engram.errors").attr("StorageInUseError").ptr(), error.what());
     } catch (const SyncFailed& error) {

@@ -1,70 +1,206 @@
-// Observations that are stored once, in private memory: the columns of `ObservationProtocol`, and what appends to them and reads from them.
+// Observations that are stored once: the columns of `ObservationProtocol`, and what appends to them and reads from them.
 #pragma once
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <numeric>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "crc32c.hpp"
 #include "leaf_source.hpp"
 #include "mapping.hpp"
 #include "observation_protocol.hpp"
 
 namespace engram {
 
-// The units of all lanes: addresses for as many as there can ever be, of which segments get memory when a lane takes them.
-class UnitMemory {
- public:
+// The end of each record, unit and tail of a store that outlives its processes, by which those are recognised that a power cut tore.
+struct FrameEnd {
+  uint64_t sequence;  // of the row whose it is
+  uint32_t term;      // of that row
+  uint32_t crc;       // over what it is, and the rest of this
+  // Of a record: the term of the row before, and of that `ahead` rows before, plus 1; 0: there was none. Of a unit: which of the row's it is. Of
+  // a tail: its kind.
+  uint32_t before, ahead;
+};
+static_assert(sizeof(FrameEnd) == 24);
+
+// Where the observations of a store lie, one after the other: first what has memory from the beginning, then the units, of which there
+// are addresses for as many as there can ever be.
+struct ObservationPlaces {
   static constexpr uint64_t kLeastBytes = 64 << 10, kMostBytes = 1 << 20, kParts = 16;  // a segment's, and a lane's segments at least
+  static constexpr uint64_t kDurable = 2;  // copies of the newest tails, written alternately by flushes
 
-  UnitMemory(uint64_t lanes, uint64_t lane_bytes, uint64_t lane_units, uint64_t record_bytes)
-      : stride_(sizeof(std::atomic<uint64_t>) + round_up(record_bytes, 8)) {
-    const uint64_t wanted = std::clamp<uint64_t>(lane_bytes / kParts, kLeastBytes, kMostBytes);
-    segment_units_ = std::max<uint64_t>(1, wanted / stride_);
-    segment_bytes_ = round_up(segment_units_ * stride_, kPage);
-    segments_ = lanes * ((lane_units + segment_units_ - 1) / segment_units_ + 1);
-    owners_ = std::make_unique<std::atomic<uint64_t>[]>(segments_);
-    void* at = ::mmap(nullptr, segments_ * segment_bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (at == MAP_FAILED) throw NoMemoryToMap(segments_ * segment_bytes_);
-    memory_ = static_cast<uint8_t*>(at);
+  uint64_t owners = 0, words = 0, tail_kinds = 0, tails = 0, durable_tails = 0, records = 0, units = 0, end = 0;
+  uint64_t tail_stride = 0, record_stride = 0, unit_stride = 0, segment_units = 1, segment_bytes = 0, segments = 0;
+
+  // `in_row`: words and records lie in the rows. `ends`: they outlive their processes.
+  static ObservationPlaces of(uint64_t columns, const ObservationShape& shape, uint64_t record_bytes, bool in_row, bool ends) {
+    const unsigned __int128 limit = uint64_t{1} << 56;
+    if (static_cast<unsigned __int128>(columns) * (shape.records() + shape.tails()) * (record_bytes + 8) * shape.frames > limit)
+      throw std::invalid_argument("the store would be larger than 2^56");
+    ObservationPlaces p;
+    const auto with_end = [&](uint64_t bytes) { return ends ? round_up(bytes, 8) + sizeof(FrameEnd) : bytes; };
+    p.unit_stride = sizeof(std::atomic<uint64_t>) + round_up(with_end(record_bytes), 8);
+    p.tail_stride = with_end(shape.frames * record_bytes), p.record_stride = with_end(record_bytes);
+    p.segment_units = std::max<uint64_t>(1, std::clamp<uint64_t>(shape.records() * record_bytes / kParts, kLeastBytes, kMostBytes) / p.unit_stride);
+    p.segment_bytes = round_up(p.segment_units * p.unit_stride + 1, kPage);  // the last byte is no unit's
+    const uint64_t most = 2 * (2 * shape.frames - 1) * shape.records();    // twice as many as rows need, as saves hold some back
+    p.segments = columns * ((most + p.segment_units - 1) / p.segment_units + 1);
+    uint64_t at = p.segments * sizeof(std::atomic<uint64_t>);
+    const auto place = [&](uint64_t bytes) {
+      const uint64_t begin = round_up(at, 64);
+      at = begin + bytes;
+      return begin;
+    };
+    p.words = place(in_row ? 0 : columns * shape.records() * sizeof(std::atomic<uint64_t>));
+    p.tail_kinds = place(columns * shape.tails() * sizeof(std::atomic<uint64_t>));
+    p.tails = place(columns * shape.tails() * p.tail_stride);
+    p.durable_tails = place(ends ? columns * kDurable * shape.ahead * p.tail_stride : 0);
+    p.records = place(in_row ? 0 : columns * shape.records() * p.record_stride);
+    p.units = round_up(at, kPage), p.end = p.units + p.segments * p.segment_bytes;
+    return p;
   }
-  UnitMemory(const UnitMemory&) = delete;
-  UnitMemory& operator=(const UnitMemory&) = delete;
-  ~UnitMemory() { ::munmap(memory_, segments_ * segment_bytes_); }
+};
 
-  uint64_t segment_units() const { return segment_units_; }
-  uint64_t segments() const { return segments_; }
-  std::atomic<uint64_t>* owners() const { return owners_.get(); }
+// A store's file cannot grow: there is no room on its disk, or for memory that processes share.
+struct NoRoomForUnits : std::runtime_error {
+  using std::runtime_error::runtime_error;
+  NoRoomForUnits(uint64_t bytes, int error)
+      : std::runtime_error("the store cannot grow by " + std::to_string(bytes) + " bytes for observations that are not those of later rows: " +
+                           std::strerror(error)) {}
+};
+
+// The memory of the observations: private, or a part of the store's file, which grows by the segments that lanes take.
+class ObservationMemory {
+ public:
+  // A file that is open for as long as anything is written; `offset`: where the observations begin.
+  struct File {
+    int fd = -1;
+    uint64_t offset = 0;
+    bool is_read_only = false;
+  };
+
+  ObservationMemory(const ObservationPlaces& places, const std::optional<File>& file) : places_(places), file_(file) {
+    const size_t slack = file ? 0 : kHugePage;
+    if (file && ::fstat(file->fd, &stat_) != 0) throw std::runtime_error(std::string("cannot stat the file: ") + std::strerror(errno));
+    const int protection = file ? PROT_READ | (file->is_read_only ? 0 : PROT_WRITE) : PROT_NONE;
+    const int flags = file ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* at = ::mmap(nullptr, places.end + slack, protection, flags, file ? file->fd : -1, file ? static_cast<off_t>(file->offset) : 0);
+    if (at == MAP_FAILED) throw NoMemoryToMap(places.end + slack);
+    mapped_ = start_ = static_cast<uint8_t*>(at), mapped_bytes_ = places.end + slack;
+    try {
+      if (file) look_at_length();
+      else make_private();
+    } catch (...) {
+      ::munmap(mapped_, mapped_bytes_);
+      throw;
+    }
+  }
+  ObservationMemory(const ObservationMemory&) = delete;
+  ObservationMemory& operator=(const ObservationMemory&) = delete;
+  ~ObservationMemory() { ::munmap(mapped_, mapped_bytes_); }
+
+  const ObservationPlaces& places() const { return places_; }
+  uint8_t* at(uint64_t offset) const { return start_ + offset; }
+  std::atomic<uint64_t>* owners() const { return reinterpret_cast<std::atomic<uint64_t>*>(start_ + places_.owners); }
+  // The lane that has a unit, plus 1; 0: none has it, or the file does not reach there, whatever the table of owners says.
   uint64_t owner(uint64_t unit) const {
-    const uint64_t segment = unit / segment_units_;
-    return segment < segments_ ? owners_[segment].load(std::memory_order_relaxed) : 0;
+    const uint64_t segment = unit / places_.segment_units;
+    if (segment >= places_.segments) return 0;
+    const uint64_t has = owners()[segment].load(std::memory_order_relaxed);
+    return has && is_there(segment) ? has : 0;
   }
-  void make_segment(uint64_t segment) const {
-    if (::mprotect(memory_ + segment * segment_bytes_, segment_bytes_, PROT_READ | PROT_WRITE) != 0) throw NoMemoryToMap(segment_bytes_);
+  void make_segment(uint64_t segment) {
+    if (!file_) {
+      if (::mprotect(start_ + segment_at(segment), places_.segment_bytes, PROT_READ | PROT_WRITE) != 0) throw NoMemoryToMap(places_.segment_bytes);
+      return;
+    }
+    if (!is_open()) throw std::runtime_error("the store's file was closed");
+    if (const int error = reserve(file_->fd, file_->offset + segment_at(segment), places_.segment_bytes)) throw NoRoomForUnits(places_.segment_bytes, error);
+    look_at_length();
   }
-  std::atomic<uint64_t>& link(uint64_t unit) const { return *reinterpret_cast<std::atomic<uint64_t>*>(at(unit)); }
-  uint8_t* record(uint64_t unit) const { return at(unit) + sizeof(std::atomic<uint64_t>); }
-  // Of the segments that lanes have.
-  uint64_t bytes() const {
-    const auto has = std::count_if(owners_.get(), owners_.get() + segments_, [](const auto& owner) { return owner.load() != 0; });
-    return static_cast<uint64_t>(has) * segment_bytes_;
+  std::atomic<uint64_t>& link(uint64_t unit) const { return *reinterpret_cast<std::atomic<uint64_t>*>(unit_at(unit)); }
+  uint8_t* record(uint64_t unit) const { return unit_at(unit) + sizeof(std::atomic<uint64_t>); }
+  uint8_t* unit_at(uint64_t unit) const {
+    return start_ + segment_at(unit / places_.segment_units) + unit % places_.segment_units * places_.unit_stride;
   }
+  // How many segments lanes have: the first ones, as each takes the first that is free.
+  uint64_t taken() const {
+    uint64_t n = taken_.load(std::memory_order_relaxed);
+    while (n < places_.segments && owners()[n].load(std::memory_order_relaxed)) ++n;
+    taken_.store(n, std::memory_order_relaxed);
+    return n;
+  }
+  // Of all that has memory.
+  uint64_t bytes() const { return segment_at(taken()); }
+  // What the file must have, counted from where the observations begin: what is read and written here.
+  uint64_t bytes_in_use() const { return segment_at(there_.load(std::memory_order_relaxed)); }
+  bool is_whole() const { return !file_ || taken() <= look_at_length(); }
+  // After a power cut: owners of segments that the file does not reach have nothing there.
+  void forget_what_is_missing() {
+    for (uint64_t s = look_at_length(); s < places_.segments; ++s)
+      if (owners()[s].load(std::memory_order_relaxed)) owners()[s].store(0);
+    taken_.store(0);
+  }
+  bool is_there(uint64_t segment) const { return segment < there_.load(std::memory_order_relaxed) || segment < look_at_length(); }
 
  private:
-  uint8_t* at(uint64_t unit) const {
-    return memory_ + unit / segment_units_ * segment_bytes_ + unit % segment_units_ * stride_;
+  // Where the segment begins.
+  uint64_t segment_at(uint64_t segment) const { return places_.units + segment * places_.segment_bytes; }
+  bool is_open() const {
+    struct stat now{};
+    return ::fstat(file_->fd, &now) == 0 && now.st_dev == stat_.st_dev && now.st_ino == stat_.st_ino;
+  }
+  // How many segments the file reaches over.
+  [[gnu::noinline]] uint64_t look_at_length() const {
+    struct stat now{};
+    if (::fstat(file_->fd, &now) != 0 || now.st_dev != stat_.st_dev || now.st_ino != stat_.st_ino) return 0;
+    const auto bytes = static_cast<uint64_t>(now.st_size), begin = file_->offset + places_.units;
+    const uint64_t there = bytes < begin ? 0 : std::min((bytes - begin) / places_.segment_bytes, places_.segments);
+    for (uint64_t known = there_.load(); known < there && !there_.compare_exchange_weak(known, there);) {}
+    return there;
+  }
+  // Reserves these bytes of a file, which others may be doing, too, and may be writing to already. Returns 0, or the error.
+  static int reserve(int fd, uint64_t at, uint64_t bytes) {
+#if defined(__linux__)
+    int failed = 0;
+    do failed = ::fallocate(fd, 0, static_cast<off_t>(at), static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+    while (failed == EINTR);
+    if (failed != EOPNOTSUPP && failed != ENOSYS) return failed;
+#endif
+    struct stat now{};
+    if (::fstat(fd, &now) != 0) return errno;
+    if (static_cast<uint64_t>(now.st_size) >= at + bytes) return 0;
+    return ::pwrite(fd, "", 1, static_cast<off_t>(at + bytes - 1)) == 1 ? 0 : errno;
+  }
+  void make_private() {
+    start_ += (kHugePage - reinterpret_cast<uintptr_t>(mapped_) % kHugePage) % kHugePage;
+    if (::mprotect(start_, places_.units, PROT_READ | PROT_WRITE) != 0) throw NoMemoryToMap(places_.units);
+#ifdef MADV_HUGEPAGE
+    if (places_.units >= kHugePage) ::madvise(start_, places_.units, MADV_HUGEPAGE);
+#endif
+    there_.store(places_.segments);
   }
 
-  uint64_t stride_, segment_units_, segment_bytes_, segments_;
-  std::unique_ptr<std::atomic<uint64_t>[]> owners_;
-  uint8_t* memory_ = nullptr;
+  ObservationPlaces places_;
+  std::optional<File> file_;
+  struct stat stat_{};
+  uint8_t *mapped_ = nullptr, *start_ = nullptr;
+  size_t mapped_bytes_ = 0;
+  mutable std::atomic<uint64_t> there_{0}, taken_{0};  // segments that have memory, as far as was looked; that lanes have
 };
 
 // The observations of all rows. A *record* is the newest frames of all keys that are stored once, side by side. Each environment of
@@ -91,6 +227,8 @@ class Observations {
     uint64_t first_byte = 0;  // where the first X lies: behind the bytes of a stored row
     std::vector<KeyGeometry> keys;
     std::optional<InRow> in_row;  // none: words and records have columns of their own
+    bool ends = false;            // of records, units and tails
+    uint32_t id_crc = 0;          // of the store, with which those of the ends begin
   };
   static constexpr uint64_t kMostBytesInRow = 512;
   // X and next.X of one key, in the batch that is appended.
@@ -108,41 +246,45 @@ class Observations {
     ptrdiff_t stride;
   };
 
-  // `rows`: of the store; null where these have nothing of observations.
-  explicit Observations(Geometry geometry, uint8_t* rows = nullptr)
+  // What decides where everything lies in a file, beside the geometry.
+  struct Sizes {
+    uint64_t longest_piece, segment_bytes, sure_bytes;  // the last: of all but the units
+    bool operator==(const Sizes&) const = default;
+  };
+
+  // `rows`: of the store; null where these have nothing of observations. `file`: of the store; none: private memory.
+  explicit Observations(Geometry geometry, uint8_t* rows = nullptr, const std::optional<ObservationMemory::File>& file = std::nullopt)
       : geometry_(std::move(geometry)), offsets_(offsets_of(geometry_)), record_bytes_(record_bytes(geometry_)), columns_count_(geometry_.lanes * geometry_.envs),
-        shape_(shape_of(geometry_)),
-        units_(columns_count_, shape_.records() * record_bytes_, 2 * (2 * shape_.frames - 1) * shape_.records(), record_bytes_),
-        tail_bytes_(shape_.frames * record_bytes_) {
-    if (geometry_.in_row && (!rows || shape_.frames > 1 || record_bytes_ > kMostBytesInRow || geometry_.in_row->x.size() != geometry_.keys.size()))
+        shape_(shape_of(geometry_)), memory_(places_of(geometry_), file), tail_stride_(memory_.places().tail_stride) {
+    if (geometry_.in_row && (!rows || geometry_.ends || shape_.frames > 1 || record_bytes_ > kMostBytesInRow || geometry_.in_row->x.size() != geometry_.keys.size()))
       throw std::invalid_argument("only small single frames lie in rows");
-    shape_.segment_units = units_.segment_units(), shape_.segments = units_.segments();
-    const uint64_t words = columns_count_ * shape_.records(), kinds = columns_count_ * shape_.tails();
+    const ObservationPlaces& places = memory_.places();
+    shape_.segment_units = places.segment_units, shape_.segments = places.segments;
     if (geometry_.in_row) {
       first_word_ = rows + geometry_.in_row->word, first_record_ = rows;
       word_stride_ = record_stride_ = geometry_.in_row->row_stride;
       record_offsets_ = geometry_.in_row->x;
     } else {
-      words_ = MappedRegion::map(-1, words * sizeof(std::atomic<uint64_t>));
-      records_ = MappedRegion::map(-1, words * record_bytes_);
-      first_word_ = words_->data(), first_record_ = records_->data();
-      word_stride_ = sizeof(std::atomic<uint64_t>), record_stride_ = record_bytes_;
+      first_word_ = memory_.at(places.words), first_record_ = memory_.at(places.records);
+      word_stride_ = sizeof(std::atomic<uint64_t>), record_stride_ = places.record_stride;
       record_offsets_ = offsets_;
     }
-    tails_ = MappedRegion::map(-1, kinds * (sizeof(std::atomic<uint64_t>) + tail_bytes_));
-    for (uint64_t c = 0; c < columns_count_; ++c) pools_.emplace_back(shape_.segment_units);
+    pools_.assign(columns_count_, UnitPool(shape_.segment_units));
     planned_.resize(geometry_.envs);
     restored_ = std::make_unique<Counters[]>(geometry_.lanes);
   }
-  // What all columns take, without the units.
-  static uint64_t sure_bytes(const Geometry& g) {
-    const ObservationShape shape = shape_of(g);
-    const uint64_t bytes = record_bytes(g);
-    return g.lanes * g.envs * ((g.in_row ? 0 : shape.records() * (8 + bytes)) + shape.tails() * (8 + shape.frames * bytes));
+  static Sizes sizes_of(const Geometry& g) {
+    const ObservationPlaces places = places_of(g);
+    return {g.longest_piece, places.segment_bytes, places.units};
   }
 
   const Geometry& geometry() const { return geometry_; }
-  uint64_t bytes() const { return sure_bytes(geometry_) + units_.bytes(); }
+  uint64_t bytes() const { return memory_.bytes(); }
+  // Of a file that other processes may cut short, counted from where the observations begin.
+  uint64_t bytes_in_use() const { return memory_.bytes_in_use(); }
+  // Whether the file has all segments that lanes have.
+  bool has_all_segments() const { return memory_.is_whole(); }
+  bool has_ends() const { return geometry_.ends; }
   bool are_in_rows() const { return geometry_.in_row.has_value(); }
   // Bytes of the leaves that lie behind a stored row.
   uint64_t bytes_of_leaves() const {
@@ -188,7 +330,9 @@ class Observations {
   // ---- the writer: `plan` of all n steps that it appends behind `published`, then `store` in the claim of each piece. The caller keeps
   // other writers out ----
   // Takes the memory that these steps need: a failure leaves everything as it was. `from`: the first one's step in the batch.
-  void plan(const Rows& rows, uint64_t lane, uint64_t n, const std::vector<Key>& keys, uint64_t from) {
+  // `incarnation`: of the store's rows, all of which another process may have replaced.
+  void plan(const Rows& rows, uint64_t incarnation, uint64_t lane, uint64_t n, const std::vector<Key>& keys, uint64_t from) {
+    if (incarnation != incarnation_) pools_.assign(columns_count_, UnitPool(shape_.segment_units)), incarnation_ = incarnation;
     planned_at_ = StdMemory::load(rows.published), planned_from_ = from;
     for (uint64_t env = 0; env < geometry_.envs; ++env) {
       const Columns columns = columns_of(lane, env, {&keys, planned_at_, from});
@@ -196,11 +340,12 @@ class Observations {
       UnitPool& pool = pools_[columns.owner - 1];
       protocol.learn(pool);
       protocol.plan(planned_at_, n, shape_.longest_piece, planned_[env]);
-      const auto make = [&](uint64_t segment) { units_.make_segment(segment); };
+      const auto make = [&](uint64_t segment) { memory_.make_segment(segment); };
       if (!protocol.prepare(pool, planned_at_, shape_.longest_piece, planned_[env], make)) throw std::bad_alloc();
     }
   }
-  void store(const Rows& rows, uint64_t lane, uint64_t at, uint64_t n, const std::vector<Key>& keys) {
+  // `term`: of the lane.
+  void store(const Rows& rows, uint64_t lane, uint64_t at, uint64_t n, const std::vector<Key>& keys, uint32_t term) {
     const uint64_t from = at - planned_at_;
     for (uint64_t env = 0; env < geometry_.envs; ++env) {
       const Columns columns = columns_of(lane, env, {&keys, planned_at_, planned_from_});
@@ -210,6 +355,7 @@ class Observations {
       protocol.store_units(planned_at_, from, n, planned_[env], pool);
       protocol.store_records(planned_at_, from, n, planned_[env]);
       protocol.store_tails(planned_at_, from, n);
+      if (geometry_.ends) seal(columns, StdMemory::load(rows.base), at, n, term);
       protocol.written(pool, at, n);
     }
   }
@@ -222,6 +368,12 @@ class Observations {
       UnitPool& pool = pools_[columns.owner - 1];
       pool.forget_rows(next);
     }
+  }
+  // In a forked child: what the parent's writer knew may be halfway, as it was when a thread that is not here was writing. It is left
+  // as it is.
+  void after_fork() {
+    new (&pools_) std::vector<UnitPool>(columns_count_, UnitPool(shape_.segment_units));
+    new (&planned_) std::vector<Protocol::Words>(geometry_.envs);
   }
   // Rows of a lane are restored in their order, from sequence `base` on, and are seen by no reader until then.
   void begin_restore(uint64_t lane, uint64_t base) {
@@ -242,6 +394,89 @@ class Observations {
     c.claimed.store(0), c.published.store(0), c.base.store(0);
     return are_there;
   }
+
+  // ---- what a power cut leaves: of stores whose records, units and tails have ends ----
+  // Whether record and units of row w are whole, and of the row of this term.
+  bool is_whole(uint64_t lane, uint64_t env, uint64_t w, uint32_t term) const {
+    const Columns columns = columns_of(lane, env, {});
+    const FrameEnd& end = columns.record_end(w);
+    return end.sequence == w && end.term == term && end.crc == columns.record_crc(w, end) && has_units(columns, w, term);
+  }
+  // Whether row w + 1 was written behind row w of this term, and row w + `ahead` with this row there.
+  bool is_linked(uint64_t lane, uint64_t env, uint64_t w, uint32_t term) const { return columns_of(lane, env, {}).record_end(w + 1).before == term + 1; }
+  bool is_told(uint64_t lane, uint64_t env, uint64_t w, uint32_t term) const {
+    return columns_of(lane, env, {}).record_end(w + shape_.ahead).ahead == term + 1;
+  }
+  // Whether X of row w, which is whole, is: its older frames may be those of rows that are not stored any more.
+  bool has_x(uint64_t lane, uint64_t env, uint64_t w) const {
+    const Columns columns = columns_of(lane, env, {});
+    const ObservationWord word = ObservationWord::unpack(columns.word(w), shape_.frames);
+    if (word.run > w) return false;
+    for (uint64_t v = w; v > w - word.run; --v) {
+      const uint32_t before = columns.record_end(v).before;
+      if (!before || !is_whole(lane, env, v - 1, before - 1)) return false;
+    }
+    return true;
+  }
+  uint64_t ahead() const { return shape_.ahead; }
+  // Whether there is a whole tail of row w of this term.
+  bool has_tail(uint64_t lane, uint64_t env, uint64_t w, uint32_t term) const { return find_tail(columns_of(lane, env, {}), lane, env, w, term); }
+  // Whether the one that is read is.
+  bool has_tail_in_place(uint64_t lane, uint64_t env, uint64_t w, uint32_t term) const {
+    const Columns columns = columns_of(lane, env, {});
+    return is_tail(columns, columns.tail(w), w, term);
+  }
+  // Puts the tail of row w in its place: the one that is found, or, where there is none, next.X as the row behind tells it.
+  void keep_tail(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, uint32_t term) {
+    const Columns columns = columns_of(lane, env, {});
+    uint8_t* const to = columns.tail(w);
+    if (const uint8_t* const found = find_tail(columns, lane, env, w, term)) {
+      if (found != to) std::memcpy(to, found, tail_stride_);
+      columns.set_tail_kind(w, columns.tail_end(to).before);
+      return;
+    }
+    StackPlaces next;
+    protocol_of(rows, columns).find_next(w, false, next);
+    for (uint64_t j = 0; j < shape_.frames; ++j) columns.put({FramePlace::kTail, w, j}, next[j]);
+    columns.set_tail_kind(w, ObservationWord::kWhole);
+    seal_tail(columns, w, term);
+  }
+  // Rows [base, published) are those that are kept. Records below them that are not whole keep no units.
+  void forget_records_below(uint64_t lane, uint64_t env, uint64_t base) {
+    const Columns columns = columns_of(lane, env, {});
+    for (uint64_t w = base - std::min(base, shape_.frames - 1); w < base; ++w)
+      if (!is_whole(lane, env, w, columns.record_end(w).term)) columns.set_word(w, 0);
+  }
+  void forget_missing_segments() { memory_.forget_what_is_missing(); }
+  // Before a flush: copies the tails of the newest rows to where later rows do not overwrite them. Rows below `durable` were flushed
+  // before: their copies stay until the next flush. Returns `published`: the flush is of the rows below it.
+  uint64_t keep_durable_tails(const Rows& rows, uint64_t lane, uint64_t durable) {
+    for (;;) {
+      const LaneView v = rows.look();
+      bool all = true;
+      for (uint64_t env = 0; env < geometry_.envs; ++env) {
+        const Columns columns = columns_of(lane, env, {});
+        const uint64_t which = durable > 0 && durable_end(lane, env, 0, durable - 1).sequence == durable - 1 ? 1 : 0;
+        for (uint64_t w = std::max(v.first, v.published - std::min(v.published, shape_.ahead)); w < v.published; ++w)
+          std::memcpy(durable_tail(lane, env, which, w), columns.tail(w), tail_stride_);
+      }
+      Rows::after_reading();
+      for (uint64_t w = std::max(v.first, v.published - std::min(v.published, shape_.ahead)); w < v.published; ++w)
+        all = all && tail_is_there(rows, w);
+      if (all) return v.published;
+    }
+  }
+  // Each part of the memory of row w: `part(begin, bytes)`.
+  template <class Part>
+  void each_part(uint64_t lane, uint64_t env, uint64_t w, Part&& part) const {
+    const Columns columns = columns_of(lane, env, {});
+    part(reinterpret_cast<uint8_t*>(&columns.word_of(w)), sizeof(uint64_t));
+    part(columns.record(w), record_stride_);
+    part(columns.tail(w), tail_stride_);
+    each_unit(columns, w, [&](uint64_t unit, uint64_t) { part(memory_.unit_at(unit), memory_.places().unit_stride); });
+  }
+  // All that is neither a record nor a unit.
+  std::pair<uint8_t*, uint64_t> rest() const { return {memory_.at(0), memory_.places().records}; }
 
   // ---- readers, between `rows.look` and `rows.after_reading` ----
   void prefetch(uint64_t lane, uint64_t env, uint64_t w) const {
@@ -344,11 +579,20 @@ class Observations {
     }
     uint64_t word(uint64_t w) const { return StdMemory::load(word_of(w)); }
     void set_word(uint64_t w, uint64_t bits) const { StdMemory::store(word_of(w), bits); }
-    uint64_t link(uint64_t unit) const { return StdMemory::load(all.units_.link(unit)); }
-    void set_link(uint64_t unit, uint64_t next) const { StdMemory::store(all.units_.link(unit), next); }
+    uint64_t link(uint64_t unit) const { return StdMemory::load(all.memory_.link(unit)); }
+    void set_link(uint64_t unit, uint64_t next) const { StdMemory::store(all.memory_.link(unit), next); }
     uint64_t tail_kind(uint64_t w) const { return StdMemory::load(tail_kinds[w % all.shape_.tails()]); }
     void set_tail_kind(uint64_t w, uint64_t kind) const { StdMemory::store(tail_kinds[w % all.shape_.tails()], kind); }
-    bool owns(uint64_t unit) const { return all.units_.owner(unit) == owner; }
+    bool owns(uint64_t unit) const { return all.memory_.owner(unit) == owner; }
+
+    uint8_t* record(uint64_t w) const { return records + w % all.shape_.records() * all.record_stride_; }
+    FrameEnd& record_end(uint64_t w) const { return end_of(record(w), all.record_bytes_); }
+    uint8_t* tail(uint64_t w) const { return tails + w % all.shape_.tails() * all.tail_stride_; }
+    FrameEnd& tail_end(uint8_t* tail) const { return end_of(tail, all.shape_.frames * all.record_bytes_); }
+    FrameEnd& unit_end(uint64_t unit) const { return end_of(all.memory_.record(unit), all.record_bytes_); }
+    uint32_t record_crc(uint64_t w, const FrameEnd& end) const { return crc(0, word(w), end, record(w), all.record_bytes_); }
+    uint32_t tail_crc(uint8_t* tail) const { return crc(1, 0, tail_end(tail), tail, all.shape_.frames * all.record_bytes_); }
+    uint32_t unit_crc(uint64_t unit) const { return crc(2 + unit, link(unit), unit_end(unit), all.memory_.record(unit), all.record_bytes_); }
 
     // A key whose observations are single frames has none among the older frames of stacks.
     bool same(const FramePlace& a, const FramePlace& b, bool newest) const {
@@ -383,6 +627,12 @@ class Observations {
     }
 
    private:
+    static FrameEnd& end_of(uint8_t* frames, uint64_t bytes) { return *reinterpret_cast<FrameEnd*>(frames + round_up(bytes, 8)); }
+    // `what`: 0: a record, 1: a tail, then the units.
+    uint32_t crc(uint64_t what, uint64_t word, const FrameEnd& end, const uint8_t* frames, uint64_t bytes) const {
+      const uint64_t said[] = {what, owner, word, end.sequence, uint64_t{end.term} << 32 | end.before, end.ahead};
+      return crc32c(crc32c(all.geometry_.id_crc, said, sizeof said), frames, bytes);
+    }
     static void copy_frame(uint8_t* to, const uint8_t* frame, uint64_t bytes) {
       if (frame) std::memcpy(to, frame, bytes);
       else std::memset(to, 0, bytes);
@@ -406,9 +656,9 @@ class Observations {
       switch (place.kind) {
         case FramePlace::kRecord:
           return records + place.number % all.shape_.records() * all.record_stride_ + all.record_offsets_[k];
-        case FramePlace::kUnit: return all.units_.record(place.number) + offset;
+        case FramePlace::kUnit: return all.memory_.record(place.number) + offset;
         case FramePlace::kTail:
-          return tails + place.number % all.shape_.tails() * all.tail_bytes_ + place.frame * all.record_bytes_ + offset;
+          return tails + place.number % all.shape_.tails() * all.tail_stride_ + place.frame * all.record_bytes_ + offset;
         case FramePlace::kNewX: return frame_of((*batch.keys)[k].x, place, k);
         case FramePlace::kNewNext: return frame_of((*batch.keys)[k].next, place, k);
         default: return nullptr;
@@ -444,6 +694,64 @@ class Observations {
       throw std::invalid_argument("1 to 15 frames are a stack, and 1 to 1024 rows lie between X and next.X");
     return {g.capacity, frames, g.ahead, g.longest_piece, 0, 0};
   }
+  static ObservationPlaces places_of(const Geometry& g) {
+    return ObservationPlaces::of(g.lanes * g.envs, shape_of(g), record_bytes(g), g.in_row.has_value(), g.ends);
+  }
+  // Writes the ends of n rows, of their units, and of the tails of the newest of them.
+  void seal(const Columns& columns, uint64_t base, uint64_t at, uint64_t n, uint32_t term) const {
+    for (uint64_t w = at; w < at + n; ++w) {
+      each_unit(columns, w, [&](uint64_t unit, uint64_t i) {
+        FrameEnd& end = columns.unit_end(unit);
+        end = {w, term, 0, static_cast<uint32_t>(i), 0};
+        end.crc = columns.unit_crc(unit);
+      });
+      FrameEnd& end = columns.record_end(w);
+      end = {w, term, 0, w > base ? columns.record_end(w - 1).term + 1 : 0, w >= base + shape_.ahead ? columns.record_end(w - shape_.ahead).term + 1 : 0};
+      end.crc = columns.record_crc(w, end);
+    }
+    for (uint64_t w = std::max(at, at + n - std::min(at + n, shape_.ahead)); w < at + n; ++w) seal_tail(columns, w, term);
+  }
+  void seal_tail(const Columns& columns, uint64_t w, uint32_t term) const {
+    FrameEnd& end = columns.tail_end(columns.tail(w));
+    end = {w, term, 0, static_cast<uint32_t>(columns.tail_kind(w)), 0};
+    end.crc = columns.tail_crc(columns.tail(w));
+  }
+  // Each unit of row w, in this lane's segments, with its number.
+  template <class Each>
+  void each_unit(const Columns& columns, uint64_t w, Each&& each) const {
+    const ObservationWord word = ObservationWord::unpack(columns.word(w), shape_.frames);
+    uint64_t unit = word.head;
+    for (uint64_t i = 0, n = word.units(shape_.frames); i < n && columns.owns(unit); ++i) {
+      const uint64_t next = columns.link(unit);
+      each(unit, i);
+      unit = next;
+    }
+  }
+  bool has_units(const Columns& columns, uint64_t w, uint32_t term) const {
+    uint64_t whole = 0;
+    each_unit(columns, w, [&](uint64_t unit, uint64_t i) {
+      const FrameEnd& end = columns.unit_end(unit);
+      whole += end.sequence == w && end.term == term && end.before == i && end.crc == columns.unit_crc(unit);
+    });
+    return whole == ObservationWord::unpack(columns.word(w), shape_.frames).units(shape_.frames);
+  }
+  uint8_t* durable_tail(uint64_t lane, uint64_t env, uint64_t which, uint64_t w) const {
+    const uint64_t c = lane * geometry_.envs + env;
+    return memory_.at(memory_.places().durable_tails + ((c * ObservationPlaces::kDurable + which) * shape_.ahead + w % shape_.ahead) * tail_stride_);
+  }
+  const FrameEnd& durable_end(uint64_t lane, uint64_t env, uint64_t which, uint64_t w) const {
+    return columns_of(lane, env, {}).tail_end(durable_tail(lane, env, which, w));
+  }
+  // The tail of row w of this term, in its place or among the durable ones; null: none is whole.
+  const uint8_t* find_tail(const Columns& columns, uint64_t lane, uint64_t env, uint64_t w, uint32_t term) const {
+    for (uint8_t* const tail : {columns.tail(w), durable_tail(lane, env, 0, w), durable_tail(lane, env, 1, w)})
+      if (is_tail(columns, tail, w, term)) return tail;
+    return nullptr;
+  }
+  static bool is_tail(const Columns& columns, uint8_t* tail, uint64_t w, uint32_t term) {
+    const FrameEnd& end = columns.tail_end(tail);
+    return end.sequence == w && end.term == term && end.crc == columns.tail_crc(tail);
+  }
   static bool has(const std::vector<Target>& to, bool is_next) {
     return std::any_of(to.begin(), to.end(), [&](const Target& one) { return one.leaf.is_next == is_next; });
   }
@@ -453,15 +761,15 @@ class Observations {
   }
   Columns columns_of(uint64_t lane, uint64_t env, Batch batch) const {
     const uint64_t c = lane * geometry_.envs + env, records = shape_.records(), tails = shape_.tails();
-    auto* const kinds = reinterpret_cast<std::atomic<uint64_t>*>(tails_->data());
-    uint8_t* const frames_of_tails = tails_->data() + columns_count_ * tails * sizeof(uint64_t);
+    auto* const kinds = reinterpret_cast<std::atomic<uint64_t>*>(memory_.at(memory_.places().tail_kinds));
+    uint8_t* const frames_of_tails = memory_.at(memory_.places().tails);
     return {*this,
             first_word_ + c * records * word_stride_, first_record_ + c * records * record_stride_,
-            kinds + c * tails, frames_of_tails + c * tails * tail_bytes_,
+            kinds + c * tails, frames_of_tails + c * tails * tail_stride_,
             c + 1, env, batch};
   }
   Protocol protocol_of(const Rows& rows, const Columns& columns) const {
-    return {rows, shape_, columns, units_.owners(), columns.owner};
+    return {rows, shape_, columns, memory_.owners(), columns.owner};
   }
 
   static constexpr uint64_t kMostAhead = 1024;
@@ -470,13 +778,13 @@ class Observations {
   std::vector<uint64_t> offsets_;  // of each key in a unit or a frame of a tail
   uint64_t record_bytes_, columns_count_;
   ObservationShape shape_;
-  UnitMemory units_;
-  uint64_t tail_bytes_;
-  std::shared_ptr<MappedRegion> words_, records_, tails_;  // tails: the kinds of all, then their frames
+  ObservationMemory memory_;
+  uint64_t tail_stride_;
   uint8_t *first_word_ = nullptr, *first_record_ = nullptr;  // in their columns, or in the first row
   uint64_t word_stride_ = 0, record_stride_ = 0;
   std::vector<uint64_t> record_offsets_;                   // of each key in a record
   std::vector<UnitPool> pools_;                            // of this process's writer, of each lane's environments
+  uint64_t incarnation_ = 0;                               // of the rows that these know
   std::vector<Protocol::Words> planned_;                   // of each environment
   uint64_t planned_at_ = 0, planned_from_ = 0;             // of the first of these rows: its sequence, and its step in the batch
   std::unique_ptr<Counters[]> restored_;                   // of each lane, while rows are restored

@@ -210,6 +210,9 @@ class DirtyAgain {
     for (uint64_t l = 0; l < s.lanes; ++l)
       for (uint64_t env = 0; env < s.envs; ++env) rows(l, env, published[l]);
     touch(store_.at(0), s.rows_offset);
+    if (!store_.observations()) return;
+    const auto [begin, bytes] = store_.observations()->rest();
+    touch(begin, bytes);
   }
 
  private:
@@ -218,12 +221,13 @@ class DirtyAgain {
     const uint64_t first = std::max(store_.lanes.view(l).first, store_.lanes.lane(l).durable.load());
     for (uint64_t w = first; w < published; ++w) {
       const uint64_t p = store_.physical(l, env, w % s.lane_capacity);
-      if (store_.has_trailer() && !(store_.whole(p) && store_.trailer(store_.row(p))->sequence() == w)) {
+      if (store_.has_trailer() && !store_.has_whole_row(l, env, w)) {
         if (w < store_.lanes.view(l).first) continue;  // its writer is overwriting it
         throw std::runtime_error("row " + std::to_string(w) + " of lane " + std::to_string(l) +
                                  " is lost: the disk failed, and did not keep it");
       }
       touch(store_.row(p), s.row_stride);
+      if (store_.observations()) store_.observations()->each_part(l, env, w, [&](uint8_t* begin, uint64_t bytes) { touch(begin, bytes); });
     }
   }
   void touch(uint8_t* begin, uint64_t bytes) {
@@ -247,6 +251,16 @@ struct RowCheck {
   uint64_t checked = 0;
   std::vector<std::pair<uint64_t, uint64_t>> damaged;
 };
+// Whether next.X of row w is whole, where it is told by no later row. One that is overwritten meanwhile is told by a later row by now.
+inline bool has_next(const Store& store, uint64_t l, uint64_t env, uint64_t w) {
+  const Observations* const observations = store.observations();
+  const Lanes::Protocol protocol = store.lanes.protocol(l);
+  if (!observations || w + observations->ahead() < store.lanes.published_now(l)) return true;
+  const uint64_t p = store.physical(l, env, w % store.geometry().lane_capacity);
+  if (observations->has_tail_in_place(l, env, w, store.trailer(store.row(p))->term)) return true;
+  Lanes::Protocol::after_reading();
+  return !observations->tail_is_there(protocol, w);
+}
 inline RowCheck check_rows(const Store& store, uint64_t l, uint64_t start, uint64_t stop) {
   const StoreGeometry& s = store.geometry();
   const LaneView v = store.lanes.view(l);
@@ -254,8 +268,9 @@ inline RowCheck check_rows(const Store& store, uint64_t l, uint64_t start, uint6
   RowCheck result;
   for (uint64_t env = 0; env < s.envs; ++env)
     for (uint64_t w = start; w < stop; ++w) {
-      const uint64_t p = store.physical(l, env, w % s.lane_capacity);
-      if (!store.whole(p) || store.trailer(store.row(p))->sequence() != w) result.damaged.emplace_back(w, env);
+      const Observations* const observations = store.observations();
+      const bool is_whole = store.has_whole_row(l, env, w) && (!observations || observations->has_x(l, env, w));
+      if (!is_whole || !has_next(store, l, env, w)) result.damaged.emplace_back(w, env);
     }
   Lanes::Protocol::after_reading();
   const uint64_t first = store.lanes.first_now(l);
@@ -268,12 +283,14 @@ inline RowCheck check_rows(const Store& store, uint64_t l, uint64_t start, uint6
 struct LaneScan {
   uint64_t base = 0, published = 0, dropped = 0, term = 0;
   std::vector<uint64_t> seams;
+  std::vector<uint32_t> newest_terms;  // of the newest rows, whose tails are to be there, the oldest first
 };
 
 // Finds the whole rows of a lane after a power cut (docs/memory-model.md, "Power loss"). Reads every row of the lane.
 inline LaneScan scan_lane(Store& store, uint64_t l) {
   const StoreGeometry& s = store.geometry();
   const uint64_t capacity = s.lane_capacity;
+  const Observations* const observations = store.observations();
   constexpr uint64_t kNone = ~uint64_t{0};
   std::vector<uint64_t> sequence(capacity, kNone);
   std::vector<uint32_t> term(capacity, 0);
@@ -287,6 +304,7 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
       const uint64_t p = store.physical(l, env, slot);
       const Trailer t = *store.trailer(store.row(p));
       whole = store.whole(p) && t.sequence_and_seam == first.sequence_and_seam && t.term == first.term;
+      whole = whole && (!observations || observations->is_whole(l, env, first.sequence(), first.term));
     }
     if (!whole) continue;
     sequence[slot] = first.sequence(), term[slot] = first.term, seam[slot] = first.seam();
@@ -305,12 +323,46 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
   const uint64_t low = std::max(base, newest + 1 > capacity ? newest + 1 - capacity : 0);
   auto whole = [&](uint64_t w) { return sequence[w % capacity] == w; };
   // Terms must not decrease within the block: rows after a decrease are left over from before a recovery.
-  auto joined = [&](uint64_t w) { return whole(w) && whole(w + 1) && term[w % capacity] <= term[(w + 1) % capacity]; };
+  // Of observations the next row also names the term of the one that it was written behind: without it a row that a recovery dropped
+  // would stand before rows that were written after another one.
+  auto in_all = [&](auto&& holds) {
+    bool all = true;
+    for (uint64_t env = 0; all && observations && env < s.envs; ++env) all = holds(env);
+    return all;
+  };
+  auto joined = [&](uint64_t w) {
+    return whole(w) && whole(w + 1) && term[w % capacity] <= term[(w + 1) % capacity] &&
+           in_all([&](uint64_t env) { return observations->is_linked(l, env, w, term[w % capacity]); });
+  };
+  const uint64_t ahead = observations ? observations->ahead() : 0;
+  // Whether row w + `ahead` was written with this row there.
+  auto told = [&](uint64_t w) { return in_all([&](uint64_t env) { return observations->is_told(l, env, w, term[w % capacity]); }); };
   uint64_t seed = newest;
   if (durable > low && durable - 1 <= newest && whole(durable - 1)) seed = durable - 1;
   uint64_t from = seed, to = seed;
-  while (from > low && joined(from - 1)) --from;
-  while (to < newest && joined(to)) ++to;
+  while (from > low && joined(from - 1) && (from - 1 + ahead > seed || told(from - 1))) --from;
+  while (to < newest && joined(to) && (to + 1 < from + ahead || told(to + 1 - ahead))) ++to;
+  while (from < to && !in_all([&](uint64_t env) { return observations->has_x(l, env, from); })) ++from;
+  bool is_left = in_all([&](uint64_t env) { return observations->has_x(l, env, from); });
+  // The newest rows need their tails; those of rows before them can be made from the rows that are dropped.
+  const uint64_t end = to;
+  auto has_next = [&](uint64_t w) {
+    return w + ahead <= end || in_all([&](uint64_t env) { return observations->has_tail(l, env, w, term[w % capacity]); });
+  };
+  auto has_tails = [&](uint64_t at) {
+    for (uint64_t w = at; ahead > 0 && w + ahead > at && w + 1 > from; --w)
+      if (!has_next(w)) return false;
+    return true;
+  };
+  while (is_left && !has_tails(to)) {
+    if (to == from) is_left = false;
+    else --to;
+  }
+  if (!is_left) {
+    scan.dropped = had;
+    return scan;
+  }
+  for (uint64_t w = to + 1 - std::min({ahead, to + 1 - from, to + 1}); ahead > 0 && w <= to; ++w) scan.newest_terms.push_back(term[w % capacity]);
   scan.base = from, scan.published = to + 1;
   // A new term means a new writer. Other seams are in the rows' trailers.
   for (uint64_t w = from + 1; w <= to; ++w)
@@ -323,6 +375,12 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
 // A kill in here does no harm: the next `open` scans again and finds the same block.
 inline void restore_lane(Store& store, uint64_t l, const LaneScan& scan) {
   LaneHeader& h = store.lanes.lane(l);
+  for (uint64_t env = 0; store.observations() && env < store.geometry().envs; ++env) {
+    const uint64_t first = scan.published - scan.newest_terms.size();
+    for (uint64_t i = 0; i < scan.newest_terms.size(); ++i)
+      store.observations()->keep_tail(store.lanes.protocol(l), l, env, first + i, scan.newest_terms[i]);
+    store.observations()->forget_records_below(l, env, scan.base);
+  }
   store.set_seams(l, scan.base, scan.published, scan.seams.size(), [&](uint64_t i) { return scan.seams[i]; });
   h.claimed.store(scan.published), h.published.store(scan.published);
   h.base.store(scan.base);

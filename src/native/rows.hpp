@@ -13,6 +13,7 @@
 #include <memory>
 #include <new>
 #include <numeric>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -236,7 +237,11 @@ class RowWriter {
   uint64_t append(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves,
                   const std::vector<LeafSource>& looked_at) {
     const uint64_t start = StdMemory::load(store_.lanes.protocol(lane).published);
-    prepare(lane, n, leaves);
+    try {
+      prepare(lane, n, leaves);
+    } catch (const NoRoomForUnits& full) {
+      throw NoRoomForUnits(std::string(full.what()) + ". Nothing was written");
+    }
     if (n > 0 && store_.grows()) store_.make_room_behind(lane, n);
     const bool begins = n > 0 && this->begins(lane, n, looked_at);
     if (begins && !store_.geometry().seams_bytes) store_.add_seam(lane, start);
@@ -250,7 +255,7 @@ class RowWriter {
     copies_.reserve(leaves.size());
     if (Observations* const observations = store_.observations(); observations && n > 0) {
       observations->divide(leaves, in_row_, keys_);
-      observations->plan(store_.lanes.protocol(lane), lane, n, keys_, from);
+      observations->plan(store_.lanes.protocol(lane), store_.lanes.header().incarnation.load(), lane, n, keys_, from);
     }
     if (CopyOnWriteSnapshot* snapshot = store_.saving(); snapshot && n > 0)
       snapshot->preserve(lane, StdMemory::load(store_.lanes.protocol(lane).published) % store_.lanes.capacity(), n);
@@ -278,7 +283,8 @@ class RowWriter {
     copies_.reserve(leaves.size());
     observations.divide(leaves, in_row_, keys_);
     const Lanes::Protocol protocol = observations.restoring(lane);
-    observations.plan(protocol, lane, n, keys_, 0);
+    has_seams_ = true;
+    observations.plan(protocol, store_.lanes.header().incarnation.load(), lane, n, keys_, 0);
     for (uint64_t done = 0; done < n;) {
       const uint64_t take = std::min(store_.lanes.piece(), n - done);
       append_piece(protocol, lane, take, leaves, done, false);
@@ -293,7 +299,7 @@ class RowWriter {
     Observations* const observations = store_.observations();
     protocol.append(n, begins, [&](uint64_t first) {
       write(lane, first, n, observations ? in_row_ : leaves, skip, begins);
-      if (observations) observations->store(protocol, lane, first, n, keys_);
+      if (observations) observations->store(protocol, lane, first, n, keys_, static_cast<uint32_t>(store_.lanes.lane(lane).term.load(std::memory_order_relaxed)));
     });
   }
   void write(uint64_t lane, uint64_t first, uint64_t n, const std::vector<LeafSource>& leaves, uint64_t skip,
@@ -321,7 +327,8 @@ class RowWriter {
         if (store_.has_trailer()) {
           uint64_t at = first_slot;
           for (uint64_t i = 0; i < take; ++i) {
-            const uint64_t seam = begins && done + i == 0 ? Trailer::kSeam : 0;
+            const bool is_seam = has_seams_ ? store_.seam(lane, first + done + i) : begins && done + i == 0;
+            const uint64_t seam = is_seam ? Trailer::kSeam : 0;
             store_.seal(rows[i], store_.physical(lane, env, at), (first + done + i) | seam, term);
             if (++at == s.lane_capacity) at = 0;
           }
@@ -335,6 +342,7 @@ class RowWriter {
   std::vector<LeafCopy> copies_;
   std::vector<LeafSource> in_row_;  // of the leaves, where observations are stored beside rows
   std::vector<Observations::Key> keys_;
+  bool has_seams_ = false;  // the rows are restored: seams are those of the store
 };
 
 // ---- reading ----
@@ -568,7 +576,7 @@ class RowReader {
         const Place of = place(i);
         places[i - at] = {};
         if (find_row(i, w))
-          from_tail_[i] = observations.find_next(store_.lanes.protocol(of.lane), of.lane, of.env, w, views_[of.lane].published, places[i - at]);
+          from_tail_[i] = observations.find_next(store_.lanes.protocol(of.lane), of.lane, of.env, w, published(of.lane), places[i - at]);
       }
       for (const Observations::Target& one : observed_) {
         for (size_t i = at; i < at + block; ++i) frames[i - at] = observations.next_frame(place(i).lane, place(i).env, places[i - at], one.leaf.key);
@@ -597,9 +605,11 @@ class RowReader {
       const Place at = place(i);
       if (is_stored) observations.prefetch(place(i + 1).lane, place(i + 1).env, ahead);
       if (was_stored)
-        from_tail_[i] = observations.copy(store_.lanes.protocol(at.lane), at.lane, at.env, w, views_[at.lane].published, observed_, i);
+        from_tail_[i] = observations.copy(store_.lanes.protocol(at.lane), at.lane, at.env, w, published(at.lane), observed_, i);
     }
   }
+  // Of the lookup; of all rows, where `freeze` hides the newest ones: they tell where next.X of the others is.
+  uint64_t published(uint64_t lane) const { return store_.lanes.is_frozen() ? store_.lanes.published_now(lane) : views_[lane].published; }
   bool find_row(size_t i, uint64_t& sequence) const {
     const Place at = place(i);
     return sequences_[at.lane].find(at.slot, sequence);
@@ -623,7 +633,7 @@ class RowReader {
     find_row(i, w);
     for (int looks = 0; !observations.tail_is_there(protocol, w); ++looks) {
       if (looks == kLooks) return false;
-      from_tail_[i] = observations.copy(protocol, at.lane, at.env, w, store_.lanes.view(at.lane).published, observed_, i);
+      from_tail_[i] = observations.copy(protocol, at.lane, at.env, w, store_.lanes.published_now(at.lane), observed_, i);
       Lanes::Protocol::after_reading();
       if (!from_tail_[i]) return true;
     }

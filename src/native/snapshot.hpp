@@ -155,7 +155,7 @@ class CopyOnWriteSnapshot {
     const Lanes::Protocol protocol = lanes_.protocol(lane);
     bool is_whole = false;
     while (!is_whole) {
-      const bool from_tail = observations_->copy(protocol, lane, env, w, lanes_.view(lane).published, to, 0);
+      const bool from_tail = observations_->copy(protocol, lane, env, w, lanes_.published_now(lane), to, 0);
       Lanes::Protocol::after_reading();
       is_whole = !from_tail || observations_->tail_is_there(protocol, w);
     }

@@ -229,6 +229,12 @@ inline std::vector<LaneRun> next_runs(const Store& store, uint64_t n) {
   return runs;
 }
 
+// How much of an append that fails was written before.
+inline std::string written(uint64_t done, uint64_t n) {
+  if (done == 0) return ". Nothing was written";
+  return ". The first " + std::to_string(done) + " of " + std::to_string(n) + " steps were written";
+}
+
 // Appends steps over as many stints as they take. `out`: the slot of each step; null: nobody asks. `index_leaf`: the leaf in
 // which rows store their own slot, whatever the batch has there.
 template <class Pause>
@@ -267,8 +273,9 @@ inline void append_in_stints(Store& store, const std::vector<LeafSource>& leaves
     store.stint().position += take, done += take;
     if (done < n) here.add(lane, take);
   } catch (const LanesBusy& busy) {
-    throw LanesBusy(busy.what() + (done ? ". The first " + std::to_string(done) + " of " + std::to_string(n) + " steps were written"
-                                        : std::string(". Nothing was written")));
+    throw LanesBusy(busy.what() + written(done, n));
+  } catch (const NoRoomForUnits& full) {
+    throw NoRoomForUnits(full.what() + written(done, n));
   }
 }
 

@@ -25,7 +25,8 @@ struct StoreSpec {
   bool trailer = false;
   std::string layout;
   std::string store_id;
-  bool extents = false;  // each lane tells whose rows it has
+  bool extents = false;       // each lane tells whose rows it has
+  bool observations = false;  // some are kept beside the rows: see `Store::keep_observations`
 };
 
 // The names of these features, lowest bit first, with commas between.
@@ -51,7 +52,7 @@ inline StoreGeometry geometry_of(const StoreSpec& s) {
   StoreGeometry h{};
   std::memcpy(h.magic, kMagic, 8);
   h.version = kVersion, h.lane_version = kLaneVersion;
-  h.features = (s.trailer ? kHasTrailer : 0) | (s.extents ? kHasExtents : 0);
+  h.features = (s.trailer ? kHasTrailer : 0) | (s.extents ? kHasExtents : 0) | (s.observations ? kHasObservations : 0);
   const std::string names = feature_names(h.features);
   std::memcpy(h.feature_names, names.data(), std::min(names.size(), sizeof h.feature_names));
   h.lanes = s.lanes, h.lane_capacity = s.lane_capacity, h.envs = s.envs, h.payload_bytes = s.payload_bytes;
@@ -109,7 +110,7 @@ inline StoreGeometry checked_geometry(const uint8_t* file, size_t bytes) {
     refuse("the file has " + std::to_string(bytes) + " bytes, its header needs " + std::to_string(h.total_bytes));
   if (h.layout_bytes > bytes || h.layout_offset > bytes - h.layout_bytes) refuse("the header points outside the file");
   StoreSpec spec{h.lanes, h.lane_capacity, h.envs, h.payload_bytes, 8, (h.features & kHasTrailer) != 0, "", "",
-                 (h.features & kHasExtents) != 0};
+                 (h.features & kHasExtents) != 0, (h.features & kHasObservations) != 0};
   spec.layout.assign(reinterpret_cast<const char*>(file) + h.layout_offset, h.layout_bytes);
   spec.store_id.assign(reinterpret_cast<const char*>(h.store_id), 16);
   for (spec.alignment = 8; spec.alignment < 64 && geometry_of(spec).row_stride != h.row_stride; spec.alignment *= 2) {}
@@ -237,7 +238,7 @@ class Store {
       throw std::runtime_error("the file is shorter than " + std::to_string(std::max(bytes, sizeof(StoreHeader))) +
                                " bytes");
     auto store = std::unique_ptr<Store>(new Store(MappedRegion::map(fd, bytes, read_only), fd, file));
-    store->read_only_ = read_only;
+    store->read_only_ = read_only, store->refuses_writes_ = read_only;
     store->ready(checked_geometry(store->at(0), bytes));
     return store;
   }
@@ -256,20 +257,32 @@ class Store {
     store->use_room();
     return store;
   }
-  // Before the first row of a store in private memory: keeps X and next.X of some keys beside its rows (`Observations`).
-  void keep_observations(uint64_t ahead, std::vector<Observations::KeyGeometry> keys, std::optional<Observations::InRow> in_row) {
+  // Keeps X and next.X of some keys beside the rows (`Observations`), before anything else is done with a store that was made for it.
+  // `sizes`: those that its maker had; others would look for observations elsewhere.
+  void keep_observations(uint64_t ahead, std::vector<Observations::KeyGeometry> keys, std::optional<Observations::InRow> in_row,
+                         const std::optional<Observations::Sizes>& sizes) {
     const StoreGeometry& s = geometry();
-    if (fd_ >= 0 || s.payload_bytes == 0 || grows() || observations_ || lanes.write_count() > 0)
-      throw std::invalid_argument("observations are kept from the first row on, beside rows in private memory");
+    if (!(s.features & kHasObservations) || s.payload_bytes == 0 || grows() || observations_)
+      throw std::invalid_argument("observations are kept beside the rows of a store that was made for them");
     Observations::Geometry g = observations_beside(s, ahead, std::move(keys), std::move(in_row));
-    auto observations = std::make_shared<Observations>(g, rows_);
+    const Observations::Sizes here = Observations::sizes_of(g);
+    if (sizes && *sizes != here) throw std::runtime_error("its observations lie elsewhere than this engram looks for them; open it with the one that made it");
+    std::optional<ObservationMemory::File> file;
+    if (fd_ >= 0) {
+      if (static_cast<uint64_t>(file_of(fd_).st_size) < s.total_bytes + here.sure_bytes)
+        throw std::runtime_error("the file is shorter than the " + std::to_string(s.total_bytes + here.sure_bytes) + " bytes of rows and observations");
+      file = ObservationMemory::File{fd_, s.total_bytes, read_only_};
+    }
+    auto observations = std::make_shared<Observations>(g, rows_, file);
     lanes.limit_piece(g.longest_piece);
     observations_ = std::move(observations);
+    refuses_writes_ = read_only_;
   }
   // The geometry of the observations of a store.
   static Observations::Geometry observations_beside(const StoreGeometry& s, uint64_t ahead, std::vector<Observations::KeyGeometry> keys,
                                                     std::optional<Observations::InRow> in_row) {
-    Observations::Geometry g{s.lanes, s.envs, s.lane_capacity, ahead, 1, s.payload_bytes, std::move(keys), std::move(in_row)};
+    Observations::Geometry g{s.lanes, s.envs, s.lane_capacity, ahead, 1, s.payload_bytes, std::move(keys), std::move(in_row),
+                             (s.features & kHasTrailer) != 0, crc32c(0, s.store_id, sizeof s.store_id)};
     uint64_t bytes = s.payload_bytes;
     if (g.in_row) {
       g.in_row->row_stride = s.row_stride;
@@ -283,7 +296,7 @@ class Store {
       bytes += 2 * key.bytes();
     }
     // The tails of a piece take as many bytes as its rows.
-    g.longest_piece = std::clamp<uint64_t>(kPieceBytes / (bytes * s.envs), 1, claim_steps(s.lane_capacity, 1, true));
+    g.longest_piece = std::clamp<uint64_t>(kPieceBytes / (bytes * s.envs), 1, claim_steps(s.lane_capacity, s.row_stride, true));
     return g;
   }
   // Null: rows hold all that they have.
@@ -383,6 +396,7 @@ class Store {
   }
   void after_fork() {
     seams_->after_fork();
+    if (observations_) observations_->after_fork();
     writer_ = 0, has_turn_ = has_written_ = false;
     stint_ = {};
   }
@@ -469,15 +483,17 @@ class Store {
   bool read_only() const { return read_only_; }
   // Called before any write: an observer's map is read-only.
   void must_be_writable() const {
-    if (read_only_) throw std::invalid_argument("this store was opened to be observed: nothing can be written to it");
+    if (refuses_writes_) refuse_writes();
     check_file();
   }
   // Whether the caller's descriptor still refers to the mapped file, and the file is as long as the store.
   bool file_is_there() const {
     struct stat file;
     return fd_ >= 0 && ::fstat(fd_, &file) == 0 && file.st_dev == device_ && file.st_ino == inode_ &&
-           static_cast<uint64_t>(file.st_size) >= geometry().total_bytes;
+           static_cast<uint64_t>(file.st_size) >= bytes_in_use();
   }
+  // Of the file: all that may be read and written.
+  uint64_t bytes_in_use() const { return geometry().total_bytes + (observations_ ? observations_->bytes_in_use() : 0); }
   Readahead& readahead() { return readahead_; }
   std::string layout() const {
     return {reinterpret_cast<const char*>(at(geometry().layout_offset)), geometry().layout_bytes};
@@ -516,6 +532,12 @@ class Store {
     Trailer* t = trailer(row);
     t->sequence_and_seam = sequence_and_seam, t->term = term, t->crc = row_crc(row, physical_row, sequence_and_seam, term);
   }
+  // Whether row w of a lane was completely written, in an environment, with all that it has beside it. `trailer`: its own.
+  bool has_whole_row(uint64_t l, uint64_t env, uint64_t w) const {
+    const uint64_t p = physical(l, env, w % geometry().lane_capacity);
+    const Trailer* const t = trailer(row(p));
+    return whole(p) && t->sequence() == w && (!observations_ || observations_->is_whole(l, env, w, t->term));
+  }
   // Whether a row was completely written, and belongs in this place.
   bool whole(uint64_t physical_row) const {
     uint8_t* r = row(physical_row);
@@ -536,6 +558,7 @@ class Store {
     watched_ = fd_ >= 0 && (named_ || !cannot_shrink(fd_));  // only files without a name can be sealed
   }
   void use_lanes(const StoreGeometry& geometry) {
+    refuses_writes_ = read_only_ || (geometry.features & kHasObservations) != 0;
     lanes = Lanes(header(), reinterpret_cast<LaneHeader*>(at(sizeof(StoreHeader))),
                   reinterpret_cast<Counter*>(at(geometry.seams_offset)), geometry, fd_ >= 0);
   }
@@ -555,10 +578,14 @@ class Store {
   [[gnu::noinline]] bool is_cut_short() const {
     struct stat file;
     return ::fstat(fd_, &file) == 0 && file.st_dev == device_ && file.st_ino == inode_ &&
-           static_cast<uint64_t>(file.st_size) < geometry().total_bytes;
+           static_cast<uint64_t>(file.st_size) < bytes_in_use();
+  }
+  [[noreturn, gnu::noinline]] void refuse_writes() const {
+    throw std::invalid_argument(read_only_ ? "this store was opened to be observed: nothing can be written to it"
+                                           : "what is kept beside the rows of this store is not known yet: nothing can be written to it");
   }
   [[noreturn, gnu::noinline]] void refuse_file() const {
-    throw FileCutShort("the store's file was cut short: it has fewer than the " + std::to_string(geometry().total_bytes) +
+    throw FileCutShort("the store's file was cut short: it has fewer than the " + std::to_string(bytes_in_use()) +
                        " bytes of the store, and what it lacks cannot be read or written. Close this storage, put the "
                        "file back from a copy, or load a checkpoint into a new one");
   }
@@ -572,6 +599,7 @@ class Store {
   int fd_;
   bool named_;
   bool read_only_ = false;
+  bool refuses_writes_ = false;  // read only, or observations are to be kept first
   bool watched_ = false;  // a file that other processes can truncate
   dev_t device_ = 0;
   ino_t inode_ = 0;

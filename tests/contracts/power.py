@@ -27,10 +27,16 @@ class Disk:
         self.random = random.Random(seed)
         self._last = self._read()
         self._versions: list[list[bytes]] = [[page.tobytes()] for page in self._last]
+        self._lengths = [len(self._last)]  # of the file, in pages, since its last sync
 
     def look(self) -> None:
         """Any page may be written back now, as it is."""
         now = self._read()
+        if len(now) > len(self._last):
+            self._lengths.append(len(now))
+            more = np.zeros((len(now) - len(self._last), PAGE), np.uint8)
+            self._last = np.concatenate([self._last, more])
+            self._versions += [[page.tobytes()] for page in more]
         for page in np.flatnonzero((now != self._last).any(1)):
             versions = self._versions[page]
             versions.append(now[page].tobytes())
@@ -42,13 +48,15 @@ class Disk:
         """A sync of these pages (of all) has returned since `look`: older versions are gone."""
         for page in range(len(self._versions)) if pages is None else pages:
             del self._versions[page][:-1]
+        if pages is None:
+            del self._lengths[:-1]
 
     def image(self) -> bytes:
         """One of the things that the disk may hold."""
         pages, recent = [], self.random.random()
         for versions in self._versions:
             pages.append(self.random.choice(versions) if self.random.random() > recent else versions[-1])
-        return b"".join(pages)
+        return b"".join(pages[: self.random.choice(self._lengths)])
 
     def images(self) -> Iterator[bytes]:
         """Everything that the disk may hold; for a few versions of a few pages."""
@@ -61,7 +69,7 @@ class MappedFile(Disk):
     def __init__(self, file: Path, seed: int) -> None:
         super().__init__(file.read_bytes, seed)
         self._name = file.name
-        self.maps: list[int] = []  # where its process has mapped it, newest first
+        self.maps: list[int] = []  # where its process has mapped it
         self._pending: tuple[str, list[int]] | None = None
 
     def heard(self, call: str, path: str, args: list[int]) -> None:
@@ -78,7 +86,7 @@ class MappedFile(Disk):
             self.forget()
             return
         inside = ((args[0] - at) // PAGE for at in self.maps)
-        first = next(page for page in inside if 0 <= page < len(self._versions))
+        first = min(page for page in inside if page >= 0)  # of the map that begins next before it
         self.forget(range(first, first + -(-args[1] // PAGE)))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from contracts.power import MappedFile
 from crash import stores, tracer
-from engram.data import LazyMemmapStorage, ReplayBuffer
+from engram.data import Compact, LazyMemmapStorage, ReplayBuffer
 from engram.store import files as recovery
 from engram.store import places
 from engram.store.places import LaneCount
@@ -29,6 +29,26 @@ NUMBERS, STRANDS = 10**6, 10**7
 
 def rows(numbers: Tensor, width: int) -> TensorDict:
     return TensorDict({"n": numbers, "pad": numbers.unsqueeze(-1) * 1000 + torch.arange(width)}, numbers.shape)
+
+
+def observed(made: Tensor, shape: dict[str, int]) -> tuple[Tensor, Tensor]:
+    """X and next.X of the steps that were made with these numbers: `shape["frames"]` frames of episodes of five steps.
+
+    Those of other editions agree nowhere; the first stack of an episode is one of zeros, of equal frames, or of others.
+    """
+    k, t = shape["frames"], made % 5
+    episode = made - t
+
+    def stacks(t: Tensor, of: Tensor) -> Tensor:
+        at = t.unsqueeze(-1) - torch.arange(k - 1, -1, -1)
+        kind = (of // 5 % 3).unsqueeze(-1)
+        seed = of.unsqueeze(-1) * 7 + torch.where((at < 0) & (kind == 1), 1000 - at, at.clamp(min=0))
+        frames = ((seed.unsqueeze(-1) + 1) * 1_000_003 + torch.arange(shape["size"])) * 40_503 >> 7 & 255
+        return torch.where(((at < 0) & (kind == 2)).unsqueeze(-1), 0, frames).to(torch.uint8)
+
+    after = stacks(t + shape["n_steps"], episode)
+    other = ((t + shape["n_steps"] > 4) & (made % 2 == 0)).reshape(*t.shape, 1, 1)
+    return stacks(t, episode), torch.where(other, stacks(torch.zeros_like(t), episode + 3), after)
 
 
 class Sessions:
@@ -43,6 +63,7 @@ class Sessions:
         storage = LazyMemmapStorage(
             s["lanes"] * s["capacity"] * s["envs"], scratch_dir=self.folder, existsok=True,
             lanes=1 if s["lanes"] == 1 else LaneCount(s["lanes"]), ndim=1 if s["envs"] == 1 else 2,
+            compact=Compact("x", s["frames"], s["n_steps"]) if "frames" in s else False,
         )  # fmt: skip
         if storage.lanes is not None:
             tracer.mark(MAPPED, storage.lanes.store.memory().ctypes.data)
@@ -90,7 +111,11 @@ class Sessions:
         numbers = numbers + self.edition * STRANDS
         if self.shape["envs"] > 1:
             numbers = numbers + torch.arange(self.shape["envs"]).unsqueeze(1) * NUMBERS
-        return rows(numbers, self.shape["width"])
+        batch = rows(numbers, self.shape["width"])
+        if "frames" in self.shape:
+            x, after = observed(numbers, self.shape)
+            batch.update({"made": numbers, "x": x, "next": {"x": after}})
+        return batch
 
     def alone(self, users: list[Any], what: float) -> None:
         """What needs the store alone: everybody else closes it, which syncs nothing that they have not written."""
@@ -130,7 +155,8 @@ class Sessions:
         numbers = torch.tensor(chosen) + self.edition * STRANDS
         if self.shape["envs"] > 1:
             numbers = numbers + torch.arange(self.shape["envs"]).unsqueeze(1) * NUMBERS
-        rb[slots] = rows(numbers, self.shape["width"])
+        batch = rows(numbers, self.shape["width"])
+        rb[slots] = rb[slots].update(batch) if "frames" in self.shape else batch  # observations stay as they are
         self.say({"edited": lane})
 
     def say(self, what: dict[str, Any]) -> None:
@@ -213,6 +239,11 @@ def editions(rb: Any, shape: dict[str, int]) -> list[dict[int, int]]:
         n = got["n"].reshape(len(there), shape["envs"])
         assert torch.equal(got["pad"], rows(got["n"], shape["width"])["pad"]), "a torn row"
         assert torch.equal(n % NUMBERS, there.unsqueeze(1).expand_as(n)), "a row in the wrong place"
+        if "frames" in shape:
+            x, after = observed(got["made"], shape)
+            assert torch.equal(got["x"], x), "an observation of another row"
+            assert torch.equal(got["next", "x"], after), "a next observation of another row"
+            assert torch.equal(got["made"] % STRANDS, got["n"] % STRANDS), "observations of another place"
         assert torch.equal(n // NUMBERS % 10, torch.arange(shape["envs"]).expand_as(n)), "another strand's row"
         found[-1] = dict(zip(there.tolist(), (n[:, 0] // STRANDS).tolist(), strict=True))
     return found

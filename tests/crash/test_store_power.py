@@ -17,6 +17,10 @@ SHAPES = [
     {"lanes": 3, "capacity": 24, "envs": 1, "width": 20},
     {"lanes": 1, "capacity": 16, "envs": 3, "width": 60},
     {"lanes": 5, "capacity": 9, "envs": 1, "width": 130},
+    {"lanes": 1, "capacity": 24, "envs": 1, "width": 3, "frames": 4, "n_steps": 1, "size": 700},
+    {"lanes": 1, "capacity": 20, "envs": 2, "width": 3, "frames": 2, "n_steps": 3, "size": 300},
+    {"lanes": 3, "capacity": 12, "envs": 1, "width": 3, "frames": 1, "n_steps": 1, "size": 40},
+    {"lanes": 1, "capacity": 8, "envs": 1, "width": 20, "frames": 3, "n_steps": 2, "size": 2000},
 ]
 
 
@@ -53,7 +57,7 @@ def test_rows_that_come_back_after_a_power_cut_are_whole_and_none_flushed_is_mis
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['lanes']}x{s['capacity']}x{s['envs']}x{s['width']}")
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s.values())))
 def test_thousands_of_power_cuts(ram_path, shape):
     images, rows = 0, sessions.Counter()
     for seed in range(20):

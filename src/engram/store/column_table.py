@@ -13,7 +13,7 @@ from torch import Tensor
 from engram import pytree
 from engram.store.border import LOOK_BACK, Border, ColumnBorder
 from engram.store.lanes import Lanes
-from engram.store.layout import SEQUENCE, ObservationKeys, RowLayout
+from engram.store.layout import SEQUENCE, ObservationKeys, RowLayout, StoredLayout
 from engram.store.rows import Rows
 
 
@@ -22,6 +22,7 @@ class ColumnTable:
 
     source = None  # no native call reads them
     observations: ObservationKeys | None = None  # they are columns like others
+    stored: StoredLayout | None = None
 
     def __init__(self, lanes: Lanes, layout: RowLayout, columns: list[Tensor], env_shape: tuple[int, ...]) -> None:
         self._lanes = lanes

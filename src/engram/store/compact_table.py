@@ -1,4 +1,4 @@
-"""Packed rows in private memory, with each observation stored once beside them."""
+"""Packed rows with each observation stored once, beside them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class CompactTable(RowTable):
     Where others see a row, it is whole.
     """
 
-    def __init__(self, lanes: Lanes, stored: StoredLayout) -> None:
-        super().__init__(lanes, stored.logical, mapped=False, stored=stored)
+    def __init__(self, lanes: Lanes, stored: StoredLayout, *, mapped: bool) -> None:
+        super().__init__(lanes, stored.logical, mapped=mapped, stored=stored)
         observations = stored.observations
         assert observations is not None
         self._observed = {path for x in observations.frames for path in (x, ("next", *x))}
@@ -52,12 +52,12 @@ class CompactTable(RowTable):
         self.lanes.check_owned(lane)
         given: Any = rows
         leaves: Any = _native.unpack(self.layout.list_codec, given)
-        plan = self._stored.list_codec.check_list(leaves, 1, 0)
+        plan = self.stored.list_codec.check_list(leaves, 1, 0)
         return self._appended(lane, plan)
 
     def append_leaves(self, lane: int, leaves: list[Any]) -> Tensor:
         self.lanes.check_owned(lane)
-        plan = self._stored.raw_leaf_codec.check_list(leaves, 1, 0)
+        plan = self.stored.raw_leaf_codec.check_list(leaves, 1, 0)
         if plan is None:
             raise self._no_leaves(leaves)
         return self._appended(lane, plan)
@@ -71,7 +71,7 @@ class CompactTable(RowTable):
     def read_packed(self, slots: Tensor, by_leaf: bool = False, sequences: bool = False) -> Rows:
         if self.lanes.unused_since_fork:
             self.lanes.join_after_fork()
-        leaves, *rest = self._store.gather(self._stored.raw_leaf_codec, slots, None, None, False, sequences)
+        leaves, *rest = self._store.gather(self.stored.raw_leaf_codec, slots, None, None, self.mapped, sequences)
         return Rows(leaves if by_leaf else [self._packed(leaves)], *rest)
 
     def _packed(self, leaves: list[Tensor]) -> Tensor:
@@ -108,7 +108,7 @@ class CompactTable(RowTable):
         differs = replacement.differing_leaf()
         if differs is not None:
             raise ValueError(
-                f"{pytree.format_key(self._stored.leaf_at(differs).path)} is stored once (compact=), and other rows "
+                f"{pytree.format_key(self.stored.leaf_at(differs).path)} is stored once (compact=), and other rows "
                 "have frames of it: it cannot change in stored rows. All other entries can: give the observations as "
                 "they are stored. Nothing was written"
             )
@@ -136,10 +136,10 @@ class CompactTable(RowTable):
     def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
         """Writes packed rows, of a lane in their order."""
         leaves = [rows[..., leaf.offset : leaf.offset + leaf.nbytes] for leaf in self.layout.leaves]
-        plan = self._stored.raw_leaf_codec.check_list(leaves, 2, 1)
+        plan = self.stored.raw_leaf_codec.check_list(leaves, 2, 1)
         if plan is None:
             leaves = [np.ascontiguousarray(leaf) for leaf in leaves]
-            plan = self._stored.raw_leaf_codec.check_list(leaves, 2, 1)
+            plan = self.stored.raw_leaf_codec.check_list(leaves, 2, 1)
         assert plan is not None
         self._store.put_leaves(lane, start, plan)
 

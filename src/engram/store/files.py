@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import engram._native as _native
 from engram._system import boot_id, free_memory, human_bytes, open_regular, sync_directory
 from engram._text import log, visible, warn_user
 from engram.errors import StorageError
-from engram.store.header import FILE_NAME, open_store
+from engram.store.header import FILE_NAME, open_store, opened_store
 from engram.store.layout import ObservationKeys, RowLayout, StoredLayout
 from engram.store.locks import LaneLocks
 from engram.store.nodes import network_file_system, note_node, refuse_other_node, warn_of_network
@@ -44,27 +45,32 @@ class StoreSpec:
         extents: bool = False,
         observations: ObservationKeys | None = None,
     ) -> None:
-        self.layout, stored = layout, StoredLayout(layout, observations)
+        self.layout, stored = layout, StoredLayout(layout, observations, apart=trailer)
         self.stored = stored
         self.row_bytes, self.alignment = stored.row_bytes, stored.alignment
         self.lanes, self.lane_capacity, self.envs, self.trailer = lanes, lane_capacity, envs, trailer
         self.extents = extents
+        extra, observation_bytes = layout_extra or {}, 0
+        if observations is not None:
+            sizes = _native.Store.observation_sizes(
+                lanes, lane_capacity, envs, self.row_bytes, self.alignment, trailer, observations.n_steps,
+                stored.frames, stored.in_row,
+            )  # fmt: skip
+            extra = {**extra, "observations": stored.observations_json(sizes)}
+            observation_bytes = sizes[-1]
         self.layout_bytes = layout.to_bytes()
-        if layout_extra is not None:
-            self.layout_bytes = json.dumps({**layout.to_json(), **layout_extra}, separators=(",", ":")).encode()
+        if extra:
+            self.layout_bytes = json.dumps({**layout.to_json(), **extra}, separators=(",", ":")).encode()
         self.total_bytes = _native.Store.size_needed(
             lanes, lane_capacity, envs, self.row_bytes, self.alignment, trailer, len(self.layout_bytes)
         )
-        if observations is not None:
-            self.total_bytes += _native.Store.observations_needed(
-                lanes, lane_capacity, envs, self.row_bytes, observations.n_steps, stored.frames, stored.in_row
-            )
+        self.total_bytes += observation_bytes
 
     def create(self, fd: int) -> _native.Store:
         """A new store in private memory (fd -1) or in a file that has room for it."""
         store = _native.Store.create(
             fd, self.lanes, self.lane_capacity, self.envs, self.row_bytes, self.alignment,
-            self.trailer, self.layout_bytes, os.urandom(16), self.extents,
+            self.trailer, self.layout_bytes, os.urandom(16), self.extents, self.stored.observations is not None,
         )  # fmt: skip
         if self.stored.observations is not None:
             store.keep_observations(self.stored.observations.n_steps, self.stored.frames, self.stored.in_row)
@@ -335,7 +341,7 @@ class StoreSession:
         fd, self._stat = open_store(folder)
         self._path, self._fd = path, fd
         try:
-            self.store = _native.Store.open(fd)
+            self.store = opened_store(fd, complete=False)  # a repair may be due
         except (RuntimeError, ValueError) as error:
             os.close(fd)
             raise StorageError(f"{path} cannot be opened: {error}") from error
@@ -345,6 +351,7 @@ class StoreSession:
         self.dropped = 0
         self._wrote = False
         self._name_synced = False
+        self._flush_mutex = threading.Lock()
         self._on_network = network_file_system(fd) is not None
         self._takes_over = take_over
         try:
@@ -357,6 +364,11 @@ class StoreSession:
             self.locks = LaneLocks(fd, str(path.absolute()), needs_repair=self._needs_repair, repair=self._repair)
         except OSError as error:
             raise StorageError(f"{path} cannot be locked: {error}") from error
+        if not self.store.has_all_segments:
+            self.locks.close()
+            raise StorageError(
+                f"{path} was cut short: it lacks observations that its rows have; put it back from a copy"
+            )
         # For rows that another process wrote and did not flush a sync may have failed there.
         self._handled_failures = -1 if self.store.unflushed else self.store.sync_failures
         if self.dropped:
@@ -414,16 +426,26 @@ class StoreSession:
         return os.fstat(self.locks.fd).st_nlink == 0
 
     def _sync(self) -> None:
-        published = [self.store.lane(i)["published"] for i in range(self.store.lanes)]
-        failures = self.store.sync_failures
-        with self._disk_errors("rows"):
-            if failures != self._handled_failures:
-                self.store.dirty_again(published)
-            self._sync_name()
-            os.fsync(self.locks.fd)
-            self.store.mark_durable(published)
-            self.store.sync_header()
-        self._handled_failures = failures
+        with self._flushing():
+            published = self.store.keep_durable_tails()
+            failures = self.store.sync_failures
+            with self._disk_errors("rows"):
+                if failures != self._handled_failures:
+                    self.store.dirty_again(published)
+                self._sync_name()
+                os.fsync(self.locks.fd)
+                self.store.mark_durable(published)
+                self.store.sync_header()
+            self._handled_failures = failures
+
+    @contextlib.contextmanager
+    def _flushing(self) -> Iterator[None]:
+        """A block in which nobody else flushes, where a flush keeps copies of what later rows overwrite."""
+        if not self.store.has_observations:
+            yield
+            return
+        with self._flush_mutex, self.locks.flushing():
+            yield
 
     def _sync_name(self) -> None:
         """Syncs the file's name, once: the process that made the file may have died before it did."""
@@ -492,7 +514,7 @@ class StoreSession:
 
     def _repair(self) -> None:
         self._refuse_other_node()
-        reserve_holes(self._fd, self._stat, self.store.total_bytes, self._path)
+        reserve_holes(self._fd, self._stat, max(self.store.total_bytes, self._stat.st_size), self._path)
         whole, clean, boot = self.store.repair()
         if not whole:
             with self._disk_errors("a change of stored rows that was interrupted"):
@@ -503,14 +525,14 @@ class StoreSession:
             note_node(self.store, boot_id())  # opened again in this boot, it is not scanned again
 
 
-def open_passed_store(handle: Any) -> tuple[_native.Store, LaneLocks, RowLayout]:
+def open_passed_store(handle: Any) -> tuple[_native.Store, LaneLocks, StoredLayout]:
     """The store of a descriptor that has arrived, opened anew, so that its locks are this process's own."""
     inherited = handle.detach()
     fd = os.open(f"/proc/self/fd/{inherited}", os.O_RDWR | os.O_CLOEXEC)
     os.close(inherited)
     try:
-        store = _native.Store.open(fd)
+        store = opened_store(fd)
     except BaseException:
         os.close(fd)
         raise
-    return store, LaneLocks(fd), RowLayout.from_json(json.loads(store.layout))
+    return store, LaneLocks(fd), StoredLayout.from_json(json.loads(store.layout))

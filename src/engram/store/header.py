@@ -6,6 +6,7 @@ Loads no torch: `engram info` reads headers, and torch would take longer than al
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -39,6 +40,28 @@ def open_store(folder: Path, flags: int = os.O_RDWR) -> tuple[int, os.stat_resul
         raise StorageError(f"{path} cannot be opened: {reason}") from error
 
 
+def opened_store(fd: int, *, read_only: bool = False, complete: bool = True) -> _native.Store:
+    """The store in an open file, with the observations that it keeps beside its rows; `complete`: none may be missing.
+
+    Raises:
+        RuntimeError, ValueError: it is none, or it is damaged.
+    """
+    store = _native.Store.open(fd, read_only=read_only)
+    if store.has_observations:
+        try:
+            said = json.loads(store.layout)["observations"]
+            keys = [(key["frames"], key["frame_bytes"]) for key in said["keys"]]
+            in_row, sizes = said["in_row"], said["sizes"]
+            store.keep_observations(
+                said["n_steps"], keys, None if in_row is None else (in_row[0], in_row[1]), tuple(sizes)
+            )
+        except (KeyError, TypeError, IndexError, MemoryError) as error:
+            raise RuntimeError(f"its header does not say where its observations are: {error!r}") from error
+        if complete and not store.has_all_segments:
+            raise RuntimeError("it was cut short: it lacks observations that its rows have")
+    return store
+
+
 class StoreFile:
     """A store's file, open for somebody who only looks: without a lock, beside whoever writes it.
 
@@ -70,7 +93,7 @@ class StoreFile:
         try:
             if is_open_elsewhere(fd):
                 raise StorageInUseError("it is in use")
-            refuse_other_node(_native.Store.open(fd, read_only=True), boot_id(), fd, path)
+            refuse_other_node(opened_store(fd, read_only=True), boot_id(), fd, path)
         except StorageInUseError:
             raise
         except RuntimeError as error:
@@ -92,7 +115,7 @@ class StoreFile:
         """
         opened = cls(folder)
         try:
-            opened.store = _native.Store.open(opened.fd, read_only=True)
+            opened.store = opened_store(opened.fd, read_only=True)
             _check_repaired(opened.store, opened.fd, opened.path)
         except BaseException as error:
             opened.close()

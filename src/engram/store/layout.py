@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 import engram._native as _native
 from engram import pytree
 from engram.pytree import KeyPath, TreeSpec
-from engram.store.row_form import packed_offsets
+from engram.store.row_form import packed_offsets, stored_offsets
 
 
 def _lazy_mask() -> int:
@@ -448,6 +449,8 @@ class StoredLayout:
         logical: the rows.
         observations: those that are not in the stored row, but once beside it. For codecs they lie behind it: each
             key's, and under "next" its next one.
+        apart: of a store that outlives its processes: small observations lie beside the rows, too, as each of them
+            then says of which row it is.
 
     Example:
         >>> layout = RowLayout.of(TensorDict({"a": torch.zeros(3, 4), "done": torch.zeros(3, 1).bool()}, [3]), 1)
@@ -456,25 +459,53 @@ class StoredLayout:
         (17, 16)
     """
 
-    def __init__(self, logical: RowLayout, observations: ObservationKeys | None = None) -> None:
+    def __init__(self, logical: RowLayout, observations: ObservationKeys | None = None, *, apart: bool = False) -> None:
         self.logical, self.observations = logical, observations
         pairs = [] if observations is None else [(path, ("next", *path)) for path in observations.frames]
         #: Whether a row holds its observations, and only the next ones lie elsewhere.
-        self.holds_observations = bool(pairs) and self._are_small(observations)
+        self.holds_observations = bool(pairs) and not apart and self._are_small(observations)
         self._observed = [path for pair in pairs for path in (pair[1:] if self.holds_observations else pair)]
-        word = [WORD] if self.holds_observations else []
-        rows = [leaf for leaf in logical.stored if leaf.path not in self._observed]
-        rows = _packed([*rows, *word]) if pairs else logical.stored
         #: Bytes of a stored row, without its trailer, and what rows are aligned to.
         self.row_bytes, self.alignment = logical.payload_bytes, logical.alignment
+        self._offsets = {(leaf.path, leaf.hidden): leaf.offset for leaf in logical.stored}
         if pairs:
-            self.row_bytes = max(1, _row_bytes(rows))
-            self.alignment = max([8, *(leaf.itemsize for leaf in rows)])
-        self._offsets = {(leaf.path, leaf.hidden): leaf.offset for leaf in rows}
-        end = self.row_bytes
-        for path in self._observed:
-            self._offsets[path, False] = end
-            end += self._leaf(path).nbytes
+            leaves = [*logical.stored, WORD] if self.holds_observations else logical.stored
+            numbers = {(leaf.path, leaf.hidden): i for i, leaf in enumerate(leaves)}
+            behind = [numbers[path, False] for path in self._observed]
+            offsets, self.row_bytes = stored_offsets([(leaf.itemsize, leaf.nbytes) for leaf in leaves], behind)
+            self.alignment = max([8, *(leaf.itemsize for i, leaf in enumerate(leaves) if i not in behind)])
+            self._offsets = {leaf: offsets[i] for leaf, i in numbers.items()}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> StoredLayout:
+        """The layout of the rows of a store, of which this is the JSON (`StoreSpec`); a ValueError where it is none."""
+        logical, observed = RowLayout.from_json(saved), saved.get("observations")
+        if observed is None:
+            return cls(logical)
+        try:
+            found = {tuple(key["path"]): key["frames"] for key in observed["keys"]}
+            keys = ObservationKeys(found, observed["n_steps"])
+            stored = cls(logical, keys, apart=observed["in_row"] is None)
+            same = stored.observations_json(observed["sizes"]) == observed
+        except (KeyError, TypeError, AttributeError, StopIteration, ArithmeticError) as error:
+            raise MalformedLayoutError(f"these are no observations of its rows: {error!r}") from error
+        if not same:
+            raise MalformedLayoutError("its observations are not as its rows have them")
+        return stored
+
+    def observations_json(self, sizes: Sequence[int]) -> dict[str, Any]:
+        """What a store's header says of the observations that it keeps beside its rows.
+
+        Args:
+            sizes: of the memory where they are (`Store.observation_sizes`).
+        """
+        assert self.observations is not None
+        keys = [
+            {"path": list(path), "frames": n, "frame_bytes": nbytes}
+            for path, (n, nbytes) in zip(self.observations.frames, self.frames, strict=True)
+        ]
+        in_row = None if self.in_row is None else [self.in_row[0], self.in_row[1]]
+        return {"keys": keys, "n_steps": self.observations.n_steps, "in_row": in_row, "sizes": list(sizes)}
 
     def _leaf(self, path: KeyPath) -> LeafSpec:
         return next(leaf for leaf in self.logical.leaves if leaf.path == path)
@@ -518,7 +549,7 @@ class StoredLayout:
     def key(self) -> bytes:
         """Equal for two layouts if their stored rows are, byte for byte."""
         frames = {} if self.observations is None else self.observations.frames
-        return self.logical.key + repr(list(frames.items())).encode() if frames else self.logical.key
+        return self.logical.key + repr((list(frames.items()), self.in_row)).encode() if frames else self.logical.key
 
     def leaf_at(self, offset: int) -> LeafSpec:
         """The leaf that starts there in a stored row, or behind it."""

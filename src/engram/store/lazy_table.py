@@ -43,10 +43,6 @@ from engram.store.table import Replacing, Table
 
 _T = TypeVar("_T")
 _NO_STEPS = "nothing to add: the batch has no steps"
-NOT_SHARED = (
-    "compact= stores observations once in memory of this process alone: leave out shared=, shared_init= and lanes=, or "
-    "compact="
-)
 
 
 class LazyTable(Table):
@@ -103,8 +99,7 @@ class LazyTable(Table):
         arguments = self.place.arguments(self.size, self.known_lanes)
         if arguments is None or self.compact is None:
             return arguments
-        found = None if self.made is None else self.made.observations
-        return {**arguments, "compact": self.compact if found is None else Compact.of(found)}
+        return {**arguments, "compact": _as_found(self.compact, self.made)}
 
     # ---- making ----
     def make(
@@ -134,6 +129,8 @@ class LazyTable(Table):
     def take(self, opened: OpenedTable) -> None:
         """Uses a table that was made or opened."""
         opened.lanes.mutex = self.mutex
+        if opened.table.observations is not None and self.compact is None:
+            self.compact, self.replaces_rows = Compact.of(opened.table.observations), False
         self.ndim, self.env_shape = opened.ndim, opened.env_shape
         self._set(opened.lanes, opened.table)
 
@@ -239,8 +236,6 @@ class LazyTable(Table):
             yield
 
     def share(self, name: str) -> None:
-        if self.compact is not None:
-            raise ValueError(NOT_SHARED)
         self.place = self.place.shared(self.made is not None)
 
     def warn_of_copy(self) -> None:
@@ -423,7 +418,10 @@ class LazyTable(Table):
         if opening is not None:
             return {"init": opening}
         try:
-            state: dict[str, Any] = {"init": self.place.sent_arguments(self.size, lanes)}
+            sent = self.place.sent_arguments(self.size, lanes)
+            if self.compact is not None:
+                sent = {**sent, "compact": _as_found(self.compact, self.made)}
+            state: dict[str, Any] = {"init": sent}
         except StorageError as error:
             raise StorageError(f"Cannot share a storage of type {name}{error}") from None
         unmade = self.place.unmade()
@@ -435,9 +433,9 @@ class LazyTable(Table):
         if "unmade" in state and "init" in state:
             self.place = FirstWriters(self.place, state["unmade"])
         elif "descriptor" in state:
-            store, locks, layout = open_passed_store(state["descriptor"])
+            store, locks, stored = open_passed_store(state["descriptor"])
             lanes = open_lanes(store, locks, self.size.given_lanes)
-            self.take(OpenedTable(lanes, self.place.table(lanes, layout), state["env_shape"], self.ndim))
+            self.take(OpenedTable(lanes, self.place.table(lanes, stored), state["env_shape"], self.ndim))
 
     # ---- life ----
     def flush(self) -> None:
@@ -536,6 +534,11 @@ class ObservedTable(LazyTable):
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> NoReturn:
         raise StorageError(READ_ONLY)
+
+
+def _as_found(compact: Compact, made: MadeTable | None) -> Compact:
+    """The setting that says what was found in the first rows of a table, where it is made."""
+    return compact if made is None or made.observations is None else Compact.of(made.observations)
 
 
 def _bind_again(table: weakref.ref[LazyTable]) -> None:

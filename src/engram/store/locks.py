@@ -22,7 +22,9 @@ from engram.errors import StorageError, StorageInUseError
 _OPEN_BYTE = 1 << 60
 _FIRST_LANE_BYTE = _OPEN_BYTE + 1
 _FIRST_WRITER_BYTE = 1 << 61
+_FLUSH_BYTE = _OPEN_BYTE - 1
 _DESCRIPTORS = "/proc/self/fd"
+_FLUSH_TIMEOUT = 60.0  # seconds that a flush waits for that of another process
 _OPEN_TIMEOUT = 10.0  # seconds that opening waits for a process that holds the store exclusively
 
 
@@ -103,6 +105,22 @@ class LaneLocks:
 
     def end_exclusive(self) -> None:
         _lock(self._own_fd(), fcntl.F_RDLCK, _OPEN_BYTE)
+
+    @contextlib.contextmanager
+    def flushing(self) -> Iterator[None]:
+        """A block in which no other process flushes; a StorageInUseError where one has done so for a minute."""
+        deadline = time.monotonic() + _FLUSH_TIMEOUT
+        while not _lock(self._own_fd(), fcntl.F_WRLCK, _FLUSH_BYTE):
+            if time.monotonic() > deadline:
+                raise StorageInUseError(
+                    f"another process has been flushing this store for {_FLUSH_TIMEOUT:g} seconds: it was stopped, or "
+                    "the disk is slow. Let it go on or end it"
+                )
+            time.sleep(0.001)
+        try:
+            yield
+        finally:
+            _lock(self._own_fd(), fcntl.F_UNLCK, _FLUSH_BYTE)
 
     @contextlib.contextmanager
     def exclusive(self, operation: str) -> Iterator[None]:

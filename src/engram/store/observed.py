@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 import engram._native as _native
 from engram.errors import StorageError, StorageInUseError
-from engram.store.row_form import DONE, IDS, packed_offsets
+from engram.store.row_form import DONE, IDS, stored_offsets
 
 _T = TypeVar("_T")
 
@@ -80,6 +80,9 @@ class ObservedRows:
         """One leaf of a lane's steps: [steps, envs, *shape]. Of bfloat16, which NumPy does not have, as float32."""
         store = self.store
         store.check_file()
+        if leaf.offset >= store.payload_bytes:  # it is stored once, beside the rows
+            bytes_of = store.observation_column(lane, steps.start, len(steps), leaf.offset, leaf.nbytes)
+            return _typed(bytes_of, leaf.dtype).reshape(len(steps), store.envs, *leaf.shape)
         capacity, stride = store.lane_capacity, store.row_stride
         start = store.memory()[store.rows_offset + lane * store.envs * capacity * stride + leaf.offset :]
         rows = np.lib.stride_tricks.as_strided(
@@ -184,7 +187,10 @@ class ObservedRows:
 
 
 def _leaves(layout: dict[str, Any]) -> list[ObservedLeaf]:
-    """The leaves of a layout's JSON, with their places: those of the largest items lie first, each dtype in order."""
+    """The leaves of a layout's JSON, with their places: those of the largest items lie first, each dtype in order.
+
+    Observations that are stored once lie behind the row.
+    """
     leaves = [
         ObservedLeaf(tuple(leaf["path"]), str(leaf["dtype"]), tuple(map(int, leaf["shape"])), 0)
         for leaf in layout["leaves"]
@@ -193,7 +199,16 @@ def _leaves(layout: dict[str, Any]) -> list[ObservedLeaf]:
     sizes += [(8, 8)] * len(layout.get("hidden", []))  # behind the others of eight bytes
     if max(1, sum(nbytes for _, nbytes in sizes)) != layout["row_bytes"]:
         raise ValueError(f"its keys do not make a row of {layout['row_bytes']} bytes")
-    return [leaf._replace(offset=at) for leaf, at in zip(leaves, packed_offsets(sizes), strict=False)]
+    said = layout.get("observations") or {"keys": [], "in_row": None}
+    behind = []
+    for key in said["keys"]:
+        x = tuple(key["path"])
+        behind += [("next", *x)] if said["in_row"] else [x, ("next", *x)]
+    if said["in_row"]:
+        sizes.append((8, 8))  # the word
+    paths = [leaf.path for leaf in leaves]
+    offsets, _ = stored_offsets(sizes, [paths.index(path) for path in behind])
+    return [leaf._replace(offset=at) for leaf, at in zip(leaves, offsets, strict=False)]
 
 
 def _is_one_integer(leaf: ObservedLeaf) -> bool:

@@ -274,16 +274,21 @@ class OpenedTable(NamedTuple):
     ndim: int
 
 
-def saved_layout(store: _native.Store) -> tuple[RowLayout, tuple[int, ...], int]:
+def saved_layout(store: _native.Store) -> tuple[StoredLayout, tuple[int, ...], int]:
     """The layout of a store's rows, the shape of its environments, and its ndim; any error: they are damaged."""
     saved = json.loads(store.layout)
-    layout, inner, ndim = RowLayout.from_json(saved), tuple(saved["inner"]), saved["ndim"]
+    stored, inner, ndim = StoredLayout.from_json(saved), tuple(saved["inner"]), saved["ndim"]
     if any(type(n) is not int for n in (*inner, ndim)) or math.prod(inner) != store.envs or not 0 <= ndim <= _MOST_DIMS:
         raise ValueError(f"its rows are of environments {list(inner)!r:.80} and {ndim!r:.80} dimensions")
-    row_bytes = StoredLayout(layout).row_bytes
-    if row_bytes != store.payload_bytes:
-        raise ValueError(f"its rows have {row_bytes} bytes, those of the store {store.payload_bytes}")
-    return layout, inner, ndim
+    if stored.row_bytes != store.payload_bytes:
+        raise ValueError(f"its rows have {stored.row_bytes} bytes, those of the store {store.payload_bytes}")
+    return stored, inner, ndim
+
+
+def _row_table(lanes: Lanes, stored: StoredLayout, *, mapped: bool) -> RowTable:
+    if stored.observations is not None:
+        return CompactTable(lanes, stored, mapped=mapped)
+    return RowTable(lanes, stored.logical, mapped=mapped, stored=stored)
 
 
 class Place(abc.ABC):
@@ -295,9 +300,9 @@ class Place(abc.ABC):
     def make(self, new: NewTable) -> OpenedTable:
         """A new table. Raises StorageError, with the numbers, where there is no room for it."""
 
-    def table(self, lanes: Lanes, layout: RowLayout) -> MadeTable:
+    def table(self, lanes: Lanes, stored: StoredLayout) -> MadeTable:
         """The table over a store whose rows lie here."""
-        return RowTable(lanes, layout, mapped=False)
+        return _row_table(lanes, stored, mapped=False)
 
     def bytes_of(self, new: NewTable) -> int:
         """Bytes of a new table, header and rows."""
@@ -393,8 +398,7 @@ class PrivateMemory(Place):
         log.info("storage in memory: %s", spec)
         refuse_if_memory_is_short(spec)
         lanes = Lanes(spec.create(-1))
-        table = self.table(lanes, new.layout) if new.observations is None else CompactTable(lanes, spec.stored)
-        return OpenedTable(lanes, table, new.env_shape, new.ndim)
+        return OpenedTable(lanes, self.table(lanes, spec.stored), new.env_shape, new.ndim)
 
     def bytes_of(self, new: NewTable) -> int:
         if self.device.type == "cpu":
@@ -467,7 +471,7 @@ class SharedMemory(Place):
         log.info("storage in shared memory: %s", spec)
         fd = open_shared_memory(spec)
         lanes = open_lanes(spec.create_in(fd), LaneLocks(fd), new.given_lanes)
-        return OpenedTable(lanes, self.table(lanes, new.layout), new.env_shape, new.ndim)
+        return OpenedTable(lanes, self.table(lanes, spec.stored), new.env_shape, new.ndim)
 
     def shared(self, made: bool) -> Place:
         return self
@@ -482,9 +486,9 @@ class SharedMemory(Place):
 class _File(Place):
     """A file that is mapped, so that reading rows may wait for a disk."""
 
-    def table(self, lanes: Lanes, layout: RowLayout) -> RowTable:
+    def table(self, lanes: Lanes, stored: StoredLayout) -> RowTable:
         lanes.store.advise_random()
-        return RowTable(lanes, layout, mapped=True)
+        return _row_table(lanes, stored, mapped=True)
 
 
 class TemporaryFile(_File):
@@ -495,7 +499,7 @@ class TemporaryFile(_File):
         log.info("mapped storage in a temporary file: %s", spec)
         fd = open_temporary(spec)
         lanes = open_lanes(spec.create_in(fd), LaneLocks(fd), new.given_lanes)
-        return OpenedTable(lanes, self.table(lanes, new.layout), new.env_shape, new.ndim)
+        return OpenedTable(lanes, self.table(lanes, spec.stored), new.env_shape, new.ndim)
 
     def shared(self, made: bool) -> Place:
         return self
@@ -529,16 +533,16 @@ class FirstWriters(Place):
         log.info("storage that processes share from its first row on: %s", spec)
         return self._opened(*self._unmade.open_or_make(spec), new.layout, new.given_lanes)
 
-    def table(self, lanes: Lanes, layout: RowLayout) -> MadeTable:
-        return self._place.table(lanes, layout)
+    def table(self, lanes: Lanes, stored: StoredLayout) -> MadeTable:
+        return self._place.table(lanes, stored)
 
     def _opened(
         self, store: _native.Store, locks: LaneLocks, layout: RowLayout | None, given_lanes: int | LaneCount | None
     ) -> OpenedTable:
         """The table of a store that one of the processes has made, perhaps for rows of this layout."""
         saved, env_shape, ndim = saved_layout(store)
-        if layout is not None and not layout.differences(saved):
-            saved.take_form(layout)  # which may have a tensorclass, unnamed in the store
+        if layout is not None and not layout.differences(saved.logical):
+            saved.logical.take_form(layout)  # which may have a tensorclass, unnamed in the store
         lanes = open_lanes(store, locks, given_lanes)
         return OpenedTable(lanes, self.table(lanes, saved), env_shape, ndim)
 
@@ -643,13 +647,13 @@ class NamedFile(_File):
     ) -> OpenedTable:
         try:
             saved, env_shape, ndim = saved_layout(session.store)
-            differences = [] if new is None else new.layout.differences(saved)
+            differences = [] if new is None else new.layout.differences(saved.logical)
         except (ValueError, KeyError, TypeError) as error:
             raise StorageError(f"{self.folder / FILE_NAME} has no readable layout: {error}") from error
         if new is not None:
             if differences or env_shape != new.env_shape:
                 raise StorageError(f"another process made a different store in {self.folder}: {'; '.join(differences)}")
-            saved.take_form(new.layout)  # which may have a tensorclass, unnamed in the file
+            saved.logical.take_form(new.layout)  # which may have a tensorclass, unnamed in the file
             ndim = new.ndim
         lanes = open_lanes(session.store, session.locks, given_lanes, session.on_take, session.on_exclusive)
         return OpenedTable(lanes, self.table(lanes, saved), env_shape, ndim)
@@ -749,12 +753,12 @@ class ObservedFile(_File):
         file = StoreFile.observed(folder)
         self._closer = weakref.finalize(self, os.close, file.fd)
         try:
-            layout, env_shape, ndim = saved_layout(file.store)
+            stored, env_shape, ndim = saved_layout(file.store)
         except (ValueError, KeyError, TypeError) as error:
             self._closer()
             raise StorageError(f"{file.path} has no readable layout: {error}") from error
         self.lanes = ObservedLanes(file.store, folder)
-        self.opened = OpenedTable(self.lanes, self.table(self.lanes, layout), env_shape, ndim)
+        self.opened = OpenedTable(self.lanes, self.table(self.lanes, stored), env_shape, ndim)
 
     def make(self, new: NewTable) -> NoReturn:
         raise StorageError(READ_ONLY)

@@ -22,3 +22,20 @@ def packed_offsets(sizes: Sequence[tuple[int, int]]) -> list[int]:
         offsets[i] = at
         at += sizes[i][1]
     return offsets
+
+
+def stored_offsets(sizes: Sequence[tuple[int, int]], behind: Sequence[int]) -> tuple[list[int], int]:
+    """As `packed_offsets`, where leaves of these numbers lie behind the row, one after the other; and the row's bytes.
+
+    >>> stored_offsets([(1, 1), (4, 12), (8, 8), (8, 8)], [3, 1])
+    ([8, 17, 0, 9], 9)
+    """
+    inside = [i for i in range(len(sizes)) if i not in behind]
+    offsets, row_bytes = [0] * len(sizes), max(1, sum(sizes[i][1] for i in inside))
+    for i, at in zip(inside, packed_offsets([sizes[i] for i in inside]), strict=True):
+        offsets[i] = at
+    end = row_bytes
+    for i in behind:
+        offsets[i] = end
+        end += sizes[i][1]
+    return offsets, row_bytes

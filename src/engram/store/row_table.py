@@ -112,10 +112,11 @@ class RowTable:
         self.lanes = lanes
         self._store = lanes.store if store is None else store
         self.layout = layout
-        self._stored = StoredLayout(layout) if stored is None else stored
-        self._codec = self._stored.codec if codec is None else codec
+        #: Where leaves lie in the rows.
+        self.stored = StoredLayout(layout) if stored is None else stored
+        self._codec = self.stored.codec if codec is None else codec
         #: Those that are stored once, and not in the rows; None: none.
-        self.observations = self._stored.observations
+        self.observations = self.stored.observations
         #: Whether stored rows can get room for sequences: not in a file, nor in shared memory.
         self.can_widen = not mapped and lanes.locks is None and self.observations is None
         self.mapped = mapped
@@ -127,7 +128,7 @@ class RowTable:
         if border.decides:
             self._store.set_border(self._codec, list(border.entries), list(border.done), border.either, border.id)
         if layout.carries_sequence and self._store.lanes == self._store.envs == 1:
-            lanes.own_sequences = functools.partial(_own_sequences, self._store, self._stored.offset(SEQUENCE))
+            lanes.own_sequences = functools.partial(_own_sequences, self._store, self.stored.offset(SEQUENCE))
         #: What native calls read whole batches from; None: not all of a batch's form is made by them.
         self.source = None
         if self._fast and not layout.within and store is None:
@@ -144,7 +145,7 @@ class RowTable:
     @property
     def stored_key(self) -> bytes:
         """Equal for two tables if their stored rows are laid out in the same way."""
-        return self._stored.key
+        return self.stored.key
 
     def fit(
         self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None
@@ -295,7 +296,7 @@ class RowTable:
         """A copy of the rows in private memory, with room for their own sequences."""
         layout = self.layout.with_sequence()
         wide = StoredLayout(layout)
-        moves = [(self._stored.offset(x), wide.offset(x), x.nbytes) for x in layout.leaves]
+        moves = [(self.stored.offset(x), wide.offset(x), x.nbytes) for x in layout.leaves]
         store = self._store.widened(wide.row_bytes, wide.alignment, layout.to_bytes(), moves)
         return RowTable(self.lanes.widened(store), layout, mapped=False)
 
@@ -407,7 +408,7 @@ class RowTable:
             (s.lanes * s.lane_capacity, s.envs, leaf.nbytes),
             (s.row_stride, s.lane_capacity * s.row_stride, 1),
         )
-        start = s.memory()[s.rows_offset + self._stored.offset(leaf) :]
+        start = s.memory()[s.rows_offset + self.stored.offset(leaf) :]
         rows = np.lib.stride_tricks.as_strided(start, shape, strides, writeable=False)
         values = torch.from_numpy(rows[slots.numpy()])
         lead = (len(slots), s.envs) if s.envs > 1 else (len(slots),)
@@ -421,7 +422,7 @@ class RowTable:
         if s.envs > 1:
             lead, steps = (*lead, s.envs), (*steps, s.lane_capacity)
         offset = s.rows_offset + start * s.row_stride
-        return self._stored.views(s.memory(), offset, s.row_stride, lead, steps)
+        return self.stored.views(s.memory(), offset, s.row_stride, lead, steps)
 
     # ---- whole blocks, for checkpoints ----
     def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from engram import pytree
 from engram._text import warn_user
 from engram.errors import StorageInUseError
-from engram.store.layout import ObservationKeys, RowLayout
+from engram.store.layout import ObservationKeys, RowLayout, StoredLayout
 
 
 class Checked(NamedTuple):
@@ -59,6 +59,10 @@ class MadeTable(Protocol):
     layout: RowLayout
     #: Those that are stored once, and not in the rows; None: none.
     observations: ObservationKeys | None
+
+    @property
+    def stored(self) -> StoredLayout | None:
+        """Where leaves lie in rows that are bytes; None: there are columns."""
 
     @property
     def nbytes(self) -> int:

@@ -18,6 +18,7 @@ from engram._copies import MadeAnew, share_fd
 from engram._system import fork_registry, notice_fork
 from engram.errors import StorageError, StorageInUseError
 from engram.store.files import StoreSpec, open_unnamed, refuse_if_memory_is_short, reserve
+from engram.store.header import opened_store
 from engram.store.locks import LaneLocks, _close, _lock
 
 _MADE = b"\1"
@@ -95,7 +96,7 @@ class UnmadeStore(MadeAnew):
         """The store that was made, opened anew, so that its locks are this process's own."""
         fd = _opened_anew(self._file)
         try:
-            store = _native.Store.open(fd)
+            store = opened_store(fd)
         except BaseException:
             os.close(fd)
             raise

@@ -110,9 +110,13 @@ class RowSnapshot(ChangeTracker):
         return self._row_layout
 
     def private_rows(self) -> PrivateRows | None:
-        """The rows of a single lane; None: others have the store open, or this process writes while it is saved."""
+        """The rows of a single lane; None: others have the store open, or this process writes while it is saved, or
+        observations are not in the rows.
+        """
         locks, store = self._lanes.locks, self._lanes.store
         if self._copy_on_write or locks is None or store.lanes > 1 or locks.is_open_elsewhere():
+            return None
+        if self._stored.observations is not None:
             return None
         store.check_file()
         end = store.rows_offset + store.envs * store.lane_capacity * store.row_stride

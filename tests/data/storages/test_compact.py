@@ -14,7 +14,14 @@ from tensordict import TensorDict
 
 from contracts.each import each
 from engram._native import testing
-from engram.data import Compact, LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, TensorDictReplayBuffer
+from engram.data import (
+    Compact,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    TensorDictReplayBuffer,
+)
 from engram.store.layout import StoredLayout
 from engram.testing import CompactContract
 
@@ -28,12 +35,40 @@ class TestCompactInPrivateMemory(CompactContract):
         ReplayBuffer(storage=storage).extend(TensorDict({"x": torch.arange(3)}, [3]))
         assert storage.compact is None and storage.get([2])["x"].tolist() == [2]
 
-    def test_memory_that_processes_share_is_refused(self) -> None:
-        for shared in ({"shared": True}, {"shared_init": True}):
-            with pytest.raises(ValueError, match="this process alone"):
-                LazyTensorStorage(10, compact=True, **shared)
-        with pytest.raises(ValueError, match="this process alone"):
-            TensorDictReplayBuffer(storage=LazyTensorStorage(10, compact=True)).share()
+
+class TestCompactInSharedMemory(CompactContract):
+    programs = 12
+
+    def make(self, capacity: int, compact: Any, ndim: int, path: Any) -> LazyTensorStorage:
+        return LazyTensorStorage(capacity, ndim=ndim, compact=compact, shared=True)
+
+
+class TestCompactInSharedMemoryOfFirstWriters(CompactContract):
+    programs = 6
+
+    def make(self, capacity: int, compact: Any, ndim: int, path: Any) -> LazyTensorStorage:
+        return LazyTensorStorage(capacity, ndim=ndim, compact=compact, shared_init=True)
+
+
+class TestCompactInSeveralLanes(CompactContract):
+    programs, frame_bytes = 12, 1.5  # each lane has tails of its own
+
+    def make(self, capacity: int, compact: Any, ndim: int, path: Any) -> LazyTensorStorage:
+        return LazyTensorStorage(capacity, ndim=ndim, compact=compact, shared=True, lanes=2 if ndim == 1 else None)
+
+
+class TestCompactInAFolder(CompactContract):
+    programs = 12
+
+    def make(self, capacity: int, compact: Any, ndim: int, path: Any) -> LazyMemmapStorage:
+        return LazyMemmapStorage(capacity, ndim=ndim, compact=compact, scratch_dir=path)
+
+
+class TestCompactInTemporaryFiles(CompactContract):
+    programs = 6
+
+    def make(self, capacity: int, compact: Any, ndim: int, path: Any) -> LazyMemmapStorage:
+        return LazyMemmapStorage(capacity, ndim=ndim, compact=compact)
 
 
 def stacks(n: int, frames: int = 4, shape: tuple[int, ...] = (3, 3), n_steps: int = 1) -> TensorDict:

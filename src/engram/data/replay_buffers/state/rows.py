@@ -336,8 +336,9 @@ class SavedRows(SavedStorage):
             raise CheckpointError("this buffer is being saved in the background; wait for that save's result()")
         layout = self._now.layout_state()
         assert layout is not None
-        stored = StoredLayout(made.layout, made.observations)
-        return RowSnapshot(lanes, layout, self._now.counters(), made.layout, copy_on_write=background, stored=stored)
+        return RowSnapshot(
+            lanes, layout, self._now.counters(), made.layout, copy_on_write=background, stored=made.stored
+        )
 
     def sink(self) -> RowLoad:
         return RowLoad(self._rows, self._storage.access.replacing)
@@ -408,17 +409,18 @@ class SavedObservedRows(SavedRows):
             raise StorageError(f"{READ_ONLY}, and keeps nothing that others change meanwhile; save with blocking=True")
         table = self._rows
         made, lanes, layout = table.made, table.lanes, self._now.layout_state()
-        if lanes is None or made is None or layout is None:
+        stored = None if made is None else made.stored
+        if lanes is None or stored is None or layout is None:
             raise StorageError("this store has been closed")
-        return table.validated(lambda: _ObservedRows(lanes, layout, self._now.counters(), made.layout))
+        return table.validated(lambda: _ObservedRows(lanes, layout, self._now.counters(), stored))
 
 
 class _ObservedRows(RowSnapshot):
     """The RowSource of a save: rows of the moment in which it was made; an error where they have changed since."""
 
-    def __init__(self, lanes: Lanes, layout: dict[str, Any], counters: dict[str, Any], row_layout: RowLayout) -> None:
+    def __init__(self, lanes: Lanes, layout: dict[str, Any], counters: dict[str, Any], stored: StoredLayout) -> None:
         self._epoch = lanes.store.epoch()
-        super().__init__(lanes, layout, counters, row_layout, copy_on_write=False)
+        super().__init__(lanes, layout, counters, stored.logical, copy_on_write=False, stored=stored)
 
     def private_rows(self) -> None:
         """None: another process writes them."""

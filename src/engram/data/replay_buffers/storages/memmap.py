@@ -104,6 +104,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             writes makes the file, the others use it. None of those that got it so deletes a store in `scratch_dir`.
         max_bytes: instead of `max_size`, the size that the file may have: a number, "80GB", "512MiB". As many steps as
             fit, which is known at the first write; until then `max_size` is None.
+        compact: store observations once, as in a `LazyTensorStorage`; a store that is opened is as it was made.
         take_over: with `existsok`, open a store on a network file system that another node left open. Only where no
             process there uses it any more: rows that it left torn are dropped, as after a power cut.
 
@@ -139,12 +140,14 @@ class LazyMemmapStorage(LazyTensorStorage):
         shared_init: bool = False,
         max_bytes: int | str | None = None,
         take_over: bool = False,
+        compact: bool | Key | list[Key] | Compact = False,
     ) -> None:
         if str(device) not in ("cpu", "cpu:0", "auto"):
             raise ValueError(
                 f"device={device!r}: Memory map device other than CPU is not supported; move batches as they are read: "
                 "rb.append_transform(lambda batch: batch.to(device))"
             )
+        found = as_compact(compact)
         size = TableSize(max_size, max_bytes, ndim, lanes)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self._file: NamedFile | None = None
@@ -153,15 +156,14 @@ class LazyMemmapStorage(LazyTensorStorage):
             self._file = NamedFile(
                 self.scratch_dir, take_over=take_over, auto_cleanup=bool(auto_cleanup), shared_init=shared_init
             )
-            opened = _opened(self._file, size, existsok)
+            opened = _opened(self._file, size, existsok, found)
         if opened is None and not size.is_given:
             raise ValueError("max_size must be given, or max_bytes")
         if opened is not None:
             size.take(opened)
-        table = LazyTable(size, self._file or _temporary(shared_init))
-        self._hold_rows(table, checkpointer)
+        self._hold_rows(LazyTable(size, self._file or _temporary(shared_init), found), checkpointer)
         if opened is not None:
-            table.take(opened)
+            self._rows_table.take(opened)
 
     get = TableStorage.get  # whose argument is `index`
 
@@ -225,7 +227,7 @@ def _temporary(shared_init: bool) -> Place:
     return FirstWriters(TemporaryFile(), UnmadeStore(temporary=True)) if shared_init else TemporaryFile()
 
 
-def _opened(file: NamedFile, size: TableSize, existsok: bool) -> OpenedTable | None:
+def _opened(file: NamedFile, size: TableSize, existsok: bool, compact: Compact | None) -> OpenedTable | None:
     """The store that is in a folder; None: there is none, and one can be made."""
     if file.is_made():
         if not existsok:
@@ -233,7 +235,16 @@ def _opened(file: NamedFile, size: TableSize, existsok: bool) -> OpenedTable | N
                 f"{file.folder} holds a store already, which is never overwritten by accident: open it with "
                 "LazyMemmapStorage.open(...) or existsok=True, or choose another scratch_dir"
             )
-        return file.open(size)
+        opened = file.open(size)
+        has = opened.table.observations
+        wanted = None if compact is None else compact.paths
+        if wanted is not None and set(wanted) != set({} if has is None else has.frames):
+            file.close()
+            raise StorageError(
+                f"the store in {file.folder} keeps {'no observations' if has is None else has} once, "
+                f"compact={compact!r} was asked for; LazyMemmapStorage.open takes it as it is"
+            )
+        return opened
     if existsok and not size.is_given:
         raise StorageError(f"there is no store in {file.folder} (no file {FILE_NAME}), and no max_size to make one")
     return None

@@ -23,7 +23,7 @@ from engram.store.column_table import ColumnTable
 from engram.store.compact import Compact, as_compact
 from engram.store.lanes import Lanes
 from engram.store.layout import RowLayout
-from engram.store.lazy_table import NOT_SHARED, LazyTable
+from engram.store.lazy_table import LazyTable
 from engram.store.places import (
     FirstWriters,
     GivenRoom,
@@ -254,8 +254,6 @@ class LazyTensorStorage(TensorStorage):
         if size.lanes > 1 and not is_shared:
             raise ValueError("lanes are for processes that share a storage: pass shared=True too")
         found = as_compact(compact)
-        if found is not None and is_shared:
-            raise ValueError(NOT_SHARED)
         if found is not None and private.device.type != "cpu":
             raise ValueError(f"compact= stores observations once in memory of the CPU, not on {private.device}")
         place: Place = SharedMemory() if is_shared else private
@@ -294,7 +292,7 @@ class LazyTensorStorage(TensorStorage):
     def compact(self) -> Compact | None:
         """Which observations are stored once: before the first write as given, then as found; None: none."""
         table = self._rows_table
-        if table.made is None:
+        if table.lanes is None or table.made is None:
             return table.compact
         return None if table.made.observations is None else Compact.of(table.made.observations)
 

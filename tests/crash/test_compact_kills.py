@@ -1,0 +1,135 @@
+"""Writers of a store that keeps each observation once are killed at random moments: readers see no wrong row.
+
+Each row says who wrote it and which step it is; what its observations were follows from these. A unit that two rows
+use, a word of a piece that a kill tore, a tail that is not there any more: each shows as another row.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+from contracts.children import fork
+from engram.cli import verify
+from engram.data import Compact, LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
+
+SIZE = 700  # bytes of a frame
+CAPACITY = 240
+WRITERS = 3
+
+
+class Environment:
+    """Steps of one writer: stacks in episodes of a few steps, some of which begin with a stack of their own."""
+
+    def __init__(self, frames: int, n_steps: int) -> None:
+        self.frames, self.n_steps = frames, n_steps
+
+    def rows(self, writer: int, start: int, stop: int) -> TensorDict:
+        steps = np.arange(start, stop)
+        who = np.full_like(steps, writer)
+        x, after = self.observations(who, steps)
+        index = {"who": torch.from_numpy(who), "step": torch.from_numpy(steps)}
+        return TensorDict({**index, "x": torch.from_numpy(x), "next": {"x": torch.from_numpy(after)}}, [len(steps)])
+
+    def observations(self, who: NDArray[Any], steps: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """X and next.X of these steps: [n, frames, SIZE] each."""
+        episode, t = steps // 7, steps % 7
+        ends = t + self.n_steps >= 7
+        after = self._stacks(who, episode, t + self.n_steps)
+        other = ends & (episode % 3 == 0)  # the first observation of the next episode stands there
+        after[other] = self._stacks(who, episode + 1, np.zeros_like(t))[other]
+        return self._stacks(who, episode, t), after
+
+    def _stacks(self, who: NDArray[Any], episode: NDArray[Any], t: NDArray[Any]) -> NDArray[np.uint8]:
+        stacks = np.empty((len(who), self.frames, SIZE), np.uint8)
+        for j in range(self.frames):
+            at = t - (self.frames - 1 - j)
+            before = np.where(episode % 3 == 0, 0, np.where(episode % 3 == 1, -at, 0))
+            seed = (who * 1_000_003 + episode * 101 + np.maximum(at, 0) + before * (at < 0) * 17).astype(np.uint64)
+            stacks[:, j] = _noise(seed)
+            stacks[(at < 0) & (episode % 3 == 2), j] = 0
+        return stacks
+
+    def check(self, batch: TensorDict) -> None:
+        x, after = self.observations(batch["who"].numpy(), batch["step"].numpy())
+        assert np.array_equal(batch["x"].numpy(), x), "an observation is another one"
+        assert np.array_equal(batch["next", "x"].numpy(), after), "a next observation is another one"
+
+
+def _noise(seed: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """Bytes that only this seed has: [n, SIZE]."""
+    words = (seed[:, None] + np.arange(SIZE // 4, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    return (words >> np.uint64(32)).astype(np.uint32).view(np.uint8).reshape(len(seed), SIZE)
+
+
+def write_for_ever(rb: TensorDictReplayBuffer, environment: Environment, writer: int) -> Any:
+    def work() -> None:
+        draw, at = random.Random(writer), 0
+        for _ in range(10_000_000):
+            n = draw.choice([1, 3, 20, 90])
+            rb.extend(environment.rows(writer, at, at + n))
+            at += n
+
+    return work
+
+
+def torture(rb: TensorDictReplayBuffer, environment: Environment, writers: int, kills: int) -> int:
+    """Kills and replaces writers, between reads that are checked; how many rows were written."""
+    draw = random.Random(kills)
+    rb.extend(environment.rows(0, 0, 30))
+    rb.storage.lanes.release()
+    alive = [fork(write_for_ever(rb, environment, n)) for n in range(1, writers + 1)]
+    try:
+        for kill in range(kills):
+            before = rb.write_count
+            looks = 0
+            while rb.write_count - before < draw.choice([1, 50, 400]) or looks < 2:
+                environment.check(rb.sample().exclude("index"))
+                looks += 1
+            victim = draw.randrange(writers)
+            os.kill(alive[victim], signal.SIGKILL)
+            assert os.waitpid(alive[victim], 0)[1] == signal.SIGKILL, "a writer ended by itself"
+            alive[victim] = fork(write_for_ever(rb, environment, writers + kill + 1))
+    finally:
+        for pid in alive:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    environment.check(rb.storage.get(slice(None)).exclude("index"))
+    rb.extend(environment.rows(10_000_000, 0, CAPACITY))
+    environment.check(rb.storage.get(slice(None)).exclude("index"))
+    return rb.write_count
+
+
+MEMORY = [("one writer", 1, 1), ("turns", WRITERS, None), ("lanes", WRITERS, 4)]
+SHAPES = [(1, 1), (4, 1), (3, 3)]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kills", [12, pytest.param(350, marks=pytest.mark.long)])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]} frames in {shape[1]} steps")
+@pytest.mark.parametrize("name, writers, lanes", MEMORY, ids=[name for name, *_ in MEMORY])
+def test_rows_are_right_whenever_their_writers_are_killed(name, writers, lanes, shape, kills):
+    frames, n_steps = shape
+    compact = Compact("x", frames=frames, n_steps=n_steps)
+    storage = LazyTensorStorage(CAPACITY, shared=True, lanes=lanes, compact=compact)
+    rb = TensorDictReplayBuffer(storage=storage, batch_size=24)
+    assert torture(rb, Environment(frames, n_steps), writers, kills) > 10 * kills
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("folder, lanes", [(None, None), ("store", None), ("store", 4)])
+def test_rows_of_a_file_are_right_whenever_their_writers_are_killed(ram_path, folder, lanes):
+    scratch_dir = None if folder is None else ram_path / folder
+    storage = LazyMemmapStorage(CAPACITY, scratch_dir=scratch_dir, lanes=lanes, compact=Compact("x", frames=4))
+    rb = TensorDictReplayBuffer(storage=storage, batch_size=24)
+    assert torture(rb, Environment(4, 1), WRITERS, 12) > 120
+    if scratch_dir is not None:
+        assert verify(scratch_dir).ok

@@ -1,0 +1,192 @@
+"""Stores in folders that keep each observation once: opened again, looked at, verified, damaged, flushed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from contracts.children import Child
+from contracts.each import each
+from engram.cli import info, verify
+from engram.data import Compact, LazyMemmapStorage, ReplayBuffer, TensorDictReplayBuffer
+from engram.errors import StorageError
+
+COMPACT = Compact("x", frames=4)
+SIZE = 5000
+
+
+def steps(start: int, stop: int) -> TensorDict:
+    """Steps of episodes of six steps: one stream of them, however it is cut."""
+    numbers = torch.arange(start, stop)
+    episode, t = numbers // 6, numbers % 6
+
+    def stacks(episode: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        at = (t.unsqueeze(1) - torch.arange(3, -1, -1)).clamp(min=0)
+        seed = episode.unsqueeze(1) * 10 + at
+        return ((seed.unsqueeze(-1) * 7919 + torch.arange(SIZE)) * 40_503 >> 5 & 255).to(torch.uint8)
+
+    return TensorDict({"n": numbers, "x": stacks(episode, t), "next": {"x": stacks(episode, t + 1)}}, [stop - start])
+
+
+def made(folder: Path, n: int = 40, capacity: int = 60, **kwargs: Any) -> TensorDictReplayBuffer:
+    storage = LazyMemmapStorage(capacity, scratch_dir=folder, **{"compact": COMPACT, **kwargs})
+    rb = TensorDictReplayBuffer(storage=storage, batch_size=16)
+    rb.extend(steps(0, n))
+    return rb
+
+
+def check(rb: Any) -> int:
+    """Compares all rows with what their numbers say; how many there are."""
+    rows = rb.storage.get(slice(None))
+    expected = torch.cat([steps(n, n + 1) for n in rows["n"].tolist()])
+    assert bool((rows.exclude("index") == expected).all())
+    return len(rows)
+
+
+@each("lanes", [None, 1, 4])
+def test_a_store_is_opened_again_and_goes_on(tmp_path: Path, lanes: int | None) -> None:
+    folder = tmp_path / str(lanes)
+    made(folder, lanes=lanes).storage.close()
+    for opened in (
+        lambda: LazyMemmapStorage.open(folder),
+        lambda: LazyMemmapStorage(60, scratch_dir=folder, existsok=True, compact=True, lanes=lanes),
+    ):
+        rb = TensorDictReplayBuffer(storage=opened(), batch_size=16)
+        assert rb.storage.compact == Compact(["x"], {"x": 4}, 1)
+        at = int(rb.storage.get(slice(None))["n"].max()) + 1
+        rb.extend(steps(at, at + 25))
+        check(rb)
+        rb.storage.close()
+    again = ReplayBuffer.open(folder)
+    assert check(again) >= 60 - 15 and again.write_count == 90
+
+
+def test_a_store_with_other_observations_than_are_asked_for_is_not_opened(tmp_path: Path) -> None:
+    made(tmp_path / "compact").storage.close()
+    with pytest.raises(StorageError, match="was asked for"):
+        LazyMemmapStorage(60, scratch_dir=tmp_path / "compact", existsok=True, compact="n")
+    made(tmp_path / "plain", compact=False).storage.close()
+    with pytest.raises(StorageError, match="no observations once"):
+        LazyMemmapStorage(60, scratch_dir=tmp_path / "plain", existsok=True, compact="x")
+    again = LazyMemmapStorage(60, scratch_dir=tmp_path / "plain", existsok=True, compact=True)
+    assert again.compact is None and len(again) == 40
+
+
+def test_a_copy_of_the_file_is_a_store(tmp_path: Path) -> None:
+    made(tmp_path / "one").storage.close()
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage.open(tmp_path / "two"))
+    rb.extend(steps(40, 90))
+    assert check(rb) == 60 and check(ReplayBuffer.open(tmp_path / "one")) == 40
+
+
+# ---- who only looks ----
+def test_an_observer_sees_rows_whole_while_they_come(tmp_path: Path) -> None:
+    rb = made(tmp_path, 7)
+    observer = ReplayBuffer.open(tmp_path, read_only=True)
+    for start in range(7, 130, 9):
+        rb.extend(steps(start, start + 9))
+        assert check(observer) == min(60, start + 9)
+
+
+def test_a_frozen_observer_keeps_the_next_observations_of_its_newest_rows(tmp_path: Path) -> None:
+    rb = made(tmp_path, 10)
+    observer = ReplayBuffer.open(tmp_path, read_only=True)
+    observer.storage.freeze()
+    for start in range(10, 50, 8):
+        rb.extend(steps(start, start + 8))
+    assert check(observer) == 10
+
+
+def test_a_save_of_an_observer_is_loaded(tmp_path: Path) -> None:
+    made(tmp_path / "store")
+    observer = ReplayBuffer.open(tmp_path / "store", read_only=True)
+    observer.dumps(tmp_path / "saved")
+    for compact in (COMPACT, False):
+        twin = ReplayBuffer(storage=LazyMemmapStorage(60, scratch_dir=tmp_path / str(compact), compact=compact))
+        twin.loads(tmp_path / "saved")
+        assert check(twin) == 40
+        twin.storage.close()
+        assert check(ReplayBuffer.open(tmp_path / str(compact))) == 40
+        assert verify(tmp_path / str(compact)).ok
+
+
+def test_info_describes_a_store(tmp_path: Path) -> None:
+    made(tmp_path).storage.close()
+    assert [key.key for key in info(tmp_path).keys] == ["n", "x", "next.x", "index"]
+
+
+# ---- damage ----
+def test_verify_finds_what_is_damaged_in_records_units_and_tails(tmp_path: Path) -> None:
+    rb = made(tmp_path / "store", 40)
+    rb.storage.flush()
+    assert verify(tmp_path / "store").ok
+    store = rb.storage.lanes.store
+    rb.storage.close()
+    file = tmp_path / "store" / "rows.engram"
+    content = file.read_bytes()
+    newest, carried = steps(39, 40), steps(35, 36)["next", "x"][0, 3].numpy().tobytes()
+    tail = newest["next", "x"][0].numpy().tobytes()
+    places = {
+        "a record": content.index(steps(20, 21)["x"][0, 3].numpy().tobytes()),
+        "a unit": content.index(carried, store.total_bytes + 40 * SIZE),
+        "a tail": content.index(tail[-SIZE:], store.total_bytes),
+    }
+    for what, at in places.items():
+        damaged = bytearray(content)
+        damaged[at + 100] ^= 1
+        file.write_bytes(damaged)
+        result = verify(tmp_path / "store")
+        assert not result.ok and len(result.damages) >= 1, what
+    file.write_bytes(content)
+    assert verify(tmp_path / "store").ok
+
+
+def test_a_file_that_lacks_its_last_segment_is_refused(tmp_path: Path) -> None:
+    made(tmp_path).storage.close()
+    file = tmp_path / "rows.engram"
+    os.truncate(file, file.stat().st_size - 4096)
+    for read_only in (False, True):
+        with pytest.raises(StorageError, match="cut short"):
+            LazyMemmapStorage.open(tmp_path, read_only=read_only)
+
+
+@each("what", ["record", "unit"])
+def test_rows_that_a_failing_disk_did_not_keep_are_missed_by_the_next_flush(tmp_path: Path, what: str) -> None:
+    rb = made(tmp_path / what)
+    store = rb.storage.lanes.store
+    store.dirty_again([40])
+    frame = steps(35, 36)["next", "x"][0, 3] if what == "unit" else steps(20, 21)["x"][0, 3]
+    file = tmp_path / what / "rows.engram"
+    at = file.read_bytes().index(frame.numpy().tobytes(), store.total_bytes)
+    with file.open("r+b") as disk:
+        disk.seek(at)
+        disk.write(bytes(SIZE))
+    with pytest.raises(RuntimeError, match=r"row (20|36) of lane 0 is lost"):
+        store.dirty_again([40])
+
+
+# ---- several processes ----
+def test_processes_flush_beside_each_other(tmp_path: Path) -> None:
+    rb = made(tmp_path, 30, lanes=4)
+
+    def flushes(start: int) -> Callable[[], int]:
+        def work() -> int:
+            for at in range(start, start + 300, 10):
+                rb.extend(steps(at, at + 10))
+                rb.storage.flush()
+            return start
+
+        return work
+
+    children = [Child(flushes(start)) for start in (1200, 3000)]
+    assert [child.result() for child in children] == [1200, 3000]
+    check(rb)
+    assert verify(tmp_path).ok
