@@ -259,7 +259,7 @@ class LazyTensorStorage(TensorStorage):
         place: Place = SharedMemory() if is_shared else private
         if shared_init:
             place = FirstWriters(SharedMemory(), UnmadeStore(temporary=False))
-        self._hold_rows(LazyTable(size, place, found, advises=compact is None and not is_shared), checkpointer)
+        self._hold_rows(LazyTable(size, place, found, advises=compact is None), checkpointer)
 
     @classmethod
     def nbytes_for(cls, spec: Any, n: int, *, compact: bool | Key | list[Key] | Compact | None = None) -> int:
