@@ -18,6 +18,7 @@
 #include "items.hpp"
 #include "n_step.hpp"
 #include "numpy_random.hpp"
+#include "observation_chunk.hpp"
 #include "owner_watch.hpp"
 #include "policy_outputs.hpp"
 #include "push.hpp"
@@ -62,6 +63,7 @@ NB_MODULE(_native, m) {
   bind_step_columns(m);
   bind_policy_outputs(m);
   bind_frames(m);
+  bind_observation_chunk(m);
   bind_atomics(m);
   bind_owner_watch(m);
   bind_fork_page(m);

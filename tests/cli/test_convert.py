@@ -14,7 +14,7 @@ from engram.cli import convert, diff, head, info, verify
 from engram.cli.conversion import TARGETS
 from engram.cli.main import FORMS
 from engram.cli.sources import open_rows
-from engram.data import FlatStorageCheckpointer, LazyMemmapStorage, ListStorage, ReplayBuffer
+from engram.data import FlatStorageCheckpointer, LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer
 from engram.data.datasets import iter_lerobot, iter_parquet
 from engram.errors import DatasetError
 
@@ -59,6 +59,20 @@ def test_rows_too_large_for_memory_are_copied_through_a_temporary_file(tmp_path,
     convert(source, tmp_path / "saved", to="checkpoint", drop=["index"] if saved_as == "torchrl" else [])
     differences = diff(source, tmp_path / "saved")
     assert differences.rows == 0 and differences.compared == 300
+
+
+def test_steps_whose_observations_are_stored_once_go_to_each_form_as_others_do(tmp_path):
+    rb = ReplayBuffer(storage=LazyTensorStorage(400, compact=True))
+    rb.extend(episodes(300))
+    rb.dumps(tmp_path / "saved")
+    plain = store(tmp_path)
+    plain.storage.flush()
+    assert diff(tmp_path / "store", tmp_path / "saved").rows == 0
+    for to in ("store", "checkpoint", "torchrl", "parquet", "minari", "hdf5"):
+        target = tmp_path / f"target-{to}{SUFFIX.get(to, '')}"
+        assert convert(tmp_path / "saved", target, to=to).rows == 300
+        differences = diff(tmp_path / "saved", target)
+        assert differences.rows == 0 and differences.compared == 300
 
 
 def test_trajectories_that_only_a_seam_ends_stay_apart(tmp_path):

@@ -13,7 +13,7 @@ from cli.support import episodes, store
 from contracts.children import Child
 from engram.cli import description, info
 from engram.cli.tables import show_info
-from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, ReplayBufferEnsemble
+from engram.data import Compact, LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, ReplayBufferEnsemble
 from engram.data.datasets import write_hdf5, write_minari, write_parquet
 from engram.errors import CheckpointError
 from engram.store.places import LaneCount
@@ -139,6 +139,15 @@ def test_returns_of_a_checkpoint_in_any_format_are_read_from_it(tmp_path, format
     rb.extend(episodes())
     rb.dumps(tmp_path)
     assert info(tmp_path, returns=True).returns == (100, 100, 100)
+
+
+def test_a_checkpoint_says_which_observations_it_has_once(tmp_path):
+    rb = ReplayBuffer(storage=LazyTensorStorage(400, compact=Compact("observation", frames=3, n_steps=2)))
+    rb.extend(episodes())
+    rb.dumps(tmp_path)
+    assert info(tmp_path).notes == (
+        "each observation is stored once (compact=): observation (3 frames), of 2-step rows",
+    )
 
 
 def test_checkpoints_of_lists_ensembles_and_single_parts_are_described(tmp_path):

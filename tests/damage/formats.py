@@ -280,6 +280,9 @@ class Store(Saved):
 
 
 #: Of each form of a checkpoint a buffer whose sampler, writer or transforms have a state with arrays, too.
-BUFFERS = ["rows-lanes", "flat", "nested", "h5", "h5-groups", "list", "ensemble", "prioritized", "transforms-n-steps"]
+BUFFERS = [
+    "rows-lanes", "rows-compact", "flat", "nested", "h5", "h5-groups", "list", "ensemble", "prioritized",
+    "transforms-n-steps",
+]  # fmt: skip
 TORCHRL = ["tensor-partial", "flat-wrapped-1", "nested-wrapped-2", "epoch-begun", "pytree", "h5-wrapped-1"]
 DATASETS = ["parquet", "hdf5", "minari"]

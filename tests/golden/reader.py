@@ -46,7 +46,8 @@ class Snapshot:
         if name is None:
             assert xxhash.xxh3_128_hexdigest(manifest) == current["manifest"]
         document = unsealed(manifest)
-        assert (document["format"], document["version"], document["features"]) == ("engram snapshot", 1, [])
+        assert (document["format"], document["version"]) == ("engram snapshot", 1)
+        assert document["features"] in ([], ["observations"])
         assert document["snapshot"] == self.folder.name
         self.body = document["body"]
         self.files = {name: self._checked(name, said) for name, said in document["files"].items()}
@@ -75,7 +76,8 @@ def storage_of(saved: dict[str, Any], files: dict[str, bytes]) -> Any:
     if saved["format"] == "items":
         chunks = list(items_of(state, files))
         return [item for items, _ in chunks for item in items], [own for _, some in chunks for own in some]
-    unpack = {"rows": unpack_rows, "flat": unpack_flat, "nested": unpack_nested}[saved["format"]]
+    rows = unpack_observations if "observations" in state else unpack_rows
+    unpack = {"rows": rows, "flat": unpack_flat, "nested": unpack_nested}[saved["format"]]
     return lanes_of(state, files, unpack)
 
 
@@ -259,6 +261,60 @@ class Sections:
 
     def finish(self) -> None:
         assert self._at == len(self._content)
+
+
+def unpack_observations(
+    content: Bytes, layout: Layout, state: Any, details: list[int], strands: int, steps: int
+) -> Bytes:
+    n, sections, ahead = strands * steps, Sections(content), state["observations"]["n_steps"]
+    rows = np.zeros((strands, steps, layout.row_bytes), np.uint8)
+    keys = [(layout.leaves[x], layout.leaves[after], frames) for x, after, frames in state["observations"]["keys"]]
+    rest = np.ones(layout.row_bytes, bool)
+    for x, after, _ in keys:
+        for leaf in (x, after):
+            assert rest[leaf.offset : leaf.offset + leaf.nbytes].all()
+            rest[leaf.offset : leaf.offset + leaf.nbytes] = False
+    rows[..., rest] = sections.values(n, int(rest.sum())).reshape(strands, steps, -1)
+    for (x, after, frames), count in zip(keys, details, strict=True):
+        kinds = sections.take(n).reshape(strands, steps)
+        newest = sections.values(n, x.nbytes // frames).reshape(strands, steps, -1)
+        given = iter(sections.values(count, x.nbytes // frames))
+        for strand in range(strands):
+            seen, following = stacks(kinds[strand], newest[strand], given, frames, ahead)
+            rows[strand, :, x.offset : x.offset + x.nbytes] = seen.reshape(steps, -1)
+            rows[strand, :, after.offset : after.offset + after.nbytes] = following.reshape(steps, -1)
+        assert not list(given)
+    sections.finish()
+    return rows
+
+
+def stacks(kinds: Bytes, newest: Bytes, given: Iterator[Bytes], frames: int, ahead: int) -> tuple[Bytes, Bytes]:
+    """The observations of one environment, and the ones that followed: [steps, frames, bytes of a frame]."""
+    steps = len(kinds)
+    seen, following = (np.zeros((steps, frames, newest.shape[1]), np.uint8) for _ in range(2))
+    later = []
+    for t in range(steps + min(ahead, steps)):
+        if t < steps:
+            seen[t, -1], kind = newest[t], kinds[t] % 4
+            if kind == 0:
+                seen[t, :-1] = seen[t - 1, 1:] if t else 1 / 0
+            elif kind == 1:
+                seen[t, :-1] = newest[t]
+            elif kind == 3:
+                seen[t, :-1] = [next(given) for _ in range(frames - 1)] or 0
+        earlier = t - ahead if ahead <= steps else t - steps
+        if earlier >= 0:
+            kind = kinds[earlier] // 4
+            if kind == 0:
+                later.append(earlier)
+            else:
+                moved = kind - 1
+                following[earlier, : frames - moved] = seen[earlier, moved:]
+                for i in range(frames - moved, frames):
+                    following[earlier, i] = next(given)
+    for t in later:
+        following[t] = seen[t + ahead]
+    return seen, following
 
 
 def unpack_flat(content: Bytes, layout: Layout, state: Any, details: list[int], strands: int, steps: int) -> Bytes:

@@ -13,6 +13,7 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 from engram.data import (
+    Compact,
     FlatStorageCheckpointer,
     H5StorageCheckpointer,
     ImmutableDatasetWriter,
@@ -43,7 +44,7 @@ from engram.envs.transforms import (
     TrajCounter,
     VecNorm,
 )
-from golden.steps import steps, strands
+from golden.steps import stacks, steps, strands
 
 CAPACITY = 40
 
@@ -132,6 +133,19 @@ def fill_forms(rb: Any) -> Any:
 def fill_pytree(rb: Any) -> Any:
     t = torch.arange(9)
     rb.extend({"a": (t, [t.float(), {"b": t * 2}]), "c": t % 2 == 0})
+    return rb
+
+
+def fill_stacks(rb: Any) -> Any:
+    """55 steps in three pieces."""
+    for start, n in ((0, 20), (20, 30), (50, 5)):
+        rb.extend(stacks(start, n))
+    return rb
+
+
+def wide_stacks(rb: Any, start: int = 0, n: int = 30) -> Any:
+    """Steps of three environments, whose next observations are those of three steps later."""
+    rb.extend(torch.stack([stacks(start + 1000 * env, n, 3, n_steps=3) for env in range(3)]))
     return rb
 
 
@@ -311,6 +325,14 @@ RECIPES: dict[str, Recipe] = {
     "rows-emptied": Recipe(plain(), emptied, None, ten_more),
     "rows-never-written": Recipe(plain(), lambda rb: rb, None, ten_more),
     "rows-tensors": Recipe(tensors, wrapped, more=ten_more),
+    "rows-compact": Recipe(
+        plain(storage=lambda: LazyTensorStorage(CAPACITY, compact=True)),
+        fill_stacks, more=lambda rb: rb.extend(stacks(55, 10)), chunk_bytes=150,
+    ),
+    "rows-compact-wide": Recipe(
+        lambda: ReplayBuffer(storage=LazyTensorStorage(60, ndim=2, compact=Compact("pixels", 3, 3))),
+        wide_stacks, more=lambda rb: wide_stacks(rb, 30, 4), chunk_bytes=100,
+    ),
     "flat": Recipe(kept_as(FlatStorageCheckpointer), with_exceptions, more=ten_more, chunk_bytes=2000),
     "flat-wide": Recipe(kept_as(FlatStorageCheckpointer, ndim=2), fill_wide, more=wide_more, chunk_bytes=3000),
     "nested": Recipe(kept_as(NestedStorageCheckpointer), with_exceptions, more=ten_more, chunk_bytes=2000),

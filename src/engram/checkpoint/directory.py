@@ -116,8 +116,9 @@ MARKER_CONTENT = b"engram snapshot: this directory belongs to engram, which remo
 FORMAT = "engram snapshot"
 VERSION = 1
 HOOKS = "hooks"  #: the feature of snapshots in which save hooks changed rows
+OBSERVATIONS = "observations"  #: the feature of snapshots with rows of which each observation is written once
 #: Features beyond version 1 that a snapshot may use, by name. A reader refuses a snapshot with others.
-FEATURES: tuple[str, ...] = (HOOKS,)
+FEATURES: tuple[str, ...] = (HOOKS, OBSERVATIONS)
 HOOKED = "hooked"  #: the format of a storage whose rows save hooks changed
 
 LARGEST_MANIFEST = 1 << 28  # a sparse file of any size costs nothing to make

@@ -316,7 +316,7 @@ def _of_checkpoint(path: str | os.PathLike[str], snapshot: str | None) -> Info:
                 return replace(described, parts=parts)
             described = replace(described, parts={"storage": _form_of(saved), **parts})
             return _of_saved_rows(described, saved["state"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise reader.malformed(f"its description of what was saved is malformed ({error!r})") from error
 
 
@@ -343,7 +343,7 @@ def _of_saved_rows(described: Info, state: dict[str, Any]) -> Info:
         _lane(lane, range(counters.first(i), counters.stop(i)), envs, None)
         for i, lane in enumerate(state["counters"]["lanes"])
     ]
-    return replace(
+    described = replace(
         described,
         rows=counters.rows,
         capacity=None if capacity is None else capacity * envs * counters.lanes,
@@ -352,6 +352,17 @@ def _of_saved_rows(described: Info, state: dict[str, Any]) -> Info:
         keys=() if layout is None else _keys(layout),
         lanes=tuple(lanes),
     )
+    if "observations" not in state:
+        return described
+    return _noting(described, _observations(described.keys, state["observations"]))
+
+
+def _observations(keys: tuple[KeyInfo, ...], saved: dict[str, Any]) -> str:
+    """Says which observations a checkpoint has once. LookupError, TypeError or ValueError where that is malformed."""
+    stacks = [(keys[x].key, frames) for x, _, frames in saved["keys"]]
+    names = [f"{key} ({frames} frames)" if frames > 1 else key for key, frames in stacks]
+    n_steps = f", of {saved['n_steps']}-step rows" if saved["n_steps"] > 1 else ""
+    return f"each observation is stored once (compact=): {', '.join(names)}{n_steps}"
 
 
 # ---- files of others: their readers load torch ----

@@ -49,8 +49,8 @@ class Compact:
             under `"next"`, but for small ones beside large ones, rewards, flags and ids.
         frames: how many frames, along the first dimension, each observation is a stack of: a number for each key, or
             one for all. None: as many as the first batch shows.
-        n_steps: how many rows behind a row the observation comes that is its next one: the n of n-step rows. None: as
-            the first batch shows; mostly 1.
+        n_steps: how many rows behind a row the observation comes that is its next one: the n of n-step rows. None:
+            that of the buffer's MultiStepTransform, or as the first batch shows; mostly 1.
 
     Raises:
         TypeError, ValueError: a setting that is not allowed.
@@ -113,8 +113,8 @@ class Compact:
         frames: dict[Key, int] = {pytree.as_key(path): n for path, n in found.frames.items()}
         return cls(list(frames), frames, found.n_steps)
 
-    def checked(self, layout: RowLayout, found: ObservationKeys | None, device: torch.device) -> ObservationKeys | None:
-        """The keys that were found in the first rows, or as far as the layout says it, where they can be stored once.
+    def check(self, layout: RowLayout, device: torch.device) -> None:
+        """Refuses rows of which nothing can be stored once.
 
         Raises:
             ValueError: rows are not in memory of the CPU.
@@ -124,9 +124,8 @@ class Compact:
             raise ValueError(f"compact= stores observations once in memory of the CPU, not on {device}")
         if layout.carries_sequence:
             raise StorageError(NO_REPLACING)
-        return self.find(layout, None) if found is None else found
 
-    def find(self, layout: RowLayout, steps: FirstSteps | None) -> ObservationKeys | None:
+    def find(self, layout: RowLayout, steps: FirstSteps | KnownSteps) -> ObservationKeys | None:
         """The keys in rows of a layout, of which these are the first ones; None: there is none.
 
         Raises:
@@ -147,14 +146,14 @@ class Compact:
                 f"{pytree.format_key(others[0])} is a stack of {frames[others[0]]} frames, another key one of {most}: "
                 "keys that are stored once together have as many frames each, or one. Leave it out of the keys"
             )
-        n_steps = self.n_steps if self.n_steps is not None else 1 if steps is None else steps.n_steps(paths)
+        n_steps = steps.n_steps(paths) if self.n_steps is None else self.n_steps
         return ObservationKeys(frames, n_steps)
 
-    def _frames_of(self, leaf: LeafSpec, steps: FirstSteps | None) -> int:
+    def _frames_of(self, leaf: LeafSpec, steps: FirstSteps | KnownSteps) -> int:
         given = self._given_frames
         n = given.get(leaf.path, given.get(None))
         if n is None:
-            return _usual_frames(leaf) if steps is None else steps.frames(leaf)
+            return steps.frames(leaf)
         if n > 1 and (not leaf.shape or leaf.shape[0] % n):
             raise ValueError(
                 f"{pytree.format_key(leaf.path)} has the shape {list(leaf.shape)}: {n} frames lie along the first "
@@ -285,13 +284,13 @@ class FirstSteps:
         batch: the steps.
         batch_dims: how many of its first dimensions are not part of a step: 0, 1 or 2.
         time_dim: which of them is time; -1: none is.
-        n_steps: how many steps after each its next observation comes; None: as they show it.
+        horizon: that of n-step rows, where it is known; 1: it is found.
         most: how many of them are looked at.
     """
 
-    def __init__(self, batch: Any, batch_dims: int, time_dim: int, n_steps: int | None = None, most: int = 256) -> None:
+    def __init__(self, batch: Any, batch_dims: int, time_dim: int, horizon: int, most: int = 256) -> None:
         self._batch, self._batch_dims, self._time_dim, self._most = batch, batch_dims, time_dim, most
-        self._n_steps = n_steps
+        self._horizon = horizon
 
     def frames(self, leaf: LeafSpec) -> int:
         """As many as with which some next observation is its observation, moved along its first dimension.
@@ -319,8 +318,8 @@ class FirstSteps:
 
         As the transform that made them says, or n-step rows themselves, or the observations show it.
         """
-        if self._n_steps is not None:
-            return min(self._n_steps, _MOST_APART)
+        if self._horizon > 1:
+            return min(self._horizon, _MOST_APART)
         said = pytree.get_tensor(self._batch, STEPS_TO_NEXT)
         if said is not None and said.numel():
             return min(max(1, int(said.max())), _MOST_APART)
@@ -359,6 +358,25 @@ class FirstSteps:
         return value.reshape(-1, *value.shape[value.ndim - dims :])[: self._most]
 
 
+class KnownSteps:
+    """Steps of which none is seen: saved ones, whose storage had found frames and n_steps, or such as will come.
+
+    Args:
+        observations: as far as they are known.
+    """
+
+    def __init__(self, observations: ObservationKeys) -> None:
+        self._observations = observations
+
+    def frames(self, leaf: LeafSpec) -> int:
+        """As many as are known; of another key as many as its shape says."""
+        return self._observations.frames.get(leaf.path) or _usual_frames(leaf)
+
+    def n_steps(self, paths: Sequence[KeyPath]) -> int:
+        """As known."""
+        return self._observations.n_steps
+
+
 def _are_same(a: Tensor, b: Tensor) -> Tensor:
     """Of each of n rows whether all bytes are the same: bool [n]."""
     n = len(a)
@@ -375,7 +393,7 @@ def _as_integers(values: Tensor) -> Tensor:
 
 
 def _usual_frames(leaf: LeafSpec) -> int:
-    """The frames of an observation of which only the shape is known: pictures are stacked first."""
+    """The frames of an observation of which only the shape is known: those of pictures come first."""
     return leaf.shape[0] if len(leaf.shape) > 2 and leaf.shape[0] <= _MOST_FRAMES else 1
 
 

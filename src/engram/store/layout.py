@@ -138,8 +138,12 @@ _MOST_IN_ROW = 512  # bytes of observations: larger ones have a column of their 
 
 
 class LayoutState(dict[str, Any]):
-    """A saved layout as JSON, and the `RowLayout` that it describes: parsed once in a load."""
+    """A saved layout as JSON, and the `RowLayout` that it describes: parsed once in a load.
 
+    `observations`: those that the storage which was saved kept once; None: it kept none so, or it is not known.
+    """
+
+    observations: ObservationKeys | None = None
     _parsed: RowLayout | None = None
 
     def parse(self, like: RowLayout | None = None) -> RowLayout:

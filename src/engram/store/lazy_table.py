@@ -21,7 +21,15 @@ from engram._text import warn_user
 from engram.errors import StorageError
 from engram.pytree import KeyPath, TreeSpec
 from engram.store.column_table import ColumnTable
-from engram.store.compact import NO_REPLACING, ROW_WORTH_IT, SAVING_WORTH_IT, Compact, FirstSteps, advice_to_share
+from engram.store.compact import (
+    NO_REPLACING,
+    ROW_WORTH_IT,
+    SAVING_WORTH_IT,
+    Compact,
+    FirstSteps,
+    KnownSteps,
+    advice_to_share,
+)
 from engram.store.files import StoreSpec, open_passed_store, refuse_if_memory_is_short
 from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
@@ -112,7 +120,7 @@ class LazyTable(Table):
         """Makes the table for rows of a layout and environments of this shape, perhaps saved ones of so many lanes.
 
         Args:
-            observations: those that are stored once; None: as far as the layout says it.
+            observations: those that were found to be stored once; None: as far as the layout says it.
         """
         if not self.size.is_given:
             raise ValueError("this storage needs a max_size, or max_bytes")
@@ -121,7 +129,9 @@ class LazyTable(Table):
             layout = layout.with_sequence()
         size = self.size
         if self.compact is not None:
-            observations = self.compact.checked(layout, observations, self.place.device)
+            self.compact.check(layout, self.place.device)
+            if observations is None:
+                observations = self.compact.find(layout, KnownSteps(ObservationKeys({}, self.horizon)))
         lanes, capacity = size.fit(layout, env_shape, self.place, saved_lanes, observations)
         new = NewTable(layout, env_shape, self.ndim, lanes, capacity, size.given_lanes, observations)
         self.take(self.place.make(new))
@@ -187,11 +197,12 @@ class LazyTable(Table):
                     layout = _with_index(layout, index_key, self.ndim, required=self.requires_index)
                 observations = None
                 if self.compact is not None:
-                    observations = self.compact.find(layout, FirstSteps(items, batch_dims, time_dim, self.n_steps))
+                    steps = FirstSteps(items, batch_dims, time_dim, self.horizon)
+                    observations = self.compact.find(layout, steps)
                 envs = self._first_env_shape or _env_shape(items, batch_dims, time_dim)
                 self.make(layout, envs, observations=observations)
                 if self._advises and layout.payload_bytes > ROW_WORTH_IT:
-                    _advise_to_share(self, layout, FirstSteps(items, batch_dims, time_dim, self.n_steps, most=32))
+                    _advise_to_share(self, layout, FirstSteps(items, batch_dims, time_dim, self.horizon, 32))
         assert self.made is not None
         if self.place.awaits_others():  # one of them may have made it
             envs = self._first_env_shape or _env_shape(items, batch_dims, time_dim)

@@ -77,10 +77,10 @@ class Table(abc.ABC):
         self.replaces_in_place = True
         #: Whether a pickle names a file instead of holding the rows.
         self.has_path = False
+        #: The n of n-step rows, whose next observation is that of the n-th row behind them; 1: rows of single steps.
+        self.horizon = 1
         #: Whether batches carry an index, so that rows must have a place for it where a writer stores it.
         self.requires_index = False
-        #: How many steps after a row its next observation comes, as the buffer's transforms say; None: as rows show it.
-        self.n_steps: int | None = None
         self.mutex: Any = contextlib.nullcontext()
         self._forked_from = 0  # the process that had this table, without rows, when it forked this one
 

@@ -11,7 +11,7 @@ import numpy as np
 from engram._system import map_privately
 from engram.errors import StorageInUseError
 from engram.store.lanes import Lanes
-from engram.store.layout import RowLayout, StoredLayout
+from engram.store.layout import ObservationKeys, RowLayout, StoredLayout
 
 if TYPE_CHECKING:
     from engram.store.items import ItemTable
@@ -108,6 +108,9 @@ class RowSnapshot(ChangeTracker):
 
     def row_layout(self) -> RowLayout:
         return self._row_layout
+
+    def observations(self) -> ObservationKeys | None:
+        return self._stored.observations
 
     def private_rows(self) -> PrivateRows | None:
         """The rows of a single lane; None: others have the store open, or this process writes while it is saved, or

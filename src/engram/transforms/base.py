@@ -429,7 +429,6 @@ class WriteRequest(NamedTuple):
     resized: bool = False  #: the steps no longer correspond one to one to the caller's
     #: Steps that a transform holds back, as if flushed now: the buffer checks that they match the storage.
     held: Any = None
-    n_steps: int | None = None  #: how many steps after each its next observation comes; None: as the data show
 
     def changed(self, fn: Callable[[Any], Any]) -> WriteRequest:
         """The request with `fn` applied to all its data."""
@@ -528,6 +527,7 @@ class StreamTraits(NamedTuple):
     inverse_is_ordered: bool  #: whether the result of `inverse_stream` depends on earlier batches
     forward_is_ordered: bool  #: whether that of `forward_stream` does
     flushes_all: bool  #: whether `flush` returns all steps that are held back
+    horizon: int = 1  #: how many steps behind a written row the one comes whose observation is its next one
 
 
 def _sizes(batch: Any) -> tuple[int, ...] | None:

@@ -83,6 +83,7 @@ class Compose(Transform, built_in=True):
             any(stream.inverse_is_ordered for stream in streams),
             any(stream.forward_is_ordered for stream in streams),
             all(stream.flushes_all for stream in streams),
+            max([stream.horizon for stream in streams], default=1),
         )
 
     def parts(self) -> list[Transform]:

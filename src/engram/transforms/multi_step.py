@@ -29,7 +29,7 @@ from engram.pytree import (
     set_entry,
     unflatten,
 )
-from engram.transforms.base import Transform, WriteRequest
+from engram.transforms.base import StreamTraits, Transform, WriteRequest
 from engram.transforms.env_specs import EnvSpecs
 from engram.transforms.trajectory import DONE_KEYS, TrajectoryBounds, sibling_key, trajectory_bounds
 from engram.transforms.values import first_key
@@ -257,6 +257,10 @@ class MultiStepTransform(Transform, built_in=True):
         self._held: _Rows | None = None
 
     @property
+    def stream(self) -> StreamTraits:
+        return super().stream._replace(horizon=self.n_steps)
+
+    @property
     def held_back(self) -> int:
         """The number of time steps that are held back."""
         return 0 if self._held is None else self._held.steps
@@ -298,7 +302,6 @@ class MultiStepTransform(Transform, built_in=True):
             items=complete.part(0, ready).batch() if ready else None,
             held=complete.part(ready, complete.steps).batch() if ready < complete.steps else None,
             resized=True,
-            n_steps=self.n_steps,
         )
 
     def flush(self, writing: WriteRequest) -> WriteRequest:

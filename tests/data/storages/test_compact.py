@@ -22,8 +22,15 @@ from engram.data import (
     ReplayBufferEnsemble,
     TensorDictReplayBuffer,
 )
+from engram.data.replay_buffers.checkpointers import rows
+from engram.envs.transforms import MultiStepTransform
 from engram.store.layout import StoredLayout
 from engram.testing import CompactContract
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 600)  # of a checkpoint: some steps each
 
 
 class TestCompactInPrivateMemory(CompactContract):
@@ -91,6 +98,26 @@ def test_frames_and_steps_are_found_in_the_first_batch() -> None:
     assert found(stacks(20, n_steps=3)) == Compact(["pixels"], {"pixels": 4}, 3)
     two = torch.stack([stacks(8), stacks(8)])
     assert found(two, ndim=2) == Compact(["pixels"], {"pixels": 4}, 1)
+
+
+def with_n_steps(compact: Any, later: bool, single: bool) -> ReplayBuffer:
+    """A buffer of 3-step rows, which a transform makes of single steps."""
+    transform, steps = MultiStepTransform(n_steps=3, gamma=0.9), stacks(40)
+    steps["next", "reward"], steps["next", "done"] = torch.ones(40, 1), torch.zeros(40, 1, dtype=torch.bool)
+    rb = ReplayBuffer(storage=LazyTensorStorage(64, compact=compact), transform=None if later else transform)
+    if later:
+        rb.append_transform(transform)
+    for part in steps.split(1) if single else [steps]:
+        rb.extend(part)
+    return rb
+
+
+@each("later, single", [(False, True), (True, True), (False, False)])
+def test_n_step_rows_that_a_transform_makes_are_stored_as_such(later: bool, single: bool) -> None:
+    rb = with_n_steps(True, later, single)
+    found, shares = rb.storage.compact, rb.stats().compact
+    assert found == Compact(["pixels"], {"pixels": 4}, 3) and shares is not None and shares.same > 0.9
+    assert with_n_steps(Compact(n_steps=2), later, single).storage.compact == Compact(["pixels"], {"pixels": 4}, 2)
 
 
 def test_pictures_without_a_stack_are_one_frame_each() -> None:

@@ -240,8 +240,6 @@ class BatchWriter:
     def _write_made(self, made: WriteRequest, update_priority: bool | None = None) -> Any:
         """Writes what transforms made of the data, if anything; returns slots."""
         items, time_dim = made.items, -1 if made.single else made.time_dim
-        if made.n_steps is not None:
-            self._storage.access.table.n_steps = made.n_steps
         if made.held is not None:
             # What waits in a transform must fit, too: an error later would belong to somebody else's data.
             self._writer.check_mutable("extend")

@@ -950,6 +950,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         self._check_transform(adapted)
         with self._parts.undisturbed():
             self._transform.append(adapted)
+            self._parts.use_transform(self._transform)
         return self
 
     def insert_transform(self, index: int, transform: TransformLike, *, invert: bool = False) -> Self:
@@ -963,6 +964,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         self._check_transform(adapted)
         with self._parts.undisturbed():
             self._transform.insert(index, adapted)
+            self._parts.use_transform(self._transform)
         return self
 
     def _check_transform(self, transform: Transform) -> None:

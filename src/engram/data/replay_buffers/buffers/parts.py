@@ -80,6 +80,7 @@ class BufferParts(StorageUser):
         self.generator, self.settings, self._members = generator, settings, members
         storage.attach(self)
         storage.access.table.requires_index = settings.entries is not None
+        storage.access.table.horizon = transform.stream.horizon
         if not members:  # else they have writers, which write to their storages
             writer.register_storage(storage)
             if settings.track_generations:
@@ -131,6 +132,7 @@ class BufferParts(StorageUser):
     def use_transform(self, transform: Compose) -> None:
         """Batches go through this transform from now on."""
         self.transform = self.reader.transform = self.batch_writer.transform = transform
+        self.storage.access.table.horizon = transform.stream.horizon
 
     # ---- blocks in which nobody else uses them ----
     @contextlib.contextmanager

@@ -19,9 +19,10 @@ from engram.data.replay_buffers.state.checkpointers.rows import TensorStorageChe
 from engram.data.replay_buffers.state.plans import SavedStorage, TooManyRowsError
 from engram.errors import CheckpointError, CheckpointMisfitError, StorageError, StorageInUseError
 from engram.store.column_table import ColumnTable
+from engram.store.compact import KnownSteps
 from engram.store.counters import Counters
 from engram.store.lanes import Lanes
-from engram.store.layout import LayoutState, MalformedLayoutError, RowLayout, StoredLayout
+from engram.store.layout import LayoutState, MalformedLayoutError, ObservationKeys, RowLayout, StoredLayout
 from engram.store.lazy_table import LazyTable
 from engram.store.places import READ_ONLY
 from engram.store.row_table import RowTable
@@ -58,6 +59,10 @@ class StoredRows:
     def row_layout(self) -> RowLayout | None:
         """The layout; None before the first write."""
         return None if self._rows.made is None else self._rows.made.layout
+
+    def observations(self) -> ObservationKeys | None:
+        """Those that are stored once; None: there are none."""
+        return None if self._rows.made is None else self._rows.made.observations
 
     def private_rows(self) -> PrivateRows | None:
         """None: what a hook writes into rows of this memory would change them."""
@@ -172,7 +177,10 @@ class RowLoad(_Sink):
             table.make_room(layout_of(layout, table.made.layout), self._replacing)
             return
         # A copy: batches of this storage may give it another form, and what was saved may fill several storages.
-        table.make(copy.copy(layout_of(layout, None)), env_shape_of(layout), len(counters["lanes"]))
+        made = copy.copy(layout_of(layout, None))
+        saved = layout.observations if isinstance(layout, LayoutState) else None
+        found = None if table.compact is None or saved is None else table.compact.find(made, KnownSteps(saved))
+        table.make(made, env_shape_of(layout), len(counters["lanes"]), found)
         if table.place.awaits_others():
             self.check_restore(layout, counters)  # another process may have made it
 

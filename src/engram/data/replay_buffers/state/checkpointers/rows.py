@@ -1,6 +1,7 @@
 """Checkpointers of packed rows: rows are cut in chunks, a file each, and a codec encodes a chunk.
 
-`TensorStorageCheckpointer` writes rows unchanged; `checkpointers/ted.py` has codecs that write every observation once.
+`TensorStorageCheckpointer` writes rows as their storage keeps them: unchanged, or each observation once.
+`checkpointers/ted.py` has codecs of episode data.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
+import engram._native as _native
+from engram.checkpoint.directory import OBSERVATIONS
 from engram.checkpoint.hooks import json_copy
 from engram.checkpoint.protocols import (
     RestorePlan,
@@ -28,7 +31,7 @@ from engram.checkpoint.reader import THREADS, SnapshotReader, in_parallel
 from engram.checkpoint.writer import Block, SnapshotWriter
 from engram.errors import CorruptCheckpointError
 from engram.store.counters import Counters
-from engram.store.layout import LayoutState, LeafSpec
+from engram.store.layout import LayoutState, LeafSpec, ObservationKeys, RowLayout
 from engram.ted import codec as ted_codec
 from engram.ted.codec import Column, Positions
 
@@ -42,42 +45,161 @@ class ChunkCodec(Protocol):
     `details` are numbers that the manifest has for a chunk; the size of its file follows from them.
     """
 
+    #: What a reader of the snapshot must know.
+    features: ClassVar[frozenset[str]]
+    #: Steps that a chunk has at least, where they take not much more than other chunks.
+    least_steps: ClassVar[int]
+    #: That read chunks at once.
+    threads: ClassVar[int]
+
     @property
     def row_bytes(self) -> int:
         """About how many bytes of a file a row takes."""
 
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of memory that each row of a chunk takes while it is read, by which rows are cut into chunks."""
+
     def state(self) -> dict[str, Any]:
         """JSON that `loads` needs; the next save reuses files only where it is the same."""
 
-    def pack(self, rows: Rows, cuts: Sequence[int]) -> tuple[Details, list[Block]]:
-        """Details and content of rows `[envs, steps, row_bytes]`; no trajectory goes on across one of `cuts`."""
+    def pack(
+        self, read: Callable[[int, int], Rows], envs: int, steps: int, cuts: Sequence[int]
+    ) -> tuple[Details, list[Block]]:
+        """Details and content of a chunk of so many steps.
+
+        Args:
+            read: rows `[envs, stop - start, row_bytes]` of its steps from `start` to `stop`; each is read once.
+            cuts: steps before which no trajectory goes on.
+        """
 
     def nbytes(self, details: Details, envs: int, steps: int) -> int:
         """The size of a file; ValueError when the details are impossible."""
 
-    def unpack(self, content: Rows, details: Details, envs: int, steps: int) -> Rows:
-        """Rows `[envs, steps, row_bytes]`, valid as long as `content` is; ValueError when the content is damaged."""
+    def unpack(self, content: Rows, details: Details, envs: int, steps: int, first: int) -> Iterator[tuple[int, Rows]]:
+        """The rows from step `first` on: blocks `[envs, n, row_bytes]`, each with its first step.
+
+        A block is valid until the next one, and as long as `content` is. ValueError before the first one when the
+        content is damaged.
+        """
 
 
-class RawChunkCodec:
+class WholeChunks:
+    """A codec that has all rows of a chunk in memory."""
+
+    features: ClassVar[frozenset[str]] = frozenset()
+    least_steps: ClassVar[int] = 1
+    threads: ClassVar[int] = THREADS
+
+
+class RawChunkCodec(WholeChunks):
     """Writes rows unchanged."""
 
     def __init__(self, row_bytes: int) -> None:
-        self.row_bytes = row_bytes
+        self.row_bytes = self.held_bytes = row_bytes
 
     def state(self) -> dict[str, Any]:
         return {}
 
-    def pack(self, rows: Rows, cuts: Sequence[int]) -> tuple[Details, list[Block]]:
-        return (), [rows]
+    def pack(
+        self, read: Callable[[int, int], Rows], envs: int, steps: int, cuts: Sequence[int]
+    ) -> tuple[Details, list[Block]]:
+        return (), [read(0, steps)]
 
     def nbytes(self, details: Details, envs: int, steps: int) -> int:
         if details:
             raise ValueError(f"unchanged rows have no details, got {details}")
         return envs * steps * self.row_bytes
 
-    def unpack(self, content: Rows, details: Details, envs: int, steps: int) -> Rows:
-        return content.reshape(envs, steps, self.row_bytes)
+    def unpack(self, content: Rows, details: Details, envs: int, steps: int, first: int) -> Iterator[tuple[int, Rows]]:
+        yield first, content.reshape(envs, steps, self.row_bytes)[:, first:]
+
+
+_BLOCK_BYTES = 1 << 20  # of whole rows that are compared, or made, at once
+
+
+class ObservationCodec:
+    """Writes each observation once, and reads rows block by block: whole ones would take many times a chunk's memory.
+
+    Args:
+        keys: numbers of the leaves with an observation and its next one, and how many frames they are a stack of.
+        n_steps: how many rows behind a row the observation comes that is mostly its next one.
+
+    Raises:
+        ValueError: a layout has no such observations.
+    """
+
+    features: ClassVar[frozenset[str]] = frozenset({OBSERVATIONS})
+    least_steps: ClassVar[int] = 256  # the first stacks of a chunk are whole
+    threads: ClassVar[int] = 1  # a storage that keeps observations once takes rows in their order
+
+    def __init__(self, layout: RowLayout, keys: list[tuple[int, int, int]], n_steps: int) -> None:
+        leaves = [(layout.leaves[x], layout.leaves[after], frames) for x, after, frames in keys]
+        for x, after, frames in leaves:
+            if x.nbytes != after.nbytes or frames < 1 or x.nbytes % frames:
+                raise ValueError(f"{after.path} is no next observation of {x.path}, in {frames} frames")
+        self._keys, self._n_steps, self._whole_bytes = keys, n_steps, layout.payload_bytes
+        self._places = [(x.offset, after.offset, frames, x.nbytes // frames) for x, after, frames in leaves]
+        newest = sum(nbytes for _, _, _, nbytes in self._places)
+        rest = self._whole_bytes - 2 * sum(x.nbytes for x, _, _ in leaves)
+        self.row_bytes = self.held_bytes = rest + newest + len(keys)
+        self._rest = rest
+        self._encoder(1, 1)  # it looks at all places
+
+    @classmethod
+    def of(cls, layout: RowLayout, observations: ObservationKeys) -> ObservationCodec:
+        """That of a storage which keeps these once."""
+        numbers = {leaf.path: i for i, leaf in enumerate(layout.leaves)}
+        keys = [(numbers[path], numbers[("next", *path)], frames) for path, frames in observations.frames.items()]
+        return cls(layout, keys, observations.n_steps)
+
+    @classmethod
+    def saved(cls, layout: RowLayout, state: dict[str, Any]) -> ObservationCodec:
+        """The reverse of `state`; KeyError, TypeError or ValueError where it is damaged."""
+        keys = [(natural(x), natural(after), natural(frames)) for x, after, frames in state["keys"]]
+        if any(max(x, after) >= len(layout.leaves) for x, after, _ in keys):
+            raise ValueError(f"{keys} are no leaves of the layout")
+        return cls(layout, keys, natural(state["n_steps"]))
+
+    def observations(self, layout: RowLayout) -> ObservationKeys:
+        """Which observations the storage that was saved kept once."""
+        return ObservationKeys({layout.leaves[x].path: frames for x, _, frames in self._keys}, self._n_steps)
+
+    def state(self) -> dict[str, Any]:
+        return {"observations": {"keys": [[*key] for key in self._keys], "n_steps": self._n_steps}}
+
+    def _encoder(self, envs: int, steps: int) -> _native.ObservationEncoder:
+        return _native.ObservationEncoder(envs, steps, self._whole_bytes, self._n_steps, self._places)
+
+    def _blocks(self, envs: int, first: int, steps: int) -> Iterator[tuple[int, int]]:
+        most = max(1, _BLOCK_BYTES // (envs * self._whole_bytes))
+        return ((start, min(start + most, steps)) for start in range(first, steps, most))
+
+    def pack(
+        self, read: Callable[[int, int], Rows], envs: int, steps: int, cuts: Sequence[int]
+    ) -> tuple[Details, list[Block]]:
+        encoder = self._encoder(envs, steps)
+        for start, stop in self._blocks(envs, 0, steps):
+            encoder.append(read(start, stop))
+        sections, given = encoder.sections()
+        return tuple(given), sections
+
+    def nbytes(self, details: Details, envs: int, steps: int) -> int:
+        n = envs * steps
+        if len(details) != len(self._keys):
+            raise ValueError(f"{details} do not describe {n} rows with {len(self._keys)} observations")
+        newest = sum(1 + nbytes for _, _, _, nbytes in self._places)
+        given = sum(count * place[3] for count, place in zip(details, self._places, strict=True))
+        return n * (self._rest + newest) + given
+
+    def unpack(self, content: Rows, details: Details, envs: int, steps: int, first: int) -> Iterator[tuple[int, Rows]]:
+        decoder = _native.ObservationDecoder(
+            content, list(details), envs, steps, self._whole_bytes, self._n_steps, self._places
+        )
+        for start, stop in self._blocks(envs, first, steps):
+            rows = np.empty((envs, stop - start, self._whole_bytes), np.uint8)
+            decoder.read(start, rows)
+            yield start, rows
 
 
 class SectionReader:
@@ -217,7 +339,7 @@ class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
     needs = "read_block"
 
     @abstractmethod
-    def _codec(self, layout: LayoutState) -> ChunkCodec:
+    def _codec(self, layout: LayoutState, source: RowSource) -> ChunkCodec:
         """The codec that writes rows of this layout; ValueError when they cannot be written."""
 
     @abstractmethod
@@ -229,22 +351,37 @@ class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
         if layout is None:
             return _NothingToSave(json_copy(counters))
         layout, counters, identity = json_copy([layout, counters, source.identity()])
-        return _RowSavePlan(self._codec(LayoutState(layout)), source, layout, counters, identity, previous)
+        codec = self._codec(LayoutState(layout), source)
+        return _RowSavePlan(codec, source, layout, counters, identity, previous)
 
     def plan_restore(self, reader: SnapshotReader, state: dict[str, Any]) -> RestorePlan[RowSink]:
         return _RowRestorePlan(self._saved_codec, reader, state)
 
 
+@runtime_checkable
+class KeepsObservations(Protocol):
+    """A RowSource whose storage may keep observations once."""
+
+    def observations(self) -> ObservationKeys | None: ...
+
+
 class TensorStorageCheckpointer(ChunkedStorageCheckpointer):
-    """Saves rows unchanged."""
+    """Saves rows as the storage keeps them: unchanged, or with `compact=` each observation once."""
 
     format = "rows"
 
-    def _codec(self, layout: LayoutState) -> ChunkCodec:
-        return RawChunkCodec(layout["row_bytes"])
+    def _codec(self, layout: LayoutState, source: RowSource) -> ChunkCodec:
+        observations = source.observations() if isinstance(source, KeepsObservations) else None
+        if observations is None:
+            return RawChunkCodec(layout["row_bytes"])
+        return ObservationCodec.of(layout.parse(), observations)
 
     def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
-        return RawChunkCodec(natural(layout["row_bytes"]))
+        if "observations" not in state:
+            return RawChunkCodec(natural(layout["row_bytes"]))
+        codec = ObservationCodec.saved(layout.parse(), state["observations"])
+        layout.observations = codec.observations(layout.parse())
+        return codec
 
 
 class _NothingToSave:
@@ -277,7 +414,7 @@ class _RowSavePlan:
         same = {
             **self._codec.state(),
             "layout": layout,
-            "rows_per_chunk": rows_per_chunk(self._checked.envs * self._row_bytes),
+            "rows_per_chunk": rows_per_chunk(self._checked.envs * codec.held_bytes, codec.least_steps),
         }
         self._description = {**same, "identity": identity}
         self._chunks = cut(self._checked, same["rows_per_chunk"])
@@ -302,6 +439,7 @@ class _RowSavePlan:
         }
 
     def write(self, writer: SnapshotWriter) -> dict[str, Any]:
+        writer.features.update(self._codec.features)
         written = [self._write(chunk, writer) for chunk in self._chunks]
         # Other processes may have overwritten the oldest rows before they were read.
         counters, left = self._source.counters(), self._checked
@@ -316,8 +454,14 @@ class _RowSavePlan:
         old = self._reusable.get(chunk)
         if old is not None and writer.reuse(old.file):
             return old  # it may begin with rows that no longer exist
-        rows = read_rows(self._source, chunk, self._checked.envs, self._row_bytes)
-        details, blocks = self._codec.pack(rows, cuts_of(self._counters["lanes"][chunk.lane], chunk))
+        envs, steps = self._checked.envs, chunk.stop - chunk.start
+
+        def read(start: int, stop: int) -> Rows:
+            part = replace(chunk, start=chunk.start + start, stop=chunk.start + stop)
+            return read_rows(self._source, part, envs, self._row_bytes)
+
+        cuts = cuts_of(self._counters["lanes"][chunk.lane], chunk)
+        details, blocks = self._codec.pack(read, envs, steps, cuts)
         writer.write_file(chunk.file, blocks)
         return replace(chunk, details=details)
 
@@ -351,7 +495,6 @@ class _RowRestorePlan:
             self.chunks = [Chunk.read(entry) for entry in state["chunks"]]
             if self.layout is not None:
                 self._checked.check_envs(self.layout)
-            self._row_bytes = 0 if self.layout is None else natural(self.layout["row_bytes"])
             self._codec = RawChunkCodec(0) if self.layout is None else codec_of(self.layout, state)
             self._max_steps = max(1, natural(state["rows_per_chunk"]))
             self._sizes = {chunk: self._nbytes(chunk) for chunk in self.chunks}
@@ -366,19 +509,22 @@ class _RowRestorePlan:
     def load(self, sink: RowSink) -> None:
         if len(sink):
             self.check(sink)
-            in_parallel(functools.partial(self._rows, c) for c in self._read_ahead())
+            in_parallel((functools.partial(self._verify, c) for c in self._read_ahead()), self._codec.threads)
         sink.begin_restore(self.layout, self.counters)
         try:
             # several files are read, hashed and copied at once
-            in_parallel(functools.partial(self._load, sink, c) for c in self._read_ahead())
+            in_parallel((functools.partial(self._load, sink, c) for c in self._read_ahead()), self._codec.threads)
             sink.end_restore()
         except BaseException:
             sink.abort_restore()
             raise
 
     def _load(self, sink: RowSink, chunk: Chunk) -> None:
-        start, rows = self._rows(chunk)
-        sink.write_block(chunk.lane, start, rows)
+        for start, rows in self._blocks(chunk):
+            sink.write_block(chunk.lane, start, rows)
+
+    def _verify(self, chunk: Chunk) -> None:
+        next(self._blocks(chunk), None)  # the whole file is verified first
 
     def _read_ahead(self) -> Iterator[Chunk]:
         """The chunks; before each, the kernel is told to read the ones after it."""
@@ -387,27 +533,28 @@ class _RowRestorePlan:
                 self._reader.read_ahead(ahead.file)
             yield chunk
 
-    def _rows(self, chunk: Chunk) -> tuple[int, Rows]:
-        """First sequence and verified rows of a chunk; they are valid until this thread's next call."""
+    def _blocks(self, chunk: Chunk) -> Iterator[tuple[int, Rows]]:
+        """Verified rows of a chunk that exist, block by block, each with its first sequence.
+
+        Blocks are valid until the next one, and until this thread reads another chunk.
+        """
         nbytes = self._sizes[chunk]
         if len(self._memory.bytes) < nbytes:
             self._memory.bytes = np.empty(nbytes, np.uint8)
         content = self._memory.bytes[:nbytes]
         self._reader.read_into(chunk.file, content)
-        rows = self._unpack(chunk, content)
-        start = max(chunk.start, self._checked.first(chunk.lane))
-        return start, rows[:, start - chunk.start :]
-
-    def _unpack(self, chunk: Chunk, content: Rows) -> Rows:
+        first = max(chunk.start, self._checked.first(chunk.lane)) - chunk.start
+        steps = chunk.stop - chunk.start
         try:
-            return self._codec.unpack(content, chunk.details, self._checked.envs, chunk.stop - chunk.start)
+            for start, rows in self._codec.unpack(content, chunk.details, self._checked.envs, steps, first):
+                yield chunk.start + start, rows
         except ValueError as error:
             raise CorruptCheckpointError(self._reader.path(chunk.file), str(error)) from error
 
     def _nbytes(self, chunk: Chunk) -> int:
         steps = chunk.stop - chunk.start
         # A few bytes can encode many equal rows: their number is limited before memory is allocated for them.
-        per_step = self._checked.envs * self._row_bytes
+        per_step = self._checked.envs * self._codec.held_bytes
         if not 0 < steps <= self._max_steps or steps * per_step > most_row_bytes(per_step):
             raise ValueError(f"{chunk.file} cannot hold rows {chunk.start} to {chunk.stop}")
         return self._codec.nbytes(chunk.details, self._checked.envs, steps)
@@ -455,9 +602,10 @@ def cuts_of(lane: dict[str, Any], chunk: Chunk) -> list[int]:
     return [seam - chunk.start for seam in lane["seams"] if chunk.start < seam < chunk.stop]
 
 
-def rows_per_chunk(bytes_per_step: int) -> int:
-    """The number of steps of this size in a chunk."""
-    return max(1, math.ceil(CHUNK_BYTES / max(1, bytes_per_step)))
+def rows_per_chunk(bytes_per_step: int, least: int = 1) -> int:
+    """The number of steps of this size in a chunk: `least` or more, unless they are more than four times its bytes."""
+    size = max(1, bytes_per_step)
+    return max(1, math.ceil(CHUNK_BYTES / size), min(least, 4 * CHUNK_BYTES // size))
 
 
 def most_row_bytes(bytes_per_step: int) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from engram.checkpoint.protocols import Rows
+from engram.checkpoint.protocols import Rows, RowSource
 from engram.checkpoint.writer import Block
 from engram.data.replay_buffers.state.checkpointers.rows import (
     WHOLE,
@@ -16,6 +16,7 @@ from engram.data.replay_buffers.state.checkpointers.rows import (
     ChunkedStorageCheckpointer,
     Details,
     SectionReader,
+    WholeChunks,
     column_of,
     pack_values,
     positions_block,
@@ -86,7 +87,7 @@ class EpisodeLayout:
         return ted_codec.trajectory_ends(ends, flags, ids)
 
 
-class FlatChunkCodec:
+class FlatChunkCodec(WholeChunks):
     """Writes one section for each leaf.
 
     A leaf under `next` that its root repeats one step later is written as exceptions: the steps where it does not, and
@@ -96,15 +97,16 @@ class FlatChunkCodec:
     def __init__(self, episodes: EpisodeLayout) -> None:
         self._episodes, self._shared = episodes, episodes.shared
         self._leaves, self._payload = episodes.layout.stored, episodes.layout.payload_bytes
-        self.row_bytes = episodes.row_bytes
+        self.row_bytes, self.held_bytes = episodes.row_bytes, self._payload
 
     def state(self) -> dict[str, Any]:
         return {"shared": self._episodes.saved_pairs}
 
     # ---- saving ----
-    def pack(self, rows: Rows, cuts: Sequence[int]) -> tuple[Details, list[Block]]:
-        envs, steps, _ = rows.shape
-        flat = rows.reshape(envs * steps, -1)
+    def pack(
+        self, read: Callable[[int, int], Rows], envs: int, steps: int, cuts: Sequence[int]
+    ) -> tuple[Details, list[Block]]:
+        flat = read(0, steps).reshape(envs * steps, -1)
         ends = ted_codec.env_ends(envs, steps)
         details: list[int] = []
         blocks: list[Block] = []
@@ -126,7 +128,7 @@ class FlatChunkCodec:
         self._check(details, n)
         return sum(section_bytes(leaf.nbytes, x, n) for leaf, x in zip(self._leaves, details, strict=True))
 
-    def unpack(self, content: Rows, details: Details, envs: int, steps: int) -> Rows:
+    def unpack(self, content: Rows, details: Details, envs: int, steps: int, first: int) -> Iterator[tuple[int, Rows]]:
         n, sections = envs * steps, SectionReader(content)
         out = np.zeros((n, self._payload), np.uint8)
         exceptions: dict[int, tuple[ted_codec.Positions, Column]] = {}
@@ -140,7 +142,7 @@ class FlatChunkCodec:
             put_column(
                 out, self._leaves[i], ted_codec.followed(column_of(out, self._leaves[self._shared[i]]), at, values)
             )
-        return out.reshape(envs, steps, self._payload)
+        yield first, out.reshape(envs, steps, self._payload)[:, first:]
 
     def _check(self, details: Details, n: int) -> None:
         least = [0 if i in self._shared else WHOLE for i in range(len(self._leaves))]
@@ -157,7 +159,7 @@ class EpisodeCheckpointer(ChunkedStorageCheckpointer):
         super().__init__()
         self._keys = StepKeys(done_keys, reward_keys)
 
-    def _codec(self, layout: LayoutState) -> ChunkCodec:
+    def _codec(self, layout: LayoutState, source: RowSource) -> ChunkCodec:
         return self._chunk_codec(EpisodeLayout.of(layout, self._keys))
 
     def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
@@ -191,7 +193,7 @@ def check_covered(at: ted_codec.Positions, ends: ted_codec.Mask) -> None:
         raise ValueError("the observation that followed the newest step is missing")
 
 
-class NestedChunkCodec:
+class NestedChunkCodec(WholeChunks):
     """Writes the last steps of the trajectories, then one section for each leaf.
 
     A root leaf with a copy under `next` has one value more for each trajectory: the one that followed its last step.
@@ -201,16 +203,18 @@ class NestedChunkCodec:
     def __init__(self, episodes: EpisodeLayout) -> None:
         self._episodes, self._shared, self._copy_of = episodes, episodes.shared, episodes.copy_of
         self._leaves, self._payload = episodes.layout.stored, episodes.layout.payload_bytes
-        self.row_bytes = episodes.row_bytes
+        self.row_bytes, self.held_bytes = episodes.row_bytes, self._payload
 
     def state(self) -> dict[str, Any]:
         episodes = self._episodes
         return {"shared": episodes.saved_pairs, "flags": [*episodes.flags], "ids": [*episodes.ids]}
 
     # ---- saving ----
-    def pack(self, rows: Rows, cuts: Sequence[int]) -> tuple[Details, list[Block]]:
-        flat = rows.reshape(rows.shape[0] * rows.shape[1], -1)
-        ends = self._episodes.trajectory_ends(flat, rows.shape[0], rows.shape[1], cuts)
+    def pack(
+        self, read: Callable[[int, int], Rows], envs: int, steps: int, cuts: Sequence[int]
+    ) -> tuple[Details, list[Block]]:
+        flat = read(0, steps).reshape(envs * steps, -1)
+        ends = self._episodes.trajectory_ends(flat, envs, steps, cuts)
         at = np.flatnonzero(ends)
         details: list[int] = [len(at)]
         blocks: list[Block] = [positions_block(at)]
@@ -241,7 +245,7 @@ class NestedChunkCodec:
         sections = zip(self._leaves, details[1:], strict=True)
         return 4 * details[0] + longer + sum(section_bytes(leaf.nbytes, count, n) for leaf, count in sections)
 
-    def unpack(self, content: Rows, details: Details, envs: int, steps: int) -> Rows:
+    def unpack(self, content: Rows, details: Details, envs: int, steps: int, first: int) -> Iterator[tuple[int, Rows]]:
         n, sections = envs * steps, SectionReader(content)
         ends = np.zeros(n, np.bool_)
         ends[sections.positions(details[0], n)] = True
@@ -261,7 +265,7 @@ class NestedChunkCodec:
                 put_column(out, leaf, unpack_values(sections, leaf.nbytes, details[i + 1], n))
         for i, (at, values) in exceptions.items():
             out[at, self._leaves[i].offset : self._leaves[i].offset + self._leaves[i].nbytes] = values
-        return out.reshape(envs, steps, self._payload)
+        yield first, out.reshape(envs, steps, self._payload)[:, first:]
 
     def _check(self, details: Details, n: int) -> None:
         least = [0, *(0 if i in self._shared else WHOLE for i in range(len(self._leaves)))]
