@@ -1,4 +1,4 @@
-"""DQN from pixels: single frames are stored as bytes, stacks of four are made where they are needed.
+"""DQN from pixels: stacks of four frames, as bytes, of which each frame is stored once.
 
     python pixels_dqn.py                       # a game that needs no download, a minute of one core
     python pixels_dqn.py --frames 1000         # a look
@@ -67,26 +67,22 @@ def atari(name):
 
 
 def make_env(make_game):
-    """Shows `"observation"`, a single frame, which is stored, and `"stack"`, the last four, for the policy."""
-    stacks = CatFrames(FRAMES, dim=-3, in_keys=["observation"], out_keys=["stack"])
+    """Shows the last four frames: `"observation"`, uint8 `[4, height, width]`."""
+    stacks = CatFrames(FRAMES, dim=-3, in_keys=["observation"])
     return TransformedEnv(GymEnv(make_game(), categorical_action_encoding=True), stacks)
 
 
 def make_buffer(capacity, seed):
-    """Takes steps with single frames, gives back steps with `"stack"` and `("next", "stack")`."""
-    stacks = CatFrames(FRAMES, dim=-3, in_keys=["observation"], out_keys=["stack"])
-    stack, sampler = stacks.make_rb_transform_and_sampler(BATCH, weight="steps")  # a step, and the three before it
-    storage, generator = LazyTensorStorage(capacity), torch.Generator().manual_seed(seed)
-    return TensorDictReplayBuffer(
-        storage=storage, sampler=sampler, transform=stack, batch_size=BATCH, generator=generator
-    )
+    """Takes and gives back steps with whole stacks, before and after the step; each frame is stored once."""
+    storage, generator = LazyTensorStorage(capacity, compact=True), torch.Generator().manual_seed(seed)
+    return TensorDictReplayBuffer(storage=storage, batch_size=BATCH, generator=generator)
 
 
 class Bytes(nn.Module):
     """Bytes to numbers between 0 and 1, on the learner's device: until there they take a quarter of the room."""
 
-    def forward(self, stack):
-        return stack / 255
+    def forward(self, observation):
+        return observation / 255
 
 
 def small_network(actions):
@@ -110,24 +106,24 @@ class EpsilonGreedy(nn.Module):
         super().__init__()
         self.q, self.actions, self.epsilon = q, actions, epsilon
 
-    def forward(self, stack):
+    def forward(self, observation):
         if torch.rand(()) < self.epsilon:
             return torch.randint(self.actions, ())
-        return self.q(stack).argmax(-1)
+        return self.q(observation).argmax(-1)
 
 
 def loss_of(batch, q, target):
     following = batch["next"]
     with torch.no_grad():
-        best = q(following["stack"]).argmax(-1, keepdim=True)
-        value = target(following["stack"]).gather(-1, best)
+        best = q(following["observation"]).argmax(-1, keepdim=True)
+        value = target(following["observation"]).gather(-1, best)
         goal = following["reward"].sign() + GAMMA * value * ~following["terminated"]
-    return nn.functional.smooth_l1_loss(q(batch["stack"]).gather(-1, batch["action"].unsqueeze(-1)), goal)
+    return nn.functional.smooth_l1_loss(q(batch["observation"]).gather(-1, batch["action"].unsqueeze(-1)), goal)
 
 
 def mean_return(make_game, policy, episodes=40):
     """Of the policy that does not explore, or hardly."""
-    policy = TensorDictModule(policy, in_keys=["stack"], out_keys=["action"])
+    policy = TensorDictModule(policy, in_keys=["observation"], out_keys=["action"])
     with SyncDataCollector(lambda: make_env(make_game), policy, trajs_per_batch=episodes) as player:
         player.set_seed(1_000)
         return float(player.rollout()["next", "reward"].sum() / episodes)
@@ -153,7 +149,7 @@ def main():
     policy, buffer = EpsilonGreedy(q, actions, epsilon=1.0), make_buffer(given.capacity, given.seed)
     collector = SyncDataCollector(
         lambda: make_env(make_game),
-        TensorDictModule(policy, in_keys=["stack"], out_keys=["action"]),
+        TensorDictModule(policy, in_keys=["observation"], out_keys=["action"]),
         frames_per_batch=100,
         total_frames=given.frames,
         policy_device=device,
@@ -162,7 +158,7 @@ def main():
     collector.set_seed(given.seed)
     for batch in collector:
         frames = collector.frames
-        buffer.extend(batch.exclude("stack", ("next", "stack")))
+        buffer.extend(batch)
         policy.epsilon = max(0.05, 1 - frames / (given.frames / 6))
         if frames < 1_000:
             continue
@@ -177,7 +173,7 @@ def main():
         if frames % (given.frames // 12 // 100 * 100 or 100) == 0:
             score = mean_return(make_game, EpsilonGreedy(target, actions, epsilon=0.0), 2 if given.atari else 40)
             print(f"frames {frames:,}  return {score:.2f}", flush=True)
-    print(f"{buffer.storage.nbytes_for(buffer[0], given.capacity) / given.capacity:,.0f} bytes a step")
+    print(f"{buffer.stats().compact.bytes_per_step:,.0f} bytes a step")
 
 
 if __name__ == "__main__":

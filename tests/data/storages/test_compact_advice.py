@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,6 @@ SILENT: list[tuple[TensorDict, dict[str, Any]]] = [
     (stacks(20).apply(lambda t: t[..., :4, :4]), {"capacity": 1_000_000}),
     (one_frame(False), {}),
     (stacks(20).exclude("next"), {}),
-    (stacks(20), {"shared": True}),
 ]
 
 
@@ -91,8 +91,21 @@ def test_the_bytes_of_rows_with_observations_stored_once_are_known_before() -> N
     assert LazyTensorStorage.nbytes_for(spec, 500, compact="pixels") == storage.nbytes
     with pytest.raises(ValueError, match="no 'frames'"):
         LazyTensorStorage.nbytes_for(step, 500, compact="frames")
-    with pytest.raises(ValueError, match="whole observations"):
-        LazyMemmapStorage.nbytes_for(step, 500, compact=True)
+
+
+def test_the_bytes_of_a_folder_with_observations_stored_once_are_known_before(tmp_path: Path) -> None:
+    step = stacks(1)[0]
+    step["pixels"] = step["pixels"][:1].repeat(4, 1, 1)  # as an episode begins
+    step["next", "pixels"][:3] = step["pixels"][:3]
+    storage = LazyMemmapStorage(500, tmp_path, compact=True)
+    ReplayBuffer(storage=storage).add(step)
+    assert LazyMemmapStorage.nbytes_for(step, 500, compact=True) == storage.nbytes
+
+
+def test_mapped_and_shared_storages_say_it_too(tmp_path: Path) -> None:
+    for storage in (LazyMemmapStorage(CAPACITY, tmp_path), LazyTensorStorage(CAPACITY, shared=True)):
+        with pytest.warns(UserWarning, match="stacks of 4 frames"):
+            ReplayBuffer(storage=storage).extend(stacks(20))
 
 
 @each("batched", [False, True])

@@ -140,7 +140,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         shared_init: bool = False,
         max_bytes: int | str | None = None,
         take_over: bool = False,
-        compact: bool | Key | list[Key] | Compact = False,
+        compact: bool | Key | list[Key] | Compact | None = None,
     ) -> None:
         if str(device) not in ("cpu", "cpu:0", "auto"):
             raise ValueError(
@@ -161,7 +161,8 @@ class LazyMemmapStorage(LazyTensorStorage):
             raise ValueError("max_size must be given, or max_bytes")
         if opened is not None:
             size.take(opened)
-        self._hold_rows(LazyTable(size, self._file or _temporary(shared_init), found), checkpointer)
+        table = LazyTable(size, self._file or _temporary(shared_init), found, advises=compact is None)
+        self._hold_rows(table, checkpointer)
         if opened is not None:
             self._rows_table.take(opened)
 
@@ -171,15 +172,10 @@ class LazyMemmapStorage(LazyTensorStorage):
     def nbytes_for(cls, spec: Any, n: int, *, compact: bool | Key | list[Key] | Compact | None = None) -> int:
         """As `LazyTensorStorage.nbytes_for`, of a store in a folder, whose rows have 16 bytes more, for recovery.
 
-        Raises:
-            ValueError: as there, or `compact`: observations in a folder are whole.
+        With `compact` each frame has 24 bytes more besides.
         """
-        if as_compact(compact) is not None:
-            raise ValueError(
-                "a store in a folder holds whole observations, which outlive power cuts: leave compact out"
-            )
         place = NamedFile(Path(), take_over=False, auto_cleanup=False, shared_init=False)
-        return table_bytes(spec, n, place)
+        return table_bytes(spec, n, place, as_compact(compact))
 
     @classmethod
     def open(

@@ -20,9 +20,9 @@ from engram.errors import StorageError
 from engram.pytree import Key
 from engram.specs import Spec
 from engram.store.column_table import ColumnTable
-from engram.store.compact import Compact, as_compact
+from engram.store.compact import Compact, KnownSteps, as_compact
 from engram.store.lanes import Lanes
-from engram.store.layout import RowLayout
+from engram.store.layout import ObservationKeys, RowLayout
 from engram.store.lazy_table import LazyTable
 from engram.store.places import (
     FirstWriters,
@@ -258,7 +258,7 @@ class LazyTensorStorage(TensorStorage):
         place: Place = SharedMemory() if is_shared else private
         if shared_init:
             place = FirstWriters(SharedMemory(), UnmadeStore(temporary=False))
-        self._hold_rows(LazyTable(size, place, found, advises=compact is None and not is_shared), checkpointer)
+        self._hold_rows(LazyTable(size, place, found, advises=compact is None), checkpointer)
 
     @classmethod
     def nbytes_for(cls, spec: Any, n: int, *, compact: bool | Key | list[Key] | Compact | None = None) -> int:
@@ -309,7 +309,7 @@ def table_bytes(spec: Any, n: int, place: Place, compact: Compact | None = None)
         raise ValueError(f"the number of steps must be 1 or more, got {n!r}")
     step = spec.zero() if isinstance(spec, Spec) else spec
     layout = RowLayout.of(step, 0)
-    observations = None if compact is None else compact.find(layout, None)
+    observations = None if compact is None else compact.find(layout, KnownSteps(ObservationKeys({})))
     return place.bytes_of(NewTable(layout, (), 1, 1, int(n), given_lanes=None, observations=observations))
 
 
