@@ -172,9 +172,10 @@ struct ObservationProtocol {
   // words.
   void plan(uint64_t at, uint64_t n, uint64_t piece, Words& words) const {
     const uint64_t k = shape.frames, base = Memory::load(rows.base);
+    words.assign(n, {});
+    if (k == 1) return plan_frames(at, n, piece, words);
     uint64_t first = base;
     StackPlaces x, before, after;
-    words.assign(n, {});
     ObservationWord last;
     if (at > base) last = word(at - 1);
     for (uint64_t i = 0; i < n; ++i, last = words[i - 1]) {
@@ -182,19 +183,17 @@ struct ObservationProtocol {
       ObservationWord& mine = words[i];
       place_x(w, at, x);
       // Of a row that has gone when this one is published nobody asks for next.X.
-      if (i % piece == 0) first = std::max(base, below(claimed_with(at + std::min(n, i + piece)), shape.capacity));
+      if (i % piece == 0) first = first_after(base, at + std::min(n, i + piece));
       const bool has_next = w >= first + shape.ahead;
       if (has_next) mine.next = compare_next(w - shape.ahead, at, x, after);
-      if (k > 1) {
-        if (w > base) place_x(w - 1, at, before);
-        // A tail that moved shares its older frames with X of its row: where X is the same as next.X, they need no second look.
-        const StackPlaces& as_x = has_next && mine.next == ObservationWord::kSame ? after : x;
-        if (w > base && same_older(as_x, before)) {
-          mine.run = std::min(last.run + 1, k - 1);
-          if (mine.run < k - 1) mine.rest = last.rest;
-        } else {
-          mine.rest = compare_rest(x);
-        }
+      if (w > base) place_x(w - 1, at, before);
+      // A tail that moved shares its older frames with X of its row: where X is the same as next.X, they need no second look.
+      const StackPlaces& as_x = has_next && mine.next == ObservationWord::kSame ? after : x;
+      if (w > base && same_older(as_x, before)) {
+        mine.run = std::min(last.run + 1, k - 1);
+        if (mine.run < k - 1) mine.rest = last.rest;
+      } else {
+        mine.rest = compare_rest(x);
       }
     }
   }
@@ -329,6 +328,21 @@ struct ObservationProtocol {
  private:
   static uint64_t below(uint64_t w, uint64_t n) { return w > n ? w - n : 0; }
   uint64_t claimed_with(uint64_t to) const { return std::max(Memory::load(rows.claimed), to); }
+  // The oldest row that is there once rows below `to` are claimed.
+  uint64_t first_after(uint64_t base, uint64_t to) const { return std::max(base, below(claimed_with(to), shape.capacity)); }
+  // `plan` of observations that are no stacks: their words tell next.X alone.
+  void plan_frames(uint64_t at, uint64_t n, uint64_t piece, Words& words) const {
+    const uint64_t base = Memory::load(rows.base);
+    for (uint64_t done = 0; done < n;) {
+      const uint64_t end = std::min(n, done + piece), first = first_after(base, at + end);
+      for (; done < end; ++done) {
+        const uint64_t w = at + done, earlier = w - shape.ahead;
+        if (w < first + shape.ahead) continue;
+        const FramePlace next = earlier < at ? FramePlace{FramePlace::kTail, earlier, 0} : FramePlace{FramePlace::kNewNext, earlier, 0};
+        if (!columns.same(next, {FramePlace::kNewX, w, 0}, true)) words[done].next = ObservationWord::kWhole;
+      }
+    }
+  }
   ObservationWord word(uint64_t w) const { return ObservationWord::unpack(columns.word(w), shape.frames); }
   uint64_t next_unit(uint64_t unit) const { return columns.owns(unit) ? columns.link(unit) : unit; }
   FramePlace unit_place(uint64_t unit) const { return columns.owns(unit) ? FramePlace{FramePlace::kUnit, unit, 0} : FramePlace{}; }
@@ -373,10 +387,8 @@ struct ObservationProtocol {
     return true;
   }
   ObservationWord::Next compare_next(uint64_t w, uint64_t at, const StackPlaces& later_x, StackPlaces& after) const {
-    const uint64_t k = shape.frames;
     place_next(w, at, after);
     if (same(after, later_x)) return ObservationWord::kSame;
-    if (k == 1) return ObservationWord::kWhole;
     StackPlaces x;
     place_x(w, at, x);
     return same_older(after, x) ? ObservationWord::kMoved : ObservationWord::kWhole;

@@ -403,10 +403,11 @@ class Observations {
   const uint8_t* next_frame(uint64_t lane, uint64_t env, const FramePlace& next, size_t key) const {
     return columns_of(lane, env, {}).frame(next, key, offsets_[key]);
   }
-  // Where the word of row w lies, which is looked at for next.X of an earlier row.
-  void prefetch_word(uint64_t lane, uint64_t env, uint64_t w) const {
-    const uint64_t place = (lane * geometry_.envs + env) * shape_.records() + (w + shape_.ahead) % shape_.records();
-    __builtin_prefetch(first_word_ + place * word_stride_);
+  // Of a row that holds X: where its word lies; whether X is next.X of the row that comes `ahead` rows before.
+  const uint8_t* word_in(const uint8_t* row) const { return row + geometry_.in_row->word; }
+  bool is_next_of_earlier(const uint8_t* row) const {
+    const uint64_t bits = StdMemory::load(*reinterpret_cast<const std::atomic<uint64_t>*>(word_in(row)));
+    return ObservationWord::unpack(bits, 1).next == ObservationWord::kSame;
   }
   bool tail_is_there(const Rows& rows, uint64_t w) const {
     return StdMemory::load(rows.claimed) <= w + shape_.tails();

@@ -559,34 +559,76 @@ class RowReader {
     if (in_one_ring_) return {0, 0, static_cast<uint64_t>(slots_[i])};
     return {lane_[i], physical_[i] / store_.geometry().lane_capacity % store_.geometry().envs, slot_[i]};
   }
-  // Where X lies in the rows: copies next.X of rows [from, to), of those that exist.
+  // Which slots of a lane hold a row that another one follows, `ahead` rows later and below sequence `stop`.
+  struct FollowedSlots {
+    uint64_t newest_slot = 0, capacity = 1, least = 0, count = 0;  // counted back from the newest row
+    FollowedSlots(const SlotSequences& s, uint64_t ahead, uint64_t stop) : newest_slot(s.newest_slot), capacity(s.capacity) {
+      least = s.newest + ahead + 1 - std::min(stop, s.newest + ahead + 1);
+      if (s.any && s.newest - s.first >= least) count = s.newest - s.first - least + 1;
+    }
+    bool has(uint64_t slot) const { return newest_slot - slot + (slot > newest_slot ? capacity : 0) - least < count; }
+  };
+  // Where X lies in the rows: copies next.X of rows [from, to), of those that exist. Mostly it is X of the row `ahead` rows later.
   void copy_next(size_t from, size_t to) {
     const Observations& observations = *store_.observations();
-    const uint8_t* frames[kBlockRows];
-    FramePlace places[kBlockRows];
+    const uint64_t ahead = observations.geometry().ahead, capacity = store_.geometry().lane_capacity, on = ahead % capacity;
+    const uint64_t* const slots = in_one_ring_ ? reinterpret_cast<const uint64_t*>(slots_) : slot_.data();
+    const uint8_t* const* const rows = rows_.data();
+    const ptrdiff_t stride = static_cast<ptrdiff_t>(store_.geometry().row_stride), step = static_cast<ptrdiff_t>(on) * stride;
+    const ptrdiff_t over_the_end = step - static_cast<ptrdiff_t>(capacity) * stride;
+    const auto later_row = [&](size_t i) { return rows[i] + (slots[i] < capacity - on ? step : over_the_end); };
+    const uint8_t* later[kBlockRows];
+    uint64_t lane = 0, stop = published(0);
+    FollowedSlots followed(sequences_[0], ahead, stop);
     for (size_t at = from, block = 0; at < to; at += block) {
       block = std::min(kBlockRows, to - at);
-      uint64_t w = 0;
       for (size_t i = at + (at == from ? 0 : kBlockRows); i < std::min(to, at + 2 * kBlockRows); ++i)
-        if (find_row(i, w)) observations.prefetch_word(place(i).lane, place(i).env, w);
+        __builtin_prefetch(observations.word_in(later_row(i)));
+      bool are_later = true;
       for (size_t i = at; i < at + block; ++i) {
-        const Place of = place(i);
-        places[i - at] = {};
-        if (find_row(i, w))
-          from_tail_[i] = observations.find_next(store_.lanes.protocol(of.lane), of.lane, of.env, w, published(of.lane), places[i - at]);
+        if (!in_one_ring_ && lane_[i] != lane) lane = lane_[i], stop = published(lane), followed = {sequences_[lane], ahead, stop};
+        const uint8_t* const row = later_row(i);
+        const bool is_later = followed.has(slots[i]) && observations.is_next_of_earlier(row);
+        later[i - at] = is_later ? row : nullptr;
+        are_later &= is_later;
       }
-      for (const Observations::Target& one : observed_) {
-        for (size_t i = at; i < at + block; ++i) frames[i - at] = observations.next_frame(place(i).lane, place(i).env, places[i - at], one.leaf.key);
-        copy_frames(frames, block, one, at);
-      }
+      if (are_later) copy_later(later, block, at);
+      else copy_next_of_any(later, block, at);
     }
   }
-  void copy_frames(const uint8_t** frames, size_t n, const Observations::Target& to, size_t at) {
+  // Of a block of rows: next.X is X of other rows.
+  void copy_later(const uint8_t** later, size_t n, size_t at) {
+    const Observations::InRow& in_row = *store_.observations()->geometry().in_row;
+    for (const Observations::Target& one : observed_) {
+      const uint8_t* frames[kBlockRows];
+      for (size_t i = 0; i < n; ++i) frames[i] = later[i] + in_row.x[one.leaf.key];
+      copy_frames(frames, n, one, at);
+    }
+  }
+  // Of a block of rows: where `later` is null, next.X lies elsewhere, or there is no row.
+  void copy_next_of_any(const uint8_t** later, size_t n, size_t at) {
+    static constexpr uint8_t kZeros[Observations::kMostBytesInRow] = {};
+    const Observations& observations = *store_.observations();
+    FramePlace places[kBlockRows];
+    uint64_t w = 0;
+    for (size_t i = 0; i < n; ++i) {
+      const Place of = place(at + i);
+      if (!later[i] && find_row(at + i, w))
+        from_tail_[at + i] = observations.find_next(store_.lanes.protocol(of.lane), of.lane, of.env, w, published(of.lane), places[i]);
+    }
+    for (const Observations::Target& one : observed_) {
+      const uint8_t* frames[kBlockRows];
+      for (size_t i = 0; i < n; ++i) {
+        const Place of = place(at + i);
+        frames[i] = later[i] ? later[i] + observations.geometry().in_row->x[one.leaf.key] : observations.next_frame(of.lane, of.env, places[i], one.leaf.key);
+        if (!frames[i]) frames[i] = kZeros;  // there is no row, or it is being overwritten
+      }
+      copy_frames(frames, n, one, at);
+    }
+  }
+  void copy_frames(const uint8_t* const* frames, size_t n, const Observations::Target& to, size_t at) {
     const size_t bytes = store_.observations()->geometry().keys[to.leaf.key].frame_bytes;
     uint8_t* const array = to.array + static_cast<ptrdiff_t>(at) * to.stride;
-    static constexpr uint8_t kZeros[Observations::kMostBytesInRow] = {};
-    for (size_t i = 0; i < n; ++i)
-      if (!frames[i]) frames[i] = kZeros;  // there is no row, or it is being overwritten
     if (bytes <= kFixedSizes) return kGatherLoops[bytes - 1](frames, n, {0, bytes, array, to.stride});
     for (size_t i = 0; i < n; ++i) std::memcpy(array + static_cast<ptrdiff_t>(i) * to.stride, frames[i], bytes);
   }
@@ -614,8 +656,9 @@ class RowReader {
   // The newest rows take next.X from their tails, which the piece after next overwrites: by then the rows behind them tell where it
   // is. False: they were overwritten again and again.
   bool settle_tails() {
-    if (!store_.observations() || observed_.empty()) return true;
+    if (!store_.observations() || observed_.empty() || from_tail_.empty()) return true;
     Lanes::Protocol::after_reading();
+    if (!std::memchr(from_tail_.data(), true, from_tail_.size())) return true;
     bool all = true;
     for (size_t i = 0; i < from_tail_.size(); ++i)
       if (from_tail_[i]) all &= settle_tail(i);
