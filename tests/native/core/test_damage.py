@@ -148,7 +148,6 @@ def test_versions_features_and_ids(tmp_path: Path, image: bytes) -> None:
         (16, b"\x09", r"the feature without a name \(bit 3\)"), (24, b"traiLers", "contradicts"),
         (16, b"\x09\0\0\0\0\0\0\0trailers,arena", r"the feature 'arena' \(bit 3\).*newer"),
         (16, b"\x08\0\0\0\0\0\0\0\xff\0", r"the feature '\?' \(bit 3\)"),
-        (16, b"\x02\0\0\0\0\0\0\0observations", r"the feature 'observations' \(bit 1\)"),
     ):  # fmt: skip
         made = bytearray(image)
         made[at : at + len(new)] = new
