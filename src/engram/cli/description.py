@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 #: Stores of no more rows have their episodes counted without being asked: their flags are read.
 _FEW_ROWS = 1 << 20
+_NEWEST_ROWS = 4096  # of each lane, which tell what a store's observations are made of
 _TRIES = 500  # while all rows are being replaced: a few seconds
 
 NOT_COUNTED = "episodes were not counted: episodes=True (--episodes) reads the flags of all rows"
@@ -279,11 +280,15 @@ def _of_header(path: str | os.PathLike[str], store: Any, opened: StoreFile, rows
     lanes = [{**store.lane(i), "seams": store.seams(i)} for i in range(store.lanes)]
     if rows is None:
         rows = [range(lane["first"], lane["published"]) for lane in lanes]
+    capacity = store.lanes * store.lane_capacity * store.envs
+    notes = (
+        (_observations_of_store(layout["observations"], opened, store, capacity),) if "observations" in layout else ()
+    )
     return Info(
         path=str(path),
         kind="store",
         rows=store.envs * sum(map(len, rows)),
-        capacity=store.lanes * store.lane_capacity * store.envs,
+        capacity=capacity,
         row_bytes=layout["row_bytes"],
         file_bytes=opened.nbytes,
         envs=store.envs,
@@ -291,7 +296,20 @@ def _of_header(path: str | os.PathLike[str], store: Any, opened: StoreFile, rows
         lanes=tuple(_lane(lane, rows[i], store.envs, opened.has_writer(i, store)) for i, lane in enumerate(lanes)),
         writers=writer_shares(store),
         in_use=opened.is_in_use,
+        notes=notes,
     )
+
+
+def _observations_of_store(said: dict[str, Any], opened: StoreFile, store: Any, capacity: int) -> str:
+    """Says which observations a store has once, its bytes a step, and if nobody writes what its newest rows have."""
+    once = _stored_once([(shown_key(key["path"]), key["frames"]) for key in said["keys"]], said["n_steps"])
+    once += f"; {(store.total_bytes + store.observation_bytes) / capacity:,.0f} bytes a step"
+    if opened.is_in_use:
+        return once
+    rows, *kinds, _, _ = store.observation_kinds(_NEWEST_ROWS)
+    same, moved, whole = (count / max(1, rows) for count in kinds)
+    shares = f"{same:.1%} take nothing, {moved:.1%} a frame, {whole:.1%} are whole"
+    return f"{once}; of the newest rows' next observations {shares}"
 
 
 def _lane(state: dict[str, Any], rows: range, envs: int, held: bool | None) -> LaneInfo:
@@ -359,9 +377,12 @@ def _of_saved_rows(described: Info, state: dict[str, Any]) -> Info:
 
 def _observations(keys: tuple[KeyInfo, ...], saved: dict[str, Any]) -> str:
     """Says which observations a checkpoint has once. LookupError, TypeError or ValueError where that is malformed."""
-    stacks = [(keys[x].key, frames) for x, _, frames in saved["keys"]]
+    return _stored_once([(keys[x].key, frames) for x, _, frames in saved["keys"]], saved["n_steps"])
+
+
+def _stored_once(stacks: Sequence[tuple[str, int]], n: int) -> str:
     names = [f"{key} ({frames} frames)" if frames > 1 else key for key, frames in stacks]
-    n_steps = f", of {saved['n_steps']}-step rows" if saved["n_steps"] > 1 else ""
+    n_steps = f", of {n}-step rows" if n > 1 else ""
     return f"each observation is stored once (compact=): {', '.join(names)}{n_steps}"
 
 
