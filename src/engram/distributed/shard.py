@@ -554,7 +554,7 @@ class ReplayShard:
     def draw(self, incarnation: int, n: int, seed: int) -> DrawnRows:
         """n rows drawn uniformly, less those that were overwritten meanwhile; where there are none, no block."""
         if self._storage.lanes is None:
-            return self._no_rows()
+            return _no_rows(self._totals())
         return DrawnRows(*draw_rows(self._storage, n, seed), None, None, None, None, self._totals())
 
     @_call
@@ -567,7 +567,7 @@ class ReplayShard:
             RuntimeError: writers on this machine overwrite rows faster than they are read.
         """
         if self._storage.lanes is None:
-            return self._no_rows()
+            return _no_rows(self._totals())
         by_leaf = goes_by_leaf(self._layout)
         for _ in range(_MOST_DRAWS):
             with self._sampler.lock:
@@ -576,7 +576,7 @@ class ReplayShard:
                 except RuntimeError:
                     if self._totals().draws.share:
                         raise
-                    return self._no_rows()
+                    return _no_rows(self._totals())
                 totals = self._totals(newest=False)
             if len(draw.slots) > n:
                 raise ValueError(f"{self._sampler!r} drew {len(draw.slots)} rows where {n} were asked for")
@@ -594,10 +594,6 @@ class ReplayShard:
             )  # fmt: skip
             return _without(drawn, lost) if lost else drawn
         raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
-
-    def _no_rows(self) -> DrawnRows:
-        nothing = torch.empty(0, dtype=torch.int64)
-        return DrawnRows(Block(()), nothing, nothing, None, None, None, None, self._totals())
 
     @_call
     def update_priority(
@@ -777,6 +773,11 @@ class ReplayShard:
             if self._folder_lock is not None:
                 self._folder_lock.close()
                 self._folder_lock = None
+
+
+def _no_rows(totals: ShardTotals) -> DrawnRows:
+    nothing = torch.empty(0, dtype=torch.int64)
+    return DrawnRows(Block(()), nothing, nothing, None, None, None, None, totals)
 
 
 def _without(drawn: DrawnRows, lost: list[int]) -> DrawnRows:
