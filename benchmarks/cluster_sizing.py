@@ -30,6 +30,8 @@ class Cluster:
         block: rows in a call that writes through Ray; 0: collectors write beside their shard, without calls.
         link: bytes per second of a machine's network.
         call_cpu: seconds of CPU of one call of an actor, on each of its two sides.
+        frames_per_batch, reports: of a collector, and reports per second of all collectors together, at most.
+        report_cpu, batch_cpu: seconds of CPU of the collectors' program for a report, beside its call, and a batch.
         row_in, row_out: seconds of CPU of a shard for a row that is appended, or drawn.
         byte_copy: seconds of CPU for a byte of a row, on each side.
         weight_bytes, weight_updates: of the policy, and how often a second it is published.
@@ -53,6 +55,10 @@ class Cluster:
     byte_copy: float = 0.15e-9
     weight_bytes: float = 4e6
     weight_updates: float = 1.0
+    frames_per_batch: int = 100
+    reports: float = 400.0
+    report_cpu: float = 0.4e-3
+    batch_cpu: float = 6e-6
 
     @property
     def rows_in(self) -> float:
@@ -65,6 +71,12 @@ class Cluster:
         rows = self.rows_in / self.shards
         calls = rows / self.block * self.call_cpu if self.block else 0.0
         return rows * (self.row_in + self.row_bytes * self.byte_copy) + calls
+
+    @property
+    def collecting_share(self) -> float:
+        """Of the core of the program that has the collectors, what their reports take."""
+        batches = self.rows_in / self.frames_per_batch
+        return min(self.reports, batches) * (self.call_cpu + self.report_cpu) + batches * self.batch_cpu
 
     @property
     def rows_of_answer(self) -> float:
@@ -94,6 +106,7 @@ def report(c: Cluster) -> dict[str, float]:
         * c.weight_updates
         * c.nodes
         / c.link,
+        "core of the collectors' program": c.collecting_share,
         "core of a shard, writing": c.writing_share,
         "core of a shard, drawing": rounds * c.fan_out / c.shards * c.shard_seconds,
         "core of a learner, calls and merging": rounds / c.learners * c.learner_seconds,

@@ -22,6 +22,7 @@ from cluster.environments import Constant, EndsFirstLives, hanging_env, make_env
 from cluster.rows import batches_of_producers
 from engram.data import LazyTensorStorage, ReplayBuffer, SliceSampler
 from engram.distributed import RayCollector, RayReplayBuffer
+from engram.distributed import collector as distributed_collector
 from engram.envs import GymEnv
 from engram.envs.transforms import MultiStepTransform
 from engram.errors import ShardUnavailableError, StorageInUseError, WorkerError
@@ -148,6 +149,19 @@ def test_it_collects_in_the_background(shared) -> None:
         time.sleep(0.01)
     collecting.async_shutdown()
     assert collecting.frames == check_every_step_once(rb) >= 400
+
+
+def test_collectors_report_several_batches_together(shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed_collector, "_REPORTS", 2)  # as if there were hundreds of them
+    reports = []
+    note = RayCollector._note
+    monkeypatch.setattr(RayCollector, "_note", lambda *of: (reports.append(of[2]), note(*of)))
+    rb = shared
+    with collector(replay_buffer=rb, total_frames=4000) as collecting:
+        batches = len(list(collecting))
+    assert collecting.frames == check_every_step_once(rb) == rb.write_count >= 4000
+    assert len(reports) < batches and sum(report.batches for report in reports) == collecting.frames // 50
+    assert collecting.stats.episodes == sum(int(lane["next", "done"].sum()) for lane in batches_of_producers(rb))
 
 
 def pendulum() -> Any:

@@ -18,7 +18,7 @@ from distributed.shards import Link, client, read_all, rows, shard, whole
 from engram.data import PrioritizedSampler, RandomSampler
 from engram.distributed import RayCollector, RayReplayBuffer, folder_lock, local, sharded
 from engram.distributed.client import PendingCall, ShardClient
-from engram.distributed.collector import _CollectorActor, _Member
+from engram.distributed.collector import _CollectorActor, _Member, _Share
 from engram.distributed.folder_lock import FolderLock, watch_folder
 from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings
 from engram.distributed.weights import WeightsFetcher
@@ -312,6 +312,56 @@ def test_a_collector_waits_for_a_shard_that_ends_between_its_rows_and_their_coun
     collecting._fetcher, collecting._episodes = WeightsFetcher(), []
     collecting._buffers = [Ending(Link(shard(scratch_dir=tmp_path)))]
     assert collecting.collect(None).frames == 10
+
+
+@pytest.mark.parametrize(("share", "batches"), [((0.0, 9), 1), ((1e9, 3), 3), ((1e9, 1), 1)])
+def test_a_collector_reports_batches_together_and_counts_their_rows_once(share: Any, batches: int) -> None:
+    link = Link(shard())
+
+    class Asked(RayReplayBuffer):
+        def __init__(self) -> None:
+            ShardedReplayBuffer.__init__(self, [link], ShardedSettings(RandomSampler(), timeout=NEVER))
+            self.flushed = 0
+
+        def flush(self, timeout: float | None = None) -> None:
+            self.flushed += 1
+            super().flush(timeout)
+
+    made = iter(range(0, 1000, 10))
+    collecting = _CollectorActor()
+    collecting._config = SimpleNamespace(workers=1, postproc=None)
+    collecting._collector = SimpleNamespace(rollout=lambda: rows(at := next(made), at + 10))
+    collecting._fetcher, collecting._episodes = WeightsFetcher(), []
+    collecting._buffers = [Asked()]
+    for reports in (1, 2):
+        report = collecting.collect(None, _Share(*share))
+        assert report.batches == batches and report.frames == 10 * batches * reports and report.batch is None
+        assert collecting._buffers[0].flushed == reports
+    assert numbers(link) == list(range(20 * batches))
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({}, (2.5, 1 << 60)),
+        ({"total_frames": 10**6}, (2.5, 10)),
+        ({"total_frames": 10**6, "frames": 500_000}, (2.5, 5)),
+        ({"total_frames": 10**6, "frames": 999_000}, (2.5, 1)),
+        ({"num_collectors": 2}, (0.005, 1 << 60)),
+        ({"_sync": True}, (0.0, 1)),
+        ({"replay_buffer": None}, (0.0, 1)),
+        ({"_batch_timeout": 5.0}, (0.0, 1)),
+    ],
+)
+def test_the_more_collectors_the_more_batches_are_in_a_report(settings: dict[str, Any], share: Any) -> None:
+    collecting = object.__new__(RayCollector)
+    usual = {
+        "replay_buffer": object(), "_sync": False, "_batch_timeout": None, "num_collectors": 1000, "total_frames": -1,
+        "frames": 0, "frames_per_batch": 100, "_members": [],
+    }  # fmt: skip
+    vars(collecting).update({**usual, **settings})
+    seconds, batches = collecting._next_share()
+    assert seconds == share[0] and min(batches, 1 << 60) == share[1]
 
 
 class TestFolderLock:

@@ -85,6 +85,7 @@ class RayActors:
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
+        self._ready: list[Any] = []  # answers that had come at the last look, which costs as much for one as for all
 
     def start(self, name: str, args: Sequence[Any], *, before: RayWorker | None, life: int, timed: bool) -> RayWorker:
         """Makes an actor. Ray itself does not restart it: first is counted what the one before has written."""
@@ -95,8 +96,12 @@ class RayActors:
         calls = {worker.next_call(): worker for worker in workers if worker.is_asked}
         if not calls:
             return []
-        done, _ = import_ray().wait(list(calls), num_returns=1, timeout=timeout)
-        return [calls[reference] for reference in done]
+        self._ready = [reference for reference in self._ready if reference in calls]
+        if not self._ready:
+            self._ready, rest = import_ray().wait(list(calls), num_returns=1, timeout=timeout)
+            if self._ready and rest:
+                self._ready += import_ray().wait(rest, num_returns=len(rest), timeout=0)[0]
+        return [calls[reference] for reference in self._ready[:1]]
 
     def close_all(self, workers: Iterable[RayWorker], timeout: float) -> None:
         """Has actors close themselves for so many seconds (0: not at all), then ends their processes."""

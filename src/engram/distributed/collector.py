@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import secrets
+import sys
 import time
 import warnings
 from collections import deque
@@ -42,6 +43,9 @@ _PATIENCE = 120.0  # seconds in which the shards tell how many rows of a dead co
 _PAUSE = 0.05  # seconds between two tries of that
 _CLOSE_TIMEOUT = 5.0
 _LOOK_INTERVAL = 0.5  # seconds between two looks at whether a collector hangs
+_REPORTS = 400  # a second from all collectors together: each costs the program that has them half a millisecond
+
+_UNLIMITED = sys.maxsize
 
 T = TypeVar("T")
 
@@ -74,12 +78,24 @@ class _Report(NamedTuple):
         frames: how many it has collected in this life; with a replay buffer, how many of its rows are in.
         batch: None where it is in the replay buffer.
         returns, lengths: of the episodes that ended in it.
+        batches: how many it is about.
     """
 
     frames: int
     batch: TensorDictBase | None
     returns: list[float]
     lengths: list[int]
+    batches: int = 1
+
+
+class _Share(NamedTuple):
+    """How much a collector does before it reports: batches for so many seconds, `batches` at most, and one at least."""
+
+    seconds: float
+    batches: int
+
+
+_ONE_BATCH = _Share(0.0, 1)
 
 
 class _Begun(NamedTuple):
@@ -132,11 +148,27 @@ class _CollectorActor:
         for one in before:
             _close_producer(one)
 
-    def collect(self, offer: WeightsOffer | None) -> _Report:
-        """Collects a batch with the newest weights, and writes it, where there is a replay buffer."""
+    def collect(self, offer: WeightsOffer | None, share: _Share = _ONE_BATCH) -> _Report:
+        """Collects batches with the newest weights, and writes them, where there is a replay buffer; else it is one."""
+        until = time.monotonic() + share.seconds
         weights = self._fetcher.fetch(offer)
         if weights is not None:
             self._collector.update_policy_weights_(weights, version=self._fetcher.version)
+        batch, returns, lengths = self._collect_one()
+        if batch is not None:
+            self._frames += batch.numel()
+            return _Report(self._frames, batch, returns, lengths)
+        batches = 1
+        while batches < share.batches and time.monotonic() < until:
+            _, more_returns, more_lengths = self._collect_one()
+            returns, lengths, batches = returns + more_returns, lengths + more_lengths, batches + 1
+        for buffer in self._buffers:
+            _until_shard_answers(buffer.flush)
+        rows = sum(_until_shard_answers(buffer.rows_in) for buffer in self._buffers)
+        return _Report(rows, None, returns, lengths, batches)
+
+    def _collect_one(self) -> tuple[TensorDictBase | None, list[float], list[int]]:
+        """A batch, or None where it went to the replay buffer; returns and lengths of the episodes that ended in it."""
         batch = self._collector.rollout()
         parts = [batch] if self._config.workers == 1 else list(batch.unbind(0))
         for k, part in enumerate(parts):
@@ -145,15 +177,10 @@ class _CollectorActor:
         if self._config.postproc is not None:
             parts = [self._config.postproc(part) for part in parts]
         if not self._buffers:
-            batch = parts[0] if self._config.workers == 1 else torch.stack(parts)
-            self._frames += batch.numel()
-            return _Report(self._frames, batch, returns, lengths)
+            return parts[0] if self._config.workers == 1 else torch.stack(parts), returns, lengths
         for buffer, part in zip(self._buffers, parts, strict=False):  # fewer parts: a worker has failed
             _until_shard_answers(functools.partial(buffer.extend, part.reshape(-1)))
-        for buffer in self._buffers:
-            _until_shard_answers(buffer.flush)
-        rows = sum(_until_shard_answers(buffer.rows_in) for buffer in self._buffers)
-        return _Report(rows, None, returns, lengths)
+        return None, returns, lengths
 
     def _add_producer(self, part: TensorDictBase, worker: int) -> None:
         """Makes trajectory ids those of this producer."""
@@ -214,7 +241,7 @@ class _Member:
         names: of the producers of this life.
         frames: of this life, as far as they are counted.
         batches: of this life.
-        is_asked: whether it owes a batch.
+        asked: how many batches it was asked for; 0: it owes none.
     """
 
     make_env: Callable[[], Any]
@@ -229,7 +256,12 @@ class _Member:
     names: tuple[str, ...] = ()
     frames: int = 0
     batches: int = 0
-    is_asked: bool = False
+    asked: int = 0
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether it owes batches."""
+        return self.asked > 0
 
 
 @advised
@@ -260,7 +292,10 @@ class RayCollector(PooledCollector):
             `MultiSyncDataCollector`; or a list of them with one for each.
         num_workers_per_collector: processes that step environments in each collector.
         sync: True: a batch is one of all collectors with the same weights, which wait while the caller has it. False:
-            collectors continue meanwhile, and a batch is that of the collector which finishes first.
+            collectors continue meanwhile, and a batch is that of the collector which finishes first. With a
+            `replay_buffer`, n collectors report 400 times a second together: those whose batches are shorter than
+            n / 400 seconds make several before each report, with the same weights. With `batch_timeout` each is
+            reported.
         ray_init_config: arguments of `ray.init`, where Ray has not been started.
         remote_configs: options of the actors, as `ray.remote` takes them, or a list with one for each. Unless they
             name a `scheduling_strategy`, collectors go to the nodes of the buffer's shards first, then to others, in
@@ -350,6 +385,7 @@ class RayCollector(PooledCollector):
         options = _one_for_each("remote_configs", remote_configs, n)
         self._policy = policy
         self._workers, self.postproc, self._sync = num_workers_per_collector, postproc, sync
+        self._batch_timeout = batch_timeout
         self.replay_buffer, self._update_after_each_batch = replay_buffer, update_after_each_batch
         self._random_frames = -(-(settings.init_random_frames or 0) // n)
         self.num_collectors, self.total_frames = n, settings.total_frames
@@ -426,6 +462,7 @@ class RayCollector(PooledCollector):
         )
         self._begin_life(k)
         if member.is_asked:
+            member.asked = 1
             self._post(k)
 
     def _rows_of(self, member: _Member) -> int:
@@ -482,9 +519,10 @@ class RayCollector(PooledCollector):
         return reports
 
     def _next_of_any(self) -> tuple[int, _Report]:
-        for k, member in enumerate(self._members):
-            if not member.is_asked and (not self._asked() or self._is_more_needed()):
-                self._ask_for_batch(k)
+        if not self._arrived:
+            for k, member in enumerate(self._members):
+                if not member.is_asked and (not self._asked() or self._is_more_needed()):
+                    self._ask_for_batch(k)
         while not self._arrived:
             self._take_from(self._asked())
         k, report = self._arrived.popleft()
@@ -493,20 +531,37 @@ class RayCollector(PooledCollector):
         return k, report
 
     def _is_more_needed(self) -> bool:
-        on_their_way = len(self._asked()) * self.frames_per_batch
-        return self.total_frames < 0 or self.frames + on_their_way < self.total_frames
+        return self.total_frames < 0 or self.frames + self._on_their_way() < self.total_frames
+
+    def _on_their_way(self) -> int:
+        """Frames that were asked for."""
+        return self.frames_per_batch * sum(member.asked for member in self._members)
+
+    def _next_share(self) -> _Share:
+        """What a collector is asked for: one batch where somebody waits for each, else some; fewer when few are left.
+
+        So the program that has a thousand collectors hears as many reports as that of a few.
+        """
+        if self._sync or self.replay_buffer is None or self._batch_timeout is not None:
+            return _ONE_BATCH
+        seconds = self.num_collectors / _REPORTS
+        if self.total_frames < 0:
+            return _Share(seconds, _UNLIMITED)
+        left = self.total_frames - self.frames - self._on_their_way()
+        return _Share(seconds, max(1, left // (self.frames_per_batch * self.num_collectors)))
 
     def _asked(self) -> list[int]:
         """The collectors that owe a batch."""
         return [k for k, member in enumerate(self._members) if member.is_asked]
 
     def _ask_for_batch(self, k: int) -> None:
-        self._members[k].is_asked = True
-        self._post(k)
+        share = self._next_share()
+        self._members[k].asked = 1 if share.batches == _UNLIMITED else share.batches
+        self._post(k, share)
 
-    def _post(self, k: int) -> None:
+    def _post(self, k: int, share: _Share = _ONE_BATCH) -> None:
         offer = self._weights.offer
-        self._pool.workers[k].post(lambda actor: actor.collect.remote(offer))
+        self._pool.workers[k].post(lambda actor: actor.collect.remote(offer, share))
 
     def _take_from(self, asked: list[int]) -> None:
         """Waits for the next reports."""
@@ -530,13 +585,13 @@ class RayCollector(PooledCollector):
             member.batch_frames = answer.frames
         elif isinstance(answer, _Report):
             self._note(member, answer)
-            self._arrived.append((k, answer))
+            self._arrived.extend([(k, answer)] * answer.batches)
         else:
             return [answer]
         return []
 
     def _note(self, member: _Member, report: _Report) -> None:
-        member.is_asked, member.batches = False, member.batches + 1
+        member.asked, member.batches = 0, member.batches + report.batches
         self._count(member, report.frames - member.frames)
         member.frames = report.frames
         self._episodes.take(report.returns, report.lengths)
@@ -689,7 +744,7 @@ class RayCollector(PooledCollector):
                 try:
                     answer = self._pool.workers[k].receive()
                 except WorkerError:  # what it has written is counted by its rows
-                    self._members[k].is_asked = False
+                    self._members[k].asked = 0
                     continue
                 if isinstance(answer, _Report):
                     self._note(self._members[k], answer)
