@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from distributed.shards import LAYOUT, Link, client, read_all, rows, shard, whol
 from engram.data import PrioritizedSampler, RandomSampler, SliceSampler
 from engram.distributed import ReplayShard, priority_updates, unpack
 from engram.envs.transforms import MultiStepTransform
-from engram.errors import ShardUnavailableError
+from engram.errors import ShardUnavailableError, StorageError
 from engram.store.layout import RowLayout
 from engram.testing import chi_square
 
@@ -777,3 +779,68 @@ class TestCounts:
             first.flush()
             second.flush()
         assert first.stats().accepted == second.stats().accepted == 3
+
+
+class TestFactsAfterAChange:
+    def test_what_is_known_of_shards_is_of_after_it(self, tmp_path: Path) -> None:
+        ls = [Link(shard()) for _ in range(2)]
+        for k in range(2):
+            write(ls[k].shard, "another", rows(10 * k, 10 * k + 10))
+        rb = client(ls)
+        rb.dumps(tmp_path)
+        for link in ls:
+            link.late = True  # answers come when somebody waits for them
+        rb.empty()
+        assert len(rb) == 0
+        rb.loads(tmp_path)
+        assert len(rb) == 20
+
+
+class TestAShardWithOlderData:
+    """The folder of a shard is replaced by an older copy while it is down, as from a backup."""
+
+    def test_what_is_missing_is_told_and_the_producer_goes_on_without_doubles(self, tmp_path: Path) -> None:
+        folder = tmp_path / "shard"
+        link = Link(shard(scratch_dir=folder))
+        rb = client([link])
+        rb.extend(rows(0, 10))
+        rb.flush()
+        link.shard.close()
+        shutil.copytree(folder, tmp_path / "older")
+        link.shard = shard(scratch_dir=folder)
+        rb.extend(rows(10, 30))
+        rb.flush()
+        link.end()
+        shutil.rmtree(folder)
+        (tmp_path / "older").rename(folder)
+        link.shard = shard(scratch_dir=folder)
+        with pytest.warns(RuntimeWarning, match="came back without 20 rows"):
+            rb.extend(rows(30, 40))
+            rb.flush()
+        assert stored(link) == [*range(10), *range(30, 40)]
+
+
+class TestCallsThatAreDeliveredTwice:
+    def test_rows_are_in_once_and_in_order(self) -> None:
+        rng = random.Random(0)
+        ls = [Link(shard()) for _ in range(2)]
+        late: list[tuple[Any, tuple[Any, ...]]] = []
+
+        class Twice(Link):
+            def call(self, method: str, *arguments: Any, answer_bytes: int = 0) -> Any:
+                if method in ("extend", "join", "admit", "update_priority"):
+                    late.append((self.shard, (method, arguments)))
+                if late and rng.random() < 0.5:  # some call of before comes once more, at any time later
+                    one, (name, given) = late[rng.randrange(len(late))]
+                    with contextlib.suppress(StorageError, ValueError):
+                        getattr(one, name)(*given)
+                return super().call(method, *arguments, answer_bytes=answer_bytes)
+
+        twice = [Twice(link.shard) for link in ls]
+        for number in range(2):
+            rb = client(twice)
+            for k in range(0, 150, 5):
+                rb.extend(rows(1000 * number + k, 1000 * number + k + 5))
+            rb.flush()
+        found = [stored(link) for link in ls]
+        assert sorted(found) == [list(range(150)), list(range(1000, 1150))]

@@ -182,6 +182,8 @@ def load_shards(
                         shard.forget()
             if errors:
                 raise errors[0]
+        for shard in shards:
+            shard.await_presence(deadline)  # so that what is known of its rows is of the life that it has begun
 
 
 def _check_room(path: str | os.PathLike[str], shards: Sequence[ShardClient], rows: Sequence[int]) -> None:

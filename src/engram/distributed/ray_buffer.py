@@ -26,7 +26,7 @@ from engram.distributed.blocks import Block
 from engram.distributed.client import PendingCall, ShardLink
 from engram.distributed.node_folders import PREFIX, FolderOwner, claim_folder, remove_abandoned_folders
 from engram.distributed.shard import ReplayShard
-from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings
+from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings, capacity_of
 from engram.errors import ShardGoneError, ShardUnavailableError, ShardVersionError
 from engram.kernel.advice import advised
 
@@ -390,7 +390,7 @@ class RayReplayBuffer(ShardedReplayBuffer):
             )
         sampler = RandomSampler() if sampler is None else sampler if isinstance(sampler, Sampler) else sampler()
         arguments: dict[str, Any] = {
-            "capacity": -(-_capacity_of(storage) // num_shards),
+            "capacity": -(-capacity_of(storage) // num_shards),
             "lanes": lanes,
             "sampler": sampler,
         }
@@ -496,19 +496,6 @@ class RayReplayBuffer(ShardedReplayBuffer):
                 except (import_ray().exceptions.RayError, TimeoutError):
                     pass  # it is gone, or is ended now
             _kill(self._actors)
-
-
-def _capacity_of(storage: Any) -> int:
-    made = storage if isinstance(storage, Storage) else storage()
-    if not isinstance(made, Storage):
-        raise TypeError(f"storage must be a Storage or make one, got a {type(made).__name__}")
-    if made.max_size is None or made.max_size < 1:
-        raise ValueError("the storage needs a max_size: it says how many rows all shards have room for")
-    if made.ndim != 1:
-        raise ValueError(f"shards hold steps of one environment each: ndim must be 1, it is {made.ndim}")
-    if len(made):
-        raise ValueError(f"the storage holds {len(made)} rows, which would not be in the shards: give an empty one")
-    return made.max_size
 
 
 def _start_shards(

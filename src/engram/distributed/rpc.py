@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 from torch.distributed import rpc
@@ -21,7 +22,7 @@ def _reached(method: Any) -> Any:
         if not isinstance(self, rpc.PyRRef):  # type: ignore[attr-defined]  # what `rpc.remote` gives
             return method(self, *args, **kwargs)
         if self.is_owner():
-            return method(self.local_value(), *args, **kwargs)
+            return operator.methodcaller(method.__name__, *args, **kwargs)(self.local_value())
         return rpc.rpc_sync(self.owner(), call, args=(self, *args), kwargs=kwargs)
 
     call.__module__, call.__qualname__ = __name__, f"RemoteTensorDictReplayBuffer.{method.__name__}"  # as it is sent
@@ -29,11 +30,14 @@ def _reached(method: Any) -> Any:
 
 
 class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
-    """A TensorDictReplayBuffer whose methods also take an `RRef` of one for `self`, and then work where that one is.
+    """A TensorDictReplayBuffer whose methods also take an `RRef` of a buffer for `self`, and then work where that is.
 
     Everything goes through `torch.distributed.rpc` (which this imports, so it is loaded when it is first named): data
     are copied, and callers wait. On one machine, a buffer that is sent to other processes is much faster. `dumps` in
     the background gives a handle that cannot be sent: save with `blocking=True`.
+
+    The `RRef` may be of another buffer, as of an `engram.distributed.rpc_buffer.RpcReplayBuffer`, whose rows lie in
+    several processes; a process that makes one of its own reaches the same shards without a way round.
 
     Args:
         As TensorDictReplayBuffer.

@@ -24,6 +24,7 @@ from engram.data import (
     ReplayBuffer,
     Sampler,
     SliceSampler,
+    Storage,
     TensorDictReplayBuffer,
 )
 from engram.distributed.batches import BatchStream, Rows
@@ -674,6 +675,8 @@ class ShardedReplayBuffer:
             for shard in self._shards:
                 shard.ask_once(deadline, "empty")
                 shard.forget()
+            for shard in self._shards:
+                shard.await_presence(deadline)  # so that what is known of its rows is of the life that it has begun
 
     def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1, timeout: float = 3600.0) -> str:
         """Saves all shards and puts the save in force as a whole; returns the snapshot's name.
@@ -759,3 +762,21 @@ class ShardedReplayBuffer:
                 finally:
                     self._end_producing()
                     self._updates.drop()
+
+
+def capacity_of(storage: Any) -> int:
+    """For how many rows all shards shall have room: a storage says it, or something that makes one.
+
+    Raises:
+        TypeError, ValueError: it says none, or is not an empty one of steps.
+    """
+    made = storage if isinstance(storage, Storage) else storage()
+    if not isinstance(made, Storage):
+        raise TypeError(f"storage must be a Storage or make one, got a {type(made).__name__}")
+    if made.max_size is None or made.max_size < 1:
+        raise ValueError("the storage needs a max_size: it says how many rows all shards have room for")
+    if made.ndim != 1:
+        raise ValueError(f"shards hold steps of one environment each: ndim must be 1, it is {made.ndim}")
+    if len(made):
+        raise ValueError(f"the storage holds {len(made)} rows, which would not be in the shards: give an empty one")
+    return made.max_size

@@ -1,0 +1,212 @@
+"""A replay buffer whose shards lie in processes that have joined with `torch.distributed.rpc`, and a client of them."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import operator
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import rpc
+
+from engram import __version__
+from engram.data import RandomSampler, ReplayBuffer, Sampler, Storage, TensorDictReplayBuffer
+from engram.distributed.client import PendingCall, ShardLink
+from engram.distributed.shard import ReplayShard
+from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings, capacity_of
+from engram.errors import ShardUnavailableError, ShardVersionError
+
+if not rpc.is_available():
+    raise ImportError("RpcReplayBuffer needs torch.distributed.rpc, which this build of torch leaves out")
+
+_LOST = 60.0  # seconds after which calls count as lost
+_LONG = {"verify": 3600.0, "verify_pieces": 3600.0, "loads": 3600.0, "load_pieces": 3600.0}  # seconds
+_shards: dict[str, ReplayShard] = {}  # of this process, by name
+_making = threading.Lock()
+
+
+def _serve(name: str, version: str, arguments: dict[str, Any], folder: str | None) -> str:
+    """Makes a shard in this process, if there is none of this name; returns the version of engram here."""
+    if version == __version__:
+        with _making:
+            if name not in _shards:
+                _shards[name] = ReplayShard(**arguments, scratch_dir=folder)
+    return __version__
+
+
+def _answers(name: str, calls: bytes) -> bytes:
+    """Answers calls of a shard of this process, one after the other; errors are answers, too."""
+    answers: list[tuple[Any, Exception | None]] = []
+    for method, arguments in pickle.loads(calls):
+        try:
+            answers.append((operator.methodcaller(method, *arguments)(_shards[name]), None))
+        except Exception as error:
+            answers.append((None, error))
+    return pickle.dumps(answers)
+
+
+def _end(name: str) -> None:
+    with _making:
+        shard = _shards.pop(name, None)
+    if shard is not None:
+        shard.close()
+
+
+class _RpcCall(PendingCall):
+    def __init__(self, method: str, arguments: tuple[Any, ...]) -> None:
+        self.method, self.arguments = method, arguments
+        self._came = threading.Event()
+        self._answer: tuple[Any, Exception | None] = (None, None)
+
+    def take(self, answer: Any, error: Exception | None) -> None:
+        """Takes the answer in."""
+        self._answer = answer, error
+        self._came.set()
+
+    def result(self, timeout: float) -> Any:
+        if not self._came.wait(timeout):
+            raise TimeoutError(f"{self.method} has not been answered within {timeout:g} seconds")
+        answer, error = self._answer
+        if error is not None:
+            raise error
+        return answer
+
+    def has_come(self) -> bool:
+        return self._came.is_set()
+
+
+class _RpcLink(ShardLink):
+    """Carries calls to a shard, one message at a time, as torch keeps no order among several.
+
+    Calls that come while one is on its way go together in the next.
+    """
+
+    def __init__(self, worker: str, name: str) -> None:
+        self._worker, self._name = worker, name
+        self._lock = threading.Lock()
+        self._waiting: collections.deque[_RpcCall] = collections.deque()
+        self._sent: list[_RpcCall] = []
+
+    def call(self, method: str, *arguments: Any, answer_bytes: int = 0) -> PendingCall:
+        made = _RpcCall(method, arguments)
+        with self._lock:
+            self._waiting.append(made)
+        self._send()
+        return made
+
+    def _send(self) -> None:
+        """Sends what waits, unless something is on its way."""
+        with self._lock:
+            if self._sent or not self._waiting:
+                return
+            self._sent = list(self._waiting)
+            self._waiting.clear()
+            message = pickle.dumps([(call.method, call.arguments) for call in self._sent])
+            limit = max(_LONG.get(call.method, _LOST) for call in self._sent)
+        try:
+            future = rpc.rpc_async(self._worker, _answers, args=(self._name, message), timeout=limit)
+        except Exception as error:  # the worker is unknown, or this process has left
+            self._take(None, error)
+            return
+        future.add_done_callback(self._arrived)
+
+    def _arrived(self, future: torch.futures.Future[bytes]) -> None:
+        try:
+            self._take(pickle.loads(future.value()), None)
+        except Exception as error:  # the worker, or the way to it, is lost
+            self._take(None, error)
+        self._send()
+
+    def _take(self, answers: list[tuple[Any, Exception | None]] | None, lost: Exception | None) -> None:
+        with self._lock:
+            sent, self._sent = self._sent, []
+        for k, call in enumerate(sent):
+            if answers is None:
+                reason = " ".join(str(lost).split())
+                call.take(None, ShardUnavailableError(f"{self._worker} does not answer: {reason}"))
+            else:
+                call.take(*answers[k])
+
+
+class RpcReplayBuffer(ShardedReplayBuffer):
+    """A replay buffer whose rows lie in processes of a `torch.distributed.rpc` group, used like one in this process.
+
+    The shards are those of a `RayReplayBuffer`: one ring each for any number of producers, draws that are divided
+    exactly, and each row in once, whichever message is lost. Each process that makes one with the same workers and name
+    is another client of the same rows. Torch does not start a process again: the rows of one that has died are there
+    for a new group with the same `scratch_dir`.
+
+    Args:
+        workers: names of the processes that hold a shard each, as `rpc.init_rpc` was given them.
+        storage: how many rows all shards have room for together: a storage with that `max_size`, or something without
+            arguments that makes one.
+        name: of the buffer, in its group.
+        scratch_dir: a folder for the rows, which then outlive the processes: `shard-0` and so on in it. None: memory.
+        sampler, transform, batch_size, replay_buffer_cls, lanes, batches_per_call, timeout, priority_key, generator: as
+            RayReplayBuffer.
+
+    Raises:
+        ValueError, TypeError: a setting that is not allowed, or a sampler whose draws cannot be divided.
+        ShardVersionError: a worker runs another version of engram.
+        RuntimeError: this process has not joined with `rpc.init_rpc`, or a worker does not answer.
+
+    Example, in a group with processes named "replay0" and "replay1":
+        >>> rb = RpcReplayBuffer(["replay0", "replay1"], storage=LazyTensorStorage(100_000), batch_size=256)
+        ... # doctest: +SKIP
+        >>> rb.extend(steps)  # doctest: +SKIP
+        >>> batch = rb.sample()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[str],
+        *,
+        storage: Storage | Callable[[], Storage],
+        name: str = "replay",
+        sampler: Sampler | Callable[[], Sampler] | None = None,
+        transform: Any = None,
+        batch_size: int | None = None,
+        replay_buffer_cls: type[ReplayBuffer[Any]] = TensorDictReplayBuffer,
+        lanes: int = 8,
+        scratch_dir: str | Path | None = None,
+        batches_per_call: int = 32,
+        timeout: float = 1.0,
+        priority_key: str = "td_error",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if not workers:
+            raise ValueError("workers= names no process: at least one must hold rows")
+        sampler = RandomSampler() if sampler is None else sampler if isinstance(sampler, Sampler) else sampler()
+        arguments: dict[str, Any] = {
+            "capacity": -(-capacity_of(storage) // len(workers)),
+            "lanes": lanes,
+            "sampler": sampler,
+        }
+        ReplayShard(**{**arguments, "sampler": copy.deepcopy(sampler)}).close()  # its errors are raised here
+        self._served = [(worker, f"{name}-{k}") for k, worker in enumerate(workers)]
+        folders = [None if scratch_dir is None else str(Path(scratch_dir) / f"shard-{k}") for k in range(len(workers))]
+        made = [
+            rpc.rpc_async(worker, _serve, args=(shard, __version__, arguments, folder))
+            for (worker, shard), folder in zip(self._served, folders, strict=True)
+        ]
+        for version in torch.futures.wait_all(made):
+            if version != __version__:
+                raise ShardVersionError(version, __version__)
+        attaches = issubclass(replay_buffer_cls, TensorDictReplayBuffer)
+        settings = ShardedSettings(
+            sampler, transform, batch_size, attaches, priority_key, batches_per_call, float(timeout)
+        )
+        super().__init__([_RpcLink(*served) for served in self._served], settings, generator=generator)
+
+    def shutdown(self) -> None:
+        """Closes this object and ends the shards; rows stay only where there is a `scratch_dir`."""
+        try:
+            self.close()
+        finally:
+            for worker, shard in self._served:
+                rpc.rpc_sync(worker, _end, args=(shard,))
