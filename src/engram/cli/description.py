@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 #: Stores of no more rows have their episodes counted without being asked: their flags are read.
 _FEW_ROWS = 1 << 20
-_NEWEST_ROWS = 4096  # of each lane, which tell what a store's observations are made of
 _TRIES = 500  # while all rows are being replaced: a few seconds
 
 NOT_COUNTED = "episodes were not counted: episodes=True (--episodes) reads the flags of all rows"
@@ -281,9 +280,7 @@ def _of_header(path: str | os.PathLike[str], store: Any, opened: StoreFile, rows
     if rows is None:
         rows = [range(lane["first"], lane["published"]) for lane in lanes]
     capacity = store.lanes * store.lane_capacity * store.envs
-    notes = (
-        (_observations_of_store(layout["observations"], opened, store, capacity),) if "observations" in layout else ()
-    )
+    notes = (_observations_of_store(layout["observations"], store, capacity),) if "observations" in layout else ()
     return Info(
         path=str(path),
         kind="store",
@@ -300,16 +297,10 @@ def _of_header(path: str | os.PathLike[str], store: Any, opened: StoreFile, rows
     )
 
 
-def _observations_of_store(said: dict[str, Any], opened: StoreFile, store: Any, capacity: int) -> str:
-    """Says which observations a store has once, its bytes a step, and if nobody writes what its newest rows have."""
+def _observations_of_store(said: dict[str, Any], store: Any, capacity: int) -> str:
+    """Says which observations a store has once, and its bytes a step."""
     once = _stored_once([(shown_key(key["path"]), key["frames"]) for key in said["keys"]], said["n_steps"])
-    once += f"; {(store.total_bytes + store.observation_bytes) / capacity:,.0f} bytes a step"
-    if opened.is_in_use:
-        return once
-    rows, *kinds, _, _ = store.observation_kinds(_NEWEST_ROWS)
-    same, moved, whole = (count / max(1, rows) for count in kinds)
-    shares = f"{same:.1%} take nothing, {moved:.1%} a frame, {whole:.1%} are whole"
-    return f"{once}; of the newest rows' next observations {shares}"
+    return f"{once}; {(store.total_bytes + store.observation_bytes) / capacity:,.0f} bytes a step"
 
 
 def _lane(state: dict[str, Any], rows: range, envs: int, held: bool | None) -> LaneInfo:
