@@ -147,8 +147,8 @@ class RpcReplayBuffer(ShardedReplayBuffer):
             arguments that makes one.
         name: of the buffer, in its group.
         scratch_dir: a folder for the rows, which then outlive the processes: `shard-0` and so on in it. None: memory.
-        sampler, transform, batch_size, replay_buffer_cls, lanes, batches_per_call, timeout, priority_key, generator: as
-            RayReplayBuffer.
+        sampler, transform, batch_size, replay_buffer_cls, lanes, batches_per_call, max_batch_age, timeout,
+            priority_key, generator: as RayReplayBuffer.
 
     Raises:
         ValueError, TypeError: a setting that is not allowed, or a sampler whose draws cannot be divided.
@@ -174,7 +174,8 @@ class RpcReplayBuffer(ShardedReplayBuffer):
         replay_buffer_cls: type[ReplayBuffer[Any]] = TensorDictReplayBuffer,
         lanes: int = 8,
         scratch_dir: str | Path | None = None,
-        batches_per_call: int = 32,
+        batches_per_call: int | None = None,
+        max_batch_age: float | None = None,
         timeout: float = 1.0,
         priority_key: str = "td_error",
         generator: torch.Generator | None = None,
@@ -199,7 +200,7 @@ class RpcReplayBuffer(ShardedReplayBuffer):
                 raise ShardVersionError(version, __version__)
         attaches = issubclass(replay_buffer_cls, TensorDictReplayBuffer)
         settings = ShardedSettings(
-            sampler, transform, batch_size, attaches, priority_key, batches_per_call, float(timeout)
+            sampler, transform, batch_size, attaches, priority_key, batches_per_call, float(timeout), max_batch_age
         )
         super().__init__([_RpcLink(*served) for served in self._served], settings, generator=generator)
 
