@@ -68,6 +68,8 @@ class RowSnapshot(ChangeTracker):
         super().__init__(lanes)
         self._lanes, self._stored = lanes, StoredLayout(row_layout) if stored is None else stored
         self._layout, self._row_layout = copy.deepcopy(layout), row_layout
+        #: Those that are stored once; None: there are none.
+        self.observations: ObservationKeys | None = self._stored.observations
         self._counters = counters
         self._row_bytes = row_layout.payload_bytes
         self._copy_on_write = copy_on_write
@@ -108,9 +110,6 @@ class RowSnapshot(ChangeTracker):
 
     def row_layout(self) -> RowLayout:
         return self._row_layout
-
-    def observations(self) -> ObservationKeys | None:
-        return self._stored.observations
 
     def private_rows(self) -> PrivateRows | None:
         """The rows of a single lane; None: others have the store open, or this process writes while it is saved, or

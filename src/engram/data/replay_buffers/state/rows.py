@@ -36,8 +36,13 @@ _IN_MEMORY_BYTES = 1 << 25  # more of them are kept in a temporary file
 class StoredRows:
     """The rows of a table as they are now: the RowSource of a save that keeps writers out."""
 
+    #: Those that are stored once; None: there are none.
+    observations: ObservationKeys | None = None
+
     def __init__(self, table: LazyTable) -> None:
         self._rows, self.ndim = table, table.ndim
+        if table.made is not None:
+            self.observations = table.made.observations
 
     def layout_state(self) -> dict[str, Any] | None:
         """The layout and the dimensions as JSON; None before the first write."""
@@ -59,10 +64,6 @@ class StoredRows:
     def row_layout(self) -> RowLayout | None:
         """The layout; None before the first write."""
         return None if self._rows.made is None else self._rows.made.layout
-
-    def observations(self) -> ObservationKeys | None:
-        """Those that are stored once; None: there are none."""
-        return None if self._rows.made is None else self._rows.made.observations
 
     def private_rows(self) -> PrivateRows | None:
         """None: what a hook writes into rows of this memory would change them."""

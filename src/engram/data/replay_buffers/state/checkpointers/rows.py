@@ -364,7 +364,7 @@ class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
 class KeepsObservations(Protocol):
     """A RowSource whose storage may keep observations once."""
 
-    def observations(self) -> ObservationKeys | None: ...
+    observations: ObservationKeys | None
 
 
 class TensorStorageCheckpointer(ChunkedStorageCheckpointer):
@@ -373,7 +373,7 @@ class TensorStorageCheckpointer(ChunkedStorageCheckpointer):
     format = "rows"
 
     def _codec(self, layout: LayoutState, source: RowSource) -> ChunkCodec:
-        observations = source.observations() if isinstance(source, KeepsObservations) else None
+        observations = source.observations if isinstance(source, KeepsObservations) else None
         if observations is None:
             return RawChunkCodec(layout["row_bytes"])
         return ObservationCodec.of(layout.parse(), observations)
@@ -457,11 +457,7 @@ class _RowSavePlan:
         if old is not None and writer.reuse(old.file):
             return old  # it may begin with rows that no longer exist
         envs, steps = self._checked.envs, chunk.stop - chunk.start
-
-        def read(start: int, stop: int) -> Rows:
-            part = replace(chunk, start=chunk.start + start, stop=chunk.start + stop)
-            return read_rows(self._source, part, envs, self._row_bytes)
-
+        read = functools.partial(read_rows, self._source, chunk, envs, self._row_bytes)
         cuts = cuts_of(self._counters["lanes"][chunk.lane], chunk)
         details, blocks = self._codec.pack(read, envs, steps, cuts)
         writer.write_file(chunk.file, blocks)
@@ -590,10 +586,10 @@ class _RowRestorePlan:
             raise self._reader.malformed("its chunks do not hold every row that its counters say exists")
 
 
-def read_rows(source: RowSource, chunk: Chunk, envs: int, row_bytes: int) -> Rows:
-    """The rows of a chunk: `[envs, steps, row_bytes]`."""
-    rows = source.read_block(chunk.lane, chunk.start, chunk.stop)
-    expected = (envs, chunk.stop - chunk.start, row_bytes)
+def read_rows(source: RowSource, chunk: Chunk, envs: int, row_bytes: int, start: int, stop: int) -> Rows:
+    """The steps from `start` to `stop` of a chunk: `[envs, stop - start, row_bytes]`."""
+    rows = source.read_block(chunk.lane, chunk.start + start, chunk.start + stop)
+    expected = (envs, stop - start, row_bytes)
     if rows.dtype != np.uint8 or rows.shape != expected:
         raise ValueError(f"the storage gave a block of {rows.dtype} {rows.shape}, expected uint8 {expected}")
     return rows

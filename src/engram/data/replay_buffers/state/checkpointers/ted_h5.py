@@ -545,7 +545,7 @@ class _SavePlan:
         kind = GroupedWriter if self._form.grouped else ColumnarWriter
         written: LaneWriter = kind(out, _lane(lane), episodes, steps, envs)
         for chunk in cut(checked, rows_per_chunk(envs * row_bytes), lane):
-            rows = read_rows(self._source, chunk, envs, row_bytes)
+            rows = read_rows(self._source, chunk, envs, row_bytes, 0, chunk.stop - chunk.start)
             block = BlockRange(chunk.start - first, chunk.stop - chunk.start, envs)
             written.add(block, rows, cuts_of(self._counters["lanes"][lane], chunk))
         blocks = written.blocks()
