@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import os
@@ -26,7 +25,7 @@ from engram.distributed.blocks import Block
 from engram.distributed.client import PendingCall, ShardLink
 from engram.distributed.node_folders import PREFIX, FolderOwner, claim_folder, remove_abandoned_folders
 from engram.distributed.shard import ReplayShard
-from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings, capacity_of
+from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings, arguments_of_shards
 from engram.errors import ShardGoneError, ShardUnavailableError, ShardVersionError
 from engram.kernel.advice import advised
 
@@ -313,8 +312,9 @@ class RayReplayBuffer(ShardedReplayBuffer):
 
     Args:
         name: by which other programs of the cluster find the buffer; None: they do not.
-        storage: how many rows all shards have room for together: a storage with that `max_size`, or something without
-            arguments that makes one; rows are kept in shards all the same.
+        storage: how many rows all shards have room for together, and which observations they store once: a storage with
+            that `max_size` and `compact`, or something without arguments that makes one; rows are kept in shards all
+            the same.
         sampler: `RandomSampler`, `PrioritizedSampler`, `SliceSampler(slice_len=...)` or `PrioritizedSliceSampler`.
         writer: None, or a RoundRobinWriter: another one has no place in a shard.
         transform: applied here: on writing its inverse, before rows are sent, on reading after they came.
@@ -389,12 +389,7 @@ class RayReplayBuffer(ShardedReplayBuffer):
                 "ReplayBuffer on one machine"
             )
         sampler = RandomSampler() if sampler is None else sampler if isinstance(sampler, Sampler) else sampler()
-        arguments: dict[str, Any] = {
-            "capacity": -(-capacity_of(storage) // num_shards),
-            "lanes": lanes,
-            "sampler": sampler,
-        }
-        ReplayShard(**{**arguments, "sampler": copy.deepcopy(sampler)}).close()  # its errors are raised here
+        arguments = arguments_of_shards(storage, num_shards, lanes, sampler, transform)
         settings = ShardedSettings(
             sampler, transform, batch_size, issubclass(replay_buffer_cls, TensorDictReplayBuffer), priority_key,
             batches_per_call, waits.answer, None if max_batch_age is None else float(max_batch_age), waits.extend,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import copy
 import operator
 import pickle
 import threading
@@ -18,7 +17,7 @@ from engram import __version__
 from engram.data import RandomSampler, ReplayBuffer, Sampler, Storage, TensorDictReplayBuffer
 from engram.distributed.client import PendingCall, ShardLink
 from engram.distributed.shard import ReplayShard
-from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings, capacity_of
+from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings, arguments_of_shards
 from engram.errors import ShardUnavailableError, ShardVersionError
 
 if not rpc.is_available():
@@ -143,8 +142,7 @@ class RpcReplayBuffer(ShardedReplayBuffer):
 
     Args:
         workers: names of the processes that hold a shard each, as `rpc.init_rpc` was given them.
-        storage: how many rows all shards have room for together: a storage with that `max_size`, or something without
-            arguments that makes one.
+        storage: as RayReplayBuffer.
         name: of the buffer, in its group.
         scratch_dir: a folder for the rows, which then outlive the processes: `shard-0` and so on in it. None: memory.
         sampler, transform, batch_size, replay_buffer_cls, lanes, batches_per_call, max_batch_age, timeout,
@@ -183,12 +181,7 @@ class RpcReplayBuffer(ShardedReplayBuffer):
         if not workers:
             raise ValueError("workers= names no process: at least one must hold rows")
         sampler = RandomSampler() if sampler is None else sampler if isinstance(sampler, Sampler) else sampler()
-        arguments: dict[str, Any] = {
-            "capacity": -(-capacity_of(storage) // len(workers)),
-            "lanes": lanes,
-            "sampler": sampler,
-        }
-        ReplayShard(**{**arguments, "sampler": copy.deepcopy(sampler)}).close()  # its errors are raised here
+        arguments = arguments_of_shards(storage, len(workers), lanes, sampler, transform)
         self._served = [(worker, f"{name}-{k}") for k, worker in enumerate(workers)]
         folders = [None if scratch_dir is None else str(Path(scratch_dir) / f"shard-{k}") for k in range(len(workers))]
         made = [

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engram import __version__
 from engram.data import (
+    Compact,
     DrawTotals,
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -177,6 +178,7 @@ class ReplayShard:
         lanes: about how many producers write side by side; more are welcome.
         sampler: one whose draws can be divided among shards (`Sampler.totals`), for this shard alone: `beta` and
             `dtype` of one with priorities are set, as the client computes weights. None: uniform draws.
+        compact: which observations are stored once; None: none.
         scratch_dir: a folder for the rows, on this machine. None: shared memory, gone with the process.
         idle: seconds without a row after which a producer has no part any more in the room for rows on their way.
         timeout: seconds to wait for a predecessor that is just ending.
@@ -207,6 +209,7 @@ class ReplayShard:
         *,
         lanes: int = 8,
         sampler: Sampler | None = None,
+        compact: Compact | None = None,
         scratch_dir: str | os.PathLike[str] | None = None,
         idle: float = 60.0,
         timeout: float = 30.0,
@@ -217,9 +220,13 @@ class ReplayShard:
         self._timeout = timeout
         room, several = max(2, capacity), max(2, lanes)  # so that producers move from lane to lane
         if self._folder is None:
-            self._storage: LazyTensorStorage | LazyMemmapStorage = LazyTensorStorage(room, shared=True, lanes=several)
+            self._storage: LazyTensorStorage | LazyMemmapStorage = LazyTensorStorage(
+                room, shared=True, lanes=several, compact=compact
+            )
         else:
-            self._storage = LazyMemmapStorage(room, scratch_dir=self._folder, existsok=True, lanes=several)
+            self._storage = LazyMemmapStorage(
+                room, scratch_dir=self._folder, existsok=True, lanes=several, compact=compact
+            )
         sampler = RandomSampler() if sampler is None else sampler
         sampler.totals(self._storage)  # one that cannot tell them cannot be a shard's
         self._prioritized = isinstance(sampler, PrioritizedSampler)

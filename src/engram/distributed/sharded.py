@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import os
 import random
 import threading
@@ -19,6 +20,7 @@ from typing_extensions import Self
 from engram import pytree
 from engram.data import (
     LazyMemmapStorage,
+    LazyTensorStorage,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
@@ -34,6 +36,7 @@ from engram.distributed.commit import load_shards, save_shards
 from engram.distributed.folder_lock import FolderWatch, watch_folder
 from engram.distributed.local import LocalProducer, LocalReader, ShardMovedError, await_shard
 from engram.distributed.priority_updates import Priorities, PriorityUpdates
+from engram.distributed.shard import ReplayShard
 from engram.envs.transforms import Compose
 from engram.errors import ShardUnavailableError, StorageError
 from engram.kernel.replay import WriteRequest, mark_rows
@@ -764,11 +767,15 @@ class ShardedReplayBuffer:
                     self._updates.drop()
 
 
-def capacity_of(storage: Any) -> int:
-    """For how many rows all shards shall have room: a storage says it, or something that makes one.
+def arguments_of_shards(storage: Any, shards: int, lanes: int, sampler: Sampler, transform: Any) -> dict[str, Any]:
+    """The arguments of each `ReplayShard` of a buffer.
+
+    Args:
+        storage: says for how many rows all shards shall have room, and which observations they store once; or makes
+            one that does.
 
     Raises:
-        TypeError, ValueError: it says none, or is not an empty one of steps.
+        TypeError, ValueError: it says no room, or is not an empty one of steps; a sampler that no shard can have.
     """
     made = storage if isinstance(storage, Storage) else storage()
     if not isinstance(made, Storage):
@@ -779,4 +786,10 @@ def capacity_of(storage: Any) -> int:
         raise ValueError(f"shards hold steps of one environment each: ndim must be 1, it is {made.ndim}")
     if len(made):
         raise ValueError(f"the storage holds {len(made)} rows, which would not be in the shards: give an empty one")
-    return made.max_size
+    compact = made.compact if isinstance(made, LazyTensorStorage) else None
+    horizon = Compose(*([] if transform is None else [transform])).stream.horizon
+    if compact is not None and compact.n_steps is None and horizon > 1:
+        compact = dataclasses.replace(compact, n_steps=horizon)
+    arguments = {"capacity": -(-made.max_size // shards), "lanes": lanes, "sampler": sampler, "compact": compact}
+    ReplayShard(**{**arguments, "sampler": copy.deepcopy(sampler)}).close()  # its errors are raised here
+    return arguments
