@@ -790,6 +790,11 @@ def arguments_of_shards(storage: Any, shards: int, lanes: int, sampler: Sampler,
     horizon = Compose(*([] if transform is None else [transform])).stream.horizon
     if compact is not None and compact.n_steps is None and horizon > 1:
         compact = dataclasses.replace(compact, n_steps=horizon)
-    arguments = {"capacity": -(-made.max_size // shards), "lanes": lanes, "sampler": sampler, "compact": compact}
+    arguments: dict[str, Any] = {
+        "capacity": -(-made.max_size // shards),
+        "lanes": lanes,
+        "sampler": sampler,
+        "compact": compact,
+    }
     ReplayShard(**{**arguments, "sampler": copy.deepcopy(sampler)}).close()  # its errors are raised here
     return arguments
