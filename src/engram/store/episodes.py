@@ -243,7 +243,8 @@ class EpisodeIndex(PartlyCopied):
             return _Indexed(ref, lanes, index, _GivenSteps(self._given, lanes), steps.mutex)
         by_id, leaves = self._leaves(steps)
         leaf = leaves[0]
-        if lanes.store.payload_bytes > 0 and len(leaves) == 1:
+        # An observation that is stored once lies behind the rows, or, of next ones, nowhere.
+        if leaf.offset + leaf.nbytes <= lanes.store.payload_bytes and len(leaves) == 1:
             index = _native.Episodes(by_id, leaf.offset, leaf.itemsize)
             return _Indexed(ref, lanes, index, None, contextlib.nullcontext())
         # Storages without packed rows count a step before they hold it: under their mutex both agree.

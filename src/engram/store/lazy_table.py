@@ -378,8 +378,11 @@ class LazyTable(Table):
         return self.made.read(slots, *how)
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
-        leaves = () if self.made is None else self.made.layout.leaves
-        return next((leaf for leaf in leaves if leaf.path == path), None)
+        if self.made is None:
+            return None
+        stored = self.made.stored
+        leaf = next((leaf for leaf in self.made.layout.leaves if leaf.path == path), None)
+        return None if leaf is None else dataclasses.replace(leaf, offset=stored.offset(leaf))
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         assert self.made is not None

@@ -118,10 +118,12 @@ class TwoBuffers:
 
     def _samplers(self) -> list[Any]:
         slices: dict[str, Any] = {"slice_len": 2, "strict_length": False, "traj_key": "episode"}
+        ends = {**slices, "traj_key": None, "end_key": ("next", "done")}
         one: list[Any] = [lambda: PrioritizedSampler(self._capacity, 0.7, 0.5)]
         if self.ndim == 1:
             one += [
                 lambda: SliceSampler(**slices),
+                lambda: SliceSampler(**ends),
                 lambda: SliceSamplerWithoutReplacement(**slices),
                 lambda: PrioritizedSliceSampler(self._capacity, 0.7, 0.5, **slices),
             ]

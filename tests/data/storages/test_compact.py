@@ -20,6 +20,7 @@ from engram.data import (
     LazyTensorStorage,
     ReplayBuffer,
     ReplayBufferEnsemble,
+    SliceSampler,
     TensorDictReplayBuffer,
 )
 from engram.data.replay_buffers.checkpointers import rows
@@ -324,3 +325,17 @@ def test_pictures_that_stand_still_at_first_are_taken_for_usual_stacks() -> None
     """As a game shows them after its reset."""
     still = torch.zeros(1, 4, 84, 84, dtype=torch.uint8)
     assert found(TensorDict({"pixels": still, "next": {"pixels": still}}, [1])) == Compact(["pixels"], {"pixels": 4}, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.uint8])
+@pytest.mark.parametrize("marks", [{"end_key": ("next", "done")}, {"traj_key": "z episode"}])
+def test_flags_and_ids_are_read_where_stored_rows_have_them(dtype: torch.dtype, marks: dict[str, Any]) -> None:
+    n = torch.arange(20)
+    x = torch.arange(21 * 3).reshape(21, 3).to(dtype)
+    following = {"obs": x[1:], "reward": torch.ones(20, 1), "done": (n % 5 == 4).unsqueeze(1)}
+    steps = TensorDict({"obs": x[:20], "action": torch.zeros(20), "z episode": n // 5, "next": following}, [20])
+    sampler = SliceSampler(slice_len=5, **marks)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(40, compact="obs"), sampler=sampler, batch_size=20)
+    rb.extend(steps)
+    slices = rb.sample()["obs"].reshape(4, 5, 3)
+    assert all(any(torch.equal(one, x[k : k + 5]) for k in (0, 5, 10, 15)) for one in slices)
