@@ -100,13 +100,15 @@ class RowPool {
     if (n % unit_) throw nb::value_error("a batch has no whole number of units");
     for (const size_t width : widths_)
       if (width && n > kMostRowBytes / width) throw std::bad_alloc();
+    rows_.reset(), columns_.reset();  // without memory no batch is begun
     n_ = static_cast<int64_t>(n), at_ = 0;
-    rows_ = std::make_unique<OutBlock>(widths_.size()), columns_ = std::make_unique<OutBlock>(5);
-    for (size_t p = 0; p < widths_.size(); ++p) rows_->plan({kDLUInt, 8}, &n_, 1, inner_[p], n * widths_[p]);
+    auto rows = std::make_unique<OutBlock>(widths_.size()), columns = std::make_unique<OutBlock>(5);
+    for (size_t p = 0; p < widths_.size(); ++p) rows->plan({kDLUInt, 8}, &n_, 1, inner_[p], n * widths_[p]);
     static const std::vector<int64_t> scalar;
-    for (const DType dtype : {DType{kDLInt, 64}, DType{kDLInt, 64}, DType{kDLFloat, 64}}) columns_->plan(dtype, &n_, 1, scalar, n * 8);
-    for (int flags = 0; flags < 2; ++flags) columns_->plan({kDLBool, 8}, &n_, 1, scalar, n);
-    rows_->take(), columns_->take();
+    for (const DType dtype : {DType{kDLInt, 64}, DType{kDLInt, 64}, DType{kDLFloat, 64}}) columns->plan(dtype, &n_, 1, scalar, n * 8);
+    for (int flags = 0; flags < 2; ++flags) columns->plan({kDLBool, 8}, &n_, 1, scalar, n);
+    rows->take(), columns->take();
+    rows_ = std::move(rows), columns_ = std::move(columns);
     has_ratio_ = has_last_ = has_mask_ = true;
     least_ = std::numeric_limits<double>::quiet_NaN();
     for (const auto& answer : answers_)

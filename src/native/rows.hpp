@@ -450,10 +450,7 @@ class RowReader {
 
   void copy(LeafCopy* leaves, size_t n_leaves, bool mapped_file) {
     const size_t n = rows_.size(), bytes = store_.geometry().row_stride;
-    if (store_.observations()) {
-      n_leaves = observe(leaves, n_leaves);
-      copy_observed(0, n);
-    }
+    n_leaves = observe(leaves, n_leaves);
 #ifdef ENGRAM_PLANT_ROWS_BEFORE_PUBLISHED
     gather_rows(rows_.data(), n, bytes, leaves, n_leaves);
     look();
@@ -463,15 +460,24 @@ class RowReader {
     read_claims_early();
 #endif
     if (!mapped_file) {
+      copy_observed(0, n);
       gather_rows(rows_.data(), n, bytes, leaves, n_leaves, warm_);
       return;
     }
     const size_t done = copy_first(leaves, n_leaves);
+    copy_observed(done, n);
     gather_rows(rows_.data() + done, n - done, bytes, leaves, n_leaves);
   }
   // Copies the first rows of a mapped file, or all rows if their pages must be requested first. Returns how many, and advances
   // the leaves.
   size_t copy_first(LeafCopy* leaves, size_t n_leaves) {
+    const size_t done = copy_first_rows(leaves, n_leaves);
+    copy_observed(0, done);
+    return done;
+  }
+
+ private:
+  size_t copy_first_rows(LeafCopy* leaves, size_t n_leaves) {
     const size_t n = rows_.size(), bytes = store_.geometry().row_stride;
     Readahead& pages = store_.readahead();
     size_t done = 0;
@@ -489,6 +495,8 @@ class RowReader {
     if (n > done) pages.saw_batch(static_cast<uint64_t>(ns.count()), n - done);
     return n;
   }
+
+ public:
   // Where observations are stored beside rows: notes where they go, in the memory of a whole batch. Returns how many of the leaves lie
   // in rows: the first ones.
   size_t observe(const LeafCopy* leaves, size_t n_leaves) {
@@ -496,7 +504,7 @@ class RowReader {
     if (!observations) return n_leaves;
     size_t in_row = 0;
     while (in_row < n_leaves && leaves[in_row].offset < store_.geometry().payload_bytes) ++in_row;
-    observed_.clear(), from_tail_.assign(rows_.size(), 0), some_from_tails_ = false;
+    observed_.clear(), from_tail_.assign(rows_.size(), 0), some_from_tails_ = false, some_absent_ = false;
     for (size_t k = in_row; k < n_leaves; ++k)
       if (const auto leaf = observations->leaf(leaves[k].offset, leaves[k].bytes))
         observed_.push_back({*leaf, leaves[k].array, leaves[k].stride});
@@ -505,7 +513,7 @@ class RowReader {
   // Copies rows [from, to) only, into the memory of a whole batch. Several threads may each copy a part, after `observe`, which told
   // how many leaves lie in rows.
   void copy_rows(size_t from, size_t to, const LeafCopy* leaves, size_t n_leaves) {
-    if (store_.observations()) copy_observed(from, to);
+    copy_observed(from, to);
     static thread_local std::vector<LeafCopy> part;
     part.assign(leaves, leaves + n_leaves);
     for (LeafCopy& leaf : part) leaf.array += static_cast<ptrdiff_t>(from) * leaf.stride;
@@ -544,7 +552,8 @@ class RowReader {
   // After a copy of rows that existed at some moment since the lookup: whether all of them are whole.
   bool are_whole() {
     if (!settle_tails()) return false;
-    bool overwritten = !look_again();
+    // `empty` came between the draw and the lookup: nothing was copied of observations that are stored once.
+    bool overwritten = !look_again() || (!observed_.empty() && some_absent_);
     if (in_some_lanes_)
       for (uint32_t l : looked_at_) overwritten |= first_[l] != views_[l].first;
     else
@@ -588,6 +597,7 @@ class RowReader {
         const uint64_t slot = kOneRing ? static_cast<uint64_t>(slots_[at + i]) : slot_[at + i];
         const bool is_stored = sequences_[kOneRing ? 0 : lane_[at + i]].find(slot, sequences[i]);
         later[i] = is_stored ? observations.later_row(kOneRing ? ring : column(at + i), slot) : nullptr;
+        if (!is_stored) some_absent_.store(true, std::memory_order_relaxed);
         __builtin_prefetch(later[i]);
       }
       size_t n_others = 0;
@@ -617,7 +627,7 @@ class RowReader {
   }
   // Copies the observations of rows [from, to), of those that exist.
   void copy_observed(size_t from, size_t to) {
-    if (observed_.empty()) return;
+    if (!store_.observations() || observed_.empty()) return;
     if (store_.observations()->are_in_rows()) return in_one_ring_ ? copy_next<true>(from, to) : copy_next<false>(from, to);
     const Observations& observations = *store_.observations();
     uint64_t w = 0, ahead = 0;
@@ -628,6 +638,8 @@ class RowReader {
       if (is_stored) observations.prefetch(place(i + 1).lane, place(i + 1).env, ahead);
       if (was_stored)
         note_tail(i, observations.copy(store_.lanes.protocol(at.lane), at.lane, at.env, w, published(at.lane), observed_, i));
+      else
+        some_absent_.store(true, std::memory_order_relaxed);
     }
   }
   // Whether next.X of a row came from its tail.
@@ -725,7 +737,7 @@ class RowReader {
   std::vector<uint32_t>&lane_, &looked_at_;
   std::vector<uint8_t>& is_looked_at_;
   std::vector<Observations::Target>& observed_;
-  std::atomic<bool> some_from_tails_{false};  // threads copy parts of a batch
+  std::atomic<bool> some_from_tails_{false}, some_absent_{false};  // threads copy parts of a batch
   std::vector<uint8_t>& from_tail_;  // of each row: whether next.X comes from its tail, and that was not looked at again
 #ifdef ENGRAM_PLANT_CLAIM_READ_EARLY
   void read_claims_early() {

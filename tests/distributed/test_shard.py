@@ -71,6 +71,21 @@ class TestProducers:
         assert len(s) == 40 and min(read_all(s)) >= 800
         assert write(s, "p0", rows(1, 6), first=1).rows == 6 and min(read_all(s)) == 3
 
+    def test_one_that_comes_back_to_a_full_table_keeps_its_rows_apart(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The oldest stream that has ended makes room, and it may be that of the producer itself."""
+        monkeypatch.setattr("engram.store.streams.MOST_STREAMS", 4)
+        s = shard(capacity=400, scratch_dir=tmp_path)
+        write(s, "a", rows(0, 5)), s.leave(s.incarnation, "a", s.join(s.incarnation, "a").number)
+        for k in range(3):
+            s.join(s.incarnation, f"p{k}")
+        write(s, "a", rows(5, 10))
+        in_before = s.join(s.incarnation, "a")
+        s.close()
+        again = shard(capacity=400, scratch_dir=tmp_path)
+        assert again.join(again.incarnation, "a") == in_before
+
     def test_a_tenancy_that_ended_is_answered_with_its_count(self) -> None:
         s = shard()
         old = s.join(s.incarnation, "a")

@@ -42,6 +42,17 @@ def test_shards_give_rows_in_proportion_to_their_shares() -> None:
     assert chi_square(torch.bincount(index // 100_000, minlength=4), shares) > LEAST
 
 
+def test_without_memory_no_batch_is_begun() -> None:
+    p = pool(1)
+    p.put(0, 1.0, **answer(10))
+    with pytest.raises(MemoryError):
+        p.begin(1 << 44)
+    with pytest.raises(ValueError, match="no batch was begun"):
+        p.fill()
+    p.begin(5)
+    assert p.fill() is None and len(p.take()[1]) == 5
+
+
 def test_a_row_has_its_own_bytes_and_numbers_and_each_answer_is_taken_in_its_order() -> None:
     p = pool(3)
     for k in range(3):

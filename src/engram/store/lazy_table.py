@@ -380,9 +380,11 @@ class LazyTable(Table):
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         if self.made is None:
             return None
-        stored = self.made.stored
         leaf = next((leaf for leaf in self.made.layout.leaves if leaf.path == path), None)
-        return None if leaf is None else dataclasses.replace(leaf, offset=stored.offset(leaf))
+        stored = self.made.stored
+        if leaf is None or stored is None:
+            return leaf
+        return dataclasses.replace(leaf, offset=stored.offset(leaf))
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         assert self.made is not None

@@ -146,7 +146,7 @@ class StreamTable:
         self._memory[start + _NAME_AT : start + _NAME_AT + len(block)] = block
         self._store.set_stream_place(entry.at, entry.stream, None, 0, 0)
         self._set_state(entry, _IN_FORCE)
-        if old is not None:
+        if old is not None and self.entries.get(name) is old:  # else it has made room for the new one
             self._forget(old)
         self.entries[name] = entry
         self.adopt(entry)

@@ -339,3 +339,19 @@ def test_flags_and_ids_are_read_where_stored_rows_have_them(dtype: torch.dtype, 
     rb.extend(steps)
     slices = rb.sample()["obs"].reshape(4, 5, 3)
     assert all(any(torch.equal(one, x[k : k + 5]) for k in (0, 5, 10, 15)) for one in slices)
+
+
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize("width", [4, 20_000])
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_all_rows_of_a_batch_from_a_file_have_their_observations(tmp_path, folder, width, prefetch) -> None:
+    n = torch.arange(201)
+    x = n.to(torch.uint8).unsqueeze(1).expand(-1, width).contiguous()
+    steps = TensorDict({"n": n[:200], "x": x[:200], "next": {"x": x[1:]}}, [200])
+    storage = LazyMemmapStorage(200, scratch_dir=tmp_path if folder else None, compact="x")
+    rb = TensorDictReplayBuffer(storage=storage, batch_size=64, prefetch=prefetch)
+    rb.extend(steps)
+    for _ in range(10):
+        batch = rb.sample()
+        assert torch.equal(batch["x"][:, 0], batch["n"].to(torch.uint8))
+        assert torch.equal(batch["next", "x"][:, -1], (batch["n"] + 1).to(torch.uint8))
