@@ -138,14 +138,18 @@ class Compact:
         for path in paths:
             _check_pair(leaves, path)
         frames = {path: self._frames_of(leaves[path], steps) for path in paths}
-        most = max(frames.values())
+        most = max(self._given_frames.values(), default=1)
+        if most == 1:
+            most = max(frames.values())
         if self.paths is None:  # records are of one number of frames: others stay in the rows
             frames = {path: n for path, n in frames.items() if n in (1, most)}
-        elif others := [path for path, n in frames.items() if n not in (1, most)]:
+        elif len(others := {n for n in self._given_frames.values() if n > 1}) > 1:
             raise ValueError(
-                f"{pytree.format_key(others[0])} is a stack of {frames[others[0]]} frames, another key one of {most}: "
-                "keys that are stored once together have as many frames each, or one. Leave it out of the keys"
+                f"stacks of {sorted(others)} frames were given: keys that are stored once together have as many "
+                "frames each, or one. Leave some out of the keys"
             )
+        else:  # a number that was only found, and does not fit, costs bytes
+            frames = {path: n if n == most else 1 for path, n in frames.items()}
         n_steps = steps.n_steps(paths) if self.n_steps is None else self.n_steps
         return ObservationKeys(frames, n_steps)
 

@@ -158,6 +158,17 @@ def test_frames_that_do_not_divide_the_observation_are_refused() -> None:
         found(stacks(3), Compact("pixels", frames=3))
 
 
+def test_a_number_of_frames_that_was_only_found_and_does_not_fit_costs_bytes() -> None:
+    steps, more = stacks(40, 4), stacks(40, 6)
+    steps["other"], steps["next", "other"] = more["pixels"], more["next", "pixels"]
+    storage = LazyTensorStorage(40, compact=["pixels", "other"])
+    ReplayBuffer(storage=storage).extend(steps)
+    assert storage.compact is not None and storage.compact.frames == {"pixels": 1, "other": 6}
+    assert bool((storage.get(range(40)) == steps).all())
+    with pytest.raises(ValueError, match=r"stacks of \[4, 6\] frames were given"):
+        found(steps, Compact(["pixels", "other"], frames={"pixels": 4, "other": 6}))
+
+
 @each("written, overwritten", [(0, []), (1, []), (4, []), (9, [0, 1]), (16, [0, 1, 2, 3])])
 def test_newest_rows_are_whole_though_rows_come_between_look_and_copy(written: int, overwritten: list[int]) -> None:
     torch.manual_seed(0)
