@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import ray
 
+from cluster.conftest import LONG
 from cluster.namespaces import NamespaceCluster, Node
 from cluster.rows import by_lane
 from contracts.waiting import NEVER, comes
@@ -246,7 +247,7 @@ def test_a_shard_that_stops_for_some_seconds_loses_nothing(spaces: NamespaceClus
     stopped_for(spaces, buffer(), 5.0)
 
 
-@pytest.mark.long
+@LONG
 @pytest.mark.parametrize("seconds", STOPS)
 def test_a_shard_that_stops_for_long_loses_nothing(spaces: NamespaceCluster, buffer: Any, seconds: float) -> None:
     stopped_for(spaces, buffer(), seconds)
@@ -327,7 +328,7 @@ def _is_gone(call: Callable[[], Any]) -> bool:
     return False
 
 
-@pytest.mark.long
+@LONG
 @pytest.mark.parametrize("seed", range(-(-KILLS // KILLS_OF_A_BUFFER)))
 def test_every_acknowledged_row_is_in_once_or_told_as_lost_with_its_node(
     spaces: NamespaceCluster, buffer: Any, seed: int

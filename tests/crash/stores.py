@@ -18,6 +18,7 @@ from engram import _native
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from engram.errors import StorageError
 from engram.store import files as recovery
+from engram.store import header
 from engram.testing.helpers import numbers, of_numbers, steps
 
 CAPACITY = 24
@@ -194,8 +195,8 @@ def reopening(root: Path, other_boot: bool, seen: Callable[[Any], None] = lambda
 
         class Store:
             @staticmethod
-            def open(fd: int, *how: Any) -> Any:
-                store = _native.Store.open(fd, *how)
+            def open(fd: int, **how: Any) -> Any:
+                store = _native.Store.open(fd, **how)
                 watch(store, (BASE, PUBLISHED, EDITS, REDO))
                 seen(store)
                 return store
@@ -204,7 +205,7 @@ def reopening(root: Path, other_boot: bool, seen: Callable[[Any], None] = lambda
             return getattr(_native, name)
 
     def work() -> None:
-        recovery._native = Watching()  # type: ignore[assignment]
+        header._native = Watching()  # type: ignore[assignment]
         if other_boot:
             recovery.boot_id = lambda: b"another boot id."
         tracer.start()

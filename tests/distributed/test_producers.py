@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from contracts.waiting import comes
+from contracts.waiting import NEVER, comes
 from distributed.shards import LAYOUT, Link, client, read_all, rows, shard, whole
 from engram.data import PrioritizedSampler
 from engram.distributed import ReplayShard, pack, unpack
@@ -159,3 +160,24 @@ def test_what_becomes_of_a_batch_after_it_was_written_does_not_change_its_rows()
     taken = link.shard.take(link.shard.incarnation, torch.zeros(12, dtype=torch.int64), torch.arange(12))
     came = unpack(layout, taken.block)
     assert came["n"].tolist() == [*range(6)] * 2 and torch.equal(came["wide"][:, 7], came["n"].float())
+
+
+def test_rows_go_on_in_a_new_life_of_the_shard_that_another_call_has_noticed() -> None:
+    link = Link(shard())
+    rb = client([link])
+    rb.extend(rows(0, 10))
+    rb.flush()
+    link.end()
+    link.shard = shard()  # made anew on another machine, without its rows
+    with pytest.warns(RuntimeWarning, match="came back without 10 rows"):
+        rb._shards[0].forget()  # as another thread's call finds out
+        rb._shards[0].await_presence(time.monotonic() + NEVER)
+    rb.extend(rows(10, 20))
+    rb.flush()
+    assert read_all(link.shard) == list(range(10, 20))
+    link.end()
+    link.shard = shard()
+    with pytest.warns(RuntimeWarning, match="came back without 10 rows"):
+        rb._shards[0].forget()
+        rb._shards[0].await_presence(time.monotonic() + NEVER)
+    rb.close()  # which leaves a tenancy that this life does not know

@@ -220,9 +220,10 @@ class ShardClient:
         self._totals = facts.totals
 
     # ---- calls ----
-    def begin(self, method: str, *arguments: Any, answer_bytes: int = 0) -> PendingCall:
-        """Begins a call in the life that is known; `answer_bytes` as `ShardLink.call`."""
-        return self._link.call(method, self.totals.incarnation, *arguments, answer_bytes=answer_bytes)
+    def begin(self, method: str, *arguments: Any, answer_bytes: int = 0, life: int | None = None) -> PendingCall:
+        """Begins a call in the life that is known, or in this one; `answer_bytes` as `ShardLink.call`."""
+        life = self.totals.incarnation if life is None else life
+        return self._link.call(method, life, *arguments, answer_bytes=answer_bytes)
 
     def finish(self, call: PendingCall, deadline: float) -> Any:
         """The answer of a call.
@@ -275,10 +276,15 @@ class ShardClient:
 
         Errors as `await_presence`.
         """
+        return self.ask_with_life(deadline, method, *arguments)[0]
+
+    def ask_with_life(self, deadline: float, method: str, *arguments: Any) -> tuple[Any, int]:
+        """The same, and the incarnation that answered."""
         while True:
             self.await_presence(deadline)
+            life = self.totals.incarnation
             try:
-                return self.finish(self.begin(method, *arguments), deadline)
+                return self.finish(self.begin(method, *arguments, life=life), deadline), life
             except ShardUnavailableError:
                 if time.monotonic() > deadline:
                     raise
@@ -381,6 +387,7 @@ class Producer:
         self.name = name
         self.timeout = timeout
         self._tenancy: Tenancy | None = None
+        self._life = 0  # of the shard, that gave it
         self._sent: collections.deque[_SentBlock] = collections.deque()
         self._next = 0  # the number of the next row in the tenancy
         self._acknowledged = 0
@@ -503,8 +510,16 @@ class Producer:
             self._send_held()
             while self._sent:
                 self._settle(deadline)
-            if self._tenancy is not None:
-                self._end(self.shard.ask(deadline, "leave", self.name, self._tenancy.number))
+            while self._tenancy is not None:
+                try:
+                    call = self.shard.begin("leave", self.name, self._tenancy.number, life=self._life)
+                    self._end(self.shard.finish(call, deadline))
+                except ShardUnavailableError:  # it may have begun another life, without this tenancy
+                    if time.monotonic() > deadline:
+                        raise
+                    self._join(deadline)
+                    while self._sent:
+                        self._settle(deadline)
 
     # ---- inside ----
     def _send_or_hold(
@@ -554,7 +569,10 @@ class Producer:
         assert self._tenancy is not None
         more = (rows.priority, asks_slots) if asks_slots else () if rows.priority is None else (rows.priority,)
         began = time.monotonic()
-        call = self.shard.begin("extend", self.name, self._tenancy.number, first, rows.block, new_priority, *more)
+        # Another thread may know already that the shard has begun another life, which did not give this tenancy.
+        call = self.shard.begin(
+            "extend", self.name, self._tenancy.number, first, rows.block, new_priority, *more, life=self._life
+        )
         self._sent.append(_SentBlock(first, rows, call, began, asks_slots))
 
     def _settle(self, deadline: float, calls: int | None = None) -> None:
@@ -612,7 +630,7 @@ class Producer:
     def _join(self, deadline: float) -> None:
         """Gets a tenancy, or the one that it has, and sends again what is not in."""
         before = self._tenancy
-        tenancy: Tenancy = self.shard.ask(deadline, "join", self.name)
+        tenancy = self._ask_to_join(deadline)
         if before is None:
             count = 0
             self._next = tenancy.rows
@@ -622,7 +640,7 @@ class Producer:
         else:
             if tenancy.number == before.number:  # a power cut took rows that were acknowledged
                 self.shard.ask(deadline, "leave", self.name, tenancy.number)
-                tenancy = self.shard.ask(deadline, "join", self.name)
+                tenancy = self._ask_to_join(deadline)
                 count = self._acknowledged
             else:
                 ended = tenancy.ended
@@ -640,6 +658,11 @@ class Producer:
             rest = sent.rows.rest(known) if known else sent.rows
             if len(rest.block):
                 self._send(sent.first + known, rest, asks_slots=sent.asks_slots)
+
+    def _ask_to_join(self, deadline: float) -> Tenancy:
+        tenancy: Tenancy
+        tenancy, self._life = self.shard.ask_with_life(deadline, "join", self.name)
+        return tenancy
 
     def _end(self, count: int) -> None:
         self._before += count

@@ -163,10 +163,16 @@ class StreamTable:
         if self._used < MOST_STREAMS:
             self._used += 1
             return self._used - 1
-        oldest = min(self.entries.values(), key=lambda one: (not one.has_ended, one.stream))
-        self.end(oldest)
-        self._forget(oldest)
-        return self._free.pop()
+        for oldest in sorted(self.entries.values(), key=lambda one: (not one.has_ended, one.stream)):
+            try:
+                self.end(oldest)
+            except NoFreeLaneError:  # it is another process's, which lives
+                continue
+            self._forget(oldest)
+            return self._free.pop()
+        raise NoFreeLaneError(
+            f"{MOST_STREAMS} producers write to this store by themselves, which is all that there can be: end some"
+        )
 
     def end(self, entry: StreamEntry, rows: int | None = None) -> int:
         """Ends a stream; returns how many rows it has. `rows`: as is known otherwise.
@@ -313,9 +319,13 @@ class AdoptedStream:
             os.close(fd)
         if not lanes.locks.take_writer(number):
             raise NoFreeLaneError("another process writes under the name of this producer; end it first")
-        self._writer = self._store.adopt_stream(at)
-        if self._writer.number >> _native.PID_BITS != number:
-            raise StorageError("the producer's stream has ended")
+        try:
+            self._writer = self._store.adopt_stream(at)
+            if self._writer.number >> _native.PID_BITS != number:
+                raise StorageError("the producer's stream has ended")
+        except BaseException:
+            lanes.locks.free_writer(number)
+            raise
 
     @property
     def rows(self) -> int:

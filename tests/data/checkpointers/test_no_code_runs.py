@@ -38,7 +38,7 @@ H5_OBJECTS = {"string_dtype", "vlen_dtype", "ref_dtype", "special_dtype", "regio
 # `pickle` and `copy` of a buffer, which the user calls, ask of it; the path to a method of a gymnasium environment, as
 # a transform names it; `torch.compile` of a user's policy; the hook that sees TorchRL being imported; the sampler that
 # a transform makes for its caller, from a package above its own; names of a package whose modules are imported when
-# they are used, from a table that stands in the code; calls of a shard's actor, which Ray would send by pickle, too;
+# they are used, from a table that stands in the code; calls of a shard, which Ray or torch would send by pickle, too;
 # modules under other paths, from a table; a module below gymnasium, which the caller names, and `ale_py`; copies of an
 # environment for the worker processes of this program, and the errors that come back from them; texts of an HDF5 file
 # that is written; `eval` of a module.
@@ -55,6 +55,8 @@ NEEDED = {
     "datasets/atomic_files.py": ["import ctypes"],
     "datasets/h5_files.py": [".string_dtype", ".string_dtype"],
     "distributed/ray_buffer.py": ["import pickle"],
+    "distributed/rpc.py": ["operator.methodcaller"],
+    "distributed/rpc_buffer.py": ["import pickle", "operator.methodcaller"],
     "envs/gym.py": [".attrgetter"],
     "envs/policies.py": ["torch.compile"],
     "specs/torchrl.py": ["import importlib.abc", "import importlib.machinery"],

@@ -283,7 +283,7 @@ class LazyTensorStorage(TensorStorage):
             >>> stack = torch.zeros(4, 84, 84, dtype=torch.uint8)
             >>> step = {"pixels": stack, "action": 0, "next": {"pixels": stack, "reward": 0.0, "done": False}}
             >>> [LazyTensorStorage.nbytes_for(step, 1_000_000, compact=x) // 1_000_000 for x in (False, True)]
-            [56464, 7080]
+            [56464, 7081]
         """
         return table_bytes(spec, n, PrivateMemory("cpu"), as_compact(compact))
 
