@@ -105,8 +105,15 @@ class LocalProducer:
 
     def _open_now(self, deadline: float) -> bool:
         """Joins and opens the store; False: the shard has ended meanwhile, and is back. Errors as `open`."""
-        tenancy: Tenancy = self.shard.ask(deadline, "join", self.name)
-        lent: LentStream = self.shard.ask(deadline, "lend", self.name, tenancy.number)
+        tenancy: Tenancy
+        tenancy, life = self.shard.ask_with_life(deadline, "join", self.name)
+        try:
+            call = self.shard.begin("lend", self.name, tenancy.number, life=life)
+            lent: LentStream = self.shard.finish(call, deadline)
+        except ShardUnavailableError:
+            if time.monotonic() > deadline:
+                raise
+            return False
         watch = watch_folder(lent.folder)
         if watch is None:
             raise ShardMovedError(f"shard {self.shard.number} does not live in {lent.folder} on this machine")
