@@ -196,5 +196,5 @@ def test_a_save_of_shards_that_is_killed_is_not_in_force(link: ProcessLink, ram_
         rb.empty()
         rb.loads(ram_path / "saved")
         assert len(rb) == saved
-    # A save after one that was killed has more to do, so some may have ended.
-    assert killed == link.starts - 1 >= saves // 4
+    # A save in the background has other events each time: it may have ended before, and the kill have met a load.
+    assert link.starts - 1 >= killed >= saves // 4
