@@ -475,28 +475,6 @@ class RowReader {
     copy_observed(0, done);
     return done;
   }
-
- private:
-  size_t copy_first_rows(LeafCopy* leaves, size_t n_leaves) {
-    const size_t n = rows_.size(), bytes = store_.geometry().row_stride;
-    Readahead& pages = store_.readahead();
-    size_t done = 0;
-    if (!pages.on()) {
-      done = std::min(n, Readahead::kProbeRows);
-      const long before = Readahead::faults_of_this_thread();
-      gather_rows(rows_.data(), done, bytes, leaves, n_leaves);
-      pages.saw_faults(Readahead::faults_of_this_thread() - before);
-      if (!pages.on()) return done;
-    }
-    for (size_t i = done; i < n; ++i) pages.ask(store_.geometry().rows_offset + physical_row(i) * bytes, bytes);
-    const auto start = std::chrono::steady_clock::now();
-    gather_rows(rows_.data() + done, n - done, bytes, leaves, n_leaves);
-    const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start);
-    if (n > done) pages.saw_batch(static_cast<uint64_t>(ns.count()), n - done);
-    return n;
-  }
-
- public:
   // Where observations are stored beside rows: notes where they go, in the memory of a whole batch. Returns how many of the leaves lie
   // in rows: the first ones.
   size_t observe(const LeafCopy* leaves, size_t n_leaves) {
@@ -565,6 +543,25 @@ class RowReader {
   }
 
  private:
+  // `copy_first`, of what lies in rows.
+  size_t copy_first_rows(LeafCopy* leaves, size_t n_leaves) {
+    const size_t n = rows_.size(), bytes = store_.geometry().row_stride;
+    Readahead& pages = store_.readahead();
+    size_t done = 0;
+    if (!pages.on()) {
+      done = std::min(n, Readahead::kProbeRows);
+      const long before = Readahead::faults_of_this_thread();
+      gather_rows(rows_.data(), done, bytes, leaves, n_leaves);
+      pages.saw_faults(Readahead::faults_of_this_thread() - before);
+      if (!pages.on()) return done;
+    }
+    for (size_t i = done; i < n; ++i) pages.ask(store_.geometry().rows_offset + physical_row(i) * bytes, bytes);
+    const auto start = std::chrono::steady_clock::now();
+    gather_rows(rows_.data() + done, n - done, bytes, leaves, n_leaves);
+    const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start);
+    if (n > done) pages.saw_batch(static_cast<uint64_t>(ns.count()), n - done);
+    return n;
+  }
   struct Place {
     uint64_t lane, env, slot;
   };

@@ -13,6 +13,7 @@ import torch.distributed.rpc
 from contracts.waiting import NEVER, comes
 from distributed import test_sharded
 from distributed.shards import Link, client
+from engram.data import LazyTensorStorage
 from engram.distributed.client import PendingCall, ShardLink
 
 pytestmark = pytest.mark.skipif(
@@ -171,3 +172,19 @@ def test_processes_of_a_group_share_the_rows_of_shards(
     assert "all is well" in said, failure
     for other in (*workers, writer):
         assert other.wait(timeout=300) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_batch_age": -1.0}, "max_batch_age must be 0 or more"),
+        ({"timeout": 0.0}, "timeout must be more than 0"),
+        ({"batches_per_call": 0}, "batches_per_call must be a positive integer"),
+        ({"lanes": True}, "lanes must be a positive integer"),
+    ],
+)
+def test_settings_that_are_not_allowed_are_refused(settings: dict[str, Any], words: str) -> None:
+    from engram.distributed.rpc_buffer import RpcReplayBuffer
+
+    with pytest.raises(ValueError, match=words):
+        RpcReplayBuffer(["alone"], storage=LazyTensorStorage(10), **settings)

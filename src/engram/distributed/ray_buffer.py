@@ -25,7 +25,7 @@ from engram.distributed.blocks import Block
 from engram.distributed.client import PendingCall, ShardLink
 from engram.distributed.node_folders import PREFIX, FolderOwner, claim_folder, remove_abandoned_folders
 from engram.distributed.shard import ReplayShard
-from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings, arguments_of_shards
+from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings, arguments_of_shards, check_count
 from engram.errors import ShardGoneError, ShardUnavailableError, ShardVersionError
 from engram.kernel.advice import advised
 
@@ -374,12 +374,7 @@ class RayReplayBuffer(ShardedReplayBuffer):
         priority_key: str = "td_error",
         generator: torch.Generator | None = None,
     ) -> None:
-        per_call = 1 if batches_per_call is None else batches_per_call
-        for what, value in (("num_shards", num_shards), ("lanes", lanes), ("batches_per_call", per_call)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{what} must be a positive integer, got {value!r}")
-        if max_batch_age is not None and not max_batch_age >= 0:
-            raise ValueError(f"max_batch_age must be 0 or more seconds, got {max_batch_age}")
+        check_count("num_shards", num_shards)
         if name is not None and not (isinstance(name, str) and name):
             raise ValueError(f"name must be a text, got {name!r}")
         waits = Timeouts.of(timeout)
@@ -394,6 +389,7 @@ class RayReplayBuffer(ShardedReplayBuffer):
             sampler, transform, batch_size, issubclass(replay_buffer_cls, TensorDictReplayBuffer), priority_key,
             batches_per_call, waits.answer, None if max_batch_age is None else float(max_batch_age), waits.extend,
         )  # fmt: skip
+        settings.check()
         if not import_ray().is_initialized():
             import_ray().init(**(ray_init_config or {}))
         own = {} if name is None else {"namespace": _NAMESPACE}

@@ -181,6 +181,11 @@ class RpcReplayBuffer(ShardedReplayBuffer):
         if not workers:
             raise ValueError("workers= names no process: at least one must hold rows")
         sampler = RandomSampler() if sampler is None else sampler if isinstance(sampler, Sampler) else sampler()
+        attaches = issubclass(replay_buffer_cls, TensorDictReplayBuffer)
+        settings = ShardedSettings(
+            sampler, transform, batch_size, attaches, priority_key, batches_per_call, float(timeout), max_batch_age
+        )
+        settings.check()
         arguments = arguments_of_shards(storage, len(workers), lanes, sampler, transform)
         self._served = [(worker, f"{name}-{k}") for k, worker in enumerate(workers)]
         folders = [None if scratch_dir is None else str(Path(scratch_dir) / f"shard-{k}") for k in range(len(workers))]
@@ -191,10 +196,6 @@ class RpcReplayBuffer(ShardedReplayBuffer):
         for version in torch.futures.wait_all(made):
             if version != __version__:
                 raise ShardVersionError(version, __version__)
-        attaches = issubclass(replay_buffer_cls, TensorDictReplayBuffer)
-        settings = ShardedSettings(
-            sampler, transform, batch_size, attaches, priority_key, batches_per_call, float(timeout), max_batch_age
-        )
         super().__init__([_RpcLink(*served) for served in self._served], settings, generator=generator)
 
     def shutdown(self) -> None:

@@ -90,6 +90,15 @@ class ShardedSettings(NamedTuple):
     max_batch_age: float | None = None
     extend_timeout: float | None = None
 
+    def check(self) -> None:
+        """ValueError: a number that is not allowed; what, and what is."""
+        if self.batches_per_call is not None:
+            check_count("batches_per_call", self.batches_per_call)
+        if self.max_batch_age is not None and not self.max_batch_age >= 0:
+            raise ValueError(f"max_batch_age must be 0 or more seconds, got {self.max_batch_age}")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout must be more than 0 seconds, got {self.timeout}")
+
     @property
     def writing_timeout(self) -> float:
         """Seconds that calls which write wait."""
@@ -767,6 +776,12 @@ class ShardedReplayBuffer:
                     self._updates.drop()
 
 
+def check_count(what: str, value: Any) -> None:
+    """ValueError unless it is a positive integer."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{what} must be a positive integer, got {value!r}")
+
+
 def arguments_of_shards(storage: Any, shards: int, lanes: int, sampler: Sampler, transform: Any) -> dict[str, Any]:
     """The arguments of each `ReplayShard` of a buffer.
 
@@ -777,6 +792,7 @@ def arguments_of_shards(storage: Any, shards: int, lanes: int, sampler: Sampler,
     Raises:
         TypeError, ValueError: it says no room, or is not an empty one of steps; a sampler that no shard can have.
     """
+    check_count("lanes", lanes)
     made = storage if isinstance(storage, Storage) else storage()
     if not isinstance(made, Storage):
         raise TypeError(f"storage must be a Storage or make one, got a {type(made).__name__}")

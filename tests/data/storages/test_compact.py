@@ -366,3 +366,40 @@ def test_all_rows_of_a_batch_from_a_file_have_their_observations(tmp_path, folde
         batch = rb.sample()
         assert torch.equal(batch["x"][:, 0], batch["n"].to(torch.uint8))
         assert torch.equal(batch["next", "x"][:, -1], (batch["n"] + 1).to(torch.uint8))
+
+
+def test_no_batch_has_rows_that_an_empty_took_while_it_was_made(tmp_path: Path) -> None:
+    """Rows that are drawn before an `empty`, and looked up after it: nothing of their observations can be copied."""
+    storage = LazyMemmapStorage(40, scratch_dir=tmp_path, compact="x")
+    rb = TensorDictReplayBuffer(storage=storage, batch_size=16, prefetch=2)
+
+    def steps(at: int) -> TensorDict:
+        n = torch.arange(at, at + 21)
+        x = (n % 251).to(torch.uint8).unsqueeze(1).expand(-1, 20_000).contiguous()
+        return TensorDict({"n": n[:20], "x": x[:20], "next": {"x": x[1:]}}, [20])
+
+    made, ended = [steps(20 * k) for k in range(12)], threading.Event()
+
+    def write() -> None:
+        while not ended.is_set():
+            for k, some in enumerate(made):
+                rb.extend(some)
+                if k % 4 == 3:
+                    rb.empty()
+
+    rb.extend(made[0])
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        batches = 0
+        while batches < 1500:
+            try:
+                batch = rb.sample()
+            except RuntimeError:  # it is empty just now
+                continue
+            batches += 1
+            assert torch.equal(batch["x"][:, 0].long(), batch["n"] % 251)
+            assert torch.equal(batch["next", "x"][:, -1].long(), (batch["n"] + 1) % 251)
+    finally:
+        ended.set()
+        writer.join()

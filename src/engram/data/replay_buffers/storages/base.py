@@ -319,7 +319,7 @@ class Storage(MadeFromParts):
         return self._outer_methods.read(slots, shape, extra, sequences)
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
-        """Dtype and shape of one leaf of a stored step; None: steps have no such leaf."""
+        """Dtype and shape of one leaf of a stored step, and where it lies in one; None: steps have no such leaf."""
         return self._outer_methods.leaf(path)
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
