@@ -141,7 +141,7 @@ def test_shards_are_written_and_drawn_from_while_they_are_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     links, rb = buffer()
-    before, paused = stored(links), _Paused(monkeypatch, tmp_path / "shards" / "1")
+    before, paused = stored(links), _Paused(monkeypatch, tmp_path / "shards" / "2")  # the last that begins
     saving = threading.Thread(target=rb.dumps, args=(tmp_path,))
     saving.start()
     assert paused.reached.wait(NEVER)
