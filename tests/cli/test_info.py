@@ -207,3 +207,15 @@ def test_a_path_without_anything_to_describe_is_refused(tmp_path):
     np.save(tmp_path / "array.npy", np.zeros(3))
     with pytest.raises(ValueError, match=r"is none of: a store"):
         info(tmp_path / "array.npy")
+
+
+@pytest.mark.parametrize("ids", [False, True], ids=["flags", "ids"])
+def test_flat_rows_have_episodes_and_returns_too(tmp_path, ids):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=tmp_path / "store"))
+    done = torch.arange(30) % 10 == 9
+    step = {"obs": torch.rand(30, 3), "reward": torch.ones(30), "next_obs": torch.rand(30, 3), "done": done}
+    rb.extend({**step, "episode": torch.arange(30) // 15} if ids else step)
+    rb.dumps(tmp_path / "saved")
+    for path in (tmp_path / "store", tmp_path / "saved"):
+        found = info(path, returns=True)
+        assert found.episodes == (2 if ids else 3) and found.returns == ((15, 15, 15) if ids else (10, 10, 10))

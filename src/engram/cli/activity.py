@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from engram.cli.description import Summary, summary
 from engram.cli.kinds import store_folder
-from engram.cli.returns import REWARD
 from engram.errors import EngramError, StorageInUseError
 from engram.kernel.disk import LearnerStats, ObservedRows, StoreFile, published_stats, writer_shares
 
@@ -283,7 +282,7 @@ class _Episodes:
         self._tells = bounds is not None
         if bounds is None or not steps:
             return self._tells
-        leaf = self._rows.leaf(REWARD)
+        leaf = self._rows.outcome("reward")
         rewards = None
         if leaf is not None:
             column = self._rows.column(leaf, self._lane, steps)

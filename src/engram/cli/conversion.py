@@ -250,7 +250,7 @@ class _Ends:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        counted = trajectories_of(storage)
+        counted = trajectories_of(storage, DONE)
         columns = [torch.empty(0, dtype=torch.int64)] * 4 if isinstance(counted, str) else counted[:4]
         self._lane, self._env, self._start, self._length = (values.numpy() for values in columns)
 

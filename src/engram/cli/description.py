@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from engram._progress import progress_bar
 from engram.cli.kinds import Kind, kind_of, one_snapshot, store_folder
-from engram.cli.returns import NO_ENDS, NO_REWARDS, REWARD, sum_rewards
+from engram.cli.returns import NO_ENDS, NO_REWARDS, sum_rewards
 from engram.errors import StorageError, StorageInUseError
 from engram.kernel.disk import (
     Checkpoint,
@@ -236,7 +236,7 @@ def _of_store(path: str | os.PathLike[str], episodes: bool | None, returns: bool
 def _with_returns_of_store(
     described: Info, observed: ObservedRows, counted: ObservedTrajectories, progress: bool
 ) -> Info:
-    leaf = observed.leaf(REWARD)
+    leaf = observed.outcome("reward")
     if leaf is None:
         return _noting(described, NO_REWARDS)
 

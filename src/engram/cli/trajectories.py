@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engram.cli.returns import NO_ENDS, REWARD, sum_rewards
+from engram.cli.returns import NO_ENDS, sum_rewards
 from engram.data import Storage
 from engram.kernel.replay import stored_trajectories
-from engram.kernel.rows import EpisodeIndex
+from engram.kernel.rows import IDS, EpisodeIndex, outcome_path
 from engram.pytree import KeyPath
 
 
@@ -27,37 +27,50 @@ class Trajectories(NamedTuple):
     rows: list[range]
 
 
-def trajectories_of(storage: Storage) -> Trajectories | str:
-    """Every stored trajectory, with the steps of the same moment; or a text that says why none can be counted."""
+def trajectories_of(storage: Storage, end_key: KeyPath | None = None) -> Trajectories | str:
+    """Every stored trajectory, with the steps of the same moment; or a text that says why none can be counted.
+
+    Args:
+        end_key: the flags; None: `("next", "done")`, or `"done"` of flat rows. Ids come first, unless flags are named that
+            are not `("next", "done")`.
+    """
     if storage.layout is None and len(storage):
         return "steps are stored as items of any form: episodes are not looked for"
-    counted = stored_trajectories(storage, EpisodeIndex())
+    has_ids = any(storage.leaf(path) is not None for path in IDS)
+    if end_key is None and not has_ids:
+        end_key = _outcome(storage, "done")
+    counted = stored_trajectories(storage, EpisodeIndex(end_key=end_key))
     if counted is None:
         return NO_ENDS
     return Trajectories(*counted[0], counted[1])
 
 
 def has_rewards(storage: Storage) -> bool:
-    """Whether steps have `("next", "reward")`."""
-    return storage.leaf(REWARD) is not None
+    """Whether steps have `("next", "reward")`, or, as flat rows, `"reward"`."""
+    return storage.leaf(_outcome(storage, "reward")) is not None
 
 
 def episode_returns(
     storage: Storage, trajectories: Trajectories, advance: Callable[[int], None] = lambda steps: None
 ) -> npt.NDArray[np.float64]:
-    """The sum of `("next", "reward")` over each trajectory: float64 [n]; NaN where rows were overwritten meanwhile."""
+    """The sum of the rewards (see `has_rewards`) over each trajectory: float64 [n]; NaN where rows were overwritten meanwhile."""
     lanes = storage.lanes
     assert lanes is not None
     capacity, envs, store = lanes.store.lane_capacity, lanes.envs, lanes.store
+    reward = _outcome(storage, "reward")
 
     def read(lane: int, steps: range) -> npt.NDArray[np.float64]:
         slots = lane * capacity + torch.arange(steps.start, steps.stop) % capacity
-        rewards = read_column(storage, REWARD, slots).double()
+        rewards = read_column(storage, reward, slots).double()
         summed: npt.NDArray[np.float64] = rewards.reshape(len(steps), envs, -1).sum(-1).numpy()
         return summed
 
     columns = tuple(values.numpy() for values in trajectories[:4])
     return sum_rewards(columns, read, lambda lane: int(store.lane(lane)["first"]), advance)
+
+
+def _outcome(storage: Storage, name: str) -> KeyPath:
+    return outcome_path(() if storage.layout is None else storage.layout.paths, name)
 
 
 def read_column(storage: Storage, path: KeyPath, slots: Tensor) -> Tensor:

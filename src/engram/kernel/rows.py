@@ -7,7 +7,7 @@ from engram.store.episodes import EpisodeIndex
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.n_step import NSteps
-from engram.store.row_form import IDS
+from engram.store.row_form import IDS, outcome_path
 from engram.store.streams import AdoptedStream, StreamEntry, StreamTable
 
 __all__ = [
@@ -23,4 +23,5 @@ __all__ = [
     "StreamEntry",
     "StreamTable",
     "draw_slots_by_numpy",
+    "outcome_path",
 ]

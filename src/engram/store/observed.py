@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 import engram._native as _native
 from engram.errors import StorageError, StorageInUseError
-from engram.store.row_form import DONE, IDS, stored_offsets
+from engram.store.row_form import IDS, outcome_path, stored_offsets
 
 _T = TypeVar("_T")
 
@@ -71,6 +71,10 @@ class ObservedRows:
         """The leaf with this key."""
         return next((leaf for leaf in self.leaves if leaf.path == path), None)
 
+    def outcome(self, name: str) -> ObservedLeaf | None:
+        """The leaf with what came of a step: `("next", name)`, or `name` in flat rows (`outcome_path`)."""
+        return self.leaf(outcome_path([leaf.path for leaf in self.leaves], name))
+
     def stored(self, lane: int) -> range:
         """The sequences of the steps that a lane has now."""
         state = self.store.lane(lane)
@@ -106,7 +110,7 @@ class ObservedRows:
         or by an id that changes within the rows of one writer.
         """
         by_id = next((leaf for path in IDS if (leaf := self.leaf(path)) is not None), None)
-        flag = self.leaf(DONE)
+        flag = self.outcome("done")
         if flag is not None and (flag.nbytes != flag.itemsize or flag.dtype not in _FLAGS):
             flag = None
         if (flag is None) if by_id is None else not _is_one_integer(by_id):

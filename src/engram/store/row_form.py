@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 #: The flag that says where trajectories end, and keys that may hold their ids: the first that rows have counts.
 DONE: tuple[str, ...] = ("next", "done")
 IDS: tuple[tuple[str, ...], ...] = (("collector", "traj_ids"), ("episode",))
+
+
+def outcome_path(paths: Collection[tuple[Any, ...]], name: str) -> tuple[str, ...]:
+    """Where rows hold what came of a step, as `"done"`: under `"next"`, or beside the rest where no key is under it.
+
+    >>> outcome_path([("done",), ("next", "done")], "done")
+    ('next', 'done')
+    >>> outcome_path([("obs",), ("next_obs",), ("done",)], "done")
+    ('done',)
+    """
+    is_flat = (name,) in paths and not any(path[0] == "next" for path in paths)
+    return (name,) if is_flat else ("next", name)
 
 
 def packed_offsets(sizes: Sequence[tuple[int, int]]) -> list[int]:
