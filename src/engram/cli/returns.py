@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-NO_ENDS = "no key says where episodes end: ('next', 'done'), or 'done' of flat rows, or ids under ('collector', 'traj_ids') or 'episode'"
-NO_REWARDS = "the rows have neither ('next', 'reward') nor, as flat rows, 'reward': there are no returns"
+NO_ENDS = (
+    "no key says where episodes end: ('next', 'done'), or 'done' of flat rows, or ids under ('collector', 'traj_ids') "
+    "or 'episode'"
+)
+NO_REWARDS = "there are no returns: rows have neither ('next', 'reward') nor, as flat ones, 'reward'"
 
 _AT_ONCE = 1 << 16  # time steps of which rewards are read at once
 

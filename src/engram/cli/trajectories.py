@@ -31,8 +31,8 @@ def trajectories_of(storage: Storage, end_key: KeyPath | None = None) -> Traject
     """Every stored trajectory, with the steps of the same moment; or a text that says why none can be counted.
 
     Args:
-        end_key: the flags; None: `("next", "done")`, or `"done"` of flat rows. Ids come first, unless flags are named that
-            are not `("next", "done")`.
+        end_key: the flags; None: `("next", "done")`, or `"done"` of flat rows. Ids come first, unless other flags than
+            `("next", "done")` are named.
     """
     if storage.layout is None and len(storage):
         return "steps are stored as items of any form: episodes are not looked for"
@@ -53,7 +53,7 @@ def has_rewards(storage: Storage) -> bool:
 def episode_returns(
     storage: Storage, trajectories: Trajectories, advance: Callable[[int], None] = lambda steps: None
 ) -> npt.NDArray[np.float64]:
-    """The sum of the rewards (see `has_rewards`) over each trajectory: float64 [n]; NaN where rows were overwritten meanwhile."""
+    """The sum of rewards over each trajectory: float64 [n]; NaN where rows were overwritten meanwhile."""
     lanes = storage.lanes
     assert lanes is not None
     capacity, envs, store = lanes.store.lane_capacity, lanes.envs, lanes.store
