@@ -46,6 +46,7 @@ def broken(settings):
     raise ImportError("no such library")
 
 
+@pytest.mark.deep
 def test_forms_are_measured_in_as_many_rounds_and_one_that_fails_says_why(clock):
     row = turns.Row(
         "key",

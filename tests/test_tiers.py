@@ -96,6 +96,7 @@ def values(names: list[str], test: str) -> list[tuple[str, ...]]:
     return [tuple(name.split("[")[1].rstrip("]").split("-")) for name in names if name.startswith(test + "[")]
 
 
+@pytest.mark.deep
 def test_cases_in_which_every_two_values_meet_stay_in_their_tier_and_the_others_are_long(collected):
     quick = collected(PRODUCTS, "-m", "not deep and not long")
     deep, long = collected(PRODUCTS, "-m", "deep and not long"), collected(PRODUCTS, "-m", "long")
@@ -125,6 +126,7 @@ def test_d(): pass
     assert collected(text, "--tiers") == ["test_b", "test_d", "test_a", "test_c"]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("workers", [pytest.param((), marks=pytest.mark.long), ("-n", "2")])
 def test_with_tiers_a_file_that_is_skipped_as_a_whole_is_counted(pytest_on, workers):
     files = {

@@ -38,6 +38,7 @@ CHECKPOINTERS = {
 }
 
 
+@pytest.mark.deep
 @each("make, storage, envs", pairwise_product(CHECKPOINTERS, [LazyMemmapStorage, LazyTensorStorage], [1, 3]))
 def test_a_twin_is_equal_after_every_batch_whatever_saves_it(tmp_path, envs, storage, make):
     torch.manual_seed(0)

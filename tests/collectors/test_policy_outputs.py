@@ -138,6 +138,7 @@ def assert_same(found, expected):
             assert found[key] == value, key
 
 
+@pytest.mark.deep
 @each("n", [1, 3])
 @each("write", WRITES)
 @each("arguments", [{}, {"max_frames_per_traj": 3}])

@@ -217,6 +217,7 @@ def test_nothing_of_before_comes_after_an_empty_a_load_or_a_replacement(sampler,
     assert rb.sample()["number"].min() >= 200
 
 
+@pytest.mark.deep
 def test_a_storage_that_is_closed_while_its_rows_are_copied_stays_mapped_until_then():
     """A thread that read from memory that is unmapped would end the process."""
     code = """

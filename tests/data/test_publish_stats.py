@@ -129,6 +129,7 @@ def test_the_file_goes_with_the_buffer(tmp_path, end):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.engram"]
 
 
+@pytest.mark.deep
 def test_the_file_goes_with_the_process(tmp_path):
     code = (
         "import sys, torch, time; from engram.data import *; "

@@ -16,9 +16,12 @@ from distributed.shards import Link, client
 from engram.data import LazyTensorStorage
 from engram.distributed.client import PendingCall, ShardLink
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.rpc.is_available(), reason="torch was built without torch.distributed.rpc"
-)
+pytestmark = [
+    pytest.mark.deep,  # `test_sharded` says the same of every transport
+    pytest.mark.skipif(
+        not torch.distributed.rpc.is_available(), reason="torch was built without torch.distributed.rpc"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -110,6 +110,7 @@ print(said)
 """
 
 
+@pytest.mark.deep
 def test_run_in_a_fork_passes_fails_or_is_ended(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]")
     env = {**os.environ, "PYTHONPATH": str(Path(reach.__file__).parents[1])}

@@ -233,6 +233,7 @@ def test_workers_with_other_numbers_of_environments_fill_a_buffer():
     assert len(rb) == 16
 
 
+@pytest.mark.deep
 @pytest.mark.quick
 @each(
     ("signum", "advice"),

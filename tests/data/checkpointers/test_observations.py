@@ -238,6 +238,7 @@ def test_any_rows_come_back_from_any_step_on(seed: int, monkeypatch: pytest.Monk
 
 
 # ---- damage ----
+@pytest.mark.deep
 def test_a_forged_byte_is_an_error_or_gives_frames_of_the_chunk() -> None:
     chunk = Chunk(random.Random(3))
     chunk.rows[chunk.rows == 77] = 78

@@ -241,6 +241,7 @@ def engram_rows(path):
     return path
 
 
+@pytest.mark.deep
 @each("kind", LARGE_ROWS)
 def test_a_row_that_is_larger_than_allowed_is_refused_by_an_error_that_names_the_limit(kind, tmp_path):
     make, read, needed = LARGE_ROWS[kind]

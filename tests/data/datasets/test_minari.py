@@ -94,6 +94,7 @@ def test_whole_episodes_come_back_bit_by_bit(tmp_path):
     assert_same_bits(rb[:], batch)
 
 
+@pytest.mark.deep
 @settings(max_examples=20)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8), capacity=st.integers(3, 30))
 def test_what_a_ring_still_holds_is_written_and_its_last_trajectory_truncated(tmp_path_factory, lengths, capacity):

@@ -98,6 +98,7 @@ def environment(kind, categorical=False):
     }[kind]()
 
 
+@pytest.mark.deep
 @each("categorical", [False, True])
 @each("kind", ["single", "serial", "parallel"])
 def test_collectors_dataset_has_the_spaces_of_its_environment(tmp_path, kind, categorical):

@@ -54,6 +54,7 @@ class Ring:
         assert ended != bool(self.left & self.rows), "it never came, or the epoch does not end"
 
 
+@pytest.mark.deep
 @settings(max_examples=30)
 @given(data=st.data())
 def test_an_epoch_goes_on_in_a_storage_of_another_capacity(data):

@@ -105,6 +105,7 @@ def test_the_statistics_find_a_small_bias():
         assert_uniform(drawn.tolist(), range(40))
 
 
+@pytest.mark.deep
 def test_successive_draws_are_independent(tmp_path):
     torch.manual_seed(0)
     rb = filled(tmp_path, writes=(9,), capacity=9)

@@ -72,6 +72,7 @@ def test_rows_of_another_process_are_read_from_segments_that_came_after_the_map(
     assert bool((rows(rb, range(1, 41)) == strangers(40, 1)).all())
 
 
+@pytest.mark.deep
 def test_writers_in_turns_take_no_units_of_each_other() -> None:
     rb = buffer(in_memory(compact=COMPACT))
     rb.extend(strangers(5, 0))

@@ -136,6 +136,7 @@ def run(path: Path, seed: int) -> None:
         os.close(world.fd)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("trials", [60, pytest.param(3000, marks=[pytest.mark.deep, pytest.mark.long])])
 def test_what_a_power_cut_leaves_is_whole_and_joins_no_two_writers(tmp_path: Path, trials: int) -> None:
     for seed in range(trials):

@@ -301,6 +301,7 @@ def windows(positions: list[int], length: int = 32) -> int:
     return int((at[length - 1 :] - at[: len(at) - length + 1] == length - 1).sum()) if len(at) >= length else 0
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("speeds", [(1,), (1, 1, 1, 1), (19, 1)], ids=["one", "four", "slow"])
 def test_a_seam_at_a_stint_costs_slices_their_length_of_each_lane(speeds: tuple[int, ...]) -> None:
     lanes, capacity, length = 64, 1024, 32
