@@ -1,5 +1,7 @@
 """Names of TorchRL that this library does not have, and what to use instead of each.
 
+Some are of other libraries: what they call it to store each observation once.
+
 `@advised` puts them into a class: an argument that would change nothing here is accepted, any other is a TypeError with
 advice, and reading a member is an AttributeError with advice (`hasattr` is False). With `advise_on_names` importing a
 name from a module is an ImportError with advice.
@@ -96,6 +98,22 @@ _LOCAL_COLLECTORS: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_collectors": ((None,), "use MultiSyncDataCollector or MultiaSyncDataCollector with num_workers"),
 }
 
+
+def _stored_once(compact: str) -> dict[str, tuple[tuple[Any, ...], str]]:
+    """What cpprb, Dopamine, stable-baselines3 and tianshou call it to store each observation once; `compact`: here."""
+    once = f"{compact} stores each observation once"
+    return {
+        "next_of": ((None,), once),
+        "stack_compress": ((None,), f"{once}, and each frame of stacks along its first dimension"),
+        "stack_size": ((None, 1), f"write stacks, as FrameStackObservation or CatFrames makes them: {once}"),
+        "update_horizon": ((None, 1), "use transform=MultiStepTransform(n, gamma) of the buffer"),
+        "optimize_memory_usage": ((None, False), once),
+        "stack_num": ((None, 1), f"write stacks, as FrameStackObservation or CatFrames makes them: {once}"),
+        "save_only_last_obs": ((None, False), f"write whole stacks: {once}"),
+        "ignore_obs_next": ((None, False), f"write next observations, too: {once}"),
+    }
+
+
 #: By class: the values of an argument that are accepted without effect, and what to do instead of giving another.
 ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     # ---- specs ----
@@ -114,12 +132,14 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "transport_options": ((None,), "leave it out: RayReplayBuffer has options of its own"),
         "sample_unit": ((None,), "use SliceSampler for parts of trajectories; a later release has units"),
         "consume_after_n_samples": ((None,), "use SamplerWithoutReplacement; a later release has ConsumingSampler"),
+        **_stored_once("storage=LazyTensorStorage(n, compact=True)"),
     },
     "ReplayBufferEnsemble": {
         "routing_key": ((None,), "nothing is written through an ensemble: write to a member, as rb[0].extend(...)"),
         "routing_dim": ((None,), "nothing is written through an ensemble: write to a member, as rb[0].extend(...)"),
     },
-    "LazyTensorStorage": {"consolidated": (_ANY, ""), "cleanup_memmap": (_ANY, "")},
+    "LazyTensorStorage": {"consolidated": (_ANY, ""), "cleanup_memmap": (_ANY, ""), **_stored_once("compact=True")},
+    "LazyMemmapStorage": _stored_once("compact=True"),
     "PrioritizedReplayBuffer": _PRIORITIES,
     "TensorDictPrioritizedReplayBuffer": _PRIORITIES,
     "PrioritizedSampler": {"device": _ON_CPU},

@@ -1280,10 +1280,12 @@ inline void bind_store(nb::module_& m) {
         if (sizes) given = Observations::Sizes{std::get<0>(*sizes), std::get<1>(*sizes), std::get<2>(*sizes)};
         s.keep_observations(ahead, key_geometries(keys), in_row_of(in_row), given);
       }, "ahead"_a, "keys"_a, "in_row"_a.none() = nb::none(), "sizes"_a.none() = nb::none())
-      .def("observation_kinds", [](Store& s, uint64_t most) {
+      .def("observation_kinds", [](const Store& s, uint64_t most) {
+        s.check_file();
+        if (!s.observations()) throw nb::value_error("this store keeps no observations beside its rows");
         Observations::Kinds kinds;
         for (uint64_t l = 0; l < s.geometry().lanes; ++l) {
-          const Observations& observations = observations_of(s, l);
+          const Observations& observations = *s.observations();
           const LaneView v = s.lanes.view(l);
           const uint64_t newest = v.published > most ? v.published - most : 0;
           observations.count_kinds(s.lanes.protocol(l), l, std::max(v.first, newest), kinds);
@@ -1332,7 +1334,10 @@ inline void bind_store(nb::module_& m) {
         if (s.read_only()) return nb::cast(nb::ndarray<nb::numpy, const uint8_t>(s.at(0), 1, shape, keep));
         return nb::cast(nb::ndarray<nb::numpy, uint8_t>(s.at(0), 1, shape, keep));
       }, nb::sig("def memory(self) -> numpy.typing.NDArray[numpy.uint8]"))
-      .def("advise_random", [](const Store& s) { ::madvise(s.at(0), s.geometry().total_bytes, MADV_RANDOM); })
+      .def("advise_random", [](const Store& s) {
+        ::madvise(s.at(0), s.geometry().total_bytes, MADV_RANDOM);
+        if (s.observations()) s.observations()->advise_random();
+      })
       .def("next_slot", [](const Store& s, uint64_t l) {
         check_lane(s, l);
         return l * s.geometry().lane_capacity + s.lanes.lane(l).published.load() % s.geometry().lane_capacity;

@@ -36,7 +36,8 @@ inline float numpy_sum(const float* x, size_t n) {
 // afterwards.
 class StepWalk {
  public:
-  StepWalk(const Store& store, const Leaf& reward, const Leaf& done) : store_(store), reward_(reward), done_(done) {
+  StepWalk(const Store& store, const Leaf& reward, const Leaf& done)
+      : store_(store), reward_(reward), done_(done), is_float_(reward.dtype == DType{kDLFloat, 32}) {
     epoch_ = store.lanes.epoch();
     for (uint64_t l = 0; l < store.geometry().lanes; ++l) {
       const LaneView view = store.lanes.view(l);
@@ -56,7 +57,9 @@ class StepWalk {
     const uint64_t first = store_.physical(lane, env, 0);
     for (size_t count = 1;; ++count) {
       const uint8_t* const row = store_.row(first + time);
-      if (!cast_numbers(reward_.dtype, row + reward_.offset, {kDLFloat, 32}, reinterpret_cast<uint8_t*>(rewards++), 1)) return 0;
+      if (is_float_) std::memcpy(rewards, row + reward_.offset, sizeof(float));
+      else if (!cast_numbers(reward_.dtype, row + reward_.offset, {kDLFloat, 32}, reinterpret_cast<uint8_t*>(rewards), 1)) return 0;
+      ++rewards;
       const uint8_t* const flags = row + done_.offset;
       const bool done = std::any_of(flags, flags + done_.bytes, [](uint8_t flag) { return flag != 0; });
       if (done || count == n || sequence == lanes_[lane].newest) {
@@ -78,6 +81,7 @@ class StepWalk {
  private:
   const Store& store_;
   const Leaf &reward_, &done_;
+  bool is_float_;  // the reward
   Epoch epoch_;
   std::vector<SlotSequences> lanes_;
   std::vector<uint64_t> oldest_;  // of the rows that were read, in each lane
@@ -92,8 +96,8 @@ inline nb::object read_n_steps(Store& store, const Codec& codec, nb::handle slot
   check_codec(store, codec);
   const SlotsArg slots(nb::borrow(slots_in));
   const Leaf &reward = leaf_of(codec, reward_leaf), &done = leaf_of(codec, done_leaf);
-  for (const Leaf& leaf : {reward, done})
-    if (leaf.offset + leaf.bytes > store.geometry().payload_bytes) throw nb::value_error("rewards and flags lie in the rows themselves");
+  for (const Leaf* leaf : {&reward, &done})
+    if (leaf->offset + leaf->bytes > store.geometry().payload_bytes) throw nb::value_error("rewards and flags lie in the rows themselves");
   if (reward.bytes != reward.itemsize) throw nb::value_error("a reward must be one number");
   if (!(done.dtype == DType{kDLBool, 8})) throw nb::value_error("a bool leaf is needed to say where episodes end");
   if (discounts.shape(0) < 2) throw nb::value_error("discounts are needed for each step, and for what comes after the last");

@@ -115,6 +115,9 @@ class ObservationMemory {
 
   const ObservationPlaces& places() const { return places_; }
   uint8_t* at(uint64_t offset) const { return start_ + offset; }
+  // Where this memory lies in the file.
+  uint64_t file_offset(const uint8_t* at) const { return file_ ? file_->offset + static_cast<uint64_t>(at - start_) : 0; }
+  void advise_random() const { ::madvise(mapped_, mapped_bytes_, MADV_RANDOM); }
   std::atomic<uint64_t>* owners() const { return reinterpret_cast<std::atomic<uint64_t>*>(start_ + places_.owners); }
   // The lane that has a unit, plus 1; 0: none has it, or the file does not reach there, whatever the table of owners says.
   uint64_t owner(uint64_t unit) const {
@@ -494,6 +497,35 @@ class Observations {
     const uint8_t* const record = first_record_ + place * record_stride_;
     for (uint64_t b = 0; b < std::min<uint64_t>(record_bytes_, 512); b += 64) __builtin_prefetch(record + b);
   }
+  void advise_random() const { memory_.advise_random(); }
+  // What `copy` reads of row w in the store's file, but for words and tails: `range(offset, bytes)`, frames that lie side by side together.
+  template <class Range>
+  void each_range(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, uint64_t published, const std::vector<Target>& to, Range&& range) const {
+    const Columns columns = columns_of(lane, env, {});
+    const Protocol protocol = protocol_of(rows, columns);
+    StackPlaces places;
+    const uint8_t *begin = nullptr, *end = nullptr;
+    const auto tell = [&] {
+      if (begin) range(memory_.file_offset(begin), static_cast<uint64_t>(end - begin));
+    };
+    const auto add_all = [&] {
+      for (uint64_t j = 0; j < shape_.frames; ++j) {
+        const FramePlace& place = places[j];
+        if (place.kind != FramePlace::kRecord && place.kind != FramePlace::kUnit) continue;
+        const bool is_record = place.kind == FramePlace::kRecord;
+        const uint8_t* const at = is_record ? columns.record(place.number) : memory_.unit_at(place.number);
+        const uint8_t* const behind = at + (is_record ? record_stride_ : memory_.places().unit_stride);
+        if (begin && at >= begin && at <= end) {
+          end = std::max(end, behind);
+          continue;
+        }
+        tell(), begin = at, end = behind;
+      }
+    };
+    if (has(to, false)) protocol.find_x(w, places), add_all();
+    if (has(to, true)) protocol.find_next(w, protocol.is_newest(w, published), places), add_all();
+    tell();
+  }
   // Copies leaves of row w to place `i` of the batch. Returns whether next.X came from the row's tail, which must then be looked at
   // again (`tail_is_there`).
   bool copy(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, uint64_t published, const std::vector<Target>& to, uint64_t i) const {
@@ -567,7 +599,7 @@ class Observations {
     uint64_t rows = 0, same = 0, moved = 0, whole = 0, whole_x = 0;
     std::vector<uint64_t> same_of_key;
   };
-  // Looks at rows [first, published) of a lane whose next.X a later row tells. The caller keeps writers out.
+  // Looks at rows [first, published) of a lane whose next.X a later row tells. Of those that are overwritten meanwhile it is what it may be.
   void count_kinds(const Rows& rows, uint64_t lane, uint64_t first, Kinds& kinds) const {
     kinds.same_of_key.resize(geometry_.keys.size());
     for (uint64_t env = 0; env < geometry_.envs; ++env)

@@ -471,9 +471,26 @@ class RowReader {
   // Copies the first rows of a mapped file, or all rows if their pages must be requested first. Returns how many, and advances
   // the leaves.
   size_t copy_first(LeafCopy* leaves, size_t n_leaves) {
-    const size_t done = copy_first_rows(leaves, n_leaves);
-    copy_observed(0, done);
-    return done;
+    const size_t n = rows_.size(), bytes = store_.geometry().row_stride;
+    const auto copy_part = [&](size_t from, size_t to) {
+      copy_observed(from, to);
+      gather_rows(rows_.data() + from, to - from, bytes, leaves, n_leaves);
+    };
+    Readahead& pages = store_.readahead();
+    size_t done = 0;
+    if (!pages.on()) {
+      done = std::min(n, Readahead::kProbeRows);
+      const long before = Readahead::faults_of_this_thread();
+      copy_part(0, done);
+      pages.saw_faults(Readahead::faults_of_this_thread() - before);
+      if (!pages.on()) return done;
+    }
+    for (size_t i = done; i < n; ++i) ask_for(i);
+    const auto start = std::chrono::steady_clock::now();
+    copy_part(done, n);
+    const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start);
+    if (n > done) pages.saw_batch(static_cast<uint64_t>(ns.count()), n - done);
+    return n;
   }
   // Where observations are stored beside rows: notes where they go, in the memory of a whole batch. Returns how many of the leaves lie
   // in rows: the first ones.
@@ -543,24 +560,17 @@ class RowReader {
   }
 
  private:
-  // `copy_first`, of what lies in rows.
-  size_t copy_first_rows(LeafCopy* leaves, size_t n_leaves) {
-    const size_t n = rows_.size(), bytes = store_.geometry().row_stride;
-    Readahead& pages = store_.readahead();
-    size_t done = 0;
-    if (!pages.on()) {
-      done = std::min(n, Readahead::kProbeRows);
-      const long before = Readahead::faults_of_this_thread();
-      gather_rows(rows_.data(), done, bytes, leaves, n_leaves);
-      pages.saw_faults(Readahead::faults_of_this_thread() - before);
-      if (!pages.on()) return done;
-    }
-    for (size_t i = done; i < n; ++i) pages.ask(store_.geometry().rows_offset + physical_row(i) * bytes, bytes);
-    const auto start = std::chrono::steady_clock::now();
-    gather_rows(rows_.data() + done, n - done, bytes, leaves, n_leaves);
-    const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start);
-    if (n > done) pages.saw_batch(static_cast<uint64_t>(ns.count()), n - done);
-    return n;
+  // Requests the pages of a row, and of the observations that are copied with it.
+  void ask_for(size_t i) const {
+    const Readahead& pages = store_.readahead();
+    const size_t bytes = store_.geometry().row_stride;
+    pages.ask(store_.geometry().rows_offset + physical_row(i) * bytes, bytes);
+    const Observations* const observations = store_.observations();
+    uint64_t w = 0;
+    if (!observations || observed_.empty() || observations->are_in_rows() || !find_row(i, w)) return;
+    const Place at = place(i);
+    observations->each_range(store_.lanes.protocol(at.lane), at.lane, at.env, w, published(at.lane), observed_,
+                             [&](uint64_t offset, uint64_t n) { pages.ask(offset, n); });
   }
   struct Place {
     uint64_t lane, env, slot;

@@ -141,8 +141,26 @@ def test_returns_of_a_checkpoint_in_any_format_are_read_from_it(tmp_path, format
     assert info(tmp_path, returns=True).returns == (100, 100, 100)
 
 
-def test_a_store_says_which_observations_it_has_once_and_its_bytes_a_step(tmp_path):
+def test_a_store_in_use_says_which_observations_it_has_once_and_what_its_rows_are_made_of(tmp_path, capsys):
     rb = store(tmp_path, compact=Compact("observation", frames=3))
+    shares = rb.stats().compact
+    assert shares.same == 1 and shares.advice is not None
+    assert info(tmp_path / "store").notes == (f"each observation is stored once (compact=): {shares}",)
+    show_info(info(tmp_path / "store"))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "of next observations 100.0% are those of the row behind" in shown and "with ndim=2" in shown
+
+
+def test_a_store_whose_rows_share_no_observation_says_what_would_make_it_smaller(tmp_path):
+    rb = store(tmp_path, compact=Compact("observation", n_steps=7))
+    rb.storage.close()
+    note = info(tmp_path / "store").notes[0]
+    assert "0.0% are those of the row 7 rows behind" in note and "say another n_steps=" in note
+
+
+def test_a_store_without_rows_says_which_observations_it_has_once_and_its_bytes_a_step(tmp_path):
+    rb = store(tmp_path, compact=Compact("observation", frames=3))
+    rb.empty()
     once = "each observation is stored once (compact=): observation (3 frames); "
     assert info(tmp_path / "store").notes == (f"{once}{rb.stats().compact.bytes_per_step:,.0f} bytes a step",)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,12 @@ from tensordict import TensorDict
 from contracts.children import fork
 from engram.cli import verify
 from engram.data import Compact, LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
+from engram.store.places import LaneCount
 
 SIZE = 700  # bytes of a frame
 CAPACITY = 240
 WRITERS = 3
+MANY = 64  # lanes, and as many writers
 
 
 class Environment:
@@ -108,6 +111,65 @@ def torture(rb: TensorDictReplayBuffer, environment: Environment, writers: int, 
     return rb.write_count
 
 
+class WriterOnRequest:
+    """A process that appends once for each byte that it is sent: of many of them only a few are at work."""
+
+    def __init__(self, rb: TensorDictReplayBuffer, environment: Environment, writer: int) -> None:
+        read, self._requests = os.pipe()
+
+        def work() -> None:
+            draw, at = random.Random(writer), 0
+            while os.read(read, 1):
+                n = draw.choice([1, 3, 20, 90])
+                rb.extend(environment.rows(writer, at, at + n))
+                at += n
+
+        self.pid = fork(work)
+        os.close(read)
+
+    def request(self, appends: int) -> None:
+        os.write(self._requests, bytes(appends))
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        assert os.waitpid(self.pid, 0)[1] == signal.SIGKILL, "a writer ended by itself"
+        os.close(self._requests)
+
+
+def torture_many_lanes(rb: TensorDictReplayBuffer, environment: Environment, kills: int) -> Counter[str]:
+    """Kills and replaces writers of 64 lanes, of which 6 at a time append; how many kills, looks, rows and lanes."""
+    draw, total = random.Random(kills), Counter[str]()
+    rb.extend(environment.rows(0, 0, 30))
+    rb.storage.lanes.release()
+    alive = [WriterOnRequest(rb, environment, n) for n in range(1, MANY + 1)]
+    try:
+        for writer in alive:  # each in a lane
+            writer.request(1)
+        for kill in range(kills):
+            before, looks = rb.write_count, 0
+            asked = draw.sample(range(MANY), 6)
+            for n in asked:
+                alive[n].request(4)
+            while rb.write_count - before < draw.choice([1, 8, 24]) or looks < 2:
+                environment.check(rb.sample().exclude("index"))
+                looks += 1
+            victim = draw.choice(asked)
+            alive[victim].kill()
+            alive[victim] = WriterOnRequest(rb, environment, MANY + kill + 1)
+            total.update(kills=1, looks=looks)
+    finally:
+        for writer in alive:
+            writer.kill()
+    total.update(
+        rows=rb.write_count, torn=sum(lane["claimed"] > lane["published"] for lane in rb.storage.lanes.counters())
+    )
+    total.update(lanes=sum(lane["published"] > 0 for lane in rb.storage.lanes.counters()))
+    environment.check(rb.storage.get(slice(None)).exclude("index"))
+    rb.extend(environment.rows(10_000_000, 0, len(rb)))
+    environment.check(rb.storage.get(slice(None)).exclude("index"))
+    return total
+
+
 MEMORY = [("one writer", 1, 1), ("turns", WRITERS, None), ("lanes", WRITERS, 4)]
 SHAPES = [(1, 1), (4, 1), (3, 3)]
 
@@ -133,3 +195,23 @@ def test_rows_of_a_file_are_right_whenever_their_writers_are_killed(ram_path, fo
     assert torture(rb, Environment(4, 1), WRITERS, 12) > 120
     if scratch_dir is not None:
         assert verify(scratch_dir).ok
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kills", [12, pytest.param(350, marks=pytest.mark.long)])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]} frames in {shape[1]} steps")
+@pytest.mark.parametrize("is_file", [False, True], ids=["shared memory", "a folder"])
+def test_rows_of_64_lanes_are_right_whenever_their_writers_are_killed(ram_path, is_file, shape, kills):
+    frames, n_steps = shape
+    settings = {"lanes": LaneCount(MANY), "compact": Compact("x", frames=frames, n_steps=n_steps)}
+    size = 20 * MANY
+    if is_file:
+        storage = LazyMemmapStorage(size, scratch_dir=ram_path / "store", **settings)
+    else:
+        storage = LazyTensorStorage(size, shared=True, **settings)
+    rb = TensorDictReplayBuffer(storage=storage, batch_size=96)
+    total = torture_many_lanes(rb, Environment(frames, n_steps), kills)
+    print(dict(total))
+    assert total["kills"] == kills and total["lanes"] == MANY
+    if is_file:
+        assert verify(ram_path / "store").ok

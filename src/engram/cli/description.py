@@ -20,8 +20,10 @@ from engram.cli.kinds import Kind, kind_of, one_snapshot, store_folder
 from engram.cli.returns import NO_ENDS, NO_REWARDS, sum_rewards
 from engram.errors import StorageError, StorageInUseError
 from engram.kernel.disk import (
+    ROWS_LOOKED_AT,
     Checkpoint,
     Counters,
+    ObservationShares,
     ObservedRows,
     ObservedTrajectories,
     StoreFile,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 #: Stores of no more rows have their episodes counted without being asked: their flags are read.
 _FEW_ROWS = 1 << 20
+_ONCE = "each observation is stored once (compact=)"
 _TRIES = 500  # while all rows are being replaced: a few seconds
 
 NOT_COUNTED = "episodes were not counted: episodes=True (--episodes) reads the flags of all rows"
@@ -136,7 +139,8 @@ def info(
     """Describes a store, a checkpoint, a directory of TorchRL's or a dataset file.
 
     A store may be in use: it is looked at without a lock and without a write. Of all but episodes and returns only
-    headers, manifests and file sizes are read.
+    headers, manifests and file sizes are read; where observations are stored once, also what the newest rows are made
+    of, which the notes tell with what would make them smaller.
 
     Args:
         path: the folder or the file.
@@ -298,9 +302,13 @@ def _of_header(path: str | os.PathLike[str], store: Any, opened: StoreFile, rows
 
 
 def _observations_of_store(said: dict[str, Any], store: Any, capacity: int) -> str:
-    """Says which observations a store has once, and its bytes a step."""
-    once = _stored_once([(shown_key(key["path"]), key["frames"]) for key in said["keys"]], said["n_steps"])
-    return f"{once}; {(store.total_bytes + store.observation_bytes) / capacity:,.0f} bytes a step"
+    """Says which observations a store has once, its bytes a step, and what the newest rows are made of."""
+    frames: dict[Any, int] = {shown_key(key["path"]): key["frames"] for key in said["keys"]}
+    nbytes = (store.total_bytes + store.observation_bytes) / capacity
+    kinds = store.observation_kinds(ROWS_LOOKED_AT)
+    if kinds[0] == 0:  # no row tells anything yet
+        return f"{_stored_once(list(frames.items()), said['n_steps'])}; {nbytes:,.0f} bytes a step"
+    return f"{_ONCE}: {ObservationShares.of(frames, said['n_steps'], nbytes, kinds)}"
 
 
 def _lane(state: dict[str, Any], rows: range, envs: int, held: bool | None) -> LaneInfo:
@@ -374,7 +382,7 @@ def _observations(keys: tuple[KeyInfo, ...], saved: dict[str, Any]) -> str:
 def _stored_once(stacks: Sequence[tuple[str, int]], n: int) -> str:
     names = [f"{key} ({frames} frames)" if frames > 1 else key for key, frames in stacks]
     n_steps = f", of {n}-step rows" if n > 1 else ""
-    return f"each observation is stored once (compact=): {', '.join(names)}{n_steps}"
+    return f"{_ONCE}: {', '.join(names)}{n_steps}"
 
 
 # ---- files of others: their readers load torch ----

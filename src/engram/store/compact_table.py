@@ -13,13 +13,12 @@ from torch import Tensor
 import engram._native as _native
 from engram import pytree
 from engram.errors import StorageError
-from engram.store.compact import NO_REPLACING, ObservationShares
+from engram.store.compact import NO_REPLACING
 from engram.store.lanes import Lanes
 from engram.store.layout import StoredLayout
+from engram.store.observation_shares import ROWS_LOOKED_AT, ObservationShares
 from engram.store.row_table import RowTable
 from engram.store.rows import Rows, expand_slots
-
-_NEWEST = 4096  # rows of a lane of which `observation_shares` tells
 
 
 class CompactTable(RowTable):
@@ -44,8 +43,9 @@ class CompactTable(RowTable):
     def observation_shares(self) -> ObservationShares:
         assert self.observations is not None
         with self.lanes.mutex:
-            kinds = self._store.observation_kinds(_NEWEST)
-        return ObservationShares.of(self.observations, self.nbytes / self.lanes.capacity, kinds)
+            kinds = self._store.observation_kinds(ROWS_LOOKED_AT)
+        frames = {pytree.as_key(path): n for path, n in self.observations.frames.items()}
+        return ObservationShares.of(frames, self.observations.n_steps, self.nbytes / self.lanes.capacity, kinds)
 
     # ---- rows as bytes ----
     def append_packed(self, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:

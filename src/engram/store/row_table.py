@@ -15,9 +15,9 @@ from engram import pytree
 from engram._system import notice_fork
 from engram.errors import StorageError
 from engram.store.border import Border
-from engram.store.compact import ObservationShares
 from engram.store.lanes import Lanes
 from engram.store.layout import SEQUENCE, LeafSpec, RowLayout, StoredLayout
+from engram.store.observation_shares import ObservationShares
 from engram.store.rows import IndexTakenError, JoinedRows, Rows
 
 _NO_INDEX = -1

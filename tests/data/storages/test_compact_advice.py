@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from contracts.each import each
-from engram.data import Compact, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+from engram.data import Compact, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.envs.transforms import MultiStepTransform
 from engram.specs import Bounded, Composite
 
@@ -128,3 +128,15 @@ def test_n_step_rows_of_a_collectors_postproc_say_their_n() -> None:
     storage = LazyTensorStorage(100, compact=True)
     ReplayBuffer(storage=storage).extend(steps)
     assert storage.compact == Compact(["pixels"], {"pixels": 4}, 5)
+
+
+@each("argument", ["next_of", "stack_compress", "stack_size", "optimize_memory_usage", "stack_num", "ignore_obs_next"])
+@each("cls", [ReplayBuffer, TensorDictReplayBuffer, LazyTensorStorage, LazyMemmapStorage])
+def test_what_others_call_it_is_a_type_error_that_names_compact(cls: Any, argument: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{cls.__name__}\({argument}='obs'\): .*compact=True\)? stores each"):
+        cls(100, **{argument: "obs"})
+
+
+def test_the_horizon_of_dopamine_is_a_type_error_that_names_the_transform() -> None:
+    with pytest.raises(TypeError, match=r"MultiStepTransform\(n, gamma\)"):
+        ReplayBuffer(storage=LazyTensorStorage(100), update_horizon=3)

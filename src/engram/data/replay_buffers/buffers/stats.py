@@ -9,8 +9,8 @@ from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.pytree import format_key
-from engram.store.compact import ObservationShares
 from engram.store.episodes import EpisodeIndex, StoredTrajectories
+from engram.store.observation_shares import ObservationShares
 from engram.store.writers import WriterShare, writer_shares
 
 _COUNTED_IN_REPR = 1 << 20  # rows: `repr` reads the flags of no more to count episodes

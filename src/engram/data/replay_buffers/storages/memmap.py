@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from engram._advice import advised
 from engram.data.replay_buffers.state.rows import SavedObservedRows
 from engram.data.replay_buffers.storages.tensor import LazyTensorStorage, TableStorage, TensorStorage, table_bytes
 from engram.errors import StorageError
@@ -77,6 +78,7 @@ class ObservedMemmapStorage(TableStorage):
             self._file.lanes.freeze()
 
 
+@advised
 class LazyMemmapStorage(LazyTensorStorage):
     """Packed rows in a mapped file, made at the first write.
 
