@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -21,11 +22,13 @@ def newer(monkeypatch: pytest.MonkeyPatch) -> str:
     return "9.8.7"
 
 
-def test_each_call_of_a_client_of_another_version_names_both(newer: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_call_of_a_client_of_another_version_names_both(
+    newer: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     links = [Link(shard()) for _ in range(2)]
     with caplog.at_level(logging.ERROR, "engram"):
         rb = client(links, timeout=NEVER)
-        calls = (lambda: rb.extend(rows(0, 3)), rb.sample, rb.stats, lambda: rb.dumps("anywhere"), rb.rows_in, rb.empty)
+        calls = (lambda: rb.extend(rows(0, 3)), rb.sample, rb.stats, lambda: rb.dumps(tmp_path), rb.rows_in, rb.empty)
         for call in calls:
             with pytest.raises(ShardVersionError) as told:
                 call()
