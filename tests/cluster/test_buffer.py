@@ -43,6 +43,18 @@ def test_rows_of_this_process_and_of_others_are_in_once_and_drawn_and_can_be_wri
     assert bool((whole(rb.sample()) < 3000).all())
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_one_producer_keeps_as_many_rows_as_all_shards_have_room_for(buffer, beside: bool) -> None:
+    rb = buffer(4000, num_shards=4)
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(rb.nodes[0], soft=False)
+    if beside:  # it begins in a shard of its node, and goes on to the others through Ray
+        assert ray.get(write.options(scheduling_strategy=strategy).remote(rb, 0, 9010))
+    else:
+        write._function(rb, 0, 9010)
+    rb.flush()
+    assert sorted(n for lane in everything(rb) for n in lane) == list(range(5010, 9010)) and len(rb) == 4000
+
+
 def test_priorities_go_there_and_back(buffer) -> None:
     rb = buffer(sampler=PrioritizedSampler(None, 1.0, 1.0, eps=0.0), num_shards=2, batches_per_call=2)
     index = rb.extend(rows(0, 50))

@@ -78,6 +78,24 @@ def test_those_that_are_fewer_than_the_shards_fill_all_and_share_none() -> None:
     assert len(all_of(ls)) == SHARDS * CAPACITY
 
 
+def test_a_shard_that_was_filled_more_often_keeps_its_newer_rows_until_the_others_were_as_often() -> None:
+    ls = links()[:2]
+    first = client(ls).producing_as("first")
+    for k in range(0, 3 * CAPACITY, 10):
+        first.extend(rows(10_000 + k, 10_000 + k + 10))
+    first.close()
+    often = [len(one) > 0 for one in stored(ls)].index(True)
+    rb = client(ls)
+    for k in range(0, 3 * CAPACITY, 10):
+        rb.extend(rows(k, k + 10))
+    rb.flush()
+    assert stored(ls)[1 - often] == list(range(2 * CAPACITY, 3 * CAPACITY))
+    assert stored(ls)[often] == list(range(10_000 + 2 * CAPACITY, 10_000 + 3 * CAPACITY))
+    rb.extend(rows(3 * CAPACITY, 4 * CAPACITY))
+    rb.flush()
+    assert all_of(ls) == list(range(2 * CAPACITY, 4 * CAPACITY))
+
+
 def test_one_with_a_name_of_its_choice_stays_so_that_its_count_is_in_one_shard() -> None:
     ls = links()
     rb = client(ls).producing_as("it")

@@ -77,30 +77,30 @@ def first_shard(name: str, present: Sequence[ShardClient], local: Sequence[bool]
     return left[0].number
 
 
-def next_shard(
-    stint: ShardStint, name: str, next_name: str, shards: Sequence[ShardClient], deadline: float
-) -> ShardClient | None:
-    """The shard to which a producer moves on at the end of a stint, joined by its next name; None: it stays.
+def next_shard(stint: ShardStint, name: str, shards: Sequence[ShardClient], deadline: float) -> ShardClient | None:
+    """The shard to which a producer moves on at the end of a stint, and which it has joined; None: it stays.
 
-    Only shards that answer are asked. Of several that are as good it is the next one behind its own, round and round.
+    Only shards that answer are asked. Of several that are as good it is the first, which every producer knows.
+
+    Args:
+        name: of the producer, in each of its shards.
+        shards: its own, and those to which it may go.
     """
+    own = stint.shard
     present = [shard for shard in shards if shard.is_present]
     halfway = time.monotonic() + max(0.0, deadline - time.monotonic()) / 2
     for shard, facts in zip(present, finish_all([(s, s.ask_facts()) for s in present], halfway), strict=True):
         if facts is not None:
             shard.take_facts(facts)
-    own = stint.shard
-    others = len({*own.facts.producers} - {name})
+    others = {shard.number: len({*shard.facts.producers} - {name}) for shard in (own, *present)}
+    most = others[own.number]
     better = [
         shard for shard in present
-        if shard is not own and shard.is_present
-        and len(shard.facts.producers) <= others and _turns(shard) <= stint.turns
+        if shard is not own and shard.is_present and others[shard.number] <= most and _turns(shard) <= stint.turns
     ]  # fmt: skip
-    for shard in sorted(
-        better, key=lambda one: (_turns(one), len(one.facts.producers), (one.number - own.number) % len(shards))
-    ):
+    for shard in sorted(better, key=lambda one: (_turns(one), others[one.number], one.number)):
         try:
-            if shard.ask_once(deadline, "admit", next_name, others) is None:
+            if shard.ask_once(deadline, "admit", name, most) is None:
                 return shard
         except ShardUnavailableError:
             continue

@@ -136,7 +136,6 @@ class ShardedReplayBuffer:
         # Under a name of its choice others may go on with its work, by its count in one shard.
         self._moves_on = producer is None and len(links) > 1
         self._stint: ShardStint | None = None  # of the producer; None: it stays in its shard
-        self._moves = 0
         self._producer: Producer | LocalProducer | None = None
         self._next: Producer | LocalProducer | None = None  # that has joined the shard to which it moves on
         self._left: list[Producer | LocalProducer] = []  # of stints before, whose shards have not answered since
@@ -261,13 +260,12 @@ class ShardedReplayBuffer:
         """Whether there is a shard to move on to; this object's next producer has joined it then."""
         if self._next is not None:
             return True
-        name = f"{self._name}.{self._moves + 1}"
+        left = {one.shard.number for one in self._left}  # where it is known by its name still
         try:
-            shard = next_shard(stint, self._own_producer(deadline).name, name, self._shards, deadline)
+            shard = next_shard(stint, self._name, [s for s in self._shards if s.number not in left], deadline)
             if shard is None:
                 return False
-            self._moves += 1
-            producer = self._new_producer(shard, name)
+            producer = self._new_producer(shard)
             producer.open(deadline)
         except ShardUnavailableError:
             return False
@@ -443,15 +441,15 @@ class ShardedReplayBuffer:
         if self._producer is None:
             present = self._all_present(deadline, awaits_all=True)  # else all would go to the shard that answers first
             shard = self._shards[first_shard(self._name, present, self._local, deadline)]
-            self._producer = self._new_producer(shard, self._name)
+            self._producer = self._new_producer(shard)
             self._stint = ShardStint(shard) if self._moves_on else None
         return self._producer
 
-    def _new_producer(self, shard: ShardClient, name: str) -> Producer | LocalProducer:
+    def _new_producer(self, shard: ShardClient) -> Producer | LocalProducer:
         # Over several shards new rows get the highest priority of all, which only calls tell.
         by_itself = self._is_here(shard) and (self._prioritized is None or len(self._shards) == 1)
         kind = LocalProducer if by_itself else Producer
-        return kind(shard, name, self._settings.writing_timeout)
+        return kind(shard, self._name, self._settings.writing_timeout)
 
     def _is_here(self, shard: ShardClient) -> bool:
         """Whether a shard that answers lives on this machine, in a folder that can be opened."""
