@@ -13,7 +13,7 @@ import pytest
 import ray
 import torch
 
-from cluster.rows import everything
+from cluster.rows import by_lane, everything
 from distributed.shards import rows, whole
 from engram.data import LazyTensorStorage, ListStorage, PrioritizedSampler, SamplerWithoutReplacement, SliceSampler
 from engram.distributed import RayReplayBuffer
@@ -52,7 +52,7 @@ def test_one_producer_keeps_as_many_rows_as_all_shards_have_room_for(buffer, bes
     else:
         write._function(rb, 0, 9010)
     rb.flush()
-    assert sorted(n for lane in everything(rb) for n in lane) == list(range(5010, 9010)) and len(rb) == 4000
+    assert sorted(n for lane in by_lane(rb) for n in lane) == list(range(5010, 9010)) and len(rb) == 4000
 
 
 def test_priorities_go_there_and_back(buffer) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from contracts.waiting import NEVER
-from distributed.shards import Link, client, read_all, rows, shard, whole
+from distributed.shards import LAYOUT, Link, client, read_all, rows, shard, whole
 from engram.data import PrioritizedSampler, SliceSampler
 from engram.errors import ShardGoneError, ShardUnavailableError
 
@@ -192,6 +192,39 @@ def test_rows_for_a_shard_that_went_away_go_in_when_it_is_back_though_others_wer
     ls[0].lose = lambda method: None
     rb.flush()
     assert all_of(ls) == list(range(CAPACITY + 20)) and rb.stats().unacknowledged == 0
+
+
+def test_it_does_not_go_back_to_a_shard_that_it_could_not_leave_yet(tmp_path: Path) -> None:
+    ls = links(tmp_path)[:2]
+    rb = client(ls, timeout=0.2, extend_timeout=0.2)
+    rb.extend(rows(0, CAPACITY - 10))
+    rb.flush()
+    home = next(link for link in ls if len(link.shard))
+    home.lose = lambda method: "call" if method == "leave" else None
+    for k in range(CAPACITY - 10, 3 * CAPACITY, 10):
+        rb.extend(rows(k, k + 10))
+    home.lose = lambda method: None
+    rb.flush()
+    assert all_of(ls) == [*range(CAPACITY), *range(2 * CAPACITY, 3 * CAPACITY)]
+    assert rb.stats().accepted == 3 * CAPACITY and len(home.shard.facts().producers) == 0
+
+
+def test_a_call_whose_rows_go_to_several_shards_does_not_end_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engram.distributed.shard._QUEUE_BYTES", 10 * LAYOUT.payload_bytes)
+    ls = links()[:2]
+    rb = client(ls, timeout=0.2, extend_timeout=0.2)
+    rb.extend(rows(0, CAPACITY - 10))
+    rb.flush()
+
+    def loses_all_but_the_first(method: str) -> str | None:
+        return "call" if method == "extend" and len(other.shard) else None
+
+    other = next(link for link in ls if not len(link.shard))
+    other.lose = loses_all_but_the_first
+    rb.extend(rows(CAPACITY - 10, 4 * CAPACITY))  # the last piece follows one that waits for its acknowledgement
+    other.lose = lambda method: None
+    rb.flush()
+    assert all_of(ls) == list(range(2 * CAPACITY, 4 * CAPACITY)) and rb.stats().accepted == 4 * CAPACITY
 
 
 def test_rows_that_are_lost_with_a_shard_that_has_ended_are_told_once() -> None:
