@@ -1351,13 +1351,18 @@ inline void bind_store(nb::module_& m) {
       })
       .def("append", &append, "lane"_a, "plan"_a, "most"_a.none() = nb::none(),
            nb::sig("def append(self, lane: int, plan: Plan, most: int | None = None) -> torch.Tensor | int | None"))
-      .def("new_writer", [](const Store& s, uint64_t l, uint64_t pid) {
+      .def("new_writer", [](const Store& s, uint64_t l, uint64_t pid, uint64_t above) {
         s.must_be_writable();
         check_lane(s, l);
-        const uint64_t mask = (uint64_t{1} << kPidBits) - 1;
-        const uint64_t number = s.lanes.lane(l).writers.fetch_add(1) + 1;
-        return (number << kPidBits) | (pid & mask);
-      }, "lane"_a, "pid"_a)
+        constexpr uint64_t kMask = (uint64_t{1} << kPidBits) - 1, kEnd = uint64_t{1} << (64 - kPidBits);
+        auto& writers = s.lanes.lane(l).writers;
+        uint64_t last = writers.load(), number;
+        do {
+          number = std::max(last, above) + 1;
+          if (number >= kEnd || number == 0) throw nb::value_error("there is no number left for another writer: the store's count is damaged");
+        } while (!writers.compare_exchange_weak(last, number));
+        return (number << kPidBits) | (pid & kMask);
+      }, "lane"_a, "pid"_a, "above"_a = 0)
       .def_prop_rw("writer", &Store::writer, &Store::set_writer)
       .def("use_writer_locks", [](Store& s, int fd, int64_t first_byte, double patience) {
         s.set_writer_locks(WriterLocks(fd, first_byte, patience));

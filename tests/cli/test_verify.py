@@ -15,7 +15,7 @@ from contracts.waiting import NEVER
 from engram.cli import verification, verify
 from engram.data import LazyMemmapStorage, ReplayBuffer
 from engram.data.datasets import write_minari, write_parquet
-from engram.store.places import HeldLaneCount
+from engram.store.places import LaneCount
 
 
 def flip(file: Path, at: int) -> None:
@@ -156,14 +156,15 @@ def test_rows_that_are_overwritten_or_changed_meanwhile_are_no_damage(tmp_path, 
 
 def test_every_row_of_every_lane_is_compared_once(tmp_path, monkeypatch):
     monkeypatch.setattr(verification, "_ROWS_AT_ONCE", 7)  # many pieces, in two threads
-    rb = store(tmp_path, steps=120, capacity=200, lanes=HeldLaneCount(2))
-    rb.extend(episodes(100))  # this lane has gone round
+    rb = store(tmp_path, steps=120, capacity=200, lanes=LaneCount(2))
+    rb.extend(episodes(100))  # the first lane has gone round
     native = rb.storage.lanes.store
-    at = [native.rows_offset + row * native.row_stride for row in (0, 50, 99)]
+    at = [native.rows_offset + row * native.row_stride for row in (0, 50, 99, 100, 150, 199)]
     rb.storage.close()
-    assert verify(tmp_path / "store").checked == "100 rows"
+    assert verify(tmp_path / "store").checked == "200 rows"
     for offset in at:
         flip(tmp_path / "store" / "rows.engram", offset)
     rows = [damage.rows for damage in verify(tmp_path / "store").damages]
     # The oldest row lies in slot 20: the damaged rows are named in the order of their age.
-    assert rows == ["slot 50, lane 0", "slot 99, lane 0", "slot 0, lane 0"]
+    of_second = [f"slot {slot}, lane 1" for slot in (100, 150, 199)]
+    assert rows == ["slot 50, lane 0", "slot 99, lane 0", "slot 0, lane 0", *of_second]

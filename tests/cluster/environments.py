@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import time
 from typing import Any
 
@@ -44,6 +45,21 @@ class Numbered(gym.Env):  # type: ignore[misc]
                 open(self._marker, "x").close()  # the first one only
             time.sleep(1e6)
         return self._observation(), float(action[0]), self._at % 7 == 0, False, {}
+
+
+class NumberedAnywhere(Numbered):
+    """In place of the process, which has a number on its machine only, is one that no other has anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = secrets.randbits(52)
+
+    def _observation(self) -> Any:
+        return np.array([self._process, self._instance, self._at], np.float64)
+
+
+def env_of_any_machine() -> GymEnv:
+    return GymEnv(NumberedAnywhere())
 
 
 def make_env(fails_at: int = -1, hangs_at: int = -1, marker: str | None = None) -> Any:

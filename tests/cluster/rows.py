@@ -21,19 +21,24 @@ def everything(rb: Any) -> list[list[int]]:
 
 def by_lane(rb: Any) -> list[list[int]]:
     """The numbers of the rows of each lane of each shard, oldest first; fails unless every row is whole."""
-    numbers = []
+    return [whole(torch.cat(parts)).tolist() if parts else [] for parts in batches_of_lanes(rb)]
+
+
+def batches_of_lanes(rb: Any) -> list[list[Any]]:
+    """The rows of each lane of each shard, oldest first, in some batches; from shards on any machine."""
+    lanes: list[list[Any]] = []
     for link in rb._links:
         facts = _facts(link)
         layout = RowLayout.from_bytes(facts.layout)
         for lane, (first, stop) in enumerate(link.call("ranges", facts.totals.incarnation).result(60.0).tolist()):
-            numbers.append([])
+            lanes.append([])
             for start in range(first, stop, 50_000):
                 sequence = torch.arange(start, min(stop, start + 50_000))
-                lanes = torch.full_like(sequence, lane)
-                taken = link.call("take", facts.totals.incarnation, lanes, sequence).result(60.0)
+                numbers = torch.full_like(sequence, lane)
+                taken = link.call("take", facts.totals.incarnation, numbers, sequence).result(60.0)
                 assert taken.present.all()
-                numbers[-1] += whole(unpack(layout, taken.block)).tolist()
-    return numbers
+                lanes[-1].append(unpack(layout, taken.block))
+    return lanes
 
 
 def batches_of_producers(rb: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import pytest
 import ray
 import torch
 
-from cluster.rows import everything
+from cluster.rows import by_lane, everything
 from distributed.shards import rows, whole
 from engram.data import LazyTensorStorage, ListStorage, PrioritizedSampler, SamplerWithoutReplacement, SliceSampler
 from engram.distributed import RayReplayBuffer
@@ -41,6 +41,18 @@ def test_rows_of_this_process_and_of_others_are_in_once_and_drawn_and_can_be_wri
         for leaf in rb.sample().values(True, True):
             leaf.add_(1)
     assert bool((whole(rb.sample()) < 3000).all())
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_one_producer_keeps_as_many_rows_as_all_shards_have_room_for(buffer, beside: bool) -> None:
+    rb = buffer(4000, num_shards=4)
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(rb.nodes[0], soft=False)
+    if beside:  # it begins in a shard of its node, and goes on to the others through Ray
+        assert ray.get(write.options(scheduling_strategy=strategy).remote(rb, 0, 9010))
+    else:
+        write._function(rb, 0, 9010)
+    rb.flush()
+    assert sorted(n for lane in by_lane(rb) for n in lane) == list(range(5010, 9010)) and len(rb) == 4000
 
 
 def test_priorities_go_there_and_back(buffer) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,27 +11,11 @@ import ray
 import torch
 
 from cluster.conftest import Nodes
+from cluster.programs import another_program
 from cluster.rows import everything
 from contracts.waiting import comes, is_gone
 from distributed.shards import rows, whole
 from engram.errors import ShardGoneError, ShardUnavailableError
-
-MAKES_SHARDS = """
-import sys
-import ray
-from ray import cloudpickle
-from distributed.shards import rows
-from engram.data import LazyTensorStorage
-from engram.distributed import RayReplayBuffer
-
-ray.init(address={address!r}, log_to_driver=False)
-here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy({node!r}, soft=False)
-rb = RayReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=64, num_shards={n}, placement=here, timeout=20.0)
-rb.extend(rows(0, 100))
-rb.flush()
-print(cloudpickle.dumps(rb).hex(), flush=True)
-sys.stdin.read()
-"""
 
 
 def here() -> Any:
@@ -55,19 +36,12 @@ def is_refused(call: Any) -> bool:
 def test_a_second_program_notices_that_the_one_that_made_the_shards_was_killed(
     cluster: Nodes, tmp_path: Any, n: int
 ) -> None:
-    node = ray.get_runtime_context().get_node_id()
-    program = subprocess.Popen(
-        [sys.executable, "-c", MAKES_SHARDS.format(address=cluster.cluster.address, node=node, n=n)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        rb = pickle.loads(bytes.fromhex(program.stdout.readline()))
+    init = {"address": cluster.cluster.address}
+    with another_program(init, num_shards=n, placement=here()) as program:
+        rb = program.buffer()
         assert all(rb._local)
         rb.extend(rows(100, 200))
         assert len(whole(rb.sample())) == 64
-    finally:
-        program.kill()
-        program.wait()
     assert comes(lambda: is_refused(lambda: rb.extend(rows(0, 10))))  # Ray ends the actors some seconds later
     assert is_refused(rb.flush)
     assert comes(lambda: is_refused(lambda: [rb.sample() for _ in range(200)]))  # of several, one ends before another

@@ -5,6 +5,7 @@ ENGRAM_RAY_KILLS=20,5,5,2000000 kills so many shards, nodes and producers, in so
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import ray
 
 from cluster.conftest import Nodes
+from cluster.programs import Threads
 from cluster.rows import everything
 from distributed.shards import rows, whole
 
@@ -52,19 +54,7 @@ def test_every_row_is_in_once_and_in_order_whoever_is_killed(cluster: Nodes, buf
     rb.flush()
     actors = [WritingActor.options(resources={"shard": 1}).remote(rb, number) for number in (1, 2)]
     killed, done = {"shards": 0, "nodes": 0, "producers": 0}, threading.Event()
-    failures: list[BaseException] = []
-
-    def guarded(work: Any, *arguments: Any) -> threading.Thread:
-        def run() -> None:
-            try:
-                work(*arguments)
-            except BaseException as error:
-                failures.append(error)
-                done.set()
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        return thread
+    threads = Threads(done)
 
     def answer(make_call: Any) -> Any:
         """The answer of an actor that may have been killed, and comes back."""
@@ -94,7 +84,7 @@ def test_every_row_is_in_once_and_in_order_whoever_is_killed(cluster: Nodes, buf
         plan = ["shards"] * SHARDS + ["nodes"] * NODES + ["producers"] * PRODUCERS
         rng.shuffle(plan)
         for what in plan:
-            if failures:
+            if threads.failures:
                 return
             time.sleep(0.2 + 0.5 * rng.random())
             shard, producer = rng.choice(rb._actors), rng.choice(actors)
@@ -115,11 +105,10 @@ def test_every_row_is_in_once_and_in_order_whoever_is_killed(cluster: Nodes, buf
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # that a shard came back without rows
-        threads = [guarded(written, actor) for actor in actors] + [guarded(write_here), guarded(read)]
+        for work in (*(functools.partial(written, actor) for actor in actors), write_here, read):
+            threads.start(work)
         kill()
-        for thread in threads:
-            thread.join()
-    assert not failures, failures
+        threads.join()
     lanes = [lane for lane in everything(rb) if lane]
     assert killed == {"shards": SHARDS, "nodes": NODES, "producers": PRODUCERS}
     assert sorted(lanes) == [[PRODUCER_ROWS * k + n for n in range(ROWS)] for k in range(3)]

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import ray
 
 from cluster.conftest import Nodes
+from cluster.programs import Program, another_program, is_told_gone
 from cluster.rows import everything
 from contracts.waiting import comes
 from distributed.shards import rows, whole
@@ -23,40 +23,12 @@ from engram.data import LazyTensorStorage, PrioritizedSampler
 from engram.distributed import RayReplayBuffer, Timeouts
 from engram.errors import ShardGoneError, ShardUnavailableError
 
-MAKES_SHARDS = """
-import sys
-import ray
-from distributed.shards import rows
-from engram.data import LazyTensorStorage
-from engram.distributed import RayReplayBuffer
 
-ray.init(address={address!r}, log_to_driver=False)
-config = {{"resources": {{"shard": 1}}, **{more!r}}}
-rb = RayReplayBuffer(
-    storage=LazyTensorStorage(10_000), name={name!r}, batch_size=64, num_shards=2, remote_config=config, timeout=20.0
-)
-rb.extend(rows(0, 100))
-rb.flush()
-print("made", flush=True)
-sys.stdin.read()
-"""
-
-
-@contextlib.contextmanager
-def another_program(cluster: Nodes, name: str, **more: Any) -> Iterator[Callable[[], None]]:
-    """A program that has made a buffer; the value kills it."""
-    text = MAKES_SHARDS.format(address=cluster.cluster.address, name=name, more=more)
-    program = subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def kill() -> None:
-        program.kill()
-        program.wait()
-
-    try:
-        assert program.stdout is not None and program.stdout.readline() == "made\n"
-        yield kill
-    finally:
-        kill()
+def program(cluster: Nodes, name: str, **more: Any) -> contextlib.AbstractContextManager[Program]:
+    """A program that has made a buffer."""
+    return another_program(
+        {"address": cluster.cluster.address}, name=name, remote_config={"resources": {"shard": 1}, **more}
+    )
 
 
 @ray.remote(num_cpus=0)
@@ -77,24 +49,14 @@ class Client:
     def ends(self) -> list[bool]:
         """Writes and draws until both are told that the buffer is gone; whether each said so at once then."""
         for call in (lambda: self.rb.extend(rows(0, 1)), self.rb.sample):
-            while not _is_gone(call):
+            while not is_told_gone(call):
                 pass
         calls = (lambda: self.rb.extend(rows(0, 1)), self.rb.flush, self.rb.sample, self.rb.stats)
         began = time.monotonic()
-        return [_is_gone(call) and time.monotonic() - began < 5.0 for call in calls]
+        return [is_told_gone(call) and time.monotonic() - began < 5.0 for call in calls]
 
     def accepted(self) -> int:
         return self.rb._accepted_before + (0 if self.rb._producer is None else self.rb._producer.acknowledged)
-
-
-def _is_gone(call: Callable[[], Any]) -> bool:
-    try:
-        call()
-    except ShardGoneError:
-        return True
-    except ShardUnavailableError:
-        pass
-    return False
 
 
 def clients(name: str, nodes: list[str]) -> list[Any]:
@@ -105,8 +67,8 @@ def clients(name: str, nodes: list[str]) -> list[Any]:
 
 
 def test_a_detached_buffer_outlives_the_program_that_made_it(cluster: Nodes) -> None:
-    with another_program(cluster, "outlives", lifetime="detached") as kill:
-        kill()
+    with program(cluster, "outlives", lifetime="detached") as made:
+        made.kill()
     rb = RayReplayBuffer.attach("outlives")
     try:
         assert len(rb) == 100 and rb.batch_size == 64
@@ -144,15 +106,15 @@ def _has_no_name(name: str) -> bool:
 
 
 def test_the_end_of_the_program_that_made_a_buffer_is_told_on_every_node(cluster: Nodes) -> None:
-    with another_program(cluster, "ends") as kill:
+    with program(cluster, "ends") as made:
         rb = RayReplayBuffer.attach("ends")
         others = clients("ends", rb.nodes)
         before = ray.get([one.extend.remote(1000, 1050) for one in others])
         whole(rb.sample())
-        kill()
+        made.kill()
         ends = [one.ends.remote() for one in others]
         for call in (lambda: rb.extend(rows(0, 1)), rb.sample):
-            assert comes(lambda call=call: _is_gone(call))
+            assert comes(lambda call=call: is_told_gone(call))
         assert ray.get(ends) == [[True] * 4] * len(others)
         assert comes(lambda: _has_no_name("ends"))
         written = ray.get([one.accepted.remote() for one in others])

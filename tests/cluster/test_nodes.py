@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -20,19 +18,24 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from cluster.conftest import LONG
+from cluster.environments import Constant, env_of_any_machine
 from cluster.namespaces import NamespaceCluster, Node
-from cluster.rows import by_lane
+from cluster.programs import Threads, another_program, is_told_gone
+from cluster.rows import batches_of_lanes, by_lane
 from contracts.waiting import NEVER, comes
 from distributed.shards import rows, whole
 from engram.data import LazyTensorStorage
-from engram.distributed import RayReplayBuffer
-from engram.errors import ShardGoneError, ShardUnavailableError
+from engram.distributed import RayCollector, RayReplayBuffer
+from engram.errors import ShardUnavailableError
 
 KILLS = int(os.environ.get("ENGRAM_RAY_NODE_KILLS", "200"))
 KILLS_OF_A_BUFFER = 10
+COLLECTOR_KILLS = 6
 STOPS = [float(seconds) for seconds in os.environ.get("ENGRAM_RAY_STOPS", "15,60").split(",")]
+ROOM = 1_000_000  # rows of both shards
 PRODUCER_ROWS = 1_000_000_000  # numbers of rows of one producer begin at a multiple
 
 
@@ -40,7 +43,7 @@ PRODUCER_ROWS = 1_000_000_000  # numbers of rows of one producer begin at a mult
 def buffer(spaces: NamespaceCluster) -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
-    def make(capacity: int = 1_000_000, **settings: Any) -> Any:
+    def make(capacity: int = ROOM, **settings: Any) -> Any:
         settings = {"batch_size": 64, "num_shards": 2, "timeout": 5.0, **settings}
         config = {"resources": {"shard": 1}}
         made.append(RayReplayBuffer(storage=LazyTensorStorage(capacity), remote_config=config, **settings))
@@ -104,8 +107,12 @@ def place(rb: Any, shard: int) -> tuple[str, int]:
 def check(rb: Any, writers: list[Writer], lost_shards: set[int] = frozenset(), told: int = 0) -> int:  # type: ignore[assignment]
     """Checks that rows are in once and in order, and that missing ones are of shards whose node is lost, and were told.
 
-    Returns how many are missing.
+    No row may have been overwritten: buffers here have room for all that is written. Returns how many are missing.
     """
+    stats = rb.stats()
+    assert max(shard.totals.writes for shard in rb._shards) <= stats.capacity // len(rb._shards), (
+        "rows were overwritten"
+    )
     lanes = by_lane(rb)
     numbers = [n for lane in lanes for n in lane]
     assert len(set(numbers)) == len(numbers)
@@ -233,7 +240,8 @@ def stopped_for(spaces: NamespaceCluster, rb: Any, seconds: float) -> None:
         continuer.start()
         other = next(writer for writer in writers if writer.shard == 1)
         while time.monotonic() < stopped + seconds:
-            other.write(100)
+            if other.written < ROOM // 4:  # its shard keeps all of them, however fast it is
+                other.write(100)
             assert comes(lambda: draws(rb), within=seconds + 2 * 5.0)
         continuer.join()
         for writer in writers:
@@ -277,55 +285,53 @@ def test_a_node_that_hangs_and_goes_on_answers_for_no_shard_that_is_elsewhere_by
     spaces.add()
 
 
-DRIVER = """
-import sys
-import ray
-from ray import cloudpickle
-from distributed.shards import rows
-from engram.data import LazyTensorStorage
-from engram.distributed import RayReplayBuffer
-
-ray.init(address={address!r}, _node_ip_address={ip!r}, log_to_driver=False)
-rb = RayReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=64, num_shards=2, timeout=20.0,
-                     remote_config={{"resources": {{"shard": 1}}}})
-for k in range(2):  # both shards have rows
-    writer = rb.producing_as(str(k))
-    writer.extend(rows(100 * k, 100 * k + 100))
-    writer.flush()
-print(cloudpickle.dumps(rb).hex(), flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.mark.deep
 def test_shards_end_with_the_driver_that_made_them_and_their_memory_goes_with_the_next_shard(
     spaces: NamespaceCluster, buffer: Any
 ) -> None:
-    program = subprocess.Popen(
-        [sys.executable, "-c", DRIVER.format(address=spaces.address, ip=spaces.address_of(1))],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=spaces.environment,
-    )  # fmt: skip
-    assert program.stdout is not None
-    rb = ray.cloudpickle.loads(bytes.fromhex(program.stdout.readline()))
-    assert draws(rb)
-    names = [os.path.basename(shard.facts.folder) for shard in rb._shards]
-    program.kill()
-    program.wait()
-    assert comes(lambda: _is_gone(rb.sample))
+    init = {"address": spaces.address, "_node_ip_address": spaces.address_of(1)}
+    with another_program(init, remote_config={"resources": {"shard": 1}}) as program:
+        rb = program.buffer()
+        assert draws(rb)
+        names = [os.path.basename(shard.facts.folder) for shard in rb._shards]
+    assert comes(lambda: is_told_gone(rb.sample))
     rb.close()
     two_writers(buffer())
     left = {name for node in spaces.nodes for name in node.memory()}
     assert not left & set(names)
 
 
-def _is_gone(call: Callable[[], Any]) -> bool:
-    try:
-        call()
-    except ShardGoneError:
-        return True
-    except ShardUnavailableError:
-        pass
-    return False
+@pytest.mark.deep
+def test_collectors_that_are_killed_on_their_nodes_come_back_and_no_step_is_twice_or_missing(
+    spaces: NamespaceCluster, buffer: Any
+) -> None:
+    rb, rng = buffer(), random.Random(0)
+    collecting = RayCollector(
+        env_of_any_machine, Constant(), frames_per_batch=50, num_collectors=2, replay_buffer=rb,
+        remote_configs={"num_cpus": 0, "resources": {"shard": 1}},
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+
+        def made_anew() -> int:
+            return sum("is made anew" in str(one.message) for one in said)
+
+        with collecting:
+            nodes = set()
+            for kills in range(COLLECTOR_KILLS):
+                collecting.rollout()
+                node, pid = ray.get(rng.choice(collecting.remote_collectors).place.remote(), timeout=NEVER)
+                nodes.add(node)
+                spaces.node_of(node).kill_process(pid)
+                while made_anew() <= kills:
+                    collecting.rollout()
+    assert nodes == {node.node_id for node in spaces.nodes} and made_anew() == COLLECTOR_KILLS
+    steps: dict[tuple[float, float], list[float]] = {}
+    for parts in batches_of_lanes(rb):
+        for *env, step in torch.cat([part["observation"] for part in parts]).tolist() if parts else ():
+            steps.setdefault(tuple(env), []).append(step)
+    assert all(of_one == list(range(len(of_one))) for of_one in steps.values())  # in order: none is in two lanes
+    assert sum(map(len, steps.values())) == collecting.frames == rb.write_count
 
 
 @LONG
@@ -335,35 +341,27 @@ def test_every_acknowledged_row_is_in_once_or_told_as_lost_with_its_node(
 ) -> None:
     rb = buffer(capacity=8_000_000, timeout=2.0)
     writers = two_writers(rb)
-    rng, done, failures = random.Random(seed), threading.Event(), list[BaseException]()
-
-    def guarded(work: Callable[[], None]) -> threading.Thread:
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        return thread
+    rng, done = random.Random(seed), threading.Event()
+    threads = Threads(done)
 
     def write(writer: Writer) -> None:
-        while not done.is_set() and not failures:
+        while not done.is_set():
             writer.write(rng.choice([1, 10, 100]))
 
     def read() -> None:
         reader = rb.producing_as("only reads")
-        while not done.is_set() and not failures:
+        while not done.is_set():
             draws(reader)
             time.sleep(0.01)
 
     made = {"process": 0, "stop": 0, "cut": 0, "node": 0}
     lost_shards: set[int] = set()
     with losses() as told:
-        threads = [guarded(lambda w=writer: write(w)) for writer in writers] + [guarded(read)]
+        for writer in writers:
+            threads.start(write, writer)
+        threads.start(read)
         for _ in range(KILLS_OF_A_BUFFER):
-            if failures:
+            if threads.failures:
                 break
             shard, what = rng.randrange(2), rng.choices(list(made), [80, 8, 6, 6])[0]
             node_id, pid = place(rb, shard)
@@ -385,9 +383,7 @@ def test_every_acknowledged_row_is_in_once_or_told_as_lost_with_its_node(
             print(what, end=" ", flush=True)
             time.sleep(0.3 * rng.random())
         done.set()
-        for thread in threads:
-            thread.join()
-        assert not failures, failures
+        threads.join()
         for writer in writers:
             writer.write(1)
             writer.rb.stats()

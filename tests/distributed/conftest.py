@@ -12,4 +12,4 @@ class _NoTies:
 
 @pytest.fixture(autouse=True)
 def first_of_equal_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engram.distributed.sharded._ties", _NoTies())
+    monkeypatch.setattr("engram.distributed.shard_choice._ties", _NoTies())

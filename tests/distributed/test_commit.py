@@ -312,7 +312,7 @@ class TestAnotherNumberOfShards:
 def test_a_full_buffer_fits_into_another_number_of_shards_of_the_same_room(tmp_path: Path) -> None:
     links = [Link(shard(400)) for _ in range(2)]
     for k in range(2):
-        rb = client(links)
+        rb = client(links).producing_as(str(k))  # who stays in its shard
         rb.extend(rows(1000 * k, 1000 * k + 700))
         rb.flush()
     rb.dumps(tmp_path)

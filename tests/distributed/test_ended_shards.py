@@ -16,7 +16,7 @@ import torch
 from contracts.waiting import NEVER, comes
 from distributed.shards import Link, client, read_all, rows, shard, whole
 from engram.data import PrioritizedSampler, RandomSampler
-from engram.distributed import RayCollector, RayReplayBuffer, folder_lock, local, sharded
+from engram.distributed import RayCollector, RayReplayBuffer, ReplayShard, folder_lock, local, sharded
 from engram.distributed.client import PendingCall, ShardClient
 from engram.distributed.collector import _CollectorActor, _Member, _Share
 from engram.distributed.folder_lock import FolderLock, watch_folder
@@ -119,6 +119,62 @@ def test_shards_that_are_not_started_again_are_an_error_at_once(tmp_path: Path, 
         with pytest.raises(ShardGoneError, match="is not started again") as caught:
             call()
         assert "Nothing was lost" not in str(caught.value)
+
+
+def test_of_shards_that_are_not_started_again_one_without_rows_does_not_stand_for_them() -> None:
+    ls = [Link(shard()) for _ in range(3)]
+    for k in range(2):
+        writer = client(ls)
+        writer.extend(rows(10 * k, 10 * k + 10))
+        writer.flush()
+    rb = client(ls, timeout=1e6)
+    rb.sample()
+    for link in ls[:2]:
+        link.end()
+        link.is_gone = True
+    with pytest.raises(ShardGoneError, match="is not started again"):
+        for _ in range(100):
+            rb.sample()
+    writer = client(ls[2:])
+    writer.extend(rows(50, 60))
+    writer.flush()
+    assert {int(n) // 10 for n in whole(rb.sample())} == {5}
+
+
+@pytest.mark.parametrize("call", ["extend", "sample", "len", "several"])
+def test_a_shard_that_is_made_anew_and_cannot_make_its_store_says_why(call: str) -> None:
+    ls = [Link(shard()) for _ in range(2 if call == "several" else 1)]
+    rb = client(ls, timeout=SHORT)
+    rb.extend(rows(0, 10))
+    rb.flush()
+    rb.sample()
+
+    def adopt(*args: Any) -> None:
+        raise StorageError("the disk is full")
+
+    for link in ls:
+        link.end()
+        link.shard = ReplayShard(400)
+        link.shard.adopt = adopt  # type: ignore[method-assign]
+    calls = {
+        "extend": lambda: [(rb.extend(rows(10, 20)), rb.flush()) for _ in range(10)],
+        "sample": lambda: [rb.sample() for _ in range(300)], "len": lambda: len(rb), "several": lambda: len(rb),
+    }  # fmt: skip
+
+    def says_why() -> bool:
+        try:
+            calls[call]()
+        except ShardUnavailableError as error:
+            return "shard 0 was started again, and cannot make its store: StorageError: the disk is full" in str(error)
+        return False
+
+    assert comes(says_why)
+    for link in ls:
+        del link.shard.adopt
+    with pytest.warns(RuntimeWarning, match="came back without 10 rows"):
+        rb.extend(rows(20, 30))
+        rb.flush()
+    assert comes(lambda: bool((whole(rb.sample()) >= 10).all())) and "cannot make" not in rb._shards[0].absence
 
 
 def test_one_call_that_says_so_of_a_shard_that_is_started_again_is_not_believed(tmp_path: Path) -> None:

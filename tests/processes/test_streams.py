@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from contracts.children import Child, Signal
+from engram import _native
 from engram.data import LazyMemmapStorage, LazyTensorStorage
 from engram.errors import NoFreeLaneError, StorageError
 from engram.store.layout import RowLayout
@@ -141,6 +144,55 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, spoil: bytes) -> None:
     (tmp_path / "streams").write_bytes(spoil + data[len(spoil) :] if spoil else spoil)
     with pytest.raises(StorageError, match="delete it"):
         StreamTable(storage.lanes, tmp_path / "streams")
+
+
+def forged(table: Path, at: int, **changed: Any) -> None:
+    """Changes an entry of a table, whose checksums are right afterwards."""
+    data = bytearray(table.read_bytes())
+    start = 4096 + 512 * at
+    words = [list(struct.unpack_from("<7Q", data, start + 56 * copy)) for copy in range(2)]
+    stream, before, rows, length = struct.unpack_from("<QQQH", data, start + 132)
+    name = changed.get("name", bytes(data[start + 158 : start + 158 + length]))
+    stream = changed.get("stream", stream)
+    about = struct.pack("<QQQH", stream, before, rows, len(name)) + name
+    data[start + 128 : start + 132 + len(about)] = struct.pack("<I", zlib.crc32(about)) + about
+    for copy in range(2):
+        if words[copy][0]:
+            words[copy][1] = stream
+            words[copy][6] = _native.testing.crc32c(struct.pack("<6Q", *words[copy][:6])) | 1 << 32
+            struct.pack_into("<7Q", data, start + 56 * copy, *words[copy])
+    table.write_bytes(data)
+
+
+@pytest.mark.parametrize("changed", [{"name": b"\xff\xfeone"}, {"stream": (1 << 40) - 1 << 24}])
+def test_a_forged_entry_is_a_damaged_table(tmp_path: Path, changed: dict[str, Any]) -> None:
+    storage = opened(tmp_path)
+    table = StreamTable(storage.lanes, tmp_path / "streams")
+    append(storage, table, table.begin("one"), start=0, stop=2)
+    table.close(), storage.close()
+    forged(tmp_path / "streams", 0, **changed)
+    storage = opened(tmp_path)
+    with pytest.raises(StorageError, match=r"streams is damaged.*entry 0: .*delete it"):
+        StreamTable(storage.lanes, tmp_path / "streams")
+
+
+def test_a_number_far_above_the_store_s_own_is_not_given_again_and_found_at_once(tmp_path: Path) -> None:
+    storage = opened(tmp_path)
+    table = StreamTable(storage.lanes, tmp_path / "streams")
+    table.begin("one")
+    table.close(), storage.close()
+    forged(tmp_path / "streams", 0, stream=1 << 62)
+    storage = opened(tmp_path)
+    table = StreamTable(storage.lanes, tmp_path / "streams")
+    assert table.entries["one"].number == 1 << 38 and table.begin("two").number == (1 << 38) + 1
+
+
+def test_a_store_whose_numbers_are_used_up_has_no_other_writer(tmp_path: Path) -> None:
+    store = opened(tmp_path).lanes.store
+    for above in ((1 << 40) - 1, (1 << 64) - 1):
+        with pytest.raises(ValueError, match="no number left"):
+            store.new_writer(0, 1, above)
+    assert store.new_writer(0, 1, 7) >> 24 == 8 and store.new_writer(0, 1) >> 24 == 9
 
 
 @pytest.mark.parametrize("entry", [-1, 1 << 40])

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from engram.data import PrioritizedSampler, RandomSampler, Sampler, SliceSampler
 from engram.distributed.blocks import Block, goes_by_leaf
-from engram.distributed.client import PendingCall, ShardClient, finish_all, raise_if_gone
+from engram.distributed.client import PendingCall, ShardClient, absences, finish_all, raise_if_gone
 from engram.distributed.local import LocalReader
 from engram.distributed.shard import DrawnRows
 from engram.distributed.shard_sampling import EMPTY
@@ -283,9 +283,10 @@ class BatchStream:
             self._take_back()
             if self._missing:
                 continue
-            raise_if_gone(self._shards)
+            away = [self._shards[k] for k in sorted(self._away)]
+            raise_if_gone(away)  # the others have no rows
             if time.monotonic() > deadline:
-                raise ShardUnavailableError("no shard that has rows answers; try again")
+                raise ShardUnavailableError(f"no shard that has rows answers; try again{absences(away)}")
             time.sleep(_PAUSE)
 
     def _fetch(self, deadline: float) -> None:

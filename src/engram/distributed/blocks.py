@@ -40,6 +40,10 @@ class Block:
         """The rows of some blocks of one layout, one behind the other, in memory of their own."""
         return cls(tuple(map(np.concatenate, zip(*(block.parts for block in blocks), strict=True))))
 
+    def start(self, n: int) -> Block:
+        """The first n rows, in the same memory."""
+        return Block(tuple(part[:n] for part in self.parts))
+
     def rest(self, start: int) -> Block:
         """The rows from `start` on, in the same memory."""
         return Block(tuple(part[start:] for part in self.parts))

@@ -8,7 +8,7 @@ import itertools
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +87,8 @@ class ShardClient:
         self._written = 0  # rows that it has ever had, as far as answers say
         self._gone = ""  # why it will never answer
         self._may_be_gone = False  # by the last greeting
+        self._adopting: PendingCall | None = None  # of one that came back without a layout
+        self._trouble = ""  # why it has none still
         self._totals: ShardTotals | None = None
         #: How often it stopped to answer.
         self.outages = 0
@@ -116,6 +118,11 @@ class ShardClient:
     def is_gone(self) -> bool:
         """Whether it is known never to answer again."""
         return bool(self._gone)
+
+    @property
+    def is_in_trouble(self) -> bool:
+        """Whether it has said why it cannot serve."""
+        return bool(self._trouble)
 
     @property
     def is_known(self) -> bool:
@@ -160,16 +167,23 @@ class ShardClient:
                 )
             if self._greeting is not None and left <= 0:
                 raise ShardUnavailableError(
-                    f"{self.name} does not answer; it is asked again at each call. Which of its rows are there it "
-                    "says when it is back"
+                    f"{self.absence}; it is asked again at each call. Which of its rows are there it says when it is "
+                    "back"
                 )
             if self._greeting is not None:
                 time.sleep(min(_PAUSE, max(0.0, left)))
         return self.facts
 
+    @property
+    def absence(self) -> str:
+        """In words, that it is away, and why as far as that is known."""
+        if self._trouble:
+            return f"{self.name} was started again, and cannot make its store: {self._trouble}"
+        return f"{self.name} does not answer"
+
     def _say_that_it_is_waited_for(self, deadline: float) -> None:
         left = deadline - time.monotonic()
-        log.warning("%s does not answer; waiting for it, %.3g seconds more at most", self.name, left)
+        log.warning("%s; waiting for it, %.3g seconds more at most", self.absence, left)
 
     def _look(self, timeout: float) -> None:
         """Takes in what it says of itself, if that has come within so many seconds."""
@@ -201,10 +215,12 @@ class ShardClient:
 
     def _take_in(self, facts: ShardFacts) -> None:
         if facts.layout is None and self.layout is not None:
-            self._link.call("adopt", facts.totals.incarnation, self.layout)
+            self._trouble = self._refusal_of_layout()
+            self._adopting = self._link.call("adopt", facts.totals.incarnation, self.layout)
             self._greeting = self._greet()  # which comes after it
             return
         self._greeting, self._gone, self._may_be_gone = None, "", False
+        self._adopting, self._trouble = None, ""
         before, written = self._facts, facts.totals.writes
         if before is not None and self.totals.incarnation == facts.totals.incarnation:
             self._facts = facts  # as it was when it was greeted: answers since then are newer
@@ -218,6 +234,31 @@ class ShardClient:
             )
         self._facts, self._written = facts, written
         self._totals = facts.totals
+
+    def _refusal_of_layout(self) -> str:
+        """Why it did not take the layout that it was told, if it said so; that call was made before the greeting."""
+        if self._adopting is None:
+            return ""
+        try:
+            self._adopting.result(0.0)
+        except (IncarnationError, ShardUnavailableError, TimeoutError):  # it has begun another life since
+            return ""
+        except Exception as error:  # whatever it is, the shard has no store
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def ask_facts(self) -> PendingCall:
+        """Asks a shard that answers what it says of itself now, for `take_facts`."""
+        return self._greet()
+
+    def take_facts(self, facts: ShardFacts) -> None:
+        """Takes in what it said; one that has begun another life is greeted anew."""
+        if facts.totals.incarnation != self.totals.incarnation:
+            self._lose()
+            return
+        with self._lock:
+            self._facts, self._totals = facts, facts.totals
+            self._written = max(self._written, facts.totals.writes)
 
     # ---- calls ----
     def begin(self, method: str, *arguments: Any, answer_bytes: int = 0, life: int | None = None) -> PendingCall:
@@ -264,7 +305,7 @@ class ShardClient:
         except ShardUnavailableError as error:
             self._lose()
             raise ShardUnavailableError(f"{self.name} does not answer: {error}") from error
-        totals = answer.totals if isinstance(answer, Acknowledgement | TakenRows | DrawnRows | ShardFacts) else answer
+        totals = answer.totals if isinstance(answer, Acknowledgement | TakenRows | DrawnRows) else answer
         if isinstance(totals, ShardTotals):
             with self._lock:
                 self._totals = totals
@@ -312,9 +353,14 @@ class ShardClient:
 
 
 def raise_if_gone(shards: Sequence[ShardClient]) -> None:
-    """ShardGoneError where none of these shards will ever answer again."""
+    """ShardGoneError where none of these shards, of which there is one at least, will ever answer again."""
     if all(shard.is_gone for shard in shards):
         shards[0].await_presence(0.0)
+
+
+def absences(shards: Iterable[ShardClient]) -> str:
+    """What is known of why shards are away, for the end of a message; "": nothing."""
+    return "".join(f". {shard.absence}" for shard in shards if shard.is_in_trouble)
 
 
 def finish_all(calls: Sequence[tuple[ShardClient, PendingCall]], deadline: float) -> list[Any]:
@@ -418,6 +464,7 @@ class Producer:
         new_priority: float | None = None,
         deadline: float | None = None,
         priority: Tensor | None = None,
+        goes_on: bool = False,
     ) -> Tensor:
         """Sends rows; returns the slots of the shard that they go to, int64 [n].
 
@@ -425,6 +472,7 @@ class Producer:
 
         Args:
             new_priority, priority: as `ReplayShard.extend`.
+            goes_on: others of the same call were sent: these follow them without waiting, however many they are.
 
         Raises:
             ShardUnavailableError: the shard is away, and it cannot wait for it longer: these rows were not sent. Those
@@ -434,7 +482,7 @@ class Producer:
         with self._lock:
             if self._tenancy is None:
                 self._join(deadline)
-            while self._sent and not self._may_send(len(block)):
+            while self._sent and not goes_on and not self._may_send(len(block)):
                 self._send_held()
                 self._settle(deadline, (len(self._sent) + 1) // 2)  # fewer waits, each of which costs as much as a call
             self._look_for_place(len(block))
@@ -485,11 +533,11 @@ class Producer:
             self._lock.release()
         return True
 
-    def open(self) -> None:
+    def open(self, deadline: float | None = None) -> None:
         """Joins, if it has not yet: from then on `acknowledged` says what is in. Errors as `extend`."""
         with self._lock:
             if self._tenancy is None:
-                self._join(time.monotonic() + self.timeout)
+                self._join(time.monotonic() + self.timeout if deadline is None else deadline)
 
     def flush(self, timeout: float | None = None) -> None:
         """Waits until all rows are in.
@@ -503,9 +551,9 @@ class Producer:
             while self._sent:
                 self._settle(deadline)
 
-    def leave(self) -> None:
-        """Ends the tenancy, when all rows are in; errors as `flush`."""
-        deadline = time.monotonic() + self.timeout
+    def leave(self, deadline: float | None = None) -> None:
+        """Ends the tenancy, when all rows are in, for `timeout` or until `deadline`; errors as `flush`."""
+        deadline = time.monotonic() + self.timeout if deadline is None else deadline
         with self._lock:
             self._send_held()
             while self._sent:

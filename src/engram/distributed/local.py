@@ -157,13 +157,13 @@ class LocalProducer:
         self._tenancy = None
         self.release()
 
-    def leave(self) -> None:
-        """Ends the tenancy; errors as `flush`, and `ShardClient.ask`."""
-        self.flush()
+    def leave(self, deadline: float | None = None) -> None:
+        """Ends the tenancy, within `timeout` or until `deadline`; errors as `flush`, and `ShardClient.ask`."""
+        deadline = time.monotonic() + self.timeout if deadline is None else deadline
+        self.flush(deadline - time.monotonic())
         self.release()
         if self._tenancy is not None:
             tenancy, self._tenancy = self._tenancy, None
-            deadline = time.monotonic() + self.timeout
             self._before += int(self.shard.ask(deadline, "leave", self.name, tenancy.number))
 
 

@@ -301,8 +301,9 @@ class RayReplayBuffer(ShardedReplayBuffer):
 
     Each shard is a store of one node, in shared memory or a mapped file, behind an actor. Every process that writes is
     a producer of one shard, where no trajectory mixes with another, and each row goes in once, whichever process dies.
-    A shard is one ring of `max_size / num_shards` rows, which one producer fills, or any number. A producer on the node
-    of its shard writes into the store, and reads from it, directly.
+    A shard is one ring of `max_size / num_shards` rows, which one producer fills, or any number. When it is full its
+    producer moves on to another one that has no more producers, so one alone fills all; those with a name of their own
+    (`producing_as`) stay. A producer on the node of its shard writes into the store, and reads from it, directly.
 
     Sent to other processes (as an argument of Ray's tasks and actors) it is the same rows, and another producer. Other
     programs find it by its name (`attach`).

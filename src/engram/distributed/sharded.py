@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import os
-import random
 import threading
 import time
 import uuid
@@ -31,20 +30,20 @@ from engram.data import (
 )
 from engram.distributed.batches import BatchStream, Rows
 from engram.distributed.blocks import Block, pack, unpack
-from engram.distributed.client import Producer, ShardClient, ShardLink, finish_all, raise_if_gone
+from engram.distributed.client import Producer, ShardClient, ShardLink, absences, finish_all, raise_if_gone
 from engram.distributed.commit import load_shards, save_shards
 from engram.distributed.folder_lock import FolderWatch, watch_folder
 from engram.distributed.local import LocalProducer, LocalReader, ShardMovedError, await_shard
 from engram.distributed.priority_updates import Priorities, PriorityUpdates
 from engram.distributed.shard import ReplayShard
+from engram.distributed.shard_choice import ShardStint, first_shard, next_shard
 from engram.envs.transforms import Compose
-from engram.errors import ShardUnavailableError, StorageError
+from engram.errors import ShardGoneError, ShardUnavailableError, StorageError
 from engram.kernel.replay import WriteRequest, mark_rows
 from engram.kernel.rows import RowLayout
 from engram.kernel.tools import warn_user
 
 _PAUSE = 0.01  # seconds between two looks at shards that are all away
-_ties = random.Random()  # not that of the program, whose draws stay the same
 
 
 class ShardedStats(NamedTuple):
@@ -106,7 +105,7 @@ class ShardedSettings(NamedTuple):
 
 
 class ShardedReplayBuffer:
-    """A client of a buffer whose rows lie in several shards: writes to one of them, and draws from all.
+    """A client of a buffer whose rows lie in several shards: writes to one at a time, and draws from all.
 
     Args:
         links: what carries calls to each shard.
@@ -134,7 +133,12 @@ class ShardedReplayBuffer:
         self._lock = threading.RLock()  # of draws: they do not wait for a shard to which another thread writes
         self._shards = [ShardClient(link, number) for number, link in enumerate(links)]
         self._name = producer or f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        # Under a name of its choice others may go on with its work, by its count in one shard.
+        self._moves_on = producer is None and len(links) > 1
+        self._stint: ShardStint | None = None  # of the producer; None: it stays in its shard
         self._producer: Producer | LocalProducer | None = None
+        self._next: Producer | LocalProducer | None = None  # that has joined the shard to which it moves on
+        self._left: list[Producer | LocalProducer] = []  # of stints before, whose shards have not answered since
         self._accepted_before = 0  # rows of producers before
         self._layout: RowLayout | None = None
         self._stream: BatchStream | None = None
@@ -149,8 +153,9 @@ class ShardedReplayBuffer:
         """Stores a batch of steps; returns their indices, int64 [n]: `shard * capacity of a shard + slot`.
 
         Rows go to one shard, on their way beside each other, and those of several calls together where they come faster
-        than it answers; `flush` waits until they are in. The index of a row is that of another row where the shard was
-        lost, with all that it held, or was not to be had, before the row came.
+        than it answers; `flush` waits until they are in. When that shard is full they go on in another one that has no
+        more producers, so that one client fills all shards; with `producing_as` they stay. The index of a row is that
+        of another row where the shard was lost, with all that it held, or was not to be had, before the row came.
 
         Args:
             priority: of the steps, a number or one for each, for a sampler with priorities; None: that of new rows. It
@@ -213,19 +218,90 @@ class ShardedReplayBuffer:
         return self._prioritized.checked_priorities(priority, n).clone()  # they may wait, and the caller change them
 
     def _send(self, block: Block, priority: Tensor | None, deadline: float) -> Tensor:
-        """Gives rows to this object's producer, or where its shard is back with another store, to a new one."""
+        """Gives rows to this object's producer, in pieces where its stint in a shard ends before them."""
+        parts: list[Tensor] = []
+        sent, n = 0, len(block)
+        while True:
+            end = self._end_of_part(sent, n, deadline)
+            if end > sent or not n:
+                given = None if priority is None else priority[sent:end]
+                try:
+                    parts.append(self._send_part(block.start(end).rest(sent), given, deadline, goes_on=sent > 0))
+                except ShardUnavailableError as error:
+                    if sent:
+                        raise type(error)(f"{error}. The first {sent} of {n} steps were sent") from error
+                    raise
+                if self._stint is not None:
+                    self._stint.note(end - sent)
+                sent = end
+            if sent == n:
+                return parts[0] if len(parts) == 1 else torch.cat(parts)
+            self._move_on(deadline)
+
+    def _end_of_part(self, sent: int, n: int, deadline: float) -> int:
+        """How many of n rows, of which some were sent, are to be in the shards up to the one of now."""
+        shard, stint = self._own_producer(deadline).shard, self._stint
+        if stint is None or stint.left >= n - sent:
+            return n
+        if self._opens_next(stint, deadline):
+            return sent + stint.left
+        self._stint = ShardStint(shard, goes_on=True)
+        return n
+
+    def _send_part(self, block: Block, priority: Tensor | None, deadline: float, goes_on: bool) -> Tensor:
+        """Gives rows to the producer, or where its shard is back with another store, to a new one."""
         try:
-            return self._send_by(self._own_producer(deadline), block, priority, deadline)
+            return self._send_by(self._own_producer(deadline), block, priority, deadline, goes_on)
         except ShardMovedError:
             self._leave_moved_shard()
-            return self._send_by(self._own_producer(deadline), block, priority, deadline)
+            return self._send_by(self._own_producer(deadline), block, priority, deadline, goes_on)
+
+    def _opens_next(self, stint: ShardStint, deadline: float) -> bool:
+        """Whether there is a shard to move on to; this object's next producer has joined it then."""
+        if self._next is not None:
+            return True
+        left = {one.shard.number for one in self._left}  # where it is known by its name still
+        try:
+            shard = next_shard(stint, self._name, [s for s in self._shards if s.number not in left], deadline)
+            if shard is None:
+                return False
+            producer = self._new_producer(shard)
+            producer.open(deadline)
+        except ShardUnavailableError:
+            return False
+        self._next = producer
+        return True
+
+    def _move_on(self, deadline: float) -> None:
+        """Begins a stint in the next shard, and leaves the one before when its rows are in, now or later."""
+        assert self._producer is not None and self._next is not None
+        self._left.append(self._producer)
+        self._producer, self._next = self._next, None
+        self._stint = ShardStint(self._producer.shard)
+        with contextlib.suppress(ShardUnavailableError):
+            self._leave_before(deadline)
+
+    def _leave_before(self, deadline: float) -> None:
+        """Ends what is left of stints before; errors as `Producer.leave`."""
+        while self._left:
+            try:
+                self._left[0].leave(deadline)
+            except ShardGoneError:  # it is told once: this object has another shard by now
+                self._end(self._left.pop(0))
+                raise
+            self._end(self._left.pop(0))
 
     def _send_by(
-        self, producer: Producer | LocalProducer, block: Block, priority: Tensor | None, deadline: float
+        self,
+        producer: Producer | LocalProducer,
+        block: Block,
+        priority: Tensor | None,
+        deadline: float,
+        goes_on: bool = False,
     ) -> Tensor:
         first = producer.shard.number * producer.shard.facts.capacity
         if isinstance(producer, Producer):
-            return first + producer.extend(block, self._highest_new_priority(), deadline, priority)
+            return first + producer.extend(block, self._highest_new_priority(), deadline, priority, goes_on)
         slots = producer.extend(block, deadline)
         if priority is not None:  # with generations: sent again where the call is lost, and never set for other rows
             given = Priorities(first + slots, priority, producer.generations(slots), came_with_rows=True)
@@ -233,9 +309,14 @@ class ShardedReplayBuffer:
         return first + slots
 
     def _leave_moved_shard(self) -> None:
-        if isinstance(self._producer, LocalProducer):
-            self._producer.abandon()
-        self._end_producing()
+        producer, self._producer, self._stint = self._producer, None, None
+        if isinstance(producer, LocalProducer):
+            producer.abandon()
+            self._end(producer)
+
+    def _end(self, producer: Producer | LocalProducer) -> None:
+        """Counts the rows of a producer that is used no longer."""
+        self._accepted_before += producer.acknowledged
 
     def _deadline(self) -> float:
         """Until when a call that begins now may wait: one for all that it waits for."""
@@ -253,6 +334,7 @@ class ShardedReplayBuffer:
         """
         deadline = time.monotonic() + (self._settings.writing_timeout if timeout is None else timeout)
         with self._writing:
+            self._leave_before(deadline)
             if self._producer is not None:
                 self._producer.flush(timeout)
             self._flush_updates(deadline)
@@ -297,7 +379,7 @@ class ShardedReplayBuffer:
     def rows_in(self) -> int:
         """How many rows of this client's name are in, since it joined its shard; 0: none ever came.
 
-        `stats().accepted` counts on over all its shards.
+        `stats().accepted` counts on over all its shards. One that writes under a name of its choice stays in its shard.
 
         Raises:
             ShardUnavailableError: the shard does not answer.
@@ -350,17 +432,24 @@ class ShardedReplayBuffer:
             if present and (time.monotonic() >= halfway or not absent):
                 return present
             if time.monotonic() >= deadline:
-                raise ShardUnavailableError("no shard answers; they are asked again at each call")
+                raise ShardUnavailableError(
+                    f"no shard answers; they are asked again at each call{absences(self._shards)}"
+                )
             time.sleep(_PAUSE)
 
     def _own_producer(self, deadline: float) -> Producer | LocalProducer:
         if self._producer is None:
-            shard = self._shards[self._shard_for_writing(deadline)]
-            # Over several shards new rows get the highest priority of all, which only calls tell.
-            by_itself = self._is_here(shard) and (self._prioritized is None or len(self._shards) == 1)
-            kind = LocalProducer if by_itself else Producer
-            self._producer = kind(shard, self._name, self._settings.writing_timeout)
+            present = self._all_present(deadline, awaits_all=True)  # else all would go to the shard that answers first
+            shard = self._shards[first_shard(self._name, present, self._local, deadline)]
+            self._producer = self._new_producer(shard)
+            self._stint = ShardStint(shard) if self._moves_on else None
         return self._producer
+
+    def _new_producer(self, shard: ShardClient) -> Producer | LocalProducer:
+        # Over several shards new rows get the highest priority of all, which only calls tell.
+        by_itself = self._is_here(shard) and (self._prioritized is None or len(self._shards) == 1)
+        kind = LocalProducer if by_itself else Producer
+        return kind(shard, self._name, self._settings.writing_timeout)
 
     def _is_here(self, shard: ShardClient) -> bool:
         """Whether a shard that answers lives on this machine, in a folder that can be opened."""
@@ -369,30 +458,6 @@ class ShardedReplayBuffer:
         if watch is not None:
             watch.close()
         return watch is not None
-
-    def _shard_for_writing(self, deadline: float) -> int:
-        """The one that knows this producer, else one of this machine, if there is any, with the fewest producers.
-
-        Of equal ones that to which the fewest rows were written, else any. A shard that has more producers by now than
-        this client knew says so, so that those that begin at once do not all go to one. One that is away is left out.
-        """
-        present = self._all_present(deadline, awaits_all=True)  # else all would go to the shard that answers first
-        known = [shard for shard in present if self._name in shard.facts.producers]
-        if known:
-            return known[0].number
-        left = [shard for shard in present if self._local[shard.number]] or present
-        producers = {shard.number: len(shard.facts.producers) for shard in left}
-        while len(left) > 1:
-            shard = min(left, key=lambda one: (producers[one.number], one.totals.writes, _ties.random(), one.number))
-            try:
-                found = shard.ask_once(deadline, "admit", self._name, producers[shard.number])
-            except ShardUnavailableError:
-                left.remove(shard)
-                continue
-            if found is None:
-                return shard.number
-            producers[shard.number] = found
-        return left[0].number
 
     def _adopt_layout_of(self, batch: Any, deadline: float) -> None:
         """Tells all shards the layout, which the first batch decides."""
@@ -462,7 +527,7 @@ class ShardedReplayBuffer:
 
     def _flush_before(self, deadline: float) -> None:
         """Waits for the rows of this object, which shall be drawn; `stats` says which are not in by then."""
-        if self._producer is None or not self._producer.unacknowledged:
+        if not self._unacknowledged:
             return
         if self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
             try:
@@ -634,11 +699,18 @@ class ShardedReplayBuffer:
             rows = sum(one.rows for one in totals)
             away = tuple(shard.number for shard in self._shards if not shard.is_present)
             capacity = sum(shard.facts.capacity for shard in self._shards if shard.is_known)
-            producer, accepted = self._producer, self._accepted_before
-            unacknowledged = 0 if producer is None else producer.unacknowledged
-            accepted += 0 if producer is None else producer.acknowledged
+            accepted = self._accepted_before + sum(one.acknowledged for one in self._producers)
             writes = sum(one.writes for one in totals)
-            return ShardedStats(rows, capacity, writes, accepted, self._draws, unacknowledged, away)
+            return ShardedStats(rows, capacity, writes, accepted, self._draws, self._unacknowledged, away)
+
+    @property
+    def _producers(self) -> list[Producer | LocalProducer]:
+        """The one of now, and those of stints before that are not ended yet."""
+        return [*self._left, *([] if self._producer is None else [self._producer])]
+
+    @property
+    def _unacknowledged(self) -> int:
+        return sum(one.unacknowledged for one in self._producers)
 
     def __len__(self) -> int:
         """Stored steps."""
@@ -729,16 +801,25 @@ class ShardedReplayBuffer:
     def _before_replacing(self) -> None:
         """Lets go of what this client has of rows that are about to be replaced."""
         if self._producer is not None:
-            self._producer.leave()
+            self._leave_all()
             self._end_producing()
         self._transform.empty()
         self._updates.discard()
         self._stop_drawing()
 
+    def _leave_all(self) -> None:
+        """Ends this object's part in all shards, when its rows are in."""
+        deadline = self._writing_deadline()
+        self._leave_before(deadline)
+        for producer in (self._next, self._producer):
+            if producer is not None:
+                producer.leave(deadline)
+
     def _end_producing(self) -> None:
-        producer, self._producer = self._producer, None
-        if producer is not None:
-            self._accepted_before += producer.acknowledged
+        for producer in self._producers:
+            self._end(producer)
+        self._producer = self._next = self._stint = None
+        self._left = []
 
     def _stop_drawing(self) -> None:
         """Drops batches that are on their way."""
@@ -768,8 +849,7 @@ class ShardedReplayBuffer:
             finally:
                 try:
                     self.flush()
-                    if self._producer is not None:
-                        self._producer.leave()
+                    self._leave_all()
                     self._flush_updates(self._deadline())  # those whose shard has answered only now
                 finally:
                     self._end_producing()

@@ -27,6 +27,7 @@ _ABOUT = struct.Struct("<QQQH")
 _FORMAT = b"engram streams 1"
 _FREE, _IN_FORCE, _ENDED = range(3)
 MOST_STREAMS = 8192
+_HIGHEST_NUMBER = (1 << (63 - _native.PID_BITS)) - 1  # of a stream: half of all, so that there is always another one
 LONGEST_NAME = _STATE_AT - _NAME_AT - 4 - _ABOUT.size  # bytes
 
 
@@ -91,15 +92,22 @@ class StreamTable:
         self._free: list[int] = []
         self._highest = 0  # number of a stream
         self._used = MOST_STREAMS
-        for at in range(MOST_STREAMS):
-            place = self._store.stream_place(at)
-            if place is None:
-                self._used = at
-                break
-            self._read(at, place[0])
+        try:
+            for at in range(MOST_STREAMS):
+                place = self._store.stream_place(at)
+                if place is None:
+                    self._used = at
+                    break
+                self._read(at, place[0])
+        except ValueError as error:
+            self._memory.close()
+            raise StorageError(_damaged(path, f"entry {at}: {error}")) from error
 
     def _read(self, at: int, stream: int) -> None:
-        self._highest = max(self._highest, stream >> _native.PID_BITS)
+        number = stream >> _native.PID_BITS
+        if number > _HIGHEST_NUMBER:
+            raise ValueError(f"{number} is no number of a stream, the highest one is {_HIGHEST_NUMBER}")
+        self._highest = max(self._highest, number)
         entry = self._entry(at, stream)
         if entry is None:
             self._free.append(at)
@@ -138,7 +146,9 @@ class StreamTable:
         before = None if old is None else (old.number, self.rows(old))
         if old is not None and not old.has_ended:
             raise ValueError(f"{name!r} has a stream already")
-        entry = StreamEntry(self._room(), self._new_number(), name, before=before)
+        # A table may be of a store that was here before: no number of it is given again.
+        number = self._store.new_writer(0, os.getpid(), self._highest)
+        entry = StreamEntry(self._room(), number, name, before=before)
         about = _ABOUT.pack(entry.stream, *(before or (0, 0)), len(encoded))
         start = _HEAD + entry.at * _ENTRY
         self._set_state(entry, _FREE)
@@ -151,11 +161,6 @@ class StreamTable:
         self.entries[name] = entry
         self.adopt(entry)
         return entry
-
-    def _new_number(self) -> int:
-        while (number := self._store.new_writer(0, os.getpid())) >> _native.PID_BITS <= self._highest:
-            pass  # the table is of a store that was here before
-        return number
 
     def _room(self) -> int:
         if self._free:
@@ -364,8 +369,12 @@ def _opened(path: Path | None) -> int:
         raise StorageError(f"{path} cannot be made or opened: {error.strerror}") from error
     if os.fstat(fd).st_size != size or os.pread(fd, len(_FORMAT), 0) != _FORMAT:
         os.close(fd)
-        raise StorageError(
-            f"{path} is damaged, or of another engram. Without it the shard cannot tell whose rows it has; delete it, "
-            "and producers begin anew"
-        )
+        raise StorageError(_damaged(path, "its size or its first bytes are those of another file"))
     return fd
+
+
+def _damaged(path: Path | None, what: str) -> str:
+    return (
+        f"{path or 'the table of streams'} is damaged, or of another engram ({what}). Without it the shard cannot tell "
+        "whose rows it has; delete it, and producers begin anew"
+    )

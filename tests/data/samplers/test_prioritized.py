@@ -33,7 +33,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from engram.store.places import HeldLaneCount
+from engram.store.places import LaneCount
 from engram.testing.helpers import env_steps, numbers, steps
 from engram.testing.sampler import SamplerContract
 from engram.transforms import RewardScaling
@@ -621,21 +621,21 @@ def test_a_capacity_that_the_storage_rounds_up_fits():
 def test_steps_of_another_process_come_with_the_highest_priority_and_take_it_when_they_go(tmp_path):
     def write(n):
         def work():
-            other = ReplayBuffer(storage=LazyMemmapStorage(40, tmp_path, existsok=True, lanes=HeldLaneCount(2)))
+            other = ReplayBuffer(storage=LazyMemmapStorage(40, tmp_path, existsok=True, lanes=LaneCount(2)))
             other.extend(torch.arange(n))
 
         Child(work).result()
 
-    rb = PrioritizedReplayBuffer(
-        1.0, 1.0, storage=LazyMemmapStorage(40, tmp_path, lanes=HeldLaneCount(2)), batch_size=8
-    )
+    rb = PrioritizedReplayBuffer(1.0, 1.0, storage=LazyMemmapStorage(40, tmp_path, lanes=LaneCount(2)), batch_size=8)
     rb.update_priority(rb.extend(torch.arange(5)), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
     write(8)
     assert priorities(rb, torch.arange(40)) == [1, 2, 3, 4, 5, *[-1] * 15, *[5] * 8, *[-1] * 12]
     rb.update_priority(torch.arange(20, 28), 0.5)
-    write(18)  # its lane wraps: 20 to 25 are new
-    assert priorities(rb, torch.arange(20, 40)) == [*[5] * 6, 0.5, 0.5, *[5] * 12]
-    rb.update_priority(torch.arange(5), 0.0)
+    write(27)  # the lanes are filled, the first one before
+    assert priorities(rb, torch.arange(40)) == [1, 2, 3, 4, 5, *[5] * 15, *[0.5] * 8, *[5] * 12]
+    write(26)  # and replaced, in the order in which they were taken: 0 to 19, then 20 to 25
+    assert priorities(rb, torch.arange(40)) == [*[5] * 26, 0.5, 0.5, *[5] * 12]
+    rb.update_priority(torch.arange(20), 0.0)
     assert {int(i) for _ in range(20) for i in rb.sample(return_info=True)[1]["index"]} <= set(range(20, 40))
 
 

@@ -20,7 +20,7 @@ from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, Repla
 from engram.data.replay_buffers.storages.steps import append_step, read_leaves, read_n_steps
 from engram.store import n_step
 from engram.store.n_step import NSteps
-from engram.store.places import HeldLaneCount, LaneCount
+from engram.store.places import LaneCount
 
 ENVS = 3
 DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64")
@@ -351,7 +351,7 @@ class TestReadNSteps:
 
     @each("native", [True, False])
     def test_lanes_of_others_are_no_continuation(self, native):
-        storage = LazyTensorStorage(8, shared=True, lanes=HeldLaneCount(2))
+        storage = LazyTensorStorage(8, shared=True, lanes=LaneCount(2))
         rb = ReplayBuffer(storage=storage)
         rb.add(step(0)), rb.add(step(1))
         Child(lambda: ReplayBuffer(storage=storage).extend(tensors(stacked(4, 5, 6)))).result()
