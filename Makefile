@@ -43,7 +43,7 @@ help:
 # What runs and builds engram and its examples, and what tests and checks need besides: layers of packaging/environment.py.
 RUN := -c constraints.txt torch tensordict numpy xxhash gymnasium cloudpickle matplotlib rich \
   nanobind scikit-build-core ninja cmake
-DEV := -c constraints.txt pytest pytest-xdist hypothesis ruff mypy pyright[nodejs] h5py pyarrow typer
+DEV := -c constraints.txt pytest pytest-xdist hypothesis ruff mypy pyright[nodejs] h5py pyarrow typer imageio[ffmpeg]
 
 # Stamps: .run and .dev are these layers, .engram is our own code.
 $(VENV)/.run: constraints.txt
