@@ -680,3 +680,61 @@ def test_what_waits_of_flat_batches_is_saved_for_a_transform_of_flat_batches():
     assert bool((rb[:] == other[:]).all()) and len(rb) == 9
     with pytest.raises(ValueError, match="next_keys"):
         buffer(next_key="other", reward_keys="reward").load_state_dict(saved)
+
+
+def runs(lead=()):
+    """Two batches [*lead, 5] of runs that number their trajectory 0, which does not end; the second counts from 100."""
+    open_rows = stream([5], ids=True).expand(*lead, 5).clone()
+    later = open_rows.clone()
+    for key in ("n", ("next", "n")):
+        later[key] = later[key] + 100
+    return open_rows, later
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["one object", "loaded in between"])
+@pytest.mark.parametrize("how", ["nested", "flat"])
+@pytest.mark.parametrize("size", [1, 5], ids=["add", "extend"])
+def test_runs_that_count_from_the_same_id_are_not_joined_as_the_next_observation_is_another(how, loaded, size):
+    def buffer():
+        return ReplayBuffer(storage=LazyTensorStorage(40), transform=MultiStepTransform(3, 0.5, **keys))
+
+    keys = {"next_key": "next_n"} if how == "flat" else {}
+    first, second = ((flat(run) if keys else run) for run in runs())
+    rb, alone = buffer(), buffer()
+    for part in first.split(size):
+        rb.extend(part)
+    if loaded:
+        state, rb = rb.state_dict(), buffer()
+        rb.load_state_dict(state)
+    for part in second.split(size):
+        rb.extend(part)
+    rb.flush_transforms()
+    for run in (first, second):
+        alone.extend(run)
+        alone.flush_transforms()
+    assert_equal(rb[:], alone[:])
+
+
+def test_a_trajectory_that_was_cut_in_one_environment_stays_so_while_the_other_goes_on():
+    def buffer():
+        return ReplayBuffer(storage=LazyTensorStorage(40, ndim=2), transform=MultiStepTransform(3, 0.5))
+
+    first, second = runs((2,))
+    second[0] = stream([10], ids=True)[5:]
+    rb = buffer()
+    rb.extend(first)
+    for t in range(5):
+        rb.extend(second[:, t : t + 1])
+        state, rb = rb.state_dict(), buffer()
+        rb.load_state_dict(state)
+    rb.flush_transforms()
+    assert rb[:]["steps_to_next_obs"].squeeze(-1).tolist() == [[3] * 8 + [2, 1], [3, 3, 3, 2, 1] * 2]
+
+
+def test_an_entry_that_never_was_the_next_one_cuts_nothing():
+    data = stream([9], ids=True)
+    data["next", "n"] += 1  # as a transform that changes one side only
+    rb = ReplayBuffer(storage=LazyTensorStorage(40), transform=MultiStepTransform(3, 0.5))
+    for row in data.split(1):
+        rb.extend(row)
+    assert rb[:]["steps_to_next_obs"].flatten().tolist() == [3] * 7

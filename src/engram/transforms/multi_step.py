@@ -35,6 +35,7 @@ from engram.transforms.trajectory import DONE_KEYS, TrajectoryBounds, sibling_ke
 from engram.transforms.values import first_key
 
 NEXT_REWARD: Key = ("next", "reward")
+_NOT_COMPARED = {"done", "terminated", "truncated", "reward"}
 
 
 def checked_gamma(gamma: float) -> float:
@@ -181,6 +182,82 @@ class _Rows(NamedTuple):
         return unflatten(self.form, list(self.leaves), (*self.lead, self.steps), self.device)
 
 
+class _Border:
+    """Where steps that are held back meet later ones: whether these go on with the trajectories of those.
+
+    Flags and ids do not tell a second run of a program, or another collector, that numbers its trajectories from 0,
+    too. So entries that follow a step are compared with those of the next step byte for byte, as the storage does
+    (`engram.store.border`). One counts only if it agreed where two steps met before.
+
+    Args:
+        next_keys: entries that follow a step, as `"next_obs"`; without them all that is under `"next"` does.
+
+    Attributes:
+        agreed: of entries that were compared, whether they agreed the last time.
+    """
+
+    def __init__(self, next_keys: Sequence[Key]) -> None:
+        self._next_paths = [key_path(key) for key in next_keys]
+        self._paths: list[tuple[Any, ...]] = []
+        self._pairs: list[tuple[int, int]] = []
+        self.agreed: dict[tuple[Any, ...], bool] = {}
+
+    def cuts(self, rows: _Rows, at: int, now: TrajectoryBounds) -> Tensor:
+        """bool [S]: in which environments another trajectory begins at step `at`, by the entries of the step before."""
+        if rows.paths != self._paths:
+            self._paths, self._pairs = rows.paths, self._pairs_of(rows)
+        ended = now.ends[:, at - 1]
+        cuts = torch.zeros_like(ended)
+        if not self._pairs or bool(ended.all()):
+            return cuts
+        for before, after in self._pairs:
+            path = rows.paths[after]
+            if path not in self.agreed:
+                self._learn(rows, before, after, at, now)
+            same = _meets(rows, before, after, at, now) | ended
+            if self.agreed.get(path, False):
+                cuts |= ~same
+            else:
+                self.agreed[path] = bool(same.all())
+        return cuts
+
+    def _learn(self, rows: _Rows, before: int, after: int, at: int, now: TrajectoryBounds) -> None:
+        """Compares two steps beside the border that flags and ids join."""
+        for k in (at - 1, at + 1):
+            if 0 < k < rows.steps and not bool(now.ends[:, k - 1].all()):
+                same = _meets(rows, before, after, k, now) | now.ends[:, k - 1]
+                self.agreed[rows.paths[after]] = bool(same.all())
+                return
+
+    def _pairs_of(self, rows: _Rows) -> list[tuple[int, int]]:
+        """Each leaf that follows a step, and the same of the step, where both have one form."""
+        number = {path: i for i, path in enumerate(rows.paths)}
+        pairs = []
+        for path, i in number.items():
+            j = number.get(self._step_path(path))
+            if j is not None:
+                a, b = rows.leaves[i], rows.leaves[j]
+                if a.dtype == b.dtype and a.shape == b.shape:
+                    pairs.append((i, j))
+        return pairs
+
+    def _step_path(self, path: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Where the step has what follows it under this path; (): it is not known."""
+        if not self._next_paths:
+            return path[1:] if path[0] == "next" and not _NOT_COMPARED.intersection(path) else ()
+        is_next = path in self._next_paths and str(path[-1]).startswith("next_")
+        return (*path[:-1], str(path[-1]).removeprefix("next_")) if is_next else ()
+
+
+def _meets(rows: _Rows, before: int, after: int, at: int, now: TrajectoryBounds) -> Tensor:
+    """bool [S]: whether the leaf that follows step `at - 1` is that of step `at`; NaN equals NaN."""
+    a, b = rows.leaves[before].select(rows.axis, at - 1), rows.leaves[after].select(rows.axis, at)
+    same = a == b
+    if a.is_floating_point() or a.is_complex():
+        same = same | (a.isnan() & b.isnan())
+    return same.reshape(now.view.rows, -1).all(1)
+
+
 @advised
 class MultiStepTransform(Transform, built_in=True):
     """Turns written steps into n-step transitions; steps whose n-step future is not yet known are held back.
@@ -210,7 +287,9 @@ class MultiStepTransform(Transform, built_in=True):
     trajectory's end. Data with more batch dimensions than the storage hold a whole trajectory in each row; none of
     their steps is held back. In-place writes (`rb[i] = ...`) are stored unchanged.
 
-    The steps of an `extend` must continue those of the last one, or have trajectory ids. The done flags of n-step
+    The steps of an `extend` continue those of the last one, unless a flag, another id or an observation that is
+    not the next one of the step before says otherwise (entries at the root and under `next`, or `next_X` and `X`, are
+    compared byte for byte). The done flags of n-step
     transitions come early: other transforms along time must run before this one on writing, so put them after it in a
     Compose.
 
@@ -255,6 +334,8 @@ class MultiStepTransform(Transform, built_in=True):
         self.done_keys, self.mask_key = as_keys(done_keys) or [done, *flags], None
         self.traj_key = None if traj_key is None else as_key(traj_key)
         self._held: _Rows | None = None
+        self._cuts: Tensor | None = None  # bool [S, held]: ends of trajectories that no flag and no id tells
+        self._border = _Border(self.next_keys)
 
     @property
     def stream(self) -> StreamTraits:
@@ -283,7 +364,7 @@ class MultiStepTransform(Transform, built_in=True):
         if writing.in_place or (writing.items is None and writing.held is None):
             return writing
         if writing.rows_are_trajectories:
-            return writing.changed(lambda batch: self._with_n_steps(copy_containers(batch), None))
+            return writing.changed(self._of_trajectories)
         ordered, dims = writing.in_order(), writing.batch_dims
         rows = self._held
         if ordered.items is not None and not _Rows.of(ordered.items, dims).steps:
@@ -294,10 +375,11 @@ class MultiStepTransform(Transform, built_in=True):
         if ordered.held is not None:
             rows = _Rows.of(ordered.held, dims) if rows is None else rows.then(ordered.held, dims)
         assert rows is not None
-        now = self._trajectories(rows.batch(), dims)
+        now, cuts = self._trajectories(rows, dims)
         ready = self._complete(now, n_known)
-        complete = _Rows.of(self._with_n_steps(rows.batch(), dims), dims)
+        complete = _Rows.of(self._with_n_steps(rows.batch(), now), dims)
         self._held = rows.part(ready, n_known) if ready < n_known else None
+        self._cuts = None if cuts is None or self._held is None else cuts[:, ready:n_known].clone()
         return ordered._replace(
             items=complete.part(0, ready).batch() if ready else None,
             held=complete.part(ready, complete.steps).batch() if ready < complete.steps else None,
@@ -312,15 +394,41 @@ class MultiStepTransform(Transform, built_in=True):
             rows = rows.then(writing.items, writing.batch_dims) if rows else _Rows.of(writing.items, writing.batch_dims)
         if rows is None:
             return writing
-        self._held = None
-        items = self._with_n_steps(rows.batch(), writing.batch_dims)
+        now, _ = self._trajectories(rows, writing.batch_dims)
+        self._held = self._cuts = None
+        items = self._with_n_steps(rows.batch(), now)
         return writing._replace(items=items, time_dim=writing.batch_dims - 1, resized=True)
 
-    def _trajectories(self, batch: Any, dims: int | None) -> TrajectoryBounds:
-        return trajectory_bounds(batch, "MultiStepTransform", self.done_key, self.traj_key, dims=dims)
+    def _of_trajectories(self, batch: Any) -> Any:
+        """The n-step transitions of a batch of whole trajectories."""
+        batch = copy_containers(batch)
+        return self._with_n_steps(batch, trajectory_bounds(batch, *self._bounding))
 
-    def _with_n_steps(self, batch: Any, dims: int | None) -> Any:
-        now = self._trajectories(batch, dims)
+    @property
+    def _bounding(self) -> tuple[str, Key | None, Key | None]:
+        return "MultiStepTransform", self.done_key, self.traj_key
+
+    def _trajectories(self, rows: _Rows, dims: int) -> tuple[TrajectoryBounds, Tensor | None]:
+        """The trajectories of steps that begin with those that are held back; and which ends no flag and no id tells,
+        bool [S, T], None where there are none.
+        """
+        now, held = trajectory_bounds(rows.batch(), *self._bounding, dims=dims), self.held_back
+        if not held:
+            return now, None
+        if self._cuts is not None:
+            now.ends[:, :held] |= self._cuts
+        new = self._border.cuts(rows, held, now) if held < rows.steps else None
+        if self._cuts is None and (new is None or not bool(new.any())):
+            return now, None
+        cuts = torch.zeros_like(now.ends)
+        if self._cuts is not None:
+            cuts[:, :held] = self._cuts
+        if new is not None:
+            cuts[:, held - 1] |= new
+        now.ends.logical_or_(cuts)
+        return now, cuts
+
+    def _with_n_steps(self, batch: Any, now: TrajectoryBounds) -> Any:
         reached = set_n_steps(batch, now, self.gamma, self.n_steps, self.reward_keys, self._next_keys_of(batch))
         for name, value in (
             ("gamma", reached.gamma),
@@ -348,16 +456,18 @@ class MultiStepTransform(Transform, built_in=True):
 
     # ---- state ----
     def empty(self) -> None:
-        self._held = None
+        self._held = self._cuts = None
 
     def get_extra_state(self) -> dict[str, Any]:
         if self._held is None:
             return {}
-        return {"form": self._held.form.to_json(), "leaves": list(self._held.leaves), "lead": list(self._held.lead)}
+        held = {"form": self._held.form.to_json(), "leaves": list(self._held.leaves), "lead": list(self._held.lead)}
+        return held if self._cuts is None else {**held, "cuts": self._cuts}
 
     def set_extra_state(self, state: Any) -> None:
-        self._held = None
+        self._held = self._cuts = None
         if state:
+            self._cuts = state.get("cuts")
             form, lead = TreeSpec.from_json(state["form"]), tuple(state["lead"])
             self._held = _Rows(form, form.paths(), list(state["leaves"]), lead, None)
 
