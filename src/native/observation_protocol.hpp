@@ -2,10 +2,10 @@
 // one frame each where observations are not stacked. They lie beside the rows of a lane:
 //   records  the newest frame of X of each row, and a word that tells where its other frames and a next.X are
 //   units    frames that no record has, linked; those of a row are free again when its record is overwritten
-//   tails    next.X of the newest rows: of the others it is found through the word of a later row
+//   tails    next.X of the newest rows: of the others it is found through the word of a later row. A *tail word* tells where each is
 // Rows are appended and believed by `LaneProtocol`. docs/memory-model.md explains each step; the model (tests/model) runs this very
 // code. `Columns` holds the words and frames, those of a store or of the model, and has
-//   word(w), set_word(w, bits); link(unit), set_link(unit, next); tail_kind(w), set_tail_kind(w, kind): of record, unit and tail
+//   word(w), set_word(w, bits); link(unit), set_link(unit, next); tail_word(w), set_tail_word(w, bits): of record, unit and tail
 //   owns(unit): whether the unit lies in a segment of this lane, as seen after `published`
 //   same(a, b, newest), is_zero(a), put(to, from): of the frames in two places; `newest`: of those that are the newest of their stacks
 //   put_record(w, from): the newest frame of X of row w
@@ -31,10 +31,19 @@ struct ObservationShape {
   uint64_t longest_piece = 1;      // rows that are claimed together
   uint64_t segment_units = 1;      // units of a segment
   uint64_t segments = 0;           // that the pool of the store may have, of all lanes together
+  uint64_t tail_places = 0;        // from `fewest_tail_places` on; `tails`: row w has place w mod that many
   // The oldest row's older frames are the newest ones of rows before it.
   uint64_t records() const { return capacity + frames - 1; }
-  // The piece that is being written leaves the tails of the rows before it alone.
+  // Words of tails, row w's in place w mod that many: the piece that is being written leaves those of the rows before it alone.
   uint64_t tails() const { return longest_piece + ahead; }
+  // Only the newest rows of a piece have tails, and the piece that is being written leaves those of as many rows before it alone.
+  uint64_t fewest_tail_places() const { return ahead + std::min(ahead, longest_piece); }
+  bool rows_have_places() const { return tail_places == tails(); }
+  // What stands with a tail. `kind`: kMoved: only the newest frame is there, the others are those of X of its row; kWhole.
+  uint64_t tail_word(uint64_t kind, uint64_t place) const { return kind | (rows_have_places() ? 0 : place << 2); }
+  // Of any bits, torn ones too, one of the places.
+  uint64_t tail_place(uint64_t w, uint64_t word) const { return (rows_have_places() ? w : word >> 2) % tail_places; }
+  static uint64_t tail_kind(uint64_t word) { return word & 3; }
 };
 
 // What stands with the record of row w.
@@ -64,7 +73,7 @@ struct ObservationWord {
 struct FramePlace {
   enum Kind : uint8_t { kZeros, kRecord, kUnit, kTail, kNewX, kNewNext };
   Kind kind;        // kNewX, kNewNext: in the batch that is being written
-  uint64_t number;  // the row's sequence, or the unit
+  uint64_t number;  // the row's sequence, the unit, or the place of the tail
   uint64_t frame;   // of a tail or a batch: which frame of the stack
   bool operator==(const FramePlace&) const = default;
 };
@@ -271,17 +280,20 @@ struct ObservationProtocol {
   }
   // Those of the last of these rows, whose next.X no word tells yet.
   void store_tails(uint64_t at, uint64_t from, uint64_t n) const {
-    const uint64_t k = shape.frames, end = at + from + n;
+    const uint64_t k = shape.frames, begin = at + from, end = begin + n, first = std::max(begin, below(end, shape.ahead));
+    uint64_t place = shape.rows_have_places() ? first : begin ? tail_place(begin - 1) + 1 : 0;
     StackPlaces x, after;
-    for (uint64_t w = std::max(at + from, below(end, shape.ahead)); w < end; ++w) {
+    for (uint64_t w = first; w < end; ++w, ++place) {
+      place %= shape.tail_places;
       if (k == 1) {
-        columns.set_tail_kind(w, ObservationWord::kWhole), columns.put({FramePlace::kTail, w, 0}, next_frame(w, at));
+        columns.set_tail_word(w, shape.tail_word(ObservationWord::kWhole, place));
+        columns.put({FramePlace::kTail, place, 0}, next_frame(w, at));
         continue;
       }
       place_x(w, at, x), place_next(w, at, after);
       const auto kind = same_older(after, x) ? ObservationWord::kMoved : ObservationWord::kWhole;
-      columns.set_tail_kind(w, kind);
-      for (uint64_t j = kind == ObservationWord::kMoved ? k - 1 : 0; j < k; ++j) columns.put({FramePlace::kTail, w, j}, after[j]);
+      columns.set_tail_word(w, shape.tail_word(kind, place));
+      for (uint64_t j = kind == ObservationWord::kMoved ? k - 1 : 0; j < k; ++j) columns.put({FramePlace::kTail, place, j}, after[j]);
     }
   }
   // After `rows.append`: the pool knows these rows.
@@ -314,9 +326,10 @@ struct ObservationProtocol {
       return;
     }
     if (is_newest) {
-      const bool moved = columns.tail_kind(w) == ObservationWord::kMoved;
+      const bool moved = ObservationShape::tail_kind(columns.tail_word(w)) == ObservationWord::kMoved;
+      const uint64_t place = tail_place(w);
       if (moved) moved_x(w, next);
-      for (uint64_t j = moved ? k - 1 : 0; j < k; ++j) next[j] = {FramePlace::kTail, w, j};
+      for (uint64_t j = moved ? k - 1 : 0; j < k; ++j) next[j] = {FramePlace::kTail, place, j};
       return;
     }
     const ObservationWord later = word(w + shape.ahead);
@@ -328,14 +341,14 @@ struct ObservationProtocol {
   }
   // The same where observations are no stacks.
   FramePlace find_next_frame(uint64_t w, bool is_newest) const {
-    if (is_newest) return {FramePlace::kTail, w, 0};
+    if (is_newest) return {FramePlace::kTail, tail_place(w), 0};
     const ObservationWord later = word(w + shape.ahead);
     if (later.next == ObservationWord::kSame) return {FramePlace::kRecord, w + shape.ahead, 0};
     return unit_place(later.head);
   }
+  // Asked again after `rows.after_reading`, of a row whose tail was read: while it is one of the newest no other row has its tail's place.
   bool is_newest(uint64_t w, uint64_t published) const { return w + shape.ahead >= published; }
-  // Whether the tail of row w was whole, looked at after `rows.after_reading`. If not, row w + ahead was published: look again.
-  bool tail_is_there(uint64_t w) const { return Memory::load(rows.claimed) <= w + shape.tails(); }
+  uint64_t tail_place(uint64_t w) const { return shape.tail_place(w, columns.tail_word(w)); }
 
  private:
   static uint64_t below(uint64_t w, uint64_t n) { return w > n ? w - n : 0; }

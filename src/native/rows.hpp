@@ -522,14 +522,14 @@ class RowReader {
       uint64_t sequence = 0;
       if (!sequences_[lane].find(slot, sequence))
         result.unwritten.push_back(static_cast<uint32_t>(i));
-      else if (!appended_only || sequence < first_[lane] || is_without_tail(i))
+      else if (!appended_only || sequence < first_[lane])
         result.missing.push_back(static_cast<uint32_t>(i));
       if (want_sequences) result.sequences[i] = sequence;
     }
   }
   // After a copy of rows that existed at some moment since the lookup: whether all of them are whole.
   bool are_whole() {
-    if (!settle_tails()) return false;
+    settle_tails();
     // `empty` came between the draw and the lookup: nothing was copied of observations that are stored once.
     bool overwritten = !look_again() || (!observed_.empty() && some_absent_);
     if (in_some_lanes_)
@@ -650,33 +650,21 @@ class RowReader {
     const Place at = place(i);
     return sequences_[at.lane].find(at.slot, sequence);
   }
-  // The newest rows take next.X from their tails, which the piece after next overwrites: by then the rows behind them tell where it
-  // is. False: they were overwritten again and again.
-  bool settle_tails() {
-    if (!store_.observations() || observed_.empty() || !some_from_tails_) return true;
+  // The newest rows took next.X from their tails, whose places later pieces take: by then the rows behind them tell where it is.
+  void settle_tails() {
+    if (!store_.observations() || observed_.empty() || !some_from_tails_) return;
     Lanes::Protocol::after_reading();
-    bool all = true;
     for (size_t i = 0; i < from_tail_.size(); ++i)
-      if (from_tail_[i]) all &= settle_tail(i);
-    return all;
+      if (from_tail_[i]) settle_tail(i);
   }
-  bool settle_tail(size_t i) {
-    constexpr int kLooks = 8;
+  void settle_tail(size_t i) {
     const Observations& observations = *store_.observations();
     const Place at = place(i);
-    const Lanes::Protocol protocol = store_.lanes.protocol(at.lane);
+    const uint64_t published = store_.lanes.published_now(at.lane);
     uint64_t w = 0;
     find_row(i, w);
-    for (int looks = 0; !observations.tail_is_there(protocol, w); ++looks) {
-      if (looks == kLooks) return false;
-      from_tail_[i] = observations.copy(protocol, at.lane, at.env, w, store_.lanes.published_now(at.lane), observed_, i);
-      Lanes::Protocol::after_reading();
-      if (!from_tail_[i]) return true;
-    }
-    from_tail_[i] = 0;
-    return true;
+    if (!observations.is_newest(w, published)) observations.copy(store_.lanes.protocol(at.lane), at.lane, at.env, w, published, observed_, i);
   }
-  bool is_without_tail(size_t i) const { return store_.observations() && !observed_.empty() && from_tail_[i]; }
   // Limits later lookups to the lanes of the located slots.
   void choose_lanes() {
     const uint64_t lanes = store_.geometry().lanes;
@@ -735,7 +723,7 @@ class RowReader {
   std::vector<uint8_t>& is_looked_at_;
   std::vector<Observations::Target>& observed_;
   std::atomic<bool> some_from_tails_{false}, some_absent_{false};  // threads copy parts of a batch
-  std::vector<uint8_t>& from_tail_;  // of each row: whether next.X comes from its tail, and that was not looked at again
+  std::vector<uint8_t>& from_tail_;  // of each row: whether next.X came from its tail
 #ifdef ENGRAM_PLANT_CLAIM_READ_EARLY
   void read_claims_early() {
     plant_first_.clear();

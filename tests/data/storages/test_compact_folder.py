@@ -14,9 +14,11 @@ from tensordict import TensorDict
 
 from contracts.children import Child
 from contracts.each import each
+from engram._native import testing
 from engram.cli import info, verify
 from engram.data import Compact, LazyMemmapStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.errors import StorageError
+from engram.store import files, places
 
 COMPACT = Compact("x", frames=4)
 SIZE = 5000
@@ -171,6 +173,28 @@ def test_rows_that_a_failing_disk_did_not_keep_are_missed_by_the_next_flush(tmp_
         disk.write(bytes(SIZE))
     with pytest.raises(RuntimeError, match=r"row (20|36) of lane 0 is lost"):
         store.dirty_again([40])
+
+
+def test_next_observations_of_flushed_rows_are_durable_though_others_follow_while_they_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb = made(tmp_path / "store")
+    store = rb.storage.lanes.store
+
+    def meanwhile() -> None:
+        for at in (40, 41):  # their tails take both places
+            rb.extend(steps(at, at + 1))
+
+    assert testing.keep_durable_tails_interrupted(store, meanwhile)
+    cut = bytearray((tmp_path / "store" / "rows.engram").read_bytes())
+    for slot in (40, 41):
+        at = store.rows_offset + slot * store.row_stride
+        cut[at : at + store.row_stride] = bytes(store.row_stride)
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "rows.engram").write_bytes(cut)
+    for module in (files, places):
+        monkeypatch.setattr(module, "boot_id", lambda: b"that of the next")
+    assert check(ReplayBuffer.open(tmp_path / "cut")) == 40
 
 
 # ---- several processes ----

@@ -217,7 +217,7 @@ def test_a_store_is_not_written_to_before_it_is_known_what_lies_beside_its_rows(
     with pytest.raises(ValueError, match="not known yet"):
         store.empty(False)
     sizes = _native.Store.observation_sizes(1, CAPACITY, 1, store.payload_bytes, 8, False, 1, [(4, 4000)])
-    for wrong in range(3):
+    for wrong in range(4):
         others = tuple(size + (i == wrong) for i, size in enumerate(sizes))
         with pytest.raises(RuntimeError, match="lie elsewhere"):
             store.keep_observations(1, [(4, 4000)], None, others)
