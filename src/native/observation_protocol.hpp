@@ -40,7 +40,7 @@ struct ObservationShape {
   uint64_t fewest_tail_places() const { return ahead + std::min(ahead, longest_piece); }
   bool rows_have_places() const { return tail_places == tails(); }
   // What stands with a tail. `kind`: kMoved: only the newest frame is there, the others are those of X of its row; kWhole.
-  uint64_t tail_word(uint64_t kind, uint64_t place) const { return kind | (rows_have_places() ? 0 : place << 2); }
+  static uint64_t tail_word(uint64_t kind, uint64_t place) { return kind | place << 2; }
   // Of any bits, torn ones too, one of the places.
   uint64_t tail_place(uint64_t w, uint64_t word) const { return (rows_have_places() ? w : word >> 2) % tail_places; }
   static uint64_t tail_kind(uint64_t word) { return word & 3; }

@@ -19,8 +19,8 @@ import engram.envs.transforms
 from contracts.each import each
 from engram import verify
 from engram._native import FIRST_REPLACED
-from engram.cli import verify as verify_store
 from engram.checkpoint.directory import from_checksummed_json
+from engram.cli import verify as verify_store
 from engram.data import (
     LazyTensorStorage,
     ReplayBuffer,
@@ -29,8 +29,8 @@ from engram.data import (
     TensorDictMaxValueWriter,
     Writer,
 )
-from engram.transforms.base import Transform
 from engram.store.header import FILE_NAME
+from engram.transforms.base import Transform
 from golden.make import BEST_STORE, COMPACT_STORE, DATA, INCREMENTAL, STORE
 from golden.observed import observed, read, unlike
 from golden.recipes import CAPACITY, RECIPES
