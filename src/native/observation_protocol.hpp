@@ -156,10 +156,15 @@ class UnitPool {
 template <class Memory, class Columns>
 struct ObservationProtocol {
   using Word = typename Memory::Word;
-  // What `plan` decides of new rows: the words of all, and how many units they need.
+  // What `plan` decides of new rows.
   struct Plan {
-    std::vector<ObservationWord> words;
-    uint64_t units = 0;
+    std::vector<uint64_t> words;       // of all, as they are stored
+    std::vector<uint64_t> with_units;  // those of them that need units, ascending
+    uint64_t units = 0;                // that these need
+
+    void note_units(uint64_t i, uint64_t n) {
+      if (n > 0) with_units.push_back(i), units += n;
+    }
   };
 
   const LaneProtocol<Memory>& rows;
@@ -188,15 +193,15 @@ struct ObservationProtocol {
   // words.
   void plan(uint64_t at, uint64_t n, uint64_t piece, Plan& plan) const {
     const uint64_t k = shape.frames, base = Memory::load(rows.base);
-    plan.words.assign(n, {}), plan.units = 0;
+    plan.words.assign(n, 0), plan.with_units.clear(), plan.units = 0;
     if (k == 1) return plan_frames(at, n, piece, plan);
     uint64_t first = base;
     StackPlaces x, before, after;
     ObservationWord last;
     if (at > base) last = word(at - 1);
-    for (uint64_t i = 0; i < n; ++i, last = plan.words[i - 1]) {
+    for (uint64_t i = 0; i < n; ++i) {
       const uint64_t w = at + i;
-      ObservationWord& mine = plan.words[i];
+      ObservationWord mine;
       place_x(w, at, x);
       if (i % piece == 0) first = oldest_row(at + std::min(n, i + piece));
       const bool has_next = w >= first + shape.ahead;
@@ -210,16 +215,18 @@ struct ObservationProtocol {
       } else {
         mine.rest = compare_rest(x);
       }
-      plan.units += mine.units(k);
+      plan.words[i] = mine.pack(), plan.note_units(i, mine.units(k));
+      last = mine;
     }
   }
   // Whether the pool has fewer units than these rows need, each piece of them once it is claimed.
-  bool lacks(const UnitPool& pool, uint64_t at, uint64_t piece, const std::vector<ObservationWord>& words) const {
-    uint64_t taken = 0, given_back = 0, gone = 0, keepers = 0, freed = 0;
-    for (uint64_t done = 0; done < words.size(); done += piece) {
-      const uint64_t n = std::min(piece, words.size() - done), oldest = oldest_record(at + done, n);
-      for (; gone < done && at + gone < oldest; ++gone) given_back += words[gone].units(shape.frames);
-      for (uint64_t i = done; i < done + n; ++i) taken += words[i].units(shape.frames);
+  bool lacks(const UnitPool& pool, uint64_t at, uint64_t piece, const Plan& plan) const {
+    const auto units = [&](uint64_t k) { return ObservationWord::unpack(plan.words[plan.with_units[k]], shape.frames).units(shape.frames); };
+    uint64_t taken = 0, given_back = 0, counted = 0, gone = 0, keepers = 0, freed = 0;
+    for (uint64_t done = 0; done < plan.words.size(); done += piece) {
+      const uint64_t n = std::min<uint64_t>(piece, plan.words.size() - done), oldest = oldest_record(at + done, n);
+      for (; gone < counted && at + plan.with_units[gone] < oldest; ++gone) given_back += units(gone);
+      for (; counted < plan.with_units.size() && plan.with_units[counted] < done + n; ++counted) taken += units(counted);
       if (pool.free_from(oldest, keepers, freed) + given_back < taken) return true;
     }
     return false;
@@ -245,7 +252,7 @@ struct ObservationProtocol {
   bool prepare(UnitPool& pool, uint64_t at, uint64_t piece, const Plan& plan, MakeMemory&& make_memory) const {
     if (plan.units == 0) return true;
     pool.make_room(plan.units);
-    while (lacks(pool, at, piece, plan.words))
+    while (lacks(pool, at, piece, plan))
       if (!grow(pool, make_memory)) return false;
     return true;
   }
@@ -255,10 +262,9 @@ struct ObservationProtocol {
   void store_units(uint64_t at, uint64_t from, uint64_t n, Plan& plan, UnitPool& pool) const {
     const uint64_t k = shape.frames;
     StackPlaces places;
-    for (uint64_t i = from; plan.units > 0 && i < from + n; ++i) {
-      ObservationWord& mine = plan.words[i];
-      if (mine.units(k) == 0) continue;
-      uint64_t w = at + i, last = 0, stored = 0;
+    for (auto one = std::ranges::lower_bound(plan.with_units, from); one != plan.with_units.end() && *one < from + n; ++one) {
+      ObservationWord mine = ObservationWord::unpack(plan.words[*one], k);
+      uint64_t w = at + *one, last = 0, stored = 0;
       const auto store = [&](const FramePlace& from) {
         const uint64_t unit = pool.take(w);
         columns.put({FramePlace::kUnit, unit, 0}, from);
@@ -270,11 +276,12 @@ struct ObservationProtocol {
       for (uint64_t j = k - mine.next_units(k); j < k; ++j) store(places[j]);
       for (uint64_t j = 0; j < mine.rest_units(k); ++j) store({FramePlace::kNewX, w, j});
       columns.set_link(last, last);
+      plan.words[*one] = mine.pack();
     }
   }
   void store_records(uint64_t at, uint64_t from, uint64_t n, const Plan& plan) const {
     for (uint64_t i = from; i < from + n; ++i) {
-      columns.set_word(at + i, plan.words[i].pack());
+      columns.set_word(at + i, plan.words[i]);
       columns.put_record(at + i, {FramePlace::kNewX, at + i, shape.frames - 1});
     }
   }
@@ -361,7 +368,7 @@ struct ObservationProtocol {
 
   // `plan` where observations are no stacks.
   void plan_frames(uint64_t at, uint64_t n, uint64_t piece, Plan& plan) const {
-    const auto differs = [&](uint64_t w) { plan.words[w - at].next = ObservationWord::kWhole, ++plan.units; };
+    const auto differs = [&](uint64_t w) { plan.words[w - at] = ObservationWord{.next = ObservationWord::kWhole}.pack(), plan.note_units(w - at, 1); };
     for (uint64_t done = 0; done < n; done += piece) {
       const uint64_t end = at + std::min(n, done + piece);
       uint64_t w = std::max(at + done, oldest_row(end) + shape.ahead);

@@ -570,10 +570,10 @@ class Observations {
     if (later >= geometry_.capacity) later = shape_.ahead < geometry_.capacity ? later - geometry_.capacity : later % geometry_.capacity;
     return column.rows + later * record_stride_;
   }
-  // Whether next.X of row w is X of this later row.
-  bool is_next(const RowColumn& column, uint64_t w, const uint8_t* later) const {
+  // Whether X of this later row is next.X of the other one.
+  bool is_next(const uint8_t* later) const {
     const auto* const word = reinterpret_cast<const std::atomic<uint64_t>*>(later + geometry_.in_row->word);
-    return w + shape_.ahead < column.published && ObservationWord::unpack(StdMemory::load(*word), 1).next == ObservationWord::kSame;
+    return ObservationWord::unpack(StdMemory::load(*word), 1).next == ObservationWord::kSame;
   }
   const std::vector<uint64_t>& offsets_in_row() const { return record_offsets_; }
   // Where next.X of row w lies otherwise.

@@ -587,25 +587,30 @@ class RowReader {
     };
     Other others[kBlockRows];  // whose next.X is not X of another row
     const uint8_t *frames[kBlockRows], *later[kBlockRows];
-    uint64_t sequences[kBlockRows];
+    const auto slot_of = [&](size_t i) { return kOneRing ? static_cast<uint64_t>(slots_[i]) : slot_[i]; };
+    const auto sequences_of = [&](size_t i) -> const SlotSequences& { return sequences_[kOneRing ? 0 : lane_[i]]; };
     for (size_t at = from, block = 0; at < to; at += block) {
       block = std::min(kBlockRows, to - at);
       for (size_t i = 0; i < block; ++i) {
-        const uint64_t slot = kOneRing ? static_cast<uint64_t>(slots_[at + i]) : slot_[at + i];
-        const bool is_stored = sequences_[kOneRing ? 0 : lane_[at + i]].find(slot, sequences[i]);
-        later[i] = is_stored ? observations.later_row(kOneRing ? ring : column(at + i), slot) : nullptr;
-        if (!is_stored) some_absent_.store(true, std::memory_order_relaxed);
+        const uint64_t slot = slot_of(at + i);
+        const bool has_later = sequences_of(at + i).has_newer(slot, observations.ahead());
+        later[i] = has_later ? observations.later_row(kOneRing ? ring : column(at + i), slot) : nullptr;
         __builtin_prefetch(later[i]);
       }
       size_t n_others = 0;
       for (size_t i = 0; i < block; ++i) {
-        if (!later[i]) continue;
+        if (later[i] && observations.is_next(later[i])) continue;
+        later[i] = nullptr;
+        uint64_t sequence = 0;
+        if (!sequences_of(at + i).find(slot_of(at + i), sequence)) {
+          some_absent_.store(true, std::memory_order_relaxed);
+          continue;
+        }
         const Observations::RowColumn& of = kOneRing ? ring : column(at + i);
-        if (observations.is_next(of, sequences[i], later[i])) continue;
         bool is_newest = false;
-        const FramePlace place = observations.find_next(store_.lanes.protocol(of.lane), of, sequences[i], is_newest);
+        const FramePlace place = observations.find_next(store_.lanes.protocol(of.lane), of, sequence, is_newest);
         note_tail(at + i, is_newest);
-        later[i] = nullptr, others[n_others++] = {i, of, place};
+        others[n_others++] = {i, of, place};
       }
       for (const Observations::Target& one : observed_) {
         const uint64_t offset = observations.offsets_in_row()[one.leaf.key];
@@ -655,7 +660,7 @@ class RowReader {
     if (!store_.observations() || observed_.empty() || !some_from_tails_) return;
     Lanes::Protocol::after_reading();
     for (size_t i = 0; i < from_tail_.size(); ++i)
-      if (from_tail_[i]) settle_tail(i);
+      if (std::exchange(from_tail_[i], 0)) settle_tail(i);  // once: of a later look the slot may hold another row
   }
   void settle_tail(size_t i) {
     const Observations& observations = *store_.observations();
@@ -723,7 +728,7 @@ class RowReader {
   std::vector<uint8_t>& is_looked_at_;
   std::vector<Observations::Target>& observed_;
   std::atomic<bool> some_from_tails_{false}, some_absent_{false};  // threads copy parts of a batch
-  std::vector<uint8_t>& from_tail_;  // of each row: whether next.X came from its tail
+  std::vector<uint8_t>& from_tail_;  // of each row: whether next.X came from its tail, which was not looked at again
 #ifdef ENGRAM_PLANT_CLAIM_READ_EARLY
   void read_claims_early() {
     plant_first_.clear();

@@ -189,7 +189,7 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
     o.plan(at, n, n, plan);
     std::vector<uint64_t> unannounced;
     if (!grows_wrongly() && !early) RL_ASSERT(o.prepare(pool, at, n, plan, [](uint64_t) {}));
-    while (lacks(o, pool, at, n + early, plan.words)) grow(pool, l, unannounced);
+    while (lacks(o, pool, at, n + early, plan.units)) grow(pool, l, unannounced);
     if (wrong == Wrong::kUnitsBeforeClaim) o.release(pool, at, n), o.store_units(at, 0, n, plan, pool);
     p.append(n, begins, [&](uint64_t) {
       if (wrong != Wrong::kUnitsBeforeClaim) o.release(pool, at, n + early), o.store_units(at, 0, n, plan, pool);
@@ -210,9 +210,8 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
     o.learn(pool);
   }
   // As `Observations::lacks`, of units that are free once n rows are claimed.
-  static bool lacks(const Observations& o, const UnitPool& pool, uint64_t at, uint64_t n, const std::vector<engram::ObservationWord>& words) {
-    uint64_t needed = 0, keepers = 0, freed = 0;
-    for (const auto& word : words) needed += word.units(kFrames);
+  static bool lacks(const Observations& o, const UnitPool& pool, uint64_t at, uint64_t n, uint64_t needed) {
+    uint64_t keepers = 0, freed = 0;
     return pool.free_from(o.oldest_record(at, n), keepers, freed) < needed;
   }
   static bool grows_wrongly() { return wrong == Wrong::kSegmentAfterPublish || wrong == Wrong::kSegmentWithoutExchange; }
