@@ -170,7 +170,9 @@ class BareObservations {
 };
 
 // As `gather` of a list of leaves [n, ...]; `meanwhile` is called when the rows are looked up and none is copied.
-inline nb::tuple gather_interrupted(Store& store, const Codec& codec, nb::handle slots_in, const nb::callable& meanwhile) {
+// `again`: as where rows that are missing are copied again; it is called before that.
+inline nb::tuple gather_interrupted(Store& store, const Codec& codec, nb::handle slots_in, const nb::callable& meanwhile,
+                                    const std::optional<nb::callable>& again) {
   check_codec(store, codec);
   const SlotsArg slots(nb::borrow(slots_in), true);
   const std::vector<int64_t> lead(1, static_cast<int64_t>(slots.n));
@@ -187,9 +189,19 @@ inline nb::tuple gather_interrupted(Store& store, const Codec& codec, nb::handle
   RowReader reader(store, scratch);
   if (!reader.find(slots.data, slots.n)) refuse_slots(store);
   meanwhile();
-  reader.copy(copies.data(), copies.size(), false);
   ReadResult result;
-  reader.settle(false, result);
+  if (!again) {
+    reader.copy(copies.data(), copies.size(), false);
+    reader.settle(false, result);
+  } else {
+    const size_t in_row = reader.observe(copies.data(), copies.size());
+    reader.copy_rows(0, slots.n, copies.data(), in_row);
+    ReadResult lost;
+    reader.settle(false, lost);
+    (*again)();
+    reader.copy_again(lost.missing, copies.data(), in_row);
+    reader.settle(false, result);
+  }
   return nb::make_tuple(tensors, positions(result.missing), positions(result.unwritten));
 }
 
@@ -307,7 +319,7 @@ inline void bind_testing(nb::module_& m) {
     s.lanes.publish(l, at, n);
   }, "store"_a, "lane"_a, "at"_a, "n"_a);
 
-  m.def("gather_interrupted", &gather_interrupted, "store"_a, "codec"_a, "slots"_a, "meanwhile"_a);
+  m.def("gather_interrupted", &gather_interrupted, "store"_a, "codec"_a, "slots"_a, "meanwhile"_a, "again"_a.none() = nb::none());
   m.def("keep_durable_tails_interrupted", &keep_durable_tails_interrupted, "store"_a, "meanwhile"_a);
   nb::class_<BareObservations>(m, "Observations")
       .def(nb::init<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, const std::vector<std::pair<uint64_t, uint64_t>>&>(), "lanes"_a,

@@ -497,14 +497,18 @@ class RowReader {
     for (LeafCopy& leaf : part) leaf.array += static_cast<ptrdiff_t>(from) * leaf.stride;
     gather_rows(rows_.data() + from, to - from, store_.geometry().row_stride, part.data(), n_leaves);
   }
+  // Copies the rows that are in the slots of these now.
+  void copy_again(const std::vector<uint32_t>& rows, const LeafCopy* leaves, size_t n_leaves) {
+    look();
+    for (uint32_t i : rows) copy_rows(i, i + 1, leaves, n_leaves);
+  }
   // After a copy whose rows are not whole: replaces overwritten rows in the batch by the rows that are in their slots now.
   // False: a slot holds no row, or rows are overwritten faster than they are copied.
   bool copy_newer(const LeafCopy* leaves, size_t n_leaves, int rounds) {
     ReadResult lost;
     settle(false, lost);
     for (; rounds > 0 && lost.unwritten.empty() && !lost.missing.empty(); --rounds) {
-      look();
-      for (uint32_t i : lost.missing) copy_rows(i, i + 1, leaves, n_leaves);
+      copy_again(lost.missing, leaves, n_leaves);
       ReadResult now;
       settle(false, now);
       lost.unwritten = both(lost.missing, now.unwritten), lost.missing = both(lost.missing, now.missing);
