@@ -1087,7 +1087,7 @@ inline void bind_store(nb::module_& m) {
                                           uint64_t alignment, bool trailer, uint64_t ahead, const KeySizes& keys, const InRowPlaces& in_row) {
         const StoreGeometry s = geometry_of({lanes, lane_capacity, envs, payload_bytes, alignment, trailer, "", std::string(16, '\0')});
         const auto sizes = Observations::sizes_of(Store::observations_beside(s, ahead, key_geometries(keys), in_row_of(in_row)));
-        return std::tuple(sizes.longest_piece, sizes.segment_bytes, sizes.sure_bytes);
+        return std::tuple(sizes.longest_piece, sizes.tail_places, sizes.segment_units, sizes.sure_bytes);
       }, "lanes"_a, "lane_capacity"_a, "envs"_a, "payload_bytes"_a, "alignment"_a, "trailer"_a, "ahead"_a, "keys"_a, "in_row"_a.none() = nb::none())
       .def_static("open", &Store::open, "fd"_a, "bytes"_a = nb::none(), "read_only"_a = false)
       .def_prop_ro("read_only", &Store::read_only)
@@ -1275,11 +1275,9 @@ inline void bind_store(nb::module_& m) {
       .def("next_leaves", [](Store& s, uint64_t lane) { return observations_of(s, lane).restoring(lane).published.load(); }, "lane"_a)
       .def("put_leaves", &put_leaves, "lane"_a, "start"_a, "plan"_a)
       .def("keep_observations", [](Store& s, uint64_t ahead, const KeySizes& keys, const InRowPlaces& in_row,
-                                   const std::optional<std::tuple<uint64_t, uint64_t, uint64_t>>& sizes) {
-        std::optional<Observations::Sizes> given;
-        if (sizes) given = Observations::Sizes{std::get<0>(*sizes), std::get<1>(*sizes), std::get<2>(*sizes)};
-        s.keep_observations(ahead, key_geometries(keys), in_row_of(in_row), given);
-      }, "ahead"_a, "keys"_a, "in_row"_a.none() = nb::none(), "sizes"_a.none() = nb::none())
+                                   const std::vector<uint64_t>& sizes) {
+        s.keep_observations(ahead, key_geometries(keys), in_row_of(in_row), sizes);
+      }, "ahead"_a, "keys"_a, "in_row"_a.none() = nb::none(), "sizes"_a = std::vector<uint64_t>())
       .def("observation_kinds", [](const Store& s, uint64_t most) {
         s.check_file();
         if (!s.observations()) throw nb::value_error("this store keeps no observations beside its rows");

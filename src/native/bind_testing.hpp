@@ -147,7 +147,7 @@ class BareObservations {
     Observations::Rows::after_reading();
     for (size_t i = 0; i < wanted.size(); ++i) {
       const Observations::Rows rows = lane_of(wanted[i][0]);
-      gone += wanted[i][2] < rows.first_now() || (is_newest[i] && !observations_.tail_is_there(rows, wanted[i][2]));
+      gone += wanted[i][2] < rows.first_now() || (is_newest[i] && !observations_.is_newest(wanted[i][2], rows.look().published));
     }
     return gone;
   }
@@ -170,7 +170,9 @@ class BareObservations {
 };
 
 // As `gather` of a list of leaves [n, ...]; `meanwhile` is called when the rows are looked up and none is copied.
-inline nb::tuple gather_interrupted(Store& store, const Codec& codec, nb::handle slots_in, const nb::callable& meanwhile) {
+// `again`: as where rows that are missing are copied again; it is called before that.
+inline nb::tuple gather_interrupted(Store& store, const Codec& codec, nb::handle slots_in, const nb::callable& meanwhile,
+                                    const std::optional<nb::callable>& again) {
   check_codec(store, codec);
   const SlotsArg slots(nb::borrow(slots_in), true);
   const std::vector<int64_t> lead(1, static_cast<int64_t>(slots.n));
@@ -187,10 +189,28 @@ inline nb::tuple gather_interrupted(Store& store, const Codec& codec, nb::handle
   RowReader reader(store, scratch);
   if (!reader.find(slots.data, slots.n)) refuse_slots(store);
   meanwhile();
-  reader.copy(copies.data(), copies.size(), false);
   ReadResult result;
-  reader.settle(false, result);
+  if (!again) {
+    reader.copy(copies.data(), copies.size(), false);
+    reader.settle(false, result);
+  } else {
+    const size_t in_row = reader.observe(copies.data(), copies.size());
+    reader.copy_rows(0, slots.n, copies.data(), in_row);
+    ReadResult lost;
+    reader.settle(false, lost);
+    (*again)();
+    reader.copy_again(lost.missing, copies.data(), in_row);
+    reader.settle(false, result);
+  }
   return nb::make_tuple(tensors, positions(result.missing), positions(result.unwritten));
+}
+
+// As `Store.keep_durable_tails` of the first lane; `meanwhile` is called when it is known which rows are the newest.
+inline bool keep_durable_tails_interrupted(Store& store, const nb::callable& meanwhile) {
+  const Observations::Rows rows = store.lanes.protocol(0);
+  const LaneView v = rows.look();
+  meanwhile();
+  return store.observations()->copy_newest_tails(rows, 0, v, store.lanes.lane(0).durable.load());
 }
 
 // Name, offset and bytes of each field of the blocks of a store's file, for tests that damage them.
@@ -299,7 +319,8 @@ inline void bind_testing(nb::module_& m) {
     s.lanes.publish(l, at, n);
   }, "store"_a, "lane"_a, "at"_a, "n"_a);
 
-  m.def("gather_interrupted", &gather_interrupted, "store"_a, "codec"_a, "slots"_a, "meanwhile"_a);
+  m.def("gather_interrupted", &gather_interrupted, "store"_a, "codec"_a, "slots"_a, "meanwhile"_a, "again"_a.none() = nb::none());
+  m.def("keep_durable_tails_interrupted", &keep_durable_tails_interrupted, "store"_a, "meanwhile"_a);
   nb::class_<BareObservations>(m, "Observations")
       .def(nb::init<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, const std::vector<std::pair<uint64_t, uint64_t>>&>(), "lanes"_a,
            "envs"_a, "capacity"_a, "ahead"_a, "longest_piece"_a, "keys"_a)

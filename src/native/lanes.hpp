@@ -29,10 +29,17 @@ struct SlotSequences {
   // False: the slot holds no row.
   bool find(uint64_t slot, uint64_t& sequence) const {
     if (!any) return false;
-    const uint64_t back = slot <= newest_slot ? newest_slot - slot : newest_slot + capacity - slot;
+    const uint64_t back = this->back(slot);
     if (back > newest) return false;
     sequence = newest - back;
     return sequence >= first;
+  }
+  // From the newest slot.
+  uint64_t back(uint64_t slot) const { return newest_slot - slot + (slot <= newest_slot ? 0 : capacity); }
+  // Whether the slot holds a row, and n newer ones are stored.
+  bool has_newer(uint64_t slot, uint64_t n) const {
+    const uint64_t rows = any ? newest - first + 1 : 0;
+    return n < rows && back(slot) - n < rows - n;
   }
   // Whether all of these slots hold rows; slots of another lane or beyond do not.
   bool find_all(const int64_t* slots, size_t n) const {
@@ -40,8 +47,7 @@ struct SlotSequences {
     const uint64_t reach = newest - first;  // steps from the newest row to the oldest
     for (size_t i = 0; i < n; ++i) {
       const auto slot = static_cast<uint64_t>(slots[i]);
-      const uint64_t back = newest_slot - slot + (slot <= newest_slot ? 0 : capacity);
-      missing |= static_cast<uint64_t>(slot >= capacity) | static_cast<uint64_t>(back > reach);
+      missing |= static_cast<uint64_t>(slot >= capacity) | static_cast<uint64_t>(back(slot) > reach);
     }
     return !missing;
   }

@@ -38,7 +38,7 @@ class ObservationChunk {
 
   ObservationChunk(uint64_t envs, uint64_t steps, uint64_t row_bytes, uint64_t ahead, const std::vector<std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>>& keys)
       : envs_(envs), steps_(steps), row_bytes_(row_bytes), ahead_(ahead) {
-    if (!envs || !steps || !row_bytes || !ahead || keys.empty()) throw std::invalid_argument("a chunk has rows, and they have observations");
+    if (!envs || !steps || !ahead || keys.empty()) throw std::invalid_argument("a chunk has rows, and they have observations");
     if (row_bytes > kMostBytes / envs / steps / (2 * kMostFrames)) throw std::bad_alloc();
     std::vector<Run> taken;
     for (const auto& [x, next, frames, frame_bytes] : keys) {
@@ -180,11 +180,11 @@ class ObservationDecoder : public ObservationChunk {
     uint64_t at = rows() * rest_bytes_;
     for (size_t k = 0; k < keys_.size(); ++k) {
       const uint64_t frame_bytes = keys_[k].frame_bytes;
-      if (given[k] > rows() * 2 * kMostFrames) throw std::invalid_argument("it says that more frames are given than rows can have");
       sections_.push_back({content + at, content + at + rows(), content + at + rows() * (1 + frame_bytes), {}, {}});
       at += rows() * (1 + frame_bytes) + given[k] * frame_bytes;
     }
     if (at != bytes) throw std::invalid_argument("its content is not as long as its details say");
+    // Too high a number could still fit, modulo 2^64: of each key it is compared with what the rows need before the next key is looked at.
     for (size_t k = 0; k < keys_.size(); ++k) find_given(keys_[k], sections_[k], given[k]);
   }
 

@@ -2,10 +2,10 @@
 // one frame each where observations are not stacked. They lie beside the rows of a lane:
 //   records  the newest frame of X of each row, and a word that tells where its other frames and a next.X are
 //   units    frames that no record has, linked; those of a row are free again when its record is overwritten
-//   tails    next.X of the newest rows: of the others it is found through the word of a later row
+//   tails    next.X of the newest rows: of the others it is found through the word of a later row. A *tail word* tells where each is
 // Rows are appended and believed by `LaneProtocol`. docs/memory-model.md explains each step; the model (tests/model) runs this very
 // code. `Columns` holds the words and frames, those of a store or of the model, and has
-//   word(w), set_word(w, bits); link(unit), set_link(unit, next); tail_kind(w), set_tail_kind(w, kind): of record, unit and tail
+//   word(w), set_word(w, bits); link(unit), set_link(unit, next); tail_word(w), set_tail_word(w, bits): of record, unit and tail
 //   owns(unit): whether the unit lies in a segment of this lane, as seen after `published`
 //   same(a, b, newest), is_zero(a), put(to, from): of the frames in two places; `newest`: of those that are the newest of their stacks
 //   put_record(w, from): the newest frame of X of row w
@@ -31,10 +31,19 @@ struct ObservationShape {
   uint64_t longest_piece = 1;      // rows that are claimed together
   uint64_t segment_units = 1;      // units of a segment
   uint64_t segments = 0;           // that the pool of the store may have, of all lanes together
+  uint64_t tail_places = 0;        // from `fewest_tail_places` on; `tails`: row w has place w mod that many
   // The oldest row's older frames are the newest ones of rows before it.
   uint64_t records() const { return capacity + frames - 1; }
-  // The piece that is being written leaves the tails of the rows before it alone.
+  // Words of tails, row w's in place w mod that many: the piece that is being written leaves those of the rows before it alone.
   uint64_t tails() const { return longest_piece + ahead; }
+  // Only the newest rows of a piece have tails, and the piece that is being written leaves those of as many rows before it alone.
+  uint64_t fewest_tail_places() const { return ahead + std::min(ahead, longest_piece); }
+  bool rows_have_places() const { return tail_places == tails(); }
+  // What stands with a tail. `kind`: kMoved: only the newest frame is there, the others are those of X of its row; kWhole.
+  static uint64_t tail_word(uint64_t kind, uint64_t place) { return kind | place << 2; }
+  // Of any bits, torn ones too, one of the places.
+  uint64_t tail_place(uint64_t w, uint64_t word) const { return (rows_have_places() ? w : word >> 2) % tail_places; }
+  static uint64_t tail_kind(uint64_t word) { return word & 3; }
 };
 
 // What stands with the record of row w.
@@ -64,7 +73,7 @@ struct ObservationWord {
 struct FramePlace {
   enum Kind : uint8_t { kZeros, kRecord, kUnit, kTail, kNewX, kNewNext };
   Kind kind;        // kNewX, kNewNext: in the batch that is being written
-  uint64_t number;  // the row's sequence, or the unit
+  uint64_t number;  // the row's sequence, the unit, or the place of the tail
   uint64_t frame;   // of a tail or a batch: which frame of the stack
   bool operator==(const FramePlace&) const = default;
 };
@@ -147,10 +156,15 @@ class UnitPool {
 template <class Memory, class Columns>
 struct ObservationProtocol {
   using Word = typename Memory::Word;
-  // What `plan` decides of new rows: the words of all, and how many units they need.
+  // What `plan` decides of new rows.
   struct Plan {
-    std::vector<ObservationWord> words;
-    uint64_t units = 0;
+    std::vector<uint64_t> words;       // of all, as they are stored
+    std::vector<uint64_t> with_units;  // those of them that need units, ascending
+    uint64_t units = 0;                // that these need
+
+    void note_units(uint64_t i, uint64_t n) {
+      if (n > 0) with_units.push_back(i), units += n;
+    }
   };
 
   const LaneProtocol<Memory>& rows;
@@ -179,15 +193,15 @@ struct ObservationProtocol {
   // words.
   void plan(uint64_t at, uint64_t n, uint64_t piece, Plan& plan) const {
     const uint64_t k = shape.frames, base = Memory::load(rows.base);
-    plan.words.assign(n, {}), plan.units = 0;
+    plan.words.assign(n, 0), plan.with_units.clear(), plan.units = 0;
     if (k == 1) return plan_frames(at, n, piece, plan);
     uint64_t first = base;
     StackPlaces x, before, after;
     ObservationWord last;
     if (at > base) last = word(at - 1);
-    for (uint64_t i = 0; i < n; ++i, last = plan.words[i - 1]) {
+    for (uint64_t i = 0; i < n; ++i) {
       const uint64_t w = at + i;
-      ObservationWord& mine = plan.words[i];
+      ObservationWord mine;
       place_x(w, at, x);
       if (i % piece == 0) first = oldest_row(at + std::min(n, i + piece));
       const bool has_next = w >= first + shape.ahead;
@@ -201,16 +215,18 @@ struct ObservationProtocol {
       } else {
         mine.rest = compare_rest(x);
       }
-      plan.units += mine.units(k);
+      plan.words[i] = mine.pack(), plan.note_units(i, mine.units(k));
+      last = mine;
     }
   }
   // Whether the pool has fewer units than these rows need, each piece of them once it is claimed.
-  bool lacks(const UnitPool& pool, uint64_t at, uint64_t piece, const std::vector<ObservationWord>& words) const {
-    uint64_t taken = 0, given_back = 0, gone = 0, keepers = 0, freed = 0;
-    for (uint64_t done = 0; done < words.size(); done += piece) {
-      const uint64_t n = std::min(piece, words.size() - done), oldest = oldest_record(at + done, n);
-      for (; gone < done && at + gone < oldest; ++gone) given_back += words[gone].units(shape.frames);
-      for (uint64_t i = done; i < done + n; ++i) taken += words[i].units(shape.frames);
+  bool lacks(const UnitPool& pool, uint64_t at, uint64_t piece, const Plan& plan) const {
+    const auto units = [&](uint64_t k) { return ObservationWord::unpack(plan.words[plan.with_units[k]], shape.frames).units(shape.frames); };
+    uint64_t taken = 0, given_back = 0, counted = 0, gone = 0, keepers = 0, freed = 0;
+    for (uint64_t done = 0; done < plan.words.size(); done += piece) {
+      const uint64_t n = std::min<uint64_t>(piece, plan.words.size() - done), oldest = oldest_record(at + done, n);
+      for (; gone < counted && at + plan.with_units[gone] < oldest; ++gone) given_back += units(gone);
+      for (; counted < plan.with_units.size() && plan.with_units[counted] < done + n; ++counted) taken += units(counted);
       if (pool.free_from(oldest, keepers, freed) + given_back < taken) return true;
     }
     return false;
@@ -236,7 +252,7 @@ struct ObservationProtocol {
   bool prepare(UnitPool& pool, uint64_t at, uint64_t piece, const Plan& plan, MakeMemory&& make_memory) const {
     if (plan.units == 0) return true;
     pool.make_room(plan.units);
-    while (lacks(pool, at, piece, plan.words))
+    while (lacks(pool, at, piece, plan))
       if (!grow(pool, make_memory)) return false;
     return true;
   }
@@ -246,10 +262,9 @@ struct ObservationProtocol {
   void store_units(uint64_t at, uint64_t from, uint64_t n, Plan& plan, UnitPool& pool) const {
     const uint64_t k = shape.frames;
     StackPlaces places;
-    for (uint64_t i = from; plan.units > 0 && i < from + n; ++i) {
-      ObservationWord& mine = plan.words[i];
-      if (mine.units(k) == 0) continue;
-      uint64_t w = at + i, last = 0, stored = 0;
+    for (auto one = std::ranges::lower_bound(plan.with_units, from); one != plan.with_units.end() && *one < from + n; ++one) {
+      ObservationWord mine = ObservationWord::unpack(plan.words[*one], k);
+      uint64_t w = at + *one, last = 0, stored = 0;
       const auto store = [&](const FramePlace& from) {
         const uint64_t unit = pool.take(w);
         columns.put({FramePlace::kUnit, unit, 0}, from);
@@ -261,27 +276,31 @@ struct ObservationProtocol {
       for (uint64_t j = k - mine.next_units(k); j < k; ++j) store(places[j]);
       for (uint64_t j = 0; j < mine.rest_units(k); ++j) store({FramePlace::kNewX, w, j});
       columns.set_link(last, last);
+      plan.words[*one] = mine.pack();
     }
   }
   void store_records(uint64_t at, uint64_t from, uint64_t n, const Plan& plan) const {
     for (uint64_t i = from; i < from + n; ++i) {
-      columns.set_word(at + i, plan.words[i].pack());
+      columns.set_word(at + i, plan.words[i]);
       columns.put_record(at + i, {FramePlace::kNewX, at + i, shape.frames - 1});
     }
   }
   // Those of the last of these rows, whose next.X no word tells yet.
   void store_tails(uint64_t at, uint64_t from, uint64_t n) const {
-    const uint64_t k = shape.frames, end = at + from + n;
+    const uint64_t k = shape.frames, begin = at + from, end = begin + n, first = std::max(begin, below(end, shape.ahead));
+    uint64_t place = shape.rows_have_places() ? first : begin ? tail_place(begin - 1) + 1 : 0;
     StackPlaces x, after;
-    for (uint64_t w = std::max(at + from, below(end, shape.ahead)); w < end; ++w) {
+    for (uint64_t w = first; w < end; ++w, ++place) {
+      place %= shape.tail_places;
       if (k == 1) {
-        columns.set_tail_kind(w, ObservationWord::kWhole), columns.put({FramePlace::kTail, w, 0}, next_frame(w, at));
+        columns.set_tail_word(w, shape.tail_word(ObservationWord::kWhole, place));
+        columns.put({FramePlace::kTail, place, 0}, next_frame(w, at));
         continue;
       }
       place_x(w, at, x), place_next(w, at, after);
       const auto kind = same_older(after, x) ? ObservationWord::kMoved : ObservationWord::kWhole;
-      columns.set_tail_kind(w, kind);
-      for (uint64_t j = kind == ObservationWord::kMoved ? k - 1 : 0; j < k; ++j) columns.put({FramePlace::kTail, w, j}, after[j]);
+      columns.set_tail_word(w, shape.tail_word(kind, place));
+      for (uint64_t j = kind == ObservationWord::kMoved ? k - 1 : 0; j < k; ++j) columns.put({FramePlace::kTail, place, j}, after[j]);
     }
   }
   // After `rows.append`: the pool knows these rows.
@@ -314,9 +333,10 @@ struct ObservationProtocol {
       return;
     }
     if (is_newest) {
-      const bool moved = columns.tail_kind(w) == ObservationWord::kMoved;
+      const bool moved = ObservationShape::tail_kind(columns.tail_word(w)) == ObservationWord::kMoved;
+      const uint64_t place = tail_place(w);
       if (moved) moved_x(w, next);
-      for (uint64_t j = moved ? k - 1 : 0; j < k; ++j) next[j] = {FramePlace::kTail, w, j};
+      for (uint64_t j = moved ? k - 1 : 0; j < k; ++j) next[j] = {FramePlace::kTail, place, j};
       return;
     }
     const ObservationWord later = word(w + shape.ahead);
@@ -328,14 +348,14 @@ struct ObservationProtocol {
   }
   // The same where observations are no stacks.
   FramePlace find_next_frame(uint64_t w, bool is_newest) const {
-    if (is_newest) return {FramePlace::kTail, w, 0};
+    if (is_newest) return {FramePlace::kTail, tail_place(w), 0};
     const ObservationWord later = word(w + shape.ahead);
     if (later.next == ObservationWord::kSame) return {FramePlace::kRecord, w + shape.ahead, 0};
     return unit_place(later.head);
   }
+  // Asked again after `rows.after_reading`, of a row whose tail was read: while it is one of the newest no other row has its tail's place.
   bool is_newest(uint64_t w, uint64_t published) const { return w + shape.ahead >= published; }
-  // Whether the tail of row w was whole, looked at after `rows.after_reading`. If not, row w + ahead was published: look again.
-  bool tail_is_there(uint64_t w) const { return Memory::load(rows.claimed) <= w + shape.tails(); }
+  uint64_t tail_place(uint64_t w) const { return shape.tail_place(w, columns.tail_word(w)); }
 
  private:
   static uint64_t below(uint64_t w, uint64_t n) { return w > n ? w - n : 0; }
@@ -348,7 +368,7 @@ struct ObservationProtocol {
 
   // `plan` where observations are no stacks.
   void plan_frames(uint64_t at, uint64_t n, uint64_t piece, Plan& plan) const {
-    const auto differs = [&](uint64_t w) { plan.words[w - at].next = ObservationWord::kWhole, ++plan.units; };
+    const auto differs = [&](uint64_t w) { plan.words[w - at] = ObservationWord{.next = ObservationWord::kWhole}.pack(), plan.note_units(w - at, 1); };
     for (uint64_t done = 0; done < n; done += piece) {
       const uint64_t end = at + std::min(n, done + piece);
       uint64_t w = std::max(at + done, oldest_row(end) + shape.ahead);

@@ -1,13 +1,7 @@
 // Observations that are stored once: the columns of `ObservationProtocol`, and what appends to them and reads from them.
 #pragma once
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -21,190 +15,10 @@
 
 #include "crc32c.hpp"
 #include "leaf_source.hpp"
-#include "mapping.hpp"
+#include "observation_memory.hpp"
 #include "observation_protocol.hpp"
 
 namespace engram {
-
-// The end of each record, unit and tail of a store that outlives its processes, by which those are recognised that a power cut tore.
-struct FrameEnd {
-  uint64_t sequence;  // of the row whose it is
-  uint32_t term;      // of that row
-  uint32_t crc;       // over what it is, and the rest of this
-  // Of a record: the term of the row before, and of that `ahead` rows before, plus 1; 0: there was none. Of a unit: which of the row's it is. Of
-  // a tail: its kind.
-  uint32_t before, ahead;
-};
-static_assert(sizeof(FrameEnd) == 24);
-
-// Where the observations of a store lie, one after the other: first what has memory from the beginning, then the units, of which there
-// are addresses for as many as there can ever be.
-struct ObservationPlaces {
-  static constexpr uint64_t kLeastBytes = 64 << 10, kMostBytes = 1 << 20, kParts = 16;  // a segment's, and a lane's segments at least
-  static constexpr uint64_t kDurable = 2;  // copies of the newest tails, written alternately by flushes
-
-  uint64_t owners = 0, words = 0, tail_kinds = 0, tails = 0, durable_tails = 0, records = 0, units = 0, end = 0;
-  uint64_t tail_stride = 0, record_stride = 0, unit_stride = 0, segment_units = 1, segment_bytes = 0, segments = 0;
-
-  // `in_row`: words and records lie in the rows. `ends`: they outlive their processes.
-  static ObservationPlaces of(uint64_t columns, const ObservationShape& shape, uint64_t record_bytes, bool in_row, bool ends) {
-    const unsigned __int128 limit = uint64_t{1} << 56;
-    if (static_cast<unsigned __int128>(columns) * (shape.records() + shape.tails()) * (record_bytes + 8) * shape.frames > limit)
-      throw std::invalid_argument("the store would be larger than 2^56");
-    ObservationPlaces p;
-    const auto with_end = [&](uint64_t bytes) { return ends ? round_up(bytes, 8) + sizeof(FrameEnd) : bytes; };
-    p.unit_stride = sizeof(std::atomic<uint64_t>) + round_up(with_end(record_bytes), 8);
-    p.tail_stride = with_end(shape.frames * record_bytes), p.record_stride = with_end(record_bytes);
-    p.segment_units = std::max<uint64_t>(1, std::clamp<uint64_t>(shape.records() * record_bytes / kParts, kLeastBytes, kMostBytes) / p.unit_stride);
-    p.segment_bytes = round_up(p.segment_units * p.unit_stride + 1, kPage);  // the last byte is no unit's
-    const uint64_t most = 2 * (2 * shape.frames - 1) * shape.records();    // twice as many as rows need, as saves hold some back
-    p.segments = columns * ((most + p.segment_units - 1) / p.segment_units + 1);
-    uint64_t at = p.segments * sizeof(std::atomic<uint64_t>);
-    const auto place = [&](uint64_t bytes) {
-      const uint64_t begin = round_up(at, 64);
-      at = begin + bytes;
-      return begin;
-    };
-    p.words = place(in_row ? 0 : columns * shape.records() * sizeof(std::atomic<uint64_t>));
-    p.tail_kinds = place(columns * shape.tails() * sizeof(std::atomic<uint64_t>));
-    p.tails = place(columns * shape.tails() * p.tail_stride);
-    p.durable_tails = place(ends ? columns * kDurable * shape.ahead * p.tail_stride : 0);
-    p.records = place(in_row ? 0 : columns * shape.records() * p.record_stride);
-    p.units = round_up(at, kPage), p.end = p.units + p.segments * p.segment_bytes;
-    return p;
-  }
-};
-
-// A store's file cannot grow: there is no room on its disk, or for memory that processes share.
-struct NoRoomForUnits : std::runtime_error {
-  using std::runtime_error::runtime_error;
-  NoRoomForUnits(uint64_t bytes, int error)
-      : std::runtime_error("the store cannot grow by " + std::to_string(bytes) + " bytes for observations that are not those of later rows: " +
-                           std::strerror(error)) {}
-};
-
-// The memory of the observations: private, or a part of the store's file, which grows by the segments that lanes take.
-class ObservationMemory {
- public:
-  // A file that is open for as long as anything is written; `offset`: where the observations begin.
-  struct File {
-    int fd = -1;
-    uint64_t offset = 0;
-    bool is_read_only = false;
-  };
-
-  ObservationMemory(const ObservationPlaces& places, const std::optional<File>& file) : places_(places), file_(file) {
-    const size_t slack = file ? 0 : kHugePage;
-    if (file && ::fstat(file->fd, &stat_) != 0) throw std::runtime_error(std::string("cannot stat the file: ") + std::strerror(errno));
-    const int protection = file ? PROT_READ | (file->is_read_only ? 0 : PROT_WRITE) : PROT_NONE;
-    const int flags = file ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void* at = ::mmap(nullptr, places.end + slack, protection, flags, file ? file->fd : -1, file ? static_cast<off_t>(file->offset) : 0);
-    if (at == MAP_FAILED) throw NoMemoryToMap(places.end + slack);
-    mapped_ = start_ = static_cast<uint8_t*>(at), mapped_bytes_ = places.end + slack;
-    try {
-      if (file) look_at_length();
-      else make_private();
-    } catch (...) {
-      ::munmap(mapped_, mapped_bytes_);
-      throw;
-    }
-  }
-  ObservationMemory(const ObservationMemory&) = delete;
-  ObservationMemory& operator=(const ObservationMemory&) = delete;
-  ~ObservationMemory() { ::munmap(mapped_, mapped_bytes_); }
-
-  const ObservationPlaces& places() const { return places_; }
-  uint8_t* at(uint64_t offset) const { return start_ + offset; }
-  // Where this memory lies in the file.
-  uint64_t file_offset(const uint8_t* at) const { return file_ ? file_->offset + static_cast<uint64_t>(at - start_) : 0; }
-  void advise_random() const { ::madvise(mapped_, mapped_bytes_, MADV_RANDOM); }
-  std::atomic<uint64_t>* owners() const { return reinterpret_cast<std::atomic<uint64_t>*>(start_ + places_.owners); }
-  // The lane that has a unit, plus 1; 0: none has it, or the file does not reach there, whatever the table of owners says.
-  uint64_t owner(uint64_t unit) const {
-    const uint64_t segment = unit / places_.segment_units;
-    if (segment >= places_.segments) return 0;
-    const uint64_t has = owners()[segment].load(std::memory_order_relaxed);
-    return has && is_there(segment) ? has : 0;
-  }
-  void make_segment(uint64_t segment) {
-    if (!file_) {
-      if (::mprotect(start_ + segment_at(segment), places_.segment_bytes, PROT_READ | PROT_WRITE) != 0) throw NoMemoryToMap(places_.segment_bytes);
-      return;
-    }
-    if (!is_open()) throw std::runtime_error("the store's file was closed");
-    if (const int error = reserve(file_->fd, file_->offset + segment_at(segment), places_.segment_bytes)) throw NoRoomForUnits(places_.segment_bytes, error);
-    look_at_length();
-  }
-  std::atomic<uint64_t>& link(uint64_t unit) const { return *reinterpret_cast<std::atomic<uint64_t>*>(unit_at(unit)); }
-  uint8_t* record(uint64_t unit) const { return unit_at(unit) + sizeof(std::atomic<uint64_t>); }
-  uint8_t* unit_at(uint64_t unit) const {
-    return start_ + segment_at(unit / places_.segment_units) + unit % places_.segment_units * places_.unit_stride;
-  }
-  // How many segments lanes have: the first ones, as each takes the first that is free.
-  uint64_t taken() const {
-    uint64_t n = taken_.load(std::memory_order_relaxed);
-    while (n < places_.segments && owners()[n].load(std::memory_order_relaxed)) ++n;
-    taken_.store(n, std::memory_order_relaxed);
-    return n;
-  }
-  // Of all that has memory.
-  uint64_t bytes() const { return segment_at(taken()); }
-  // What the file must have, counted from where the observations begin: what is read and written here.
-  uint64_t bytes_in_use() const { return segment_at(there_.load(std::memory_order_relaxed)); }
-  bool is_whole() const { return !file_ || taken() <= look_at_length(); }
-  // After a power cut: owners of segments that the file does not reach have nothing there.
-  void forget_what_is_missing() {
-    for (uint64_t s = look_at_length(); s < places_.segments; ++s)
-      if (owners()[s].load(std::memory_order_relaxed)) owners()[s].store(0);
-    taken_.store(0);
-  }
-  bool is_there(uint64_t segment) const { return segment < there_.load(std::memory_order_relaxed) || segment < look_at_length(); }
-
- private:
-  // Where the segment begins.
-  uint64_t segment_at(uint64_t segment) const { return places_.units + segment * places_.segment_bytes; }
-  bool is_open() const {
-    struct stat now{};
-    return ::fstat(file_->fd, &now) == 0 && now.st_dev == stat_.st_dev && now.st_ino == stat_.st_ino;
-  }
-  // How many segments the file reaches over.
-  [[gnu::noinline]] uint64_t look_at_length() const {
-    struct stat now{};
-    if (::fstat(file_->fd, &now) != 0 || now.st_dev != stat_.st_dev || now.st_ino != stat_.st_ino) return 0;
-    const auto bytes = static_cast<uint64_t>(now.st_size), begin = file_->offset + places_.units;
-    const uint64_t there = bytes < begin ? 0 : std::min((bytes - begin) / places_.segment_bytes, places_.segments);
-    for (uint64_t known = there_.load(); known < there && !there_.compare_exchange_weak(known, there);) {}
-    return there;
-  }
-  // Reserves these bytes of a file, which others may be doing, too, and may be writing to already. Returns 0, or the error.
-  static int reserve(int fd, uint64_t at, uint64_t bytes) {
-#if defined(__linux__)
-    int failed = 0;
-    do failed = ::fallocate(fd, 0, static_cast<off_t>(at), static_cast<off_t>(bytes)) == 0 ? 0 : errno;
-    while (failed == EINTR);
-    if (failed != EOPNOTSUPP && failed != ENOSYS) return failed;
-#endif
-    struct stat now{};
-    if (::fstat(fd, &now) != 0) return errno;
-    if (static_cast<uint64_t>(now.st_size) >= at + bytes) return 0;
-    return ::pwrite(fd, "", 1, static_cast<off_t>(at + bytes - 1)) == 1 ? 0 : errno;
-  }
-  void make_private() {
-    start_ += (kHugePage - reinterpret_cast<uintptr_t>(mapped_) % kHugePage) % kHugePage;
-    if (::mprotect(start_, places_.units, PROT_READ | PROT_WRITE) != 0) throw NoMemoryToMap(places_.units);
-#ifdef MADV_HUGEPAGE
-    if (places_.units >= kHugePage) ::madvise(start_, places_.units, MADV_HUGEPAGE);
-#endif
-    there_.store(places_.segments);
-  }
-
-  ObservationPlaces places_;
-  std::optional<File> file_;
-  struct stat stat_{};
-  uint8_t *mapped_ = nullptr, *start_ = nullptr;
-  size_t mapped_bytes_ = 0;
-  mutable std::atomic<uint64_t> there_{0}, taken_{0};  // segments that have memory, as far as was looked; that lanes have
-};
 
 // The observations of all rows. A *record* is the newest frames of all keys that are stored once, side by side. Each environment of
 // a lane has columns and units of its own: for the protocol it is a lane.
@@ -232,6 +46,7 @@ class Observations {
     std::optional<InRow> in_row;  // none: words and records have columns of their own
     bool ends = false;            // of records, units and tails
     uint32_t id_crc = 0;          // of the store, with which those of the ends begin
+    uint64_t tail_places = 0, segment_units = 0;  // 0: as few and as many as take the least memory
   };
   static constexpr uint64_t kMostBytesInRow = 512;
   // X and next.X of one key, in the batch that is appended.
@@ -251,7 +66,7 @@ class Observations {
 
   // What decides where everything lies in a file, beside the geometry.
   struct Sizes {
-    uint64_t longest_piece, segment_bytes, sure_bytes;  // the last: of all but the units
+    uint64_t longest_piece, tail_places, segment_units, sure_bytes;  // the last: of all but the units
     bool operator==(const Sizes&) const = default;
   };
 
@@ -278,7 +93,25 @@ class Observations {
   }
   static Sizes sizes_of(const Geometry& g) {
     const ObservationPlaces places = places_of(g);
-    return {g.longest_piece, places.segment_bytes, places.units};
+    return {g.longest_piece, shape_of(g).tail_places, places.segment_units, places.units};
+  }
+  // The geometry of a store that was made with these sizes; its other members are there.
+  static Geometry as_made(Geometry g, const Sizes& sizes) {
+    const uint64_t longest = g.longest_piece;
+    g.longest_piece = sizes.longest_piece, g.tail_places = sizes.tail_places, g.segment_units = sizes.segment_units;
+    const bool are_possible = g.longest_piece >= 1 && g.longest_piece <= longest && g.segment_units >= 1 &&
+                              g.segment_units <= ObservationPlaces::kMostPages * kPage;
+    const ObservationShape shape = are_possible ? shape_of(g) : ObservationShape{};
+    if (!are_possible || shape.tail_places < shape.fewest_tail_places() || shape.tail_places > shape.tails() || sizes_of(g) != sizes)
+      throw std::runtime_error("its observations lie elsewhere than this engram looks for them; open it with the one that made it");
+    return g;
+  }
+  // The sizes of a store that tells three numbers, as those did that were made before tails had places.
+  static Sizes sizes_before(Geometry g, uint64_t longest_piece, uint64_t segment_bytes, uint64_t sure_bytes) {
+    g.longest_piece = longest_piece, g.tail_places = longest_piece + g.ahead;
+    const uint64_t units = ObservationPlaces::units_before(shape_of(g), record_bytes(g), places_of(g).unit_stride);
+    g.segment_units = units;
+    return {longest_piece, g.tail_places, places_of(g).segment_bytes == segment_bytes ? units : 0, sure_bytes};
   }
 
   const Geometry& geometry() const { return geometry_; }
@@ -438,20 +271,27 @@ class Observations {
     const Columns columns = columns_of(lane, env, {});
     return is_tail(columns, columns.tail(w), w, term);
   }
-  // Puts the tail of row w in its place: the one that is found, or, where there is none, next.X as the row behind tells it.
-  void keep_tail(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, uint32_t term) {
+  // Puts the tails of the newest rows, from `first` on and of these terms, in places of theirs: those that are found, or, where there is
+  // none, next.X as the row behind tells it.
+  void keep_tails(const Rows& rows, uint64_t lane, uint64_t env, uint64_t first, const std::vector<uint32_t>& terms) {
     const Columns columns = columns_of(lane, env, {});
-    uint8_t* const to = columns.tail(w);
-    if (const uint8_t* const found = find_tail(columns, lane, env, w, term)) {
-      if (found != to) std::memcpy(to, found, tail_stride_);
-      columns.set_tail_kind(w, columns.tail_end(to).before);
-      return;
+    std::vector<std::vector<uint8_t>> found(terms.size());  // a copy: their places may become those of others
+    for (size_t i = 0; i < terms.size(); ++i)
+      if (uint8_t* const tail = find_tail(columns, lane, env, first + i, terms[i])) found[i].assign(tail, tail + tail_stride_);
+    for (size_t i = 0; i < terms.size(); ++i) {
+      const uint64_t w = first + i, place = w % shape_.tail_places;
+      uint8_t* const to = columns.tail_at(place);
+      if (!found[i].empty()) {
+        std::memcpy(to, found[i].data(), tail_stride_);
+        columns.set_tail_word(w, shape_.tail_word(columns.tail_end(to).before, place));
+        continue;
+      }
+      StackPlaces next;
+      protocol_of(rows, columns).find_next(w, false, next);
+      for (uint64_t j = 0; j < shape_.frames; ++j) columns.put({FramePlace::kTail, place, j}, next[j]);
+      columns.set_tail_word(w, shape_.tail_word(ObservationWord::kWhole, place));
+      seal_tail(columns, w, terms[i]);
     }
-    StackPlaces next;
-    protocol_of(rows, columns).find_next(w, false, next);
-    for (uint64_t j = 0; j < shape_.frames; ++j) columns.put({FramePlace::kTail, w, j}, next[j]);
-    columns.set_tail_kind(w, ObservationWord::kWhole);
-    seal_tail(columns, w, term);
   }
   // Rows [base, published) are those that are kept. Records below them that are not whole keep no units.
   void forget_records_below(uint64_t lane, uint64_t env, uint64_t base) {
@@ -463,20 +303,20 @@ class Observations {
   // Before a flush: copies the tails of the newest rows to where later rows do not overwrite them. Rows below `durable` were flushed
   // before: their copies stay until the next flush. Returns `published`: the flush is of the rows below it.
   uint64_t keep_durable_tails(const Rows& rows, uint64_t lane, uint64_t durable) {
-    for (;;) {
-      const LaneView v = rows.look();
-      bool all = true;
-      for (uint64_t env = 0; env < geometry_.envs; ++env) {
-        const Columns columns = columns_of(lane, env, {});
-        const uint64_t which = durable > 0 && durable_end(lane, env, 0, durable - 1).sequence == durable - 1 ? 1 : 0;
-        for (uint64_t w = std::max(v.first, v.published - std::min(v.published, shape_.ahead)); w < v.published; ++w)
-          std::memcpy(durable_tail(lane, env, which, w), columns.tail(w), tail_stride_);
-      }
-      Rows::after_reading();
-      for (uint64_t w = std::max(v.first, v.published - std::min(v.published, shape_.ahead)); w < v.published; ++w)
-        all = all && tail_is_there(rows, w);
-      if (all) return v.published;
+    LaneView v = rows.look();
+    while (!copy_newest_tails(rows, lane, v, durable)) v = rows.look();
+    return v.published;
+  }
+  // False: some of the newest rows of `v` were overwritten meanwhile.
+  bool copy_newest_tails(const Rows& rows, uint64_t lane, const LaneView& v, uint64_t durable) {
+    const uint64_t first = std::max(v.first, v.published - std::min(v.published, shape_.ahead));
+    for (uint64_t env = 0; env < geometry_.envs; ++env) {
+      const Columns columns = columns_of(lane, env, {});
+      const uint64_t which = durable > 0 && durable_end(lane, env, 0, durable - 1).sequence == durable - 1 ? 1 : 0;
+      for (uint64_t w = first; w < v.published; ++w) copy_tail(rows, columns, w, durable_tail(lane, env, which, w));
     }
+    Rows::after_reading();
+    return rows.first_now() <= first;
   }
   // Each part of the memory of row w: `part(begin, bytes)`.
   template <class Part>
@@ -526,8 +366,8 @@ class Observations {
     if (has(to, true)) protocol.find_next(w, protocol.is_newest(w, published), places), add_all();
     tell();
   }
-  // Copies leaves of row w to place `i` of the batch. Returns whether next.X came from the row's tail, which must then be looked at
-  // again (`tail_is_there`).
+  // Copies leaves of row w to place `i` of the batch. Returns whether next.X came from the row's tail: then `is_newest` must be asked
+  // again.
   bool copy(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, uint64_t published, const std::vector<Target>& to, uint64_t i) const {
     const Columns columns = columns_of(lane, env, {});
     const Protocol protocol = protocol_of(rows, columns);
@@ -557,10 +397,10 @@ class Observations {
     if (later >= geometry_.capacity) later = shape_.ahead < geometry_.capacity ? later - geometry_.capacity : later % geometry_.capacity;
     return column.rows + later * record_stride_;
   }
-  // Whether next.X of row w is X of this later row.
-  bool is_next(const RowColumn& column, uint64_t w, const uint8_t* later) const {
+  // Whether X of this later row is next.X of the other one.
+  bool is_next(const uint8_t* later) const {
     const auto* const word = reinterpret_cast<const std::atomic<uint64_t>*>(later + geometry_.in_row->word);
-    return w + shape_.ahead < column.published && ObservationWord::unpack(StdMemory::load(*word), 1).next == ObservationWord::kSame;
+    return ObservationWord::unpack(StdMemory::load(*word), 1).next == ObservationWord::kSame;
   }
   const std::vector<uint64_t>& offsets_in_row() const { return record_offsets_; }
   // Where next.X of row w lies otherwise.
@@ -575,9 +415,8 @@ class Observations {
     return columns_of(column.lane, column.env, {}).frame(next, key, offsets_[key]);
   }
 
-  bool tail_is_there(const Rows& rows, uint64_t w) const {
-    return StdMemory::load(rows.claimed) <= w + shape_.tails();
-  }
+  // Whether next.X of row w is in its tail. Asked again after the copy: whether that was still there.
+  bool is_newest(uint64_t w, uint64_t published) const { return w + shape_.ahead >= published; }
   // Whether a leaf of row w has these bytes. The caller keeps writers out.
   bool has_bytes(const Rows& rows, uint64_t lane, uint64_t env, uint64_t w, const Leaf& leaf, const uint8_t* bytes) const {
     const Columns columns = columns_of(lane, env, {});
@@ -626,7 +465,7 @@ class Observations {
   struct Columns {
     const Observations& all;
     uint8_t *words, *records;
-    std::atomic<uint64_t>* tail_kinds;
+    std::atomic<uint64_t>* tail_words;
     uint8_t* tails;
     uint64_t owner, env;
     Batch batch;
@@ -644,13 +483,14 @@ class Observations {
     void set_word(uint64_t w, uint64_t bits) const { StdMemory::store(word_of(w), bits); }
     uint64_t link(uint64_t unit) const { return StdMemory::load(all.memory_.link(unit)); }
     void set_link(uint64_t unit, uint64_t next) const { StdMemory::store(all.memory_.link(unit), next); }
-    uint64_t tail_kind(uint64_t w) const { return StdMemory::load(tail_kinds[w % all.shape_.tails()]); }
-    void set_tail_kind(uint64_t w, uint64_t kind) const { StdMemory::store(tail_kinds[w % all.shape_.tails()], kind); }
+    uint64_t tail_word(uint64_t w) const { return StdMemory::load(tail_words[w % all.shape_.tails()]); }
+    void set_tail_word(uint64_t w, uint64_t bits) const { StdMemory::store(tail_words[w % all.shape_.tails()], bits); }
     bool owns(uint64_t unit) const { return all.memory_.owner(unit) == owner; }
 
     uint8_t* record(uint64_t w) const { return records + w % all.shape_.records() * all.record_stride_; }
     FrameEnd& record_end(uint64_t w) const { return end_of(record(w), all.record_bytes_); }
-    uint8_t* tail(uint64_t w) const { return tails + w % all.shape_.tails() * all.tail_stride_; }
+    uint8_t* tail_at(uint64_t place) const { return tails + place * all.tail_stride_; }
+    uint8_t* tail(uint64_t w) const { return tail_at(all.shape_.tail_place(w, tail_word(w))); }
     FrameEnd& tail_end(uint8_t* tail) const { return end_of(tail, all.shape_.frames * all.record_bytes_); }
     FrameEnd& unit_end(uint64_t unit) const { return end_of(all.memory_.record(unit), all.record_bytes_); }
     uint32_t record_crc(uint64_t w, const FrameEnd& end) const { return crc(0, word(w), end, record(w), all.record_bytes_); }
@@ -714,10 +554,6 @@ class Observations {
       const uint64_t said[] = {what, owner, word, end.sequence, uint64_t{end.term} << 32 | end.before, end.ahead};
       return crc32c(crc32c(all.geometry_.id_crc, said, sizeof said), frames, bytes);
     }
-    static void copy_frame(uint8_t* to, const uint8_t* frame, uint64_t bytes) {
-      if (frame) std::memcpy(to, frame, bytes);
-      else std::memset(to, 0, bytes);
-    }
     static bool are_equal(const uint8_t* a, const uint8_t* b, uint64_t bytes) {
       if (a == b) return true;
       return a && b ? std::memcmp(a, b, bytes) == 0 : are_zeros(a ? a : b, bytes);
@@ -742,7 +578,12 @@ class Observations {
       const uint64_t offset = all.offsets_[k], newest = all.shape_.frames;
       for (uint64_t j = newest - key.frames; j < newest; ++j) each(frame(places[j], k, offset), key.frame_bytes);
     }
+
    public:
+    static void copy_frame(uint8_t* to, const uint8_t* frame, uint64_t bytes) {
+      if (frame) std::memcpy(to, frame, bytes);
+      else std::memset(to, 0, bytes);
+    }
     // Where the frame of a key lies; null: it is zeros. `offset`: of the key in a unit.
     const uint8_t* frame(const FramePlace& place, size_t k, uint64_t offset) const {
       switch (place.kind) {
@@ -750,7 +591,7 @@ class Observations {
           return records + place_of(place.number) * all.record_stride_ + all.record_offsets_[k];
         case FramePlace::kUnit: return all.memory_.record(place.number) + offset;
         case FramePlace::kTail:
-          return tails + place.number % all.shape_.tails() * all.tail_stride_ + place.frame * all.record_bytes_ + offset;
+          return tail_at(place.number) + place.frame * all.record_bytes_ + offset;
         case FramePlace::kNewX: return frame_of((*batch.keys)[k].x, place, k);
         case FramePlace::kNewNext: return frame_of((*batch.keys)[k].next, place, k);
         default: return nullptr;
@@ -784,10 +625,12 @@ class Observations {
         throw std::invalid_argument("stacks have as many frames as those of other keys, or one, and frames have bytes");
     if (g.keys.empty() || frames > ObservationShape::kMostFrames || g.ahead < 1 || g.ahead > kMostAhead)
       throw std::invalid_argument("1 to 15 frames are a stack, and 1 to 1024 rows lie between X and next.X");
-    return {g.capacity, frames, g.ahead, g.longest_piece, 0, 0};
+    ObservationShape shape{g.capacity, frames, g.ahead, g.longest_piece, 0, 0, g.tail_places};
+    if (!shape.tail_places) shape.tail_places = shape.fewest_tail_places();
+    return shape;
   }
   static ObservationPlaces places_of(const Geometry& g) {
-    return ObservationPlaces::of(g.lanes * g.envs, shape_of(g), record_bytes(g), g.in_row.has_value(), g.ends);
+    return ObservationPlaces::of(g.lanes * g.envs, shape_of(g), record_bytes(g), g.in_row.has_value(), g.ends, g.segment_units);
   }
   // Writes the ends of n rows, of their units, and of the tails of the newest of them.
   void seal(const Columns& columns, uint64_t base, uint64_t at, uint64_t n, uint32_t term) const {
@@ -805,7 +648,7 @@ class Observations {
   }
   void seal_tail(const Columns& columns, uint64_t w, uint32_t term) const {
     FrameEnd& end = columns.tail_end(columns.tail(w));
-    end = {w, term, 0, static_cast<uint32_t>(columns.tail_kind(w)), 0};
+    end = {w, term, 0, static_cast<uint32_t>(ObservationShape::tail_kind(columns.tail_word(w))), 0};
     end.crc = columns.tail_crc(columns.tail(w));
   }
   // Each unit of row w, in this lane's segments, with its number.
@@ -831,13 +674,30 @@ class Observations {
     const uint64_t c = lane * geometry_.envs + env;
     return memory_.at(memory_.places().durable_tails + ((c * ObservationPlaces::kDurable + which) * shape_.ahead + w % shape_.ahead) * tail_stride_);
   }
+  // Copies the tail of row w beside writers: one that others overwrite meanwhile is made anew as the row behind tells it.
+  void copy_tail(const Rows& rows, const Columns& columns, uint64_t w, uint8_t* to) const {
+    std::memcpy(to, columns.tail(w), tail_stride_);
+    Rows::after_reading();
+    if (is_newest(w, rows.look().published)) return;
+    StackPlaces next;
+    protocol_of(rows, columns).find_next(w, false, next);
+    for (uint64_t j = 0; j < shape_.frames; ++j)
+      for (size_t k = 0; k < geometry_.keys.size(); ++k)
+        columns.copy_frame(to + j * record_bytes_ + offsets_[k], columns.frame(next[j], k, offsets_[k]), geometry_.keys[k].frame_bytes);
+    FrameEnd& end = columns.tail_end(to);
+    end = {w, columns.record_end(w).term, 0, ObservationWord::kWhole, 0};
+    end.crc = columns.tail_crc(to);
+  }
   const FrameEnd& durable_end(uint64_t lane, uint64_t env, uint64_t which, uint64_t w) const {
     return columns_of(lane, env, {}).tail_end(durable_tail(lane, env, which, w));
   }
-  // The tail of row w of this term, in its place or among the durable ones; null: none is whole.
-  const uint8_t* find_tail(const Columns& columns, uint64_t lane, uint64_t env, uint64_t w, uint32_t term) const {
-    for (uint8_t* const tail : {columns.tail(w), durable_tail(lane, env, 0, w), durable_tail(lane, env, 1, w)})
-      if (is_tail(columns, tail, w, term)) return tail;
+  // The tail of row w of this term, in any place, as the words of tails may be older or newer, or among the durable ones; null: none is
+  // whole.
+  uint8_t* find_tail(const Columns& columns, uint64_t lane, uint64_t env, uint64_t w, uint32_t term) const {
+    for (uint64_t place = 0; place < shape_.tail_places; ++place)
+      if (is_tail(columns, columns.tail_at(place), w, term)) return columns.tail_at(place);
+    for (const uint64_t which : {0, 1})
+      if (uint8_t* const tail = durable_tail(lane, env, which, w); is_tail(columns, tail, w, term)) return tail;
     return nullptr;
   }
   static bool is_tail(const Columns& columns, uint8_t* tail, uint64_t w, uint32_t term) {
@@ -852,12 +712,12 @@ class Observations {
     else protocol.find_x(w, places);
   }
   Columns columns_of(uint64_t lane, uint64_t env, Batch batch) const {
-    const uint64_t c = lane * geometry_.envs + env, records = shape_.records(), tails = shape_.tails();
-    auto* const kinds = reinterpret_cast<std::atomic<uint64_t>*>(memory_.at(memory_.places().tail_kinds));
+    const uint64_t c = lane * geometry_.envs + env, records = shape_.records();
+    auto* const tail_words = reinterpret_cast<std::atomic<uint64_t>*>(memory_.at(memory_.places().tail_words));
     uint8_t* const frames_of_tails = memory_.at(memory_.places().tails);
     return {*this,
             first_word_ + c * records * word_stride_, first_record_ + c * records * record_stride_,
-            kinds + c * tails, frames_of_tails + c * tails * tail_stride_,
+            tail_words + c * shape_.tails(), frames_of_tails + c * shape_.tail_places * tail_stride_,
             c + 1, env, batch, batch.keys ? batch.at - batch.at % records : 0};
   }
   Protocol protocol_of(const Rows& rows, const Columns& columns) const {

@@ -259,7 +259,7 @@ inline bool has_next(const Store& store, uint64_t l, uint64_t env, uint64_t w) {
   const uint64_t p = store.physical(l, env, w % store.geometry().lane_capacity);
   if (observations->has_tail_in_place(l, env, w, store.trailer(store.row(p))->term)) return true;
   Lanes::Protocol::after_reading();
-  return !observations->tail_is_there(protocol, w);
+  return !observations->is_newest(w, store.lanes.published_now(l));
 }
 inline RowCheck check_rows(const Store& store, uint64_t l, uint64_t start, uint64_t stop) {
   const StoreGeometry& s = store.geometry();
@@ -377,8 +377,7 @@ inline void restore_lane(Store& store, uint64_t l, const LaneScan& scan) {
   LaneHeader& h = store.lanes.lane(l);
   for (uint64_t env = 0; store.observations() && env < store.geometry().envs; ++env) {
     const uint64_t first = scan.published - scan.newest_terms.size();
-    for (uint64_t i = 0; i < scan.newest_terms.size(); ++i)
-      store.observations()->keep_tail(store.lanes.protocol(l), l, env, first + i, scan.newest_terms[i]);
+    store.observations()->keep_tails(store.lanes.protocol(l), l, env, first, scan.newest_terms);
     store.observations()->forget_records_below(l, env, scan.base);
   }
   store.set_seams(l, scan.base, scan.published, scan.seams.size(), [&](uint64_t i) { return scan.seams[i]; });

@@ -514,14 +514,18 @@ class RowReader {
     for (LeafCopy& leaf : part) leaf.array += static_cast<ptrdiff_t>(from) * leaf.stride;
     gather_rows(rows_.data() + from, to - from, store_.geometry().row_stride, part.data(), n_leaves);
   }
+  // Copies the rows that are in the slots of these now.
+  void copy_again(const std::vector<uint32_t>& rows, const LeafCopy* leaves, size_t n_leaves) {
+    look();
+    for (uint32_t i : rows) copy_rows(i, i + 1, leaves, n_leaves);
+  }
   // After a copy whose rows are not whole: replaces overwritten rows in the batch by the rows that are in their slots now.
   // False: a slot holds no row, or rows are overwritten faster than they are copied.
   bool copy_newer(const LeafCopy* leaves, size_t n_leaves, int rounds) {
     ReadResult lost;
     settle(false, lost);
     for (; rounds > 0 && lost.unwritten.empty() && !lost.missing.empty(); --rounds) {
-      look();
-      for (uint32_t i : lost.missing) copy_rows(i, i + 1, leaves, n_leaves);
+      copy_again(lost.missing, leaves, n_leaves);
       ReadResult now;
       settle(false, now);
       lost.unwritten = both(lost.missing, now.unwritten), lost.missing = both(lost.missing, now.missing);
@@ -539,14 +543,14 @@ class RowReader {
       uint64_t sequence = 0;
       if (!sequences_[lane].find(slot, sequence))
         result.unwritten.push_back(static_cast<uint32_t>(i));
-      else if (!appended_only || sequence < first_[lane] || is_without_tail(i))
+      else if (!appended_only || sequence < first_[lane])
         result.missing.push_back(static_cast<uint32_t>(i));
       if (want_sequences) result.sequences[i] = sequence;
     }
   }
   // After a copy of rows that existed at some moment since the lookup: whether all of them are whole.
   bool are_whole() {
-    if (!settle_tails()) return false;
+    settle_tails();
     // `empty` came between the draw and the lookup: nothing was copied of observations that are stored once.
     bool overwritten = !look_again() || (!observed_.empty() && some_absent_);
     if (in_some_lanes_)
@@ -597,25 +601,30 @@ class RowReader {
     };
     Other others[kBlockRows];  // whose next.X is not X of another row
     const uint8_t *frames[kBlockRows], *later[kBlockRows];
-    uint64_t sequences[kBlockRows];
+    const auto slot_of = [&](size_t i) { return kOneRing ? static_cast<uint64_t>(slots_[i]) : slot_[i]; };
+    const auto sequences_of = [&](size_t i) -> const SlotSequences& { return sequences_[kOneRing ? 0 : lane_[i]]; };
     for (size_t at = from, block = 0; at < to; at += block) {
       block = std::min(kBlockRows, to - at);
       for (size_t i = 0; i < block; ++i) {
-        const uint64_t slot = kOneRing ? static_cast<uint64_t>(slots_[at + i]) : slot_[at + i];
-        const bool is_stored = sequences_[kOneRing ? 0 : lane_[at + i]].find(slot, sequences[i]);
-        later[i] = is_stored ? observations.later_row(kOneRing ? ring : column(at + i), slot) : nullptr;
-        if (!is_stored) some_absent_.store(true, std::memory_order_relaxed);
+        const uint64_t slot = slot_of(at + i);
+        const bool has_later = sequences_of(at + i).has_newer(slot, observations.ahead());
+        later[i] = has_later ? observations.later_row(kOneRing ? ring : column(at + i), slot) : nullptr;
         __builtin_prefetch(later[i]);
       }
       size_t n_others = 0;
       for (size_t i = 0; i < block; ++i) {
-        if (!later[i]) continue;
+        if (later[i] && observations.is_next(later[i])) continue;
+        later[i] = nullptr;
+        uint64_t sequence = 0;
+        if (!sequences_of(at + i).find(slot_of(at + i), sequence)) {
+          some_absent_.store(true, std::memory_order_relaxed);
+          continue;
+        }
         const Observations::RowColumn& of = kOneRing ? ring : column(at + i);
-        if (observations.is_next(of, sequences[i], later[i])) continue;
         bool is_newest = false;
-        const FramePlace place = observations.find_next(store_.lanes.protocol(of.lane), of, sequences[i], is_newest);
+        const FramePlace place = observations.find_next(store_.lanes.protocol(of.lane), of, sequence, is_newest);
         note_tail(at + i, is_newest);
-        later[i] = nullptr, others[n_others++] = {i, of, place};
+        others[n_others++] = {i, of, place};
       }
       for (const Observations::Target& one : observed_) {
         const uint64_t offset = observations.offsets_in_row()[one.leaf.key];
@@ -660,33 +669,21 @@ class RowReader {
     const Place at = place(i);
     return sequences_[at.lane].find(at.slot, sequence);
   }
-  // The newest rows take next.X from their tails, which the piece after next overwrites: by then the rows behind them tell where it
-  // is. False: they were overwritten again and again.
-  bool settle_tails() {
-    if (!store_.observations() || observed_.empty() || !some_from_tails_) return true;
+  // The newest rows took next.X from their tails, whose places later pieces take: by then the rows behind them tell where it is.
+  void settle_tails() {
+    if (!store_.observations() || observed_.empty() || !some_from_tails_) return;
     Lanes::Protocol::after_reading();
-    bool all = true;
     for (size_t i = 0; i < from_tail_.size(); ++i)
-      if (from_tail_[i]) all &= settle_tail(i);
-    return all;
+      if (std::exchange(from_tail_[i], 0)) settle_tail(i);  // once: of a later look the slot may hold another row
   }
-  bool settle_tail(size_t i) {
-    constexpr int kLooks = 8;
+  void settle_tail(size_t i) {
     const Observations& observations = *store_.observations();
     const Place at = place(i);
-    const Lanes::Protocol protocol = store_.lanes.protocol(at.lane);
+    const uint64_t published = store_.lanes.published_now(at.lane);
     uint64_t w = 0;
     find_row(i, w);
-    for (int looks = 0; !observations.tail_is_there(protocol, w); ++looks) {
-      if (looks == kLooks) return false;
-      from_tail_[i] = observations.copy(protocol, at.lane, at.env, w, store_.lanes.published_now(at.lane), observed_, i);
-      Lanes::Protocol::after_reading();
-      if (!from_tail_[i]) return true;
-    }
-    from_tail_[i] = 0;
-    return true;
+    if (!observations.is_newest(w, published)) observations.copy(store_.lanes.protocol(at.lane), at.lane, at.env, w, published, observed_, i);
   }
-  bool is_without_tail(size_t i) const { return store_.observations() && !observed_.empty() && from_tail_[i]; }
   // Limits later lookups to the lanes of the located slots.
   void choose_lanes() {
     const uint64_t lanes = store_.geometry().lanes;
@@ -745,7 +742,7 @@ class RowReader {
   std::vector<uint8_t>& is_looked_at_;
   std::vector<Observations::Target>& observed_;
   std::atomic<bool> some_from_tails_{false}, some_absent_{false};  // threads copy parts of a batch
-  std::vector<uint8_t>& from_tail_;  // of each row: whether next.X comes from its tail, and that was not looked at again
+  std::vector<uint8_t>& from_tail_;  // of each row: whether next.X came from its tail, which was not looked at again
 #ifdef ENGRAM_PLANT_CLAIM_READ_EARLY
   void read_claims_early() {
     plant_first_.clear();

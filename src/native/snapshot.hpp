@@ -157,7 +157,7 @@ class CopyOnWriteSnapshot {
     while (!is_whole) {
       const bool from_tail = observations_->copy(protocol, lane, env, w, lanes_.published_now(lane), to, 0);
       Lanes::Protocol::after_reading();
-      is_whole = !from_tail || observations_->tail_is_there(protocol, w);
+      is_whole = !from_tail || observations_->is_newest(w, lanes_.published_now(lane));
     }
   }
   // Called after rows [start, stop) were copied: rows below the oldest whole row may be torn.

@@ -259,15 +259,17 @@ class Store {
     return store;
   }
   // Keeps X and next.X of some keys beside the rows (`Observations`), before anything else is done with a store that was made for it.
-  // `sizes`: those that its maker had; others would look for observations elsewhere.
+  // `sizes`: those that its maker had, as the header of a file says them; empty: it is made now.
   void keep_observations(uint64_t ahead, std::vector<Observations::KeyGeometry> keys, std::optional<Observations::InRow> in_row,
-                         const std::optional<Observations::Sizes>& sizes) {
+                         const std::vector<uint64_t>& sizes) {
     const StoreGeometry& s = geometry();
     if (!(s.features & kHasObservations) || s.payload_bytes == 0 || grows() || observations_)
       throw std::invalid_argument("observations are kept beside the rows of a store that was made for them");
     Observations::Geometry g = observations_beside(s, ahead, std::move(keys), std::move(in_row));
+    if (sizes.size() == 3) g = Observations::as_made(g, Observations::sizes_before(g, sizes[0], sizes[1], sizes[2]));
+    else if (sizes.size() == 4) g = Observations::as_made(g, {sizes[0], sizes[1], sizes[2], sizes[3]});
+    else if (!sizes.empty()) throw std::invalid_argument("sizes of observations are four numbers, or three");
     const Observations::Sizes here = Observations::sizes_of(g);
-    if (sizes && *sizes != here) throw std::runtime_error("its observations lie elsewhere than this engram looks for them; open it with the one that made it");
     std::optional<ObservationMemory::File> file;
     if (fd_ >= 0) {
       if (static_cast<uint64_t>(file_of(fd_).st_size) < s.total_bytes + here.sure_bytes)
@@ -296,7 +298,6 @@ class Store {
       if (key.frames > ObservationShape::kMostFrames || key.frame_bytes > kMostRowBytes) throw std::invalid_argument("an observation is too large");
       bytes += 2 * key.bytes();
     }
-    // The tails of a piece take as many bytes as its rows.
     g.longest_piece = std::clamp<uint64_t>(kPieceBytes / (bytes * s.envs), 1, claim_steps(s.lane_capacity, s.row_stride, true));
     return g;
   }

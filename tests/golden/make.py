@@ -8,22 +8,25 @@ A golden file is never made again: what was written once must be readable for ev
 from __future__ import annotations
 
 import argparse
+import gzip
 import shutil
 import tempfile
 from pathlib import Path
 
 import torch
 
-from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictMaxValueWriter
+from engram.data import Compact, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictMaxValueWriter
 from engram.data.replay_buffers.checkpointers import rows
+from engram.store.header import FILE_NAME
 from golden.observed import Arrays, observed, write
 from golden.recipes import CAPACITY, RECIPES, Recipe
-from golden.steps import steps
+from golden.steps import stacks, steps
 
 DATA = Path(__file__).parent / "data"
 INCREMENTAL = "incremental"  # two snapshots, the second of which took files over
 STORE = "store"  # a mapped store's own file
 BEST_STORE = "store-max-value"  # one whose rows carry their own sequences
+COMPACT_STORE = "store-compact"  # one that keeps observations once, with as many tails as a piece has rows, and 3
 
 
 def make(name: str, recipe: Recipe, folder: Path) -> None:
@@ -72,6 +75,19 @@ def make_best_store(folder: Path) -> None:
     keep(folder, expected)
 
 
+def make_compact_store(folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        compact = Compact("pixels", frames=4, n_steps=3)
+        rb = ReplayBuffer(storage=LazyMemmapStorage(CAPACITY, scratch_dir=scratch, compact=compact))
+        for start, n in ((0, 20), (20, 30), (50, 4)):
+            rb.extend(stacks(start, n, n_steps=3))
+        expected = observed(rb, 8)
+        rb.storage.close()
+        packed = gzip.compress((Path(scratch) / FILE_NAME).read_bytes(), mtime=0)  # mostly zeros
+        (folder / f"{FILE_NAME}.gz").write_bytes(packed)
+    keep(folder, expected)
+
+
 def keep(folder: Path, expected: Arrays, name: str = "expected.npz") -> None:
     write(folder / name, expected)
 
@@ -83,6 +99,7 @@ def main() -> None:
     asked = parser.parse_args()
     makers = {name: lambda folder, name=name: make(name, RECIPES[name], folder) for name in RECIPES}
     makers |= {INCREMENTAL: make_incremental, STORE: make_store, BEST_STORE: make_best_store}
+    makers |= {COMPACT_STORE: make_compact_store}
     for name in asked.names or makers:
         folder = DATA / name
         if folder.exists() and not asked.force:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import inspect
 import os
 import shutil
@@ -19,6 +20,7 @@ from contracts.each import each
 from engram import verify
 from engram._native import FIRST_REPLACED
 from engram.checkpoint.directory import from_checksummed_json
+from engram.cli import verify as verify_store
 from engram.data import (
     LazyTensorStorage,
     ReplayBuffer,
@@ -27,10 +29,12 @@ from engram.data import (
     TensorDictMaxValueWriter,
     Writer,
 )
+from engram.store.header import FILE_NAME
 from engram.transforms.base import Transform
-from golden.make import BEST_STORE, DATA, INCREMENTAL, STORE
+from golden.make import BEST_STORE, COMPACT_STORE, DATA, INCREMENTAL, STORE
 from golden.observed import observed, read, unlike
 from golden.recipes import CAPACITY, RECIPES
+from golden.steps import stacks
 
 # Those whose `state_dict` is there to be overridden, or always empty.
 NO_STATE = {"Compose", "Reward2GoTransform", "Transform"}
@@ -113,6 +117,26 @@ def test_a_mapped_store_whose_rows_carry_their_sequences_is_opened_as_it_was_lef
     rb.storage.close()
 
 
+def test_a_mapped_store_with_observations_stored_once_is_opened_as_it_was_left(tmp_path: Path) -> None:
+    packed = (DATA / COMPACT_STORE / f"{FILE_NAME}.gz").read_bytes()
+    (tmp_path / FILE_NAME).write_bytes(gzip.decompress(packed))
+    rb = ReplayBuffer.open(tmp_path)
+    assert unlike(observed(rb, 8), expected(COMPACT_STORE)) == []
+    for start, n in ((54, 1), (55, 19), (74, 2)):
+        rb.extend(stacks(start, n, n_steps=3))
+        rows = rb.storage.get(range(CAPACITY))
+        whole = torch.cat([stacks(w, 1, n_steps=3) for w in sequences(start + n)])
+        assert (rows["pixels"] == whole["pixels"]).all()
+        assert (rows["next", "pixels"] == whole["next", "pixels"]).all()
+    rb.storage.close()
+    assert verify_store(tmp_path).ok
+
+
+def sequences(written: int) -> list[int]:
+    """Of the row in each slot."""
+    return [written - 1 - (written - 1 - slot) % CAPACITY for slot in range(CAPACITY)]
+
+
 def test_a_checkpoint_that_git_could_change_would_be_noticed() -> None:
     """Line ends, above all: the folder says that none of its files is text."""
     assert (DATA / ".gitattributes").read_text() == "* -text -diff\n"
@@ -175,4 +199,10 @@ def test_every_public_transform_with_state_has_a_golden_file(covered: tuple[set[
 
 
 def test_there_is_a_golden_file_for_each_recipe_and_a_recipe_for_each_golden_file() -> None:
-    assert {entry.name for entry in os.scandir(DATA) if entry.is_dir()} == {*RECIPES, INCREMENTAL, STORE, BEST_STORE}
+    assert {entry.name for entry in os.scandir(DATA) if entry.is_dir()} == {
+        *RECIPES,
+        INCREMENTAL,
+        STORE,
+        BEST_STORE,
+        COMPACT_STORE,
+    }

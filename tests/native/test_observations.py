@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import engram._native as _native
+from contracts.each import each
 from engram._native import testing
 
 Array = np.ndarray[Any, Any]
@@ -151,7 +153,21 @@ def test_frames_of_long_episodes_are_stored_once() -> None:
     shown = np.random.default_rng(0).integers(0, 255, (steps + frames, size), np.uint8)
     stacks = np.stack([shown[w : w + frames].reshape(1, -1) for w in range(steps + 1)])
     stored.extend(0, [(stacks[:-1], stacks[1:])])
-    assert stored.bytes / steps < 1.1 * size  # a segment is a sixteenth of the records
+    assert stored.bytes / steps < 1.02 * size
+
+
+@each("in_a_folder", [False, True])
+@each("lanes", [1, 10, 125])
+def test_lanes_of_a_million_rows_have_little_besides(lanes: int, in_a_folder: bool) -> None:
+    """Pixels of Atari in episodes of 20 steps: a frame more for each episode, and whole segments of such frames."""
+    steps, size, row = 1_000_000 // lanes, 84 * 84, 24 if in_a_folder else 8
+    keys = [(4, size)]
+    _, _, units, sure = _native.Store.observation_sizes(
+        lanes, steps, 1, row - 16 * in_a_folder, 8, in_a_folder, 1, keys
+    )
+    segment = -(-(units * (8 + size + 24 * in_a_folder) + 1) // 4096) * 4096
+    taken = -(-(steps // 20 + 2) // units) * segment
+    assert row + sure / 1e6 + taken / steps <= 7500
 
 
 def test_rows_of_other_shapes_are_refused() -> None:

@@ -52,9 +52,7 @@ def opened_store(fd: int, *, read_only: bool = False, complete: bool = True) -> 
             said = json.loads(store.layout)["observations"]
             keys = [(key["frames"], key["frame_bytes"]) for key in said["keys"]]
             in_row, sizes = said["in_row"], said["sizes"]
-            store.keep_observations(
-                said["n_steps"], keys, None if in_row is None else (in_row[0], in_row[1]), tuple(sizes)
-            )
+            store.keep_observations(said["n_steps"], keys, None if in_row is None else (in_row[0], in_row[1]), sizes)
         except (KeyError, TypeError, IndexError, MemoryError) as error:
             raise RuntimeError(f"its header does not say where its observations are: {error!r}") from error
         if complete and not store.has_all_segments:

@@ -314,7 +314,8 @@ def test_each_kind_that_would_lead_outside_is_refused(what: tuple[list[int], int
         (2, 3, 9, 1, [(0, 3, 2, 2)]), (2, 3, 9, 1, [(0, 6, 2, 2)]), (2, 3, 9, 1, [(2**64 - 1, 4, 2, 2)]),
         (2, 3, 9, 1, [(0, 4, 2**63, 2)]), (2, 3, 9, 1, [(0, 4, 0, 2)]), (2, 3, 9, 0, [(0, 4, 2, 2)]),
         (2, 3, 9, 1, []), (2, 3, 9, 1, [(0, 4, 2, 2), (0, 4, 2, 2)]), (0, 3, 9, 1, [(0, 4, 2, 2)]),
-        (2, 3, 9, 1, [(0, 4, 2, 2**62)]),
+        (2, 3, 9, 1, [(0, 4, 2, 2**62)]), (2, 0, 9, 1, [(0, 4, 2, 2)]), (2, 3, 0, 1, [(0, 4, 2, 2)]),
+        (2, 3, 9, 1, [(0, 4, 2, 0)]), (2, 3, 64, 1, [(0, 32, 16, 2)]),
     ],
 )  # fmt: skip
 def test_observations_that_are_not_those_of_a_row_are_refused(form: Any) -> None:
@@ -322,6 +323,29 @@ def test_observations_that_are_not_those_of_a_row_are_refused(form: Any) -> None
         decode(KINDS, form=form)
     with pytest.raises(ValueError):
         _native.ObservationEncoder(*form)
+
+
+def test_more_rows_than_there_can_be_are_refused() -> None:
+    form = (2, 2**63, 9, 1, [(0, 4, 2, 2)])  # twice 2^63 are none, modulo 2^64
+    with pytest.raises(MemoryError):
+        _native.ObservationDecoder(np.zeros(0, np.uint8), [0], *form)
+    with pytest.raises(MemoryError):
+        _native.ObservationEncoder(*form)
+
+
+@each("given", [[], [2, 2]])
+def test_numbers_of_frames_of_other_keys_are_refused(given: list[int]) -> None:
+    sections = [np.zeros(6, np.uint8), np.array(KINDS, np.uint8), np.ones(2 * (6 + 2), np.uint8)]
+    with pytest.raises(ValueError, match="other keys"):
+        _native.ObservationDecoder(np.concatenate(sections), given, *ONE_KEY)
+
+
+@each("first, second", [(2**63 + 2, 2), (2, 2**63 + 2), (2 + 2**62, 2 - 2**62 + 2**64), (2**64 - 3, 7)])
+def test_numbers_of_frames_that_fit_modulo_2_64_are_refused(first: int, second: int) -> None:
+    kinds, form = np.array(KINDS, np.uint8), (2, 3, 16, 1, [(0, 4, 2, 2), (8, 12, 2, 2)])
+    of_one = [kinds, np.ones(2 * (6 + 2), np.uint8)]
+    with pytest.raises(ValueError, match="not as many frames"):
+        _native.ObservationDecoder(np.concatenate(of_one * 2), [first, second], *form)
 
 
 def test_rows_that_a_chunk_has_not_are_refused() -> None:

@@ -190,6 +190,21 @@ def test_newest_rows_are_whole_though_rows_come_between_look_and_copy(written: i
     assert torch.equal(after[whole], steps["next", "pixels"][slots[whole]])
 
 
+def test_a_row_stays_itself_where_others_of_its_batch_are_copied_again() -> None:
+    torch.manual_seed(0)
+    steps, storage = stacks(40), LazyTensorStorage(16, compact=True)
+    rb = ReplayBuffer(storage=storage)
+    rb.extend(steps[:16])
+    table: Any = storage.access.table.made
+    codec, slots = StoredLayout(table.layout, table.observations).codec, torch.tensor([0, 15])
+    (pixels, after), missing, absent = testing.gather_interrupted(
+        storage.lanes.store, codec, slots, lambda: rb.extend(steps[16:17]), lambda: rb.extend(steps[17:33])
+    )
+    assert missing is None and absent is None
+    assert torch.equal(pixels, steps["pixels"][[32, 15]])
+    assert torch.equal(after, steps["next", "pixels"][[32, 15]])
+
+
 def test_batches_are_whole_beside_a_writer_that_goes_round_and_round() -> None:
     rng, size = np.random.default_rng(0), 4000
     shown = rng.integers(0, 256, (1100, size), np.uint8)

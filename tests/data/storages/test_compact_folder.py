@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from tensordict import TensorDict
 
 from contracts.children import Child
 from contracts.each import each
+from engram._native import testing
 from engram.cli import info, verify
 from engram.data import Compact, LazyMemmapStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.errors import StorageError
+from engram.store import files, places
 
 COMPACT = Compact("x", frames=4)
 SIZE = 5000
@@ -171,6 +175,59 @@ def test_rows_that_a_failing_disk_did_not_keep_are_missed_by_the_next_flush(tmp_
         disk.write(bytes(SIZE))
     with pytest.raises(RuntimeError, match=r"row (20|36) of lane 0 is lost"):
         store.dirty_again([40])
+
+
+def test_next_observations_of_flushed_rows_are_durable_though_others_follow_while_they_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb = made(tmp_path / "store")
+    store = rb.storage.lanes.store
+
+    def meanwhile() -> None:
+        for at in (40, 41):  # their tails take both places
+            rb.extend(steps(at, at + 1))
+
+    assert testing.keep_durable_tails_interrupted(store, meanwhile)
+    others = made(tmp_path / "others")
+    assert not testing.keep_durable_tails_interrupted(others.storage.lanes.store, lambda: others.extend(steps(40, 100)))
+    cut = bytearray((tmp_path / "store" / "rows.engram").read_bytes())
+    for slot in (40, 41):
+        at = store.rows_offset + slot * store.row_stride
+        cut[at : at + store.row_stride] = bytes(store.row_stride)
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "rows.engram").write_bytes(cut)
+    for module in (files, places):
+        monkeypatch.setattr(module, "boot_id", lambda: b"that of the next")
+    assert check(ReplayBuffer.open(tmp_path / "cut")) == 40
+
+
+@each("n_steps", [1, 2, 3])
+def test_tails_are_found_after_a_power_cut_whatever_their_words_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_steps: int
+) -> None:
+    folder = tmp_path / str(n_steps)
+    rb = made(folder, compact=Compact("x", frames=4, n_steps=n_steps))
+    store = rb.storage.lanes.store
+    piece, _, units, _ = json.loads(store.layout)["observations"]["sizes"]
+    records = 60 + 3
+    owners = 8 * (-(-14 * records // units) + 1)
+    words = -(-owners // 64) * 64
+    of_tails = store.total_bytes + words + -(-8 * records // 64) * 64
+    image = (folder / "rows.engram").read_bytes()
+    there = struct.unpack_from(f"<{piece + n_steps}Q", image, of_tails)
+    assert {word & 3 for word in there} <= {0, 1, 2} and any(word > 3 for word in there)
+    for module in (files, places):
+        monkeypatch.setattr(module, "boot_id", lambda: b"that of the next")
+    for word in range(2 * n_steps):
+        cut = bytearray(image)
+        struct.pack_into(f"<{len(there)}Q", cut, of_tails, *[word << 2] * len(there))
+        copy = tmp_path / f"cut-{n_steps}-{word}"
+        copy.mkdir()
+        (copy / "rows.engram").write_bytes(cut)
+        again = TensorDictReplayBuffer(storage=LazyMemmapStorage.open(copy))
+        assert check(again) == 40
+        again.extend(steps(40, 41))
+        assert check(again) == 41
 
 
 # ---- several processes ----

@@ -218,10 +218,18 @@ def test_a_store_is_not_written_to_before_it_is_known_what_lies_beside_its_rows(
     with pytest.raises(ValueError, match="not known yet"):
         store.empty(False)
     sizes = _native.Store.observation_sizes(1, CAPACITY, 1, store.payload_bytes, 8, False, 1, [(4, 4000)])
-    for wrong in range(3):
+    for wrong in range(4):
         others = tuple(size + (i == wrong) for i, size in enumerate(sizes))
         with pytest.raises(RuntimeError, match="lie elsewhere"):
             store.keep_observations(1, [(4, 4000)], None, others)
+    piece, places, units, sure = sizes
+    impossible = [(p, places, units) for p in (0, 2 * piece, 1 << 60)]
+    impossible += [(piece, p, units) for p in (0, 1, 2 * piece, 1 << 60)]
+    impossible += [(piece, places, n) for n in (0, 1 << 20, 1 << 60)]
+    for others in impossible:
+        for pages in range(-40, 200):
+            with pytest.raises(RuntimeError, match="lie elsewhere"):
+                store.keep_observations(1, [(4, 4000)], None, (*others, sure + 4096 * pages))
     store.keep_observations(1, [(4, 4000)], None, sizes)
     with pytest.raises(ValueError, match="made for them"):
         store.keep_observations(1, [(4, 4000)], None, sizes)
