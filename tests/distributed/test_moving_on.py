@@ -295,7 +295,7 @@ def test_waiting_ends_where_a_shard_answers_and_rows_for_it_are_lost_each_time()
     ls[0].lose = lambda method: "call" if method == "extend" else None
     rb.extend(rows(10, 20))
     for call in (rb.flush, rb.close):
-        with pytest.raises(ShardUnavailableError, match="shard 0 answers, but rows for it were lost"):
+        with pytest.raises(ShardUnavailableError, match="shard 0 answers, and rows for it were lost"):
             call()
         rb.extend(rows(20, 30))
 
