@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from contracts.waiting import NEVER
-from distributed.shards import LAYOUT, Link, client, read_all, rows, shard, whole
+from distributed.shards import Link, client, read_all, rows, shard, whole, write
 from engram.data import PrioritizedSampler, SliceSampler
+from engram.distributed.client import ShardClient
+from engram.distributed.local import LocalProducer
 from engram.errors import ShardGoneError, ShardUnavailableError
 
 SHARDS, CAPACITY = 4, 120
@@ -209,22 +211,93 @@ def test_it_does_not_go_back_to_a_shard_that_it_could_not_leave_yet(tmp_path: Pa
     assert rb.stats().accepted == 3 * CAPACITY and len(home.shard.facts().producers) == 0
 
 
-def test_a_call_whose_rows_go_to_several_shards_does_not_end_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engram.distributed.shard._QUEUE_BYTES", 10 * LAYOUT.payload_bytes)
+def test_a_call_whose_rows_go_to_several_shards_does_not_end_between_them() -> None:
     ls = links()[:2]
     rb = client(ls, timeout=0.2, extend_timeout=0.2)
     rb.extend(rows(0, CAPACITY - 10))
     rb.flush()
-
-    def loses_all_but_the_first(method: str) -> str | None:
-        return "call" if method == "extend" and len(other.shard) else None
-
-    other = next(link for link in ls if not len(link.shard))
-    other.lose = loses_all_but_the_first
-    rb.extend(rows(CAPACITY - 10, 4 * CAPACITY))  # the last piece follows one that waits for its acknowledgement
-    other.lose = lambda method: None
+    for link in ls:
+        link.lose = lambda method: "call" if method == "extend" else None
+    rb.extend(rows(CAPACITY - 10, 4 * CAPACITY))  # the last rows follow others whose shard does not acknowledge them
+    for link in ls:
+        link.lose = lambda method: None
     rb.flush()
-    assert all_of(ls) == list(range(2 * CAPACITY, 4 * CAPACITY)) and rb.stats().accepted == 4 * CAPACITY
+    assert all_of(ls) == [*range(CAPACITY), *range(3 * CAPACITY, 4 * CAPACITY)] and rb.stats().accepted == 4 * CAPACITY
+
+
+def test_it_does_not_go_where_another_one_has_just_gone() -> None:
+    ls = links()[:2]
+    rb = client(ls)
+    rb.extend(rows(0, CAPACITY))
+    home, other = sorted(ls, key=lambda link: len(link.shard), reverse=True)
+
+    def is_joined_first(method: str) -> None:
+        if method == "admit":
+            write(other.shard, "another", rows(900, 901))
+
+    other.lose = is_joined_first
+    rb.extend(rows(CAPACITY, CAPACITY + 10))
+    rb.flush()
+    assert read_all(other.shard) == [900] and len(home.shard.facts().producers) == 1
+    assert "admit" in other.calls
+
+
+def test_how_many_rows_of_a_call_are_in_is_said_where_the_next_shard_has_ended_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ls = links(tmp_path)[:2]
+    rb = client(ls, local=[True, True])
+    rb.extend(rows(0, CAPACITY - 10))
+    home, extend = rb._producer.shard.number, LocalProducer.extend
+
+    def ends(self: LocalProducer, *arguments: Any) -> torch.Tensor:
+        if self.shard.number != home:
+            raise ShardUnavailableError("the shard has ended")
+        return extend(self, *arguments)
+
+    monkeypatch.setattr(LocalProducer, "extend", ends)
+    with pytest.raises(ShardUnavailableError, match=r"has ended\. The first 10 of 30 steps were sent"):
+        rb.extend(rows(CAPACITY - 10, CAPACITY + 20))
+    monkeypatch.undo()
+    rb.extend(rows(CAPACITY, CAPACITY + 20))
+    assert all_of(ls) == list(range(CAPACITY + 20))
+
+
+def test_rows_of_other_producers_fill_a_shard_too() -> None:
+    ls = links()[:2]
+    rb = client(ls)
+    rb.extend(rows(0, 10))
+    rb.flush()
+    home, other = sorted(ls, key=lambda link: len(link.shard), reverse=True)
+    write(home.shard, "another", rows(1000, 1000 + CAPACITY - 20))
+    rb.extend(rows(10, 20))
+    rb.flush()
+    rb.extend(rows(20, 50))
+    rb.flush()
+    assert read_all(other.shard) == list(range(20, 50))
+
+
+def test_what_a_shard_says_of_another_life_is_not_taken_for_this_one() -> None:
+    link = Link(shard())
+    one = ShardClient(link, 0)
+    life = one.await_presence(NEVER).totals.incarnation
+    link.shard.empty(life)
+    one.take_facts(one.ask_facts().result(NEVER))
+    assert one.is_awaited and one.totals.incarnation == life and one.is_present
+    assert one.totals.incarnation == link.shard.incarnation
+
+
+def test_waiting_ends_where_a_shard_answers_and_rows_for_it_are_lost_each_time() -> None:
+    ls = links()[:1]
+    rb = client(ls, timeout=0.2, extend_timeout=0.2)
+    rb.extend(rows(0, 10))
+    rb.flush()
+    ls[0].lose = lambda method: "call" if method == "extend" else None
+    rb.extend(rows(10, 20))
+    for call in (rb.flush, rb.close):
+        with pytest.raises(ShardUnavailableError, match="shard 0 answers, and rows for it were lost"):
+            call()
+        rb.extend(rows(20, 30))
 
 
 def test_rows_that_are_lost_with_a_shard_that_has_ended_are_told_once() -> None:

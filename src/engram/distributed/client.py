@@ -626,8 +626,15 @@ class Producer:
     def _settle(self, deadline: float, calls: int | None = None) -> None:
         """Waits for the acknowledgements of the oldest calls (None: of all); sends again what was lost."""
         calls = len(self._sent) if calls is None else calls
-        if self._sent[0].call is None or not self._hear(calls, deadline):
-            self._join(deadline)
+        if self._sent[0].call is not None:
+            if self._hear(calls, deadline):
+                return
+            if time.monotonic() > deadline:
+                self.shard.await_presence(deadline)
+                raise ShardUnavailableError(
+                    f"{self.shard.name} answers, and rows for it were lost on their way each time"
+                )
+        self._join(deadline)
 
     def _hear(self, calls: int, deadline: float) -> bool:
         """Waits for the acknowledgements of the oldest calls; False: they were lost, or the tenancy has ended."""
