@@ -212,6 +212,12 @@ def as_compact(given: Any) -> Compact | None:
     raise TypeError(f"compact is True, keys of observations, or a Compact(keys, frames=, n_steps=); got {given!r}")
 
 
+NOTHING_TO_SHARE = (
+    "compact= stores whole rows here: it looks for entries that are there and, of the same shape and dtype, under 'next', "
+    "and the first steps have none. Of flat rows, as {'obs': x, 'next_obs': y}, write {'obs': x, 'next': {'obs': y}}"
+)
+
+
 class FirstSteps:
     """The first steps of a storage, in which frames and n_steps are found.
 

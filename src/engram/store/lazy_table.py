@@ -23,6 +23,7 @@ from engram.pytree import KeyPath, TreeSpec
 from engram.store.column_table import ColumnTable
 from engram.store.compact import (
     NO_REPLACING,
+    NOTHING_TO_SHARE,
     ROW_WORTH_IT,
     SAVING_WORTH_IT,
     Compact,
@@ -198,6 +199,8 @@ class LazyTable(Table):
                 observations = None
                 if self.compact is not None:
                     observations = self.compact.find(layout, FirstSteps(items, batch_dims, time_dim, self.horizon))
+                    if observations is None:
+                        warn_user(NOTHING_TO_SHARE)
                 envs = self._first_env_shape or _env_shape(items, batch_dims, time_dim)
                 self.make(layout, envs, observations=observations)
                 if self._advises and layout.payload_bytes > ROW_WORTH_IT:

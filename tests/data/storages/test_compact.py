@@ -40,7 +40,8 @@ class TestCompactInPrivateMemory(CompactContract):
 
     def test_what_is_not_found_in_the_first_batch_is_stored_as_it_is(self, tmp_path: Path) -> None:
         storage = self.make(10, True, 1, tmp_path)
-        ReplayBuffer(storage=storage).extend(TensorDict({"x": torch.arange(3)}, [3]))
+        with pytest.warns(UserWarning, match="stores whole rows here"):
+            ReplayBuffer(storage=storage).extend(TensorDict({"x": torch.arange(3)}, [3]))
         assert storage.compact is None and storage.get([2])["x"].tolist() == [2]
 
 
