@@ -335,7 +335,8 @@ def _checked(leaf: LeafSpec, dtypes: tuple[torch.dtype, ...], rule: str) -> Leaf
     if leaf.dtype not in dtypes or leaf.nbytes != leaf.itemsize:
         raise ValueError(
             f"{format_key(leaf.path)} is {leaf.dtype} {list(leaf.shape)} a step; {rule}, and one a step (agents and "
-            "groups have flags of their own: name one for the whole environment)"
+            "groups have flags of their own: name one for the whole environment; batches [envs, time] are steps of a "
+            "storage with ndim=2, and items of many steps each without)"
         )
     return leaf
 
