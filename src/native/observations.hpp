@@ -100,7 +100,7 @@ class Observations {
     const uint64_t longest = g.longest_piece;
     g.longest_piece = sizes.longest_piece, g.tail_places = sizes.tail_places, g.segment_units = sizes.segment_units;
     const bool are_possible = g.longest_piece >= 1 && g.longest_piece <= longest && g.segment_units >= 1 &&
-                              g.segment_units <= ObservationPlaces::kMostPages * kPage;
+                              g.segment_units <= std::max<uint64_t>(1, ObservationPlaces::kMostPages * kPage / places_of(g).unit_stride);
     const ObservationShape shape = are_possible ? shape_of(g) : ObservationShape{};
     if (!are_possible || shape.tail_places < shape.fewest_tail_places() || shape.tail_places > shape.tails() || sizes_of(g) != sizes)
       throw std::runtime_error("its observations lie elsewhere than this engram looks for them; open it with the one that made it");
