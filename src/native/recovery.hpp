@@ -254,7 +254,6 @@ struct RowCheck {
 // Whether next.X of row w is whole, where it is told by no later row. One that is overwritten meanwhile is told by a later row by now.
 inline bool has_next(const Store& store, uint64_t l, uint64_t env, uint64_t w) {
   const Observations* const observations = store.observations();
-  const Lanes::Protocol protocol = store.lanes.protocol(l);
   if (!observations || w + observations->ahead() < store.lanes.published_now(l)) return true;
   const uint64_t p = store.physical(l, env, w % store.geometry().lane_capacity);
   if (observations->has_tail_in_place(l, env, w, store.trailer(store.row(p))->term)) return true;

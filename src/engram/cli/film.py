@@ -154,7 +154,8 @@ def _import_mp4_writer() -> Any:
     del imageio_ffmpeg  # which imageio uses
 
     def write(file: Path, frames: Iterator[Image], fps: float) -> None:
-        with imageio.get_writer(file, format="FFMPEG", fps=fps, macro_block_size=2) as film:
+        writer: Any = imageio.get_writer(file, format="FFMPEG", fps=fps, macro_block_size=2)
+        with writer as film:
             for frame in frames:
                 film.append_data(frame)
 
