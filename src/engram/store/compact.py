@@ -213,8 +213,9 @@ def as_compact(given: Any) -> Compact | None:
 
 
 NOTHING_TO_SHARE = (
-    "compact= stores whole rows here: it looks for entries that are there and, of the same shape and dtype, under 'next', "
-    "and the first steps have none. Of flat rows, as {'obs': x, 'next_obs': y}, write {'obs': x, 'next': {'obs': y}}"
+    "compact= stores whole rows here: it looks for entries that are there and, of the same shape and dtype, under "
+    "'next', and the first steps have none. Of flat rows, as {'obs': x, 'next_obs': y}, write "
+    "{'obs': x, 'next': {'obs': y}}"
 )
 
 
