@@ -469,8 +469,8 @@ class RowReader {
     gather_rows(rows_.data() + done, n - done, bytes, leaves, n_leaves);
   }
   // Copies the first rows of a mapped file, or all rows if their pages must be requested first. Returns how many, and advances
-  // the leaves.
-  size_t copy_first(LeafCopy* leaves, size_t n_leaves) {
+  // the leaves. Out of line: readers of memory, which never call it, are shorter so.
+  [[gnu::noinline]] size_t copy_first(LeafCopy* leaves, size_t n_leaves) {
     const size_t n = rows_.size(), bytes = store_.geometry().row_stride;
     const auto copy_part = [&](size_t from, size_t to) {
       copy_observed(from, to);
