@@ -738,3 +738,48 @@ def test_an_entry_that_never_was_the_next_one_cuts_nothing():
     for row in data.split(1):
         rb.extend(row)
     assert rb[:]["steps_to_next_obs"].flatten().tolist() == [3] * 7
+
+
+def test_what_agreed_before_is_saved_so_that_a_run_that_is_loaded_is_cut_at_its_first_step():
+    def buffer():
+        return ReplayBuffer(storage=LazyTensorStorage(40), transform=MultiStepTransform(2, 0.5))
+
+    first, second = runs()
+    rb, twin = buffer(), buffer()
+    for row in first.split(1):
+        rb.extend(row)
+    twin.load_state_dict(rb.state_dict())
+    for row in second.split(1):
+        twin.extend(row)
+    twin.flush_transforms()
+    assert twin[:]["steps_to_next_obs"].flatten().tolist() == [2, 2, 2, 2, 1] * 2
+
+
+@pytest.mark.parametrize("size", [1, 3], ids=["add", "extend"])
+def test_an_entry_that_is_set_anew_cuts_nothing_where_another_one_goes_on(size):
+    data = stream([9], ids=True)
+    data["hidden"], data["next", "hidden"] = torch.arange(9) % 3, torch.arange(9) % 3 + 1
+    rb = ReplayBuffer(storage=LazyTensorStorage(40), transform=MultiStepTransform(3, 0.5))
+    for part in data.split(size):
+        rb.extend(part)
+    assert rb[:]["steps_to_next_obs"].flatten().tolist() == [3] * 7
+
+
+def test_rows_that_do_not_connect_are_cut_once_at_most_where_they_seemed_to():
+    data = stream([12], ids=True)
+    data["n"], data["next", "n"] = data["n"] * 2, data["next", "n"] * 2 - 1
+    data["n"][:3], data["next", "n"][:3] = 0, 0  # it stands still at first
+    rb = ReplayBuffer(storage=LazyTensorStorage(40), transform=MultiStepTransform(3, 0.5))
+    for row in data.split(1):
+        rb.extend(row)
+    assert rb[:]["steps_to_next_obs"].flatten().tolist() == [3, 2, 1] + [3] * 7
+
+
+def test_a_transform_without_what_is_known_of_borders_goes_on_as_one_of_an_earlier_version():
+    transform, data = MultiStepTransform(3, 0.5), stream([9], ids=True)
+    rb = ReplayBuffer(storage=LazyTensorStorage(40), transform=transform)
+    rb.extend(data[:4])
+    for name in ("_cuts", "_border"):
+        transform.__dict__.pop(name, None)
+    rb.extend(data[4:])
+    assert rb[:]["steps_to_next_obs"].flatten().tolist() == [3] * 7

@@ -123,7 +123,7 @@ def _of_episodes(storage: Storage, name: str, progress: bool) -> Series:
         with progress_bar("reading rewards", storage.shape[0], progress) as advance:
             values = episode_returns(storage, trajectories, advance)
     else:
-        raise ValueError("there are no returns to draw: the rows have no ('next', 'reward')")
+        raise ValueError(NO_REWARDS)
     values = values[np.isfinite(values)]
     if not len(values):
         raise ValueError(f"there are no {name} to draw: no episodes are stored")

@@ -187,7 +187,8 @@ class _Border:
 
     Flags and ids do not tell a second run of a program, or another collector, that numbers its trajectories from 0,
     too. So entries that follow a step are compared with those of the next step byte for byte, as the storage does
-    (`engram.store.border`). One counts only if it agreed where two steps met before.
+    (`engram.store.border`). One that differs counts only if it agreed where two steps met before; and another one that
+    agrees, and changed in the step, shows that the trajectory goes on all the same: a goal may be set anew.
 
     Args:
         next_keys: entries that follow a step, as `"next_obs"`; without them all that is under `"next"` does.
@@ -207,19 +208,21 @@ class _Border:
         if rows.paths != self._paths:
             self._paths, self._pairs = rows.paths, self._pairs_of(rows)
         ended = now.ends[:, at - 1]
-        cuts = torch.zeros_like(ended)
+        differs, goes_on = torch.zeros_like(ended), ended.clone()
         if not self._pairs or bool(ended.all()):
-            return cuts
+            return differs
         for before, after in self._pairs:
             path = rows.paths[after]
             if path not in self.agreed:
                 self._learn(rows, before, after, at, now)
-            same = _meets(rows, before, after, at, now) | ended
-            if self.agreed.get(path, False):
-                cuts |= ~same
-            else:
-                self.agreed[path] = bool(same.all())
-        return cuts
+            same = _meets(rows, before, after, at, now)
+            if not self.agreed.get(path, False):
+                self.agreed[path] = bool((same | ended).all())
+            elif not bool((same | ended).all()):
+                differs |= ~same
+                del self.agreed[path]  # it must be seen to agree again
+            goes_on |= same & ~_same(rows, (before, at - 1), (after, at - 1), now)
+        return differs & ~goes_on
 
     def _learn(self, rows: _Rows, before: int, after: int, at: int, now: TrajectoryBounds) -> None:
         """Compares two steps beside the border that flags and ids join."""
@@ -250,8 +253,13 @@ class _Border:
 
 
 def _meets(rows: _Rows, before: int, after: int, at: int, now: TrajectoryBounds) -> Tensor:
-    """bool [S]: whether the leaf that follows step `at - 1` is that of step `at`; NaN equals NaN."""
-    a, b = rows.leaves[before].select(rows.axis, at - 1), rows.leaves[after].select(rows.axis, at)
+    """bool [S]: whether the leaf that follows step `at - 1` is that of step `at`."""
+    return _same(rows, (before, at - 1), (after, at), now)
+
+
+def _same(rows: _Rows, one: tuple[int, int], other: tuple[int, int], now: TrajectoryBounds) -> Tensor:
+    """bool [S]: whether two leaves, each by its number and of a step, are the same; NaN equals NaN."""
+    a, b = (rows.leaves[leaf].select(rows.axis, step) for leaf, step in (one, other))
     same = a == b
     if a.is_floating_point() or a.is_complex():
         same = same | (a.isnan() & b.isnan())
@@ -334,8 +342,10 @@ class MultiStepTransform(Transform, built_in=True):
         self.done_keys, self.mask_key = as_keys(done_keys) or [done, *flags], None
         self.traj_key = None if traj_key is None else as_key(traj_key)
         self._held: _Rows | None = None
-        self._cuts: Tensor | None = None  # bool [S, held]: ends of trajectories that no flag and no id tells
-        self._border = _Border(self.next_keys)
+
+    # Of the class, as pickles of earlier versions lack them.
+    _cuts: Tensor | None = None  # bool [S, held]: ends of trajectories that no flag and no id tells
+    _border: _Border | None = None
 
     @property
     def stream(self) -> StreamTraits:
@@ -416,7 +426,10 @@ class MultiStepTransform(Transform, built_in=True):
         if not held:
             return now, None
         if self._cuts is not None:
+            self._cuts = self._cuts.to(now.ends.device)
             now.ends[:, :held] |= self._cuts
+        if self._border is None:
+            self._border = _Border(self.next_keys)
         new = self._border.cuts(rows, held, now) if held < rows.steps else None
         if self._cuts is None and (new is None or not bool(new.any())):
             return now, None
@@ -456,18 +469,23 @@ class MultiStepTransform(Transform, built_in=True):
 
     # ---- state ----
     def empty(self) -> None:
-        self._held = self._cuts = None
+        self._held = self._cuts = self._border = None
 
     def get_extra_state(self) -> dict[str, Any]:
         if self._held is None:
             return {}
         held = {"form": self._held.form.to_json(), "leaves": list(self._held.leaves), "lead": list(self._held.lead)}
-        return held if self._cuts is None else {**held, "cuts": self._cuts}
+        if self._cuts is not None:
+            held["cuts"] = self._cuts
+        if self._border is not None:
+            held["agreed"] = [[list(path), agreed] for path, agreed in self._border.agreed.items()]
+        return held
 
     def set_extra_state(self, state: Any) -> None:
-        self._held = self._cuts = None
+        self._held = self._cuts = self._border = None
         if state:
-            self._cuts = state.get("cuts")
+            self._cuts, self._border = state.get("cuts"), _Border(self.next_keys)
+            self._border.agreed = {tuple(path): bool(agreed) for path, agreed in state.get("agreed", ())}
             form, lead = TreeSpec.from_json(state["form"]), tuple(state["lead"])
             self._held = _Rows(form, form.paths(), list(state["leaves"]), lead, None)
 
