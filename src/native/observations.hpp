@@ -312,7 +312,7 @@ class Observations {
     const uint64_t first = std::max(v.first, v.published - std::min(v.published, shape_.ahead));
     for (uint64_t env = 0; env < geometry_.envs; ++env) {
       const Columns columns = columns_of(lane, env, {});
-      const uint64_t which = durable > 0 && durable_end(lane, env, 0, durable - 1).sequence == durable - 1 ? 1 : 0;
+      const uint64_t which = durable > 0 && has_durable_tail(columns, lane, env, 0, durable - 1) ? 1 : 0;
       for (uint64_t w = first; w < v.published; ++w) copy_tail(rows, columns, w, durable_tail(lane, env, which, w));
     }
     Rows::after_reading();
@@ -688,8 +688,9 @@ class Observations {
     end = {w, columns.record_end(w).term, 0, ObservationWord::kWhole, 0};
     end.crc = columns.tail_crc(to);
   }
-  const FrameEnd& durable_end(uint64_t lane, uint64_t env, uint64_t which, uint64_t w) const {
-    return columns_of(lane, env, {}).tail_end(durable_tail(lane, env, which, w));
+  // Whether this copy is of row w, and of no row that had its number before a power cut; zeros are not one of row 0.
+  bool has_durable_tail(const Columns& columns, uint64_t lane, uint64_t env, uint64_t which, uint64_t w) const {
+    return is_tail(columns, durable_tail(lane, env, which, w), w, columns.record_end(w).term);
   }
   // The tail of row w of this term, in any place, as the words of tails may be older or newer, or among the durable ones; null: none is
   // whole.
