@@ -14,6 +14,7 @@ from engram import __version__
 from engram._progress import progress_bar
 from engram.cli.description import shown_key
 from engram.cli.own_files import PICTURE, check_target, write_target
+from engram.cli.returns import NO_REWARDS
 from engram.cli.sources import open_rows
 from engram.cli.trajectories import column_blocks, episode_returns, has_rewards, trajectories_of
 from engram.data import Storage
