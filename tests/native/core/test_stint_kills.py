@@ -118,23 +118,30 @@ def kill_writers(shared: _native.Store, fd: int, kills: int, seed: int) -> Count
         while counts.kills < kills or counts.inside < kills // 5 or counts.copying < kills // 20:
             assert counts.kills < 20 * kills, f"writers are hardly ever killed inside an append: {counts}"
             k = counts.kills
-            if k % 10 == 0:
+            if k % 3 == 0:
                 check(shared, counts)
             victim = draw.randrange(WRITERS)
             while not begun[victim]:
                 time.sleep(1e-4)
             time.sleep(draw.random() * 0.003)
-            kill(pids[victim])
-            begun[victim], counts.kills = 0, k + 1
+            stop(pids[victim])  # what a living one holds nobody else takes over, so that it can be looked at
             held = [state for state in map(shared.lane, range(shared.lanes)) if state["turn"] & PID == pids[victim]]
             counts.inside += bool(held)
             counts.copying += any(state["claimed"] > state["published"] for state in held)
+            kill(pids[victim])
+            begun[victim], counts.kills = 0, k + 1
             pids[victim] = started(lambda k=k, victim=victim: write_for_ever(fd, (k + 1) * WRITERS + victim, begun))
     finally:
         for pid in pids:
             kill(pid)
     check(shared, counts)
     return counts
+
+
+def stop(pid: int) -> None:
+    """Stops a child at any instruction."""
+    os.kill(pid, signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1]), "a writer had ended before it was killed"
 
 
 def kill(pid: int) -> None:
