@@ -477,7 +477,7 @@ class MultiStepTransform(Transform, built_in=True):
         held = {"form": self._held.form.to_json(), "leaves": list(self._held.leaves), "lead": list(self._held.lead)}
         if self._cuts is not None:
             held["cuts"] = self._cuts
-        if self._border is not None:
+        if self._border is not None and self._border.agreed:
             held["agreed"] = [[list(path), agreed] for path, agreed in self._border.agreed.items()]
         return held
 
