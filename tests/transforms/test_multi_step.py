@@ -783,3 +783,14 @@ def test_a_transform_without_what_is_known_of_borders_goes_on_as_one_of_an_earli
         transform.__dict__.pop(name, None)
     rb.extend(data[4:])
     assert rb[:]["steps_to_next_obs"].flatten().tolist() == [3] * 7
+
+
+@pytest.mark.parametrize(
+    "cuts", [torch.zeros(1, 3, dtype=torch.bool), torch.zeros(1, 2), "no"], ids=["shape", "dtype", "text"]
+)
+def test_a_state_with_other_cuts_than_its_rows_can_have_is_refused(cuts):
+    transform = MultiStepTransform(3, 0.5)
+    ReplayBuffer(storage=LazyTensorStorage(40), transform=transform).extend(stream([4], ids=True))
+    state = transform.get_extra_state()
+    with pytest.raises(ValueError, match=r"'cuts' .* bool \[1, 2\]"):
+        MultiStepTransform(3, 0.5).set_extra_state({**state, "cuts": cuts})

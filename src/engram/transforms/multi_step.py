@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -186,9 +187,10 @@ class _Border:
     """Where steps that are held back meet later ones: whether these go on with the trajectories of those.
 
     Flags and ids do not tell a second run of a program, or another collector, that numbers its trajectories from 0,
-    too. So entries that follow a step are compared with those of the next step byte for byte, as the storage does
-    (`engram.store.border`). One that differs counts only if it agreed where two steps met before; and another one that
-    agrees, and changed in the step, shows that the trajectory goes on all the same: a goal may be set anew.
+    too. So entries that follow a step are compared with those of the next step, as the storage compares them
+    (`engram.store.border`). One that differs counts only if it agreed where two steps met before. Other than there, one
+    that agrees, and changed in the step, shows that the trajectory goes on all the same, as a goal may be set anew: a
+    cut costs an n-step row all steps behind it, and a slice only its length.
 
     Args:
         next_keys: entries that follow a step, as `"next_obs"`; without them all that is under `"next"` does.
@@ -216,9 +218,10 @@ class _Border:
             if path not in self.agreed:
                 self._learn(rows, before, after, at, now)
             same = _meets(rows, before, after, at, now)
+            all_agree = bool((same | ended).all())
             if not self.agreed.get(path, False):
-                self.agreed[path] = bool((same | ended).all())
-            elif not bool((same | ended).all()):
+                self.agreed[path] = all_agree
+            elif not all_agree:
                 differs |= ~same
                 del self.agreed[path]  # it must be seen to agree again
             goes_on |= same & ~_same(rows, (before, at - 1), (after, at - 1), now)
@@ -295,11 +298,10 @@ class MultiStepTransform(Transform, built_in=True):
     trajectory's end. Data with more batch dimensions than the storage hold a whole trajectory in each row; none of
     their steps is held back. In-place writes (`rb[i] = ...`) are stored unchanged.
 
-    The steps of an `extend` continue those of the last one, unless a flag, another id or an observation that is
-    not the next one of the step before says otherwise (entries at the root and under `next`, or `next_X` and `X`, are
-    compared byte for byte). The done flags of n-step
-    transitions come early: other transforms along time must run before this one on writing, so put them after it in a
-    Compose.
+    The steps of an `extend` continue those of the last one, unless a flag, another id or an observation says
+    otherwise: one that is not the next one of the step before (entries at the root and under `next`, or `X` and
+    `next_X`, are compared). Rows that have none of these need an id. The done flags of n-step transitions come early:
+    other transforms along time must run before this one on writing, so put them after it in a Compose.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), transform=MultiStepTransform(n_steps=2, gamma=0.5))
@@ -484,10 +486,18 @@ class MultiStepTransform(Transform, built_in=True):
     def set_extra_state(self, state: Any) -> None:
         self._held = self._cuts = self._border = None
         if state:
-            self._cuts, self._border = state.get("cuts"), _Border(self.next_keys)
-            self._border.agreed = {tuple(path): bool(agreed) for path, agreed in state.get("agreed", ())}
             form, lead = TreeSpec.from_json(state["form"]), tuple(state["lead"])
-            self._held = _Rows(form, form.paths(), list(state["leaves"]), lead, None)
+            held, cuts, border = (
+                _Rows(form, form.paths(), list(state["leaves"]), lead, None),
+                None,
+                _Border(self.next_keys),
+            )
+            if "cuts" in state:
+                cuts, shape = state["cuts"], (math.prod(lead), held.steps)
+                if not isinstance(cuts, Tensor) or cuts.dtype != torch.bool or tuple(cuts.shape) != shape:
+                    raise ValueError(f"'cuts' of a MultiStepTransform is a bool {list(shape)}, got {cuts!r}")
+            border.agreed = {tuple(path): bool(agreed) for path, agreed in state.get("agreed", ())}
+            self._held, self._cuts, self._border = held, cuts, border
 
     def state_settings(self) -> dict[str, Any]:
         flat = {"next_keys": self.next_keys} if self.next_keys else {}
