@@ -255,15 +255,26 @@ class Pages:
     def look(self) -> None:
         self.moments.append(self._read())
 
-    def without(self, moment: int) -> bytes:
-        """What is there now, but pages that only the write before this moment changed are as they were before it."""
+    def without(self, moment: int, only: range | None = None) -> bytes:
+        """What is there now, but pages that only the write before this moment changed are as they were before it.
+
+        Of these pages, if some are given.
+        """
         now = self.moments[-1].copy()
         before, after = self._same_length(moment - 1), self._same_length(moment)
         is_older = (before != after).any(1)
         for later in range(moment + 1, len(self.moments)):
             is_older &= (self._same_length(later) == self._same_length(later - 1)).all(1)
+        if only is not None:
+            is_older[: only.start] = is_older[only.stop :] = False
+        assert is_older.any(), "nothing of this is lost"
         now[is_older] = before[is_older]
         return bytes(now.tobytes())
+
+    def behind(self, what: torch.Tensor) -> range:
+        """The pages from the last place of this frame on: its record's, and those of units."""
+        content = self.moments[-1].tobytes()
+        return range(content.rindex(bytes(what.numpy())) // PAGE, len(content) // PAGE)
 
     def _same_length(self, moment: int) -> np.ndarray:
         pages, most = self.moments[moment], len(self.moments[-1])
@@ -288,45 +299,22 @@ def _row(number: int, edition: int, *, begins: bool = False) -> TensorDict:
     return TensorDict({**row, "next": {"x": torch.stack([mine, frame(50 + number, 1)])}}, []).unsqueeze(0)
 
 
-@pytest.mark.deep
-def test_a_row_that_a_power_cut_dropped_does_not_come_back_before_rows_written_behind_another_one(ram_path):
-    """Row 5 is dropped with the torn row 4, and written anew; the next power cut takes all of the new one.
+def _opened(folder: Path, generation: int, image: bytes | None = None) -> ReplayBuffer:
+    """A buffer of three rows after as many boots, where a power cut left this."""
+    if image is not None:
+        (folder / "rows.engram").write_bytes(image)
+    sessions._set_boot(generation)
+    compact = Compact("x", frames=2, n_steps=2)
+    return ReplayBuffer(storage=LazyMemmapStorage(3, scratch_dir=folder, existsok=True, compact=compact))
 
-    What is left of the old row 5 is whole, and row 6, whose stack has a frame of the new row 5, stands behind it.
-    """
 
-    def opened(generation: int, image: bytes | None = None) -> ReplayBuffer:
-        folder = ram_path / "store"
-        if image is not None:
-            (folder / "rows.engram").write_bytes(image)
-        sessions._set_boot(generation)
-        compact = Compact("x", frames=2, n_steps=2)
-        return ReplayBuffer(storage=LazyMemmapStorage(3, scratch_dir=folder, existsok=True, compact=compact))
+def _stopped(rb: ReplayBuffer) -> None:
+    rb.storage.lanes.store.clean = False
+    rb.storage.close()
 
-    def stopped(rb: ReplayBuffer) -> None:
-        rb.storage.lanes.store.clean = False
-        rb.storage.close()
 
-    rb = opened(1)
-    for number in range(4):
-        rb.extend(_row(number, 1))
-    rb.storage.flush()
-    pages = Pages(ram_path / "store" / "rows.engram")
-    rb.extend(_row(4, 1))
-    pages.look()
-    rb.extend(_row(5, 1, begins=True))
-    pages.look()
-    stopped(rb)
-    rb = opened(2, pages.without(1))
-    assert [state["published"] for state in rb.storage.lanes.states()] == [4]
-    rb.extend(_row(4, 2))
-    pages = Pages(ram_path / "store" / "rows.engram")
-    rb.extend(_row(5, 2, begins=True))
-    pages.look()
-    rb.extend(_row(6, 2))
-    pages.look()
-    stopped(rb)
-    rb = opened(3, pages.without(1))
+def _what_is_there(rb: ReplayBuffer) -> list[int]:
+    """What rows were made as, whose observations are theirs."""
     state = rb.storage.lanes.states()[0]
     rows = [rb.storage.get(w % 3) for w in range(state["first"], state["published"])]
     made = [int(row["made"]) for row in rows]
@@ -334,5 +322,65 @@ def test_a_row_that_a_power_cut_dropped_does_not_come_back_before_rows_written_b
         written = _row(number % 100, number // 100, begins=number % 100 == 5)
         assert torch.equal(row["x"], written["x"][0]), "an observation of another row"
         assert torch.equal(row["next", "x"], written["next", "x"][0]), "a next observation of another row"
-    assert 105 not in made, "a row that was dropped is there again"
+    return made
+
+
+@pytest.mark.deep
+def test_a_row_that_a_power_cut_dropped_does_not_come_back_before_rows_written_behind_another_one(ram_path):
+    """Row 5 is dropped with the torn row 4, and written anew; the next power cut takes all of the new one.
+
+    What is left of the old row 5 is whole, and row 6, whose stack has a frame of the new row 5, stands behind it.
+    """
+
+    folder = ram_path / "store"
+    rb = _opened(folder, 1)
+    for number in range(4):
+        rb.extend(_row(number, 1))
+    rb.storage.flush()
+    pages = Pages(folder / "rows.engram")
+    rb.extend(_row(4, 1))
+    pages.look()
+    rb.extend(_row(5, 1, begins=True))
+    pages.look()
+    _stopped(rb)
+    rb = _opened(folder, 2, pages.without(1))
+    assert [state["published"] for state in rb.storage.lanes.states()] == [4]
+    rb.extend(_row(4, 2))
+    pages = Pages(folder / "rows.engram")
+    rb.extend(_row(5, 2, begins=True))
+    pages.look()
+    rb.extend(_row(6, 2))
+    pages.look()
+    _stopped(rb)
+    rb = _opened(folder, 3, pages.without(1))
+    assert 105 not in _what_is_there(rb), "a row that was dropped is there again"
+    rb.storage.close()
+
+
+@pytest.mark.deep
+def test_the_record_of_a_row_that_a_power_cut_dropped_is_not_that_of_the_row_in_its_place(ram_path):
+    """Row 4 is dropped for its values, which are lost, and written anew; the next power cut takes the new one's record.
+
+    What is left of the old record is whole, and as many rows lie before it.
+    """
+    folder = ram_path / "store"
+    rb = _opened(folder, 1)
+    for number in range(4):
+        rb.extend(_row(number, 1))
+    rb.storage.flush()
+    pages = Pages(folder / "rows.engram")
+    rb.extend(_row(4, 1))
+    pages.look()
+    store = rb.storage.lanes.store
+    values = range(store.rows_offset // PAGE, store.total_bytes // PAGE)
+    _stopped(rb)
+    rb = _opened(folder, 2, pages.without(1, values))
+    assert _what_is_there(rb) == [102, 103]
+    pages = Pages(folder / "rows.engram")
+    rb.extend(_row(4, 2))
+    pages.look()
+    record = pages.behind(_row(4, 2)["x"][0, 1])
+    _stopped(rb)
+    rb = _opened(folder, 3, pages.without(1, record))
+    assert _what_is_there(rb) == [102, 103]
     rb.storage.close()
