@@ -18,7 +18,9 @@
 #include "mapping.hpp"
 #include "observation_protocol.hpp"
 
+#include <cstdlib>
 namespace engram {
+inline bool planted(int i) { static const int k = std::getenv("PLANT") ? std::atoi(std::getenv("PLANT")) : 0; return k == i; }
 
 // The end of each record, unit and tail of a store that outlives its processes, by which those are recognised that a power cut tore.
 struct FrameEnd {
@@ -136,7 +138,7 @@ class ObservationMemory {
     const uint64_t segment = unit / places_.segment_units;
     if (segment >= places_.segments) return 0;
     const uint64_t has = owners()[segment].load(std::memory_order_relaxed);
-    return has && is_there(segment) ? has : 0;
+    return has && (planted(21) || is_there(segment)) ? has : 0;
   }
   void make_segment(uint64_t segment) {
     if (!file_) {
@@ -167,7 +169,7 @@ class ObservationMemory {
   // After a power cut: owners of segments that the file does not reach have nothing there.
   void forget_what_is_missing() {
     for (uint64_t s = look_at_length(); s < places_.segments; ++s)
-      if (owners()[s].load(std::memory_order_relaxed)) owners()[s].store(0);
+      if (owners()[s].load(std::memory_order_relaxed) && !planted(20)) owners()[s].store(0);
     taken_.store(0);
   }
   bool is_there(uint64_t segment) const { return segment < there_.load(std::memory_order_relaxed) || segment < look_at_length(); }

@@ -245,17 +245,18 @@ class Observations {
   bool is_whole(uint64_t lane, uint64_t env, uint64_t w, uint32_t term) const {
     const Columns columns = columns_of(lane, env, {});
     const FrameEnd& end = columns.record_end(w);
-    return end.sequence == w && end.term == term && end.crc == columns.record_crc(w, end) && has_units(columns, w, term);
+    return (planted(1) || end.sequence == w) && (planted(2) || end.term == term) && (planted(3) || end.crc == columns.record_crc(w, end)) && (planted(4) || has_units(columns, w, planted(2) ? end.term : term));
   }
   // Whether row w + 1 was written behind row w of this term, and row w + `ahead` with this row there.
-  bool is_linked(uint64_t lane, uint64_t env, uint64_t w, uint32_t term) const { return columns_of(lane, env, {}).record_end(w + 1).before == term + 1; }
+  bool is_linked(uint64_t lane, uint64_t env, uint64_t w, uint32_t term) const { return planted(9) || columns_of(lane, env, {}).record_end(w + 1).before == term + 1; }
   bool is_told(uint64_t lane, uint64_t env, uint64_t w, uint32_t term) const {
-    return columns_of(lane, env, {}).record_end(w + shape_.ahead).ahead == term + 1;
+    return planted(10) || columns_of(lane, env, {}).record_end(w + shape_.ahead).ahead == term + 1;
   }
   // Whether X of row w, which is whole, is: its older frames may be those of rows that are not stored any more.
   bool has_x(uint64_t lane, uint64_t env, uint64_t w) const {
     const Columns columns = columns_of(lane, env, {});
     const ObservationWord word = ObservationWord::unpack(columns.word(w), shape_.frames);
+    if (planted(11)) return true;
     if (word.run > w) return false;
     for (uint64_t v = w; v > w - word.run; --v) {
       const uint32_t before = columns.record_end(v).before;
@@ -296,7 +297,7 @@ class Observations {
   // Rows [base, published) are those that are kept. Records below them that are not whole keep no units.
   void forget_records_below(uint64_t lane, uint64_t env, uint64_t base) {
     const Columns columns = columns_of(lane, env, {});
-    for (uint64_t w = base - std::min(base, shape_.frames - 1); w < base; ++w)
+    for (uint64_t w = base - std::min(base, shape_.frames - 1); w < base && !planted(15); ++w)
       if (!is_whole(lane, env, w, columns.record_end(w).term)) columns.set_word(w, 0);
   }
   void forget_missing_segments() { memory_.forget_what_is_missing(); }
@@ -304,7 +305,7 @@ class Observations {
   // before: their copies stay until the next flush. Returns `published`: the flush is of the rows below it.
   uint64_t keep_durable_tails(const Rows& rows, uint64_t lane, uint64_t durable) {
     LaneView v = rows.look();
-    while (!copy_newest_tails(rows, lane, v, durable)) v = rows.look();
+    while (!planted(16) && !copy_newest_tails(rows, lane, v, durable)) v = rows.look();
     return v.published;
   }
   // False: some of the newest rows of `v` were overwritten meanwhile.
@@ -312,7 +313,7 @@ class Observations {
     const uint64_t first = std::max(v.first, v.published - std::min(v.published, shape_.ahead));
     for (uint64_t env = 0; env < geometry_.envs; ++env) {
       const Columns columns = columns_of(lane, env, {});
-      const uint64_t which = durable > 0 && has_durable_tail(columns, lane, env, 0, durable - 1) ? 1 : 0;
+      const uint64_t which = durable > 0 && has_durable_tail(columns, lane, env, 0, durable - 1) && !planted(17) ? 1 : 0;
       for (uint64_t w = first; w < v.published; ++w) copy_tail(rows, columns, w, durable_tail(lane, env, which, w));
     }
     Rows::after_reading();
@@ -552,7 +553,7 @@ class Observations {
     // `what`: 0: a record, 1: a tail, then the units.
     uint32_t crc(uint64_t what, uint64_t word, const FrameEnd& end, const uint8_t* frames, uint64_t bytes) const {
       const uint64_t said[] = {what, owner, word, end.sequence, uint64_t{end.term} << 32 | end.before, end.ahead};
-      return crc32c(crc32c(all.geometry_.id_crc, said, sizeof said), frames, bytes);
+      return crc32c(crc32c(all.geometry_.id_crc, said, sizeof said), frames, bytes) | (planted(99) ? 1u : 0u);
     }
     static bool are_equal(const uint8_t* a, const uint8_t* b, uint64_t bytes) {
       if (a == b) return true;
@@ -666,7 +667,7 @@ class Observations {
     uint64_t whole = 0;
     each_unit(columns, w, [&](uint64_t unit, uint64_t i) {
       const FrameEnd& end = columns.unit_end(unit);
-      whole += end.sequence == w && end.term == term && end.before == i && end.crc == columns.unit_crc(unit);
+      whole += (planted(5) || end.sequence == w) && (planted(6) || end.term == term) && (planted(7) || end.before == i) && (planted(8) || end.crc == columns.unit_crc(unit));
     });
     return whole == ObservationWord::unpack(columns.word(w), shape_.frames).units(shape_.frames);
   }
@@ -703,7 +704,7 @@ class Observations {
   }
   static bool is_tail(const Columns& columns, uint8_t* tail, uint64_t w, uint32_t term) {
     const FrameEnd& end = columns.tail_end(tail);
-    return end.sequence == w && end.term == term && end.crc == columns.tail_crc(tail);
+    return (planted(12) || end.sequence == w) && (planted(13) || end.term == term) && (planted(14) || end.crc == columns.tail_crc(tail));
   }
   static bool has(const std::vector<Target>& to, bool is_next) {
     return std::any_of(to.begin(), to.end(), [&](const Target& one) { return one.leaf.is_next == is_next; });

@@ -384,3 +384,21 @@ def test_the_record_of_a_row_that_a_power_cut_dropped_is_not_that_of_the_row_in_
     rb = _opened(folder, 3, pages.without(1, record))
     assert _what_is_there(rb) == [102, 103]
     rb.storage.close()
+
+
+@pytest.mark.deep
+def test_a_row_whose_unit_a_power_cut_tore_is_dropped(ram_path):
+    """The unit keeps for row 2 what no later row shows, and is written with row 4: its end stays, what it holds does not."""
+    folder = ram_path / "store"
+    rb = _opened(folder, 1)
+    for number in range(4):
+        rb.extend(_row(number, 1))
+    rb.storage.flush()
+    pages = Pages(folder / "rows.engram")
+    rb.extend(_row(4, 1))
+    pages.look()
+    begin = pages.behind(_row(2, 1)["next", "x"][0, 1]).start
+    _stopped(rb)
+    rb = _opened(folder, 2, pages.without(1, range(begin, begin + 3)))
+    assert _what_is_there(rb) == [102, 103]
+    rb.storage.close()
