@@ -210,6 +210,30 @@ def test_forged_words_crash_no_reader(steps: Callable[[int, int], TensorDict], c
     assert Child(read_forged).result() == 30 * (80 + 16)
 
 
+def test_a_segment_that_a_lane_is_said_to_have_is_not_read_where_the_file_does_not_reach() -> None:
+    rb = buffer(in_memory(compact=COMPACT))
+    rb.extend(strangers(80, 0))
+    fd, store = rb.storage.lanes.locks.fd, rb.storage.lanes.store
+    said = np.frombuffer(os.pread(fd, store.observation_bytes, store.total_bytes), np.uint64)
+    taken = int(np.argmax(said == 0))
+    words = taken + int(np.argmax(said[taken:] != 0))
+    assert (said[:taken] == 1).all() and (said[words + 1 : words + 80] % 4 == 2).all(), "owners, then words with units"
+    os.pwrite(fd, np.ones(words - taken - 8, np.uint64).tobytes(), store.total_bytes + 8 * taken)
+    newest = int((said[words : words + 80] >> 8).max())
+    draw = np.random.default_rng(0)
+
+    def read_forged() -> int:
+        reads = 0
+        for _ in range(20):
+            heads = draw.integers(newest, 10 * newest, 80).astype(np.uint64)
+            forged = heads << np.uint64(8) | said[words : words + 80] & np.uint64(255)
+            os.pwrite(fd, forged.tobytes(), store.total_bytes + 8 * words)
+            reads += len(rows(rb))
+        return reads
+
+    assert Child(read_forged).result() == 20 * 80
+
+
 def test_a_store_is_not_written_to_before_it_is_known_what_lies_beside_its_rows() -> None:
     rb = buffer(in_memory(compact=COMPACT))
     rb.extend(strangers(3, 0))
