@@ -388,7 +388,7 @@ def test_the_record_of_a_row_that_a_power_cut_dropped_is_not_that_of_the_row_in_
 
 @pytest.mark.deep
 def test_a_row_whose_unit_a_power_cut_tore_is_dropped(ram_path):
-    """The unit keeps for row 2 what no later row shows, and is written with row 4: its end stays, what it holds does not."""
+    """The unit keeps for row 2 what no later row shows, and is written with row 4: its end stays, not what it holds."""
     folder = ram_path / "store"
     rb = _opened(folder, 1)
     for number in range(4):
