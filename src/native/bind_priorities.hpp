@@ -1,5 +1,8 @@
 // Python bindings of priorities: arguments are checked here, before anything changes.
 #pragma once
+#include <algorithm>
+#include <cmath>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -94,6 +97,28 @@ inline void refuse_priority(double p, size_t at) {
 inline void check_priorities(const Priorities& self, const NumbersArg& p) {
   for (size_t i = 0; i < p.n; ++i)
     if (!self.transform().takes(p[i])) refuse_priority(p[i], i);
+}
+
+// n priorities as float64 [n], in memory of their own. None: the argument has another form.
+inline std::optional<Tensor> checked_priorities(const Priorities& self, nb::handle priorities, size_t n) {
+  if (!is_tensor(priorities.ptr())) return std::nullopt;
+  const NumbersArg given(priorities);
+  if (!given.fits() || given.n != n) return std::nullopt;
+  Results out;
+  out.add({kDLFloat, 64}, n);
+  out.take();
+  auto* const own = out.data<double>(0);
+  given.copy_to(own);
+  bool are_finite = true;
+  double highest = 0;
+  for (size_t i = 0; i < n; ++i) {
+    are_finite &= own[i] >= 0 && own[i] <= std::numeric_limits<double>::max();
+    highest = std::max(highest, own[i]);
+  }
+  if (!are_finite || !self.transform().takes(highest))  // leaves grow with priorities: the highest stands for all
+    for (size_t i = 0; i < n; ++i)
+      if (!self.transform().takes(own[i])) refuse_priority(own[i], i);
+  return out.make(0);
 }
 
 // The rows of a store that exist, according to a follower that has just polled it.
@@ -456,6 +481,7 @@ inline void bind_priorities(nb::module_& m) {
         if (!given.fits()) throw nb::type_error("priorities must be contiguous float32 or float64");
         check_priorities(self, given);
       }, "priorities"_a)
+      .def("checked", &checked_priorities, "priorities"_a, "n"_a)
       .def("of", &priorities_of, "store"_a, "slots"_a)
       .def("leaves", &leaves_of, "store"_a, "slots"_a)
       .def("use", &use_transform, "alpha"_a, "eps"_a)

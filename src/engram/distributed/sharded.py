@@ -635,9 +635,9 @@ class ShardedReplayBuffer:
         """
         if self._prioritized is None:
             return
-        at = torch.as_tensor(index, dtype=torch.int64).reshape(-1)
+        at = _as_column(index)
         priorities = self._prioritized.checked_priorities(priority, len(at))
-        generations = None if generation is None else torch.as_tensor(generation, dtype=torch.int64).reshape(-1)
+        generations = None if generation is None else _as_column(generation)
         if generations is not None and len(generations) != len(at):
             raise ValueError(f"{len(generations)} generations came with {len(at)} indices; nothing was changed")
         self._updates.give(at, priorities, generations)
@@ -850,6 +850,13 @@ class ShardedReplayBuffer:
                 finally:
                     self._end_producing()
                     self._updates.drop()
+
+
+def _as_column(numbers: Any) -> Tensor:
+    """Whole numbers as int64 [n]."""
+    if type(numbers) is Tensor and numbers.dtype is torch.int64 and numbers.ndim == 1:
+        return numbers
+    return torch.as_tensor(numbers, dtype=torch.int64).reshape(-1)
 
 
 def check_count(what: str, value: Any) -> None:

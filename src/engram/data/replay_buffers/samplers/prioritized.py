@@ -284,6 +284,9 @@ class PriorityTable(RunSource):
 
     def checked(self, priority: Any, n: int) -> Tensor:
         """As `PrioritizedSampler.checked_priorities`."""
+        plain = self._priorities.checked(priority, n)
+        if plain is not None:
+            return plain
         p = _per_step(priority, n, (n,), self.reduction)
         self._priorities.check(p)
         return p
