@@ -35,7 +35,7 @@ from engram.distributed.resharding import LoadedPiece, Run, SavedPiece, check_pi
 from engram.distributed.shard_sampling import draw_rows, lane_ranges, read_by_sequence
 from engram.errors import IncarnationError, ShardVersionError, StorageError
 from engram.kernel.disk import Checkpoint
-from engram.kernel.replay import Member, SaveHandle
+from engram.kernel.replay import Member, SaveHandle, begin_dumps
 from engram.kernel.rows import Lanes, RowLayout, StreamEntry
 
 _MOST_DRAWS = 100
@@ -656,20 +656,17 @@ class ReplayShard:
     def begin_save(self, incarnation: int, path: str | os.PathLike[str], oldest: str | None = None) -> int | None:
         """Begins a save of rows and sampler as they are now, as `ReplayBuffer.dumps` makes one; `saved` tells its end.
 
-        Calls are answered meanwhile.
+        Calls are answered meanwhile; this one waits for no disk, and where it cannot be written there, `saved` says so.
 
         Args:
             oldest: the name of a snapshot: it stays, and those after it. None: older ones go.
 
         Returns:
             the number of the save; None: an earlier one has not ended, and nothing was begun.
-
-        Raises:
-            CheckpointError: it cannot be written.
         """
         older = [] if oldest is None else Checkpoint(path).snapshots()
         kept = sum(oldest is not None and _number(name) >= _number(oldest) for name in older)
-        return self._saves.begin(lambda: self._buffer.dumps(path, blocking=False, keep_last=1 + kept))
+        return self._saves.begin(lambda: begin_dumps(self._buffer, path, 1 + kept))
 
     @_call
     def saved(self, incarnation: int, save: int) -> str | None:

@@ -1054,11 +1054,13 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             CheckpointError: it cannot be written (disk full, read-only, another save there, ...); the last snapshot
                 is as it was.
         """
+        if not blocking:
+            handle = begin_dumps(self, path, keep_last)
+            handle.await_begin()
+            return handle
         # Batches that were prepared before the last writes are prepared again, here and where this is loaded.
         with self._parts.undisturbed(), self._storage.mutex:
-            if blocking:
-                return save_buffer(self._saved_form, Path(path), keep_last)
-            return save_in_background(self._saved_form, Path(path), keep_last)
+            return save_buffer(self._saved_form, Path(path), keep_last)
 
     def loads(
         self,
@@ -1216,6 +1218,12 @@ def _chosen_batch_size(own: int | None, batch_size: Any) -> int:
     checked = _checked_batch_size(batch_size)
     assert checked is not None
     return checked
+
+
+def begin_dumps(buffer: ReplayBuffer[Any], path: str | os.PathLike[str], keep_last: int) -> SaveHandle:
+    """As `dumps(path, blocking=False)`, but waits for no disk: what keeps it from beginning is an error of `result()`."""
+    with buffer._parts.undisturbed(), buffer._storage.mutex:
+        return save_in_background(buffer._saved_form, Path(path), keep_last)
 
 
 def shown_buffer(kind: str, shown: dict[str, Any]) -> str:
