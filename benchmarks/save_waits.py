@@ -216,7 +216,7 @@ def report(callers: list[Caller], begin: float, end: float) -> str:
         waits = sorted(1000 * wait for wait in caller.waits(begin, end))
         most, middle = waits[-1], waits[len(waits) // 2]
         of_1000 = waits[min(len(waits) - 1, len(waits) * 999 // 1000)]
-        texts.append(f"{who} waited {most:.1f} ms at most, {of_1000:.1f} in 99.9 %, {middle:.1f} in 50 % ({len(waits)})")
+        texts.append(f"{who} waited {most:.1f} ms at most, {of_1000:.1f} (99.9 %), {middle:.1f} (50 %) of {len(waits)}")
     return ", ".join(texts)
 
 

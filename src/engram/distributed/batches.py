@@ -285,7 +285,7 @@ class BatchStream:
 
     def _unpacked(
         self,
-        parts: Sequence[Any],
+        parts: Any,
         index: Tensor,
         generation: Tensor,
         weight: Tensor | None,

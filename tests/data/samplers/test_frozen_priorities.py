@@ -1,4 +1,4 @@
-"""A save in the background has the priorities of the moment in which it began, whatever is set, written or emptied since."""
+"""A save in the background has the priorities of the moment in which it began, whatever happens since."""
 
 from __future__ import annotations
 

@@ -1221,7 +1221,7 @@ def _chosen_batch_size(own: int | None, batch_size: Any) -> int:
 
 
 def begin_dumps(buffer: ReplayBuffer[Any], path: str | os.PathLike[str], keep_last: int) -> SaveHandle:
-    """As `dumps(path, blocking=False)`, but waits for no disk: what keeps it from beginning is an error of `result()`."""
+    """As `dumps(path, blocking=False)`, but waits for no disk: why it cannot begin is an error of `result()`."""
     with buffer._parts.undisturbed(), buffer._storage.mutex:
         return save_in_background(buffer._saved_form, Path(path), keep_last)
 
