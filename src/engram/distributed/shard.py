@@ -35,7 +35,7 @@ from engram.distributed.resharding import LoadedPiece, Run, SavedPiece, check_pi
 from engram.distributed.shard_sampling import draw_rows, lane_ranges, read_by_sequence
 from engram.errors import IncarnationError, ShardVersionError, StorageError
 from engram.kernel.disk import Checkpoint
-from engram.kernel.replay import Member, SaveHandle, begin_dumps
+from engram.kernel.replay import Member, SaveHandle
 from engram.kernel.rows import Lanes, RowLayout, StreamEntry
 
 _MOST_DRAWS = 100
@@ -666,7 +666,7 @@ class ReplayShard:
         """
         older = [] if oldest is None else Checkpoint(path).snapshots()
         kept = sum(oldest is not None and _number(name) >= _number(oldest) for name in older)
-        return self._saves.begin(lambda: begin_dumps(self._buffer, path, 1 + kept))
+        return self._saves.begin(lambda: self._buffer.begin_dumps(path, keep_last=1 + kept))
 
     @_call
     def saved(self, incarnation: int, save: int) -> str | None:

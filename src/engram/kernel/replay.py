@@ -1,6 +1,5 @@
 """Behind a buffer: reading batches, adapters of users' parts, looks at stored rows, time steps without an index."""
 
-from engram.data.replay_buffers.buffers.buffer import begin_dumps
 from engram.data.replay_buffers.buffers.rebuild import saved_storage
 from engram.data.replay_buffers.buffers.stats import stored_trajectories
 from engram.data.replay_buffers.reading.reader import Member
@@ -18,7 +17,6 @@ __all__ = [
     "append_step",
     "as_sampler",
     "as_writer",
-    "begin_dumps",
     "mark_rows",
     "read_leaves",
     "read_n_steps",

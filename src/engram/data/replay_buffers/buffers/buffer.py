@@ -1055,12 +1055,17 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
                 is as it was.
         """
         if not blocking:
-            handle = begin_dumps(self, path, keep_last)
+            handle = self.begin_dumps(path, keep_last=keep_last)
             handle.await_begin()
             return handle
         # Batches that were prepared before the last writes are prepared again, here and where this is loaded.
         with self._parts.undisturbed(), self._storage.mutex:
             return save_buffer(self._saved_form, Path(path), keep_last)
+
+    def begin_dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1) -> SaveHandle:
+        """As `dumps(path, blocking=False)`, but waits for no disk: why it cannot begin is an error of `result()`."""
+        with self._parts.undisturbed(), self._storage.mutex:
+            return save_in_background(self._saved_form, Path(path), keep_last)
 
     def loads(
         self,
@@ -1218,12 +1223,6 @@ def _chosen_batch_size(own: int | None, batch_size: Any) -> int:
     checked = _checked_batch_size(batch_size)
     assert checked is not None
     return checked
-
-
-def begin_dumps(buffer: ReplayBuffer[Any], path: str | os.PathLike[str], keep_last: int) -> SaveHandle:
-    """As `dumps(path, blocking=False)`, but waits for no disk: why it cannot begin is an error of `result()`."""
-    with buffer._parts.undisturbed(), buffer._storage.mutex:
-        return save_in_background(buffer._saved_form, Path(path), keep_last)
 
 
 def shown_buffer(kind: str, shown: dict[str, Any]) -> str:

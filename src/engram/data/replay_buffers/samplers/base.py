@@ -470,9 +470,8 @@ class _SavedSampler(SavedPart):
         if not self.is_ours:  # a user's class may say its state otherwise
             return super().frozen_state(storage)
         self.sync(storage)
-        sampler = self.part
-        with sampler.lock:
-            return {**copy.deepcopy(sampler._config()), **sampler.storage_state.frozen_state()}
+        with self.part.lock:
+            return {**copy.deepcopy(dict(self._settings)), **self.part.storage_state.frozen_state()}
 
     def differences(self, state: Any) -> list[str]:
         self.part.storage_state.check_saved(state)

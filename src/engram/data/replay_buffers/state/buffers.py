@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engram import _native
+from engram._native import PrioritySnapshot
 from engram._system import fork_registry, notice_fork
 from engram._text import log
 from engram.checkpoint.foreign import Part, Receiver, open_saved
@@ -320,7 +320,7 @@ def save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> SaveH
 
 def _read_snapshots(state: Any) -> Any:
     """A frozen state with tensors in place of its snapshots."""
-    if isinstance(state, _native.PrioritySnapshot):
+    if isinstance(state, PrioritySnapshot):
         return state.read()
     if type(state) is dict:
         return {key: _read_snapshots(value) for key, value in state.items()}
