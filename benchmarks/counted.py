@@ -139,7 +139,7 @@ def _clients_of_shards() -> Iterator[tuple[str, Call, int]]:
             step = client_step(shards, kind, {"max_batch_age": 3600.0, "batches_per_call": PER_CALL}, PreparedLink)
             for _ in range(GROWN):
                 step()
-            priorities = " and new priorities" if kind == "prioritised" else ""
+            priorities = ", update" if kind == "prioritised" else ""
             yield f"shards: {kind} sample({BATCH}) of {shards}{priorities}", step, CALLS
 
 
