@@ -20,9 +20,11 @@ from benchmarks.data import cartpole
 from engram.data import LazyTensorStorage, PrioritizedSampler, RandomSampler, ReplayBuffer, Sampler
 from engram.distributed import ReplayShard, ShardedReplayBuffer, ShardedSettings, pack
 from engram.distributed.client import PendingCall, ShardLink
+from engram.distributed.shard import DrawnRows
 from engram.kernel.rows import RowLayout
 
 BATCH, ROWS, ROUNDS = 256, 1000, 3
+PREPARED = 8192  # rows of an answer that is given again and again
 SHARDS, LANES = (1, 16, 64, 256), (1, 64, 1024)
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "uniform": RandomSampler,
@@ -62,6 +64,28 @@ class CountingLink(ShardLink):
         return answer
 
 
+class PreparedLink(ShardLink):
+    """Answers that a shard in this process gave before: nothing of what it does is in a count.
+
+    `draw` and `sample` are answered with the first rows of one long answer, other calls as ever, but for priorities,
+    which are set in no shard.
+    """
+
+    def __init__(self, shard: ReplayShard) -> None:
+        self._shard = shard
+        self._drawn: DrawnRows = shard.sample(shard.incarnation, PREPARED)
+
+    def call(self, method: str, *arguments: Any, answer_bytes: int = 0) -> PendingCall:
+        if method == "update_priority":
+            return _Answer(self._drawn.totals)
+        if method not in ("draw", "sample"):
+            return _Answer(getattr(self._shard, method)(*arguments))
+        n, drawn = arguments[1], self._drawn
+        ratio = None if drawn.ratio is None else drawn.ratio[:n]
+        block, slots, generation = drawn.block.start(n), drawn.slots[:n], drawn.generation[:n]
+        return _Answer(drawn._replace(block=block, slots=slots, generation=generation, ratio=ratio))
+
+
 def filled_shard(rows: int, lanes: int, sampler: Sampler | None = None) -> ReplayShard:
     """A shard of so many rows, all of which one producer wrote."""
     data = cartpole(ROWS)
@@ -75,11 +99,13 @@ def filled_shard(rows: int, lanes: int, sampler: Sampler | None = None) -> Repla
     return shard
 
 
-def client_step(shards: int, kind: str, settings: dict[str, Any]) -> Callable[[], object]:
+def client_step(
+    shards: int, kind: str, settings: dict[str, Any], link: Callable[[ReplayShard], ShardLink] = CountingLink
+) -> Callable[[], object]:
     """A call that draws a batch, and gives it new priorities where draws are by priority."""
-    make = SAMPLERS[kind]
-    links = [CountingLink(filled_shard(ROWS, 2, make())) for _ in range(shards)]
-    buffer = ShardedReplayBuffer(links, ShardedSettings(make(), batch_size=BATCH, **settings))
+    make, generator = SAMPLERS[kind], torch.Generator().manual_seed(0)
+    links = [link(filled_shard(ROWS, 2, make())) for _ in range(shards)]
+    buffer = ShardedReplayBuffer(links, ShardedSettings(make(), batch_size=BATCH, **settings), generator=generator)
     if kind == "uniform":
         return buffer.sample
     priorities = torch.rand(BATCH) + 0.1

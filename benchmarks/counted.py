@@ -22,6 +22,7 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 
+from benchmarks.cluster_client import SAMPLERS, PreparedLink, client_step
 from benchmarks.collect import FRAMES_PER_BATCH, Greedy
 from benchmarks.data import cartpole
 from engram.collectors import SyncDataCollector
@@ -47,6 +48,8 @@ PAIRS, GAME = 32, 1000
 BOX = spaces.Box(-np.inf, np.inf, (4,), np.float32)
 BUFFERS = {"ReplayBuffer": ReplayBuffer, "TensorDictReplayBuffer": TensorDictReplayBuffer}
 WARM_UP, CALLS = 300, 300
+OF_SHARDS, PER_CALL, GROWN = (16, 256), 100, 500
+"""Shards; the batches for which they are asked in a call; and those until they are asked for so many."""
 BATCHES_COLLECTED = 2
 """Of the collectors, for warming up and for counting: each is 1,000 frames."""
 
@@ -82,6 +85,7 @@ def calls() -> Iterator[tuple[str, Call, int]]:
     rb = _full(ReplayBuffer, data, sampler=SamplerWithoutReplacement())
     yield f"epoch, sample({BATCH})", lambda rb=rb: rb.sample(BATCH), CALLS
     yield from _adapters()
+    yield from _clients_of_shards()
     yield f"{FRAMES_PER_BATCH} frames, random", _collecting(None), BATCHES_COLLECTED
     yield f"{FRAMES_PER_BATCH} frames, MLP 2x64", _collecting(Greedy()), BATCHES_COLLECTED
     yield "1 step into a buffer, MLP 2x64", _stepping(Greedy()), CALLS
@@ -126,6 +130,17 @@ def _adapters() -> Iterator[tuple[str, Call, int]]:
         yield f"SB3 adapter's rows, {name}: add, none truncated", _adding(rows, _step(envs, space)), CALLS
     discounts = powers(0.99, 3)
     yield f"SB3 adapter's rows, {name}: 3 steps of {BATCH}", lambda: rows.n_steps(slots, discounts), CALLS
+
+
+def _clients_of_shards() -> Iterator[tuple[str, Call, int]]:
+    """Batches of a client of shards, whose own work is not counted, and which asks each of them three times."""
+    for kind in SAMPLERS:
+        for shards in OF_SHARDS:
+            step = client_step(shards, kind, {"max_batch_age": 3600.0, "batches_per_call": PER_CALL}, PreparedLink)
+            for _ in range(GROWN):
+                step()
+            priorities = ", update" if kind == "prioritised" else ""
+            yield f"shards: {kind} sample({BATCH}) of {shards}{priorities}", step, CALLS
 
 
 def _written(name: str, rb: Any, step: tuple[Any, ...]) -> Iterator[tuple[str, Call, int]]:

@@ -5,7 +5,9 @@
 
 A shard in a process of its own answers calls one at a time, as an actor does. One client writes, a second one draws,
 and a third one has all of it saved twice: into an empty folder, and then with what was written since. Each wait is the
-time of one call, begun when the one before was answered.
+time of one call, begun when the one before was answered. Beside them stands what the shard needed for its calls, and
+how much of that was CPU time of the thread that answers: the rest of a long call it was not running, on a machine with
+fewer cores than work, or it waited for the save.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -38,11 +40,24 @@ BATCH = 256
 WRITTEN = 256  # rows of a call
 
 
+ANSWERED = "answered"  # which asks for `Answered` of all calls
+
+
+class Answered(NamedTuple):
+    """A call that a shard has answered, when it began, and seconds: of the clock, and of CPU."""
+
+    method: str
+    began: float
+    took: float
+    cpu: float
+
+
 def serve(connections: list[Connection], capacity: int, prioritized: bool, folder: str) -> None:
     """A shard that answers the calls of all connections, one at a time."""
     torch.set_num_threads(1)
     sampler = PrioritizedSampler(capacity, 0.6, 0.4) if prioritized else RandomSampler()
     shard = ReplayShard(capacity, sampler=sampler, scratch_dir=folder)
+    answered: list[Answered] = []
     answers: dict[Connection, queue.SimpleQueue[Any]] = {one: queue.SimpleQueue() for one in connections}
     for one, of_one in answers.items():  # a client that does not fetch its answers keeps no other one from theirs
         threading.Thread(target=send, args=(one, of_one), daemon=True).start()
@@ -54,10 +69,12 @@ def serve(connections: list[Connection], capacity: int, prioritized: bool, folde
             except (EOFError, OSError):
                 connections.remove(connection)
                 continue
+            began, cpu = time.perf_counter(), time.thread_time()
             try:
-                answer = getattr(shard, method)(*arguments)
+                answer = answered if method == ANSWERED else getattr(shard, method)(*arguments)
             except Exception as error:
                 answer = error
+            answered.append(Answered(method, began, time.perf_counter() - began, time.thread_time() - cpu))
             answers[connection].put(answer)
     shard.close()
 
@@ -171,7 +188,8 @@ def main() -> None:
             caller.start()
         time.sleep(2.0)
         began = time.perf_counter()
-        print(f"before: {report(callers, began - 2.0, began)}", flush=True)
+        phases = [("before", began - 2.0, began)]
+        print(f"load average {os.getloadavg()[0]:.1f}. Before: {report(callers, began - 2.0, began)}", flush=True)
         for what in ("into an empty folder", "what was written since"):
             began = time.perf_counter()
             saver.dumps(saved)
@@ -179,8 +197,12 @@ def main() -> None:
             time.sleep(2.0)  # until calls that were on their way have been answered
             print(f"a save of {args.gigabytes:g} GB, {what}, {ended - began:.2f} s: {report(callers, began, ended)}",
                   flush=True)  # fmt: skip
+            phases.append((what, began, ended))
         for caller in callers:
             caller.end()
+        answered = Link(pairs[2][0]).call(ANSWERED).result(60.0)
+        for what, began, ended in phases:
+            print(f"the shard, {what}: {report_shard(answered, began, ended)}", flush=True)
         writer.close(), reader.close(), saver.close()
         for near, _ in pairs:
             near.close()
@@ -192,10 +214,21 @@ def report(callers: list[Caller], begin: float, end: float) -> str:
     texts = []
     for who, caller in zip(("a writer", "a reader"), callers, strict=True):
         waits = sorted(1000 * wait for wait in caller.waits(begin, end))
-        texts.append(
-            f"{who} waited {waits[-1]:.1f} ms at most, {waits[len(waits) // 2]:.1f} in the middle ({len(waits)})"
-        )
+        most, middle = waits[-1], waits[len(waits) // 2]
+        of_1000 = waits[min(len(waits) - 1, len(waits) * 999 // 1000)]
+        texts.append(f"{who} waited {most:.1f} ms at most, {of_1000:.1f} (99.9 %), {middle:.1f} (50 %) of {len(waits)}")
     return ", ".join(texts)
+
+
+def report_shard(answered: list[Answered], begin: float, end: float) -> str:
+    """The shard's calls of that time that took longest, by the clock and by CPU."""
+    calls = [one for one in answered if begin < one.began + one.took and one.began < end]
+
+    def text(one: Answered) -> str:
+        return f"{one.method} {1000 * one.took:.1f} ms with {1000 * one.cpu:.1f} of CPU"
+
+    longest = sorted(calls, key=lambda one: -one.took)[:3]
+    return f"{', '.join(map(text, longest))}; most CPU: {text(max(calls, key=lambda one: one.cpu))} ({len(calls)})"
 
 
 if __name__ == "__main__":

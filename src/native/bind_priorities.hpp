@@ -1,8 +1,14 @@
 // Python bindings of priorities: arguments are checked here, before anything changes.
 #pragma once
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include <nanobind/stl/shared_ptr.h>
 
 #include "bind_batches.hpp"
 #include "bind_store.hpp"
@@ -94,6 +100,28 @@ inline void refuse_priority(double p, size_t at) {
 inline void check_priorities(const Priorities& self, const NumbersArg& p) {
   for (size_t i = 0; i < p.n; ++i)
     if (!self.transform().takes(p[i])) refuse_priority(p[i], i);
+}
+
+// n priorities as float64 [n], in memory of their own. None: the argument has another form.
+inline std::optional<Tensor> checked_priorities(const Priorities& self, nb::handle priorities, size_t n) {
+  if (!is_tensor(priorities.ptr())) return std::nullopt;
+  const NumbersArg given(priorities);
+  if (!given.fits() || given.n != n) return std::nullopt;
+  Results out;
+  out.add({kDLFloat, 64}, n);
+  out.take();
+  auto* const own = out.data<double>(0);
+  given.copy_to(own);
+  bool are_finite = true;
+  double highest = 0;
+  for (size_t i = 0; i < n; ++i) {
+    are_finite &= own[i] >= 0 && own[i] <= std::numeric_limits<double>::max();
+    highest = std::max(highest, own[i]);
+  }
+  if (!are_finite || !self.transform().takes(highest))  // leaves grow with priorities: the highest stands for all
+    for (size_t i = 0; i < n; ++i)
+      if (!self.transform().takes(own[i])) refuse_priority(own[i], i);
+  return out.make(0);
 }
 
 // The rows of a store that exist, according to a follower that has just polled it.
@@ -406,6 +434,24 @@ inline std::tuple<SeenRows, double, double, uint64_t, Tensor> priorities_state(P
   return {state.seen, state.highest, state.latest, state.skipped, out.make(0)};
 }
 
+// The same, of this moment, with a snapshot in place of the priorities.
+inline std::tuple<SeenRows, double, double, uint64_t, std::shared_ptr<PrioritySnapshot>> freeze_priorities(Priorities& self,
+                                                                                                           const Store& store) {
+  self.poll(store);
+  if (self.frozen()) throw std::runtime_error("these priorities are being saved; wait for that save's result()");
+  const Priorities::State state = self.state();
+  return {state.seen, state.highest, state.latest, state.skipped, self.freeze(store.geometry())};
+}
+
+inline Tensor read_snapshot(PrioritySnapshot& self) {
+  const uint64_t n = self.rows();
+  Results out;
+  out.add({kDLFloat, 64}, n);
+  out.take();
+  maybe_without_gil(n * sizeof(double) > kGilBytes, [&] { self.read(out.data<double>(0)); });
+  return out.make(0);
+}
+
 inline void resume_priorities(Priorities& self, const Store& store, const SeenRows& seen, double highest, double latest,
                               uint64_t skipped, nb::handle priorities_in) {
   const NumbersArg priorities(priorities_in);
@@ -434,6 +480,7 @@ inline void use_transform(Priorities& self, double alpha, double eps) {
 
 inline void bind_priorities(nb::module_& m) {
   using namespace nb::literals;
+  nb::class_<PrioritySnapshot>(m, "PrioritySnapshot").def("read", &read_snapshot);
   nb::class_<Priorities>(m, "Priorities")
       .def(nb::init<double, double, bool, bool>(), "alpha"_a, "eps"_a, "within_buffer"_a, "starts"_a = false)
       .def("draw_starts", &draw_starts, "store"_a, "episodes"_a, "rule"_a, "seed"_a, "n"_a,
@@ -456,11 +503,13 @@ inline void bind_priorities(nb::module_& m) {
         if (!given.fits()) throw nb::type_error("priorities must be contiguous float32 or float64");
         check_priorities(self, given);
       }, "priorities"_a)
+      .def("checked", &checked_priorities, "priorities"_a, "n"_a)
       .def("of", &priorities_of, "store"_a, "slots"_a)
       .def("leaves", &leaves_of, "store"_a, "slots"_a)
       .def("use", &use_transform, "alpha"_a, "eps"_a)
       .def("forget", &Priorities::forget)
       .def("state", &priorities_state, "store"_a)
+      .def("freeze", &freeze_priorities, "store"_a)
       .def("resume", &resume_priorities, "store"_a, "seen"_a, "highest"_a, "latest"_a, "skipped"_a, "priorities"_a)
       .def_prop_ro("new_priority", &Priorities::new_priority)
       .def_prop_ro("skipped", &Priorities::skipped)

@@ -21,6 +21,7 @@
 #include "observation_chunk.hpp"
 #include "owner_watch.hpp"
 #include "policy_outputs.hpp"
+#include "priority_updates.hpp"
 #include "push.hpp"
 #include "row_pool.hpp"
 #include "shared_atomics.hpp"
@@ -60,6 +61,7 @@ NB_MODULE(_native, m) {
   bind_episodes(m);
   bind_priorities(m);
   bind_ranks(m);
+  bind_priority_updates(m);
   bind_row_pool(m);
   bind_trajectories(m);
   bind_step_columns(m);

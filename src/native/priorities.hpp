@@ -1,6 +1,11 @@
 // Priorities of stored rows: follows new rows, takes priorities from learners, and draws rows in proportion to them.
 #pragma once
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <cmath>
+#include <memory>
+#include <mutex>
 #include <optional>
 
 #include "draw.hpp"
@@ -128,6 +133,72 @@ class DrawnRows {
   std::vector<uint32_t> which_;  // for each position: 0: first_, i: later_[i - 1]; positions beyond its end: first_
 };
 
+// The priorities of the rows of one moment, which are read later, in another thread: before a slot's priority changes, the ones of
+// its block are kept as they were. (A tree that takes the place of this one changes nothing here.)
+class PrioritySnapshot {
+ public:
+  using Seen = std::vector<std::pair<uint64_t, uint64_t>>;  // for each lane: the rows [first, published)
+  PrioritySnapshot(const StoreGeometry& geometry, Seen seen, const SumTree* tree, uint64_t capacity)
+      : lane_capacity_(geometry.lane_capacity), envs_(geometry.envs), seen_(std::move(seen)), capacity_(tree ? capacity : 0) {
+    if (tree) tree_.emplace(*tree);  // shares its memory
+    kept_.resize((capacity_ + kBlock - 1) / kBlock);
+  }
+  uint64_t rows() const {
+    uint64_t n = 0;
+    for (const auto& [first, published] : seen_) n += (published - first) * envs_;
+    return n;
+  }
+  // A child was forked while the thread that reads may have held the mutex.
+  bool is_of_this_process() const { return process_ == ::getpid(); }
+  // Called before the priorities of slots [from, to) change.
+  void preserve(uint64_t from, uint64_t to) {
+    to = std::min(to, capacity_);
+    const std::lock_guard<std::mutex> guard(mutex_);
+    for (uint64_t block = from / kBlock; from < to && block <= (to - 1) / kBlock; ++block) {
+      if (kept_[block]) continue;
+      auto copy = std::make_unique<double[]>(kBlock);
+      const uint64_t first = block * kBlock, end = std::min(first + kBlock, capacity_);
+      for (uint64_t slot = first; slot < end; ++slot) copy[slot - first] = tree_->beside(slot);
+      kept_[block] = std::move(copy);
+    }
+  }
+  // The priorities of all rows, lane after lane, oldest first.
+  void read(double* out) {
+    for (uint64_t lane = 0; lane < seen_.size(); ++lane) {
+      const auto [oldest, end] = seen_[lane];
+      for (uint64_t w = oldest; w < end;) {
+        const uint64_t at = w % lane_capacity_, n = std::min(end - w, lane_capacity_ - at);
+        const uint64_t first = (lane * lane_capacity_ + at) * envs_;
+        out = read_slots(first, first + n * envs_, out);
+        w += n;
+      }
+    }
+  }
+
+ private:
+  static constexpr uint64_t kBlock = 512;  // slots
+  double* read_slots(uint64_t from, uint64_t to, double* out) {
+    while (from < to) {
+      const uint64_t block = from / kBlock, end = std::min(to, (block + 1) * kBlock);
+      const std::lock_guard<std::mutex> guard(mutex_);  // for a block at a time, so that writers do not wait long
+      const double* const kept = from < capacity_ ? kept_[block].get() : nullptr;
+      for (; from < end; ++from) {
+        const double p = from >= capacity_ ? 0 : kept ? kept[from % kBlock] : tree_->beside(from);
+        *out++ = p > kZeroPriority ? p : 0;
+      }
+    }
+    return out;
+  }
+
+  const pid_t process_ = ::getpid();
+  uint64_t lane_capacity_, envs_;
+  Seen seen_;
+  std::optional<SumTree> tree_;
+  uint64_t capacity_;
+  std::vector<std::unique_ptr<double[]>> kept_;  // by block; null: as they are in the tree
+  std::mutex mutex_;
+};
+
 // Priorities by slot. A new row gets the highest priority ever set (`max_within_buffer`: the highest among the stored rows);
 // an overwritten one has none. Follows one store at a time and restarts with another.
 class Priorities {
@@ -143,6 +214,8 @@ class Priorities {
     if (edited_.empty()) return;
     const double priority = new_priority(), leaf = transform_.leaf(priority);
     changes_.restart(edited_.size());  // allocates before the first change
+    if (const auto snapshot = frozen())
+      for (uint64_t slot : edited_) snapshot->preserve(slot, slot + 1);
     for (uint64_t slot : edited_)
       if (holds(slot)) set_one(slot, priority, leaf);
     tree_->refresh(changes_);
@@ -238,6 +311,8 @@ class Priorities {
   void set(const int64_t* slots, const double* priorities, const double* leaves, size_t n) {
     if (!tree_) return skip(n);
     changes_.restart(n);  // allocates before the first change
+    if (const auto snapshot = frozen())
+      for (size_t i = 0; i < n; ++i) snapshot->preserve(static_cast<uint64_t>(slots[i]), static_cast<uint64_t>(slots[i]) + 1);
     for (size_t done = 0; done < n; done += kAhead) {
       const size_t end = std::min(n, done + kAhead);
       tree_->prefetch(slots + done, end - done);
@@ -279,6 +354,17 @@ class Priorities {
     State s{{}, seen_, latest_, skipped_};
     for (const auto& lane : follower_.seen()) s.seen.push_back({lane.first, std::max(lane.first, lane.published)});
     return s;
+  }
+  // The priorities of the rows of now, for a thread that reads them later; there is one at a time.
+  std::shared_ptr<PrioritySnapshot> freeze(const StoreGeometry& geometry) {
+    auto snapshot = std::make_shared<PrioritySnapshot>(geometry, state().seen, tree_ ? &*tree_ : nullptr, capacity_);
+    frozen_ = snapshot;
+    return snapshot;
+  }
+  // The snapshot that is not read yet. Null: there is none; a forked child leaves that of its parent alone.
+  std::shared_ptr<PrioritySnapshot> frozen() const {
+    auto snapshot = frozen_.lock();
+    return snapshot && snapshot->is_of_this_process() ? snapshot : nullptr;
   }
   // Calls visit(lane, sequence, slot) for each row: lane after lane, oldest first.
   template <typename Visit>
@@ -393,6 +479,7 @@ class Priorities {
     if (!priority) to = std::min(to, capacity_);
     if (from >= to) return;
     reserve(to);
+    if (const auto snapshot = frozen()) snapshot->preserve(from, to);
     const double given = priority ? std::max(*priority, kZeroPriority) : 0;
     const double leaf = priority && !starts_ ? transform_.leaf(given) : 0;
     for (uint64_t slot = from; slot < to; ++slot) tree_->leaf(slot) = leaf, raw(slot) = given;
@@ -449,6 +536,7 @@ class Priorities {
   uint64_t least_ = 0, min_length_ = 0, restarts_ = 0, edits_ = 0;  // the settings that the open starts depend on
   bool reopen_ = true;
   std::vector<uint64_t> edited_;
+  std::weak_ptr<PrioritySnapshot> frozen_;  // of this tree, or of one before
   LeafChanges changes_;
   DirtyNodes dirty_;
 };

@@ -14,9 +14,12 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
+#include "bind_store.hpp"
 #include "draw.hpp"
+#include "power.hpp"
 #include "tensors.hpp"
 
 namespace engram {
@@ -27,7 +30,7 @@ class RowPool {
   RowPool(size_t shards, size_t unit, std::vector<size_t> widths, uint64_t seed)
       : answers_(shards), ends_(shards), unit_(unit), widths_(std::move(widths)), random_{seed} {
     if (shards == 0 || unit == 0 || widths_.empty()) throw nb::value_error("a pool needs shards, rows of a unit, and parts");
-    for (const size_t width : widths_) inner_.push_back({static_cast<int64_t>(width)});
+    for (const size_t width : widths_) inner_.push_back({static_cast<int64_t>(width)}), width_ += width;
   }
 
   // Takes a shard's answer in, in place of the one before it.
@@ -38,7 +41,7 @@ class RowPool {
            nb::object generation, nb::object ratio, nb::object last, nb::object mask, int64_t first_index, size_t low) {
     check(shard);
     if (!(share >= 0) || !std::isfinite(share)) throw nb::value_error("a share is finite and 0 or more");
-    auto answer = std::make_unique<Answer>();
+    auto answer = std::make_shared<Answer>();
     Answer& a = *answer;
     a.slots = column<int64_t>(slots, a, {kDLInt, 64});
     a.generation = column<int64_t>(generation, a, {kDLInt, 64});
@@ -59,9 +62,10 @@ class RowPool {
     if (a.rows % unit_) throw nb::value_error("an answer has no whole number of units");
     a.share = share, a.first_index = first_index, a.low = low;
     a.lowest = lowest.value_or(std::numeric_limits<double>::quiet_NaN());
-    drop(shard);
+    if (a.ratio && !(a.lowest > 0)) throw nb::value_error("ratios of leaves need the least leaf of the shard, above 0");
+    const auto before = forget(shard);
     if (share > 0) {
-      least_ = std::fmin(least_, a.lowest);
+      batch_.least = std::fmin(batch_.least, a.lowest);
       if (a.rows == 0) used_up_.push_back(shard);
     }
     answers_[shard] = std::move(answer);
@@ -70,9 +74,7 @@ class RowPool {
   // Forgets a shard's answer: nothing is taken from it until it has another.
   void drop(size_t shard) {
     check(shard);
-    answers_[shard].reset();
-    std::erase(used_up_, shard), std::erase(low_, shard);
-    changed_ = true;
+    forget(shard);
   }
   // The sum of all shares.
   double total() {
@@ -100,56 +102,99 @@ class RowPool {
     if (n % unit_) throw nb::value_error("a batch has no whole number of units");
     for (const size_t width : widths_)
       if (width && n > kMostRowBytes / width) throw std::bad_alloc();
-    rows_.reset(), columns_.reset();  // without memory no batch is begun
-    n_ = static_cast<int64_t>(n), at_ = 0;
-    auto rows = std::make_unique<OutBlock>(widths_.size()), columns = std::make_unique<OutBlock>(5);
-    for (size_t p = 0; p < widths_.size(); ++p) rows->plan({kDLUInt, 8}, &n_, 1, inner_[p], n * widths_[p]);
-    static const std::vector<int64_t> scalar;
-    for (const DType dtype : {DType{kDLInt, 64}, DType{kDLInt, 64}, DType{kDLFloat, 64}}) columns->plan(dtype, &n_, 1, scalar, n * 8);
-    for (int flags = 0; flags < 2; ++flags) columns->plan({kDLBool, 8}, &n_, 1, scalar, n);
-    rows->take(), columns->take();
-    rows_ = std::move(rows), columns_ = std::move(columns);
-    has_ratio_ = has_last_ = has_mask_ = true;
-    least_ = std::numeric_limits<double>::quiet_NaN();
+    Batch batch;
+    batch.places.reserve(n / unit_);  // without memory no batch is begun
+    batch.n = n, batch.is_begun = true;
+    batch.is_near = widths_[0] <= kPrefetchBytes && n * widths_[0] <= kWarmBytes;
     for (const auto& answer : answers_)
-      if (answer && answer->share > 0) least_ = std::fmin(least_, answer->lowest);
+      if (answer && answer->share > 0) batch.least = std::fmin(batch.least, answer->lowest);
+    std::swap(batch_, batch);  // the one before goes when this one is whole: its end may run Python code
   }
   // Goes on with the batch. None: it is whole. Else a shard whose rows are used up: it must get another answer, or be dropped,
   // before the next row can be drawn, as that decides by what each shard drew from.
   std::optional<size_t> fill() {
-    if (!rows_) throw nb::value_error("no batch was begun");
-    Place places[kTogether];
-    while (at_ < n_) {
+    if (!batch_.is_begun) throw nb::value_error("no batch was begun");
+    while (batch_.rows(unit_) < batch_.n) {
       if (!used_up_.empty()) return used_up_.back();
       add_up();
       if (!(total_ > 0)) throw std::runtime_error("no shard has a share");
-      // Rows lie all over memory: that of some of them is asked for before the first is copied.
-      const size_t most = std::min(kTogether, static_cast<size_t>(n_ - at_) / unit_);
-      size_t chosen = 0;
-      while (chosen < most && used_up_.empty()) {
-        const double point = static_cast<double>(random_.next() >> 11) * 0x1p-53 * total_;
-        auto shard = static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), point) - ends_.begin());
-        if (shard > last_) shard = last_;  // rounding may give the total itself
-        const Answer& a = *answers_[shard];
-        places[chosen++] = {&a, a.next};
-        prefetch(a, a.next);
-        use(shard, unit_);
-      }
-      for (size_t i = 0; i < chosen; ++i) copy(*places[i].answer, places[i].row);
+      const size_t most = (batch_.n - batch_.rows(unit_)) / unit_;
+      if (sharers_ == 1)
+        choose_all(most);
+      else
+        choose(most);
     }
     return std::nullopt;
   }
-  // The batch: its parts, uint8 [n, width]; index and generation, int64 [n]; each row's leaf, float64 [n], or None; where slices
-  // end and are not padded, bool [n], or None; and the least leaf of all shards.
-  std::tuple<nb::list, Tensor, Tensor, std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>, double> take() {
-    if (!rows_ || at_ < n_) throw nb::value_error("the batch is not whole");
-    nb::list parts;
-    for (size_t p = 0; p < widths_.size(); ++p) parts.append(rows_->make(p));
-    const auto optional = [&](bool has, size_t i) { return has ? std::optional(columns_->make(i)) : std::nullopt; };
-    Tensor index = columns_->make(0), generation = columns_->make(1);
-    std::optional<Tensor> leaf = optional(has_ratio_, 2), last = optional(has_last_, 3), mask = optional(has_mask_, 4);
-    rows_.reset(), columns_.reset();
-    return {parts, index, generation, leaf, last, mask, least_};
+  // The batch: its rows, as `codec` says, or without one as its parts, uint8 [n, width]; index and generation, int64 [n];
+  // importance weights, float32 or float64 [n], where there is a `beta` and every row has a ratio; where slices end and are not
+  // padded, bool [n], or None. `attaches`: index, and with weights also these and the generation, are entries of the batch.
+  std::tuple<nb::object, Tensor, Tensor, std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>> take(
+      const Codec* codec, bool attaches, std::optional<double> beta, bool wide) {
+    if (!batch_.is_begun || batch_.rows(unit_) < batch_.n) throw nb::value_error("the batch is not whole");
+    if (codec && (widths_.size() != 1 || std::max<size_t>(1, codec->row_end()) != widths_[0]))
+      throw nb::value_error("the layout is not that of the rows");
+    if (beta && !std::isfinite(*beta)) throw nb::value_error("beta must be finite");
+    const size_t n = batch_.n;
+    const std::vector<int64_t> lead(1, static_cast<int64_t>(n));
+    const bool weighs = beta && batch_.all_have(&Answer::ratio);
+    Columns columns(lead, weighs, wide, batch_.all_have(&Answer::last), batch_.all_have(&Answer::mask));
+    std::vector<std::unique_ptr<OutBlock>> own;  // of leaves that are so long that one of them shall not keep the others
+    std::vector<LeafCopy> copies;
+    std::vector<std::pair<OutBlock*, size_t>> places;
+    const auto plan = [&](DType dtype, const std::vector<int64_t>& inner, size_t offset, size_t bytes) {
+      OutBlock* block = &columns.block;
+      if (bytes * n >= kBigLeaf) block = own.emplace_back(std::make_unique<OutBlock>()).get();
+      places.emplace_back(block, block->plan(dtype, lead.data(), 1, inner, bytes * n));
+      copies.push_back({offset, bytes, nullptr, static_cast<ptrdiff_t>(bytes)});
+    };
+    if (codec)
+      for (const Leaf& leaf : codec->leaves()) plan(leaf.dtype, leaf.shape, leaf.offset, leaf.bytes);
+    else
+      for (size_t p = 0; p < widths_.size(); ++p) plan({kDLUInt, 8}, inner_[p], 0, widths_[p]);
+    columns.block.take();
+    for (const auto& block : own) block->take();
+    for (size_t k = 0; k < copies.size(); ++k) copies[k].array = places[k].first->data(places[k].second);
+    std::vector<const uint8_t*> rows(n);
+    std::vector<double> ratios(weighs ? n : 0);
+    const Batch batch = std::exchange(batch_, {});
+    // While other threads run, they may give shards new answers, and these rows are of the old ones.
+    const bool releases = n * width_ > kGilBytes;
+    const auto held = releases ? answers_ : decltype(answers_){};
+    maybe_without_gil(releases, [&] {
+      copy_columns(batch, columns, ratios);
+      if (weighs) raise_to(ratios.data(), n, *beta);
+      if (weighs) columns.put_weights(ratios, wide);
+      if (codec) {
+        find_rows(batch, 0, rows.data());
+        gather_rows(rows.data(), n, widths_[0], copies.data(), copies.size(), batch.is_near);
+      }
+      for (size_t p = 0; p < widths_.size() && !codec; ++p) {
+        find_rows(batch, p, rows.data());
+        gather_rows(rows.data(), n, widths_[p], &copies[p], 1);
+      }
+    });
+    std::vector<nb::object> tensors;
+    for (const auto& [block, at] : places) tensors.push_back(block->make(at));
+    Tensor index = columns.block.make(0), generation = columns.block.make(1);
+    const auto optional = [&](std::optional<size_t> at) {
+      return at ? std::optional(columns.block.make(*at)) : std::nullopt;
+    };
+    std::optional<Tensor> weight = optional(columns.weight), last = optional(columns.last), mask = optional(columns.mask);
+    nb::object made;
+    if (!codec) {
+      nb::list parts;
+      for (auto& part : tensors) parts.append(std::move(part));
+      made = std::move(parts);
+    } else if (attaches) {
+      nb::dict entries;
+      entries["index"] = index;
+      if (weight) entries["generation"] = generation, entries["priority_weight"] = *weight;
+      made = codec->build(tensors, lead, entries);
+    } else {
+      made = codec->build(tensors, lead, nb::none());
+    }
+    return {std::move(made), std::move(index), std::move(generation), std::move(weight), std::move(last), std::move(mask)};
   }
 
  private:
@@ -166,23 +211,107 @@ class RowPool {
     std::vector<nb::object> owners;  // of the columns' memory
   };
 
-  static constexpr size_t kTogether = 32;
+  // The first row of a unit.
   struct Place {
     const Answer* answer;
     size_t row;
   };
-  static void prefetch(const Answer& a, size_t row) {
-    for (const Buffer& part : a.parts) {
-      const auto* from = static_cast<const uint8_t*>(part.view().buf) + static_cast<Py_ssize_t>(row) * part.view().strides[0];
-      __builtin_prefetch(from);
-      __builtin_prefetch(from + part.view().shape[1] - 1);
+  struct Batch {
+    bool is_begun = false, is_near = false;  // near: its rows are asked for as they are chosen
+    size_t n = 0;
+    std::vector<Place> places;
+    std::vector<std::shared_ptr<Answer>> replaced;  // answers of its rows that their shards have no more
+    double least = std::numeric_limits<double>::quiet_NaN();  // of the leaves of all shards
+    size_t rows(size_t unit) const { return places.size() * unit; }
+    template <typename Column>
+    bool all_have(Column Answer::*column) const {
+      return std::all_of(places.begin(), places.end(), [&](const Place& p) { return p.answer->*column != nullptr; });
     }
-    __builtin_prefetch(a.slots + row), __builtin_prefetch(a.generation + row);
-    if (a.ratio) __builtin_prefetch(a.ratio + row);
+  };
+  // The tensors beside the rows; `weight`, `last` and `mask`: which of the block they are.
+  struct Columns {
+    Columns(const std::vector<int64_t>& lead, bool weighs, bool wide, bool has_last, bool has_mask) : block(24) {
+      static const std::vector<int64_t> scalar;
+      const auto plan = [&](DType dtype) {
+        return block.plan(dtype, lead.data(), 1, scalar, static_cast<size_t>(lead[0]) * (dtype.bits / 8));
+      };
+      plan({kDLInt, 64}), plan({kDLInt, 64});
+      if (weighs) weight = plan({kDLFloat, static_cast<uint8_t>(wide ? 64 : 32)});
+      if (has_last) last = plan({kDLBool, 8});
+      if (has_mask) mask = plan({kDLBool, 8});
+    }
+    void put_weights(const std::vector<double>& weights, bool wide) {
+      if (wide)
+        std::copy(weights.begin(), weights.end(), reinterpret_cast<double*>(block.data(*weight)));
+      else
+        std::transform(weights.begin(), weights.end(), reinterpret_cast<float*>(block.data(*weight)),
+                       [](double w) { return static_cast<float>(w); });
+    }
+    OutBlock block;
+    std::optional<size_t> weight, last, mask;
+  };
+
+  // The next rows of the only shard with a share.
+  void choose_all(size_t most) {
+    const Answer& a = *answers_[only_];
+    const size_t first = a.next, units = std::min(most, (a.rows - a.next) / unit_);
+    for (size_t i = 0; i < units; ++i) place({&a, first + i * unit_});
+    use(only_, units * unit_);
+  }
+  // Rows of all shards, until one has no more.
+  void choose(size_t most) {
+    for (size_t i = 0; i < most && used_up_.empty(); ++i) {
+      const double point = static_cast<double>(random_.next() >> 11) * 0x1p-53 * total_;
+      auto shard = static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), point) - ends_.begin());
+      if (shard > last_) shard = last_;  // rounding may give the total itself
+      const Answer& a = *answers_[shard];
+      place({&a, a.next});
+      use(shard, unit_);
+    }
+  }
+  // Rows lie all over memory: that of each is asked for long before it is copied.
+  void place(Place p) {
+    const Answer& a = *p.answer;
+    __builtin_prefetch(a.slots + p.row), __builtin_prefetch(a.generation + p.row);
+    if (a.ratio) __builtin_prefetch(a.ratio + p.row);
+    if (batch_.is_near && widths_[0])
+      for (size_t i = 0; i < unit_; ++i) prefetch_row<0, 2>(row_of(a, 0, p.row + i), widths_[0]);
+    batch_.places.push_back(p);
+  }
+  static const uint8_t* row_of(const Answer& a, size_t part, size_t row) {
+    const Py_buffer& v = a.parts[part].view();
+    return static_cast<const uint8_t*>(v.buf) + static_cast<Py_ssize_t>(row) * v.strides[0];
+  }
+  void find_rows(const Batch& batch, size_t part, const uint8_t** rows) const {
+    for (const Place& p : batch.places)
+      for (size_t i = 0; i < unit_; ++i) *rows++ = row_of(*p.answer, part, p.row + i);
+  }
+  void copy_columns(const Batch& batch, const Columns& columns, std::vector<double>& ratios) const {
+    auto* index = reinterpret_cast<int64_t*>(columns.block.data(0));
+    auto* generation = reinterpret_cast<int64_t*>(columns.block.data(1));
+    double* ratio = ratios.data();
+    size_t at = 0;
+    for (const auto& [answer, row] : batch.places) {
+      const Answer& a = *answer;
+      for (size_t i = 0; i < unit_; ++i) *index++ = a.first_index + a.slots[row + i];
+      std::memcpy(generation + at, a.generation + row, unit_ * sizeof *generation);
+      const double of_all = batch.least / a.lowest;
+      for (size_t i = 0; i < unit_ && !ratios.empty(); ++i) *ratio++ = a.ratio[row + i] * of_all;
+      if (columns.last) std::memcpy(columns.block.data(*columns.last) + at, a.last + row, unit_);
+      if (columns.mask) std::memcpy(columns.block.data(*columns.mask) + at, a.mask + row, unit_);
+      at += unit_;
+    }
   }
 
   void check(size_t shard) const {
     if (shard >= answers_.size()) throw nb::index_error("no such shard");
+  }
+  // A shard's answer, which it has no more; its end may run Python code.
+  std::shared_ptr<Answer> forget(size_t shard) {
+    if (answers_[shard] && !batch_.places.empty()) batch_.replaced.push_back(answers_[shard]);
+    std::erase(used_up_, shard), std::erase(low_, shard);
+    changed_ = true;
+    return std::exchange(answers_[shard], nullptr);
   }
   // The memory of a contiguous tensor [n] that is as long as those before it.
   template <typename Item>
@@ -215,43 +344,18 @@ class RowPool {
     if (left == 0) used_up_.push_back(shard);
     if (left <= a.low && (before > a.low || a.next == n)) low_.push_back(shard);
   }
-  void copy(const Answer& a, size_t row) {
-    const auto to = static_cast<size_t>(at_);
-    for (size_t p = 0; p < widths_.size(); ++p) {
-      const Py_buffer& v = a.parts[p].view();
-      const auto* from = static_cast<const uint8_t*>(v.buf) + static_cast<Py_ssize_t>(row) * v.strides[0];
-      uint8_t* out = rows_->data(p) + to * widths_[p];
-      for (size_t i = 0; i < unit_; ++i, from += v.strides[0], out += widths_[p]) std::memcpy(out, from, widths_[p]);
-    }
-    auto* const index = reinterpret_cast<int64_t*>(columns_->data(0)) + to;
-    auto* const generation = reinterpret_cast<int64_t*>(columns_->data(1)) + to;
-    auto* const leaf = reinterpret_cast<double*>(columns_->data(2)) + to;
-    for (size_t i = 0; i < unit_; ++i) {
-      index[i] = a.first_index + a.slots[row + i];
-      generation[i] = a.generation[row + i];
-      if (a.ratio) leaf[i] = a.lowest / a.ratio[row + i];
-    }
-    if (a.last) std::memcpy(columns_->data(3) + to, a.last + row, unit_);
-    if (a.mask) std::memcpy(columns_->data(4) + to, a.mask + row, unit_);
-    has_ratio_ &= a.ratio != nullptr, has_last_ &= a.last != nullptr, has_mask_ &= a.mask != nullptr;
-    at_ += static_cast<int64_t>(unit_);
-  }
-
-  std::vector<std::unique_ptr<Answer>> answers_;
+  std::vector<std::shared_ptr<Answer>> answers_;
   std::vector<double> ends_;  // sums of the shares up to each shard
   std::vector<size_t> used_up_, low_;
   size_t unit_;
   std::vector<size_t> widths_;
+  size_t width_ = 0;  // of all parts
   std::vector<std::vector<int64_t>> inner_;
   CounterGenerator random_;
   bool changed_ = true;
   double total_ = 0;
   size_t sharers_ = 0, only_ = 0, last_ = 0;  // how many shards have a share, and the last of them
-  // The batch that was begun.
-  int64_t n_ = 0, at_ = 0;
-  std::unique_ptr<OutBlock> rows_, columns_;
-  bool has_ratio_ = true, has_last_ = true, has_mask_ = true;
-  double least_ = 0;
+  Batch batch_;
 };
 
 inline void bind_row_pool(nb::module_& m) {
@@ -267,7 +371,7 @@ inline void bind_row_pool(nb::module_& m) {
       .def("take_run", &RowPool::take_run, "n"_a)
       .def("begin", &RowPool::begin, "n"_a)
       .def("fill", &RowPool::fill)
-      .def("take", &RowPool::take);
+      .def("take", &RowPool::take, "codec"_a.none(), "attaches"_a, "beta"_a.none(), "wide"_a);
 }
 
 }  // namespace engram

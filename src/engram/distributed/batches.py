@@ -28,13 +28,14 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engram.data import PrioritizedSampler, RandomSampler, Sampler, SliceSampler
-from engram.distributed.blocks import Block, goes_by_leaf
+from engram.distributed.blocks import Block, goes_by_leaf, unpack
 from engram.distributed.client import PendingCall, ShardClient, absences, finish_all, raise_if_gone
 from engram.distributed.local import LocalReader
 from engram.distributed.shard import DrawnRows
@@ -50,6 +51,7 @@ _MOST_BYTES = 16 << 20  # of rows that are asked of all shards together
 _MOST_ANSWER = 3_000_000  # bytes of one answer; Ray carries larger ones through its object stores
 _MOST_SPARE = 64 << 10  # bytes of rows that are asked for in case that draws need them
 _GROWTH = 4  # how many times as much each call asks for, at first, as the one before
+_MADE_WEIGHTS = (torch.float32, torch.float64)  # dtypes in which the pool gives weights
 _LEAST_WAIT = 1e-4  # seconds: less takes an answer that has come
 
 
@@ -57,13 +59,14 @@ class Rows(NamedTuple):
     """Rows from several shards in the order in which they were drawn.
 
     Attributes:
+        batch: in the form of the written data, [n], with what the stream attaches.
         flat_index: int64 [n], `shard * capacity + slot`.
         generation: int64 [n], the sequence of each row.
-        weight: importance weights, float64 [n]; None: draws are not by priority.
+        weight: importance weights [n], in the sampler's dtype; None: draws are not by priority.
         last: where slices end, bool [n]; mask: False where they are padded, bool [n]; None: there are none.
     """
 
-    block: Block
+    batch: Any
     flat_index: Tensor
     generation: Tensor
     weight: Tensor | None
@@ -149,6 +152,8 @@ class BatchStream:
             others with rows, is left out until it does, and the rest is drawn from those.
         before_round: called from time to time before calls are made, with the time until which it may wait.
         readers: of uniform draws, those of shards whose stores are on this machine, by the shards' numbers.
+        attaches: whether batches have their index as an entry, and where draws are by priority their weights and
+            generations.
     """
 
     def __init__(
@@ -164,16 +169,22 @@ class BatchStream:
         generator: torch.Generator | None = None,
         before_round: Callable[[float], None] = lambda deadline: None,
         readers: Mapping[int, LocalReader] | None = None,
+        attaches: bool = False,
     ) -> None:
         self.batch_size = batch_size
+        self._layout, self._attaches = layout, attaches
         self._shards, self._sampler = shards, sampler
         self._before_round = before_round
         self._readers = dict(readers or {})
         self._timeout = timeout
         self._by_sequence = type(sampler) is RandomSampler
         self._row_bytes = layout.payload_bytes + 16  # with its slot and sequence
-        if isinstance(sampler, PrioritizedSampler):
+        self._codec = None if goes_by_leaf(layout) else layout.batch_codec
+        self._prioritized = sampler if isinstance(sampler, PrioritizedSampler) else None
+        if self._prioritized is not None:
             self._row_bytes += 8  # its weight
+            if self._prioritized.dtype not in _MADE_WEIGHTS:
+                self._codec = None
         self._unit = 1
         if isinstance(sampler, SliceSampler):
             self._row_bytes += 10  # its slice, and the marks of that
@@ -220,29 +231,32 @@ class BatchStream:
         if self._round_is_due:
             self._calls_of_round, self._round_is_due = 0, False
             self._before_round(deadline)
-        self._check_readers()
-        self._drop_old(now)
+        if self._readers:
+            self._check_readers()
+        if self._due and self._due[0][0] <= now:
+            self._drop_old(now)
         if self._away:
             self._take_back()
-        if not self._pool.total:  # shards that had nothing may have rows by now
+        pool = self._pool
+        if not pool.total:  # shards that had nothing may have rows by now
             for k in list(self._answers):
                 self._drop(k)
-        self._ask_again(self._pool.low())  # where rows that are asked for ahead would be too old
+        if low := pool.low():  # where rows that are asked for ahead would be too old
+            self._ask_again(low)
         self._supply(deadline)
         rows = self._batch(deadline)
-        if self._pace.lead < self._most_age:
-            self._ask_again(self._pool.low())
+        if self._pace.lead < self._most_age and (low := pool.low()):
+            self._ask_again(low)
         return rows
 
     # ---- batches ----
     def _batch(self, deadline: float) -> Rows:
-        n = self.batch_size
-        run = self._pool.take_run(n)
-        if run is not None:
+        pool, n, codec = self._pool, self.batch_size, self._codec
+        if codec is None and (run := pool.take_run(n)) is not None:
             return self._part(self._answers[run[0]], run[1], run[1] + n)
-        self._pool.begin(n)
+        pool.begin(n)
         empty_answers = 0
-        while (used_up := self._pool.fill()) is not None:
+        while (used_up := pool.fill()) is not None:
             self._missing.add(used_up)
             self._supply(deadline)
             answer = self._answers.get(used_up)
@@ -250,25 +264,42 @@ class BatchStream:
             empty_answers = empty_answers + 1 if is_empty else 0
             if empty_answers > _MOST_EMPTY_ANSWERS:
                 raise RuntimeError("writers overwrite rows faster than they can be fetched; use larger shards")
-        parts, index, generation, leaf, last, mask, least = self._pool.take()
-        block = Block(tuple(part.numpy() for part in parts))
-        return Rows(block, index, generation, None if leaf is None else self._weight(least / leaf), last, mask)
+        prioritized = self._prioritized
+        beta = None if prioritized is None else float(prioritized.beta)
+        wide = codec is None or (prioritized is not None and prioritized.dtype is torch.float64)
+        taken = pool.take(codec, self._attaches, beta, wide)
+        return Rows(*taken) if codec is not None else self._unpacked(*taken)
 
     def _part(self, answer: _Answer, start: int, stop: int) -> Rows:
         """Rows of one answer, in its memory."""
         drawn = answer.drawn
-        block = Block(tuple(part[start:stop] for part in drawn.block.parts))
+        parts = [part[start:stop] for part in drawn.block.parts]
         index = drawn.slots[start:stop]
         index = index + answer.first_index if answer.first_index else index
-        weight = None if drawn.ratio is None else self._weight(drawn.ratio[start:stop])
+        weight = None
+        if drawn.ratio is not None and self._prioritized is not None:
+            weight = drawn.ratio[start:stop] ** float(self._prioritized.beta)
         last = None if drawn.last is None else drawn.last.flatten()[start:stop]
         mask = None if drawn.mask is None else drawn.mask[start:stop]
-        return Rows(block, index, drawn.generation[start:stop], weight, last, mask)
+        return self._unpacked(parts, index, drawn.generation[start:stop], weight, last, mask)
 
-    def _weight(self, ratio: Tensor) -> Tensor:
-        """The weights of rows, by the least leaf of all shards over theirs."""
-        assert isinstance(self._sampler, PrioritizedSampler)
-        return ratio ** float(self._sampler.beta)
+    def _unpacked(
+        self,
+        parts: Any,
+        index: Tensor,
+        generation: Tensor,
+        weight: Tensor | None,
+        last: Tensor | None,
+        mask: Tensor | None,
+    ) -> Rows:
+        """Rows whose batch Python makes of bytes."""
+        entries = {"index": index}
+        if weight is not None and self._prioritized is not None:
+            weight = weight.to(self._prioritized.dtype)
+            entries |= {"generation": generation, "priority_weight": weight}
+        block = Block(tuple(map(np.asarray, parts)))
+        batch = unpack(self._layout, block, entries if self._attaches else None)
+        return Rows(batch, index, generation, weight, last, mask)
 
     # ---- rows at hand ----
     def _supply(self, deadline: float) -> None:

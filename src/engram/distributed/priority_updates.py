@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engram.distributed.client import PendingCall, ShardClient, finish_all
+from engram.kernel.rows import copy_updates, divide_updates
 from engram.kernel.tools import warn_user
 
 _MOST_CALLS = 16  # that set priorities, without their answer
@@ -35,20 +37,18 @@ class Priorities(NamedTuple):
         """Priorities of the same kind can be sent in one call."""
         return self.generation is not None, self.came_with_rows
 
-    @classmethod
-    def joined(cls, some: Sequence[Priorities]) -> Priorities:
-        """Priorities of one kind together."""
-        generations = [one.generation for one in some if one.generation is not None]
-        flat_index, priority = torch.cat([one.flat_index for one in some]), torch.cat([one.priority for one in some])
-        return cls(flat_index, priority, torch.cat(generations) if generations else None, some[0].came_with_rows)
-
     def part(self, where: Any) -> Priorities:
         generation = None if self.generation is None else self.generation[where]
         return self._replace(flat_index=self.flat_index[where], priority=self.priority[where], generation=generation)
 
-    def copy(self) -> Priorities:
-        generation = None if self.generation is None else self.generation.clone()
-        return self._replace(flat_index=self.flat_index.clone(), priority=self.priority.clone(), generation=generation)
+    def plain(self) -> Priorities:
+        """The same as plain tensors on the CPU, in memory of their own, without gaps."""
+        flat_index, priority, generation = (
+            None if one is None else torch.from_numpy(np.array(one.detach().cpu()))
+            for one in (self.flat_index, self.priority, self.generation)
+        )
+        assert flat_index is not None and priority is not None
+        return self._replace(flat_index=flat_index, priority=priority, generation=generation)
 
     def last(self, n: int) -> Priorities:
         return self.part(slice(max(0, len(self.flat_index) - n), None))
@@ -72,6 +72,7 @@ class PriorityUpdates:
 
     def __init__(self, shards: Sequence[ShardClient]) -> None:
         self._shards = shards
+        self._known_capacity: int | None = None
         self._given: collections.deque[Priorities] = collections.deque()  # by any thread
         self._waiting: list[Priorities] = []  # older ones, which wait for shards that are away
         self._sent: collections.deque[tuple[ShardClient, PendingCall, Priorities]] = collections.deque()
@@ -96,10 +97,13 @@ class PriorityUpdates:
         """
         capacity = self._capacity()
         end = len(self._shards) * capacity if capacity is not None else _ANY_INDEX
-        if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < end:
+        copied = copy_updates(at, priorities, generations, end)
+        if copied is None:  # one lies outside, or they are no plain tensors
             outside = at[(at < 0) | (at >= end)]
-            raise IndexError(f"index {int(outside[0])} is not one of 0 to {end - 1}; nothing was changed")
-        self._given.append(Priorities(at, priorities, generations).copy())
+            if outside.numel():
+                raise IndexError(f"index {int(outside[0])} is not one of 0 to {end - 1}; nothing was changed")
+            copied = Priorities(at, priorities, generations).plain()[:3]
+        self._given.append(Priorities(*copied))
         if capacity is None:
             self._drop_oldest()
 
@@ -117,20 +121,11 @@ class PriorityUpdates:
             return
         self._settle(_MOST_CALLS, deadline)
         waiting, self._waiting = self._waiting, []
-        for _, some in itertools.groupby(waiting, lambda one: one.kind):
-            joined = Priorities.joined(list(some))
-            owner = joined.flat_index.div(capacity, rounding_mode="floor")
-            self._warn_of_outside(int((owner >= len(self._shards)).sum()))
-            if len(self._shards) > 1:  # those of each shard one behind the other, in their order
-                order = owner.argsort(stable=True)
-                joined, owner = joined.part(order), owner[order]
-            counts = owner.bincount(minlength=len(self._shards))[: len(self._shards)]
-            ends = counts.cumsum(0)
-            for number in counts.nonzero().flatten().tolist():
-                shard, part = (
-                    self._shards[number],
-                    joined.part(slice(int(ends[number] - counts[number]), int(ends[number]))),
-                )
+        for (_, came_with_rows), some in itertools.groupby(waiting, lambda one: one.kind):
+            outside, parts = divide_updates([one[:3] for one in some], capacity, len(self._shards))
+            self._warn_of_outside(outside)
+            for number, columns in parts:
+                shard, part = self._shards[number], Priorities(*columns, came_with_rows)
                 if shard.is_present:
                     self.begin(shard, part)
                 else:
@@ -177,7 +172,10 @@ class PriorityUpdates:
 
     def _capacity(self) -> int | None:
         """How many rows each shard has room for, found without waiting; None: no shard has ever answered."""
-        return next((shard.facts.capacity for shard in self._shards if shard.is_known or shard.is_present), None)
+        if self._known_capacity is None:
+            known = (shard.facts.capacity for shard in self._shards if shard.is_known or shard.is_present)
+            self._known_capacity = next(known, None)
+        return self._known_capacity
 
     def _settle(self, most: int, deadline: float) -> None:
         """Waits until all but the last `most` calls are answered.

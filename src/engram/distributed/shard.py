@@ -656,20 +656,17 @@ class ReplayShard:
     def begin_save(self, incarnation: int, path: str | os.PathLike[str], oldest: str | None = None) -> int | None:
         """Begins a save of rows and sampler as they are now, as `ReplayBuffer.dumps` makes one; `saved` tells its end.
 
-        Calls are answered meanwhile.
+        Calls are answered meanwhile; this one waits for no disk, and where it cannot be written there, `saved` says so.
 
         Args:
             oldest: the name of a snapshot: it stays, and those after it. None: older ones go.
 
         Returns:
             the number of the save; None: an earlier one has not ended, and nothing was begun.
-
-        Raises:
-            CheckpointError: it cannot be written.
         """
         older = [] if oldest is None else Checkpoint(path).snapshots()
         kept = sum(oldest is not None and _number(name) >= _number(oldest) for name in older)
-        return self._saves.begin(lambda: self._buffer.dumps(path, blocking=False, keep_last=1 + kept))
+        return self._saves.begin(lambda: self._buffer.begin_dumps(path, keep_last=1 + kept))
 
     @_call
     def saved(self, incarnation: int, save: int) -> str | None:

@@ -29,7 +29,7 @@ from engram.data import (
     TensorDictReplayBuffer,
 )
 from engram.distributed.batches import BatchStream, Rows
-from engram.distributed.blocks import Block, pack, unpack
+from engram.distributed.blocks import Block, pack
 from engram.distributed.client import Producer, ShardClient, ShardLink, absences, finish_all, raise_if_gone
 from engram.distributed.commit import load_shards, save_shards
 from engram.distributed.folder_lock import FolderWatch, watch_folder
@@ -546,7 +546,7 @@ class ShardedReplayBuffer:
         return BatchStream(
             self._shards, self._settings.sampler, n, layout, batches_per_call=self._settings.batches_per_call,
             max_batch_age=self._settings.max_batch_age, timeout=self._settings.timeout, generator=self._generator,
-            before_round=self._send_updates, readers=self._open_readers(),
+            before_round=self._send_updates, readers=self._open_readers(), attaches=self._settings.attaches,
         )  # fmt: skip
 
     def _open_readers(self) -> dict[int, LocalReader]:
@@ -609,15 +609,11 @@ class ShardedReplayBuffer:
             self._stop_drawing()
 
     def _batch_of(self, rows: Rows) -> tuple[Any, dict[str, Any]]:
-        sampler, settings = self._settings.sampler, self._settings
+        sampler, batch = self._settings.sampler, rows.batch
         info: dict[str, Any] = {"index": rows.flat_index, "generation": rows.generation}
-        entries = {"index": rows.flat_index}
-        if rows.weight is not None and self._prioritized is not None:
-            info["priority_weight"] = rows.weight.to(self._prioritized.dtype)
-            entries = info.copy()
-        assert self._layout is not None
-        batch = unpack(self._layout, rows.block, entries if settings.attaches else None)
-        if isinstance(sampler, SliceSampler) and rows.last is not None:
+        if rows.weight is not None:
+            info["priority_weight"] = rows.weight
+        if rows.last is not None and isinstance(sampler, SliceSampler):
             mark_rows(batch, sampler, rows.last, rows.mask)
         return self._transform.forward(batch) if self._transform.transforms else batch, info
 
@@ -639,9 +635,9 @@ class ShardedReplayBuffer:
         """
         if self._prioritized is None:
             return
-        at = torch.as_tensor(index, dtype=torch.int64).reshape(-1)
+        at = _as_column(index)
         priorities = self._prioritized.checked_priorities(priority, len(at))
-        generations = None if generation is None else torch.as_tensor(generation, dtype=torch.int64).reshape(-1)
+        generations = None if generation is None else _as_column(generation)
         if generations is not None and len(generations) != len(at):
             raise ValueError(f"{len(generations)} generations came with {len(at)} indices; nothing was changed")
         self._updates.give(at, priorities, generations)
@@ -854,6 +850,13 @@ class ShardedReplayBuffer:
                 finally:
                     self._end_producing()
                     self._updates.drop()
+
+
+def _as_column(numbers: Any) -> Tensor:
+    """Whole numbers as int64 [n]."""
+    if type(numbers) is Tensor and numbers.dtype is torch.int64 and numbers.ndim == 1:
+        return numbers
+    return torch.as_tensor(numbers, dtype=torch.int64).reshape(-1)
 
 
 def check_count(what: str, value: Any) -> None:

@@ -1,7 +1,7 @@
 """Rows: where each key lies in one, the lanes that they are written to, the episodes that they form, saved rows."""
 
 from engram._generator import draw_slots_by_numpy
-from engram._native import RowPool
+from engram._native import RowPool, copy_updates, divide_updates
 from engram.checkpoint.foreign import Receiver
 from engram.store.episodes import EpisodeIndex
 from engram.store.lanes import Lanes
@@ -22,6 +22,8 @@ __all__ = [
     "RowPool",
     "StreamEntry",
     "StreamTable",
+    "copy_updates",
+    "divide_updates",
     "draw_slots_by_numpy",
     "outcome_path",
 ]

@@ -186,6 +186,11 @@ class RowLayout:
         self.within = root.within  # read by each read of rows
         self._json: bytes | None = None
 
+    @property
+    def batch_codec(self) -> Any:
+        """A codec that makes a batch of rows, in native code; None: Python has a part in it (`build`)."""
+        return self.codec if self.plain and not self.within else None
+
     def codec_for(self, device: torch.device | None) -> Any:
         """A codec whose TensorDicts have this device; None: none."""
         return self.codec if device == _CPU else _codec(self, {"_device": device})
@@ -323,8 +328,8 @@ class RowLayout:
             ValueError: the rows have another length, or their bytes do not lie side by side.
         """
         given: Any = rows
-        if self.plain and not self.within:
-            return _native.unpack(self.codec, given, extra)
+        if self.batch_codec is not None:
+            return _native.unpack(self.batch_codec, given, extra)
         batch: Any = _native.unpack(self.codec, given)
         return self._with_entries(batch if self.plain else self.build(batch, (len(rows),)), extra)
 

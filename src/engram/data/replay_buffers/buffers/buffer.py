@@ -1054,10 +1054,17 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             CheckpointError: it cannot be written (disk full, read-only, another save there, ...); the last snapshot
                 is as it was.
         """
+        if not blocking:
+            handle = self.begin_dumps(path, keep_last=keep_last)
+            handle.await_begin()
+            return handle
         # Batches that were prepared before the last writes are prepared again, here and where this is loaded.
         with self._parts.undisturbed(), self._storage.mutex:
-            if blocking:
-                return save_buffer(self._saved_form, Path(path), keep_last)
+            return save_buffer(self._saved_form, Path(path), keep_last)
+
+    def begin_dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1) -> SaveHandle:
+        """As `dumps(path, blocking=False)`, but waits for no disk: why it cannot begin is an error of `result()`."""
+        with self._parts.undisturbed(), self._storage.mutex:
             return save_in_background(self._saved_form, Path(path), keep_last)
 
     def loads(

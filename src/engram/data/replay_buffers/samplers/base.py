@@ -76,6 +76,10 @@ class StorageState(PartlyCopied):
         """What is saved of it."""
         return {}
 
+    def frozen_state(self) -> dict[str, Any]:
+        """The same of this moment, as `SavedPart.frozen_state`."""
+        return copy.deepcopy(self.state())
+
     def check_saved(self, state: dict[str, Any]) -> None:
         """ValueError where a saved state is damaged: no sampler of this kind can have saved it."""
 
@@ -461,6 +465,13 @@ class _SavedSampler(SavedPart):
     def state(self, storage: Any) -> Any:
         self.sync(storage)
         return self.part.state_dict()
+
+    def frozen_state(self, storage: Any) -> Any:
+        if not self.is_ours:  # a user's class may say its state otherwise
+            return super().frozen_state(storage)
+        self.sync(storage)
+        with self.part.lock:
+            return {**copy.deepcopy(dict(self._settings)), **self.part.storage_state.frozen_state()}
 
     def differences(self, state: Any) -> list[str]:
         self.part.storage_state.check_saved(state)

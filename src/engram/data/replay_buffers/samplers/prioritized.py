@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import weakref
 from collections.abc import Callable, Mapping
@@ -284,6 +285,9 @@ class PriorityTable(RunSource):
 
     def checked(self, priority: Any, n: int) -> Tensor:
         """As `PrioritizedSampler.checked_priorities`."""
+        plain = self._priorities.checked(priority, n)
+        if plain is not None:
+            return plain
         p = _per_step(priority, n, (n,), self.reduction)
         self._priorities.check(p)
         return p
@@ -347,6 +351,13 @@ class PriorityTable(RunSource):
     # ---- state ----
     def state(self) -> dict[str, Any]:
         """What a sampler saves of it."""
+        return self._state(lambda priorities, store: priorities.state(store))
+
+    def frozen_state(self) -> dict[str, Any]:
+        state = self._state(lambda priorities, store: priorities.freeze(store))
+        return state if self._waiting is None else copy.deepcopy(state)
+
+    def _state(self, of_rows: Callable[[_native.Priorities, _native.Store], tuple[Any, ...]]) -> dict[str, Any]:
         settings = {**self.settings(), "beta": self.beta}
         storage = self.storage_in_use
         if self._waiting is not None:
@@ -354,10 +365,11 @@ class PriorityTable(RunSource):
         if storage is None or storage.lanes is None:
             return {**settings, "seen": [], "max_priority": 1.0, "latest_priority": 1.0, "skipped": 0,
                     "priorities": torch.empty(0, dtype=torch.float64), "lane_capacity": None}  # fmt: skip
-        seen, highest, latest, skipped, priorities = self.following(storage, storage.lanes).state(storage.lanes.store)
+        store = storage.lanes.store
+        seen, highest, latest, skipped, priorities = of_rows(self.following(storage, storage.lanes), store)
         return {**settings, "seen": [list(rows) for rows in seen], "max_priority": highest, "latest_priority": latest,
                 "skipped": skipped, "priorities": priorities,
-                "lane_capacity": storage.lanes.store.lane_capacity}  # fmt: skip
+                "lane_capacity": store.lane_capacity}  # fmt: skip
 
     def settings(self) -> dict[str, Any]:
         """The settings that decide which rows are drawn."""

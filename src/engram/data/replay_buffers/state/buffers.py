@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engram._native import PrioritySnapshot
 from engram._system import fork_registry, notice_fork
 from engram._text import log
 from engram.checkpoint.foreign import Part, Receiver, open_saved
@@ -42,11 +43,12 @@ class SavedBuffer(NamedTuple):
         """The state of each part beside the rows."""
         return {name: part.state(self.storage) for name, part in self.parts.items()}
 
-    def components(self) -> dict[str, Any]:
-        """What a checkpoint has beside the rows."""
-        saved: dict[str, Any] = {"buffer": self.description(self.parts["sampler"].given)}
+    def components(self, frozen: bool = False) -> dict[str, Any]:
+        """What a checkpoint has beside the rows; `frozen`: of this moment, as `SavedPart.frozen_state`."""
+        description = self.description(self.parts["sampler"].given)
+        saved: dict[str, Any] = {"buffer": copy.deepcopy(description) if frozen else description}
         for name, part in self.parts.items():
-            state = part.state(self.storage)
+            state = part.frozen_state(self.storage) if frozen else part.state(self.storage)
             saved[name] = {"state": state} if part.kind is None else {"kind": part.kind, "state": state}
         return saved
 
@@ -197,8 +199,11 @@ class SaveHandle:
         _live.add(self)
         self._thread = threading.Thread(target=self._run, name="engram-save")
         self._thread.start()
+
+    def await_begin(self) -> None:
+        """Waits until nobody else can save there; the error for which it cannot begin is raised here."""
         self._begun.wait()
-        if self._writer is None:  # it could not even begin: somebody else saves there, ...
+        if self._writer is None:
             assert self._error is not None
             raise self._error
 
@@ -251,7 +256,7 @@ class SaveHandle:
             self._name = self._work(self)
         except BaseException as error:
             self._error = error
-            if self._writer is not None:  # else `dumps` itself raises it
+            if self._writer is not None:  # else `await_begin` raises it
                 log.error("a save in the background failed: %s", error)
         finally:
             self._begun.set()  # before `finish`, which may have to wait until whoever waits for this lets go
@@ -290,19 +295,36 @@ def save_buffer(buffer: SavedBuffer, path: Path, keep_last: int) -> str:
 
 
 def save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> SaveHandle:
-    """The same in a thread, of what the parts are now. The caller holds the buffer still until this returns."""
+    """The same in a thread, of what the parts are now. The caller holds the buffer still until this returns.
+
+    `SaveHandle.await_begin` says whether it can be saved there.
+    """
     storage, checkpointer = buffer.storage, buffer.storage.checkpointer
-    components = copy.deepcopy(buffer.components())
-    frozen = storage.saved_form.source(background=True)
+    rows = storage.saved_form.source(background=True)
+    try:
+        components = [buffer.components(frozen=True)]
+    except BaseException:
+        rows.close()
+        raise
 
     def work(handle: SaveHandle) -> str:
-        return save_snapshot(path, components, (checkpointer, frozen), keep_last=keep_last, began=handle.began)
+        states = _read_snapshots(components.pop())  # which nobody has any more then: nothing is kept for them
+        return save_snapshot(path, states, (checkpointer, rows), keep_last=keep_last, began=handle.began)
 
     def finish() -> None:
         with storage.mutex:
-            frozen.close()
+            rows.close()
 
-    return SaveHandle(work, frozen, finish)
+    return SaveHandle(work, rows, finish)
+
+
+def _read_snapshots(state: Any) -> Any:
+    """A frozen state with tensors in place of its snapshots."""
+    if isinstance(state, PrioritySnapshot):
+        return state.read()
+    if type(state) is dict:
+        return {key: _read_snapshots(value) for key, value in state.items()}
+    return [_read_snapshots(value) for value in state] if type(state) is list else state
 
 
 def load_buffer(

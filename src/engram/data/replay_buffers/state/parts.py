@@ -54,6 +54,13 @@ class SavedPart:
         """Its state beside the rows of this storage, with what was written so far."""
         return self.part.state_dict() if self._beside_rows is None else self._beside_rows
 
+    def frozen_state(self, storage: Any) -> Any:
+        """The same of this moment, in memory of its own, for a thread that saves it later.
+
+        What is long may be a snapshot, in place of a tensor, that the thread reads (`PrioritySnapshot`).
+        """
+        return copy.deepcopy(self.state(storage))
+
     # ---- loading ----
     def differences(self, state: Any) -> list[str]:
         """What of a saved state does not fit this part; changes nothing."""
