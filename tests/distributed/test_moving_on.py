@@ -242,6 +242,82 @@ def test_it_does_not_go_where_another_one_has_just_gone() -> None:
     assert "admit" in other.calls
 
 
+def producers(ls: list[Link]) -> list[int]:
+    """How many each shard knows."""
+    return [len(link.shard.facts().producers) for link in ls]
+
+
+def lost_once(link: Link, method: str, fate: str) -> None:
+    """Of the next call of a method, the call or its answer is lost."""
+    fates = iter([fate])
+    link.lose = lambda called: next(fates, None) if called == method else None
+
+
+@pytest.mark.parametrize("fate", ["call", "answer"])
+@LOCAL
+def test_a_shard_whose_answer_was_lost_does_not_count_who_began_elsewhere(
+    tmp_path: Path, local: bool, fate: str
+) -> None:
+    ls = links(tmp_path if local else None)[:2]
+    rb = client(ls, local=[local] * 2)
+    lost_once(ls[0], "admit", fate)
+    rb.extend(rows(0, 10))
+    rb.extend(rows(10, 20))  # the lost answer is not waited for again
+    assert stored(ls)[1] == list(range(20)) and producers(ls) == [0, 1]
+    another = client(ls)
+    another.extend(rows(900, 910))
+    assert producers(ls) == [1, 1]
+    calls = ls[0].calls.count("end_producer")
+    for k in range(20, 2 * CAPACITY, 10):
+        rb.extend(rows(k, k + 10))
+    assert ls[0].calls.count("end_producer") == calls == 1 and producers(ls) == [1, 1]
+
+
+@pytest.mark.parametrize("fate", ["call", "answer"])
+def test_a_shard_whose_answer_was_lost_does_not_count_who_went_elsewhere(fate: str) -> None:
+    ls = links()[:3]
+    rb = client(ls)
+    rb.extend(rows(0, CAPACITY))
+    lost_once(ls[1], "admit", fate)
+    rb.extend(rows(CAPACITY, CAPACITY + 10))
+    rb.extend(rows(CAPACITY + 10, CAPACITY + 20))
+    assert stored(ls)[2] == list(range(CAPACITY, CAPACITY + 20)) and producers(ls) == [0, 0, 1]
+    for k in range(CAPACITY + 20, 5 * CAPACITY, 10):  # and it goes there when it is its turn
+        rb.extend(rows(k, k + 10))
+    rb.flush()
+    assert all(len(one) == CAPACITY for one in stored(ls)) and sum(producers(ls)) == 1
+
+
+def test_a_shard_that_admitted_it_and_then_went_away_forgets_it_when_it_is_back() -> None:
+    ls = links()[:2]
+    rb = client(ls, timeout=0.2, extend_timeout=0.2)
+    rb.extend(rows(0, CAPACITY))
+    home, other = sorted(ls, key=lambda link: len(link.shard), reverse=True)
+    other.lose = lambda method: "call" if method in ("join", "end_producer") else None
+    rb.extend(rows(CAPACITY, CAPACITY + 10))  # it was admitted, and cannot begin there
+    assert producers([home, other]) == [1, 1] and len(other.shard) == 0
+    other.lose = lambda method: "call" if method in ("join", "facts") else None
+    rb.extend(rows(CAPACITY + 10, CAPACITY + 20))
+    other.lose = lambda method: None
+    for k in range(CAPACITY + 20, CAPACITY + 60, 10):  # of which the first ones greet it
+        rb.extend(rows(k, k + 10))
+    assert producers([home, other]) == [1, 0]
+
+
+def test_one_that_was_admitted_and_never_joined_is_forgotten_when_it_closes() -> None:
+    ls = links()[:2]
+    rb = client(ls, timeout=0.2, extend_timeout=0.2)
+    for link in ls:
+        link.lose = lambda method: "call" if method == "join" else None
+    with pytest.raises(ShardUnavailableError):
+        rb.extend(rows(0, 10))
+    assert producers(ls) == [1, 0]
+    for link in ls:
+        link.lose = lambda method: None
+    rb.close()
+    assert producers(ls) == [0, 0]
+
+
 def test_how_many_rows_of_a_call_are_in_is_said_where_the_next_shard_has_ended_between_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

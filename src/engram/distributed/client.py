@@ -450,6 +450,11 @@ class Producer:
         self._timer: threading.Timer | None = None
 
     @property
+    def has_joined(self) -> bool:
+        """Whether it has a tenancy, as far as it knows."""
+        return self._tenancy is not None
+
+    @property
     def acknowledged(self) -> int:
         """How many rows this producer's shard has acknowledged, over all tenancies of this object."""
         return self._before + self._acknowledged

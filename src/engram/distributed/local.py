@@ -65,6 +65,11 @@ class LocalProducer:
         self._before = 0  # rows of tenancies before
 
     @property
+    def has_joined(self) -> bool:
+        """Whether it has a tenancy, as far as it knows."""
+        return self._tenancy is not None
+
+    @property
     def unacknowledged(self) -> int:
         """0: rows are in at once."""
         return 0

@@ -36,7 +36,7 @@ from engram.distributed.folder_lock import FolderWatch, watch_folder
 from engram.distributed.local import LocalProducer, LocalReader, ShardMovedError, await_shard
 from engram.distributed.priority_updates import Priorities, PriorityUpdates
 from engram.distributed.shard import ReplayShard
-from engram.distributed.shard_choice import ShardStint, first_shard, next_shard
+from engram.distributed.shard_choice import Admissions, ShardStint, first_shard, next_shard
 from engram.envs.transforms import Compose
 from engram.errors import ShardGoneError, ShardUnavailableError, StorageError
 from engram.kernel.replay import WriteRequest, mark_rows
@@ -135,6 +135,7 @@ class ShardedReplayBuffer:
         self._name = producer or f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         # Under a name of its choice others may go on with its work, by its count in one shard.
         self._moves_on = producer is None and len(links) > 1
+        self._admissions = Admissions(self._name)
         self._stint: ShardStint | None = None  # of the producer; None: it stays in its shard
         self._producer: Producer | LocalProducer | None = None
         self._next: Producer | LocalProducer | None = None  # that has joined the shard to which it moves on
@@ -235,6 +236,7 @@ class ShardedReplayBuffer:
                     self._stint.note(end - sent)
                 sent = end
             if sent == n:
+                self._give_admissions_back()
                 return parts[0] if len(parts) == 1 else torch.cat(parts)
             self._move_on(deadline)
 
@@ -262,7 +264,7 @@ class ShardedReplayBuffer:
             return True
         left = {one.shard.number for one in self._left}  # where it is known by its name still
         try:
-            shard = next_shard(stint, self._name, [s for s in self._shards if s.number not in left], deadline)
+            shard = next_shard(stint, self._admissions, [s for s in self._shards if s.number not in left], deadline)
             if shard is None:
                 return False
             producer = self._new_producer(shard)
@@ -280,6 +282,14 @@ class ShardedReplayBuffer:
         self._stint = ShardStint(self._producer.shard)
         with contextlib.suppress(ShardUnavailableError):
             self._leave_before(deadline)
+
+    def _give_admissions_back(self) -> None:
+        """Lets shards forget this object that may have admitted it and that it does not use; waits for none."""
+        used = [*self._producers, *([] if self._next is None else [self._next])]
+        for producer in used:
+            if producer.has_joined:
+                self._admissions.forget(producer.shard)
+        self._admissions.give_back({producer.shard.number for producer in used})
 
     def _leave_before(self, deadline: float) -> None:
         """Ends what is left of stints before; errors as `Producer.leave`."""
@@ -440,7 +450,7 @@ class ShardedReplayBuffer:
     def _own_producer(self, deadline: float) -> Producer | LocalProducer:
         if self._producer is None:
             present = self._all_present(deadline, awaits_all=True)  # else all would go to the shard that answers first
-            shard = self._shards[first_shard(self._name, present, self._local, deadline)]
+            shard = self._shards[first_shard(self._admissions, present, self._local, deadline)]
             self._producer = self._new_producer(shard)
             self._stint = ShardStint(shard) if self._moves_on else None
         return self._producer
@@ -820,6 +830,7 @@ class ShardedReplayBuffer:
             self._end(producer)
         self._producer = self._next = self._stint = None
         self._left = []
+        self._admissions.give_back(deadline=self._deadline())
 
     def _stop_drawing(self) -> None:
         """Drops batches that are on their way."""
