@@ -455,6 +455,11 @@ class Producer:
         return self._tenancy is not None
 
     @property
+    def in_tenancy(self) -> int:
+        """How many of `acknowledged` are of the tenancy."""
+        return self._acknowledged
+
+    @property
     def acknowledged(self) -> int:
         """How many rows this producer's shard has acknowledged, over all tenancies of this object."""
         return self._before + self._acknowledged
@@ -565,15 +570,14 @@ class Producer:
             while self._sent:
                 self._settle(deadline)
             while self._tenancy is not None:
-                try:
-                    call = self.shard.begin("leave", self.name, self._tenancy.number, life=self._life)
-                    self._end(self.shard.finish(call, deadline))
-                except ShardUnavailableError:  # it may have begun another life, without this tenancy
-                    if time.monotonic() > deadline:
-                        raise
+                try:  # the answer may be lost, and the tenancy have ended: that is told again, and no new one is begun
+                    count = int(self.shard.ask(deadline, "leave", self.name, self._tenancy.number))
+                except ValueError:  # it has begun another life, without this tenancy
                     self._join(deadline)
                     while self._sent:
                         self._settle(deadline)
+                    continue
+                self._end(max(count, self._acknowledged))
 
     # ---- inside ----
     def _send_or_hold(

@@ -41,6 +41,11 @@ class ShardStint:
         self._sent += n
 
     @property
+    def has_begun(self) -> bool:
+        """Whether rows were sent."""
+        return self._sent > 0
+
+    @property
     def left(self) -> int:
         """How many rows it may still have; those of other producers in the shard count, as far as it told of them."""
         return max(0, self._rows - max(self._sent, self.shard.totals.writes - self._writes_before))
@@ -58,19 +63,22 @@ class Admissions:
     from such a shard as if it wrote there.
 
     Args:
-        name: of the producer, in each of its shards.
+        name: of the producer.
+
+    Attributes:
+        name: which it has where it is.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._asked: dict[int, ShardClient] = {}
+        self._asked: dict[int, tuple[ShardClient, str]] = {}  # and by which name
         self._leaving: dict[int, PendingCall] = {}  # calls that end its part in them
 
-    def ask(self, shard: ShardClient, most: int, deadline: float) -> int | None:
+    def ask(self, shard: ShardClient, most: int, deadline: float, name: str) -> int | None:
         """As `ReplayShard.admit`; errors as `ShardClient.ask_once`."""
         self._leaving.pop(shard.number, None)
-        self._asked[shard.number] = shard
-        producers: int | None = shard.ask_once(deadline, "admit", self.name, most)
+        self._asked[shard.number] = shard, name
+        producers: int | None = shard.ask_once(deadline, "admit", name, most)
         if producers is not None:
             self.forget(shard)
         return producers
@@ -87,14 +95,14 @@ class Admissions:
             used: numbers of the shards that it uses.
             deadline: until when it waits for answers. None: not at all.
         """
-        for number, shard in list(self._asked.items()):
+        for number, (shard, name) in list(self._asked.items()):
             if shard.is_gone:
                 self.forget(shard)
             if number in used or not shard.is_present:
                 continue
             call = self._leaving.get(number)
             if call is None:
-                call = self._leaving[number] = shard.begin("end_producer", self.name)
+                call = self._leaving[number] = shard.begin("end_producer", name)
             if deadline is None and not call.has_come():
                 continue
             try:
@@ -126,7 +134,7 @@ def first_shard(admissions: Admissions, present: Sequence[ShardClient], local: S
     while len(left) > 1:
         shard = min(left, key=lambda one: (producers[one.number], one.totals.writes, _ties.random(), one.number))
         try:
-            found = admissions.ask(shard, producers[shard.number], deadline)
+            found = admissions.ask(shard, producers[shard.number], deadline, admissions.name)
         except ShardUnavailableError:
             left.remove(shard)
             continue
@@ -137,7 +145,7 @@ def first_shard(admissions: Admissions, present: Sequence[ShardClient], local: S
 
 
 def next_shard(
-    stint: ShardStint, admissions: Admissions, shards: Sequence[ShardClient], deadline: float
+    stint: ShardStint, admissions: Admissions, shards: Sequence[ShardClient], deadline: float, name: str
 ) -> ShardClient | None:
     """The shard to which a producer moves on at the end of a stint, and which has admitted it; None: it stays.
 
@@ -145,6 +153,7 @@ def next_shard(
 
     Args:
         shards: its own, and those to which it may go.
+        name: which it will have there.
     """
     own = stint.shard
     present = [shard for shard in shards if shard.is_present]
@@ -152,7 +161,7 @@ def next_shard(
     for shard, facts in zip(present, finish_all([(s, s.ask_facts()) for s in present], halfway), strict=True):
         if facts is not None:
             shard.take_facts(facts)
-    others = {shard.number: len({*shard.facts.producers} - {admissions.name}) for shard in (own, *present)}
+    others = {shard.number: len({*shard.facts.producers} - {admissions.name, name}) for shard in (own, *present)}
     most = others[own.number]
     better = [
         shard for shard in present
@@ -160,7 +169,7 @@ def next_shard(
     ]  # fmt: skip
     for shard in sorted(better, key=lambda one: (_turns(one), others[one.number], one.number)):
         try:
-            if admissions.ask(shard, most, deadline) is None:
+            if admissions.ask(shard, most, deadline, name) is None:
                 return shard
         except ShardUnavailableError:
             continue
