@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from engram import _native
 from engram._system import notice_fork
@@ -32,7 +32,7 @@ def free_lane(locks: LaneLocks, lane: int) -> None:
 class HeldLaneCount(LaneCount):
     """So many lanes in the place of `lanes=`, each for one process at a time; as stores of before had them."""
 
-    keeps_extents: ClassVar[bool] = False
+    tells_writers: bool = False
 
     def open(
         self,

@@ -235,8 +235,10 @@ class Producers:
         when the last one that was told has had its time.
         """
         assert self._storage.lanes is not None
-        store, now = self._storage.lanes.store, time.monotonic()
-        self._give_idle_back(now)
+        store = self._storage.lanes.store
+        if n <= (store.lanes - len(self._kept)) * store.lane_capacity:  # as nearly always
+            return None
+        self._give_idle_back(time.monotonic())
         told = [when for other, when in self._kept.items() if other is not entry]
         if not told or n <= (store.lanes - len(told)) * store.lane_capacity:
             return None

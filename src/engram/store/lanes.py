@@ -138,6 +138,9 @@ class Lanes:
         notice_fork()
         if self.unused_since_fork and self.locks is not None:  # a process that only saves is a user of the store, too
             self.join_after_fork()
+        # A copy of private memory that is only saved stays unused.
+        held = self._held_by_parent if self.unused_since_fork else self.held
+        several = self.store.lanes > 1 and self.locks is not None
         saved = []
         self.pending_borders.settle(self.mutex)
         for i in range(self.store.lanes):
@@ -146,7 +149,10 @@ class Lanes:
             base = min(max(lane["base"], lane["first"]), published)
             # Another process may have taken the lane over since `published` was read.
             seams = [seam for seam in self.store.seams(i) if seam <= published]
-            continues = self._continues(i, published)
+            if several:
+                continues = self._continues(i, published)
+            else:
+                continues = held is not None or self._released == (self.store.incarnation, published)
             if (self.takes_turns or self.moves_on) and self.store.lane(i)["published"] != published:
                 continues = False  # another process is writing: the row before may be its own
             if not continues and published > base and seams[-1:] != [published]:
@@ -163,12 +169,8 @@ class Lanes:
         return saved
 
     def _continues(self, lane: int, published: int) -> bool:
-        """Whether the next row of this process in a lane that ends at `published` goes on from the newest one there."""
-        if self.moves_on:
-            return lane == self.store.stint
-        # A copy of private memory that is only saved stays unused.
-        held = self._held_by_parent if self.unused_since_fork else self.held
-        return held is not None or self._released == (self.store.incarnation, published)
+        """Whether the next row of this process in a lane, of several, goes on from the newest one there."""
+        return lane == self.store.stint
 
     def restore_lane(self, i: int, lane: dict[str, Any], shift: int) -> None:
         """Takes over the counters of a saved lane (`saved_states`), whose sequences were `shift` higher."""

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,12 +74,16 @@ def memory_device(device: torch.device | str) -> torch.device:
 
 @dataclasses.dataclass(frozen=True)
 class LaneCount:
-    """So many lanes of a store, in the place of `lanes=n`: as a store has them that exists; `writers`: n, if known."""
+    """So many lanes of a store, in the place of `lanes=n`: as a store has them that exists.
 
-    keeps_extents: ClassVar[bool] = True  # whether a new store tells whose rows it has
+    Attributes:
+        writers: n, if known.
+        tells_writers: whether a new store tells whose rows it has.
+    """
 
     lanes: int
     writers: int | None = None
+    tells_writers: bool = True
 
     def open(
         self,
@@ -264,7 +268,7 @@ class NewTable(NamedTuple):
         """The store of such a table; `with_dimensions` for processes that open it knowing nothing else."""
         dimensions = {"inner": list(self.env_shape), "ndim": self.ndim} if with_dimensions else None
         envs = math.prod(self.env_shape)
-        extents = self.lanes > 1 and (not isinstance(self.given_lanes, LaneCount) or self.given_lanes.keeps_extents)
+        extents = self.lanes > 1 and (not isinstance(self.given_lanes, LaneCount) or self.given_lanes.tells_writers)
         spec = self.layout, self.lanes, self.lane_capacity, envs, trailer, dimensions, extents
         return StoreSpec(*spec, observations=self.observations)
 
