@@ -235,6 +235,19 @@ def test_rows_that_a_collector_wrote_and_did_not_report_are_counted(buffer) -> N
     assert collecting.frames == check_every_step_once(rb) == rb.write_count == 150
 
 
+def test_one_alone_fills_all_shards_and_its_rows_are_counted_when_it_dies(buffer) -> None:
+    rb = buffer(240, num_shards=4, lanes=2, kind=EndsFirstLives)
+    collecting = collector(replay_buffer=rb, num_collectors=1, total_frames=400)
+    with pytest.warns(RuntimeWarning, match="is made anew"), collecting:
+        for _ in collecting:
+            pass
+    assert collecting.frames == rb.write_count == 400
+    capacity = rb.stats().capacity
+    assert len(rb) == capacity and rb.end_producer("nobody") == 0
+    steps = rb.sample(2000)["observation"]
+    assert len({tuple(step) for step in steps.tolist()}) > 0.9 * capacity  # its newest ones, in all shards
+
+
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=LONG)])
 def test_one_that_hangs_is_ended_and_made_anew(shared, tmp_path: Any, workers: int) -> None:
     rb = shared

@@ -336,7 +336,7 @@ def test_the_rows_of_a_dead_collector_are_not_waited_for_where_their_shard_is_go
     class Gone:
         asked = 0
 
-        def end_producer(self, name: str) -> int:
+        def end_producer(self, name: str, since: int) -> int:
             self.asked += 1
             if self.asked == 1:
                 raise ShardGoneError("gone")

@@ -107,6 +107,88 @@ def test_one_with_a_name_of_its_choice_stays_so_that_its_count_is_in_one_shard()
     assert rb.rows_in() == 3 * CAPACITY and all_of(ls) == list(range(2 * CAPACITY, 3 * CAPACITY))
 
 
+@LOCAL
+@pytest.mark.parametrize("piece", [7, 64, 3 * CAPACITY + 5])
+def test_one_with_a_name_fills_all_shards_where_nobody_is_to_continue_its_work(
+    tmp_path: Path, piece: int, local: bool
+) -> None:
+    ls, end = links(tmp_path if local else None), 11 * CAPACITY
+    rb = client(ls, local=[local] * SHARDS).producing_as("it", moves_on=True)
+    for start in range(0, end, piece):
+        n = min(end, start + piece)
+        rb.extend(rows(start, n))
+        rb.flush()
+        number, before = rb.stint()
+        assert rb.rows_in() == n and 0 <= n - before <= CAPACITY and number >= (before > 0)
+        assert all_of(ls) == list(range(max(0, n - SHARDS * CAPACITY), n)) and sum(producers(ls)) == 1
+    rb.close()
+    assert client(ls).end_producer("it", 0) == end and sum(producers(ls)) == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_rows_of_a_named_one_that_moves_on_are_counted_wherever_it_died(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    local = seed % 2 == 1
+    ls = links(tmp_path)
+
+    def fate(method: str) -> str | None:
+        return rng.choice(["call", "answer"]) if rng.random() < 0.1 else None
+
+    for link in ls:
+        link.lose = fate
+    rb = client(ls, local=[local] * SHARDS, timeout=NEVER).producing_as("it", moves_on=True)
+    other = client(ls, timeout=NEVER)
+    written, reported, stint = 0, 0, (0, 0)
+    for _ in range(rng.randrange(1, 60)):
+        n = rng.choice([1, 7, 30, CAPACITY, 3 * CAPACITY])
+        rb.extend(rows(written, written + n))
+        written += n
+        if rng.random() < 0.2:
+            rb.flush()
+            reported, stint = rb.rows_in(), rb.stint()
+            assert reported == written
+        if not local and rng.random() < 0.1:
+            other.extend(rows(100_000, 100_007))
+    others = other.stats().accepted
+    other.close()
+    for producer in (rb._producer, rb._next, *rb._left):
+        if isinstance(producer, LocalProducer):
+            producer.release()  # as its death does
+    for _ in range(2):  # who counts may have to ask again
+        counted = stint[1] + client(ls, timeout=NEVER).end_producer("it", stint[0])
+        for link in ls:
+            link.lose = lambda method: None
+        in_all = sum(link.shard.write_count for link in ls if link.shard is not None)
+        assert reported <= counted == in_all - max(others, other.stats().accepted) <= written
+    assert producers(ls) == [0] * SHARDS
+
+
+def test_one_with_a_name_does_not_move_on_before_its_rows_are_in(tmp_path: Path) -> None:
+    ls = links(tmp_path)
+    rb = client(ls, timeout=0.2, extend_timeout=0.2).producing_as("it", moves_on=True)
+    rb.extend(rows(0, CAPACITY - 10))
+    rb.flush()
+    ls[0].lose = lambda method: "call" if method in ("extend", "facts") else None
+    rb.extend(rows(CAPACITY - 10, CAPACITY + 10))
+    assert [len(one) for one in stored(ls)] == [CAPACITY - 10, 0, 0, 0] and rb.stint() == (0, 0)
+    ls[0].lose = lambda method: None
+    rb.flush()
+    assert client(ls).end_producer("it", 0) == CAPACITY + 10
+
+
+def test_each_stint_of_one_with_a_name_has_rows_of_it() -> None:
+    ls = links()[:2]
+    rb = client(ls).producing_as("it", moves_on=True)
+    rb.rows_in()  # it has joined
+    home = next(link for link in ls if link.shard is not None and link.shard.facts().producers)
+    assert home.shard is not None
+    write(home.shard, "another", rows(1000, 1000 + CAPACITY))
+    rb._own_producer(1e12).shard.take_facts(home.shard.facts())
+    rb.extend(rows(0, 10))
+    rb.flush()
+    assert rb.stint()[0] == 0 and client(ls).end_producer("it", 0) == 10
+
+
 def test_no_slice_goes_over_the_end_of_a_stint() -> None:
     settings = {"sampler": SliceSampler(slice_len=5, traj_key="traj", strict_length=True)}
     ls = links(**settings)
@@ -240,6 +322,82 @@ def test_it_does_not_go_where_another_one_has_just_gone() -> None:
     rb.flush()
     assert read_all(other.shard) == [900] and len(home.shard.facts().producers) == 1
     assert "admit" in other.calls
+
+
+def producers(ls: list[Link]) -> list[int]:
+    """How many each shard knows."""
+    return [len(link.shard.facts().producers) for link in ls]
+
+
+def lost_once(link: Link, method: str, fate: str) -> None:
+    """Of the next call of a method, the call or its answer is lost."""
+    fates = iter([fate])
+    link.lose = lambda called: next(fates, None) if called == method else None
+
+
+@pytest.mark.parametrize("fate", ["call", "answer"])
+@LOCAL
+def test_a_shard_whose_answer_was_lost_does_not_count_who_began_elsewhere(
+    tmp_path: Path, local: bool, fate: str
+) -> None:
+    ls = links(tmp_path if local else None)[:2]
+    rb = client(ls, local=[local] * 2)
+    lost_once(ls[0], "admit", fate)
+    rb.extend(rows(0, 10))
+    rb.extend(rows(10, 20))  # the lost answer is not waited for again
+    assert stored(ls)[1] == list(range(20)) and producers(ls) == [0, 1]
+    another = client(ls)
+    another.extend(rows(900, 910))
+    assert producers(ls) == [1, 1]
+    calls = ls[0].calls.count("end_producer")
+    for k in range(20, 2 * CAPACITY, 10):
+        rb.extend(rows(k, k + 10))
+    assert ls[0].calls.count("end_producer") == calls == 1 and producers(ls) == [1, 1]
+
+
+@pytest.mark.parametrize("fate", ["call", "answer"])
+def test_a_shard_whose_answer_was_lost_does_not_count_who_went_elsewhere(fate: str) -> None:
+    ls = links()[:3]
+    rb = client(ls)
+    rb.extend(rows(0, CAPACITY))
+    lost_once(ls[1], "admit", fate)
+    rb.extend(rows(CAPACITY, CAPACITY + 10))
+    rb.extend(rows(CAPACITY + 10, CAPACITY + 20))
+    assert stored(ls)[2] == list(range(CAPACITY, CAPACITY + 20)) and producers(ls) == [0, 0, 1]
+    for k in range(CAPACITY + 20, 5 * CAPACITY, 10):  # and it goes there when it is its turn
+        rb.extend(rows(k, k + 10))
+    rb.flush()
+    assert all(len(one) == CAPACITY for one in stored(ls)) and sum(producers(ls)) == 1
+
+
+def test_a_shard_that_admitted_it_and_then_went_away_forgets_it_when_it_is_back() -> None:
+    ls = links()[:2]
+    rb = client(ls, timeout=0.2, extend_timeout=0.2)
+    rb.extend(rows(0, CAPACITY))
+    home, other = sorted(ls, key=lambda link: len(link.shard), reverse=True)
+    other.lose = lambda method: "call" if method in ("join", "end_producer") else None
+    rb.extend(rows(CAPACITY, CAPACITY + 10))  # it was admitted, and cannot begin there
+    assert producers([home, other]) == [1, 1] and len(other.shard) == 0
+    other.lose = lambda method: "call" if method in ("join", "facts") else None
+    rb.extend(rows(CAPACITY + 10, CAPACITY + 20))
+    other.lose = lambda method: None
+    for k in range(CAPACITY + 20, CAPACITY + 60, 10):  # of which the first ones greet it
+        rb.extend(rows(k, k + 10))
+    assert producers([home, other]) == [1, 0]
+
+
+def test_one_that_was_admitted_and_never_joined_is_forgotten_when_it_closes() -> None:
+    ls = links()[:2]
+    rb = client(ls, timeout=0.2, extend_timeout=0.2)
+    for link in ls:
+        link.lose = lambda method: "call" if method == "join" else None
+    with pytest.raises(ShardUnavailableError):
+        rb.extend(rows(0, 10))
+    assert producers(ls) == [1, 0]
+    for link in ls:
+        link.lose = lambda method: None
+    rb.close()
+    assert producers(ls) == [0, 0]
 
 
 def test_how_many_rows_of_a_call_are_in_is_said_where_the_next_shard_has_ended_between_them(

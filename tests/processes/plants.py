@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engram import _native
-from engram.store.locks import LaneLocks
+from processes import held_lanes
 
 _OPTIONS = ["--memory", "shared", "--kills", "--until-fault", "--seconds", "60"]
 _TINY, _SMALL = [*_OPTIONS, "--capacity", "128"], [*_OPTIONS, "--capacity", "2000"]
@@ -31,7 +31,7 @@ def _no_seams() -> None:
 
 
 def _no_lock_of_the_lane() -> None:
-    LaneLocks.take_lane = lambda self, lane, shared=False: True  # type: ignore[method-assign,assignment]
+    held_lanes.take_lane = lambda locks, lane: True
 
 
 def _no_generations() -> None:

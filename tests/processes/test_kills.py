@@ -25,7 +25,7 @@ from engram.data import (
     SliceSampler,
 )
 from engram.errors import StorageInUseError
-from engram.store.places import HeldLaneCount
+from processes.held_lanes import HeldLaneCount
 from processes.rows import Faults, Maker, check_rows, check_slices
 
 LANE = 200

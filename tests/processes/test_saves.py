@@ -27,8 +27,8 @@ from engram.data import (
     StorageEnsemble,
     TensorStorageCheckpointer,
 )
-from engram.store.places import HeldLaneCount
 from engram.store.views import RowSnapshot
+from processes.held_lanes import HeldLaneCount
 from processes.rows import Faults, Maker, check_rows, check_slices, columns
 
 LANES, LANE = 3, 3000

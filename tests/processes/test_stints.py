@@ -12,8 +12,9 @@ import engram
 from contracts.children import Child, Signal
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.errors import StorageInUseError
-from engram.store.places import HeldLaneCount, lanes_for
+from engram.store.places import lanes_for
 from engram.testing import numbers, steps
+from processes.held_lanes import HeldLaneCount
 
 KINDS = {
     "shared memory": lambda path, n, lanes: LazyTensorStorage(n, shared=True, lanes=lanes),
@@ -290,7 +291,6 @@ def test_a_load_goes_on_behind_a_seam_in_the_lane_of_the_save(make, tmp_path):
 def test_a_save_with_as_many_lanes_as_writers_is_loaded_into_as_many(tmp_path):
     old = ReplayBuffer(storage=LazyTensorStorage(40, shared=True, lanes=HeldLaneCount(4)))  # as an engram of before
     old.extend(steps(0, 10))
-    old.storage.lanes.hold_lane(2), old.storage.lanes.store.lane(2)
     old.dumps(tmp_path / "saved")
     for rb in (
         ReplayBuffer(storage=LazyTensorStorage(40, shared=True, lanes=4)),

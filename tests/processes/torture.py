@@ -45,11 +45,10 @@ from engram.data import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
-from engram.store.held_lanes import HeldLanes
 from engram.store.locks import LaneLocks
-from engram.store.places import HeldLaneCount
 from native.core.support import store
 from native.support import numbers_of, row_words, words
+from processes.held_lanes import HeldLaneCount, HeldLanes, free_lane, take_lane
 from processes.plants import PLANTS
 from processes.rows import Faults, Maker, check_rows, check_slices, columns
 
@@ -274,7 +273,7 @@ class BufferTorture(Torture):
         lanes = rb.storage.lanes
         lanes.join_after_fork()
         for lane in range(self.lanes):
-            if not lanes.locks.take_lane(lane):
+            if not take_lane(lanes.locks, lane):
                 continue
             checks += 1
             state, returned = lanes.states()[lane], int(self.side.lanes["returned"][lane])
@@ -290,7 +289,7 @@ class BufferTorture(Torture):
                 faults.check((numbers == there).numpy(), f"lane {lane} at rest: other rows than {there[:3]} ...")
                 check_rows(faults, batch, numbers, slots, self.lane_capacity, "at rest")
                 self._check_seams(faults, columns(batch), state)
-            lanes.locks.free_lane(lane)
+            free_lane(lanes.locks, lane)
         return {"faults": list(faults), "checks": checks}
 
     @staticmethod
@@ -467,7 +466,7 @@ class StoreTorture(Torture):
     def _check_rest(self) -> dict[str, Any]:
         lanes, faults, checks = self._join(), Faults(), 0
         for lane in range(self.lanes):
-            if not lanes.locks.take_lane(lane):
+            if not take_lane(lanes.locks, lane):
                 continue
             checks += 1
             state, returned = lanes.store.lane(lane), int(self.side.lanes["returned"][lane])
@@ -481,7 +480,7 @@ class StoreTorture(Torture):
             right = not gone and not absent and torch.equal(numbers, there)
             faults.check(right, f"lane {lane} at rest: {gone} missing, {absent} unwritten")
             self._check_words(faults, rows[0], numbers, lane, "at rest")
-            lanes.locks.free_lane(lane)
+            free_lane(lanes.locks, lane)
         return {"faults": list(faults), "checks": checks}
 
     def _write(self, session: int, seed: int) -> dict[str, Any]:

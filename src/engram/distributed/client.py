@@ -446,7 +446,18 @@ class Producer:
         self._place: Place | None = None  # of the next row
         self._place_ends = 0.0  # when it is not certain any more
         self._told: Tensor | None = None  # the slots of the last rows of which they were asked
+        self._waits_until: float | None = None  # with what is to be sent again, as the shard has said
         self._timer: threading.Timer | None = None
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether it has a tenancy, as far as it knows."""
+        return self._tenancy is not None
+
+    @property
+    def in_tenancy(self) -> int:
+        """How many of `acknowledged` are of the tenancy."""
+        return self._acknowledged
 
     @property
     def acknowledged(self) -> int:
@@ -559,15 +570,14 @@ class Producer:
             while self._sent:
                 self._settle(deadline)
             while self._tenancy is not None:
-                try:
-                    call = self.shard.begin("leave", self.name, self._tenancy.number, life=self._life)
-                    self._end(self.shard.finish(call, deadline))
-                except ShardUnavailableError:  # it may have begun another life, without this tenancy
-                    if time.monotonic() > deadline:
-                        raise
+                try:  # the answer may be lost, and the tenancy have ended: that is told again, and no new one is begun
+                    count = int(self.shard.ask(deadline, "leave", self.name, self._tenancy.number))
+                except ValueError:  # it has begun another life, without this tenancy
                     self._join(deadline)
                     while self._sent:
                         self._settle(deadline)
+                    continue
+                self._end(max(count, self._acknowledged))
 
     # ---- inside ----
     def _send_or_hold(
@@ -626,18 +636,27 @@ class Producer:
     def _settle(self, deadline: float, calls: int | None = None) -> None:
         """Waits for the acknowledgements of the oldest calls (None: of all); sends again what was lost."""
         calls = len(self._sent) if calls is None else calls
-        if self._sent[0].call is not None:
+        while self._sent[0].call is not None:
             if self._hear(calls, deadline):
                 return
-            if time.monotonic() > deadline:
+            until = self._waits_until
+            if until is not None and until <= deadline:
+                time.sleep(max(0.0, until - time.monotonic()))
+                self._send_again()
+                continue
+            if until is not None or time.monotonic() > deadline:
                 self.shard.await_presence(deadline)
-                raise ShardUnavailableError(
-                    f"{self.shard.name} answers, and rows for it were lost on their way each time"
-                )
+                why = "rows for it were lost on their way each time" if until is None else (
+                    "rows for it need room that it keeps for a moment for others, longer than this call may wait: they "
+                    "are kept, and go in later"
+                )  # fmt: skip
+                raise ShardUnavailableError(f"{self.shard.name} answers, and {why}")
+            break
         self._join(deadline)
 
     def _hear(self, calls: int, deadline: float) -> bool:
-        """Waits for the acknowledgements of the oldest calls; False: they were lost, or the tenancy has ended."""
+        """Waits for the acknowledgements of the oldest calls; False: they were lost, or refused, or it has to wait."""
+        self._waits_until = None
         try:
             answer = self._acknowledgement_of(calls, deadline)
         except ShardUnavailableError:
@@ -646,11 +665,19 @@ class Producer:
         except BaseException:
             self._lose()
             raise
-        if not answer.in_force:
+        if answer.wait is not None:
+            self._waits_until = time.monotonic() + answer.wait
+        if answer.wait is not None or not answer.in_force:
             self._lose()
             return False
         self._take_in(answer, [self._sent.popleft() for _ in range(calls)][-1])
         return True
+
+    def _send_again(self) -> None:
+        """Makes all calls again, in the same tenancy; rows that are in are left out there."""
+        waiting, self._sent = self._sent, collections.deque()
+        for sent in waiting:
+            self._send(sent.first, sent.rows, asks_slots=sent.asks_slots)
 
     def _take_in(self, answer: Acknowledgement, sent: _SentBlock) -> None:
         self._acknowledged, self._credit = answer.rows, answer.credit

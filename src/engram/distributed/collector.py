@@ -79,6 +79,7 @@ class _Report(NamedTuple):
         batch: None where it is in the replay buffer.
         returns, lengths: of the episodes that ended in it.
         batches: how many it is about.
+        stints: of each producer the number of its stint, and how many rows of those before are in.
     """
 
     frames: int
@@ -86,6 +87,7 @@ class _Report(NamedTuple):
     returns: list[float]
     lengths: list[int]
     batches: int = 1
+    stints: tuple[tuple[int, int], ...] = ()
 
 
 class _Share(NamedTuple):
@@ -123,7 +125,7 @@ class _CollectorActor:
         self._episodes: list[EpisodeStats] = []
         self._frames = 0
         buffer = config.replay_buffer
-        self._buffers = [] if buffer is None else [buffer.producing_as(name) for name in config.names]
+        self._buffers = [] if buffer is None else _producers_of(buffer, config.names)
         return _Begun(int(self._collector.frames_per_batch))
 
     def place(self) -> tuple[str, int]:
@@ -143,7 +145,7 @@ class _CollectorActor:
         self._collector.load_state_dict(state)
         before, buffer = self._buffers, self._config.replay_buffer
         self._config = dataclasses.replace(self._config, names=names, first_producer=first_producer)
-        self._buffers = [] if buffer is None else [buffer.producing_as(name) for name in names]
+        self._buffers = [] if buffer is None else _producers_of(buffer, names)
         self._episodes, self._frames, self._fetcher = [], 0, WeightsFetcher()
         for one in before:
             _close_producer(one)
@@ -165,7 +167,8 @@ class _CollectorActor:
         for buffer in self._buffers:
             _until_shard_answers(buffer.flush)
         rows = sum(_until_shard_answers(buffer.rows_in) for buffer in self._buffers)
-        return _Report(rows, None, returns, lengths, batches)
+        stints = tuple(_until_shard_answers(buffer.stint) for buffer in self._buffers)
+        return _Report(rows, None, returns, lengths, batches, stints)
 
     def _collect_one(self) -> tuple[TensorDictBase | None, list[float], list[int]]:
         """A batch, or None where it went to the replay buffer; returns and lengths of the episodes that ended in it."""
@@ -207,6 +210,11 @@ class _CollectorActor:
             _close_producer(buffer)
 
 
+def _producers_of(buffer: RayReplayBuffer, names: Sequence[str]) -> list[RayReplayBuffer]:
+    """A client for each worker. They move on over the shards: nobody continues their work under these names."""
+    return [buffer.producing_as(name, moves_on=True) for name in names]
+
+
 def _close_producer(buffer: RayReplayBuffer) -> None:
     """Writes what its transforms hold back, and leaves its shard, as soon as that answers."""
     if buffer.transform.stream.flushes_all:
@@ -240,6 +248,7 @@ class _Member:
         batch_frames: of its batches; 0: it has never begun.
         names: of the producers of this life.
         frames: of this life, as far as they are counted.
+        stints: as the last report of this life has them.
         batches: of this life.
         asked: how many batches it was asked for; 0: it owes none.
     """
@@ -255,6 +264,7 @@ class _Member:
     batch_frames: int = 0
     names: tuple[str, ...] = ()
     frames: int = 0
+    stints: tuple[tuple[int, int], ...] = ()
     batches: int = 0
     asked: int = 0
 
@@ -269,8 +279,8 @@ class RayCollector(PooledCollector):
     """Collectors on the nodes of a Ray cluster, used as one that collects here.
 
     Each collector is an actor, and may have workers inside. With a `RayReplayBuffer` it writes into the store of its
-    node, each worker by itself, so that nothing is sent; iterating then yields None, as with all
-    collectors. Without one, batches come here.
+    node, each worker by itself, so that nothing is sent, and moves on to other shards when that is full, unless each
+    has a writer of its own; iterating then yields None, as with all collectors. Without one, batches come here.
 
     A collector that dies, alone or with its node, is made anew, with a RuntimeWarning. It continues where its rows
     ended, with new trajectories and a seam before them: the shard has counted which rows are in, so `frames` has each
@@ -419,7 +429,7 @@ class RayCollector(PooledCollector):
         """Begins the first life of a collector, or the next one."""
         member = self._members[k]
         names, first = self._new_names(k)
-        member.names, member.frames, member.batches = names, 0, 0
+        member.names, member.frames, member.batches, member.stints = names, 0, 0, ()
         seed = member.seed
         config = _Config(
             make_env=member.make_env, policy_factory=member.policy_factory,
@@ -471,7 +481,9 @@ class RayCollector(PooledCollector):
         deadline = time.monotonic() + _PATIENCE
         while True:
             try:
-                return sum(self.replay_buffer.end_producer(name) for name in member.names)
+                stints = member.stints or ((0, 0),) * len(member.names)
+                each = zip(member.names, stints, strict=True)
+                return sum(rows + self.replay_buffer.end_producer(name, number) for name, (number, rows) in each)
             except ShardGoneError:
                 raise
             except (NoFreeLaneError, ShardUnavailableError):  # its process is just ending; the shard comes back
@@ -593,7 +605,7 @@ class RayCollector(PooledCollector):
     def _note(self, member: _Member, report: _Report) -> None:
         member.asked, member.batches = 0, member.batches + report.batches
         self._count(member, report.frames - member.frames)
-        member.frames = report.frames
+        member.frames, member.stints = report.frames, report.stints
         self._episodes.take(report.returns, report.lengths)
 
     def _finish_batches(self) -> None:
@@ -698,7 +710,7 @@ class RayCollector(PooledCollector):
     def _load_one(self, k: int, part: dict[str, Any]) -> None:
         names, first = self._new_names(k)
         self._ask(k, lambda actor: actor.load_state_dict.remote(part, names, first))
-        self._members[k].names, self._members[k].frames = names, 0
+        self._members[k].names, self._members[k].frames, self._members[k].stints = names, 0, ()
 
     def _validated_weights(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
         names = {"frames", "batches", "episodes", "policy_version", "weights", "collectors", "collected"}

@@ -65,6 +65,11 @@ class LocalProducer:
         self._before = 0  # rows of tenancies before
 
     @property
+    def has_joined(self) -> bool:
+        """Whether it has a tenancy, as far as it knows."""
+        return self._tenancy is not None
+
+    @property
     def unacknowledged(self) -> int:
         """0: rows are in at once."""
         return 0
@@ -72,7 +77,12 @@ class LocalProducer:
     @property
     def acknowledged(self) -> int:
         """How many rows of this producer are in, over all tenancies of this object."""
-        return self._before + (0 if self._stream is None else self._stream.rows)
+        return self._before + self.in_tenancy
+
+    @property
+    def in_tenancy(self) -> int:
+        """How many of these are of the tenancy."""
+        return 0 if self._stream is None else self._stream.rows
 
     def extend(self, block: Block, deadline: float | None = None) -> Tensor:
         """Appends rows; returns their slots, int64 [n]. Errors as `Producer.extend`, `append_packed`, and `open`."""

@@ -20,6 +20,7 @@ STREAMS = "streams"  # the file of the table of streams, beside the store
 #: Seconds after it was sent for which the answer to a call says where the producer's next rows go (`Place`).
 PLACE_HOLDS = 0.25
 LANE_KEPT = 1.0  # seconds; longer, so that rows that are sent until then have time to come
+_LEAST_WAIT = 0.005  # seconds, before rows that have to wait are sent again
 _KEPT_SHARE = 4  # a quarter of the lanes is kept at most, so that producers that pause do not keep much
 
 
@@ -99,6 +100,7 @@ class Producers:
         self._table: StreamTable | None = None
         self._last_rows: dict[str, float] = {}  # when each producer last sent some
         self._kept: dict[StreamEntry, float] = {}  # when those whose lanes are kept were last told of their place
+        self._waiting: dict[StreamEntry, float] = {}  # until when, for lanes that are kept for others
         self.record = Record(time.time_ns())
 
     # ---- opening ----
@@ -195,6 +197,7 @@ class Producers:
     def _end(self, entry: StreamEntry) -> int:
         rows = self.table.end(entry)
         self._kept.pop(entry, None)
+        self._waiting.pop(entry, None)
         self._last_rows.pop(entry.name, None)
         return rows
 
@@ -225,17 +228,48 @@ class Producers:
         )
 
     # ---- rows ----
+    def wait_for(self, entry: StreamEntry, n: int) -> float | None:
+        """Seconds until a producer should send its next n rows again: lanes that they need are kept for others.
+
+        None: they can be appended. While one waits no other producer is told of a place, so that the lanes are free
+        when the last one that was told has had its time.
+        """
+        assert self._storage.lanes is not None
+        store = self._storage.lanes.store
+        if n <= (store.lanes - len(self._kept)) * store.lane_capacity:  # as nearly always
+            return None
+        self._give_idle_back(time.monotonic())
+        told = [when for other, when in self._kept.items() if other is not entry]
+        if not told or n <= (store.lanes - len(told)) * store.lane_capacity:
+            return None
+        self._waiting[entry] = max(told) + LANE_KEPT
+        return self.wait_of(entry)
+
+    def wait_of(self, entry: StreamEntry) -> float | None:
+        """The same, of rows that a producer was told to send again; None: there are none."""
+        until = self._waiting.get(entry)
+        return None if until is None else max(_LEAST_WAIT, until - time.monotonic())
+
+    def _anybody_waits(self, now: float) -> bool:
+        """Whether rows need lanes that are kept: they are sent again soon, unless their producer has died."""
+        return any(now - until <= LANE_KEPT for until in self._waiting.values())
+
     def append(self, entry: StreamEntry, append: Callable[[], Tensor]) -> Tensor:
-        """Appends rows of a producer; returns their slots."""
+        """Appends rows of a producer; returns their slots. The caller has asked `wait_for` them."""
         now = time.monotonic()
         self._last_rows[entry.name] = now
+        self._waiting.pop(entry, None)
         self._give_idle_back(now)
         assert self._storage.lanes is not None
-        self.table.keep_place(
-            entry, entry in self._kept or len(self._kept) < self._storage.lanes.store.lanes // _KEPT_SHARE
-        )
-        with self._storage.mutex, self.table.writing(entry):
-            return append()
+        has_room = entry in self._kept or len(self._kept) < self._storage.lanes.store.lanes // _KEPT_SHARE
+        self.table.keep_place(entry, has_room and not self._anybody_waits(now))
+        try:
+            with self._storage.mutex, self.table.writing(entry):
+                return append()
+        except BaseException:
+            self._kept.pop(entry, None)
+            self.table.give_back(entry)  # nobody is told of its place
+            raise
 
     def place(self, entry: StreamEntry) -> Place | None:
         """Where a producer's next rows go, if its lane is kept for it, and others do not wait for that."""
@@ -246,7 +280,7 @@ class Producers:
         lane, sequence, rows = kept
         assert self._storage.lanes is not None
         store, now = self._storage.lanes.store, time.monotonic()
-        if store.is_overdue(lane):
+        if store.is_overdue(lane) or self._anybody_waits(now):
             self._kept.setdefault(entry, now)
             return None
         self._kept[entry] = now
@@ -254,7 +288,7 @@ class Producers:
 
     def _give_idle_back(self, now: float) -> None:
         for entry, told in list(self._kept.items()):
-            if now - told > LANE_KEPT:
+            if now - told >= LANE_KEPT:
                 del self._kept[entry]
                 self.table.give_back(entry)
 
@@ -277,6 +311,7 @@ class Producers:
     def close(self) -> None:
         """Ends the use of the table."""
         self._kept.clear()
+        self._waiting.clear()
         table, self._table = self._table, None
         if table is not None:
             table.close()

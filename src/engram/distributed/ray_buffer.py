@@ -303,7 +303,8 @@ class RayReplayBuffer(ShardedReplayBuffer):
     a producer of one shard, where no trajectory mixes with another, and each row goes in once, whichever process dies.
     A shard is one ring of `max_size / num_shards` rows, which one producer fills, or any number. When it is full its
     producer moves on to another one that has no more producers, so one alone fills all; those with a name of their own
-    (`producing_as`) stay. A producer on the node of its shard writes into the store, and reads from it, directly.
+    (`producing_as`) stay, unless they are made with `moves_on=True`, as collectors are. A producer on the node of its
+    shard writes into the store, and reads from it, directly.
 
     Sent to other processes (as an argument of Ray's tasks and actors) it is the same rows, and another producer. Other
     programs find it by its name (`attach`).

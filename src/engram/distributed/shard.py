@@ -91,6 +91,8 @@ class Acknowledgement(NamedTuple):
         credit: how many rows it may have sent without having their acknowledgement, before it waits.
         place: where its next rows go; None: that is known when they are in.
         slots: of the rows of the call, int64 [n], where they were asked for; -1: not known any more.
+        wait: seconds after which what is not in is to be sent again: its room is kept for other producers. None: all
+            is in.
     """
 
     rows: int
@@ -99,6 +101,7 @@ class Acknowledgement(NamedTuple):
     place: Place | None
     slots: Tensor | None
     totals: ShardTotals
+    wait: float | None = None
 
 
 class TakenRows(NamedTuple):
@@ -447,6 +450,9 @@ class ReplayShard:
     ) -> Acknowledgement:
         """Appends rows of a producer that are not in yet.
 
+        Nothing is appended where the rows need lanes that are kept for other producers, which were told of late that
+        their next rows go there (`Acknowledgement.wait`); nor are rows that come behind such ones.
+
         Args:
             first: the number of the block's first row among those of the tenancy, from 0.
             new_priority: the highest priority of all shards, which new rows get.
@@ -474,13 +480,17 @@ class ReplayShard:
         if self._folder_lock is not None and self._folder_lock.is_removed:
             raise StorageError(f"{self._folder} was removed; what is written to it now would be lost")
         count = producers.table.rows(entry)
-        if not 0 <= first <= count:
+        follows = first > count
+        wait = producers.wait_of(entry) if follows else producers.wait_for(entry, first + len(block) - count)
+        if wait is None and (follows or first < 0):
             raise ValueError(
                 f"first={first}, but {count} rows of tenancy {tenancy} are in: those between never came. Nothing was "
                 "written"
             )
         if new_priority is not None:
             self._sampler.raise_new_priority(new_priority, storage=self._storage)
+        if wait is not None:
+            return Acknowledgement(count, True, self._credit, None, None, self._totals(), wait)
         new = block.rest(count - first)
         slots = torch.empty(0, dtype=torch.int64)
         if len(new):

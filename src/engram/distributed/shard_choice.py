@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from engram.distributed.client import ShardClient, finish_all
-from engram.errors import ShardUnavailableError
+from engram.distributed.client import PendingCall, ShardClient, finish_all
+from engram.errors import NoFreeLaneError, ShardUnavailableError
 
+_FETCHED = 0.1  # seconds in which an answer that has come is here
 _ties = random.Random()  # not that of the program, whose draws stay the same
 
 
@@ -40,6 +41,11 @@ class ShardStint:
         self._sent += n
 
     @property
+    def has_begun(self) -> bool:
+        """Whether rows were sent."""
+        return self._sent > 0
+
+    @property
     def left(self) -> int:
         """How many rows it may still have; those of other producers in the shard count, as far as it told of them."""
         return max(0, self._rows - max(self._sent, self.shard.totals.writes - self._writes_before))
@@ -50,7 +56,68 @@ class ShardStint:
         return (self._writes_before + self._rows) // self.shard.facts.capacity
 
 
-def first_shard(name: str, present: Sequence[ShardClient], local: Sequence[bool], deadline: float) -> int:
+class Admissions:
+    """The shards that were asked to admit a producer, until it has joined them, or they do not know it any more.
+
+    A shard whose answer was lost may have admitted it while it goes to another one. Other producers would keep away
+    from such a shard as if it wrote there.
+
+    Args:
+        name: of the producer.
+
+    Attributes:
+        name: which it has where it is.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._asked: dict[int, tuple[ShardClient, str]] = {}  # and by which name
+        self._leaving: dict[int, PendingCall] = {}  # calls that end its part in them
+
+    def ask(self, shard: ShardClient, most: int, deadline: float, name: str) -> int | None:
+        """As `ReplayShard.admit`; errors as `ShardClient.ask_once`."""
+        self._leaving.pop(shard.number, None)
+        self._asked[shard.number] = shard, name
+        producers: int | None = shard.ask_once(deadline, "admit", name, most)
+        if producers is not None:
+            self.forget(shard)
+        return producers
+
+    def forget(self, shard: ShardClient) -> None:
+        """The producer has joined it, or is not known there."""
+        self._asked.pop(shard.number, None)
+        self._leaving.pop(shard.number, None)
+
+    def give_back(self, used: Collection[int] = (), deadline: float | None = None) -> None:
+        """Ends the producer's part in those that it does not use; one that is away is told at a later call.
+
+        Args:
+            used: numbers of the shards that it uses.
+            deadline: until when it waits for answers. None: not at all.
+        """
+        for number, (shard, name) in list(self._asked.items()):
+            if shard.is_gone:
+                self.forget(shard)
+            if number in used or not shard.is_present:
+                continue
+            call = self._leaving.get(number)
+            if call is None:
+                call = self._leaving[number] = shard.begin("end_producer", name)
+            if deadline is None and not call.has_come():
+                continue
+            try:
+                shard.answer_within(call, max(_FETCHED, 0.0 if deadline is None else deadline - time.monotonic()))
+            except ShardUnavailableError:
+                del self._leaving[number]
+                continue
+            except TimeoutError:
+                continue
+            except NoFreeLaneError:  # another process writes by that name: it is its part
+                pass
+            self.forget(shard)
+
+
+def first_shard(admissions: Admissions, present: Sequence[ShardClient], local: Sequence[bool], deadline: float) -> int:
     """The number of the shard that knows a producer, else one of this machine, if any, with the fewest producers.
 
     Of equal ones that to which the fewest rows were written, else any. A shard that has more producers by now than this
@@ -59,7 +126,7 @@ def first_shard(name: str, present: Sequence[ShardClient], local: Sequence[bool]
     Args:
         local: which shards are of this machine.
     """
-    known = [shard for shard in present if name in shard.facts.producers]
+    known = [shard for shard in present if admissions.name in shard.facts.producers]
     if known:
         return known[0].number
     left = [shard for shard in present if local[shard.number]] or list(present)
@@ -67,7 +134,7 @@ def first_shard(name: str, present: Sequence[ShardClient], local: Sequence[bool]
     while len(left) > 1:
         shard = min(left, key=lambda one: (producers[one.number], one.totals.writes, _ties.random(), one.number))
         try:
-            found = shard.ask_once(deadline, "admit", name, producers[shard.number])
+            found = admissions.ask(shard, producers[shard.number], deadline, admissions.name)
         except ShardUnavailableError:
             left.remove(shard)
             continue
@@ -77,14 +144,16 @@ def first_shard(name: str, present: Sequence[ShardClient], local: Sequence[bool]
     return left[0].number
 
 
-def next_shard(stint: ShardStint, name: str, shards: Sequence[ShardClient], deadline: float) -> ShardClient | None:
-    """The shard to which a producer moves on at the end of a stint, and which it has joined; None: it stays.
+def next_shard(
+    stint: ShardStint, admissions: Admissions, shards: Sequence[ShardClient], deadline: float, name: str
+) -> ShardClient | None:
+    """The shard to which a producer moves on at the end of a stint, and which has admitted it; None: it stays.
 
     Only shards that answer are asked. Of several that are as good it is the first, which every producer knows.
 
     Args:
-        name: of the producer, in each of its shards.
         shards: its own, and those to which it may go.
+        name: which it will have there.
     """
     own = stint.shard
     present = [shard for shard in shards if shard.is_present]
@@ -92,7 +161,7 @@ def next_shard(stint: ShardStint, name: str, shards: Sequence[ShardClient], dead
     for shard, facts in zip(present, finish_all([(s, s.ask_facts()) for s in present], halfway), strict=True):
         if facts is not None:
             shard.take_facts(facts)
-    others = {shard.number: len({*shard.facts.producers} - {name}) for shard in (own, *present)}
+    others = {shard.number: len({*shard.facts.producers} - {admissions.name, name}) for shard in (own, *present)}
     most = others[own.number]
     better = [
         shard for shard in present
@@ -100,7 +169,7 @@ def next_shard(stint: ShardStint, name: str, shards: Sequence[ShardClient], dead
     ]  # fmt: skip
     for shard in sorted(better, key=lambda one: (_turns(one), others[one.number], one.number)):
         try:
-            if shard.ask_once(deadline, "admit", name, most) is None:
+            if admissions.ask(shard, most, deadline, name) is None:
                 return shard
         except ShardUnavailableError:
             continue

@@ -36,13 +36,14 @@ from engram.distributed.folder_lock import FolderWatch, watch_folder
 from engram.distributed.local import LocalProducer, LocalReader, ShardMovedError, await_shard
 from engram.distributed.priority_updates import Priorities, PriorityUpdates
 from engram.distributed.shard import ReplayShard
-from engram.distributed.shard_choice import ShardStint, first_shard, next_shard
+from engram.distributed.shard_choice import Admissions, ShardStint, first_shard, next_shard
 from engram.envs.transforms import Compose
 from engram.errors import ShardGoneError, ShardUnavailableError, StorageError
 from engram.kernel.replay import WriteRequest, mark_rows
 from engram.kernel.rows import RowLayout
 from engram.kernel.tools import warn_user
 
+_STINT = ", stint "  # in the name of a producer, before the number of its stint
 _PAUSE = 0.01  # seconds between two looks at shards that are all away
 
 
@@ -111,6 +112,7 @@ class ShardedReplayBuffer:
         links: what carries calls to each shard.
         local: which shards' stores can be opened here.
         producer: this client's name among producers; None: one of its own.
+        moves_on: whether it moves on over all shards; None: if it has no name of its choice.
         generator: of this client's draws; None: torch's global one.
     """
 
@@ -121,6 +123,7 @@ class ShardedReplayBuffer:
         *,
         local: Sequence[bool] | None = None,
         producer: str | None = None,
+        moves_on: bool | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         self._settings, self._generator = settings, generator
@@ -133,8 +136,12 @@ class ShardedReplayBuffer:
         self._lock = threading.RLock()  # of draws: they do not wait for a shard to which another thread writes
         self._shards = [ShardClient(link, number) for number, link in enumerate(links)]
         self._name = producer or f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        # Under a name of its choice others may go on with its work, by its count in one shard.
-        self._moves_on = producer is None and len(links) > 1
+        # Under a name of its choice others may go on with its work, by its count in one shard. One that moves on has
+        # another name in each stint, so that each has a count, which a shard tells when the producer has died.
+        self._moves_on = (producer is None if moves_on is None else moves_on) and len(links) > 1
+        self._names_stints = self._moves_on and producer is not None
+        self._stint_number = 0
+        self._admissions = Admissions(self._name)
         self._stint: ShardStint | None = None  # of the producer; None: it stays in its shard
         self._producer: Producer | LocalProducer | None = None
         self._next: Producer | LocalProducer | None = None  # that has joined the shard to which it moves on
@@ -235,6 +242,7 @@ class ShardedReplayBuffer:
                     self._stint.note(end - sent)
                 sent = end
             if sent == n:
+                self._give_admissions_back()
                 return parts[0] if len(parts) == 1 else torch.cat(parts)
             self._move_on(deadline)
 
@@ -243,10 +251,12 @@ class ShardedReplayBuffer:
         shard, stint = self._own_producer(deadline).shard, self._stint
         if stint is None or stint.left >= n - sent:
             return n
-        if self._opens_next(stint, deadline):
-            return sent + stint.left
-        self._stint = ShardStint(shard, goes_on=True)
-        return n
+        if not self._opens_next(stint, deadline):
+            self._stint = ShardStint(shard, goes_on=True)
+            return n
+        if self._names_stints and not stint.has_begun and not stint.left:  # of others: each stint has rows of its own
+            self._stint = stint = ShardStint(shard)
+        return min(n, sent + stint.left)
 
     def _send_part(self, block: Block, priority: Tensor | None, deadline: float, goes_on: bool) -> Tensor:
         """Gives rows to the producer, or where its shard is back with another store, to a new one."""
@@ -261,11 +271,13 @@ class ShardedReplayBuffer:
         if self._next is not None:
             return True
         left = {one.shard.number for one in self._left}  # where it is known by its name still
+        shards = [shard for shard in self._shards if shard.number not in left]
+        name = self._stint_name(self._stint_number + 1)
         try:
-            shard = next_shard(stint, self._name, [s for s in self._shards if s.number not in left], deadline)
+            shard = next_shard(stint, self._admissions, shards, deadline, name)
             if shard is None:
                 return False
-            producer = self._new_producer(shard)
+            producer = self._new_producer(shard, name)
             producer.open(deadline)
         except ShardUnavailableError:
             return False
@@ -273,13 +285,32 @@ class ShardedReplayBuffer:
         return True
 
     def _move_on(self, deadline: float) -> None:
-        """Begins a stint in the next shard, and leaves the one before when its rows are in, now or later."""
+        """Begins a stint in the next shard, and leaves the one before when its rows are in, now or later.
+
+        One whose stints have names stays until they are in.
+        """
         assert self._producer is not None and self._next is not None
+        if self._names_stints:
+            try:
+                self._producer.flush(deadline - time.monotonic())
+            except ShardUnavailableError:
+                self._stint = ShardStint(self._producer.shard, goes_on=True)
+                return
         self._left.append(self._producer)
         self._producer, self._next = self._next, None
+        self._stint_number += 1
+        self._admissions.name = self._producer.name
         self._stint = ShardStint(self._producer.shard)
         with contextlib.suppress(ShardUnavailableError):
             self._leave_before(deadline)
+
+    def _give_admissions_back(self) -> None:
+        """Lets shards forget this object that may have admitted it and that it does not use; waits for none."""
+        used = [*self._producers, *([] if self._next is None else [self._next])]
+        for producer in used:
+            if producer.has_joined:
+                self._admissions.forget(producer.shard)
+        self._admissions.give_back({producer.shard.number for producer in used})
 
     def _leave_before(self, deadline: float) -> None:
         """Ends what is left of stints before; errors as `Producer.leave`."""
@@ -354,17 +385,22 @@ class ShardedReplayBuffer:
         producer = self._producer
         return not isinstance(producer, Producer) or producer.send_held()
 
-    def producing_as(self, name: str) -> Self:
+    def producing_as(self, name: str, *, moves_on: bool = False) -> Self:
         """A client of the same rows that writes under a name of its own choice.
 
         A process that continues the work of one that died takes its name, and with it its count: what is in already
         (`rows_in`) is not written again. No two living clients may have one name. Steps that its transforms hold back
         are its own.
+
+        Args:
+            moves_on: it moves on over all shards, as a client without a name. Then nobody can continue its work;
+                `end_producer` counts what one that died has written since its last `stint`.
         """
         twin = copy.copy(self)
         ShardedReplayBuffer.__init__(
-            twin, self._links, self._settings_of_another(), local=self._local, producer=name, generator=self._generator
-        )
+            twin, self._links, self._settings_of_another(), local=self._local, producer=name, moves_on=moves_on,
+            generator=self._generator,
+        )  # fmt: skip
         return twin
 
     def _settings_of_another(self) -> ShardedSettings:
@@ -379,7 +415,8 @@ class ShardedReplayBuffer:
     def rows_in(self) -> int:
         """How many rows of this client's name are in, since it joined its shard; 0: none ever came.
 
-        `stats().accepted` counts on over all its shards. One that writes under a name of its choice stays in its shard.
+        `stats().accepted` counts on over all its shards; so does this, of a client with a name of its choice that moves
+        on.
 
         Raises:
             ShardUnavailableError: the shard does not answer.
@@ -394,25 +431,52 @@ class ShardedReplayBuffer:
                 self._leave_moved_shard()
                 self._own_producer(deadline).open()
             assert self._producer is not None
+            if self._names_stints:
+                return self._accepted_before + sum(one.acknowledged for one in self._producers)
             return self._producer.acknowledged
 
-    def end_producer(self, name: str) -> int:
+    def stint(self) -> tuple[int, int]:
+        """Of a client with a name that moves on: the number of its stint, and how many rows of those before are in."""
+        with self._writing:
+            rows = self.rows_in()
+            return self._stint_number, rows - (0 if self._producer is None else self._producer.in_tenancy)
+
+    def end_producer(self, name: str, since: int | None = None) -> int:
         """Ends what a producer that has died has in shards; returns how many of its rows are in. May be repeated.
 
         Rows of it that are still on their way are refused from now on.
+
+        Args:
+            since: the number of a stint of a producer that moves on: the rows of this one, and of those after it, are
+                counted.
 
         Raises:
             ShardUnavailableError: a shard does not answer, and it may be that of the producer.
             NoFreeLaneError: the producer lives, and writes by itself on the machine of the shard.
         """
         with self._writing:
-            deadline = self._deadline()
-            rows = 0
-            for shard in self._shards:
-                shard.forget()  # its producers may have changed since it was greeted
-                shard.await_presence(deadline)
-                rows += shard.ask(deadline, "end_producer", name)
+            rows = self._end_in_all(name if since is None else _name_of_stint(name, since))
+            if since is not None and len(self._shards) > 1:
+                number = since + 1
+                while more := self._end_in_all(_name_of_stint(name, number), name):
+                    rows, number = rows + more, number + 1
             return rows
+
+    def _end_in_all(self, name: str, producer: str | None = None) -> int:
+        """Ends a name in all shards; returns how many rows it has in its last tenancy in each.
+
+        Args:
+            producer: of which all stints are ended, also in shards that admitted it without its knowledge.
+        """
+        rows, deadline = 0, self._deadline()
+        for shard in self._shards:
+            shard.forget()  # its producers may have changed since it was greeted
+            facts = shard.await_presence(deadline)
+            for other in facts.producers if producer is not None else ():
+                if other == producer or other.startswith(f"{producer}{_STINT}"):
+                    shard.ask(deadline, "end_producer", other)
+            rows += shard.ask(deadline, "end_producer", name)
+        return rows
 
     def _all_present(self, deadline: float, *, awaits_all: bool = False) -> list[ShardClient]:
         """The shards that answer; waits until one does, and half of the time for those that never have, or for all.
@@ -440,16 +504,19 @@ class ShardedReplayBuffer:
     def _own_producer(self, deadline: float) -> Producer | LocalProducer:
         if self._producer is None:
             present = self._all_present(deadline, awaits_all=True)  # else all would go to the shard that answers first
-            shard = self._shards[first_shard(self._name, present, self._local, deadline)]
-            self._producer = self._new_producer(shard)
+            shard = self._shards[first_shard(self._admissions, present, self._local, deadline)]
+            self._producer = self._new_producer(shard, self._admissions.name)
             self._stint = ShardStint(shard) if self._moves_on else None
         return self._producer
 
-    def _new_producer(self, shard: ShardClient) -> Producer | LocalProducer:
+    def _stint_name(self, number: int) -> str:
+        return _name_of_stint(self._name, number) if self._names_stints else self._name
+
+    def _new_producer(self, shard: ShardClient, name: str) -> Producer | LocalProducer:
         # Over several shards new rows get the highest priority of all, which only calls tell.
         by_itself = self._is_here(shard) and (self._prioritized is None or len(self._shards) == 1)
         kind = LocalProducer if by_itself else Producer
-        return kind(shard, self._name, self._settings.writing_timeout)
+        return kind(shard, name, self._settings.writing_timeout)
 
     def _is_here(self, shard: ShardClient) -> bool:
         """Whether a shard that answers lives on this machine, in a folder that can be opened."""
@@ -816,6 +883,7 @@ class ShardedReplayBuffer:
             self._end(producer)
         self._producer = self._next = self._stint = None
         self._left = []
+        self._admissions.give_back(deadline=self._deadline())
 
     def _stop_drawing(self) -> None:
         """Drops batches that are on their way."""
@@ -857,6 +925,11 @@ def _as_column(numbers: Any) -> Tensor:
     if type(numbers) is Tensor and numbers.dtype is torch.int64 and numbers.ndim == 1:
         return numbers
     return torch.as_tensor(numbers, dtype=torch.int64).reshape(-1)
+
+
+def _name_of_stint(name: str, number: int) -> str:
+    """The name of a producer in one of its stints, where each has one."""
+    return f"{name}{_STINT}{number}" if number else name
 
 
 def check_count(what: str, value: Any) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 import engram._native as _native
 from engram._system import fork_registry, notice_fork, run_after_fork
 from engram._text import warn_user
-from engram.errors import NoFreeLaneError, StorageError, StorageInUseError
+from engram.errors import NoFreeLaneError, StorageInUseError
 from engram.store.locks import LaneLocks
 
 _MAX_DRAWS = 10_000  # of `retry_draw`
@@ -63,7 +63,6 @@ class Lanes:
         self.takes_turns = turns and locks is not None and store.lanes == 1
         #: Whether writers move from lane to lane.
         self.moves_on = locks is not None and store.lanes > 1
-        self._differ = self.moves_on  # lanes, in whether this process goes on there
         self.mutex = threading.RLock()  # writers of this process take turns; in-place writes keep readers by slot out
         self._on_take = on_take
         self._turns = Turns(store, locks, on_take) if self.takes_turns and locks is not None else None
@@ -141,6 +140,7 @@ class Lanes:
             self.join_after_fork()
         # A copy of private memory that is only saved stays unused.
         held = self._held_by_parent if self.unused_since_fork else self.held
+        several = self.store.lanes > 1 and self.locks is not None
         saved = []
         self.pending_borders.settle(self.mutex)
         for i in range(self.store.lanes):
@@ -149,7 +149,7 @@ class Lanes:
             base = min(max(lane["base"], lane["first"]), published)
             # Another process may have taken the lane over since `published` was read.
             seams = [seam for seam in self.store.seams(i) if seam <= published]
-            if self._differ:
+            if several:
                 continues = self._continues(i, published)
             else:
                 continues = held is not None or self._released == (self.store.incarnation, published)
@@ -258,10 +258,6 @@ class Lanes:
                 self.locks.free_lanes(1)
             raise
 
-    def hold_as_saved(self, saved: list[dict[str, Any]]) -> int:
-        """As `hold`, before rows with these `saved_states` are restored."""
-        return self.hold()
-
     def continue_as_saved(self, saved: list[dict[str, Any]]) -> None:
         """When rows with these `saved_states` are restored: goes on in the stint of the process that saved them."""
         if not self.moves_on or self.held is None:
@@ -271,14 +267,6 @@ class Lanes:
         own = [i for i, lane in enumerate(saved) if states[i]["left"] and lane.get("goes_on")]
         if own:
             self.store.continue_stint(max(own, key=lambda i: states[i]["ticket"]))
-
-    def check_owned(self, lane: int) -> None:
-        """A StorageError where this process does not hold a lane, so that it cannot append there by its number."""
-        if lane == self.held and not (self.takes_turns or self.moves_on):
-            return
-        raise StorageError(
-            f"lane {lane} belongs to no process: writers of this store move from lane to lane, and use add and extend"
-        )
 
     def slots_of(self, lane: int | Tensor, sequences: Tensor, env: int | Tensor = 0) -> Tensor:
         """The slots that rows with these sequences lie in, or lay: int64 [n].
@@ -581,8 +569,8 @@ class Stints:
         lanes = self._store.lanes
         if not self._locks.take_lanes(lanes, shared=True):
             raise StorageInUseError(
-                "a process holds a lane of this store for itself: a shard of a distributed buffer, or an engram from "
-                "before writers moved from lane to lane. End it first; nothing was written"
+                "a process holds a lane of this store for itself: of an engram from before writers moved from lane to "
+                "lane. End it first; nothing was written"
             )
         try:
             _take_number(self._store, self._locks)

@@ -70,13 +70,6 @@ class LaneLocks:
             raise
         _live.add(self)
 
-    def take_lane(self, lane: int) -> bool:
-        """Takes a lane for this process alone; False where another one holds it."""
-        return _lock(self._own_fd(), fcntl.F_WRLCK, _FIRST_LANE_BYTE + lane)
-
-    def free_lane(self, lane: int) -> None:
-        _lock(self._own_fd(), fcntl.F_UNLCK, _FIRST_LANE_BYTE + lane)
-
     def take_lanes(self, lanes: int, shared: bool) -> bool:
         """Takes all lanes (`shared`: with others that write there); False where another process holds one."""
         return _lock(self._own_fd(), fcntl.F_RDLCK if shared else fcntl.F_WRLCK, _FIRST_LANE_BYTE, lanes)

@@ -35,7 +35,6 @@ from engram.store.files import (
     refuse_if_memory_is_short,
 )
 from engram.store.header import FILE_NAME, StoreFile
-from engram.store.held_lanes import HeldLanes
 from engram.store.lanes import Lanes
 from engram.store.layout import ObservationKeys, RowLayout, StoredLayout
 from engram.store.locks import LaneLocks
@@ -75,19 +74,30 @@ def memory_device(device: torch.device | str) -> torch.device:
 
 @dataclasses.dataclass(frozen=True)
 class LaneCount:
-    """So many lanes of a store, in the place of `lanes=n`: as a store has them that exists; `writers`: n, if known."""
+    """So many lanes of a store, in the place of `lanes=n`: as a store has them that exists.
+
+    Attributes:
+        writers: n, if known.
+        tells_writers: whether a new store tells whose rows it has.
+    """
 
     lanes: int
     writers: int | None = None
+    tells_writers: bool = True
+
+    def open(
+        self,
+        store: _native.Store,
+        locks: LaneLocks,
+        on_take: Callable[[int | None], None] | None,
+        on_exclusive: Callable[[], None] | None,
+    ) -> Lanes:
+        """The lanes of a store that processes share."""
+        return Lanes(store, locks, on_take, on_exclusive, turns=True)
 
     def __index__(self) -> int:
         """The `lanes=n` of a storage that is as good."""
         return self.lanes if self.writers is None else self.writers
-
-
-@dataclasses.dataclass(frozen=True)
-class HeldLaneCount(LaneCount):
-    """So many lanes, each for a process that takes it by its number (`HeldLanes`)."""
 
 
 def lanes_for(writers: int, max_size: int) -> int:
@@ -115,8 +125,8 @@ def open_lanes(
     on_exclusive: Callable[[], None] | None = None,
 ) -> Lanes:
     """The lanes of a store that processes share, for a storage with these `lanes=`."""
-    if isinstance(given_lanes, HeldLaneCount):
-        return HeldLanes(store, locks, on_take, on_exclusive)
+    if isinstance(given_lanes, LaneCount):
+        return given_lanes.open(store, locks, on_take, on_exclusive)
     return Lanes(store, locks, on_take, on_exclusive, turns=given_lanes != 1)
 
 
@@ -176,8 +186,6 @@ class TableSize:
             found.append(f"ndim={opened.ndim}, ndim={self.ndim} was asked for")
         if self.lanes != store.lanes and not (self.moves_on and store.lanes > 1):
             found.append(f"lanes={store.lanes}, lanes={self._writers} was asked for")
-        if isinstance(self.given_lanes, HeldLaneCount) and store.keeps_extents:
-            found.append("lanes between which writers move, and no lane for each of them")
         return found
 
     def fit(
@@ -260,7 +268,7 @@ class NewTable(NamedTuple):
         """The store of such a table; `with_dimensions` for processes that open it knowing nothing else."""
         dimensions = {"inner": list(self.env_shape), "ndim": self.ndim} if with_dimensions else None
         envs = math.prod(self.env_shape)
-        extents = self.lanes > 1 and not isinstance(self.given_lanes, HeldLaneCount)
+        extents = self.lanes > 1 and (not isinstance(self.given_lanes, LaneCount) or self.given_lanes.tells_writers)
         spec = self.layout, self.lanes, self.lane_capacity, envs, trailer, dimensions, extents
         return StoreSpec(*spec, observations=self.observations)
 

@@ -11,7 +11,7 @@ from data.samplers.episode_oracle import World
 from engram import _native
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
 from engram.store.episodes import EpisodeIndex
-from engram.store.places import HeldLaneCount
+from processes.held_lanes import HeldLaneCount
 
 CAPACITY = 12
 

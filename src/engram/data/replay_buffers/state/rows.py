@@ -161,7 +161,7 @@ class RowLoad(_Sink):
             self._byte_order = self._table.layout.order_in(layout_of(layout, self._table.layout))
         self._counters = counters
         if self._lanes is not None:
-            self._lanes.hold_as_saved(counters["lanes"])
+            self._lanes.hold()
             self._lanes.store.begin_restore()
             bases = []
             for i, lane in enumerate(counters["lanes"]):
