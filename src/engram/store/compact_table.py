@@ -29,9 +29,7 @@ class CompactTable(RowTable):
 
     def __init__(self, lanes: Lanes, stored: StoredLayout, *, mapped: bool) -> None:
         super().__init__(lanes, stored.logical, mapped=mapped, stored=stored)
-        observations = stored.observations
-        assert observations is not None
-        self._observed = {path for x in observations.frames for path in (x, ("next", *x))}
+        self._observed = {path for pair in stored.following.items() for path in pair}
 
     @property
     def nbytes(self) -> int:

@@ -30,7 +30,6 @@ from engram.checkpoint.protocols import (
 from engram.checkpoint.reader import THREADS, SnapshotReader, in_parallel
 from engram.checkpoint.writer import Block, SnapshotWriter
 from engram.errors import CorruptCheckpointError
-from engram.pytree import KeyPath
 from engram.store.counters import Counters
 from engram.store.layout import LayoutState, LeafSpec, ObservationKeys, RowLayout
 from engram.ted import codec as ted_codec
@@ -151,7 +150,7 @@ class ObservationCodec:
     def of(cls, layout: RowLayout, observations: ObservationKeys) -> ObservationCodec:
         """That of a storage which keeps these once."""
         numbers = {leaf.path: i for i, leaf in enumerate(layout.leaves)}
-        following: dict[KeyPath, KeyPath] = {path: ("next", *path) for path in observations.frames}
+        following = layout.following_of(observations)
         keys = [(numbers[path], numbers[following[path]], frames) for path, frames in observations.frames.items()]
         return cls(layout, keys, observations.n_steps)
 
