@@ -365,11 +365,50 @@ def test_a_storage_advises_what_would_make_its_rows_smaller() -> None:
     torch.manual_seed(0)
     beside = torch.stack([stacks(100) for _ in range(4)], 1).reshape(-1)
     assert "ndim=2" in advice(beside, Compact("pixels", frames=4))
+    turns = [stacks(90) for _ in range(6)]  # of writers that write ten steps at a time
+    in_turns = torch.cat([steps[at : at + 10] for at in range(0, 90, 10) for steps in turns])
+    assert "lanes=" in advice(in_turns, Compact("pixels", frames=4))
     assert "n_steps" in advice(stacks(200, n_steps=3), Compact("pixels", frames=4, n_steps=1))
     steps = stacks(200)
     for key in ("noise", ("next", "noise")):
         steps[key] = torch.rand(200, 8)
     assert "'noise'" in advice(steps, Compact(["pixels", "noise"], {"pixels": 4}))
+
+
+def n_step_episodes(compact: Any, length: int, frames: int = 4, n_steps: int = 3) -> ReplayBuffer:
+    """A buffer of n-step rows, of episodes whose last n rows have the last observation as their next one."""
+    torch.manual_seed(0)
+    storage = LazyTensorStorage(2000, compact=compact)
+    rb = ReplayBuffer(storage=storage, transform=MultiStepTransform(n_steps, 0.9))
+    for _ in range(400 // length):
+        steps = stacks(length, frames)
+        steps["next", "reward"] = torch.ones(length, 1)
+        steps["next", "done"] = torch.zeros(length, 1, dtype=torch.bool)
+        steps["next", "done"][-1] = True
+        rb.extend(steps)
+    return rb
+
+
+@each("length, frames", [(20, 4), (10, 4), (5, 4), (4, 1)])
+def test_the_ends_of_short_episodes_of_n_step_rows_are_no_reason_for_advice(length: int, frames: int) -> None:
+    shares = n_step_episodes(Compact("pixels", frames), length, frames).stats().compact
+    assert shares is not None and (shares.n_steps, shares.advice) == (3, None) and shares.whole > 0.09
+
+
+@each("given, behind", [(1, 3), (5, 3), (3, 1), (100, 3)])
+def test_advice_names_the_steps_behind_which_next_observations_are(given: int, behind: int) -> None:
+    rb = n_step_episodes(Compact("pixels", 4, given), 20, n_steps=behind)
+    assert f"say compact=Compact(n_steps={behind})" in str(rb.stats().compact)
+
+
+def test_rows_in_no_order_get_no_advice_about_steps() -> None:
+    steps = stacks(400, 3)
+    for key in ("pixels", ("next", "pixels")):
+        steps[key] = torch.rand(400, 20)
+    rb = ReplayBuffer(storage=LazyTensorStorage(400, compact="pixels"))
+    rb.extend(steps)
+    shares = rb.stats().compact
+    assert shares is not None and (shares.same, shares.whole, shares.advice) == (0, 1, None)
 
 
 def written(compact: Any = True) -> tuple[TensorDict, TensorDictReplayBuffer]:
