@@ -16,6 +16,7 @@ _FEW = 100  # rows, which tell little
 #: Rows of all lanes, and how far behind each of them, that are searched for what follows it, where few are found.
 _SEARCHED, _FURTHEST = 512, 256
 _LEAST_SEARCHED = 64  # of each lane
+_LEAST = 32  # rows that tell a share
 
 
 class ObservationShares(NamedTuple):
@@ -89,7 +90,7 @@ def _advice_of_order(store: _native.Store, n_steps: int, whole_x: float) -> str 
     """
     most = max(_SEARCHED // store.lanes, _LEAST_SEARCHED)
     looked, agreed = store.observation_distances(most, _FURTHEST)
-    shares = {k + 1: count / n for k, (n, count) in enumerate(zip(looked, agreed, strict=True)) if n}
+    shares = {k + 1: count / n for k, (n, count) in enumerate(zip(looked, agreed, strict=True)) if n >= _LEAST}
     now = shares.pop(n_steps, 0.0)
     elsewhere = sum(shares.values())
     if whole_x > _SELDOM or min(whole_x, elsewhere) > _MUCH:
