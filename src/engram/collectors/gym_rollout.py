@@ -245,14 +245,16 @@ class GymRollout:
         shape = torch.Size((*self._batch_size, steps))
         actions = batch.actions[0] if len(batch.actions) == 1 else torch.cat(batch.actions)
         actions = actions if len(actions) == len(rewards) else actions[: len(rewards)]
+        observations = batch.observations
         return StepColumns(
-            {**batch.observations.before(), "action": in_time(actions, self._batch_size)},
-            batch.observations.after(),
+            {**observations.before(), "action": in_time(actions, self._batch_size)},
+            observations.after(),
             outcomes,
             self._tags.tag(outcomes["done"].reshape(-1, steps), shape, lambda: batch.versions_of(steps)),
             batch.outputs.take(steps),
             shape=shape,
             device=self._device,
+            shares_after=observations.shares_after,
         )
 
 
@@ -378,8 +380,17 @@ class Observations:
         """All observations before the steps, `[*batch_size, steps, *shape]` by key."""
         return self._tensors([array[: -self._n] for array in self._arrays])
 
+    @property
+    def shares_after(self) -> bool:
+        """Whether `after` gives the memory of `before`, one step on: no episode has ended between two steps."""
+        return not self._last_slots and not self.batch_size and all(leaf.codec.is_plain for leaf in self._leaves)
+
     def after(self) -> dict[Any, Tensor]:
-        """All observations after the steps, the last ones of episodes included, in memory of their own."""
+        """All observations after the steps, the last ones of episodes included; in memory of their own unless
+        `shares_after`.
+        """
+        if self.shares_after:
+            return self._tensors([array[self._n :] for array in self._arrays])
         columns = [array[self._n :].copy() for array in self._arrays]
         if self._last_slots:
             for column, last in zip(columns, self._last_of_episodes, strict=True):
@@ -432,6 +443,9 @@ class ByteObservations:
         self._size = _size(leaf)
         self.rows = bytearray() if first_row is None else bytearray(first_row[0].tobytes())
         self._last_of_episodes: dict[int, bytearray] = {}  # by step
+
+    #: These are small: `after` always has memory of its own.
+    shares_after = False
 
     def to_bytes(self, raw: Any) -> bytes:
         """The bytes of one observation. Raises ValueError where it is not of the space."""
