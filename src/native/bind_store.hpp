@@ -1290,6 +1290,18 @@ inline void bind_store(nb::module_& m) {
         }
         return std::tuple(kinds.rows, kinds.same, kinds.moved, kinds.whole, kinds.whole_x, kinds.same_of_key);
       }, "most"_a)
+      .def("observation_distances", [](const Store& s, uint64_t most, uint64_t furthest) {
+        s.check_file();
+        if (!s.observations()) throw nb::value_error("this store keeps no observations beside its rows");
+        if (furthest > Observations::kMostAhead) throw nb::value_error("rows so far behind are not looked at");
+        Observations::Distances distances{std::vector<uint64_t>(furthest), std::vector<uint64_t>(furthest)};
+        for (uint64_t l = 0; l < s.geometry().lanes; ++l) {
+          const LaneView v = s.lanes.view(l);
+          const uint64_t newest = v.published > most ? v.published - most : 0;
+          s.observations()->count_distances(s.lanes.protocol(l), l, std::max(v.first, newest), distances);
+        }
+        return std::tuple(distances.looked, distances.agreed);
+      }, "most"_a, "furthest"_a)
       .def_prop_ro("has_all_segments", [](const Store& s) { return !s.observations() || s.observations()->has_all_segments(); })
       .def_prop_ro("has_observations", [](const Store& s) { return (s.geometry().features & kHasObservations) != 0; })
       .def("observation_column", &observation_column, "lane"_a, "start"_a, "steps"_a, "offset"_a, "nbytes"_a,

@@ -453,6 +453,23 @@ class Observations {
       }
   }
 
+  static constexpr uint64_t kMostAhead = 1024;  // a row and the one whose X is its next.X
+  // How many rows were looked at for each distance j, from 1 on, and how many next.X of these, of every key, are X of the row j rows behind.
+  struct Distances {
+    std::vector<uint64_t> looked, agreed;
+  };
+  // Looks at rows [first, published) of a lane; as `count_kinds`.
+  void count_distances(const Rows& rows, uint64_t lane, uint64_t first, Distances& distances) const {
+    const uint64_t stop = StdMemory::load(rows.published);
+    for (uint64_t env = 0; env < geometry_.envs; ++env)
+      for (uint64_t w = first; w < stop; ++w)
+        for (uint64_t j = 1; j <= distances.looked.size() && w + j < stop; ++j) {
+          bool agrees = true;
+          for (size_t k = 0; agrees && k < geometry_.keys.size(); ++k) agrees = continues(rows, lane, env, w, w + j, k);
+          ++distances.looked[j - 1], distances.agreed[j - 1] += agrees;
+        }
+  }
+
  private:
   struct Counters {
     std::atomic<uint64_t> claimed{0}, published{0}, base{0};
@@ -725,8 +742,6 @@ class Observations {
   Protocol protocol_of(const Rows& rows, const Columns& columns) const {
     return {rows, shape_, columns, memory_.owners(), columns.owner};
   }
-
-  static constexpr uint64_t kMostAhead = 1024;
 
   Geometry geometry_;
   std::vector<uint64_t> offsets_;  // of each key in a unit or a frame of a tail

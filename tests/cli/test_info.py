@@ -155,7 +155,7 @@ def test_a_store_whose_rows_share_no_observation_says_what_would_make_it_smaller
     rb = store(tmp_path, compact=Compact("observation", n_steps=7))
     rb.storage.close()
     note = info(tmp_path / "store").notes[0]
-    assert "0.0% are those of the row 7 rows behind" in note and "say another n_steps=" in note
+    assert "0.0% are those of the row 7 rows behind" in note and "say compact=Compact(n_steps=1)" in note
 
 
 def test_a_store_without_rows_says_which_observations_it_has_once_and_its_bytes_a_step(tmp_path):

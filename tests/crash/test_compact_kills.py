@@ -32,15 +32,17 @@ MANY = 64  # lanes, and as many writers
 class Environment:
     """Steps of one writer: stacks in episodes of a few steps, some of which begin with a stack of their own."""
 
-    def __init__(self, frames: int, n_steps: int) -> None:
-        self.frames, self.n_steps = frames, n_steps
+    def __init__(self, frames: int, n_steps: int, after: str | tuple[str, str] = ("next", "x")) -> None:
+        self.frames, self.n_steps, self._after = frames, n_steps, after
 
     def rows(self, writer: int, start: int, stop: int) -> TensorDict:
         steps = np.arange(start, stop)
         who = np.full_like(steps, writer)
         x, after = self.observations(who, steps)
         index = {"who": torch.from_numpy(who), "step": torch.from_numpy(steps)}
-        return TensorDict({**index, "x": torch.from_numpy(x), "next": {"x": torch.from_numpy(after)}}, [len(steps)])
+        rows = TensorDict({**index, "x": torch.from_numpy(x)}, [len(steps)])
+        rows[self._after] = torch.from_numpy(after)
+        return rows
 
     def observations(self, who: NDArray[Any], steps: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """X and next.X of these steps: [n, frames, SIZE] each."""
@@ -64,7 +66,7 @@ class Environment:
     def check(self, batch: TensorDict) -> None:
         x, after = self.observations(batch["who"].numpy(), batch["step"].numpy())
         assert np.array_equal(batch["x"].numpy(), x), "an observation is another one"
-        assert np.array_equal(batch["next", "x"].numpy(), after), "a next observation is another one"
+        assert np.array_equal(batch[self._after].numpy(), after), "a next observation is another one"
 
 
 def _noise(seed: NDArray[np.uint64]) -> NDArray[np.uint8]:
@@ -187,12 +189,13 @@ def test_rows_are_right_whenever_their_writers_are_killed(name, writers, lanes, 
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("after", ["next_x", ("next", "x")], ids=["flat", "nested"])
 @pytest.mark.parametrize("folder, lanes", [(None, None), ("store", None), ("store", 4)])
-def test_rows_of_a_file_are_right_whenever_their_writers_are_killed(ram_path, folder, lanes):
+def test_rows_of_a_file_are_right_whenever_their_writers_are_killed(ram_path, folder, lanes, after):
     scratch_dir = None if folder is None else ram_path / folder
     storage = LazyMemmapStorage(CAPACITY, scratch_dir=scratch_dir, lanes=lanes, compact=Compact("x", frames=4))
     rb = TensorDictReplayBuffer(storage=storage, batch_size=24)
-    assert torture(rb, Environment(4, 1), WRITERS, 12) > 120
+    assert torture(rb, Environment(4, 1, after), WRITERS, 12) > 120
     if scratch_dir is not None:
         assert verify(scratch_dir).ok
 

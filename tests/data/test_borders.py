@@ -112,6 +112,60 @@ def test_no_slice_joins_steps_of_two_collectors(rb: ReplayBuffer) -> None:
     assert torch.equal(slices["next", "observation"][:, :-1], slices["observation"][:, 1:])
 
 
+# ---- flat rows: "next_..." beside each observation ----
+def flat_episode(n: int, start: int, ids: int | None = 0, done: bool = False) -> TensorDict:
+    """As `episode`, without `"next"`; ids None: without ids."""
+    steps = episode(n, start, ids or 0, done)
+    following = steps.pop("next")
+    steps["next_observation"], steps["reward"], steps["done"] = (
+        following[key] for key in ("observation", "reward", "done")
+    )
+    return steps if ids is not None else steps.exclude("collector")
+
+
+@pytest.mark.parametrize("one_by_one", [False, True], ids=["extend", "add"])
+def test_flat_rows_that_go_on_are_joined_and_others_are_not(rb: ReplayBuffer, one_by_one: bool) -> None:
+    room_for(rb, flat_episode(CAPACITY, 0, None))
+    for n, start in ((10, 0), (5, 10), (8, 500), (8, 508)):
+        write(rb, flat_episode(n, start, None), one_by_one)
+    assert lengths(rb, end_key="done") == [15, 16]
+    write(rb, flat_episode(4, 516, None, done=True), one_by_one)
+    write(rb, flat_episode(4, 800, None), one_by_one)
+    assert lengths(rb, end_key="done") == [15, 20, 4]
+
+
+def test_a_done_flat_row_and_a_first_one_of_the_same_id_are_not_joined(rb: ReplayBuffer) -> None:
+    room_for(rb, flat_episode(CAPACITY, 0))
+    rb.extend(flat_episode(6, 0, ids=3, done=True))
+    rb.extend(flat_episode(6, 50, ids=3))
+    assert lengths(rb) == [6, 6], "by ids"
+
+
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize("compact", [False, True])
+def test_no_slice_joins_flat_rows_of_two_runs(folder: bool, compact: bool, tmp_path: Any) -> None:
+    storage = (
+        LazyMemmapStorage(CAPACITY, scratch_dir=tmp_path, compact=compact)
+        if folder
+        else LazyTensorStorage(CAPACITY, compact=compact)
+    )
+    rb = ReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=4, end_key="done"))
+    for start in range(0, 700, 70):
+        rb.extend(flat_episode(9, start, None))
+    slices = rb.sample(4000).reshape(-1, 4)
+    assert torch.equal(slices["next_observation"][:, :-1], slices["observation"][:, 1:])
+
+
+def test_flat_rows_without_what_follows_them_are_joined_as_flags_and_ids_say(rb: ReplayBuffer) -> None:
+    def rows(start: int) -> TensorDict:
+        return flat_episode(6, start).exclude("next_observation")
+
+    room_for(rb, torch.cat([rows(0)] * (CAPACITY // 6 + 1))[:CAPACITY])
+    for start in (0, 500):
+        rb.extend(rows(start))
+    assert lengths(rb) == [12]
+
+
 def n_step(n: int, start: int) -> TensorDict:
     steps = episode(n, start)
     steps["next", "observation"] = steps["observation"] + 3

@@ -305,10 +305,9 @@ def _observations_of_store(said: dict[str, Any], store: Any, capacity: int) -> s
     """Says which observations a store has once, its bytes a step, and what the newest rows are made of."""
     frames: dict[Any, int] = {shown_key(key["path"]): key["frames"] for key in said["keys"]}
     nbytes = (store.total_bytes + store.observation_bytes) / capacity
-    kinds = store.observation_kinds(ROWS_LOOKED_AT)
-    if kinds[0] == 0:  # no row tells anything yet
+    if store.observation_kinds(ROWS_LOOKED_AT)[0] == 0:  # no row tells anything yet
         return f"{_stored_once(list(frames.items()), said['n_steps'])}; {nbytes:,.0f} bytes a step"
-    return f"{_ONCE}: {ObservationShares.of(frames, said['n_steps'], nbytes, kinds)}"
+    return f"{_ONCE}: {ObservationShares.of(store, frames, said['n_steps'], nbytes)}"
 
 
 def _lane(state: dict[str, Any], rows: range, envs: int, held: bool | None) -> LaneInfo:

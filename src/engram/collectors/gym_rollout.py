@@ -245,14 +245,16 @@ class GymRollout:
         shape = torch.Size((*self._batch_size, steps))
         actions = batch.actions[0] if len(batch.actions) == 1 else torch.cat(batch.actions)
         actions = actions if len(actions) == len(rewards) else actions[: len(rewards)]
+        after, shares_after = batch.observations.after()
         return StepColumns(
             {**batch.observations.before(), "action": in_time(actions, self._batch_size)},
-            batch.observations.after(),
+            after,
             outcomes,
             self._tags.tag(outcomes["done"].reshape(-1, steps), shape, lambda: batch.versions_of(steps)),
             batch.outputs.take(steps),
             shape=shape,
             device=self._device,
+            shares_after=shares_after,
         )
 
 
@@ -378,13 +380,18 @@ class Observations:
         """All observations before the steps, `[*batch_size, steps, *shape]` by key."""
         return self._tensors([array[: -self._n] for array in self._arrays])
 
-    def after(self) -> dict[Any, Tensor]:
-        """All observations after the steps, the last ones of episodes included, in memory of their own."""
+    def after(self) -> tuple[dict[Any, Tensor], bool]:
+        """All observations after the steps, the last ones of episodes included.
+
+        And whether they are in the memory of `before`, one step on: where no episode has ended between two steps.
+        """
+        if not self._last_slots and not self.batch_size and all(leaf.codec.is_plain for leaf in self._leaves):
+            return self._tensors([array[self._n :] for array in self._arrays]), True
         columns = [array[self._n :].copy() for array in self._arrays]
         if self._last_slots:
             for column, last in zip(columns, self._last_of_episodes, strict=True):
                 column[self._last_slots] = last
-        return self._tensors(columns)
+        return self._tensors(columns), False
 
     def _tensors(self, columns: Rows) -> dict[Any, Tensor]:
         pairs = zip(self._leaves, columns, strict=True)
@@ -457,13 +464,13 @@ class ByteObservations:
         """The observations before the steps, `[steps, *shape]` under their key."""
         return self._tensor(self._array[:-1])
 
-    def after(self) -> dict[Any, Tensor]:
-        """The observations after the steps, the last ones of episodes included, in memory of their own."""
+    def after(self) -> tuple[dict[Any, Tensor], bool]:
+        """The observations after the steps, the last ones of episodes included; False: in memory of their own."""
         following = self._array[1:].copy()
         if self._last_of_episodes:
             last = np.frombuffer(b"".join(self._last_of_episodes.values()), self.dtype)
             following[list(self._last_of_episodes)] = last.reshape((-1, *self.shape))
-        return self._tensor(following)
+        return self._tensor(following), False
 
     @cached_property
     def _array(self) -> np.ndarray[Any, Any]:

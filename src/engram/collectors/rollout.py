@@ -287,6 +287,8 @@ class StepColumns:
         tags: arrays, what goes under `"collector"`.
         policy_outputs: what the policy wrote besides.
         is_kept: whether the memory is nobody else's, so that a batch can be made of it; else it is copied.
+        shares_after: whether observations under `"next"` are those before the next steps, in one memory: they are
+            copied for a batch, and not where only a storage reads them.
         flags: those at the root, never set, `[*shape, 1]`; None: they are made for a batch.
     """
 
@@ -301,11 +303,12 @@ class StepColumns:
         shape: torch.Size,
         device: torch.device | None,
         is_kept: bool = True,
+        shares_after: bool = False,
         flags: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._before, self._after, self._outcomes, self._tags = before, after, outcomes, tags
         self._policy_outputs, self._flags = policy_outputs, flags
-        self._device, self._is_kept = device, is_kept
+        self._device, self._is_kept, self._shares_after = device, is_kept, shares_after
         self.shape = shape
 
     def count_episodes(self, episodes: EpisodeStats) -> None:
@@ -348,7 +351,9 @@ class StepColumns:
         if not self._is_kept:
             self._before, self._after = _copied(self._before), _copied(self._after)
             self._outcomes, self._tags = _copied(self._outcomes), _copied(self._tags)
-            self._is_kept = True
+            self._is_kept, self._shares_after = True, False
+        if self._shares_after:
+            self._after, self._shares_after = _copied(self._after), False
         following = self._batch_of({**self._after, **self._outcomes})
         flags: Mapping[str, Any] = self._flags or {key: np.zeros((*self.shape, 1), np.bool_) for key in FLAGS}
         collector = {"collector": self._batch_of(self._tags)} if self._tags else {}

@@ -41,10 +41,11 @@ class Compact:
 
     Of a key X the rows hold neither X nor `("next", X)`: each frame is stored once, and what is not the frame of
     another row besides. Rows come back byte for byte, whatever the environment does: a wrong setting costs bytes.
+    In flat rows, where no key is under `"next"`, `"next_X"` follows X.
 
     Args:
         keys: of the observations; None: all that the first batch has at its root and, with the same shape and dtype,
-            under `"next"`, but for small ones beside large ones, rewards, flags and ids.
+            under `"next"`, or as `"next_..."`, but for small ones beside large ones, rewards, flags and ids.
         frames: how many frames, along the first dimension, each observation is a stack of: a number for each key, or
             one for all. None: as many as the first batch shows.
         n_steps: how many rows behind a row the observation comes that is its next one: the n of n-step rows. None:
@@ -60,6 +61,10 @@ class Compact:
         >>> _ = ReplayBuffer(storage=storage).extend(steps)
         >>> (storage.get(range(20)) == steps).all(), storage.nbytes < 1000 * 2 * 4 * 84 * 84 / 6
         (True, True)
+        >>> flat = LazyTensorStorage(1000, compact="obs")
+        >>> _ = ReplayBuffer(storage=flat).extend({"obs": pixels[:-1], "next_obs": pixels[1:]})
+        >>> torch.equal(flat.get(range(20))["next_obs"], pixels[1:]), flat.compact
+        (True, Compact(keys=['obs'], frames={'obs': 4}, n_steps=1))
     """
 
     keys: Key | Sequence[Key] | None = None
@@ -127,15 +132,16 @@ class Compact:
         """The keys in rows of a layout, of which these are the first ones; None: there is none.
 
         Raises:
-            ValueError: a key that was given is not there, or is not the same under `"next"`.
+            ValueError: a key that was given is not there, or is not the same after the step.
         """
         paths = _pairs(layout) if self.paths is None else self.paths
         if not paths:
             return None
         leaves = {leaf.path: leaf for leaf in layout.leaves}
         for path in paths:
-            _check_pair(leaves, path)
-        frames = {path: self._frames_of(leaves[path], steps) for path in paths}
+            _check_pair(layout, leaves, path)
+        pairs = [(path, layout.following[path]) for path in paths]
+        frames = {path: self._frames_of(leaves[path], after, steps) for path, after in pairs}
         most = max(self._given_frames.values(), default=1)
         if most == 1:
             most = max(frames.values())
@@ -148,14 +154,14 @@ class Compact:
             )
         else:  # a number that was only found, and does not fit, costs bytes
             frames = {path: n if n == most else 1 for path, n in frames.items()}
-        n_steps = steps.n_steps(paths) if self.n_steps is None else self.n_steps
+        n_steps = steps.n_steps(pairs) if self.n_steps is None else self.n_steps
         return ObservationKeys(frames, n_steps)
 
-    def _frames_of(self, leaf: LeafSpec, steps: FirstSteps | KnownSteps) -> int:
+    def _frames_of(self, leaf: LeafSpec, after: KeyPath, steps: FirstSteps | KnownSteps) -> int:
         given = self._given_frames
         n = given.get(leaf.path, given.get(None))
         if n is None:
-            return steps.frames(leaf)
+            return steps.frames(leaf, after)
         if n > 1 and (not leaf.shape or leaf.shape[0] % n):
             raise ValueError(
                 f"{pytree.format_key(leaf.path)} has the shape {list(leaf.shape)}: {n} frames lie along the first "
@@ -213,9 +219,8 @@ def as_compact(given: Any) -> Compact | None:
 
 
 NOTHING_TO_SHARE = (
-    "compact= stores whole rows here: it looks for entries that are there and, of the same shape and dtype, under "
-    "'next', and the first steps have none. Of flat rows, as {'obs': x, 'next_obs': y}, write "
-    "{'obs': x, 'next': {'obs': y}}"
+    "compact= stores whole rows here: it looks for entries that steps have twice, of the same shape and dtype, as "
+    "'obs' and ('next', 'obs'), or in flat steps 'obs' and 'next_obs', and the first steps have none"
 )
 
 
@@ -234,13 +239,13 @@ class FirstSteps:
         self._batch, self._batch_dims, self._time_dim, self._most = batch, batch_dims, time_dim, most
         self._horizon = horizon
 
-    def frames(self, leaf: LeafSpec) -> int:
+    def frames(self, leaf: LeafSpec, following: KeyPath) -> int:
         """As many as with which some next observation is its observation, moved along its first dimension.
 
         Where no observation differs from its next one, which tells nothing, as many as such a shape usually has.
         """
         size = leaf.shape[0] if len(leaf.shape) > 1 else 1
-        x, after = (self._rows(path, len(leaf.shape)) for path in (leaf.path, ("next", *leaf.path)))
+        x, after = (self._rows(path, len(leaf.shape)) for path in (leaf.path, following))
         if bool(_are_same(after, x).all()):
             return _usual_frames(leaf)
         most = min(size, _MOST_FRAMES)
@@ -255,7 +260,7 @@ class FirstSteps:
         moved = _are_same(after[:, :-by], x[:, by:])
         return bool((moved & ~_are_same(after, x)).any())  # a picture that stands still tells nothing
 
-    def n_steps(self, paths: Sequence[KeyPath]) -> int:
+    def n_steps(self, pairs: Sequence[tuple[KeyPath, KeyPath]]) -> int:
         """How far behind most steps the one comes whose observations are their next ones.
 
         As the transform that made them says, or n-step rows themselves, or the observations show it.
@@ -265,15 +270,15 @@ class FirstSteps:
         said = pytree.get_tensor(self._batch, STEPS_TO_NEXT)
         if said is not None and said.numel():
             return min(max(1, int(said.max())), _MOST_APART)
-        n, share = self._agreement(paths)
+        n, share = self._agreement(pairs)
         return n if share > _SELDOM else 1
 
-    def _agreement(self, paths: Sequence[KeyPath]) -> tuple[int, float]:
+    def _agreement(self, observations: Sequence[tuple[KeyPath, KeyPath]]) -> tuple[int, float]:
         """How far behind most steps that one comes, and of how many of the steps that is so."""
         best, most = 1, 0.0
         if self._batch_dims == 0 or self._time_dim < 0:
             return best, most
-        pairs = [(self._steps(path), self._steps(("next", *path))) for path in paths]
+        pairs = [(self._steps(path), self._steps(after)) for path, after in observations]
         for n in range(1, min(_MOST_STEPS, len(pairs[0][0]) - 1) + 1):
             same = [_are_same(after[:-n], x[n:]).to(torch.float32) for x, after in pairs]
             share = float(torch.stack(same).mean())
@@ -286,7 +291,8 @@ class FirstSteps:
         found = Compact().find(layout, self)
         if found is None:
             return None
-        is_shared = max(found.frames.values()) > 1 or self._agreement(list(found.frames))[1] > _SELDOM
+        pairs = list(layout.following_of(found).items())
+        is_shared = max(found.frames.values()) > 1 or self._agreement(pairs)[1] > _SELDOM
         return found if is_shared else None
 
     def _steps(self, path: KeyPath) -> Tensor:
@@ -310,11 +316,11 @@ class KnownSteps:
     def __init__(self, observations: ObservationKeys) -> None:
         self._observations = observations
 
-    def frames(self, leaf: LeafSpec) -> int:
+    def frames(self, leaf: LeafSpec, following: KeyPath) -> int:
         """As many as are known; of another key as many as its shape says."""
         return self._observations.frames.get(leaf.path) or _usual_frames(leaf)
 
-    def n_steps(self, paths: Sequence[KeyPath]) -> int:
+    def n_steps(self, pairs: Sequence[tuple[KeyPath, KeyPath]]) -> int:
         """As known."""
         return self._observations.n_steps
 
@@ -344,39 +350,49 @@ def _pairs(layout: RowLayout) -> tuple[KeyPath, ...]:
     leaves = {leaf.path: leaf for leaf in layout.leaves}
     pairs = []
     for path, leaf in leaves.items():
-        after = leaves.get(("next", *path))
-        if path[:1] == ("next",) or NO_OBSERVATIONS.intersection(path) or leaf.dtype == torch.bool or not leaf.nbytes:
+        if path not in layout.following or NO_OBSERVATIONS.intersection(path) or leaf.dtype == torch.bool:
             continue
-        if after is not None and (leaf.shape, leaf.dtype) == (after.shape, after.dtype):
+        after = leaves[layout.following[path]]
+        if leaf.nbytes and (leaf.shape, leaf.dtype) == (after.shape, after.dtype):
             pairs.append(leaf)
     largest = max((leaf.nbytes for leaf in pairs), default=0)
     return tuple(leaf.path for leaf in pairs if leaf.nbytes * _PART >= largest)
 
 
-def _check_pair(leaves: dict[KeyPath, LeafSpec], path: KeyPath) -> None:
-    for missing in (path, ("next", *path)):
-        if missing not in leaves:
-            raise ValueError(
-                f"compact= names {pytree.format_key(path)}, but the steps have no {pytree.format_key(missing)}; an "
-                "observation is stored once where the steps have it at the root and under 'next'"
-            )
-    following: KeyPath = ("next", *path)
+def _check_pair(layout: RowLayout, leaves: dict[KeyPath, LeafSpec], path: KeyPath) -> None:
+    following = layout.following.get(path)
+    if following is None:
+        before = next((x for x, after in layout.following.items() if after == path), None)
+        if before is not None:
+            raise _names_next(path, before)
+        missing: KeyPath = path if path not in leaves else ("next", *path)
+        raise ValueError(
+            f"compact= names {pytree.format_key(path)}, but the steps have no {pytree.format_key(missing)}; an "
+            "observation is stored once where the steps have it at the root and under 'next', or, where nothing is "
+            "under 'next', as 'obs' and 'next_obs'"
+        )
     leaf, after = leaves[path], leaves[following]
     if (leaf.shape, leaf.dtype) != (after.shape, after.dtype) or not leaf.nbytes:
         raise ValueError(
-            f"{pytree.format_key(path)} is {leaf.dtype} {list(leaf.shape)}, under 'next' {after.dtype} "
-            f"{list(after.shape)}: only observations of one shape and dtype, of at least a byte, are stored once"
+            f"{pytree.format_key(path)} is {leaf.dtype} {list(leaf.shape)}, {pytree.format_key(following)} "
+            f"{after.dtype} {list(after.shape)}: only observations of one shape and dtype, of at least a byte, are "
+            "stored once"
         )
 
 
 def _refuse_other_entries(path: KeyPath) -> None:
     if path[:1] == ("next",):
-        raise ValueError(f"compact= names {pytree.format_key(path)}: name the observation at the root")
+        raise _names_next(path, path[1:])
     if NO_OBSERVATIONS.intersection(path):
         raise ValueError(
             f"compact= names {pytree.format_key(path)}: rewards, flags and ids are no observations, and are read where "
             "they lie in the rows; leave it out of the keys"
         )
+
+
+def _names_next(path: KeyPath, before: KeyPath) -> ValueError:
+    named = f"name {pytree.format_key(before)}, which it follows" if before else "name an observation"
+    return ValueError(f"compact= names {pytree.format_key(path)}: {named}")
 
 
 def _check_number(name: str, n: Any, most: int) -> None:

@@ -16,7 +16,7 @@ from engram.errors import StorageError
 from engram.store.compact import NO_REPLACING
 from engram.store.lanes import Lanes
 from engram.store.layout import StoredLayout
-from engram.store.observation_shares import ROWS_LOOKED_AT, ObservationShares
+from engram.store.observation_shares import ObservationShares
 from engram.store.row_table import RowTable
 from engram.store.rows import Rows, expand_slots
 
@@ -29,9 +29,7 @@ class CompactTable(RowTable):
 
     def __init__(self, lanes: Lanes, stored: StoredLayout, *, mapped: bool) -> None:
         super().__init__(lanes, stored.logical, mapped=mapped, stored=stored)
-        observations = stored.observations
-        assert observations is not None
-        self._observed = {path for x in observations.frames for path in (x, ("next", *x))}
+        self._observed = {path for pair in stored.following.items() for path in pair}
 
     @property
     def nbytes(self) -> int:
@@ -42,10 +40,11 @@ class CompactTable(RowTable):
 
     def observation_shares(self) -> ObservationShares:
         assert self.observations is not None
-        with self.lanes.mutex:
-            kinds = self._store.observation_kinds(ROWS_LOOKED_AT)
         frames = {pytree.as_key(path): n for path, n in self.observations.frames.items()}
-        return ObservationShares.of(frames, self.observations.n_steps, self.nbytes / self.lanes.capacity, kinds)
+        with self.lanes.mutex:
+            return ObservationShares.of(
+                self._store, frames, self.observations.n_steps, self.nbytes / self.lanes.capacity
+            )
 
     # ---- rows as bytes ----
     def append_packed(self, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 import engram._native as _native
 from engram import pytree
 from engram.pytree import KeyPath, TreeSpec
-from engram.store.row_form import packed_offsets, stored_offsets
+from engram.store.row_form import following_paths, packed_offsets, stored_offsets
 
 
 def _lazy_mask() -> int:
@@ -408,6 +408,15 @@ class RowLayout:
                 )
         return lines + _constant_differences(self.root.constants(), other.root.constants())
 
+    @functools.cached_property
+    def following(self) -> dict[KeyPath, KeyPath]:
+        """Each entry that rows have before and after a step, with the one after it (`following_paths`)."""
+        return following_paths([leaf.path for leaf in self.leaves])
+
+    def following_of(self, observations: ObservationKeys) -> dict[KeyPath, KeyPath]:
+        """The same of these observations; KeyError where rows have none."""
+        return {path: self.following[path] for path in observations.frames}
+
     def order_in(self, other: RowLayout) -> Any:
         """int64 [payload_bytes]: the position, in a row of `other`, of each byte of a row of this layout.
 
@@ -470,7 +479,9 @@ class StoredLayout:
 
     def __init__(self, logical: RowLayout, observations: ObservationKeys | None = None, *, apart: bool = False) -> None:
         self.logical, self.observations = logical, observations
-        pairs = [] if observations is None else [(path, ("next", *path)) for path in observations.frames]
+        #: Of each observation that is stored once, where the rows have its next one.
+        self.following = {} if observations is None else logical.following_of(observations)
+        pairs = list(self.following.items())
         #: Whether a row holds its observations, and only the next ones lie elsewhere.
         self.holds_observations = bool(pairs) and not apart and self._are_small(observations)
         self._observed = [path for pair in pairs for path in (pair[1:] if self.holds_observations else pair)]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 import engram._native as _native
 from engram.errors import StorageError, StorageInUseError
-from engram.store.row_form import IDS, outcome_path, stored_offsets
+from engram.store.row_form import IDS, following_paths, outcome_path, stored_offsets
 
 _T = TypeVar("_T")
 
@@ -204,13 +204,13 @@ def _leaves(layout: dict[str, Any]) -> list[ObservedLeaf]:
     if max(1, sum(nbytes for _, nbytes in sizes)) != layout["row_bytes"]:
         raise ValueError(f"its keys do not make a row of {layout['row_bytes']} bytes")
     said = layout.get("observations") or {"keys": [], "in_row": None}
-    behind = []
+    paths = [leaf.path for leaf in leaves]
+    following, behind = following_paths(paths), []
     for key in said["keys"]:
         x = tuple(key["path"])
-        behind += [("next", *x)] if said["in_row"] else [x, ("next", *x)]
+        behind += [following[x]] if said["in_row"] else [x, following[x]]
     if said["in_row"]:
         sizes.append((8, 8))  # the word
-    paths = [leaf.path for leaf in leaves]
     offsets, _ = stored_offsets(sizes, [paths.index(path) for path in behind])
     return [leaf._replace(offset=at) for leaf, at in zip(leaves, offsets, strict=False)]
 

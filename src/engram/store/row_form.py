@@ -22,6 +22,37 @@ def outcome_path(paths: Collection[tuple[Any, ...]], name: str) -> tuple[str, ..
     return (name,) if is_flat else ("next", name)
 
 
+def following_paths(paths: Collection[tuple[Any, ...]]) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+    """Each entry that rows have before and after a step, with where they have the one after it.
+
+    That is under `"next"`, or, where no key is under it, beside the entry as `"next_..."`.
+
+    >>> following_paths([("obs",), ("action",), ("next", "obs"), ("next_obs",)])
+    {('obs',): ('next', 'obs')}
+    >>> following_paths([("obs",), ("next_obs",), ("seen", "x"), ("next_seen", "x"), ("me", "y"), ("me", "next_y")])
+    {('obs',): ('next_obs',), ('seen', 'x'): ('next_seen', 'x'), ('me', 'y'): ('me', 'next_y')}
+    """
+    known = frozenset(paths)
+    if any(path[:1] == ("next",) for path in paths):
+        return {path: after for path in paths if path[:1] != ("next",) and (after := ("next", *path)) in known}
+    beside = {path: found for path in paths if (found := _beside(path, known)) is not None}
+    later = set(beside.values())  # of obs, next_obs and next_next_obs the first two are a pair
+    first: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # of each entry that follows, the one before it
+    for path, after in beside.items():
+        if path not in later:
+            first.setdefault(after, path)
+    return {path: after for after, path in first.items()}
+
+
+def _beside(path: tuple[Any, ...], paths: Collection[tuple[Any, ...]]) -> tuple[Any, ...] | None:
+    """Which of the paths is this one with `next_` before one of its names."""
+    for i, part in enumerate(path):
+        after = (*path[:i], f"next_{part}", *path[i + 1 :])
+        if isinstance(part, str) and after in paths:
+            return after
+    return None
+
+
 def packed_offsets(sizes: Sequence[tuple[int, int]]) -> list[int]:
     """Where each leaf begins in a packed row, from the bytes of one of its items and of all: largest items first.
 

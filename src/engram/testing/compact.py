@@ -43,10 +43,11 @@ class StackedEpisodes:
         draw: decides what happens.
         frames: of a stack, oldest first.
         n_steps: how many steps lie between an observation and its next one.
+        flat: whether what came of a step lies beside the rest, observations as `"next_..."`, and not under `"next"`.
     """
 
-    def __init__(self, draw: random.Random, frames: int, n_steps: int = 1) -> None:
-        self._draw, self._frames, self._n_steps = draw, frames, n_steps
+    def __init__(self, draw: random.Random, frames: int, n_steps: int = 1, *, flat: bool = False) -> None:
+        self._draw, self._frames, self._n_steps, self._flat = draw, frames, n_steps, flat
         self._steps = self._endless(draw.choice(AUTORESETS))
 
     def step(self) -> TensorDict:
@@ -73,15 +74,15 @@ class StackedEpisodes:
     def _step(self, now: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], episode: int, ends: bool) -> TensorDict:
         terminated = ends and self._draw.random() < 0.5
         flags = {"done": ends, "terminated": terminated, "truncated": ends and not terminated}
-        step = {
-            "pixels": now[0], "vector": now[1], "action": torch.tensor(self._draw.random()),
-            "episode": torch.tensor(episode),
-            "next": {
-                "pixels": after[0], "vector": after[1], "reward": torch.tensor([self._draw.random()]),
-                **{name: torch.tensor([flag]) for name, flag in flags.items()},
-            },
-        }  # fmt: skip
-        return TensorDict(step, [])
+        step = {"pixels": now[0], "vector": now[1], "action": torch.tensor(self._draw.random())}
+        outcome = {
+            "reward": torch.tensor([self._draw.random()]),
+            **{name: torch.tensor([flag]) for name, flag in flags.items()},
+        }
+        rows: dict[str, Any] = {**step, "episode": torch.tensor(episode)}
+        if self._flat:
+            return TensorDict({**rows, "next_pixels": after[0], "next_vector": after[1], **outcome}, [])
+        return TensorDict({**rows, "next": {"pixels": after[0], "vector": after[1], **outcome}}, [])
 
     def _first(self) -> Tensor:
         newest = self._frame()
@@ -106,7 +107,8 @@ class TwoBuffers:
         self.frames, n_steps = draw.randint(1, 5), draw.choice([1, 1, 1, 3])
         self.ndim = draw.choice([1, 1, 2])
         self._envs = 1 if self.ndim == 1 else draw.randint(1, 3)
-        self._episodes = [StackedEpisodes(draw, self.frames, n_steps) for _ in range(self._envs)]
+        self._flat = draw.random() < 0.4
+        self._episodes = [StackedEpisodes(draw, self.frames, n_steps, flat=self._flat) for _ in range(self._envs)]
         self._capacity = draw.randint(2, 40) * self._envs
         self._compact = draw.choice(
             [True, ["pixels"], Compact(["pixels", "vector"], {"pixels": self.frames}, n_steps), Compact(frames=1)]
@@ -118,7 +120,7 @@ class TwoBuffers:
 
     def _samplers(self) -> list[Any]:
         slices: dict[str, Any] = {"slice_len": 2, "strict_length": False, "traj_key": "episode"}
-        ends = {**slices, "traj_key": None, "end_key": ("next", "done")}
+        ends = {**slices, "traj_key": None, "end_key": "done" if self._flat else ("next", "done")}
         one: list[Any] = [lambda: PrioritizedSampler(self._capacity, 0.7, 0.5)]
         if self.ndim == 1:
             one += [
@@ -182,7 +184,8 @@ class TwoBuffers:
         at = torch.tensor(sorted(self.draw.sample(range(n), self.draw.randint(1, n))))
         rows = self.plain.storage.get(at)
         rows["action"] = rows["action"] + 1
-        rows["next", "reward"] = rows["next", "reward"] * 2
+        reward = "reward" if self._flat else ("next", "reward")
+        rows[reward] = rows[reward] * 2
         for rb in self.both:
             rb.storage.set(at, rows.clone())
         rows["pixels"] = rows["pixels"] + 1

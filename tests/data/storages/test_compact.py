@@ -122,6 +122,90 @@ def test_n_step_rows_that_a_transform_makes_are_stored_as_such(later: bool, sing
     assert with_n_steps(Compact(n_steps=2), later, single).storage.compact == Compact(["pixels"], {"pixels": 4}, 2)
 
 
+FLAT_NAMES = ("obs", "observation", "observations", "state", ("seen", "pixels"), ("me", "obs"))
+
+
+def flat(name: str | tuple[str, str], n: int = 40, **settings: Any) -> tuple[TensorDict, tuple[str, ...]]:
+    """Steps without `"next"`, and where they have the observation that follows one."""
+    steps = stacks(n, **settings)
+    path = (name,) if isinstance(name, str) else name
+    after = {"seen": ("next_seen", "pixels"), "me": ("me", "next_obs")}.get(path[0], (f"next_{path[0]}",))
+    made = TensorDict({"reward": torch.ones(n), "done": torch.zeros(n, dtype=torch.bool)}, [n])
+    made[path], made[after] = steps["pixels"], steps["next", "pixels"]
+    return made, after
+
+
+@each("named", [False, True])
+@each("name", FLAT_NAMES)
+def test_flat_rows_store_each_observation_once(name: str | tuple[str, str], named: bool) -> None:
+    """As {"obs", "action", "reward", "next_obs", "done"}, at any depth."""
+    steps, after = flat(name, 200, shape=(20, 20))
+    storage = LazyTensorStorage(200, compact=[name] if named else True)
+    rb = ReplayBuffer(storage=storage)
+    rb.extend(steps[:195])
+    for step in steps[195:]:
+        rb.add(step)
+    assert storage.compact == Compact([name], {name: 4}, 1)
+    assert bool((storage.get(range(200)) == steps).all())
+    assert storage.nbytes < 200 * 3 * 400 and rb.stats().compact.same > 0.9
+    changed = steps[:3].clone()
+    changed[after] += 1
+    with pytest.raises(ValueError, match="stored once"):
+        storage.set(range(3), changed)
+
+
+def test_flat_rows_of_arrays_come_as_dicts_and_step_by_step() -> None:
+    batch = flat("obs")[0]
+    steps = {key: batch[key].numpy() for key in ("obs", "next_obs", "reward", "done")}
+    storage = LazyTensorStorage(40, compact="obs")
+    rb = ReplayBuffer(storage=storage)
+    rb.extend({key: value[:20] for key, value in steps.items()})
+    for k in range(20, 40):
+        rb.add({key: value[k] for key, value in steps.items()})
+    rows = rb[:]
+    assert all(np.array_equal(rows[key], value) for key, value in steps.items()) and storage.compact is not None
+
+
+@each("n_steps", [1, 3])
+def test_flat_rows_of_n_steps_are_found(n_steps: int) -> None:
+    assert found(flat("obs", n_steps=n_steps)[0]) == Compact(["obs"], {"obs": 4}, n_steps)
+    storage = LazyTensorStorage(64, compact=True)
+    rb = ReplayBuffer(storage=storage, transform=MultiStepTransform(n_steps, 0.9, next_key="next_obs"))
+    batch = flat("obs")[0]
+    batch["reward"], batch["done"] = batch["reward"].unsqueeze(1), batch["done"].unsqueeze(1)
+    for step in batch.split(1):
+        rb.extend(step)
+    assert storage.compact == Compact(["obs"], {"obs": 4}, n_steps) and rb.stats().compact.same > 0.9
+    assert torch.equal(rb[:]["next_obs"], batch["next_obs"][n_steps - 1 :])
+
+
+def test_entries_that_only_look_like_pairs_stay_in_the_rows() -> None:
+    """Under "next" alone where there is one; of three in a row the first two; others of another form."""
+    nested = stacks(9)
+    nested["other"], nested["next_other"] = nested["pixels"].clone(), nested["next", "pixels"].clone()
+    assert found(nested) == Compact(["pixels"], {"pixels": 4}, 1)
+    steps = flat("obs", 9)[0]
+    steps["next_next_obs"] = steps["next_obs"].clone()
+    assert found(steps) == Compact(["obs"], {"obs": 4}, 1)
+    steps["reward"], steps["next_reward"] = torch.zeros(9, 100, 100), torch.zeros(9, 100, 100)
+    steps["x"], steps["next_x"] = torch.zeros(9, 100, 100), torch.zeros(9, 100, 99)
+    assert found(steps) == Compact(["obs"], {"obs": 4}, 1)
+
+
+@each("keys, words", [
+    ("next_obs", r"names 'next_obs': name 'obs', which it follows"),
+    (["obs", "next_obs"], r"names 'next_obs': name 'obs', which it follows"),
+    ("other", r"no 'other'"),
+    ("reward", r"no observations"),
+    ("done_at", r"no \('next', 'done_at'\); .*'next_obs'"),
+])  # fmt: skip
+def test_keys_of_flat_rows_that_cannot_be_are_refused(keys: Any, words: str) -> None:
+    steps = flat("obs", 9)[0]
+    steps["done_at"] = torch.zeros(9)
+    with pytest.raises(ValueError, match=words):
+        found(steps, keys)
+
+
 def test_pictures_without_a_stack_are_one_frame_each() -> None:
     steps = stacks(9, frames=3)
     steps["next", "pixels"] = torch.roll(steps["pixels"], -1, 0)[..., :1].expand(9, 3, 3, 3).contiguous()
@@ -281,11 +365,50 @@ def test_a_storage_advises_what_would_make_its_rows_smaller() -> None:
     torch.manual_seed(0)
     beside = torch.stack([stacks(100) for _ in range(4)], 1).reshape(-1)
     assert "ndim=2" in advice(beside, Compact("pixels", frames=4))
+    turns = [stacks(90) for _ in range(6)]  # of writers that write ten steps at a time
+    in_turns = torch.cat([steps[at : at + 10] for at in range(0, 90, 10) for steps in turns])
+    assert "lanes=" in advice(in_turns, Compact("pixels", frames=4))
     assert "n_steps" in advice(stacks(200, n_steps=3), Compact("pixels", frames=4, n_steps=1))
     steps = stacks(200)
     for key in ("noise", ("next", "noise")):
         steps[key] = torch.rand(200, 8)
     assert "'noise'" in advice(steps, Compact(["pixels", "noise"], {"pixels": 4}))
+
+
+def n_step_episodes(compact: Any, length: int, frames: int = 4, n_steps: int = 3) -> ReplayBuffer:
+    """A buffer of n-step rows, of episodes whose last n rows have the last observation as their next one."""
+    torch.manual_seed(0)
+    storage = LazyTensorStorage(2000, compact=compact)
+    rb = ReplayBuffer(storage=storage, transform=MultiStepTransform(n_steps, 0.9))
+    for _ in range(400 // length):
+        steps = stacks(length, frames)
+        steps["next", "reward"] = torch.ones(length, 1)
+        steps["next", "done"] = torch.zeros(length, 1, dtype=torch.bool)
+        steps["next", "done"][-1] = True
+        rb.extend(steps)
+    return rb
+
+
+@each("length, frames", [(20, 4), (10, 4), (5, 4), (4, 1)])
+def test_the_ends_of_short_episodes_of_n_step_rows_are_no_reason_for_advice(length: int, frames: int) -> None:
+    shares = n_step_episodes(Compact("pixels", frames), length, frames).stats().compact
+    assert shares is not None and (shares.n_steps, shares.advice) == (3, None) and shares.whole > 0.09
+
+
+@each("given, behind", [(1, 3), (5, 3), (3, 1), (100, 3)])
+def test_advice_names_the_steps_behind_which_next_observations_are(given: int, behind: int) -> None:
+    rb = n_step_episodes(Compact("pixels", 4, given), 20, n_steps=behind)
+    assert f"say compact=Compact(n_steps={behind})" in str(rb.stats().compact)
+
+
+def test_rows_in_no_order_get_no_advice_about_steps() -> None:
+    steps = stacks(400, 3)
+    for key in ("pixels", ("next", "pixels")):
+        steps[key] = torch.rand(400, 20)
+    rb = ReplayBuffer(storage=LazyTensorStorage(400, compact="pixels"))
+    rb.extend(steps)
+    shares = rb.stats().compact
+    assert shares is not None and (shares.same, shares.whole, shares.advice) == (0, 1, None)
 
 
 def written(compact: Any = True) -> tuple[TensorDict, TensorDictReplayBuffer]:

@@ -18,7 +18,7 @@ from contracts.children import Child
 from contracts.each import each
 from engram._native import testing
 from engram.cli import info, verify
-from engram.data import Compact, LazyMemmapStorage, ReplayBuffer, TensorDictReplayBuffer
+from engram.data import Compact, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.errors import StorageError
 from engram.store import files, places
 
@@ -46,10 +46,16 @@ def made(folder: Path, n: int = 40, capacity: int = 60, **kwargs: Any) -> Tensor
     return rb
 
 
+def flat(steps: TensorDict) -> TensorDict:
+    """The same without `"next"`."""
+    return TensorDict({"n": steps["n"], "x": steps["x"], "next_x": steps["next", "x"]}, steps.batch_size)
+
+
 def check(rb: Any) -> int:
     """Compares all rows with what their numbers say; how many there are."""
     rows = rb.storage.get(slice(None))
     expected = torch.cat([steps(n, n + 1) for n in rows["n"].tolist()])
+    expected = flat(expected) if "next_x" in rows.keys() else expected
     assert bool((rows.exclude("index") == expected).all())
     return len(rows)
 
@@ -89,6 +95,26 @@ def test_a_copy_of_the_file_is_a_store(tmp_path: Path) -> None:
     rb = TensorDictReplayBuffer(storage=LazyMemmapStorage.open(tmp_path / "two"))
     rb.extend(steps(40, 90))
     assert check(rb) == 60 and check(ReplayBuffer.open(tmp_path / "one")) == 40
+
+
+def test_a_store_of_flat_rows_is_opened_looked_at_verified_and_saved(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(60, scratch_dir=folder, compact=True), batch_size=16)
+    rb.extend(flat(steps(0, 40)))
+    observer = ReplayBuffer.open(folder, read_only=True)
+    assert check(rb) == check(observer) == 40
+    assert [key.key for key in info(folder).keys] == ["n", "x", "next_x", "index"]
+    assert "'x' in stacks of 4 frames" in info(folder).notes[0] and verify(folder).ok
+    observer.dumps(tmp_path / "saved")
+    rb.storage.close()
+    again = TensorDictReplayBuffer(storage=LazyMemmapStorage.open(folder), batch_size=16)
+    assert again.storage.compact == Compact(["x"], {"x": 4}, 1)
+    again.extend(flat(steps(40, 75)))
+    assert check(again) == 60
+    for compact in (COMPACT, True, False):
+        twin = ReplayBuffer(storage=LazyTensorStorage(60, compact=compact))
+        twin.loads(tmp_path / "saved")
+        assert check(twin) == 40 and (twin.storage.compact is None) == (compact is False)
 
 
 # ---- who only looks ----

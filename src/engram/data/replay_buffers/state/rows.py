@@ -7,17 +7,25 @@ import math
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engram.checkpoint.protocols import Rows, RowSource
-from engram.data.replay_buffers.state.checkpointers.rows import TensorStorageCheckpointer
+from engram.checkpoint.writer import Block
+from engram.data.replay_buffers.state.checkpointers.rows import RowRestorePlan, TensorStorageCheckpointer
 from engram.data.replay_buffers.state.plans import SavedStorage, TooManyRowsError
-from engram.errors import CheckpointError, CheckpointMisfitError, StorageError, StorageInUseError
+from engram.errors import (
+    CheckpointError,
+    CheckpointMisfitError,
+    CorruptCheckpointError,
+    StorageError,
+    StorageInUseError,
+)
 from engram.store.column_table import ColumnTable
 from engram.store.compact import KnownSteps
 from engram.store.counters import Counters
@@ -317,6 +325,56 @@ class _SpilledRows:
         return rows.reshape(self._shape)
 
 
+_NO_STATE = "the state of the storage is not one that state_dict gave"
+#: Of the state of a storage that keeps each observation once: as in a manifest, and the content of each chunk's file.
+_OF_CHUNKS = ("layout", "counters", "rows_per_chunk", "observations", "chunks")
+
+
+class _StateFiles:
+    """The files of a saved state, in memory: uint8 [n] under each name."""
+
+    def __init__(self, contents: dict[str, Any]) -> None:
+        self.contents, self.features = contents, set[str]()
+
+    def write_file(self, name: str, blocks: Iterable[Block]) -> None:
+        parts = [np.frombuffer(block, np.uint8) for block in blocks]
+        content = np.empty(sum(map(len, parts)), np.uint8)
+        np.concatenate(parts, out=content)
+        self.contents[name] = torch.from_numpy(content)
+
+    def reuse(self, *names: str) -> bool:
+        return False
+
+    def nbytes(self, name: str) -> int:
+        return len(self._content(name))
+
+    def read_into(self, name: str, buffer: Rows) -> None:
+        buffer[:] = self._content(name).numpy()
+
+    def _content(self, name: str) -> Tensor:
+        content = self.contents.get(name)
+        if not isinstance(content, Tensor) or content.dtype != torch.uint8 or content.ndim != 1 or content.is_meta:
+            raise self.malformed(f"{name} is {type(content).__name__}, and no tensor uint8 [n]")
+        return content.cpu()
+
+    def read_ahead(self, name: str) -> None:
+        """Nothing: they are in memory."""
+
+    def path(self, name: str) -> str:
+        return name
+
+    def malformed(self, reason: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError("its description", reason)
+
+
+def _plan_of_chunks(state: dict[str, Any]) -> RowRestorePlan:
+    """The load of a state whose rows are in chunks; CorruptCheckpointError where its description cannot be true."""
+    files = state["files"]
+    if not isinstance(files, dict):
+        raise TypeError(f"its files are {files!r:.80}")
+    return TensorStorageCheckpointer().plan_restore(_StateFiles(files), state)
+
+
 class SavedRows(SavedStorage):
     """A storage of rows of one layout."""
 
@@ -372,6 +430,10 @@ class SavedRows(SavedStorage):
 
     def state(self) -> dict[str, Any]:
         source = self.source(background=False)
+        if source.observations is not None:
+            files = _StateFiles({})
+            description = TensorStorageCheckpointer().plan_save(source).write(files)
+            return {name: description[name] for name in _OF_CHUNKS} | {"files": files.contents}
         lanes = source.counters()["lanes"]
         blocks = [source.read_block(i, lane["base"], lane["published"]) for i, lane in enumerate(lanes)]
         counters = source.counters()  # other processes may have overwritten the oldest rows meanwhile
@@ -380,14 +442,25 @@ class SavedRows(SavedStorage):
         return {"layout": self._now.layout_state(), "counters": counters, "rows": rows}
 
     def check(self, state: dict[str, Any]) -> None:
+        sink = self.sink()
         try:
+            if "files" in state:
+                plan = _plan_of_chunks(state)
+                plan.check(sink)
+                plan.verify()
+                return
             check_rows(state)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
-        self.sink().check_restore(state["layout"], state["counters"])
+            raise ValueError(f"{_NO_STATE} ({error!r})") from error
+        except CorruptCheckpointError as error:
+            raise ValueError(f"{_NO_STATE} ({error})") from error
+        sink.check_restore(state["layout"], state["counters"])
 
     def fill(self, state: dict[str, Any]) -> None:
         load = self.sink()
+        if "files" in state:
+            _plan_of_chunks(state).load(load)
+            return
         load.begin_restore(state["layout"], state["counters"])
         for i, (lane, rows) in enumerate(zip(state["counters"]["lanes"], state["rows"], strict=True)):
             if lane["published"] > lane["base"]:

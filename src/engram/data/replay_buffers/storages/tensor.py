@@ -207,9 +207,9 @@ class LazyTensorStorage(TensorStorage):
         max_bytes: instead of `max_size`, what the rows and their header may take: a number, "8GB", "512MiB". As many
             steps as fit, which is known at the first write; until then `max_size` is None.
         compact: store observations once: True, keys, or a `Compact`. Of an observation X that rows have at the root and
-            under `"next"` each frame is stored once, so that stacks of 4 frames take an eighth of the memory. Rows come
-            back byte for byte; stored rows change in all other entries, and slices of them are copies. None: as
-            False, with a warning at the first write of large rows where True would save much.
+            under `"next"` (flat rows: as `"next_X"`) each frame is stored once, so that stacks of 4 frames take an
+            eighth of the memory. Rows come back byte for byte; stored rows change in all other entries, and slices of
+            them are copies. None: as False, with a warning at the first write of large rows where True would save much.
 
     Raises:
         ValueError: a setting that is not allowed, or there is no such device.

@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -20,17 +20,14 @@ import engram._native as _native
 from engram.checkpoint.directory import OBSERVATIONS
 from engram.checkpoint.hooks import json_copy
 from engram.checkpoint.protocols import (
-    RestorePlan,
     Rows,
     RowSink,
     RowSource,
-    SavePlan,
     StorageCheckpointerBase,
 )
-from engram.checkpoint.reader import THREADS, SnapshotReader, in_parallel
-from engram.checkpoint.writer import Block, SnapshotWriter
+from engram.checkpoint.reader import THREADS, in_parallel
+from engram.checkpoint.writer import Block
 from engram.errors import CorruptCheckpointError
-from engram.pytree import KeyPath
 from engram.store.counters import Counters
 from engram.store.layout import LayoutState, LeafSpec, ObservationKeys, RowLayout
 from engram.ted import codec as ted_codec
@@ -38,6 +35,25 @@ from engram.ted.codec import Column, Positions
 
 Details = tuple[int, ...]
 WHOLE = -1  # in place of a number of values: every value is there
+
+
+class ChunkFiles(Protocol):
+    """Where chunks are written: a snapshot on disk, or a state in memory."""
+
+    features: set[str]
+
+    def write_file(self, name: str, blocks: Iterable[Block]) -> None: ...
+    def reuse(self, *names: str) -> bool: ...
+
+
+class SavedChunkFiles(Protocol):
+    """Where chunks are read from."""
+
+    def nbytes(self, name: str) -> int: ...
+    def read_into(self, name: str, buffer: Rows) -> None: ...
+    def read_ahead(self, name: str) -> None: ...
+    def path(self, name: str) -> str: ...
+    def malformed(self, reason: str) -> CorruptCheckpointError: ...
 
 
 class ChunkCodec(Protocol):
@@ -151,7 +167,7 @@ class ObservationCodec:
     def of(cls, layout: RowLayout, observations: ObservationKeys) -> ObservationCodec:
         """That of a storage which keeps these once."""
         numbers = {leaf.path: i for i, leaf in enumerate(layout.leaves)}
-        following: dict[KeyPath, KeyPath] = {path: ("next", *path) for path in observations.frames}
+        following = layout.following_of(observations)
         keys = [(numbers[path], numbers[following[path]], frames) for path, frames in observations.frames.items()]
         return cls(layout, keys, observations.n_steps)
 
@@ -348,16 +364,16 @@ class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
     def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
         """The codec that `state` describes; KeyError, TypeError or ValueError when it is damaged."""
 
-    def plan_save(self, source: RowSource, previous: dict[str, Any] | None = None) -> SavePlan:
+    def plan_save(self, source: RowSource, previous: dict[str, Any] | None = None) -> RowSavePlan | NothingToSave:
         layout, counters = source.layout_state(), source.counters()
         if layout is None:
-            return _NothingToSave(json_copy(counters))
+            return NothingToSave(json_copy(counters))
         layout, counters, identity = json_copy([layout, counters, source.identity()])
         codec = self._codec(LayoutState(layout), source)
-        return _RowSavePlan(codec, source, layout, counters, identity, previous)
+        return RowSavePlan(codec, source, layout, counters, identity, previous)
 
-    def plan_restore(self, reader: SnapshotReader, state: dict[str, Any]) -> RestorePlan[RowSink]:
-        return _RowRestorePlan(self._saved_codec, reader, state)
+    def plan_restore(self, reader: SavedChunkFiles, state: dict[str, Any]) -> RowRestorePlan:
+        return RowRestorePlan(self._saved_codec, reader, state)
 
 
 @runtime_checkable
@@ -386,7 +402,7 @@ class TensorStorageCheckpointer(ChunkedStorageCheckpointer):
         return codec
 
 
-class _NothingToSave:
+class NothingToSave:
     """The save of a storage to which nothing has been written."""
 
     nbytes = 0
@@ -394,11 +410,11 @@ class _NothingToSave:
     def __init__(self, counters: dict[str, Any]) -> None:
         self._counters = counters
 
-    def write(self, writer: SnapshotWriter) -> dict[str, Any]:
+    def write(self, writer: ChunkFiles) -> dict[str, Any]:
         return {"layout": None, "counters": self._counters, "rows_per_chunk": 0, "chunks": []}
 
 
-class _RowSavePlan:
+class RowSavePlan:
     """One save of rows: the chunks that hold them, and which of these the current snapshot has already."""
 
     def __init__(
@@ -440,7 +456,7 @@ class _RowSavePlan:
             if old is not None and old.stop == chunk.stop and reusable.unchanged(chunk.lane, chunk.start, chunk.stop)
         }
 
-    def write(self, writer: SnapshotWriter) -> dict[str, Any]:
+    def write(self, writer: ChunkFiles) -> dict[str, Any]:
         writer.features.update(self._codec.features)
         written = [self._write(chunk, writer) for chunk in self._chunks]
         # Other processes may have overwritten the oldest rows before they were read.
@@ -451,7 +467,7 @@ class _RowSavePlan:
         chunks = [chunk.entry for chunk in written if chunk.stop > left.first(chunk.lane)]
         return {**self._description, "counters": counters, "chunks": chunks}
 
-    def _write(self, chunk: Chunk, writer: SnapshotWriter) -> Chunk:
+    def _write(self, chunk: Chunk, writer: ChunkFiles) -> Chunk:
         """Writes or reuses a chunk; returns it as it is in the file."""
         old = self._reusable.get(chunk)
         if old is not None and writer.reuse(old.file):
@@ -471,7 +487,7 @@ class _Memory(threading.local):
         self.bytes: Rows = np.empty(0, np.uint8)
 
 
-class _RowRestorePlan:
+class RowRestorePlan:
     """One load of rows: the snapshot's description of them, checked, and its chunks.
 
     Args:
@@ -481,7 +497,7 @@ class _RowRestorePlan:
     def __init__(
         self,
         codec_of: Callable[[LayoutState, dict[str, Any]], ChunkCodec],
-        reader: SnapshotReader,
+        reader: SavedChunkFiles,
         state: dict[str, Any],
     ) -> None:
         self._reader = reader
@@ -504,10 +520,14 @@ class _RowRestorePlan:
     def check(self, sink: RowSink) -> None:
         sink.check_restore(self.layout, self.counters)
 
+    def verify(self) -> None:
+        """Reads everything. CorruptCheckpointError where it is not what was saved."""
+        in_parallel((functools.partial(self._verify, c) for c in self._read_ahead()), self._codec.threads)
+
     def load(self, sink: RowSink) -> None:
         if len(sink):
             self.check(sink)
-            in_parallel((functools.partial(self._verify, c) for c in self._read_ahead()), self._codec.threads)
+            self.verify()
         sink.begin_restore(self.layout, self.counters)
         try:
             # several files are read, hashed and copied at once
