@@ -36,10 +36,17 @@ struct SlotSequences {
   }
   // From the newest slot.
   uint64_t back(uint64_t slot) const { return newest_slot - slot + (slot <= newest_slot ? 0 : capacity); }
-  // Whether the slot holds a row, and n newer ones are stored.
-  bool has_newer(uint64_t slot, uint64_t n) const {
+  // Of slots of the lane.
+  struct Range {
+    uint64_t from = 0, width = 0;
+    bool has(uint64_t slot) const { return slot - from < width; }
+  };
+  // The slots of all rows but the n oldest; n: at least 1. Where these go round, those of the gap are left out of all numbers.
+  Range without_oldest(uint64_t n) const {
     const uint64_t rows = any ? newest - first + 1 : 0;
-    return n < rows && back(slot) - n < rows - n;
+    if (rows <= n) return {};
+    const uint64_t gap = capacity - (rows - n), behind = newest_slot + 1;
+    return behind >= rows - n ? Range{behind - (rows - n), rows - n} : Range{behind + gap, -gap};
   }
   // Whether all of these slots hold rows; slots of another lane or beyond do not.
   bool find_all(const int64_t* slots, size_t n) const {

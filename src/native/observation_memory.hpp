@@ -40,7 +40,7 @@ struct ObservationPlaces {
   static constexpr uint64_t kRowsForAUnit = 20;     // as the sizes of segments expect it: a unit where an episode ends
   static constexpr uint64_t kDurable = 2;  // copies of the newest tails, written alternately by flushes
 
-  uint64_t owners = 0, words = 0, tail_words = 0, tails = 0, durable_tails = 0, records = 0, units = 0, end = 0;
+  uint64_t owners = 0, words = 0, heads = 0, tail_words = 0, tails = 0, durable_tails = 0, records = 0, units = 0, end = 0;
   uint64_t tail_stride = 0, record_stride = 0, unit_stride = 0, segment_units = 1, segment_bytes = 0, segments = 0;
 
   // `in_row`: words and records lie in the rows. `ends`: they outlive their processes. `segment_units`: 0: as many as cost least.
@@ -52,7 +52,7 @@ struct ObservationPlaces {
     const auto with_end = [&](uint64_t bytes) { return ends ? round_up(bytes, 8) + sizeof(FrameEnd) : bytes; };
     p.unit_stride = sizeof(std::atomic<uint64_t>) + round_up(with_end(record_bytes), 8);
     p.tail_stride = with_end(shape.frames * record_bytes), p.record_stride = with_end(record_bytes);
-    const uint64_t most = 2 * (2 * shape.frames - 1) * shape.records();    // twice as many as rows need, as saves hold some back
+    const uint64_t most = 2 * shape.most_units();  // as saves hold some back
     p.segment_units = segment_units ? segment_units : units_that_cost_least(shape.records(), most, p.unit_stride);
     p.segment_bytes = round_up(p.segment_units * p.unit_stride + 1, kPage);  // the last byte is no unit's
     p.segments = columns * ((most + p.segment_units - 1) / p.segment_units + 1);
@@ -63,6 +63,7 @@ struct ObservationPlaces {
       return begin;
     };
     p.words = place(in_row ? 0 : columns * shape.records() * sizeof(std::atomic<uint64_t>));
+    p.heads = place(columns * shape.heads() * sizeof(std::atomic<uint64_t>));
     p.tail_words = place(columns * shape.tails() * sizeof(std::atomic<uint64_t>));
     p.tails = place(columns * shape.tail_places * p.tail_stride);
     p.durable_tails = place(ends ? columns * kDurable * shape.ahead * p.tail_stride : 0);

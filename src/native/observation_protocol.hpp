@@ -1,14 +1,17 @@
 // The protocol of observations that are stored once. The entries X and next.X of a row are stacks of `frames` frames, oldest first;
 // one frame each where observations are not stacked. They lie beside the rows of a lane:
 //   records  the newest frame of X of each row, and a word that tells where its other frames and a next.X are
+//   heads    where observations are no stacks and words are to be short: the first unit of each *group* of rows side by side, of which the
+//            words of its rows tell only how far behind it theirs is
 //   units    frames that no record has, linked; those of a row are free again when its record is overwritten
 //   tails    next.X of the newest rows: of the others it is found through the word of a later row. A *tail word* tells where each is
 // Rows are appended and believed by `LaneProtocol`. docs/memory-model.md explains each step; the model (tests/model) runs this very
 // code. `Columns` holds the words and frames, those of a store or of the model, and has
 //   word(w), set_word(w, bits); link(unit), set_link(unit, next); tail_word(w), set_tail_word(w, bits): of record, unit and tail
+//   head(group), set_head(group, unit): of groups of rows, row w's being number w / rows of a group
 //   owns(unit): whether the unit lies in a segment of this lane, as seen after `published`
 //   same(a, b, newest), is_zero(a), put(to, from): of the frames in two places; `newest`: of those that are the newest of their stacks
-//   put_record(w, from): the newest frame of X of row w
+//   put_records(w, n): the newest frames of X of n new rows from w on; clear_words(w, n): sets their words to 0
 //   each_new(from, to, ahead, differs): calls differs(w) of each row w of the batch in [from, to) whose X is not next.X of w - ahead,
 //     which is in the batch, too; of observations that are no stacks
 #pragma once
@@ -23,6 +26,16 @@
 
 namespace engram {
 
+// What stands with a record where rows form groups, in a byte. 0: next.X of row w - ahead is X of row w. Otherwise it is a unit.
+struct GroupedWord {
+  static constexpr uint64_t kMostRows = 64;  // of a group
+  bool has_unit = false, is_in_line = false;  // `is_in_line`: its number is that of the head plus `rank`
+  uint64_t rank = 0;                          // so many units of its group come before
+
+  uint64_t pack() const { return has_unit ? 1 | uint64_t{is_in_line} << 1 | rank % kMostRows << 2 : 0; }
+  static GroupedWord unpack(uint64_t bits) { return {bits % 2 != 0, (bits & 2) != 0, bits >> 2 & (kMostRows - 1)}; }
+};
+
 struct ObservationShape {
   static constexpr uint64_t kMostFrames = 15;
   uint64_t capacity = 0;           // rows of the lane
@@ -32,6 +45,7 @@ struct ObservationShape {
   uint64_t segment_units = 1;      // units of a segment
   uint64_t segments = 0;           // that the pool of the store may have, of all lanes together
   uint64_t tail_places = 0;        // from `fewest_tail_places` on; `tails`: row w has place w mod that many
+  uint64_t group_rows = 0;         // of a group: a power of two, `capacity` at most; 0: each word tells its first unit
   // The oldest row's older frames are the newest ones of rows before it.
   uint64_t records() const { return capacity + frames - 1; }
   // Words of tails, row w's in place w mod that many: the piece that is being written leaves those of the rows before it alone.
@@ -39,6 +53,14 @@ struct ObservationShape {
   // Only the newest rows of a piece have tails, and the piece that is being written leaves those of as many rows before it alone.
   uint64_t fewest_tail_places() const { return ahead + std::min(ahead, longest_piece); }
   bool rows_have_places() const { return tail_places == tails(); }
+  static uint64_t most_group_rows(uint64_t capacity) { return std::bit_floor(std::clamp<uint64_t>(capacity, 1, GroupedWord::kMostRows)); }
+  uint64_t group(uint64_t w) const { return w / group_rows; }
+  // Places of heads, that of a group in place group mod that many: another group has it only once the rows of this one are gone.
+  uint64_t heads() const { return group_rows ? (capacity + group_rows - 1) / group_rows + 1 : 0; }
+  // The newest row that needs the unit of row w: later ones of its group are found through it.
+  uint64_t needs_until(uint64_t w) const { return group_rows ? w | (group_rows - 1) : w; }
+  // Units that rows may need at a time.
+  uint64_t most_units() const { return (2 * frames - 1) * records() + group_rows; }
   // What stands with a tail. `kind`: kMoved: only the newest frame is there, the others are those of X of its row; kWhole.
   static uint64_t tail_word(uint64_t kind, uint64_t place) { return kind | place << 2; }
   // Of any bits, torn ones too, one of the places.
@@ -111,22 +133,28 @@ class UnitPool {
   // How many units are free once records below `oldest` are overwritten. `keepers`: so many records, the oldest ones, were counted
   // for a lower `oldest`, in `freed`.
   uint64_t free_from(uint64_t oldest, uint64_t& keepers, uint64_t& freed) const {
-    for (; oldest_ + keepers < keepers_.size() && keepers_[oldest_ + keepers].first < oldest; ++keepers) ++freed;
+    for (; oldest_ + keepers < keepers_.size() && keepers_[oldest_ + keepers].first < oldest; ++keepers)
+      freed += keepers_[oldest_ + keepers].second != kNoUnit;
     return free_ + freed;
   }
   void release(uint64_t oldest) {
-    for (; oldest_ < keepers_.size() && keepers_[oldest_].first < oldest; ++oldest_) {
-      const uint64_t at = place_of(keepers_[oldest_].second);
-      used_[at / 64] &= ~(uint64_t{1} << at % 64), ++free_, lowest_ = std::min(lowest_, at / 64);
-    }
+    for (; oldest_ < keepers_.size() && keepers_[oldest_].first < oldest; ++oldest_)
+      if (keepers_[oldest_].second != kNoUnit) set_free(keepers_[oldest_].second);
   }
-  // Takes the lowest free unit for the record of row w; there is one.
+  // Takes the lowest free unit, which is needed until the record of row w is overwritten; there is one.
   uint64_t take(uint64_t w) {
     while (~used_[lowest_] == 0) ++lowest_;
     const uint64_t at = lowest_ * 64 + static_cast<uint64_t>(std::countr_one(used_[lowest_]));
     return keep(w, segments_[at / per_segment_] * per_segment_ + at % per_segment_);
   }
-  // Notes that the record of row w keeps a unit of a segment that was seen.
+  // Of a unit that is not free, and that another writer took: that one knows more rows as gone. Whether it was counted as needed with
+  // the oldest rows; then it is free now.
+  bool gives_up(uint64_t unit) {
+    for (uint64_t i = oldest_; i < keepers_.size() && keepers_[i].first == keepers_[oldest_].first; ++i)
+      if (keepers_[i].second == unit) return keepers_[i].second = kNoUnit, set_free(unit), true;
+    return false;
+  }
+  // Notes that a unit of a segment that was seen is needed until then.
   uint64_t keep(uint64_t w, uint64_t unit) {
     keepers_.emplace_back(w, unit);  // it may fail
     const uint64_t at = place_of(unit);
@@ -142,6 +170,11 @@ class UnitPool {
   }
 
  private:
+  static constexpr uint64_t kNoUnit = ~uint64_t{0};
+  void set_free(uint64_t unit) {
+    const uint64_t at = place_of(unit);
+    used_[at / 64] &= ~(uint64_t{1} << at % 64), ++free_, lowest_ = std::min(lowest_, at / 64);
+  }
   uint64_t place_of(uint64_t unit) const {
     const auto segment = std::ranges::lower_bound(segments_, unit / per_segment_);
     return static_cast<uint64_t>(segment - segments_.begin()) * per_segment_ + unit % per_segment_;
@@ -149,7 +182,7 @@ class UnitPool {
 
   uint64_t per_segment_, known_ = 0, seen_ = 0, free_ = 0, lowest_ = 0, oldest_ = 0;
   std::vector<uint64_t> segments_, used_;                // a bit for each unit of the segments
-  std::vector<std::pair<uint64_t, uint64_t>> keepers_;   // (row, unit), the oldest row first, from `oldest_` on
+  std::vector<std::pair<uint64_t, uint64_t>> keepers_;   // (the newest row that needs it, unit), the oldest row first, from `oldest_` on
 };
 
 // One lane.
@@ -183,10 +216,21 @@ struct ObservationProtocol {
     const uint64_t at = Memory::load(rows.published), oldest = oldest_record(at);
     pool.release(oldest);
     const uint64_t from = std::max({pool.known(), oldest, below(Memory::load(rows.base), shape.frames - 1)});
-    for (uint64_t v = from; v < at; ++v) each_unit(v, [&](uint64_t unit) {
+    const auto keep = [&](uint64_t v, uint64_t unit) {
       if (unit / shape.segment_units >= pool.seen()) see_segments(pool, unit / shape.segment_units);
-      if (pool.is_free(unit)) pool.keep(v, unit);
-    });
+      if (pool.is_free(unit) || (shape.group_rows && pool.gives_up(unit))) pool.keep(shape.needs_until(v), unit);
+    };
+    // Of the first group the pool may not know the units of rows that are gone, which those of the others are found through.
+    bool knows_those_before = pool.known() >= from;
+    for (uint64_t v = from; v < at; ++v) {
+      if (!shape.group_rows) {
+        each_unit(v, [&](uint64_t unit) { keep(v, unit); });
+      } else if (const GroupedWord mine = grouped_word(v); mine.has_unit) {
+        if (!std::exchange(knows_those_before, true) && shape.group(v) == shape.group(from))
+          each_until(v, mine.rank, [&](uint64_t unit) { keep(v, unit); });
+        keep(v, unit_of(v, mine));
+      }
+    }
     pool.set_known(std::max(pool.known(), at));
   }
   // W0: compares n new rows, which will be claimed `piece` at a time, with each other and with those before them, and decides their
@@ -221,11 +265,13 @@ struct ObservationProtocol {
   }
   // Whether the pool has fewer units than these rows need, each piece of them once it is claimed.
   bool lacks(const UnitPool& pool, uint64_t at, uint64_t piece, const Plan& plan) const {
-    const auto units = [&](uint64_t k) { return ObservationWord::unpack(plan.words[plan.with_units[k]], shape.frames).units(shape.frames); };
+    const auto units = [&](uint64_t k) {
+      return shape.group_rows ? 1 : ObservationWord::unpack(plan.words[plan.with_units[k]], shape.frames).units(shape.frames);
+    };
     uint64_t taken = 0, given_back = 0, counted = 0, gone = 0, keepers = 0, freed = 0;
     for (uint64_t done = 0; done < plan.words.size(); done += piece) {
       const uint64_t n = std::min<uint64_t>(piece, plan.words.size() - done), oldest = oldest_record(at + done, n);
-      for (; gone < counted && at + plan.with_units[gone] < oldest; ++gone) given_back += units(gone);
+      for (; gone < counted && shape.needs_until(at + plan.with_units[gone]) < oldest; ++gone) given_back += units(gone);
       for (; counted < plan.with_units.size() && plan.with_units[counted] < done + n; ++counted) taken += units(counted);
       if (pool.free_from(oldest, keepers, freed) + given_back < taken) return true;
     }
@@ -261,6 +307,7 @@ struct ObservationProtocol {
   // W3, of n rows from the one on that is number `from` of those that were planned behind `at`.
   void store_units(uint64_t at, uint64_t from, uint64_t n, Plan& plan, UnitPool& pool) const {
     const uint64_t k = shape.frames;
+    if (shape.group_rows) return store_grouped_units(at, from, n, plan, pool);
     StackPlaces places;
     for (auto one = std::ranges::lower_bound(plan.with_units, from); one != plan.with_units.end() && *one < from + n; ++one) {
       ObservationWord mine = ObservationWord::unpack(plan.words[*one], k);
@@ -280,10 +327,13 @@ struct ObservationProtocol {
     }
   }
   void store_records(uint64_t at, uint64_t from, uint64_t n, const Plan& plan) const {
-    for (uint64_t i = from; i < from + n; ++i) {
-      columns.set_word(at + i, plan.words[i]);
-      columns.put_record(at + i, {FramePlace::kNewX, at + i, shape.frames - 1});
+    if (shape.group_rows) {
+      columns.clear_words(at + from, n);
+      for (auto i = std::ranges::lower_bound(plan.with_units, from); i != plan.with_units.end() && *i < from + n; ++i) columns.set_word(at + *i, plan.words[*i]);
+    } else {
+      for (uint64_t i = from; i < from + n; ++i) columns.set_word(at + i, plan.words[i]);
     }
+    columns.put_records(at + from, n);
   }
   // Those of the last of these rows, whose next.X no word tells yet.
   void store_tails(uint64_t at, uint64_t from, uint64_t n) const {
@@ -356,19 +406,37 @@ struct ObservationProtocol {
   // Asked again after `rows.after_reading`, of a row whose tail was read: while it is one of the newest no other row has its tail's place.
   bool is_newest(uint64_t w, uint64_t published) const { return w + shape.ahead >= published; }
   uint64_t tail_place(uint64_t w) const { return shape.tail_place(w, columns.tail_word(w)); }
+  ObservationWord word(uint64_t w) const {
+    if (!shape.group_rows) return ObservationWord::unpack(columns.word(w), shape.frames);
+    const GroupedWord mine = grouped_word(w);
+    return mine.has_unit ? ObservationWord{.next = ObservationWord::kWhole, .head = unit_of(w, mine)} : ObservationWord{};
+  }
 
  private:
   static uint64_t below(uint64_t w, uint64_t n) { return w > n ? w - n : 0; }
   // The oldest row once those below `to` are published: of those before it nobody asks for next.X.
   uint64_t oldest_row(uint64_t to) const { return std::max(Memory::load(rows.base), below(claimed_with(to), shape.capacity)); }
   uint64_t claimed_with(uint64_t to) const { return std::max(Memory::load(rows.claimed), to); }
-  ObservationWord word(uint64_t w) const { return ObservationWord::unpack(columns.word(w), shape.frames); }
+  GroupedWord grouped_word(uint64_t w) const { return GroupedWord::unpack(columns.word(w)); }
+  // The unit of row w, by its word.
+  uint64_t unit_of(uint64_t w, const GroupedWord& mine) const {
+    if (mine.is_in_line) return columns.head(shape.group(w)) + mine.rank;
+    return each_until(w, mine.rank, [](uint64_t) {});
+  }
+  // The first units of the group of row w; returns the one behind them.
+  template <class Each>
+  uint64_t each_until(uint64_t w, uint64_t rank, Each&& each) const {
+    uint64_t unit = columns.head(shape.group(w));
+    for (; rank > 0; --rank, unit = next_unit(unit)) each(unit);
+    return unit;
+  }
   uint64_t next_unit(uint64_t unit) const { return columns.owns(unit) ? columns.link(unit) : unit; }
   FramePlace unit_place(uint64_t unit) const { return columns.owns(unit) ? FramePlace{FramePlace::kUnit, unit, 0} : FramePlace{}; }
 
   // `plan` where observations are no stacks.
   void plan_frames(uint64_t at, uint64_t n, uint64_t piece, Plan& plan) const {
-    const auto differs = [&](uint64_t w) { plan.words[w - at] = ObservationWord{.next = ObservationWord::kWhole}.pack(), plan.note_units(w - at, 1); };
+    const uint64_t with_unit = shape.group_rows ? GroupedWord{.has_unit = true}.pack() : ObservationWord{.next = ObservationWord::kWhole}.pack();
+    const auto differs = [&](uint64_t w) { plan.words[w - at] = with_unit, plan.note_units(w - at, 1); };
     for (uint64_t done = 0; done < n; done += piece) {
       const uint64_t end = at + std::min(n, done + piece);
       uint64_t w = std::max(at + done, oldest_row(end) + shape.ahead);
@@ -376,6 +444,38 @@ struct ObservationProtocol {
         if (!columns.same(next_frame(w - shape.ahead, at), {FramePlace::kNewX, w, 0}, true)) differs(w);
       if (w < end) columns.each_new(w, end, shape.ahead, differs);
     }
+  }
+  // `store_units` where rows form groups. Units of a group are linked, those of its older rows first. Nobody follows the link of the last
+  // one, not that of a published row either, so that what a kill left behind it is overwritten.
+  void store_grouped_units(uint64_t at, uint64_t from, uint64_t n, Plan& plan, UnitPool& pool) const {
+    constexpr uint64_t kNone = ~uint64_t{0};
+    uint64_t last = kNone, group = kNone;  // the last unit of the group
+    GroupedWord before;                    // the word of its row
+    for (auto one = std::ranges::lower_bound(plan.with_units, from); one != plan.with_units.end() && *one < from + n; ++one) {
+      const uint64_t w = at + *one, unit = pool.take(shape.needs_until(w));
+      if (std::exchange(group, shape.group(w)) != shape.group(w)) last = find_last_unit(at + from, w, before);
+      columns.put({FramePlace::kUnit, unit, 0}, next_frame(w - shape.ahead, at));
+      GroupedWord mine{.has_unit = true, .is_in_line = true};
+      if (last == kNone) {
+        columns.set_head(group, unit);
+      } else {
+        columns.set_link(last, unit);
+        mine.rank = before.rank + 1, mine.is_in_line = unit == columns.head(group) + mine.rank;
+      }
+      plan.words[*one] = mine.pack();
+      last = unit, before = mine;
+    }
+  }
+  // The last unit of the group of row w, and the word of its row; none: no row below `at` has one that still exists once these are claimed.
+  uint64_t find_last_unit(uint64_t at, uint64_t w, GroupedWord& before) const {
+    const uint64_t begin = std::max(w - w % shape.group_rows, oldest_row(at));
+    for (uint64_t v = at; v > begin; --v) {
+      before = grouped_word(v - 1);
+      if (!before.has_unit) continue;
+      const uint64_t unit = unit_of(v - 1, before);
+      if (columns.owns(unit)) return unit;
+    }
+    return ~uint64_t{0};
   }
   template <class Each>
   void each_unit(uint64_t w, Each&& each) const {

@@ -24,7 +24,7 @@ namespace engram {
 // a lane has columns and units of its own: for the protocol it is a lane.
 //
 // For codecs and batches rows have these leaves, too: X and next.X of each key lie one after the other behind the bytes of a stored row.
-// Where observations are small and no stacks, X and the word lie in the row itself, and only next.X behind it.
+// Where observations are small and no stacks, X lies in the row itself, with a word of one byte, and only next.X behind it.
 class Observations {
  public:
   using Rows = LaneProtocol<StdMemory>;
@@ -323,7 +323,7 @@ class Observations {
   template <class Part>
   void each_part(uint64_t lane, uint64_t env, uint64_t w, Part&& part) const {
     const Columns columns = columns_of(lane, env, {});
-    part(reinterpret_cast<uint8_t*>(&columns.word_of(w)), sizeof(uint64_t));
+    part(columns.word_at(w), sizeof(uint64_t));
     part(columns.record(w), record_stride_);
     part(columns.tail(w), tail_stride_);
     each_unit(columns, w, [&](uint64_t unit, uint64_t) { part(memory_.unit_at(unit), memory_.places().unit_stride); });
@@ -392,16 +392,9 @@ class Observations {
   RowColumn row_column(uint64_t lane, uint64_t env, uint64_t published) const {
     return {first_record_ + (lane * geometry_.envs + env) * geometry_.capacity * record_stride_, lane, env, published};
   }
-  // The row whose word tells where next.X of another one is, which lies in this slot.
-  const uint8_t* later_row(const RowColumn& column, uint64_t slot) const {
-    uint64_t later = slot + shape_.ahead;
-    if (later >= geometry_.capacity) later = shape_.ahead < geometry_.capacity ? later - geometry_.capacity : later % geometry_.capacity;
-    return column.rows + later * record_stride_;
-  }
   // Whether X of this later row is next.X of the other one.
   bool is_next(const uint8_t* later) const {
-    const auto* const word = reinterpret_cast<const std::atomic<uint64_t>*>(later + geometry_.in_row->word);
-    return ObservationWord::unpack(StdMemory::load(*word), 1).next == ObservationWord::kSame;
+    return !GroupedWord::unpack(reinterpret_cast<const ByteWord*>(later + geometry_.in_row->word)->load(std::memory_order_relaxed)).has_unit;
   }
   const std::vector<uint64_t>& offsets_in_row() const { return record_offsets_; }
   // Where next.X of row w lies otherwise.
@@ -444,7 +437,8 @@ class Observations {
     kinds.same_of_key.resize(geometry_.keys.size());
     for (uint64_t env = 0; env < geometry_.envs; ++env)
       for (uint64_t w = first; w + shape_.ahead < StdMemory::load(rows.published); ++w) {
-        const ObservationWord word = ObservationWord::unpack(columns_of(lane, env, {}).word(w + shape_.ahead), shape_.frames);
+        const Columns columns = columns_of(lane, env, {});
+        const ObservationWord word = protocol_of(rows, columns).word(w + shape_.ahead);
         ++kinds.rows;
         ++(word.next == ObservationWord::kSame ? kinds.same : word.next == ObservationWord::kMoved ? kinds.moved : kinds.whole);
         kinds.whole_x += word.rest_units(shape_.frames) > 0;
@@ -474,6 +468,8 @@ class Observations {
   struct Counters {
     std::atomic<uint64_t> claimed{0}, published{0}, base{0};
   };
+  using ByteWord = std::atomic<uint8_t>;  // in a row
+  static_assert(ByteWord::is_always_lock_free && sizeof(ByteWord) == 1);
   // What is appended: row `at` is step `from` of the keys.
   struct Batch {
     const std::vector<Key>* keys = nullptr;
@@ -483,7 +479,7 @@ class Observations {
   struct Columns {
     const Observations& all;
     uint8_t *words, *records;
-    std::atomic<uint64_t>* tail_words;
+    std::atomic<uint64_t> *heads, *tail_words;
     uint8_t* tails;
     uint64_t owner, env;
     Batch batch;
@@ -494,11 +490,27 @@ class Observations {
       const uint64_t records = all.shape_.records(), place = w - round;
       return place < records ? place : w % records;
     }
-    std::atomic<uint64_t>& word_of(uint64_t w) const {
-      return *reinterpret_cast<std::atomic<uint64_t>*>(words + place_of(w) * all.word_stride_);
+    uint8_t* word_at(uint64_t w) const { return words + place_of(w) * all.word_stride_; }
+    uint64_t word(uint64_t w) const {
+      uint8_t* const at = word_at(w);
+      if (all.are_in_rows()) return reinterpret_cast<ByteWord*>(at)->load(std::memory_order_relaxed);
+      return StdMemory::load(*reinterpret_cast<std::atomic<uint64_t>*>(at));
     }
-    uint64_t word(uint64_t w) const { return StdMemory::load(word_of(w)); }
-    void set_word(uint64_t w, uint64_t bits) const { StdMemory::store(word_of(w), bits); }
+    void set_word(uint64_t w, uint64_t bits) const {
+      uint8_t* const at = word_at(w);
+      if (all.are_in_rows()) reinterpret_cast<ByteWord*>(at)->store(static_cast<uint8_t>(bits), std::memory_order_relaxed);
+      else StdMemory::store(*reinterpret_cast<std::atomic<uint64_t>*>(at), bits);
+    }
+    // Of rows that lie in one round, or go on at the first place once.
+    void clear_words(uint64_t w, uint64_t n) const {
+      const uint64_t stride = all.word_stride_, before = std::min(n, all.shape_.records() - place_of(w));
+      const auto clear = [&](uint8_t* at, uint64_t rows) {
+        for (uint8_t* const end = at + rows * stride; at != end; at += stride) reinterpret_cast<ByteWord*>(at)->store(0, std::memory_order_relaxed);
+      };
+      clear(word_at(w), before), clear(words, n - before);
+    }
+    uint64_t head(uint64_t group) const { return StdMemory::load(heads[group % all.shape_.heads()]); }
+    void set_head(uint64_t group, uint64_t unit) const { StdMemory::store(heads[group % all.shape_.heads()], unit); }
     uint64_t link(uint64_t unit) const { return StdMemory::load(all.memory_.link(unit)); }
     void set_link(uint64_t unit, uint64_t next) const { StdMemory::store(all.memory_.link(unit), next); }
     uint64_t tail_word(uint64_t w) const { return StdMemory::load(tail_words[w % all.shape_.tails()]); }
@@ -536,13 +548,19 @@ class Observations {
       const Key& key = batch.keys->front();
       const uint8_t *x = key.x.at(step, env), *next = key.next.at(step - ahead, env);
       const uint64_t bytes = all.geometry_.keys[0].frame_bytes;
-      for (uint64_t w = from; w < to; ++w, x += key.x.stride, next += key.next.stride)
-        if (bytes >= 8 && bytes <= 64 ? !are_equal_words(x, next, bytes) : !are_equal(x, next, bytes)) differs(w);
+      const auto each = [&](auto&& are_same) {
+        for (uint64_t w = from; w < to; ++w, x += key.x.stride, next += key.next.stride)
+          if (!are_same(x, next)) differs(w);
+      };
+      if (bytes == 16) each([](const uint8_t* a, const uint8_t* b) { return are_equal_words(a, b, 16); });  // four numbers, the commonest
+      else if (bytes >= 8 && bytes <= 64) each([&](const uint8_t* a, const uint8_t* b) { return are_equal_words(a, b, bytes); });
+      else each([&](const uint8_t* a, const uint8_t* b) { return are_equal(a, b, bytes); });
     }
     bool is_zero(const FramePlace& a) const { return same(a, FramePlace{}, false); }
-    // The newest frames of row w, from the batch. Where they lie in the row they are copied with it.
-    void put_record(uint64_t w, const FramePlace& from_place) const {
-      if (!all.are_in_rows()) put({FramePlace::kRecord, w, 0}, from_place);
+    // The newest frames of rows from w on, from the batch. Where they lie in the rows they are copied with them.
+    void put_records(uint64_t w, uint64_t n) const {
+      if (all.are_in_rows()) return;
+      for (const uint64_t end = w + n; w < end; ++w) put({FramePlace::kRecord, w, 0}, {FramePlace::kNewX, w, all.shape_.frames - 1});
     }
     void put(const FramePlace& to, const FramePlace& from_place) const {
       uint64_t offset = 0;
@@ -644,6 +662,7 @@ class Observations {
     if (g.keys.empty() || frames > ObservationShape::kMostFrames || g.ahead < 1 || g.ahead > kMostAhead)
       throw std::invalid_argument("1 to 15 frames are a stack, and 1 to 1024 rows lie between X and next.X");
     ObservationShape shape{g.capacity, frames, g.ahead, g.longest_piece, 0, 0, g.tail_places};
+    if (g.in_row) shape.group_rows = ObservationShape::most_group_rows(g.capacity);
     if (!shape.tail_places) shape.tail_places = shape.fewest_tail_places();
     return shape;
   }
@@ -732,11 +751,12 @@ class Observations {
   }
   Columns columns_of(uint64_t lane, uint64_t env, Batch batch) const {
     const uint64_t c = lane * geometry_.envs + env, records = shape_.records();
+    auto* const heads = reinterpret_cast<std::atomic<uint64_t>*>(memory_.at(memory_.places().heads));
     auto* const tail_words = reinterpret_cast<std::atomic<uint64_t>*>(memory_.at(memory_.places().tail_words));
     uint8_t* const frames_of_tails = memory_.at(memory_.places().tails);
     return {*this,
             first_word_ + c * records * word_stride_, first_record_ + c * records * record_stride_,
-            tail_words + c * shape_.tails(), frames_of_tails + c * shape_.tail_places * tail_stride_,
+            heads + c * shape_.heads(), tail_words + c * shape_.tails(), frames_of_tails + c * shape_.tail_places * tail_stride_,
             c + 1, env, batch, batch.keys ? batch.at - batch.at % records : 0};
   }
   Protocol protocol_of(const Rows& rows, const Columns& columns) const {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
@@ -583,63 +584,64 @@ class RowReader {
     if (in_one_ring_) return {0, 0, static_cast<uint64_t>(slots_[i])};
     return {lane_[i], physical_[i] / store_.geometry().lane_capacity % store_.geometry().envs, slot_[i]};
   }
-  // Where X lies in the rows: copies next.X of rows [from, to), of those that exist.
+  // Where X lies in the rows: copies next.X of rows [from, to), of those that exist. It is mostly X of the row `ahead` rows later: that
+  // one is copied for all of a block, and then those that are something else.
   template <bool kOneRing>
   void copy_next(size_t from, size_t to) {
-    static constexpr uint8_t kZeros[Observations::kMostBytesInRow] = {};
     const Observations& observations = *store_.observations();
-    const auto column = [&](size_t i) {
-      if (kOneRing) return observations.row_column(0, 0, published(0));
-      const Place of = place(i);
-      return observations.row_column(of.lane, of.env, published(of.lane));
+    const uint64_t capacity = store_.geometry().lane_capacity, step = observations.ahead() % capacity, stride = store_.geometry().row_stride;
+    const auto ring_of = [&](size_t i) {
+      const Place of = kOneRing ? Place{0, 0, 0} : place(i);
+      return NextRing{observations.row_column(of.lane, of.env, published(of.lane)), sequences_[of.lane].without_oldest(observations.ahead())};
     };
-    const Observations::RowColumn ring = kOneRing && from < to ? column(from) : Observations::RowColumn{};
-    struct Other {
-      size_t i;
-      Observations::RowColumn column;
-      FramePlace place;
-    };
-    Other others[kBlockRows];  // whose next.X is not X of another row
-    const uint8_t *frames[kBlockRows], *later[kBlockRows];
-    const auto slot_of = [&](size_t i) { return kOneRing ? static_cast<uint64_t>(slots_[i]) : slot_[i]; };
-    const auto sequences_of = [&](size_t i) -> const SlotSequences& { return sequences_[kOneRing ? 0 : lane_[i]]; };
+    const NextRing one_ring = kOneRing && from < to ? ring_of(from) : NextRing{};
+    const uint8_t* later[kBlockRows];
     for (size_t at = from, block = 0; at < to; at += block) {
       block = std::min(kBlockRows, to - at);
+      uint32_t others = 0;  // a bit for each row whose next.X is not X of the later row
       for (size_t i = 0; i < block; ++i) {
-        const uint64_t slot = slot_of(at + i);
-        const bool has_later = sequences_of(at + i).has_newer(slot, observations.ahead());
-        later[i] = has_later ? observations.later_row(kOneRing ? ring : column(at + i), slot) : nullptr;
+        const NextRing& ring = kOneRing ? one_ring : ring_of(at + i);
+        uint64_t slot = (kOneRing ? static_cast<uint64_t>(slots_[at + i]) : slot_[at + i]) + step;
+        if (slot >= capacity) slot -= capacity;
+        later[i] = ring.column.rows + slot * stride;
         __builtin_prefetch(later[i]);
+        if (!ring.later.has(slot)) others |= uint32_t{1} << i;
       }
-      size_t n_others = 0;
-      for (size_t i = 0; i < block; ++i) {
-        if (later[i] && observations.is_next(later[i])) continue;
-        later[i] = nullptr;
-        uint64_t sequence = 0;
-        if (!sequences_of(at + i).find(slot_of(at + i), sequence)) {
-          some_absent_.store(true, std::memory_order_relaxed);
-          continue;
-        }
-        const Observations::RowColumn& of = kOneRing ? ring : column(at + i);
-        bool is_newest = false;
-        const FramePlace place = observations.find_next(store_.lanes.protocol(of.lane), of, sequence, is_newest);
-        note_tail(at + i, is_newest);
-        others[n_others++] = {i, of, place};
-      }
-      for (const Observations::Target& one : observed_) {
-        const uint64_t offset = observations.offsets_in_row()[one.leaf.key];
-        for (size_t i = 0; i < block; ++i) frames[i] = later[i] ? later[i] + offset : kZeros;  // zeros: there is no row, or it is being overwritten
-        for (size_t k = 0; k < n_others; ++k)
-          if (const uint8_t* frame = observations.next_frame(others[k].column, others[k].place, one.leaf.key)) frames[others[k].i] = frame;
-        copy_frames(frames, block, one, at);
+      for (size_t i = 0; i < block; ++i)
+        if (!observations.is_next(later[i])) others |= uint32_t{1} << i;
+      for (const Observations::Target& one : observed_) copy_frames(later, block, one, at);
+      for (; others; others &= others - 1) {
+        const size_t i = at + static_cast<size_t>(std::countr_zero(others));
+        copy_other_next(i, kOneRing ? one_ring.column : ring_of(i).column);
       }
     }
   }
-  void copy_frames(const uint8_t* const* frames, size_t n, const Observations::Target& to, size_t at) {
+  static_assert(kBlockRows <= 32);
+  struct NextRing {
+    Observations::RowColumn column{};
+    SlotSequences::Range later;  // of rows that tell where next.X of an earlier one is
+  };
+  void copy_frames(const uint8_t* const* rows, size_t n, const Observations::Target& to, size_t at) const {
     const size_t bytes = store_.observations()->geometry().keys[to.leaf.key].frame_bytes;
-    uint8_t* const array = to.array + static_cast<ptrdiff_t>(at) * to.stride;
-    if (bytes <= kFixedSizes) return kGatherLoops[bytes - 1](frames, n, {0, bytes, array, to.stride});
-    for (size_t i = 0; i < n; ++i) std::memcpy(array + static_cast<ptrdiff_t>(i) * to.stride, frames[i], bytes);
+    LeafCopy leaf{store_.observations()->offsets_in_row()[to.leaf.key], bytes, to.array + static_cast<ptrdiff_t>(at) * to.stride, to.stride};
+    gather_leaf(rows, n, leaf.offset + bytes, &leaf, 1);
+  }
+  // Zeros where there is no row, or a frame is being overwritten.
+  [[gnu::noinline]] void copy_other_next(size_t i, const Observations::RowColumn& column) {
+    const Observations& observations = *store_.observations();
+    uint64_t sequence = 0;
+    const bool is_there = find_row(i, sequence);
+    bool is_newest = false;
+    FramePlace next{};
+    if (is_there) next = observations.find_next(store_.lanes.protocol(column.lane), column, sequence, is_newest), note_tail(i, is_newest);
+    else some_absent_.store(true, std::memory_order_relaxed);
+    for (const Observations::Target& one : observed_) {
+      const uint8_t* const frame = is_there ? observations.next_frame(column, next, one.leaf.key) : nullptr;
+      const size_t bytes = observations.geometry().keys[one.leaf.key].frame_bytes;
+      uint8_t* const to = one.array + static_cast<ptrdiff_t>(i) * one.stride;
+      if (frame) std::memcpy(to, frame, bytes);
+      else std::memset(to, 0, bytes);
+    }
   }
   // Copies the observations of rows [from, to), of those that exist.
   void copy_observed(size_t from, size_t to) {

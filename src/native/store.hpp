@@ -289,7 +289,7 @@ class Store {
     uint64_t bytes = s.payload_bytes;
     if (g.in_row) {
       g.in_row->row_stride = s.row_stride;
-      bool fits = g.in_row->x.size() == g.keys.size() && g.in_row->word % 8 == 0 && g.in_row->word + 8 <= s.payload_bytes;
+      bool fits = g.in_row->x.size() == g.keys.size() && g.in_row->word < s.payload_bytes;
       for (size_t k = 0; fits && k < g.keys.size(); ++k)
         fits = g.in_row->x[k] <= s.payload_bytes && g.keys[k].bytes() <= s.payload_bytes - g.in_row->x[k];
       if (!fits) throw std::invalid_argument("the word or an observation lies outside the row");

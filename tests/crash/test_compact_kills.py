@@ -23,7 +23,7 @@ from engram.cli import verify
 from engram.data import Compact, LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 from engram.store.places import LaneCount
 
-SIZE = 700  # bytes of a frame
+SIZE, SMALL = 700, 16  # bytes of a frame; of one that lies in its row
 CAPACITY = 240
 WRITERS = 3
 MANY = 64  # lanes, and as many writers
@@ -32,8 +32,10 @@ MANY = 64  # lanes, and as many writers
 class Environment:
     """Steps of one writer: stacks in episodes of a few steps, some of which begin with a stack of their own."""
 
-    def __init__(self, frames: int, n_steps: int, after: str | tuple[str, str] = ("next", "x")) -> None:
-        self.frames, self.n_steps, self._after = frames, n_steps, after
+    def __init__(
+        self, frames: int, n_steps: int, size: int = SIZE, after: str | tuple[str, str] = ("next", "x")
+    ) -> None:
+        self.frames, self.n_steps, self.size, self._after = frames, n_steps, size, after
 
     def rows(self, writer: int, start: int, stop: int) -> TensorDict:
         steps = np.arange(start, stop)
@@ -45,7 +47,7 @@ class Environment:
         return rows
 
     def observations(self, who: NDArray[Any], steps: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """X and next.X of these steps: [n, frames, SIZE] each."""
+        """X and next.X of these steps: [n, frames, size] each."""
         episode, t = steps // 7, steps % 7
         ends = t + self.n_steps >= 7
         after = self._stacks(who, episode, t + self.n_steps)
@@ -54,12 +56,12 @@ class Environment:
         return self._stacks(who, episode, t), after
 
     def _stacks(self, who: NDArray[Any], episode: NDArray[Any], t: NDArray[Any]) -> NDArray[np.uint8]:
-        stacks = np.empty((len(who), self.frames, SIZE), np.uint8)
+        stacks = np.empty((len(who), self.frames, self.size), np.uint8)
         for j in range(self.frames):
             at = t - (self.frames - 1 - j)
             before = np.where(episode % 3 == 0, 0, np.where(episode % 3 == 1, -at, 0))
             seed = (who * 1_000_003 + episode * 101 + np.maximum(at, 0) + before * (at < 0) * 17).astype(np.uint64)
-            stacks[:, j] = _noise(seed)
+            stacks[:, j] = _noise(seed, self.size)
             stacks[(at < 0) & (episode % 3 == 2), j] = 0
         return stacks
 
@@ -69,10 +71,10 @@ class Environment:
         assert np.array_equal(batch[self._after].numpy(), after), "a next observation is another one"
 
 
-def _noise(seed: NDArray[np.uint64]) -> NDArray[np.uint8]:
-    """Bytes that only this seed has: [n, SIZE]."""
-    words = (seed[:, None] + np.arange(SIZE // 4, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-    return (words >> np.uint64(32)).astype(np.uint32).view(np.uint8).reshape(len(seed), SIZE)
+def _noise(seed: NDArray[np.uint64], size: int) -> NDArray[np.uint8]:
+    """Bytes that only this seed has: [n, size]."""
+    words = (seed[:, None] + np.arange(size // 4, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    return (words >> np.uint64(32)).astype(np.uint32).view(np.uint8).reshape(len(seed), size)
 
 
 def write_for_ever(rb: TensorDictReplayBuffer, environment: Environment, writer: int) -> Any:
@@ -173,19 +175,19 @@ def torture_many_lanes(rb: TensorDictReplayBuffer, environment: Environment, kil
 
 
 MEMORY = [("one writer", 1, 1), ("turns", WRITERS, None), ("lanes", WRITERS, 4)]
-SHAPES = [(1, 1), (4, 1), (3, 3)]
+SHAPES = [(1, 1, SIZE), (4, 1, SIZE), (3, 3, SIZE), (1, 1, SMALL), (1, 3, SMALL)]
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("kills", [12, pytest.param(350, marks=pytest.mark.long)])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]} frames in {shape[1]} steps")
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]} frames of {shape[2]} in {shape[1]} steps")
 @pytest.mark.parametrize("name, writers, lanes", MEMORY, ids=[name for name, *_ in MEMORY])
 def test_rows_are_right_whenever_their_writers_are_killed(name, writers, lanes, shape, kills):
-    frames, n_steps = shape
+    frames, n_steps, _ = shape
     compact = Compact("x", frames=frames, n_steps=n_steps)
     storage = LazyTensorStorage(CAPACITY, shared=True, lanes=lanes, compact=compact)
     rb = TensorDictReplayBuffer(storage=storage, batch_size=24)
-    assert torture(rb, Environment(frames, n_steps), writers, kills) > 10 * kills
+    assert torture(rb, Environment(*shape), writers, kills) > 10 * kills
 
 
 @pytest.mark.deep
@@ -195,17 +197,17 @@ def test_rows_of_a_file_are_right_whenever_their_writers_are_killed(ram_path, fo
     scratch_dir = None if folder is None else ram_path / folder
     storage = LazyMemmapStorage(CAPACITY, scratch_dir=scratch_dir, lanes=lanes, compact=Compact("x", frames=4))
     rb = TensorDictReplayBuffer(storage=storage, batch_size=24)
-    assert torture(rb, Environment(4, 1, after), WRITERS, 12) > 120
+    assert torture(rb, Environment(4, 1, after=after), WRITERS, 12) > 120
     if scratch_dir is not None:
         assert verify(scratch_dir).ok
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("kills", [12, pytest.param(350, marks=pytest.mark.long)])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]} frames in {shape[1]} steps")
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]} frames of {shape[2]} in {shape[1]} steps")
 @pytest.mark.parametrize("is_file", [False, True], ids=["shared memory", "a folder"])
 def test_rows_of_64_lanes_are_right_whenever_their_writers_are_killed(ram_path, is_file, shape, kills):
-    frames, n_steps = shape
+    frames, n_steps, _ = shape
     settings = {"lanes": LaneCount(MANY), "compact": Compact("x", frames=frames, n_steps=n_steps)}
     size = 20 * MANY
     if is_file:
@@ -213,7 +215,7 @@ def test_rows_of_64_lanes_are_right_whenever_their_writers_are_killed(ram_path, 
     else:
         storage = LazyTensorStorage(size, shared=True, **settings)
     rb = TensorDictReplayBuffer(storage=storage, batch_size=96)
-    total = torture_many_lanes(rb, Environment(frames, n_steps), kills)
+    total = torture_many_lanes(rb, Environment(*shape), kills)
     print(dict(total))
     assert total["kills"] == kills and total["lanes"] == MANY
     if is_file:

@@ -13,9 +13,9 @@ using engram::StackPlaces;
 using engram::UnitPool;
 
 // Stacks of kFrames frames; next.X of row w is that of row w + kAhead until an episode of kEpisode steps ends. Each writer appends
-// kExtends batches of 1 to kPiece + 1 rows, in pieces of kPiece at most. A pool of segments of kSegmentUnits units.
+// kExtends batches of 1 to kPiece + 1 rows, in pieces of kPiece at most. A pool of segments of kSegmentUnits units, which are those of single rows or of groups of kGroupRows.
 struct Size {
-  uint64_t lanes, capacity, frames, ahead, piece, extends, episode, looks, segment_units;
+  uint64_t lanes, capacity, frames, ahead, piece, extends, episode, looks, segment_units, group_rows = 0;
 };
 
 template <Size kSize>
@@ -24,7 +24,8 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
   static constexpr unsigned kWriters = 3;
   static constexpr uint64_t kLanes = kSize.lanes, kCapacity = kSize.capacity, kFrames = kSize.frames, kAhead = kSize.ahead;
   static constexpr uint64_t kRecords = kCapacity + kFrames - 1, kTails = kSize.piece + kAhead, kTailPlaces = kAhead + std::min(kAhead, kSize.piece), kSegmentUnits = kSize.segment_units;
-  static constexpr uint64_t kSegments = kLanes * ((2 * kFrames - 1) * (kRecords + 2) / kSegmentUnits + 2);
+  static constexpr uint64_t kGroupRows = kSize.group_rows, kHeads = kGroupRows ? (kCapacity + kGroupRows - 1) / kGroupRows + 1 : 1;
+  static constexpr uint64_t kSegments = kLanes * (((2 * kFrames - 1) * (kRecords + 2) + kGroupRows) / kSegmentUnits + 2);
   static constexpr uint64_t kRowStores = 8 + kFrames * 5;
   static constexpr uint64_t kStores = kSize.extends * (kSize.piece + 1) * kRowStores;
   static constexpr uint64_t kMostRows = (kWriters * kSize.extends + 1) * (kSize.piece + 1) * 2;
@@ -36,7 +37,7 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
   };
   struct Stored {
     Lane<kCapacity> lane;
-    Word turn, last_writer, words[kRecords], records[kRecords], tail_words[kTails], tails[kTailPlaces][kFrames];
+    Word turn, last_writer, words[kRecords], heads[kHeads], records[kRecords], tail_words[kTails], tails[kTailPlaces][kFrames];
     Truth truth[kMostRows];
     uint64_t published;  // what is true, whatever a thread sees of it
     unsigned appending;
@@ -60,6 +61,9 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
     void set_word(uint64_t w, uint64_t bits) { Memory::store(record_word(w), bits); }
     uint64_t link(uint64_t unit) { return Memory::load(store.links[unit]); }
     void set_link(uint64_t unit, uint64_t next) { Memory::store(store.links[unit], next); }
+    static uint64_t heads() { return kHeads - (wrong == Wrong::kHeadsShort); }
+    uint64_t head(uint64_t group) { return Memory::load(lane.heads[group % heads()]); }
+    void set_head(uint64_t group, uint64_t unit) { Memory::store(lane.heads[group % heads()], unit); }
     uint64_t tail_word(uint64_t w) { return Memory::load(lane.tail_words[w % tails()]); }
     void set_tail_word(uint64_t w, uint64_t bits) { Memory::store(lane.tail_words[w % tails()], bits); }
     bool owns(uint64_t unit) {
@@ -70,7 +74,12 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
     bool same(const FramePlace& a, const FramePlace& b, bool) { return frame(a) == frame(b); }
     bool is_zero(const FramePlace& a) { return frame(a) == 0; }
     void put(const FramePlace& to, const FramePlace& from) { Memory::store(*word_of(to), frame(from)); }
-    void put_record(uint64_t w, const FramePlace& from) { put({FramePlace::kRecord, w, 0}, from); }
+    void put_records(uint64_t w, uint64_t n) {
+      for (const uint64_t end = w + n; w < end; ++w) put({FramePlace::kRecord, w, 0}, {FramePlace::kNewX, w, kFrames - 1});
+    }
+    void clear_words(uint64_t w, uint64_t n) {
+      for (const uint64_t end = w + n; w < end; ++w) set_word(w, 0);
+    }
     template <class Differs>
     void each_new(uint64_t from, uint64_t to, uint64_t ahead, Differs&& differs) {
       for (uint64_t w = from; w < to; ++w)
@@ -94,7 +103,7 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
 
   Columns columns(uint64_t l) { return {*this, stored[l], l + 1, {}}; }
   static ObservationShape shape() {
-    return {kCapacity, kFrames, kAhead, kSize.piece, kSegmentUnits, kSegments, kTailPlaces - (wrong == Wrong::kTailPlacesShort)};
+    return {kCapacity, kFrames, kAhead, kSize.piece, kSegmentUnits, kSegments, kTailPlaces - (wrong == Wrong::kTailPlacesShort), kGroupRows};
   }
 
   void before() {
@@ -104,6 +113,7 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
       s.lane.begin(0);
       begin(s.turn, "turn"), begin(s.last_writer, "last writer");
       for (Word& w : s.words) begin(w, "word");
+      for (Word& w : s.heads) begin(w, "head");
       for (Word& w : s.records) begin(w, "record");
       for (Word& w : s.tail_words) begin(w, "tail word");
       for (auto& tail : s.tails)
@@ -182,7 +192,7 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
     const Observations o{p, shape, own, owners, l + 1};
     UnitPool& pool = me.pools[l];
     auto& plan = me.plan;
-    const uint64_t at = Memory::load(p.published), early = wrong == Wrong::kUnitsFreedEarly;
+    const uint64_t at = Memory::load(p.published), early = wrong == Wrong::kUnitsFreedEarly ? 1 : wrong == Wrong::kGroupFreedEarly ? kGroupRows - 1 : 0;
     if (wrong == Wrong::kClaimedIsLowered) Memory::store(p.claimed, at + n);
     for (uint64_t w = at; w < at + n; ++w) s.truth[w] = row(s, w, content, me.number(), begins && w == at);
     learn(o, pool, me.has_pool[l], at);
@@ -207,7 +217,16 @@ struct Once : rl::test_suite<Once<kSize>, 4> {
     if (wrong == (is_new ? Wrong::kUnitsForgotten : Wrong::kOthersUnitsForgotten)) pool.set_known(at);
     if (wrong == Wrong::kUnitsOfVisibleRows)
       pool.set_known(std::max(pool.known(), Memory::load(o.rows.claimed) - std::min(Memory::load(o.rows.claimed), kCapacity)));
+    if (wrong == Wrong::kGroupOfGoneForgotten) learn_own_units(o, pool, at);
     o.learn(pool);
+  }
+  static void learn_own_units(const Observations& o, UnitPool& pool, uint64_t at) {
+    while (pool.seen() < kSegments && Memory::load(o.owners[pool.seen()])) pool.see(pool.seen(), Memory::load(o.owners[pool.seen()]) == o.owner);
+    for (uint64_t v = std::max(pool.known(), o.oldest_record(at)); v < at; ++v) {
+      const engram::ObservationWord word = o.word(v);
+      if (word.next != engram::ObservationWord::kSame && pool.is_free(word.head)) pool.keep(o.shape.needs_until(v), word.head);
+    }
+    pool.set_known(at);
   }
   // As `Observations::lacks`, of units that are free once n rows are claimed.
   static bool lacks(const Observations& o, const UnitPool& pool, uint64_t at, uint64_t n, uint64_t needed) {
@@ -322,6 +341,7 @@ int main(int argc, char** argv) {
   std::printf("Observations stored once: three writers in turns, a kill, takeovers, one pool of units, edits\n");
   constexpr Size one{1, 3, 3, 1, 2, 2, 3, 4, 2}, two{2, 2, 2, 1, 2, 2, 2, 2, 2}, few{1, 1, 2, 1, 1, 2, 2, 9, 2};
   constexpr Size edited{1, 2, 2, 1, 1, 1, 2, 9, 2}, narrow{1, 4, 1, 1, 1, 3, 3, 6, 2};
+  constexpr Size grouped{1, 4, 1, 1, 2, 3, 2, 3, 2, 4};
   using Test = Once<one>;
   bool ok = run<Test>({"everything in place: 3 rows, stacks of 3"}, executions);
   ok &= run<Once<two>>({"everything in place: 2 lanes of 2 rows, stacks of 2"}, executions);
@@ -330,6 +350,10 @@ int main(int argc, char** argv) {
   ok &= run<Once<Size{1, 4, 2, 2, 2, 2, 3, 3, 2}>>({"everything in place: 4 rows, stacks of 2, n-step rows of 2"}, executions);
   ok &= run<Once<Size{1, 4, 2, 2, 3, 2, 3, 3, 2}>>({"everything in place: 4 rows, stacks of 2, n-step rows of 2, pieces of 3"}, executions);
   ok &= run<Once<Size{1, 4, 1, 3, 2, 2, 4, 3, 2}>>({"everything in place: 4 rows, no stacks, n-step rows of 3"}, executions);
+  ok &= run<Once<Size{1, 4, 1, 1, 1, 4, 2, 4, 2, 2}>>({"everything in place: 4 rows, no stacks, groups of 2"}, executions);
+  ok &= run<Once<grouped>>({"everything in place: 4 rows, no stacks, groups of 4, pieces of 2"}, executions);
+  ok &= run<Once<Size{1, 5, 1, 2, 2, 3, 2, 3, 2, 4}>>({"everything in place: 5 rows, no stacks, groups of 4, n-step rows of 2"}, executions);
+  ok &= run<Once<Size{2, 2, 1, 1, 1, 3, 2, 3, 2, 2}>>({"everything in place: 2 lanes of 2 rows, no stacks, groups of 2"}, executions);
   // What a lane's units were written with comes to others by the turn: of a segment only counts that one writer gets it.
   ok &= run<Once<two>>({"the exchange that takes a segment relaxed, which does no harm", Order::kSegmentTaken, {}, {}, true}, executions);
   ok &= run<Test>(
@@ -367,6 +391,13 @@ int main(int argc, char** argv) {
           {"E2 gone: the fence after edits became odd", Order::kEditBeforeRows},
           {"E4 relaxed: the store of even edits", Order::kRowsBeforeEditEnd},
           {"O1 relaxed: the load of edits", Order::kEditsBeforeRows},
+      },
+      executions);
+  ok &= run<Once<grouped>>(
+      {
+          {"units of a group freed with its first row", {}, Wrong::kGroupFreedEarly},
+          {"units of rows that are gone forgotten, before others of their group", {}, Wrong::kGroupOfGoneForgotten},
+          {"one head less", {}, Wrong::kHeadsShort},
       },
       executions);
   ok &= run<Once<narrow>>({"tails not checked", {}, Wrong::kTailsNotChecked}, executions);

@@ -133,7 +133,7 @@ class LeafSpec:
 #: The sequence of a row that was written over another one out of turn; 0: the row has the one that its lane counts.
 SEQUENCE = LeafSpec(("sequence",), torch.int64, (), hidden=True)
 #: What tells where the next observation of an earlier row is, in rows that hold their observations.
-WORD = LeafSpec(("word",), torch.int64, (), hidden=True)
+WORD = LeafSpec(("word",), torch.uint8, (), hidden=True)
 _MOST_IN_ROW = 512  # bytes of observations: larger ones have a column of their own
 
 

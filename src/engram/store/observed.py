@@ -210,7 +210,7 @@ def _leaves(layout: dict[str, Any]) -> list[ObservedLeaf]:
         x = tuple(key["path"])
         behind += [following[x]] if said["in_row"] else [x, following[x]]
     if said["in_row"]:
-        sizes.append((8, 8))  # the word
+        sizes.append((1, 1))  # the word
     offsets, _ = stored_offsets(sizes, [paths.index(path) for path in behind])
     return [leaf._replace(offset=at) for leaf, at in zip(leaves, offsets, strict=False)]
 

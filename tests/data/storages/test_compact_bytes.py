@@ -54,3 +54,28 @@ def test_pixels_of_short_episodes_take_little_more_than_a_frame(
         rb.extend(episode())
     assert len(rb) == STEPS
     assert storage.nbytes / STEPS <= most
+
+
+def small_steps(n: int) -> TensorDict:
+    """Steps as those of CartPole, of 55 bytes, in episodes whose last next observation no row has."""
+    ends = torch.arange(n) % EPISODE == EPISODE - 1
+    shown = torch.randn(n + 1, 4)
+    following = torch.where(ends.unsqueeze(1), torch.randn(n, 4), shown[1:])
+    after = {"observation": following, "reward": torch.ones(n), "done": ends, "terminated": ends, "truncated": ends}
+    now = {
+        "observation": shown[:-1],
+        "action": torch.zeros(n, dtype=torch.int64),
+        "episode": torch.arange(n) // EPISODE,
+    }
+    return TensorDict({**now, "next": after}, [n])
+
+
+def test_small_rows_take_three_quarters_of_plain_ones() -> None:
+    n = 5 * STEPS
+    storages = [LazyTensorStorage(n, compact=compact) for compact in (True, False)]
+    for storage in storages:
+        rb = ReplayBuffer(storage=storage)
+        for _ in range(2):
+            rb.extend(small_steps(n))
+    compact, plain = storages
+    assert compact.nbytes <= 0.75 * plain.nbytes
