@@ -134,6 +134,23 @@ def test_flat_rows_that_go_on_are_joined_and_others_are_not(rb: ReplayBuffer, on
     assert lengths(rb, end_key="done") == [15, 20, 4]
 
 
+@pytest.mark.parametrize("key", ["action", "value", "goal"])
+@pytest.mark.parametrize("one_by_one", [False, True], ids=["extend", "add"])
+def test_what_a_policy_adds_to_flat_rows_puts_no_seam(rb: ReplayBuffer, one_by_one: bool, key: str) -> None:
+    """As values of a policy that learns between two batches: they go on inside a batch, and not to the next one."""
+
+    def rows(start: int, policy: int) -> TensorDict:
+        steps = flat_episode(10, start)
+        number = torch.arange(start, start + 11)[:, None] * 1.0 + policy / 2
+        steps[key], steps[f"next_{key}"] = number[:-1], number[1:]
+        return steps
+
+    room_for(rb, torch.cat([rows(0, 0)] * (CAPACITY // 10 + 1))[:CAPACITY])
+    for k in range(3):
+        write(rb, rows(10 * k, k), one_by_one)
+    assert lengths(rb) == [30]
+
+
 def test_a_done_flat_row_and_a_first_one_of_the_same_id_are_not_joined(rb: ReplayBuffer) -> None:
     room_for(rb, flat_episode(CAPACITY, 0))
     rb.extend(flat_episode(6, 0, ids=3, done=True))

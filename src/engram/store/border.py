@@ -4,10 +4,10 @@ Steps are joined to trajectories by their flags and ids. Two collectors that bot
 two runs of a program, give rows that look joined and are not. So where a batch is appended:
 
 - the newest stored step is done and has the same trajectory id as the first new one: a seam;
-- it is not done: the entries that exist both at the root and under `"next"` (in flat rows as `"next_..."`:
-  `following_paths`) are compared byte for byte, whatever the ids are. One differs: a seam. An entry counts only if it
-  agreed between the last two joined steps, in every environment in which they are joined, so that n-step rows and
-  entries that a transform changes on one side only put no seams.
+- it is not done: the entries that exist both at the root and under `"next"` (in flat rows observations that exist as
+  `"next_..."`, too: `following_paths`) are compared byte for byte, whatever the ids are. One differs: a seam. An entry
+  counts only if it agreed between the last two joined steps, in every environment in which they are joined, so that
+  n-step rows and entries that a transform changes on one side only put no seams.
 
 Which entries agreed (the *evidence*) is part of the lane's counters in the store and of checkpoints, so that it
 outlives those two steps. `border.hpp` does this for packed rows; the classes here for lists of items and for columns.
@@ -29,6 +29,9 @@ from engram.store.lanes import Lanes
 from engram.store.row_form import IDS, following_paths, outcome_path
 
 _NOT_COMPARED = {"done", "terminated", "truncated", "reward", "traj_ids", "episode", "index", "collector"}
+# Flat rows have what a policy adds as "next_...", too (next_action, next_value), which need not go on byte for byte: of
+# these only observations are compared.
+_OBSERVATIONS_OF_FLAT_ROWS = {"ob", "obs", "observation", "observations", "state", "states", "pixels", "image"}
 _MAX_ENTRIES = 63  # that are compared; the store has a bit for each
 _ARRAYS = np.ndarray | np.generic | bool | int | float | complex
 LOOK_BACK = 4096  # steps among which two joined ones are searched
@@ -58,6 +61,9 @@ class Border:
         entries = []
         for path in sorted(following, key=lambda path: [(isinstance(part, str), part) for part in path]):
             before, after = at[path], at[following[path]]
+            is_flat = following[path][:1] != ("next",)
+            if is_flat and not _OBSERVATIONS_OF_FLAT_ROWS.intersection(path):
+                continue
             if forms[before] == forms[after] and not _NOT_COMPARED.intersection(path):
                 entries.append((before, after))
         flags = [path for path in paths if path[:1] == ("next",)]
