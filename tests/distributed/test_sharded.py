@@ -352,6 +352,19 @@ class TestPriorities:
         with pytest.raises(ValueError):
             self.buffer()[1].update_priority(torch.arange(2), priority)
 
+    def test_none_is_refused_in_words(self) -> None:
+        with pytest.raises(TypeError, match=r"priorities are a number, .* found a NoneType: None; nothing was changed"):
+            self.buffer()[1].update_priority(torch.arange(2), None)
+
+    def test_columns_with_gaps_are_copied_without_a_warning(self) -> None:
+        ls, rb = self.buffer()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            rb.update_priority(torch.arange(10)[::2], torch.arange(10, dtype=torch.float64)[::2])
+        rb.flush_priorities()
+        found = ls[0].shard._sampler.priorities(torch.arange(0, 10, 2), storage=ls[0].shard._storage)
+        assert found.tolist() == [0, 2, 4, 6, 8]
+
     def test_rows_outside_are_refused(self) -> None:
         with pytest.raises(IndexError, match="800 is not one of 0 to 799"):
             self.buffer()[1].update_priority(torch.tensor([800]), 1.0)

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +43,7 @@ class Priorities(NamedTuple):
     def plain(self) -> Priorities:
         """The same as plain tensors on the CPU, in memory of their own, without gaps."""
         flat_index, priority, generation = (
-            None if one is None else torch.from_numpy(np.array(one.detach().cpu()))
+            None if one is None else torch.from_numpy(one.detach().cpu().resolve_neg().numpy().copy())
             for one in (self.flat_index, self.priority, self.generation)
         )
         assert flat_index is not None and priority is not None

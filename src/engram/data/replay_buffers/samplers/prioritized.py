@@ -285,7 +285,7 @@ class PriorityTable(RunSource):
 
     def checked(self, priority: Any, n: int) -> Tensor:
         """As `PrioritizedSampler.checked_priorities`."""
-        plain = self._priorities.checked(priority, n)
+        plain = None if priority is None else self._priorities.checked(priority, n)
         if plain is not None:
             return plain
         p = _per_step(priority, n, (n,), self.reduction)
