@@ -14,6 +14,7 @@ from contracts.waiting import NEVER, comes
 from distributed import test_sharded
 from distributed.shards import Link, client
 from engram.data import LazyTensorStorage
+from engram.distributed import Timeouts
 from engram.distributed.client import PendingCall, ShardLink
 
 pytestmark = [
@@ -182,6 +183,7 @@ def test_processes_of_a_group_share_the_rows_of_shards(
     [
         ({"max_batch_age": -1.0}, "max_batch_age must be 0 or more"),
         ({"timeout": 0.0}, "timeout must be more than 0"),
+        ({"timeout": Timeouts(extend=0.0)}, "timeout must be more than 0 seconds, got 0.0 for extend"),
         ({"batches_per_call": 0}, "batches_per_call must be a positive integer"),
         ({"lanes": True}, "lanes must be a positive integer"),
     ],

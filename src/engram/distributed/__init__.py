@@ -3,7 +3,7 @@
 from engram.distributed.blocks import Block, pack, unpack
 from engram.distributed.collector import RayCollector
 from engram.distributed.producers import Tenancy
-from engram.distributed.ray_buffer import RayReplayBuffer, Timeouts
+from engram.distributed.ray_buffer import RayReplayBuffer
 from engram.distributed.shard import (
     Acknowledgement,
     DrawnRows,
@@ -13,7 +13,7 @@ from engram.distributed.shard import (
     TakenRows,
 )
 from engram.distributed.shard_sampling import SequenceDraw, divide, draw_sequences, importance_weights
-from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings, ShardedStats
+from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings, ShardedStats, Timeouts
 
 __all__ = [
     "Acknowledgement",

@@ -25,7 +25,13 @@ from engram.distributed.blocks import Block
 from engram.distributed.client import PendingCall, ShardLink
 from engram.distributed.node_folders import PREFIX, FolderOwner, claim_folder, remove_abandoned_folders
 from engram.distributed.shard import ReplayShard
-from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings, arguments_of_shards, check_count
+from engram.distributed.sharded import (
+    ShardedReplayBuffer,
+    ShardedSettings,
+    Timeouts,
+    arguments_of_shards,
+    check_count,
+)
 from engram.errors import ShardGoneError, ShardUnavailableError, ShardVersionError
 from engram.kernel.advice import advised
 
@@ -148,37 +154,6 @@ def _array_bytes(message: Any) -> int:
     if isinstance(message, Block):
         return message.nbytes
     return sum(map(_array_bytes, message)) if isinstance(message, tuple) else 0
-
-
-class Timeouts(NamedTuple):
-    """How many seconds a RayReplayBuffer waits for shards that do not answer.
-
-    Attributes:
-        answer: `sample`, `len`, `stats` and others that only read.
-        extend: `extend`, `add`, `flush` and `close`, whose rows are for one shard.
-        start: a new buffer, for the processes of its shards, which import torch; and `attach`.
-
-    Example:
-        >>> Timeouts.of(5.0), Timeouts.of(60.0).extend, Timeouts.of(Timeouts(extend=600.0)).answer
-        (Timeouts(answer=5.0, extend=30.0, start=120.0), 60.0, 1.0)
-    """
-
-    answer: float = 1.0
-    extend: float = 30.0
-    start: float = 120.0
-
-    @classmethod
-    def of(cls, timeout: float | Timeouts) -> Timeouts:
-        """Those that are meant by `timeout=`, where a number is that of answers, and the least one for `extend`.
-
-        Raises:
-            ValueError: one of them is not more than 0.
-        """
-        given = timeout if isinstance(timeout, Timeouts) else cls(timeout, max(timeout, cls().extend))
-        for name, seconds in given._asdict().items():
-            if not seconds > 0:
-                raise ValueError(f"timeout must be more than 0 seconds, got {seconds} for {name}")
-        return cls(*map(float, given))
 
 
 class _Introduction(NamedTuple):

@@ -17,7 +17,7 @@ from engram import __version__
 from engram.data import RandomSampler, ReplayBuffer, Sampler, Storage, TensorDictReplayBuffer
 from engram.distributed.client import PendingCall, ShardLink
 from engram.distributed.shard import ReplayShard
-from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings, arguments_of_shards
+from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings, Timeouts, arguments_of_shards
 from engram.errors import ShardUnavailableError, ShardVersionError
 
 if not rpc.is_available():
@@ -174,17 +174,18 @@ class RpcReplayBuffer(ShardedReplayBuffer):
         scratch_dir: str | Path | None = None,
         batches_per_call: int | None = None,
         max_batch_age: float | None = None,
-        timeout: float = 1.0,
+        timeout: float | Timeouts = 1.0,
         priority_key: str = "td_error",
         generator: torch.Generator | None = None,
     ) -> None:
         if not workers:
             raise ValueError("workers= names no process: at least one must hold rows")
         sampler = RandomSampler() if sampler is None else sampler if isinstance(sampler, Sampler) else sampler()
-        attaches = issubclass(replay_buffer_cls, TensorDictReplayBuffer)
+        attaches, waits = issubclass(replay_buffer_cls, TensorDictReplayBuffer), Timeouts.of(timeout)
         settings = ShardedSettings(
-            sampler, transform, batch_size, attaches, priority_key, batches_per_call, float(timeout), max_batch_age
-        )
+            sampler, transform, batch_size, attaches, priority_key, batches_per_call, waits.answer, max_batch_age,
+            waits.extend,
+        )  # fmt: skip
         settings.check()
         arguments = arguments_of_shards(storage, len(workers), lanes, sampler, transform)
         self._served = [(worker, f"{name}-{k}") for k, worker in enumerate(workers)]

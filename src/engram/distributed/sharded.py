@@ -70,6 +70,37 @@ class ShardedStats(NamedTuple):
     away: tuple[int, ...]
 
 
+class Timeouts(NamedTuple):
+    """How many seconds a RayReplayBuffer or an RpcReplayBuffer waits for shards that do not answer.
+
+    Attributes:
+        answer: `sample`, `len`, `stats` and others that only read.
+        extend: `extend`, `add`, `flush` and `close`, whose rows are for one shard.
+        start: a new RayReplayBuffer, for the processes of its shards, which import torch; and `attach`.
+
+    Example:
+        >>> Timeouts.of(5.0), Timeouts.of(60.0).extend, Timeouts.of(Timeouts(extend=600.0)).answer
+        (Timeouts(answer=5.0, extend=30.0, start=120.0), 60.0, 1.0)
+    """
+
+    answer: float = 1.0
+    extend: float = 30.0
+    start: float = 120.0
+
+    @classmethod
+    def of(cls, timeout: float | Timeouts) -> Timeouts:
+        """Those that are meant by `timeout=`, where a number is that of answers, and the least one for `extend`.
+
+        Raises:
+            ValueError: one of them is not more than 0.
+        """
+        given = timeout if isinstance(timeout, Timeouts) else cls(timeout, max(timeout, cls().extend))
+        for name, seconds in given._asdict().items():
+            if not seconds > 0:
+                raise ValueError(f"timeout must be more than 0 seconds, got {seconds} for {name}")
+        return cls(*map(float, given))
+
+
 class ShardedSettings(NamedTuple):
     """How a client of shards writes and draws.
 
@@ -444,7 +475,8 @@ class ShardedReplayBuffer:
     def end_producer(self, name: str, since: int | None = None) -> int:
         """Ends what a producer that has died has in shards; returns how many of its rows are in. May be repeated.
 
-        Rows of it that are still on their way are refused from now on.
+        Rows of it that are still on their way are refused from now on. Those that it wrote in an earlier life, before
+        it was ended under the same name, may be counted again: give each life a name of its own.
 
         Args:
             since: the number of a stint of a producer that moves on: the rows of this one, and of those after it, are

@@ -4,10 +4,10 @@ Steps are joined to trajectories by their flags and ids. Two collectors that bot
 two runs of a program, give rows that look joined and are not. So where a batch is appended:
 
 - the newest stored step is done and has the same trajectory id as the first new one: a seam;
-- it is not done: the entries that exist both at the root and under `"next"` (in flat rows observations that exist as
-  `"next_..."`, too: `following_paths`) are compared byte for byte, whatever the ids are. One differs: a seam. An entry
-  counts only if it agreed between the last two joined steps, in every environment in which they are joined, so that
-  n-step rows and entries that a transform changes on one side only put no seams.
+- it is not done: the entries that exist both at the root and under `"next"` are compared byte for byte, whatever the
+  ids are. One differs: a seam. An entry counts only if it agreed between the last two joined steps, in every
+  environment in which they are joined, so that n-step rows and entries that a transform changes on one side only put
+  no seams.
 
 Which entries agreed (the *evidence*) is part of the lane's counters in the store and of checkpoints, so that it
 outlives those two steps. `border.hpp` does this for packed rows; the classes here for lists of items and for columns.
@@ -26,12 +26,9 @@ from torch import Tensor
 
 from engram.pytree import KeyPath, describe, get_entry, has_keys
 from engram.store.lanes import Lanes
-from engram.store.row_form import IDS, following_paths, outcome_path
+from engram.store.row_form import IDS
 
 _NOT_COMPARED = {"done", "terminated", "truncated", "reward", "traj_ids", "episode", "index", "collector"}
-# Flat rows have what a policy adds as "next_...", too (next_action, next_value), which need not go on byte for byte: of
-# these only observations are compared.
-_OBSERVATIONS_OF_FLAT_ROWS = {"ob", "obs", "observation", "observations", "state", "states", "pixels", "image"}
 _MAX_ENTRIES = 63  # that are compared; the store has a bit for each
 _ARRAYS = np.ndarray | np.generic | bool | int | float | complex
 LOOK_BACK = 4096  # steps among which two joined ones are searched
@@ -42,8 +39,8 @@ class Border:
     """Which leaves decide about a seam, as positions in a list of paths.
 
     Attributes:
-        entries: each entry and the one that follows it, sorted by name: the same order in every storage.
-        done: the flags that end a trajectory: under `"next"`, or in flat rows at the root.
+        entries: each entry at the root and the same under `"next"`, sorted by name: the same order in every storage.
+        done: the flags under `"next"` that end a trajectory.
         either: one set flag is enough (`terminated` and `truncated`); else a step with several is done when all are.
         id: the trajectory's id; None where there is none.
     """
@@ -57,20 +54,15 @@ class Border:
     def of(cls, paths: Sequence[KeyPath], forms: Sequence[Any]) -> Border:
         """The border of steps with these paths; only entries of one form (shape and dtype) are compared."""
         at = {path: i for i, path in enumerate(paths)}
-        following = following_paths(paths)
         entries = []
-        for path in sorted(following, key=lambda path: [(isinstance(part, str), part) for part in path]):
-            before, after = at[path], at[following[path]]
-            is_flat = following[path][:1] != ("next",)
-            if is_flat and not _OBSERVATIONS_OF_FLAT_ROWS.intersection(path):
+        for path, i in sorted(at.items(), key=lambda entry: [(isinstance(part, str), part) for part in entry[0]]):
+            under_next = at.get(("next", *path))
+            if path[:1] == ("next",) or under_next is None or _NOT_COMPARED.intersection(path):
                 continue
-            if forms[before] == forms[after] and not _NOT_COMPARED.intersection(path):
-                entries.append((before, after))
+            if forms[i] == forms[under_next]:
+                entries.append((i, under_next))
         flags = [path for path in paths if path[:1] == ("next",)]
-        if not flags and following:  # steps, though flat ones
-            flags = list(paths)
-        named = outcome_path(paths, "done")
-        done = [at[named]] if named in flags else [at[p] for p in flags if p[-1] == "done"]
+        done = [at[("next", "done")]] if ("next", "done") in at else [at[p] for p in flags if p[-1] == "done"]
         either = not done
         if either:
             done = [at[p] for p in flags if p[-1] in ("terminated", "truncated")]
