@@ -313,6 +313,18 @@ def _stopped(rb: ReplayBuffer) -> None:
     rb.storage.close()
 
 
+def _with_one_row_more_than_flushed(folder: Path) -> tuple[ReplayBuffer, Pages]:
+    """A buffer of rows 0 to 3, which are flushed, and row 4; its file before and after that one."""
+    rb = _opened(folder, 1)
+    for number in range(4):
+        rb.extend(_row(number, 1))
+    rb.storage.flush()
+    pages = Pages(folder / "rows.engram")
+    rb.extend(_row(4, 1))
+    pages.look()
+    return rb, pages
+
+
 def _what_is_there(rb: ReplayBuffer) -> list[int]:
     """What rows were made as, whose observations are theirs."""
     state = rb.storage.lanes.states()[0]
@@ -333,13 +345,7 @@ def test_a_row_that_a_power_cut_dropped_does_not_come_back_before_rows_written_b
     """
 
     folder = ram_path / "store"
-    rb = _opened(folder, 1)
-    for number in range(4):
-        rb.extend(_row(number, 1))
-    rb.storage.flush()
-    pages = Pages(folder / "rows.engram")
-    rb.extend(_row(4, 1))
-    pages.look()
+    rb, pages = _with_one_row_more_than_flushed(folder)
     rb.extend(_row(5, 1, begins=True))
     pages.look()
     _stopped(rb)
@@ -364,13 +370,7 @@ def test_the_record_of_a_row_that_a_power_cut_dropped_is_not_that_of_the_row_in_
     What is left of the old record is whole, and as many rows lie before it.
     """
     folder = ram_path / "store"
-    rb = _opened(folder, 1)
-    for number in range(4):
-        rb.extend(_row(number, 1))
-    rb.storage.flush()
-    pages = Pages(folder / "rows.engram")
-    rb.extend(_row(4, 1))
-    pages.look()
+    rb, pages = _with_one_row_more_than_flushed(folder)
     store = rb.storage.lanes.store
     values = range(store.rows_offset // PAGE, store.total_bytes // PAGE)
     _stopped(rb)
@@ -390,13 +390,7 @@ def test_the_record_of_a_row_that_a_power_cut_dropped_is_not_that_of_the_row_in_
 def test_a_row_whose_unit_a_power_cut_tore_is_dropped(ram_path):
     """The unit keeps for row 2 what no later row shows, and is written with row 4: its end stays, not what it holds."""
     folder = ram_path / "store"
-    rb = _opened(folder, 1)
-    for number in range(4):
-        rb.extend(_row(number, 1))
-    rb.storage.flush()
-    pages = Pages(folder / "rows.engram")
-    rb.extend(_row(4, 1))
-    pages.look()
+    rb, pages = _with_one_row_more_than_flushed(folder)
     begin = pages.behind(_row(2, 1)["next", "x"][0, 1]).start
     _stopped(rb)
     rb = _opened(folder, 2, pages.without(1, range(begin, begin + 3)))
