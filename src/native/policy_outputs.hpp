@@ -1,4 +1,5 @@
-// What a policy gives at each step: outputs that are copied into columns [steps, ...], and actions as arrays for environments.
+// What a policy gets and gives at each step: observations in memory of its own, outputs that are copied into columns [steps, ...],
+// and actions as arrays for environments.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -151,6 +152,34 @@ class ActionReader {
   std::vector<int64_t> inner_;
 };
 
+// Makes tensors of the rows of a contiguous array [rows, ...], each in memory of its own: a policy may write into what it reads.
+class RowCopies {
+ public:
+  explicit RowCopies(nb::handle array) {
+    if (!array_.of(array.ptr()) || array_.view().ndim < 1 || !PyBuffer_IsContiguous(&array_.view(), 'C'))
+      throw nb::type_error("rows are copied from a contiguous array [rows, ...] of numbers");
+    bytes_ = static_cast<size_t>(array_.view().itemsize);
+    for (int d = 1; d < array_.view().ndim; ++d) {
+      inner_.push_back(array_.view().shape[d]);
+      bytes_ *= array_.dim(d);
+    }
+  }
+  RowCopies(const RowCopies&) = delete;
+  Tensor row(size_t number) const {
+    if (number >= array_.dim(0)) throw nb::index_error("the array has no such row");
+    OutBlock block;
+    block.plan(array_.dtype(), nullptr, 0, inner_, bytes_);
+    block.take();
+    std::memcpy(block.data(0), static_cast<const uint8_t*>(array_.view().buf) + number * bytes_, bytes_);
+    return block.make(0);
+  }
+
+ private:
+  ArrayView array_;
+  std::vector<int64_t> inner_;
+  size_t bytes_;
+};
+
 inline void bind_policy_outputs(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<OutputRecorder>(m, "OutputRecorder")
@@ -159,6 +188,7 @@ inline void bind_policy_outputs(nb::module_& m) {
   nb::class_<ActionReader>(m, "ActionReader")
       .def(nb::init<nb::handle, uint64_t, int64_t>(), "example"_a, "choices"_a, "start"_a)
       .def("read", &ActionReader::read, "action"_a.none());
+  nb::class_<RowCopies>(m, "RowCopies").def(nb::init<nb::handle>(), "array"_a).def("row", &RowCopies::row, "number"_a);
 }
 
 }  // namespace engram

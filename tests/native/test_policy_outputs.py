@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from contracts.each import each
-from engram._native import ActionReader, OutputRecorder
+from engram._native import ActionReader, OutputRecorder, RowCopies
 
 
 def recorder(**columns):
@@ -114,3 +114,28 @@ def test_examples_of_choices_are_int64():
         ActionReader(np.zeros(3, np.float32), 2, 0)
     with pytest.raises(TypeError, match="an array"):
         ActionReader(np.zeros((), np.float32), 0, 0)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.bool_, np.int64, np.float16, np.float32])
+@pytest.mark.parametrize("shape", [(3,), (3, 0), (3, 2), (3, 4, 84, 84)])
+def test_row_is_copied_into_a_tensor_of_its_own(shape, dtype):
+    rows = (np.arange(int(np.prod(shape))) % 199).reshape(shape).astype(dtype)
+    copies = RowCopies(rows)
+    expected = torch.from_numpy(rows.copy())
+    tensors = [copies.row(number) for number in range(3)]
+    rows[:] = 0
+    for tensor, row in zip(tensors, expected, strict=True):
+        assert tensor.dtype == row.dtype and torch.equal(tensor, row)
+        tensor.zero_()
+    assert torch.equal(copies.row(1), torch.zeros_like(expected[1]))
+
+
+def test_row_beyond_the_array_is_an_index_error():
+    with pytest.raises(IndexError, match="no such row"):
+        RowCopies(np.zeros((3, 2))).row(3)
+
+
+@each("array", [np.zeros((4, 2))[::2], np.zeros(()), np.array(["a"]), np.ma.zeros((2, 2)), [[1.0]], torch.zeros(2, 2)])
+def test_rows_of_anything_but_a_contiguous_array_of_numbers_are_refused(array):
+    with pytest.raises(TypeError, match="contiguous array"):
+        RowCopies(array)

@@ -37,7 +37,7 @@ class ObservedSteps(Protocol):
         """The keys of the observations."""
 
     def rows(self, key: Any) -> Callable[[int], Tensor]:
-        """A function from t to the observation `[*batch_size, *shape]` before step t, once that is the newest."""
+        """A function from t to a copy of the observation `[*batch_size, *shape]` before step t, the newest one."""
 
 
 class OutputSink(Protocol):
@@ -267,7 +267,7 @@ class TensorDictActions(ActionSource):
         self._carried: dict[str, Tensor] | TensorDictBase = {}  # a TensorDict, if not all entries are plain tensors
         self._has_next = False  # whether some of them were written below "next", and are at the root of this step
         self._ended: Array | None = None  # bool [n]: the environments whose carried entries are to be zeros
-        self._flags = dict.fromkeys(FLAGS, torch.zeros(*batch_size, 1, dtype=torch.bool))
+        self._unset = _unset_flags(batch_size)
         self._zero_outputs: TensorDictBase | None = None
         self._last_outputs: dict[str, Any] | TensorDictBase = {}
         self._input = _PolicyInput(batch_size, device)
@@ -325,12 +325,17 @@ class TensorDictActions(ActionSource):
         elif self._ended is not None:
             self._carried = carried = self._without(carried, self._ended)
             self._ended = None
-        if isinstance(carried, dict) and self._has_flat_keys:
-            return self._input.filled({**carried, **{key: row(t) for key, row in rows.items()}, **self._flags})
-        td = TensorDict(carried, self._batch_size, device=self._device) if isinstance(carried, dict) else carried.copy()
+        flags = dict.fromkeys(FLAGS, next(self._unset))
+        if isinstance(carried, dict):  # in copies: it may write into what it gave, and that may be stored once more
+            carried = {key: value.clone() for key, value in carried.items()}
+            if self._has_flat_keys:
+                return self._input.filled({**carried, **{key: row(t) for key, row in rows.items()}, **flags})
+            td = TensorDict(carried, self._batch_size, device=self._device)
+        else:
+            td = carried.clone()
         for key, row in rows.items():
             td.set(key, row(t))
-        return td.update(self._flags)
+        return td.update(flags)
 
     def _without(self, carried: dict[str, Tensor] | TensorDictBase, ended: Array) -> dict[str, Tensor] | TensorDictBase:
         """`carried` with zeros for the environments that have `ended`."""
@@ -379,6 +384,12 @@ class TensorDictActions(ActionSource):
 
 def _described(td: TensorDictBase) -> str:
     return f"a {type(td).__name__} with batch_size={tuple(td.batch_size)} and device={td.device}"
+
+
+def _unset_flags(batch_size: torch.Size) -> Iterator[Tensor]:
+    """Endless tensors bool `[*batch_size, 1]` of zeros, each with memory of its own."""
+    while True:
+        yield from torch.zeros(64, *batch_size, 1, dtype=torch.bool).unbind(0)
 
 
 class _PolicyInput:

@@ -27,7 +27,7 @@ from engram.collectors.action_sources import (
 from engram.collectors.output_columns import OutputColumns
 from engram.collectors.rollout import RolloutResult, StepColumns, Steps
 from engram.collectors.trajectories import StepTags
-from engram.envs.codecs import Array, ArrayCodec, DiscreteCodec, Rewards, SpaceLeaf, flag_of, rewards_of
+from engram.envs.codecs import Array, ArrayCodec, DiscreteCodec, Rewards, SpaceLeaf, flag_of, reward_of, rewards_of
 from engram.envs.engines import GymEngine
 from engram.envs.policies import ObservationPolicy, RandomPolicy, TensorDictPolicy, as_observation_policy
 
@@ -199,7 +199,7 @@ class GymRollout:
             if is_over or last_slots:
                 is_cut = bool(last_slots) and last_slots[slot % width] == slot
                 is_over = (is_over or is_cut) and batch.end(slot - width, terminated, truncated, is_cut=is_cut)
-            keep_reward(reward)  # last: a step with a reward is whole
+            keep_reward(reward if type(reward) is float else reward_of(reward))  # last: a step with a reward is whole
             if is_over:
                 env = slot % width
                 if slot < end:
@@ -223,7 +223,7 @@ class GymRollout:
             if is_over or last_slots:
                 is_cut = bool(last_slots) and last_slots[0] == len(rewards) + 1
                 is_over = (is_over or is_cut) and batch.end(len(rewards), terminated, truncated, is_cut=is_cut)
-            keep_reward(reward)  # last: a step with a reward is whole
+            keep_reward(reward if type(reward) is float else reward_of(reward))  # last: a step with a reward is whole
             if is_over:
                 slot = len(rewards)
                 if slot == end:
@@ -267,7 +267,7 @@ class _StepBuffer:
         self._width = width  # environments
         self.actions: list[Any] = []  # encoded, in blocks
         self.versions: list[int] = []  # by step, of the weights that chose the actions
-        self.rewards: list[Any] = []
+        self.rewards: list[float] = []
         self._ends: list[tuple[int, bool, bool]] = []  # slot, terminated, truncated
 
     def end(self, slot: int, terminated: Any, truncated: Any, *, is_cut: bool) -> bool:
@@ -368,13 +368,10 @@ class Observations:
         return [array[-self._n :].copy() for array in self._arrays]
 
     def rows(self, key: Any) -> Callable[[int], Tensor]:
-        """A function from t to the observation `[*batch_size, *shape]` before step t, once that is stored."""
+        """A function from t to a copy of the observation `[*batch_size, *shape]` before step t, once that is stored."""
         index = self.keys.index(key)
         codec, array = self._leaves[index].codec, self._arrays[index]
-        by_row = array.reshape(self._steps + 1, *self.batch_size, *codec.raw_shape)
-        if codec.is_plain:
-            return torch.from_numpy(by_row).unbind(0).__getitem__  # views: a third of the cost of one index each
-        return lambda t: codec.encode(by_row[t])
+        return codec.row_encoder(array.reshape(self._steps + 1, *self.batch_size, *codec.raw_shape))
 
     def before(self) -> dict[Any, Tensor]:
         """All observations before the steps, `[*batch_size, steps, *shape]` by key."""

@@ -83,7 +83,7 @@ class OutputColumns:
             self._length = step + 1
 
     def put_tensordict(self, step: int, outputs: TensorDictBase, reason: str) -> None:
-        """Keeps the outputs of a step as they are, where `reason` says why they have no place in columns."""
+        """Keeps a copy of the outputs of a step, where `reason` says why they have no place in columns."""
         self._change_to_tensordicts(reason)
         self._put_tensordict(step, outputs)
 
@@ -210,7 +210,7 @@ class OutputColumns:
 
     def _put_tensordict(self, step: int, outputs: TensorDictBase) -> None:
         self._steps += [None] * (step + 1 - len(self._steps))
-        self._steps[step] = outputs
+        self._steps[step] = outputs.clone()  # a policy may write into its tensors again
         self._length = len(self._steps)
 
     def _stacked(self, steps: int, dim: int) -> TensorDictBase | None:

@@ -18,7 +18,7 @@ from engram.collectors.rollout import ColumnPlaces, RolloutResult, StepColumns
 from engram.collectors.stats import EpisodeStats, StepsWay
 from engram.collectors.trajectories import EpisodeSteps, StepTags
 from engram.data.replay_buffers.buffers.batch_writer import ColumnRows
-from engram.envs.codecs import Array, ArrayCodec, SpaceLeaf, flag_of, rewards_of
+from engram.envs.codecs import Array, ArrayCodec, SpaceLeaf, flag_of, reward_of, rewards_of
 from engram.envs.engines import GymEngine, action_check
 from engram.envs.policies import FLAGS, RandomPolicy, TensorDictPolicy, as_observation_policy
 from engram.pytree import KeyPath, key_path
@@ -153,7 +153,7 @@ class StepRollout:
                 self._left -= 1
                 is_over = is_over or self._left == 0
             is_over = is_over and window.end(slot, terminated, truncated, is_cut=self._left == 0)
-            add_reward(reward)  # last: a step with a reward is whole
+            add_reward(reward if type(reward) is float else reward_of(reward))  # last: a step with a reward is whole
             self._must_reset = is_over
 
     def _reset(self, window: _Window, slot: int, source: ActionSource) -> None:
@@ -238,7 +238,7 @@ class _Window:
         self.dtype = first.raw_dtype if takes_any_value else None  # None: several arrays, or `put` compares values
         self.shape = first.raw_shape
         self.actions = np.empty((room, *codec.raw_shape), codec.raw_dtype)
-        self.rewards: list[Any] = []  # of the steps of this batch, as the environment gave them
+        self.rewards: list[float] = []  # of the steps of this batch
         self._rewards = np.empty((room, 1), np.float32)
         self._done, self._terminated, self._truncated = (np.zeros((room, 1), np.bool_) for _ in range(3))
         self.outcome_rows = self._rewards.reshape(1, room), self._done.reshape(1, room)
@@ -259,11 +259,11 @@ class _Window:
         self.outputs.begin(self.first)
 
     def rows(self, key: Any) -> Callable[[int], Tensor]:
-        """A function from a slot to the observation that is stored there."""
+        """A function from a slot to a copy of the observation that is stored there."""
         found = self._rows.get(key)
         if found is None:
             number = self.keys.index(key)
-            found = self._rows[key] = _rows(self._leaves[number].codec, self._observations[number])
+            found = self._rows[key] = self._leaves[number].codec.row_encoder(self._observations[number])
         return found
 
     def store_outputs(self, outputs: Mapping[str, Any]) -> None:
@@ -296,7 +296,7 @@ class _Window:
     def finish(self, steps: int) -> BaseException | None:
         """The batch has so many steps, or those before the first invalid reward, about which is the error."""
         rewards, first = self.rewards, self.first
-        if steps == 1 and isinstance(rewards[0], float) and -1e38 < rewards[0] < 1e38:
+        if steps == 1 and -1e38 < rewards[0] < 1e38:
             self._rewards[first] = rewards[0]
             self.stop = first + 1
             return None
@@ -376,12 +376,6 @@ class _Window:
         tags = {key: column[first:stop] for key, column in self._tags().items()}
         outputs = self.outputs.take(stop)
         return StepColumns(before, after, outcomes, tags, outputs, shape=shape, device=self._device, is_kept=False)
-
-
-def _rows(codec: ArrayCodec, array: Array) -> Callable[[int], Tensor]:
-    if codec.is_raw:
-        return torch.from_numpy(array).unbind(0).__getitem__  # views: a third of the cost of one index each
-    return lambda slot: codec.encode(array[slot])
 
 
 class _Encoded:

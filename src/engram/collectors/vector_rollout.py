@@ -284,7 +284,7 @@ class StepLog:
     before call c, row c + 1 what they showed after it; where a reset wrote over the latter, the last observation of the
     episode is kept apart. A batch is laid out from the columns in memory of its own, at once.
 
-    The columns of one batch are used again for the next one, unless a policy has read observations: it may hold these.
+    The columns of one batch are used again for the next one.
 
     `over`, bool `[n]`, is shared with the engine: whose episode the last call ended, see `BareSteps`.
     """
@@ -333,12 +333,14 @@ class StepLog:
         self._idle = np.empty((room, n), np.bool_)  # whether the call only reset the environment
         flags = self._terminated, self._truncated, self._done, self._idle
         self._recorder.use(self._shown, self._actions, self._reward, *flags, kept)
-        self._views: list[Sequence[Tensor] | None] = [None] * len(self._leaves)  # of the observations, by call
+        self._encoders: list[Callable[[int], Tensor] | None] = [None] * len(
+            self._leaves
+        )  # of the observations of a call
 
     def _keep(self, first: int, room: int) -> None:
         """Keeps the calls from the columns' row `first` on, which becomes row 0, with room for `room` calls in all."""
         left = self._calls - first
-        if room != self._room or any(views is not None for views in self._views):
+        if room != self._room:
             self._allocate(room, (first, left))
         else:
             self._recorder.keep(first, left)
@@ -371,17 +373,15 @@ class StepLog:
         return self._keys[: len(self._leaves)]
 
     def rows(self, key: Any) -> Callable[[int], Tensor]:
-        """A function that returns the newest observation `[n, *shape]`; it ignores its argument."""
+        """A function that returns a copy of the newest observation `[n, *shape]`; it ignores its argument."""
         index = self.keys.index(key)
         codec = self._leaves[index].codec
-        if not codec.is_plain:
-            return lambda t: codec.encode(self._shown[index][self._calls])
 
         def newest(t: int) -> Tensor:
-            views = self._views[index]
-            if views is None:  # all at once: a third of the cost of one index each
-                views = self._views[index] = torch.from_numpy(self._shown[index]).unbind(0)
-            return views[self._calls]
+            encoder = self._encoders[index]
+            if encoder is None:
+                encoder = self._encoders[index] = codec.row_encoder(self._shown[index])
+            return encoder(self._calls)
 
         return newest
 

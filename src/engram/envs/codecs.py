@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from engram._checks import attribute
-from engram._native import ActionReader, one_hot
+from engram._native import ActionReader, RowCopies, one_hot
 from engram._overrides import overrides
 from engram.envs.action_checks import ActionCheck
 from engram.errors import is_masked
@@ -117,8 +117,8 @@ def _converted(array: Array, dtype: np.dtype[Any], what: str) -> Array:
 
 def reward_of(value: Any) -> float:
     """A reward as a float in the range of float32. Raises ValueError for anything but one number."""
-    if type(value) is float and -1e38 < value < 1e38:
-        return value
+    if type(value) in _NUMBERS and -1e38 < value < 1e38:
+        return float(value)
     what = "the environment gave a reward"
     array = number_array(value, what, (), "float32")
     if array.shape not in ((), (1,)):
@@ -286,6 +286,13 @@ class ArrayCodec(SpaceCodec):
             return torch.from_numpy(raw)
         except ValueError:  # negative strides, as those of a flipped image
             return torch.from_numpy(raw.copy())
+
+    def row_encoder(self, rows: Array) -> Callable[[int], Tensor]:
+        """A function from a number to `encode` of that row of `rows`, in memory of its own."""
+        if self.is_plain:
+            return RowCopies(rows).row
+        encode: Callable[[Array], Tensor] = self.encode  # of the others, in new memory
+        return lambda number: encode(rows[number])
 
     def array(self, value: Any, shape: tuple[int, ...], what: str) -> Array:
         """Raw values as an array of this shape. Raises ValueError, which begins with `what`, for all others."""
@@ -625,6 +632,29 @@ def space_leaves(codec: SpaceCodec, key: tuple[str, ...] = (), path: tuple[Any, 
         return [leaf for k, part in codec.parts.items() for leaf in space_leaves(part, (*key, str(k)), (*path, k))]
     assert isinstance(codec, ArrayCodec)
     return [SpaceLeaf(key if len(key) > 1 else key[0], path, codec)]
+
+
+def nest_like(leaves: Sequence[SpaceLeaf], values: Sequence[Any]) -> Any:
+    """Nests the values of leaves as a raw value: Dicts for names in the leaves' paths, Tuples for numbers.
+
+    >>> from gymnasium.spaces import Dict, Discrete, Tuple
+    >>> space = Tuple([Discrete(2), Dict(a=Discrete(2))])
+    >>> nest_like(space_leaves(codec_for(space), ("observation",)), [1, 2])
+    (1, {'a': 2})
+    """
+    return _nested([leaf.path for leaf in leaves], list(values))
+
+
+def _nested(paths: list[tuple[Any, ...]], values: list[Any]) -> Any:
+    if paths == [()]:
+        return values[0]
+    groups: dict[Any, tuple[list[Any], list[Any]]] = {}
+    for path, value in zip(paths, values, strict=True):
+        inner = groups.setdefault(path[0], ([], []))
+        inner[0].append(path[1:])
+        inner[1].append(value)
+    built = {name: _nested(*inner) for name, inner in groups.items()}
+    return tuple(built.values()) if all(type(name) is int for name in built) else built
 
 
 def codec_for(space: Any, *, categorical: bool = False) -> SpaceCodec:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from engram._checks import attribute
-from engram.envs.codecs import flag_of, reward_of
+from engram.envs.codecs import flag_of, nest_like, reward_of
 from engram.envs.engines import (
     Autoreset,
     GymVectorEngine,
@@ -156,48 +156,38 @@ class SyncEngine(GymVectorEngine):
     """Steps the environments of a SyncVectorEnv that resets them in the same step, each in a `CheckStepValues`.
 
     Its own `step` copies all that it gives, keeps every value in an array first, and merges what no collector reads,
-    the infos: three times the cost of this one. Values are checked as by `CheckStepValues`.
+    the infos: three times the cost of this one. Values are checked as by `CheckStepValues`, and copied at once.
     """
 
     def __init__(self, env: Any, *, categorical: bool, observation_key: str) -> None:
         super().__init__(env, categorical=categorical, observation_key=observation_key)
         self._checks = [single.check for single in env.envs]
         self._iterate = gymnasium.vector.utils.iterate
-        self._has_rows = bool(self._checks[0].shape)
 
     def step(self, actions: Any) -> VectorStep:
-        env, ndarray = self.env, np.ndarray
+        env, leaves, ndarray = self.env, self.leaves, np.ndarray
         dtype, shape = self._checks[0].dtype, self._checks[0].shape
         terminated, truncated = (np.zeros(self.n, np.bool_) for _ in range(2))
-        observations: list[Any] = []
-        rewards: list[float] = []
+        rewards = np.empty(self.n)
+        columns = [np.empty((self.n, *leaf.codec.raw_shape), leaf.codec.raw_dtype) for leaf in leaves]
+        only = columns[0]
         last: list[tuple[int, Any]] = []
-        are_plain = self._has_rows
-        for check, action in zip(self._checks, self._iterate(env.action_space, actions), strict=True):
+        pairs = zip(self._checks, self._iterate(env.action_space, actions), strict=True)
+        for number, (check, action) in enumerate(pairs):
             observation, reward, terminates, truncates, _ = check.unchecked_step(action)
-            if type(observation) is not ndarray or observation.dtype is not dtype or observation.shape != shape:
-                check.compare(observation)
-                are_plain = False
-            rewards.append(reward if type(reward) is float else reward_of(reward))
+            rewards[number] = reward if type(reward) is float else reward_of(reward)
             if terminates is not False or truncates is not False:
-                number = len(observations)
                 terminated[number] = terminates = flag_of(terminates, "terminated")
                 truncated[number] = truncates = flag_of(truncates, "truncated")
                 if terminates or truncates:
                     last.append((number, copy.deepcopy(observation)))  # the reset may write into the same array
                     observation, _ = env.envs[number].reset()
-                    are_plain = are_plain and check.is_plain(observation)
-            observations.append(observation)
-        if are_plain:  # a third of the cost of the general way
-            shown: Any = np.concatenate(observations).reshape(self.n, *shape)
-        else:
-            shown = self._batched(observations)
-        return VectorStep(shown, np.array(rewards), terminated, truncated, last)
-
-    def _batched(self, observations: list[Any]) -> Any:
-        space, utils = self.env.single_observation_space, gymnasium.vector.utils
-        empty: Any = utils.create_empty_array(space, n=self.n)
-        return utils.concatenate(space, observations, empty)
+            if type(observation) is ndarray and observation.dtype is dtype and observation.shape == shape:
+                only[number] = observation  # at once: the next environment may write into the same array
+            else:
+                for leaf, column in zip(leaves, columns, strict=True):
+                    column[number] = leaf.value(observation)
+        return VectorStep(nest_like(leaves, columns), rewards, terminated, truncated, last)
 
 
 def vector_engine(env: Any, info_keys: InfoKeys | None, **codecs: Any) -> GymVectorEngine:

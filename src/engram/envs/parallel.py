@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engram._advice import advised
 from engram.envs.base import EnvBase, mark_truncated
-from engram.envs.codecs import SpaceCodec, SpaceLeaf, flag_of, reward_of, space_leaves
+from engram.envs.codecs import SpaceCodec, SpaceLeaf, flag_of, nest_like, reward_of, space_leaves
 from engram.envs.engines import Array, Autoreset, GymEngine, HasEngines, VectorEngine, VectorStep
 from engram.envs.from_torchrl import as_env
 from engram.envs.serial import SerialEnv, check_same_specs, env_makers, only_one, reject_shared_envs
@@ -323,30 +323,6 @@ class ParallelEngine(VectorEngine):
 
     def close(self) -> None:
         self._pool.close()
-
-
-def nest_like(leaves: Sequence[SpaceLeaf], values: Sequence[Any]) -> Any:
-    """Nests the values of leaves as a raw value: Dicts for names in the leaves' paths, Tuples for numbers.
-
-    >>> from gymnasium.spaces import Dict, Discrete, Tuple
-    >>> from engram.envs.codecs import codec_for
-    >>> space = Tuple([Discrete(2), Dict(a=Discrete(2))])
-    >>> nest_like(space_leaves(codec_for(space), ("observation",)), [1, 2])
-    (1, {'a': 2})
-    """
-    return _nested([leaf.path for leaf in leaves], list(values))
-
-
-def _nested(paths: list[tuple[Any, ...]], values: list[Any]) -> Any:
-    if paths == [()]:
-        return values[0]
-    groups: dict[Any, tuple[list[Any], list[Any]]] = {}
-    for path, value in zip(paths, values, strict=True):
-        inner = groups.setdefault(path[0], ([], []))
-        inner[0].append(path[1:])
-        inner[1].append(value)
-    built = {name: _nested(*inner) for name, inner in groups.items()}
-    return tuple(built.values()) if all(type(name) is int for name in built) else built
 
 
 _TD_STEP, _TD_STEP_WITH_EXTRAS, _TD_RESET, _TD_RESET_FROM, _TD_SEED = range(5)
