@@ -15,8 +15,18 @@ from engram.collectors.stats import EpisodeStats, StepsWay
 from engram.collectors.trajectories import EpisodeSteps, StepTags
 from engram.data.replay_buffers.buffers.batch_writer import ColumnRows
 from engram.envs.action_checks import EntriesCheck
-from engram.envs.base import EnvBase, FrameQueue, lost_episodes, reset_where, step_mdp_of
+from engram.envs.base import (
+    EnvBase,
+    FrameQueue,
+    StepRecord,
+    lost_episodes,
+    own_reset,
+    reset_where,
+    returns_own_tensors,
+    step_mdp_of,
+)
 from engram.envs.policies import FLAGS, TensorDictPolicy, random_policy, zero_outputs
+from engram.processes.timeouts import CallTimer, TimedEnv
 from engram.pytree import KeyPath
 from engram.store.layout import tensordict_of
 
@@ -105,10 +115,12 @@ class TensorDictRollout:
         *,
         max_frames_per_traj: int | None,
         reset_when_done: bool = True,
+        clock: CallTimer | None = None,
     ) -> None:
         self.is_random = False  # whatever the policy: the environment may hold one
         self.steps_way = StepsWay("tensordicts", "the environment is stepped through its TensorDict interface")
-        self._env = env
+        self._env = env if clock is None else TimedEnv(env, clock, 0)
+        self._is_own = returns_own_tensors(env)
         self._tags = tags
         self._policy, self._weights = policy, tags.weights
         self._random = random_policy(env)
@@ -161,8 +173,10 @@ class TensorDictRollout:
     def _step(self, number: int, *, is_random: bool) -> tuple[TensorDictBase, int]:
         """Makes a step of the batch; returns it, and the version of the policy that acted."""
         is_first = self._state is None
-        acted, version = self._with_action(self._ready_state(), number, is_random=is_random)
-        td = self._env.step(acted)
+        record = StepRecord(self._ready_state())
+        acted, version = self._with_action(record.shown, number, is_random=is_random)
+        record.add_outputs(acted)
+        td = record.of(self._env.step(acted), is_own=self._is_own)
         following = td.get("next")
         if following.get("done", None) is None:  # another library's, where agents have flags of their own
             self._agents_end = True
@@ -176,10 +190,10 @@ class TensorDictRollout:
 
     def _ready_state(self) -> TensorDictBase:
         if self._state is None:
-            return self._env.reset()
+            return own_reset(self._env)
         if self._resets and self._ended is not None and bool(self._ended.any()):
             return self._reset_where(self._state, self._ended)
-        return self._state.copy()
+        return self._state
 
     def _reset_where(self, state: TensorDictBase, ended: Tensor) -> TensorDictBase:
         if not self._agents_end:

@@ -101,9 +101,13 @@ class _Choice(NamedTuple):
 
     def by_tensordicts(self, env: Any, max_frames: int | None) -> Rollout:
         """A rollout through the TensorDict interface, which every environment has."""
-        timed = env if self.clock is None else TimedEnv(env, self.clock, 0)
         return TensorDictRollout(
-            timed, self.policy, self.tags, max_frames_per_traj=max_frames, reset_when_done=self.resets
+            env,
+            self.policy,
+            self.tags,
+            max_frames_per_traj=max_frames,
+            reset_when_done=self.resets,
+            clock=self.clock,
         )
 
     def by_raw_values(self, env: Any, max_frames: int | None, stacks: Sequence[FrameStacks] = ()) -> Rollout | None:
@@ -261,7 +265,8 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
             observations, an `nn.Module` on the only observation, `env.rand_step`, or None for random actions. Of
             several tensors in a tuple the first is the action, the others are `"output1"`, ... It runs
             under `torch.no_grad`. A policy may keep the TensorDict that it gets: what it finds there later is
-            what it found then. Its outputs are copied at each step.
+            what it found then. It may write into the tensors that it gets, batches have what the environment gave; its
+            outputs are copied at each step.
         policy_factory: makes the policy, instead of `policy`; it is the collector's own then.
         frames_per_batch: frames of one batch, over all environments; may be left out beside `trajs_per_batch`.
         total_frames: where to stop (-1 or None: never); if it does not divide, a warning, and the last batch is whole.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from engram._advice import absent_member, advised
@@ -25,7 +25,7 @@ from engram.pytree import Key, as_keys, key_path
 from engram.specs import Categorical, Composite, Spec, Stacked, StackedComposite, Unbounded
 from engram.specs.spaces import EncodedSpaces, HasSpaces
 from engram.specs.tensors import usable_device
-from engram.store.layout import name_dimensions
+from engram.store.layout import name_dimensions, tensordict_of
 from engram.transforms.base import IDLE
 
 
@@ -87,7 +87,7 @@ def reset_where(env: Any, td: TensorDictBase, mask: Tensor) -> TensorDictBase:
 
     All other entries become zero there, so that a policy's hidden state does not carry over to the next trajectory.
     """
-    fresh = env.reset(td.copy().set("_reset", mask))
+    fresh = own_reset(env, td.clone().set("_reset", mask))  # a clone: the reset may write into it
     return zero_where(mask, td).update(fresh.exclude("_reset"))
 
 
@@ -201,6 +201,108 @@ def mark_truncated(td: TensorDictBase, index: Any) -> None:
         truncated[index] = True if terminated is None else truncated[index] | ~terminated[index]
         done[index] = True
         following.set((*parent, "truncated"), truncated).set(done_key, done)
+
+
+class StepRecord:
+    """One step as a batch stores it, while a policy acts and an environment steps.
+
+    Policies and environments may write into the tensors that they get, and, at the next step, into those that they gave
+    (a network's output buffer, a simulator's state). So the policy gets copies of the state, `shown`; what it writes is
+    copied before the environment runs; and what was handed out is stored as it was.
+
+    >>> from tensordict import TensorDict
+    >>> record = StepRecord(TensorDict({"obs": torch.zeros(1)}))
+    >>> acted = record.shown.set("action", torch.zeros(1))
+    >>> record.add_outputs(acted)
+    >>> acted["obs"] += 1
+    >>> acted["action"] += 1
+    >>> stored = record.of(acted.set("next", TensorDict({"obs": acted["obs"].clone()})), is_own=True)
+    >>> stored["obs"], stored["action"], stored["next", "obs"]
+    (tensor([0.]), tensor([0.]), tensor([1.]))
+    """
+
+    def __init__(self, state: TensorDictBase) -> None:
+        self._stored: dict[int, tuple[Any, Any]] = {}  # by id: an entry that others hold, and the one to store
+        self.shown = _with_entries(state, self._handed_out)
+
+    def _handed_out(self, entry: Any) -> Any:
+        copy = entry.clone()
+        self._stored[id(copy)] = copy, entry
+        return copy
+
+    def add_outputs(self, acted: TensorDictBase) -> None:
+        """Copies the entries that a policy has set in `shown`, or returned beside those."""
+        for entry in _entries(acted):
+            self._copied(entry)
+
+    def _copied(self, entry: Any) -> Any:
+        found = self._stored.get(id(entry))
+        if found is None:
+            found = self._stored[id(entry)] = entry, entry.clone()
+        return found[1]
+
+    def of(self, stepped: TensorDictBase, *, is_own: bool) -> TensorDictBase:
+        """What to store of a stepped TensorDict; `is_own`: see `returns_own_tensors`."""
+        stored = _with_entries(stepped, self._copied, without="next")
+        return stored.set("next", _with_entries(stepped.get("next"), self._known if is_own else self._copied))
+
+    def _known(self, entry: Any) -> Any:
+        found = self._stored.get(id(entry))
+        return entry if found is None else found[1]
+
+
+def _with_entries(td: TensorDictBase, function: Callable[[Any], Any], *, without: str | None = None) -> TensorDictBase:
+    """A TensorDict with `function` of each entry, those of nested TensorDicts included, but for one at the root."""
+    if type(td) is not TensorDict:  # a lazy stack, a tensorclass
+        return (td if without is None else td.exclude(without)).apply(function)
+    entries = {
+        key: _with_entries(entry, function) if isinstance(entry, TensorDictBase) else function(entry)
+        for key, entry in td.items()
+        if key != without
+    }
+    return tensordict_of(entries, td.batch_size, device=td.device)
+
+
+def _entries(td: TensorDictBase) -> Iterator[Any]:
+    """All entries that are no TensorDicts."""
+    members = td.tensordicts if isinstance(td, LazyStackedTensorDict) else td.values()
+    for entry in members:
+        if isinstance(entry, TensorDictBase):
+            yield from _entries(entry)
+        else:
+            yield entry
+
+
+def _clone(entry: Any) -> Any:
+    return entry.clone()
+
+
+def returns_own_tensors(env: Any) -> bool:
+    """Whether `env` does not write into the tensors that its steps and resets have returned.
+
+    False for environments of other libraries, and where a subclass of a user's has another `step` or `reset`: they may
+    return the tensors in which they keep their state.
+    """
+    return isinstance(env, EnvBase) and _are_of_engram(type(env), ("step", "reset"))
+
+
+def own_reset(env: Any, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+    """The result of a reset, in tensors that `env` does not write into later."""
+    fresh: TensorDictBase = env.reset(td, **kwargs)
+    return fresh if returns_own_tensors(env) else fresh.clone()
+
+
+def own_next(env: Any, td: TensorDictBase) -> TensorDictBase:
+    """The entries under `"next"` after a step, in tensors that `env` does not write into later."""
+    following: TensorDictBase = env.step(td).get("next")
+    return following if returns_own_tensors(env) else following.clone()
+
+
+@functools.lru_cache(maxsize=256)
+def _are_of_engram(kind: type, methods: tuple[str, ...]) -> bool:
+    """Whether the methods of a class are those of a class of the library."""
+    owners = [next(owner for owner in kind.__mro__ if method in vars(owner)) for method in methods]
+    return all(owner.__module__.partition(".")[0] == "engram" for owner in owners)
 
 
 class FrameQueue:
@@ -645,7 +747,11 @@ class EnvBase(nn.Module, HasSpaces):
             return self._in_form(self._reset(td, **kwargs))
         if kwargs:
             raise TypeError(f"reset of a {type(self).__name__} takes no {list(kwargs)}")
-        return self._reset(mask)
+        return self._own_result(self._reset(mask))
+
+    def _own_result(self, td: TensorDictBase) -> TensorDictBase:
+        """What `_step` or `_reset` returned, in tensors that a subclass does not write into later."""
+        return td if _are_of_engram(type(self), ("_step", "_reset")) else td.clone()
 
     def _reads_state(self) -> bool:
         """Whether resets and steps read more of the caller's TensorDict than the action and the mask of resets."""
@@ -688,7 +794,7 @@ class EnvBase(nn.Module, HasSpaces):
 
     def _step_from(self, td: TensorDictBase) -> TensorDictBase:
         if not self._in_torchrl_form:
-            return self._step(td)
+            return self._own_result(self._step(td))
         for key, spec in self.full_action_spec.leaves().items():
             if isinstance(spec, Stacked):
                 _check_value(key, _entry_of(td, key, spec), spec, self._extra_batch(td), who="the policy")
@@ -709,7 +815,7 @@ class EnvBase(nn.Module, HasSpaces):
 
     def _in_form(self, td: TensorDictBase) -> TensorDictBase:
         """The result of an environment in TorchRL's form, on its device, rewards and flags in their specs' shapes."""
-        td = td.exclude("_reset").copy()
+        td = _with_entries(td, _clone, without="_reset")  # it may keep its state in these tensors
         extra = self._extra_batch(td)
         for key, spec in (*self.full_reward_spec.leaves().items(), *self.full_done_spec.leaves().items()):
             value = _entry_of(td, key, spec)
@@ -874,7 +980,10 @@ class EnvBase(nn.Module, HasSpaces):
         frames, following = FrameQueue(td.batch_size), step_mdp_of(self)
         have_ended, ended = torch.zeros((), dtype=torch.bool), None
         while True:
-            stepped = self.step(act(td.copy()))
+            record = StepRecord(td)
+            acted = act(record.shown)
+            record.add_outputs(acted)
+            stepped = record.of(self.step(acted), is_own=returns_own_tensors(self))
             frames.add(stepped if storing_device is None else stepped.to(storing_device))
             lost = lost_episodes(stepped, ended)
             ended = stepped.get(("next", "done"))
@@ -896,10 +1005,11 @@ class EnvBase(nn.Module, HasSpaces):
             td = following(stepped)
             if callback is not None and (break_when_any_done or break_when_all_done):
                 td = td.update(stepped.select(*self.action_keys, strict=False))
+                td = td.clone()  # the callback may change it, and it has tensors of the batch
                 callback(self, td)
                 td = td.exclude(*self.action_keys)  # so that a policy that writes no action is still an error
             elif callback is not None:
-                callback(self, stepped.copy())
+                callback(self, stepped.clone())
             if not break_when_all_done:
                 td = self.maybe_reset(td)
 

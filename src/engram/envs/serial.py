@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram._advice import advised
-from engram.envs.base import SPEC_NAMES, EnvBase
+from engram.envs.base import SPEC_NAMES, EnvBase, own_next, own_reset
 from engram.envs.engines import GymEngine, HasEngines
 from engram.envs.from_torchrl import as_env
 from engram.processes.timeouts import reject_timeout
@@ -86,7 +86,7 @@ class SerialEnv(EnvBase, HasEngines):
         if td is None or not self._reads_state():
             return super()._reset_from(td, mask, kwargs)
         rows = list(zip(self._envs, td.unbind(0), strict=True))
-        fresh = [env.reset(row, **kwargs) if mask is None or bool(row["_reset"].any()) else None for env, row in rows]
+        fresh = [own_reset(env, row, **kwargs) if mask is None or row["_reset"].any() else None for env, row in rows]
         blank = next((one.apply(torch.zeros_like) for one in fresh if one is not None), td[0].exclude("_reset"))
         return torch.stack([blank if one is None else one for one in fresh])  # blank rows are never read
 
@@ -103,13 +103,13 @@ class SerialEnv(EnvBase, HasEngines):
 
     def _reset_one(self, env: EnvBase, mask: Tensor | None) -> TensorDictBase:
         if mask is None:
-            return env.reset()
+            return own_reset(env)
         blank = env.observation_spec.zero().update(env.full_done_spec.zero())
-        return env.reset(blank.set("_reset", mask)) if bool(mask.any()) else blank
+        return own_reset(env, blank.set("_reset", mask)) if bool(mask.any()) else blank
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
         rows = zip(self._envs, td.unbind(0), strict=True)
-        return torch.stack([env.step(row.copy()).get("next") for env, row in rows])
+        return torch.stack([own_next(env, row.copy()) for env, row in rows])
 
     def _check_values(self, td: TensorDictBase) -> None:
         """Does nothing: each environment has checked its own values."""

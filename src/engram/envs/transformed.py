@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engram._advice import advised
 from engram._copies import PartlyCopied
-from engram.envs.base import EnvBase
+from engram.envs.base import EnvBase, own_next, own_reset
 from engram.envs.from_torchrl import as_env
 from engram.pytree import Key
 from engram.specs import Spec
@@ -162,7 +162,7 @@ class TransformedEnv(PartlyCopied, EnvBase):
         for part in self._parts:
             before, specs = specs.observation.leaves(), part.transform_specs(specs)
             added = {key: spec for key, spec in specs.observation.leaves().items() if key not in before}
-            for calls in part.env_steps():
+            for calls in [calls.guarded() for calls in part.env_steps()]:
                 self._resets.append((calls.reset, added))
                 self._steps.append(calls.step)
                 if calls.inv is not None:
@@ -194,7 +194,7 @@ class TransformedEnv(PartlyCopied, EnvBase):
     def _reset_from(self, td: TensorDictBase | None, mask: Tensor | None, kwargs: dict[str, Any]) -> TensorDictBase:
         if td is None or not self._reads_state():
             return super()._reset_from(td, mask, kwargs)
-        fresh = self._base.reset(td, **kwargs).exclude("_reset")
+        fresh = own_reset(self._base, td, **kwargs).exclude("_reset")
         blank = TensorDict(batch_size=fresh.batch_size, device=self.device)
         return self._after_reset(blank if mask is None else blank.set("_reset", mask), fresh)
 
@@ -204,11 +204,11 @@ class TransformedEnv(PartlyCopied, EnvBase):
     def _reset(self, mask: Tensor | None) -> TensorDictBase:
         td = TensorDict(batch_size=self.batch_size, device=self.device)
         if mask is None:
-            fresh = self._base.reset()
+            fresh = own_reset(self._base)
         else:
             # Rows without a reset are zeros: the base must not get the caller's transformed values.
             blank = self._base.observation_spec.zero().update(self._base.full_done_spec.zero())
-            fresh = self._base.reset(blank.set("_reset", mask))
+            fresh = own_reset(self._base, blank.set("_reset", mask))
             fresh.pop("_reset", None)
             td.set("_reset", mask)
         return self._after_reset(td, fresh)
@@ -228,7 +228,7 @@ class TransformedEnv(PartlyCopied, EnvBase):
         self._require_action(td)
         # A recurrent policy writes its next hidden state under "next": transforms do not see it.
         hidden = td.get("next", None)
-        following = self._with_flags(self._step(td if hidden is None else td.exclude("next")))
+        following = self._with_flags(self._own_result(self._step(td if hidden is None else td.exclude("next"))))
         return td.set("next", self._with_policy_entries(td, hidden, following))
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
@@ -237,7 +237,7 @@ class TransformedEnv(PartlyCopied, EnvBase):
             inner = td.exclude("next")
             for inv in self._invs:
                 inner = inv(inner)
-        following = self._base.step(inner).get("next")
+        following = own_next(self._base, inner)
         for step in self._steps:
             following = step(td, following)
         return following

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 
 from engram._overrides import overrides
 from engram.pytree import Key, as_keys, copy_containers, has_batch_size, require_tensor, set_entry
-from engram.transforms.base import InvertedTransform, StreamTraits, Transform, WriteRequest
+from engram.transforms.base import InvertedTransform, StreamTraits, Transform, TransformStep, WriteRequest
 from engram.transforms.env_specs import EnvSpecs, bounds_of, specs_by_trial
 from engram.transforms.torchrl import TorchRLTransform
 
@@ -33,6 +33,9 @@ class CallableTransform(Transform, built_in=True):
 
     def _inverts(self) -> bool:
         return self.invert
+
+    def env_steps(self) -> list[TransformStep]:
+        return [calls._replace(returns_own_tensors=False) for calls in super().env_steps()]
 
     def __repr__(self) -> str:
         return f"{getattr(self.fn, '__name__', self.fn)}{' (on writing)' if self.invert else ''}"
@@ -123,6 +126,9 @@ class ForeignTransform(Transform, built_in=True):
         return type(self.transform).__name__
 
     # ---- environments ----
+    def env_steps(self) -> list[TransformStep]:
+        return [calls._replace(returns_own_tensors=False) for calls in super().env_steps()]
+
     def for_env(self, specs: EnvSpecs) -> Transform:
         kind: Any = type(self.transform)
         root = _root_in_torchrl(kind)

@@ -59,6 +59,18 @@ class TransformStep(NamedTuple):
     step: ChangeStep
     inv: Callable[[TensorDictBase], TensorDictBase] | None  #: None: it does not change actions
 
+    #: Whether results are never written into later. Code of users' may keep its state in the tensors that it returns.
+    returns_own_tensors: bool
+
+    def guarded(self) -> TransformStep:
+        """The same with results that are never written into later."""
+        if self.returns_own_tensors:
+            return self
+        reset, step = self.reset, self.step
+        return self._replace(
+            reset=lambda td, fresh: reset(td, fresh).clone(), step=lambda td, following: step(td, following).clone()
+        )
+
 
 class Deferred(NamedTuple):
     """A transform in a form that is applied to whole collected batches instead of to each step."""
@@ -177,7 +189,8 @@ class EnvTransformMixin:
 
     def env_steps(self) -> list[TransformStep]:
         """The functions to call at resets and steps."""
-        return [TransformStep(self, self._reset, self._step, self._inv_call if self._inverts() else None)]
+        inv = self._inv_call if self._inverts() else None
+        return [TransformStep(self, self._reset, self._step, inv, returns_own_tensors=type(self) in BUILT_IN)]
 
     def deferred(self) -> Deferred | None:
         """Its form for whole batches; None if it must be applied to each step."""

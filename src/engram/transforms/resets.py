@@ -309,13 +309,13 @@ def _as_composite(primers: Mapping[Any, Any]) -> Composite:
 
 
 def _fitting(value: Tensor, key: Key, spec: Any) -> Tensor:
-    """A value in the shape of its spec. Raises ValueError for other shapes and dtypes."""
+    """A copy of a value in the shape of its spec. Raises ValueError for other shapes and dtypes."""
     if value.dtype != spec.dtype or value.shape != spec.shape[spec.ndim - value.ndim :]:
         raise ValueError(
             f"the default_value of {key!r} is {value.dtype} {list(value.shape)}, its spec says {spec.dtype} "
             f"{list(spec.shape)}"
         )
-    return value if value.shape == spec.shape else value.expand(spec.shape).clone()
+    return value.expand(spec.shape).clone()  # a default's tensor is the caller's
 
 
 @advised

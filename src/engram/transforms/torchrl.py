@@ -116,7 +116,7 @@ class TorchRLTransform(PartlyCopied, Transform, built_in=True):
 
     # ---- steps ----
     def env_steps(self) -> list[TransformStep]:
-        return [TransformStep(self, self._reset, self._step, self._inv_call)]
+        return [TransformStep(self, self._reset, self._step, self._inv_call, returns_own_tensors=False)]
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         specs, mask = self._connected(), td.get("_reset", None)
