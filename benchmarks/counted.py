@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 
 from benchmarks.cluster_client import SAMPLERS, PreparedLink, client_step
 from benchmarks.collect import FRAMES_PER_BATCH, Greedy
@@ -29,14 +30,16 @@ from engram.collectors import SyncDataCollector
 from engram.compat import cleanrl
 from engram.compat.transitions import TransitionRows, powers
 from engram.data import (
+    Composite,
     LazyTensorStorage,
     PrioritizedSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictReplayBuffer,
+    Unbounded,
 )
-from engram.envs import GymEnv
+from engram.envs import EnvBase, GymEnv
 from engram.envs.transforms import CatFrames
 
 ROWS, BATCH, APPENDED = 100_000, 256, 64
@@ -52,6 +55,8 @@ OF_SHARDS, PER_CALL, GROWN = (16, 256), 100, 500
 """Shards; the batches for which they are asked in a call; and those until they are asked for so many."""
 BATCHES_COLLECTED = 2
 """Of the collectors, for warming up and for counting: each is 1,000 frames."""
+ENVIRONMENTS, STEPS_OF_TENSORS = 8, 100
+"""Environments that step together; the frames of a batch of an environment whose steps are tensors."""
 
 PACKAGES = ("torch", "tensordict", "numpy", "gymnasium")
 
@@ -88,6 +93,8 @@ def calls() -> Iterator[tuple[str, Call, int]]:
     yield from _clients_of_shards()
     yield f"{FRAMES_PER_BATCH} frames, random", _collecting(None), BATCHES_COLLECTED
     yield f"{FRAMES_PER_BATCH} frames, MLP 2x64", _collecting(Greedy()), BATCHES_COLLECTED
+    yield f"{FRAMES_PER_BATCH} frames of {ENVIRONMENTS} environments, MLP 2x64", _collecting_vector(), BATCHES_COLLECTED
+    yield f"{STEPS_OF_TENSORS} frames of tensors", _collecting_tensors(), BATCHES_COLLECTED
     yield "1 step into a buffer, MLP 2x64", _stepping(Greedy()), CALLS
 
 
@@ -185,6 +192,38 @@ def _collecting(policy: Any) -> Call:
     env = GymEnv("CartPole-v1", categorical_action_encoding=policy is not None)
     env.set_seed(0)
     batches = iter(SyncDataCollector(env, policy, frames_per_batch=FRAMES_PER_BATCH, total_frames=-1))
+    return lambda: next(batches)
+
+
+def _collecting_vector() -> Call:
+    env = GymEnv("CartPole-v1", num_envs=ENVIRONMENTS, categorical_action_encoding=True)
+    env.set_seed(0)
+    batches = iter(SyncDataCollector(env, Greedy(), frames_per_batch=FRAMES_PER_BATCH, total_frames=-1))
+    return lambda: next(batches)
+
+
+class Tensors(EnvBase):
+    """An environment as users write them, whose steps are tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_spec = Composite(observation=Unbounded((4,)))
+        self.action_spec = Unbounded((1,))
+
+    def _reset(self, tensordict: Any = None, **kwargs: Any) -> TensorDict:
+        return TensorDict({"observation": torch.zeros(4), "terminated": torch.zeros(1, dtype=torch.bool)})
+
+    def _step(self, tensordict: Any) -> TensorDict:
+        observation = tensordict["observation"] + 1
+        return TensorDict({"observation": observation, "reward": torch.ones(1), "terminated": observation[:1] > 100})
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+
+def _collecting_tensors() -> Call:
+    policy = TensorDictModule(torch.nn.Linear(4, 1), in_keys=["observation"], out_keys=["action"])
+    batches = iter(SyncDataCollector(Tensors(), policy, frames_per_batch=STEPS_OF_TENSORS, total_frames=-1))
     return lambda: next(batches)
 
 
