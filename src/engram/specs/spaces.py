@@ -37,9 +37,8 @@ def spec_from_space(space: Any, categorical: bool = False) -> Spec:
     Box: `Bounded`, or `Unbounded` if no bound restricts its dtype. Discrete and MultiDiscrete: int64,
     one-hot vectors (`OneHot`, `MultiOneHot`), or with `categorical=True` integers that count from 0 whatever the
     space's `start` (`Categorical`, `MultiCategorical`); a grid is flattened. MultiBinary: `Binary`. Dict and Tuple:
-    `Composite`, a Tuple's keys are "0", "1", ... Text and other spaces of `str`: `Text`, with room for `max_length`
-    characters of its charset, or `TEXT_BYTES` where it has no such length. Raises TypeError for spaces without a
-    tensor form (Graph, Sequence, OneOf).
+    `Composite`, a Tuple's keys are "0", "1", ... Text: `Text` of its charset and lengths; other spaces of `str`: `Text`
+    of `TEXT_BYTES`. Raises TypeError for spaces without a tensor form (Graph, Sequence, OneOf, a Box of long doubles).
 
     >>> import gymnasium
     >>> spec_from_space(gymnasium.spaces.Discrete(3))
@@ -77,7 +76,13 @@ def for_space_class(space: Any, kinds: dict[str, Any]) -> Any:
 
 
 def _box(space: Any, categorical: bool) -> Spec:
-    low, high = torch.tensor(space.low), torch.tensor(space.high)
+    try:
+        low, high = (torch.tensor(end.astype(space.dtype.type)) for end in (space.low, space.high))  # native byte order
+    except TypeError as error:
+        raise TypeError(
+            f"a Box of {space.dtype} has no tensor form, as torch has no such numbers; give it another dtype by a "
+            "wrapper (gymnasium.wrappers.TransformObservation, TransformAction)"
+        ) from error
     dtype = low.dtype
     if dtype.is_floating_point:
         is_bounded = bool(torch.isfinite(low).any() or torch.isfinite(high).any())
@@ -93,8 +98,11 @@ def _box(space: Any, categorical: bool) -> Spec:
 
 
 def _text(space: Any, categorical: bool) -> Spec:
-    length = attribute(space, "max_length")
-    return Text(text_width(length, () if length is None else space.character_set))
+    longest = attribute(space, "max_length")
+    if longest is None:
+        return Text(TEXT_BYTES)
+    characters, shortest = space.character_set, int(space.min_length)
+    return Text(text_width(longest, characters), charset=characters, min_length=shortest, max_length=longest)
 
 
 def text_width(max_length: int | None, characters: Iterable[str]) -> int:
@@ -137,9 +145,9 @@ def space_from_spec(spec: Spec) -> Any:
     """The gymnasium space of the same values, batch dimensions included.
 
     One-hot vectors and categories become Discrete or MultiDiscrete, flags and `Binary` MultiBinary, numbers Box,
-    `Text` Text of printable ASCII, `Composite` Dict. `spec_from_space(space_from_spec(spec), categorical)` equals
-    `spec` for every spec that `spec_from_space` returns. Raises TypeError for a spec of another class, ImportError
-    where gymnasium is missing: `pip install "engram[gym]"`.
+    `Text` Text (of printable ASCII where it has no charset), `Composite` Dict. Of every spec that `spec_from_space`
+    returns, `spec_from_space(space_from_spec(spec), categorical)` is the same, but for such texts. Raises TypeError for
+    a spec of another class, ImportError where gymnasium is missing: `pip install "engram[gym]"`.
 
     >>> space_from_spec(Composite(position=Bounded(-1, 1, (2,)), gear=Categorical(5)))
     Dict('gear': Discrete(5), 'position': Box(-1.0, 1.0, (2,), float32))
@@ -186,7 +194,8 @@ def _choices(spec: Any, spaces: Any) -> Any:
 def _text_space(spec: Any, spaces: Any) -> Any:
     if spec.ndim > 1:
         raise TypeError(f"gymnasium has no space of several texts at once, got {spec}; take one, spec[i]")
-    return spaces.Text(spec.width, min_length=0, charset=string.printable)
+    charset = string.printable if spec.charset is None else spec.charset
+    return spaces.Text(spec.max_length, min_length=spec.min_length, charset=charset)
 
 
 _SPACES: dict[type, Callable[[Any, Any], Any]] = {
