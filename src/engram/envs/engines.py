@@ -36,7 +36,7 @@ from engram.envs.codecs import (
 )
 from engram.pytree import Key, KeyPath, key_path
 from engram.specs import Composite, Spec, Unbounded
-from engram.specs.spaces import leaf_spaces
+from engram.specs.spaces import LeafSpace, leaf_spaces, observation_path
 from engram.transforms.base import IDLE
 
 Array = np.ndarray[Any, Any]
@@ -357,21 +357,16 @@ def composite_spec(leaves: list[SpaceLeaf]) -> Composite:
     return spec
 
 
-def entry_spaces(observation: Any, key: str, action: Any) -> dict[KeyPath, Any]:
+def entry_spaces(observation: Any, key: str, action: Any) -> dict[KeyPath, LeafSpace]:
     """The gymnasium spaces of one environment's observations and actions, by their keys in a TensorDict."""
-    return {**leaf_spaces(observation, _observation_path(observation, key)), **leaf_spaces(action, ("action",))}
-
-
-def _observation_path(space: Any, key: str) -> tuple[str, ...]:
-    """The keys of observations: the entries of a Dict have their own, any other observation has `key`."""
-    return () if isinstance(attribute(space, "spaces"), dict) else (key,)
+    return {**leaf_spaces(observation, observation_path(observation, key)), **leaf_spaces(action, ("action",))}
 
 
 def observation_leaves(
     space: Any, observation_key: str, info: InfoReader | None, *, categorical: bool
 ) -> list[SpaceLeaf]:
     """The leaves of an observation space, followed by those of the `info` entries. Raises TypeError for none at all."""
-    key = _observation_path(space, observation_key)
+    key = observation_path(space, observation_key)
     codec = codec_for(space, categorical=categorical)
     leaves = space_leaves(codec, key) if info is None else [*space_leaves(codec, key, (0,)), *info.leaves]
     if not leaves:

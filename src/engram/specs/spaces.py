@@ -65,6 +65,8 @@ def for_space_class(space: Any, kinds: dict[str, Any]) -> Any:
         names.append("Text")
     for name in names:
         if name in kinds:
+            if name == "Dict":
+                _require_distinct_names(space)
             return kinds[name]
     reason = next((_VARIABLE[name] for name in names if name in _VARIABLE), "its values have no fixed shape")
     raise TypeError(
@@ -73,6 +75,13 @@ def for_space_class(space: Any, kinds: dict[str, Any]) -> Any:
         "add dicts to ReplayBuffer(storage=ListStorage(n), collate_fn=list), which holds such values as they are; "
         f"these have a tensor form: {', '.join(kinds)}"
     )
+
+
+def _require_distinct_names(space: Any) -> None:
+    names = [str(key) for key in space.spaces]
+    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if twice is not None:
+        raise ValueError(f"{space} has two keys that are called {twice!r}; rename one of them by a wrapper")
 
 
 def _box(space: Any, categorical: bool) -> Spec:
@@ -211,25 +220,26 @@ _SPACES: dict[type, Callable[[Any, Any], Any]] = {
 }
 
 
+class LeafSpace(NamedTuple):
+    """A space that has no parts, and its place in the whole: the keys of Dicts and the numbers of Tuples around it."""
+
+    space: Any
+    place: tuple[str | int, ...]
+
+
 class EncodedSpaces(NamedTuple):
     """The spaces that the tensors of an environment's observations and actions stand for."""
 
     specs: Mapping[KeyPath, Spec]  #: the spec of each entry, by key
     batch_dims: int  #: the first dimensions of these specs, which are those of the environment's batch
     #: The gymnasium spaces of those entries whose values are encoded values of such a space: `specs` does not tell
-    #: where a Discrete starts, or the characters of a Text.
-    spaces: Mapping[KeyPath, Any]
+    #: where a Discrete starts, or which entries a Tuple has.
+    spaces: Mapping[KeyPath, LeafSpace]
 
     @classmethod
     def of(cls, origin: Any) -> EncodedSpaces | None:
         """The spaces of an environment's steps, or of a collector's; None for any other object."""
         return origin.encoded_spaces() if isinstance(origin, HasSpaces) else None
-
-    @classmethod
-    def of_space(cls, space: Any) -> EncodedSpaces:
-        """Those of the values of one gymnasium space, by the keys that a Dict or Tuple has."""
-        spaces = leaf_spaces(space, ())
-        return cls({path: spec_from_space(leaf) for path, leaf in spaces.items()}, 0, spaces)
 
 
 class HasSpaces(ABC):
@@ -240,24 +250,31 @@ class HasSpaces(ABC):
         """The specs of observations and actions, and the gymnasium spaces behind them."""
 
 
-def leaf_spaces(space: Any, path: KeyPath) -> dict[KeyPath, Any]:
+def leaf_spaces(space: Any, path: KeyPath, place: tuple[str | int, ...] = ()) -> dict[KeyPath, LeafSpace]:
     """The spaces below a Dict or Tuple by key path, as `spec_from_space` has them; a space of another kind alone.
 
     >>> import gymnasium
     >>> leaf_spaces(gymnasium.spaces.Dict(gear=gymnasium.spaces.Discrete(3, start=1)), ())
-    {('gear',): Discrete(3, start=1)}
+    {('gear',): LeafSpace(space=Discrete(3, start=1), place=('gear',))}
     """
     kind = for_space_class(space, _SPECS)
+    parts: list[tuple[str | int, Any]]
     if kind is _dict:
         parts = [(str(key), part) for key, part in space.spaces.items()]
     elif kind is _tuple:
-        parts = [(str(key), part) for key, part in enumerate(space.spaces)]
+        parts = list(enumerate(space.spaces))
     else:
-        return {path: space}
-    return {below: leaf for key, part in parts for below, leaf in leaf_spaces(part, (*path, key)).items()}
+        return {path: LeafSpace(space, place)}
+    below = [leaf_spaces(part, (*path, str(key)), (*place, key)) for key, part in parts]
+    return {key: leaf for leaves in below for key, leaf in leaves.items()}
 
 
-def common_spaces(members: Sequence[EncodedSpaces]) -> dict[KeyPath, Any]:
+def observation_path(space: Any, key: str) -> tuple[str, ...]:
+    """The keys of observations: the entries of a Dict have their own, any other observation has `key`."""
+    return () if isinstance(attribute(space, "spaces"), dict) else (key,)
+
+
+def common_spaces(members: Sequence[EncodedSpaces]) -> dict[KeyPath, LeafSpace]:
     """The spaces that all of these have."""
     first, *others = (member.spaces for member in members)
     return {path: space for path, space in first.items() if all(other.get(path) == space for other in others)}
