@@ -309,7 +309,7 @@ def remove_entry(batch: Any, key: Key) -> None:
 
 
 def without_entries(batch: Any, paths: Sequence[KeyPath]) -> Any:
-    """The batch without the entries at these paths; the caller's object stays as it is.
+    """The batch without the entries at these paths, and groups that have no others; the caller's object stays as it is.
 
     Raises:
         ValueError: an entry does not exist.
@@ -321,11 +321,20 @@ def without_entries(batch: Any, paths: Sequence[KeyPath]) -> Any:
     if not paths:
         return batch
     if isinstance(batch, TensorDictBase):
-        return batch.exclude(*paths)
+        left = batch.exclude(*paths)
+        emptied = [path[:depth] for path in paths for depth in range(1, len(path)) if _is_empty(left, path[:depth])]
+        return left.exclude(*emptied) if emptied else left
     if not isinstance(batch, dict):
         raise TypeError(f"exclude is for TensorDicts and dicts; the steps are a {type(batch).__name__}")
     inner = {key: [path[1:] for path in paths if path[0] == key] for key in batch}
-    return {key: without_entries(value, inner[key]) for key, value in batch.items() if () not in inner[key]}
+    kept = {key: without_entries(value, inner[key]) for key, value in batch.items() if () not in inner[key]}
+    return {key: value for key, value in kept.items() if not inner[key] or not _is_empty(kept, (key,))}
+
+
+def _is_empty(batch: Any, path: KeyPath) -> bool:
+    """Whether nothing but groups without entries is below a path."""
+    group = get_entry(batch, path)
+    return group is not None and all(has_keys(part) and _is_empty(group, (key,)) for key, part in _root_items(group))
 
 
 def leaf_keys(batch: Any) -> list[Key]:
@@ -889,6 +898,10 @@ class TreeSpec:
     def constants(self) -> dict[KeyPath, Any]:
         """By path, the entries that are constants instead of tensors."""
         return {path: node.constant for node, path in self._nodes() if node.kind == "constant"}
+
+    def empty_groups(self) -> list[KeyPath]:
+        """The paths of TensorDicts and dicts without entries."""
+        return [path for node, path in self._nodes() if node.kind in ("td", "dict") and not node.children]
 
     @property
     def within(self) -> tuple[int, ...]:

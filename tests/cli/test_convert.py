@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 
 from cli.support import episodes, store
 from cli.test_command import call
@@ -122,6 +122,15 @@ def test_a_key_without_a_place_is_named_and_may_be_dropped(tmp_path, to):
     assert not target.exists()
     result = convert(tmp_path / "store", target, to=to, drop=["policy_version"])
     assert (result.rows, result.dropped) == (300, ("policy_version",))
+
+
+def test_groups_without_entries_and_constants_are_named_and_may_be_dropped(tmp_path):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(400, scratch_dir=tmp_path / "store"))
+    rb.extend(episodes().set("empty", TensorDict({}, [300])).set("game", NonTensorData("chess", batch_size=[300])))
+    with pytest.raises(ValueError, match=r"'empty' has no entries.*'game' is no tensor.*--drop KEY"):
+        convert(tmp_path / "store", tmp_path / "steps.hdf5")
+    result = convert(tmp_path / "store", tmp_path / "steps.hdf5", drop=["empty", "game"])
+    assert (result.rows, result.dropped) == (300, ("empty", "game"))
 
 
 def test_flags_that_a_reader_would_derive_otherwise_are_named(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from typing import Any
 
 import gymnasium
@@ -25,7 +26,7 @@ class Missions(gymnasium.Env[Any, Any]):
     """Says step t: WORDS[t % 5] beside t. An episode has 5 steps."""
 
     def __init__(self, mission: Any = None, *, alone: bool = False) -> None:
-        self.mission = mission or spaces.Text(20, charset=frozenset("".join(WORDS)))
+        self.mission = mission or spaces.Text(20, min_length=0, charset=frozenset("".join(WORDS)))
         self.alone = alone
         self.action_space = spaces.Discrete(2)
         self.observation_space: Any = self.mission
@@ -172,15 +173,48 @@ def test_draws_are_texts_and_other_bytes_are_projected_on_texts():
     assert not spec.is_in(hole) and spec.decode(spec.project(hole)) == "abc"
 
 
-def test_the_width_is_what_the_longest_text_of_the_space_needs():
-    assert spec_from_space(spaces.Text(5)) == Text(5)
-    assert spec_from_space(spaces.Text(5, charset="日本")) == Text(15)
+def test_a_spec_has_the_characters_and_lengths_of_its_space_and_the_width_that_these_need():
+    letters = string.ascii_letters + string.digits
+    assert spec_from_space(spaces.Text(5)) == Text(5, charset=letters, min_length=1, max_length=5)
+    assert spec_from_space(spaces.Text(5, charset="日本")) == Text(15, charset="日本", min_length=1, max_length=5)
     assert spec_from_space(MissionSpace()) == Text(TEXT_BYTES)
-    spec = Composite(a=Text(5), b=Unbounded((2,)))
+    spec = Composite(a=spec_from_space(spaces.Text(7, min_length=2, charset="aé")), b=Unbounded((2,)))
     assert spec_from_space(space_from_spec(spec)) == spec
+    assert space_from_spec(Text(5)) == spaces.Text(5, min_length=0, charset=string.printable)
+    assert Text(4, charset="ab") != Text(4, charset="ac") and Text(4, charset="ab") != Text(4)
 
 
-@each("make", [lambda: Text(0), lambda: Text(4, shape=(3,)), lambda: Text(4, dtype=torch.int64)])
+def test_draws_and_projections_of_a_charset_have_its_characters_and_lengths():
+    spec = Text(12, (3, 12), charset="xé日", min_length=2, max_length=4)
+    drawn = spec.rand((40,))
+    assert spec.is_in(drawn) and drawn.shape == (40, 3, 12)
+    texts = np.array(spec.decode(drawn)).ravel().tolist()
+    assert {*"".join(texts)} == {*"xé日"} and {*map(len, texts)} == {2, 3, 4}
+    projected = spec.project(torch.randint(256, (40, 3, 12), dtype=torch.uint8))
+    assert spec.is_in(projected) and torch.equal(spec.project(drawn), drawn)
+    assert spec[0].decode(spec[0].project(Text(12).encode("axyx日xx"))) == "xx日x"
+
+
+@each(("text", "message"), [("ab", "the character 'b'"), ("", "0 characters; it must have 1 to 3"), ("aaaa", "4 char")])
+def test_a_text_beyond_the_charset_or_lengths_is_not_encoded(text, message):
+    spec = Text(6, charset="aé", min_length=1)
+    assert not spec.is_in(Text(6).encode(text))
+    with pytest.raises(ValueError, match=message):
+        spec.encode(text)
+
+
+@each(
+    "make",
+    [
+        lambda: Text(0),
+        lambda: Text(4, shape=(3,)),
+        lambda: Text(4, dtype=torch.int64),
+        lambda: Text(4, charset="é", max_length=3),
+        lambda: Text(4, min_length=5),
+        lambda: Text(4, min_length=3, max_length=2),
+        lambda: Text(4, charset="\0", min_length=1),
+    ],
+)
 def test_a_text_spec_that_cannot_be_is_refused(make):
     with pytest.raises(ValueError):
         make()

@@ -207,7 +207,8 @@ def _dropped(data: _Data, drop: Sequence[str]) -> tuple[tuple[KeyPath, ...], boo
     Raises:
         KeyError: it names something that is not there.
     """
-    paths, dropped = _paths(data), []
+    form = pytree.describe(data.first, 1)[0]
+    paths, dropped = [*_paths(data), *form.constants(), *form.empty_groups()], []
     for name in drop:
         if name == ENDS:
             continue

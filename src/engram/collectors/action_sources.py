@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engram.collectors.policy_weights import PolicyWeights
 from engram.envs.base import merge_where, zero_where
-from engram.envs.codecs import SpaceCodec, first_of, space_leaves
+from engram.envs.codecs import SpaceCodec, first_of
 from engram.envs.engines import action_check
 from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy, module_keys, zero_outputs
 from engram.pytree import get_entry
@@ -138,7 +138,7 @@ class RandomActions(ActionSource):
         super().__init__(codec, batch_size, weights)
         self._spec = policy.action_spec
         self._is_codec_spec = self._spec == codec.spec.expand(*batch_size, *codec.spec.shape)
-        self.is_one_array = not space_leaves(codec, ("action",))[0].path
+        self.is_one_array = codec.in_one_array is not None
 
     def _has_mask(self) -> bool:
         """Whether the spec forbids choices now, which the codec does not know of."""

@@ -25,7 +25,6 @@ from engram.collectors.rollout import RolloutResult, StepColumns, Steps
 from engram.collectors.stats import StepsWay
 from engram.collectors.trajectories import StepTags
 from engram.envs.codecs import (
-    ArrayCodec,
     SpaceLeaf,
     flag_row,
     narrow_rewards,
@@ -65,7 +64,8 @@ class VectorRollout:
         self._engine, self._policy, self._tags = engine, policy, tags
         self._max_frames = max_frames_per_traj
         self._codec, self._batch_size, self._device = engine.action, torch.Size((engine.n,)), env.device
-        self._read = self._codec.action_reader(self._batch_size) if isinstance(self._codec, ArrayCodec) else None
+        self._array_codec = self._codec.in_one_array
+        self._read = self._array_codec.action_reader(self._batch_size) if self._array_codec else None
         self.is_random = isinstance(policy, RandomPolicy)
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
         self._random = RandomActions(random, self._codec, self._batch_size, tags.weights)
@@ -145,11 +145,11 @@ class VectorRollout:
         return self._tensordict_actions
 
     def _chosen(self, source: ActionSource, calls: int) -> Iterator[Any]:
-        log, codec, first = self._log, self._codec, int(self._log.waiting.min())
+        log, codec, first = self._log, self._array_codec, int(self._log.waiting.min())
         return source.raw_actions(
             range(first, first + calls),
-            codec.decode_batch,
-            known=source.known_by(codec.raw_of, self._read) if isinstance(codec, ArrayCodec) else None,
+            self._codec.decode_batch,
+            known=source.known_by(codec.raw_of, self._read) if codec else None,
             record=log.add_action,
             record_version=log.note_version,
         )
@@ -401,7 +401,7 @@ class StepLog:
             self._actions[0][self._calls] = action
             return
         for leaf, actions in zip(self._action_leaves, self._actions, strict=True):
-            actions[self._calls] = np.array(leaf.pick(action), leaf.codec.raw_dtype)
+            actions[self._calls] = leaf.codec.array_of_batch(leaf.pick(action))
 
     def add_actions(self, actions: Array) -> None:
         """Adds the raw actions `[calls, n, ...]` of the next calls, where an action is one array."""

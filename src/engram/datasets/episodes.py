@@ -21,6 +21,7 @@ from engram._progress import progress_bar
 from engram.data import ReplayBuffer, Storage, StorageEnsemble
 from engram.errors import DatasetError
 from engram.kernel.rows import IDS, EpisodeIndex, LeafSpec, RowLayout
+from engram.kernel.spaces import LeafSpace
 from engram.kernel.tools import open_regular, visible, warn_user
 from engram.pytree import Key, KeyPath, as_path, stack
 
@@ -34,6 +35,8 @@ DONE, TERMINATED, TRUNCATED = ("next", "done"), ("next", "terminated"), ("next",
 TRAJECTORY: KeyPath = ("collector", "traj_ids")
 #: Keys that are not written: the formats mark the ends of trajectories in their own way, or only a buffer uses them.
 IMPLIED: tuple[KeyPath, ...] = (TRAJECTORY, ("episode",), ("index",), ("done",), ("terminated",), ("truncated",), DONE)
+#: Keys at the root that no observation has.
+NO_OBSERVATIONS = ("next", "done", "terminated", "truncated", "reward", "collector")
 _UNSUPPORTED = (torch.bfloat16, torch.complex64, torch.complex128)
 INDEX = "_index_"
 
@@ -57,7 +60,8 @@ class Marks(NamedTuple):
 
         def column(path: KeyPath) -> npt.NDArray[Any] | None:
             values = pytree.get_entry(rows, path)
-            return None if values is None or values.numel() != n else values.detach().cpu().reshape(n).numpy()
+            is_column = isinstance(values, Tensor) and values.numel() == n
+            return values.detach().cpu().reshape(n).numpy() if is_column else None
 
         key = next((path for path in IDS if pytree.get_entry(rows, path) is not None), None)
         done = column(DONE)
@@ -85,12 +89,17 @@ class KeyPair(NamedTuple):
 class KeyMapping:
     """The role of each leaf of a step in a Minari or flat HDF5 dataset: observation, action, info, reward, flag.
 
+    `spaces`: the spaces of observations and actions by key, as far as they are known: they say which entries are those
+    of a Tuple.
+
     Raises:
         ValueError: the format has no role for a key, or a key that it needs is missing; all of them are listed.
     """
 
-    def __init__(self, layout: RowLayout, kind: str, single_infos: str) -> None:
-        self.layout = layout
+    def __init__(
+        self, layout: RowLayout, kind: str, single_infos: str, spaces: Mapping[KeyPath, LeafSpace] | None = None
+    ) -> None:
+        self.layout, self._spaces = layout, spaces or {}
         self._index = {leaf.path: i for i, leaf in enumerate(layout.leaves)}
         if not all(p and all(isinstance(part, str) for part in p) for p in self._index):
             raise ValueError(
@@ -100,14 +109,12 @@ class KeyMapping:
         self.reward = self._pop(REWARD)
         self.terminated, self.truncated, self.done = (self._index.get(p, -1) for p in (TERMINATED, TRUNCATED, DONE))
         self._unmapped = [p for p in self._unmapped if p not in (TERMINATED, TRUNCATED)]
-        self.actions = self._pairs([(p, p[1:], self._index[p], -1) for p in self._pop_all("action")])
+        self.actions = self._pairs([(p, self._index[p], -1) for p in self._pop_all("action")], 1)
         self.infos = self._info_pairs(single_infos)
-        pairs = [p for p in list(self._unmapped) if p[0] != "next" and self._same_in_next(p)]
-        self._unmapped = [p for p in self._unmapped if p not in pairs and p[1:] not in pairs]
-        single = pairs == [OBSERVATION]
-        nested = not single and all(p[0] == "observation" for p in pairs) and _is_tuple({p[1] for p in pairs})
-        cut = 1 if single or nested else 0
-        self.observations = self._pairs([(p, p[cut:], self._index[p], self._index[next_key(p)]) for p in pairs])
+        pairs = [p for p in list(self._unmapped) if p[0] not in NO_OBSERVATIONS and self._same_in_next(p)]
+        self._unmapped = [p for p in self._unmapped if _root_key(p) not in pairs]
+        cut = 1 if self._is_no_dict(pairs) else 0
+        self.observations = self._pairs([(p, self._index[p], self._index[next_key(p)]) for p in pairs], cut)
         self._check(kind)
 
     def leaf(self, index: int) -> LeafSpec:
@@ -139,16 +146,59 @@ class KeyMapping:
             root, after = self._index.get(path, -1), self._index.get(next_key(path), -1)
             fits = self._same_in_next(path) if root >= 0 and after >= 0 else (root >= 0) == (single == "root")
             if fits:
-                pairs.append((path, path[1:], root, after))
+                pairs.append((path, root, after))
                 self._unmapped = [p for p in self._unmapped if p not in (path, next_key(path))]
-        return self._pairs(pairs)
+        return self._pairs(pairs, 1)
 
-    def _pairs(self, pairs: Sequence[tuple[KeyPath, KeyPath, int, int]]) -> list[KeyPair]:
-        """Pairs under the names of their datasets, from keys, names below the role, and leaves."""
-        return [KeyPair(name, root, after) for name, (_, _, root, after) in zip(_names(pairs), pairs, strict=True)]
+    def _is_no_dict(self, observations: Sequence[KeyPath]) -> bool:
+        """Whether observations, which all lie at or below the key `observation`, are one array or a Tuple."""
+        if any(path[:1] != OBSERVATION or self._is_whole_place(path) for path in observations):
+            return False
+        return list(observations) == [OBSERVATION] or OBSERVATION in self._tuples(observations)
+
+    def _is_whole_place(self, path: KeyPath) -> bool:
+        """Whether every part of the key of an observation is a key of its space: the outermost one is a Dict."""
+        known = self._spaces.get(path)
+        return known is not None and len(known.place) == len(path)
+
+    def _pairs(self, pairs: Sequence[tuple[KeyPath, int, int]], cut: int) -> list[KeyPair]:
+        """Pairs under the names of their datasets, from keys and leaves; the first `cut` parts of a key are its role.
+
+        The entries of a Tuple are called `_index_0`, ...
+        """
+        tuples = self._tuples([path for path, _, _ in pairs])
+        named = []
+        for path, root, after in pairs:
+            for part in path[cut:]:
+                _require_name(part, path)
+            parts = [f"{INDEX}{part}" if path[:depth] in tuples else part for depth, part in enumerate(path)]
+            named.append(KeyPair(tuple(parts[cut:]), root, after))
+        return named
+
+    def _tuples(self, paths: Sequence[KeyPath]) -> set[KeyPath]:
+        """The groups of keys that are Tuples: their keys are "0", "1", ..., and no space says that they are Dicts.
+
+        Keys at the root, and infos, have no Tuple around them.
+        """
+        below: dict[KeyPath, set[str]] = {}
+        dicts: set[KeyPath] = {()}
+        for path in paths:
+            known = self._spaces.get(path)
+            place = () if known is None else known.place
+            for depth, part in enumerate(path):
+                below.setdefault(path[:depth], set()).add(part)
+                at = depth - len(path) + len(place)
+                if path[:1] == INFO or (at >= 0 and isinstance(place[at], str)):
+                    dicts.add(path[:depth])
+        return {group for group, keys in below.items() if keys == {str(i) for i in range(len(keys))}} - dicts
 
     def _check(self, kind: str) -> None:
         problems = [f"{pytree.format_key(p)} has no place in {kind}" for p in self._unmapped]
+        root = self.layout.root
+        empty = [p for p in root.empty_groups() if p != TRAJECTORY[:1]]
+        problems += [f"{pytree.format_key(p)} has no entries, which {kind} has no place for" for p in empty]
+        others = [p for p, value in root.constants().items() if value is not None]
+        problems += [f"{pytree.format_key(p)} is no tensor, and {kind} has nothing else" for p in others]
         if self.reward < 0:
             problems.append(f"{pytree.format_key(REWARD)} is missing")
         if not self.actions:
@@ -227,25 +277,15 @@ def _is_index(part: str) -> bool:
     return part.startswith(INDEX) and part[len(INDEX) :].isdecimal()
 
 
-def _is_tuple(keys: set[str]) -> bool:
-    return keys == {str(i) for i in range(len(keys))}
+def is_utf8(name: str) -> bool:
+    """Whether UTF-8 can write a name: it has no surrogates."""
+    return name.encode(errors="ignore").decode() == name
 
 
-def _names(pairs: Sequence[tuple[KeyPath, KeyPath, int, int]]) -> list[tuple[str, ...]]:
-    """Names of datasets: keys "0", "1", ... of one group are a Tuple space, whose entries are called `_index_0`, ..."""
-    below: dict[KeyPath, set[str]] = {}
-    for path, name, _, _ in pairs:
-        for depth, part in enumerate(name):
-            if part in ("", ".") or "/" in part or "\0" in part or part.startswith(INDEX):
-                raise ValueError(
-                    f"{pytree.format_key(path)}: {part!r} cannot be the name of a dataset; nothing was written"
-                )
-            below.setdefault(name[:depth], set()).add(part)
-    tuples = {group for group, keys in below.items() if _is_tuple(keys)}
-    return [
-        tuple(f"{INDEX}{part}" if name[:depth] in tuples else part for depth, part in enumerate(name))
-        for _, name, _, _ in pairs
-    ]
+def _require_name(part: str, path: KeyPath) -> None:
+    """Raises ValueError where a part of a key cannot be the name of a dataset, or would be read as that of a Tuple."""
+    if part in ("", ".") or "/" in part or "\0" in part or part.startswith(INDEX) or not is_utf8(part):
+        raise ValueError(f"{pytree.format_key(path)}: {part!r} cannot be the name of a dataset; nothing was written")
 
 
 def batch_of(leaves: Mapping[KeyPath, Any], n: int) -> TensorDict:
@@ -452,7 +492,7 @@ class CollectedSteps:
         """The values of the first of these keys that the rows have, one a step."""
         for key in keys:
             values = pytree.get_entry(rows, key)
-            if values is not None:
+            if isinstance(values, Tensor):
                 if values.numel() != rows.numel():
                     raise ValueError(
                         f"{pytree.format_key(key)} has the shape {list(values.shape)} in a batch {list(rows.shape)}; "

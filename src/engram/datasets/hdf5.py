@@ -17,6 +17,7 @@ from engram.datasets.atomic_files import new_file, replaceable_file
 from engram.datasets.episodes import (
     DONE,
     MAX_ROW_BYTES,
+    NO_OBSERVATIONS,
     REWARD,
     TRAJECTORY,
     DatasetSize,
@@ -111,9 +112,7 @@ class FlatReader:
         for other in self._columns:
             if other.key[: len(key)] == key or key[: len(other.key)] == other.key:
                 raise self._source.wrong(place, f"would be the key {pytree.format_key(key)}, as {other.place}")
-        if key[0] in ("next", "done", "terminated", "truncated", "reward", "collector") and not names[0].startswith(
-            "next"
-        ):
+        if key[0] in NO_OBSERVATIONS and not names[0].startswith("next"):
             raise self._source.wrong(place, f"would be the key {pytree.format_key(key)}; exclude= leaves it out")
         self._columns.append(_KeyArray(place, key, self._source.checked_rows(opened, place)))
 

@@ -26,6 +26,8 @@ from engram.datasets.episodes import (
     DONE,
     INDEX,
     MAX_ROW_BYTES,
+    NO_OBSERVATIONS,
+    OBSERVATION,
     REWARD,
     TRAJECTORY,
     DatasetSize,
@@ -42,7 +44,6 @@ from engram.datasets.episodes import (
     key_of,
     next_key,
     next_trajectory,
-    observation_key,
     read_json_object,
 )
 from engram.datasets.format import HDF5_MAGIC, DatasetFormat
@@ -61,7 +62,7 @@ from engram.datasets.parquet import (
 from engram.errors import DatasetError
 from engram.kernel.hdf5 import H5Dataset, import_h5py
 from engram.kernel.rows import LeafSpec, RowLayout
-from engram.kernel.spaces import EncodedSpaces, text_width
+from engram.kernel.spaces import EncodedSpaces, LeafSpace, leaf_spaces, observation_path, text_width
 from engram.kernel.tools import parse_bytes
 from engram.pytree import Key, KeyPath, as_path
 from engram.specs import MultiOneHot, OneHot, Spec, Text, Unbounded, space_from_spec, spec_from_space
@@ -148,7 +149,7 @@ _KINDS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "dtype": str(s.dtype), "nvec": s.nvec.tolist(), "start": np.asarray(s.start).tolist()
     },
     "Text": _text,
-    "Dict": lambda s: {"subspaces": {key: space_json(part) for key, part in s.spaces.items()}},
+    "Dict": lambda s: {"subspaces": {str(key): space_json(part) for key, part in s.spaces.items()}},
     "Tuple": lambda s: {"subspaces": [space_json(part) for part in s.spaces]},
 }  # fmt: skip
 
@@ -325,11 +326,26 @@ class EpisodeReader(ABC):
         return batch_of(leaves, n)
 
 
-def _key(names: tuple[str, ...]) -> KeyPath:
-    """The key that an entry of an episode becomes."""
-    if names[0] == _OBSERVATIONS:
-        return observation_key(names[1:])
-    return ("action" if names[0] == _ACTIONS else "info", *key_of(names[1:]))
+def _key(names: tuple[str, ...], space: Any) -> KeyPath:
+    """The key that an entry of an episode becomes; `space` is that of its role, as JSON.
+
+    `_index_3` is the key "3" of a Tuple, unless the space is a Dict that has an entry of this name.
+    """
+    role, *below = names
+    key: list[str] = []
+    is_own = bool(below) and (_is_dict_with(space, below[0]) or not below[0].startswith(INDEX))
+    for name in below:
+        key.append(name if _is_dict_with(space, name) else key_of((name,))[0])
+        space = _subspace(space, name)
+    if role == _OBSERVATIONS:
+        return tuple(key) if is_own else (*OBSERVATION, *key)
+    return ("action" if role == _ACTIONS else "info", *key)
+
+
+def _is_dict_with(space: Any, name: str) -> bool:
+    """Whether a space, of which this is the JSON, is a Dict with an entry of this name."""
+    below = space.get("subspaces") if isinstance(space, dict) else None
+    return isinstance(below, dict) and name in below
 
 
 class H5EpisodeReader(EpisodeReader):
@@ -343,7 +359,7 @@ class H5EpisodeReader(EpisodeReader):
 
     def __init__(self, source: H5Source, metadata: Mapping[str, Any], infos: bool, exclude: Sequence[KeyPath]) -> None:
         self._source, self.path = source, source.path
-        self._metadata = metadata
+        self._spaces = {role: _space(metadata, role) for role in (_OBSERVATIONS, _ACTIONS, _INFOS)}
         self._skipped, self._infos = tuple(exclude), infos
         names = source.names(source.root, "the file")
         others = [name for name in names if not _is_episode(name)]
@@ -373,7 +389,7 @@ class H5EpisodeReader(EpisodeReader):
         self._count = len(present)
         steps = self._source.rows(group, _REWARDS, f"{name}/{_REWARDS}").shape[0]
         for role in (_OBSERVATIONS, _ACTIONS, *([_INFOS] if self._infos and _INFOS in present else [])):
-            self._add_below(group, (role,), _space(self._metadata, role), name, steps, datasets)
+            self._add_below(group, (role,), self._spaces[role], name, steps, datasets)
         for role in (_REWARDS, _TERMINATIONS, _TRUNCATIONS):
             datasets.append(EpisodeDataset((role,), REWARD, 0, self._source.rows(group, role, f"{name}/{role}")))
         for flag in datasets[-2:]:
@@ -391,7 +407,7 @@ class H5EpisodeReader(EpisodeReader):
     ) -> None:
         """Adds a dataset, or all datasets of a group."""
         place = "/".join((episode, *names))
-        key = _key(names)
+        key = _key(names, self._spaces[names[0]])
         if key in self._skipped:
             return
         opened = self._source.open(group, names[-1], place)
@@ -407,7 +423,7 @@ class H5EpisodeReader(EpisodeReader):
 
     def _check_keys(self, datasets: list[EpisodeDataset]) -> None:
         """DatasetError where two datasets become one key, or one key lies below another."""
-        used: list[KeyPath] = [("next",), ("done",), ("terminated",), ("truncated",), ("reward",), ("collector",)]
+        used: list[KeyPath] = [(key,) for key in NO_OBSERVATIONS]
         if not any(entry.names[0] == _OBSERVATIONS for entry in datasets):
             raise self._source.wrong(f"{self._names[0]}/{_OBSERVATIONS}", "holds nothing")
         for entry in datasets[:-3]:
@@ -479,7 +495,7 @@ class ArrowColumn(NamedTuple):
     def values_of(self, array: Any, file: Path) -> Array:
         """The values of an Arrow array, `[n, *shape]`."""
         if has_texts(self.kind):
-            return arrow_texts(array, self.shape[0], ".".join(_arrow_names(self.names)), file)
+            return arrow_texts(array, self.shape[0], ".".join(self.names), file)
         return arrow_values(array, file).reshape(len(array), *self.shape)
 
 
@@ -501,9 +517,10 @@ class ArrowEpisodeReader(EpisodeReader):
         if not self._names:
             raise DatasetError(self.path, "holds no episode")
         self.datasets = []
+        self._spaces = {role: _space(metadata, role) for role in (_OBSERVATIONS, _ACTIONS, _INFOS)}
         with open_arrow(self._names[0]) as table:
             for role in (_OBSERVATIONS, _ACTIONS, *((_INFOS,) if infos and _INFOS in table.schema.names else ())):
-                self._add_below(self._field(table.schema, role), (role,), _space(metadata, role))
+                self._add_below(self._field(table.schema, role), (role,), (role,), self._spaces[role])
             for role in (_REWARDS, _TERMINATIONS, _TRUNCATIONS):
                 self.datasets.append(ArrowColumn((role,), REWARD, 0, (), self._field(table.schema, role).type))
         self._row_bytes = sum(c.nbytes * (1 + c.more) for c in self.datasets)
@@ -517,16 +534,16 @@ class ArrowEpisodeReader(EpisodeReader):
             raise DatasetError(str(self._names[0]), f"has no column {name!r}; it has {schema.names}")
         return schema.field(name)
 
-    def _add_below(self, field: Any, names: tuple[str, ...], space: Any) -> None:
-        """Adds a column, or all columns of a struct."""
-        key = _key(names)
+    def _add_below(self, field: Any, names: tuple[str, ...], place: tuple[str, ...], space: Any) -> None:
+        """Adds a column, or all columns of a struct; in `place` a Tuple's entries are called as in HDF5 files."""
+        key = _key(place, self._spaces[place[0]])
         if key in self._skipped:
             return
         if children := arrow_children(field.type):
             is_tuple = isinstance(space, dict) and isinstance(space.get("subspaces"), list)
             for child in children:
                 named = f"{INDEX}{child.name}" if is_tuple else child.name
-                self._add_below(child, (*names, named), _subspace(space, named))
+                self._add_below(child, (*names, child.name), (*place, named), _subspace(space, named))
             return
         more = 0 if names[0] == _ACTIONS else 1
         if has_texts(field.type):
@@ -547,7 +564,7 @@ class ArrowEpisodeReader(EpisodeReader):
 
     def _parts_of(self, file: Path, most: int | None) -> Iterator[EpisodePart]:
         with open_arrow(file) as table:
-            arrays = [arrow_column(table, _arrow_names(c.names), c.kind, file) for c in self.datasets]
+            arrays = [arrow_column(table, c.names, c.kind, file) for c in self.datasets]
             steps = len(arrays[-1]) - 1
             if steps < 0:
                 raise DatasetError(str(file), "has no rows; an episode has one more than steps")
@@ -558,11 +575,6 @@ class ArrowEpisodeReader(EpisodeReader):
                     for c, array in zip(self.datasets, arrays, strict=True)
                 ]
                 yield EpisodePart(n, values)
-
-
-def _arrow_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of a column in its file, where a Tuple's entries are called "0", "1", ..."""
-    return (names[0], *key_of(names[1:]))
 
 
 def _space(metadata: Mapping[str, Any], role: str) -> Any:
@@ -620,14 +632,21 @@ class KnownSpaces(NamedTuple):
         leaves = [layout.leaves[pair.root] for pair in pairs]
         if role not in self.given:
             return [self._column(leaf) for leaf in leaves]
-        spaces = EncodedSpaces.of_space(self.given[role]).spaces
-        names = [key_of(pair.name) for pair in pairs]
-        if set(names) != spaces.keys():
+        spaces, keys = given_spaces(role, self.given[role]), {leaf.path for leaf in leaves}
+        if keys != spaces.keys():
             raise ValueError(
-                f"the space {self.given[role]} has {_shown(spaces)}; the {role} are {_shown(names)}; "
+                f"the space {self.given[role]} has {_shown(spaces)}; the {role} are {_shown(keys)}; "
                 "exclude= leaves keys out. Nothing was written"
             )
-        return [encoded_column(leaf, spaces[name], None) for name, leaf in zip(names, leaves, strict=True)]
+        return [encoded_column(leaf, spaces[leaf.path].space, None) for leaf in leaves]
+
+    @property
+    def spaces(self) -> dict[KeyPath, LeafSpace]:
+        """The spaces of all entries whose space is known, by key."""
+        known = dict(self.encoded.spaces)
+        for role, space in self.given.items():
+            known |= given_spaces(role, space)
+        return known
 
     def _column(self, leaf: LeafSpec) -> RawColumn:
         specs, batch_dims, spaces = self.encoded
@@ -642,18 +661,25 @@ class KnownSpaces(NamedTuple):
                     f"{str(spec.dtype)[6:]} {list(shape)}; give the one that the steps are from. Nothing was written"
                 )
             return _widest(leaf)  # a collector's postproc may change its batches
-        space = spaces.get(leaf.path)
-        if space is None:
-            try:
-                one = spec[(0,) * batch_dims] if batch_dims else spec  # type: ignore[index]
-                space = space_from_spec(one)
-            except (TypeError, ValueError, ImportError):  # it has no space, or gymnasium is missing
-                return _widest(leaf)
+        known = spaces.get(leaf.path)
+        if known is not None:
+            return encoded_column(leaf, known.space, spec)
+        try:
+            one = spec[(0,) * batch_dims] if batch_dims else spec  # type: ignore[index]
+            space = space_from_spec(one)
+        except (TypeError, ValueError, ImportError):  # it has no space, or gymnasium is missing
+            return _widest(leaf)
         return encoded_column(leaf, space, spec)
 
 
-def _shown(names: Iterable[KeyPath]) -> str:
-    return ", ".join(sorted(pytree.format_key(name) for name in names if name)) or "one array"
+def given_spaces(role: str, space: Any) -> dict[KeyPath, LeafSpace]:
+    """The spaces below one that the caller gave, by the keys that steps of an environment with this space have."""
+    path = ("action",) if role == _ACTIONS else observation_path(space, *OBSERVATION)
+    return leaf_spaces(space, path)
+
+
+def _shown(keys: Iterable[KeyPath]) -> str:
+    return ", ".join(sorted(map(pytree.format_key, keys)))
 
 
 class EpisodeWriter:
@@ -684,7 +710,8 @@ class EpisodeWriter:
             ValueError: the steps do not fit this format, or those before them.
         """
         if self._mapping is None:
-            self._mapping = mapping = KeyMapping(RowLayout.of(block.rows, 1), "a Minari dataset", single_infos="next")
+            layout = RowLayout.of(block.rows, 1)
+            self._mapping = mapping = KeyMapping(layout, "a Minari dataset", "next", self._known.spaces)
             for role, pairs in ((_OBSERVATIONS, mapping.observations), (_ACTIONS, mapping.actions)):
                 self._columns_of[role] = self._known.columns(role, pairs, mapping.layout)
             leaves = [mapping.leaf(pair.root if pair.root >= 0 else pair.next) for pair in mapping.infos]
@@ -961,7 +988,7 @@ def write_minari(
     The dataset has the spaces of the environment, where it is known, and values as these spaces have them: one-hot
     vectors and categories become the numbers of Discrete and MultiDiscrete, from their start on, `Text` becomes text.
     Entries that are not the environment's, and all of them without an environment, are written as they are stored,
-    with the widest space of their dtype and shape.
+    with the widest space of their dtype and shape; keys "0", "1", ... of one TensorDict are then a Tuple.
 
     Args:
         source: a buffer or storage; a TensorDict `[time]` or `[envs, time]`, or an iterable of such, as a collector. Of
@@ -971,7 +998,7 @@ def write_minari(
         env: the environment that the steps are from (transforms included), or a collector of it; None: a collector's
             own, if `source` is one.
         observation_space, action_space: gymnasium spaces, instead of those of `env`: the stored values are theirs,
-            one-hot vectors, or texts as uint8 `[width]`.
+            one-hot vectors, or texts as uint8 `[width]`, under the keys that `GymEnv` gives them.
         metadata: more entries for `metadata.json`: `author`, `description`, `env_spec` (a string of JSON), ...
         exclude: keys to leave out.
         end_key, traj_key: what ends a trajectory, as for `SliceSampler`.
@@ -1028,7 +1055,7 @@ def _known_spaces(source: Any, env: Any, observation_space: Any, action_space: A
     spaces = {_OBSERVATIONS: observation_space, _ACTIONS: action_space}
     given = {role: space for role, space in spaces.items() if space is not None}
     for space in given.values():
-        space_json(space)
+        _refuse_empty(space_json(space), space)
     encoded = EncodedSpaces.of(source if env is None else env)
     if env is not None and encoded is None:
         raise TypeError(
@@ -1036,6 +1063,17 @@ def _known_spaces(source: Any, env: Any, observation_space: Any, action_space: A
             "gymnasium's, TransformedEnv(env) one of TorchRL's; observation_space= and action_space= take spaces"
         )
     return KnownSpaces(encoded or EncodedSpaces({}, 0, {}), env is not None, given)
+
+
+def _refuse_empty(json_of: Mapping[str, Any], whole: Any) -> None:
+    """Raises ValueError for a Dict or Tuple without entries, for which steps have nothing."""
+    parts = json_of.get("subspaces", True)
+    if not parts:
+        raise ValueError(
+            f"the space {whole} has a {json_of['type']} without entries; leave it out. Nothing was written"
+        )
+    for part in parts.values() if isinstance(parts, dict) else parts if isinstance(parts, list) else ():
+        _refuse_empty(part, whole)
 
 
 def _not_ours(path: Path) -> str | None:

@@ -39,6 +39,7 @@ from engram.datasets.episodes import (
     check_buffer,
     episode_source,
     ingest,
+    is_utf8,
     next_trajectory,
 )
 from engram.datasets.format import DatasetFormat
@@ -300,6 +301,8 @@ def columns_of(layout: RowLayout) -> list[ParquetColumn]:
     columns = []
     for leaf in layout.leaves:
         name = base = ".".join(map(str, leaf.path)) or "value"
+        if not is_utf8(name):
+            raise ValueError(f"{pytree.format_key(leaf.path)} cannot be written in UTF-8; nothing was written")
         number = 1
         while name in used:
             number += 1
@@ -388,10 +391,6 @@ def _check_structure(root: TreeSpec, leaves: int) -> None:
     def visit(node: TreeSpec) -> None:
         if node.kind == "leaf":
             indices.append(node.leaf)
-        if node.kind in ("td", "dict") and (
-            len(node.keys) != len(node.children) or not all(isinstance(k, str) for k in node.keys)
-        ):
-            raise ValueError("has metadata whose keys do not fit")
         for child in node.children:
             visit(child)
 

@@ -1,7 +1,8 @@
 """Checks of actions: each action of a policy is compared with the environment's spec before the step.
 
-Numbers beyond the choices, vectors that are not one-hot, NaN, and numbers that an integer dtype cannot hold are
-refused. The bounds of a Box are not checked: actions of Gaussian policies often exceed them, and may be infinite.
+Numbers beyond the choices, vectors that are not one-hot, texts of other characters or lengths, NaN, and numbers that an
+integer dtype cannot hold are refused. The bounds of a Box are not checked: actions of Gaussian policies often exceed
+them, and may be infinite.
 """
 
 from __future__ import annotations
@@ -259,7 +260,28 @@ class _OneHots:
         return torch.stack([((p == 0) | (p == 1)).all(-1) & (p != 0).sum(-1).eq(1) for p in parts], -1)
 
 
-_Domain = _Numbers | _Choices | _OneHots
+class _Texts:
+    """Texts of the charset and lengths of a spec."""
+
+    choices = 0
+
+    def __init__(self, spec: Any) -> None:
+        self._spec = spec
+        self.advice = (
+            f"A text of {spec.min_length} to {spec.max_length} characters is passed as env.action_spec.encode(text): "
+            "UTF-8, with zeros after its end."
+        )
+
+    def holds(self, array: Array) -> bool:
+        return bool(array.dtype == np.uint8) and bool(self.inside(torch.from_numpy(array)).all())
+
+    def inside(self, value: Tensor) -> Tensor:
+        """bool, without the last dimension: which texts are inside."""
+        inside: Tensor = self._spec.are_texts(value)
+        return inside
+
+
+_Domain = _Numbers | _Choices | _OneHots | _Texts
 
 
 def _domain_of(spec: Any) -> _Domain:
@@ -275,4 +297,6 @@ def _domain_of(spec: Any) -> _Domain:
         nvec = [int(n) for n in torch.as_tensor(spec.nvec).reshape(-1)]
         if spec.shape[-1:] == (sum(nvec),):
             return _OneHots(nvec)
+    if name == "Text":
+        return _Texts(spec)
     return _Numbers(spec.dtype)

@@ -202,7 +202,26 @@ def flag_row(value: Any, n: int, name: str) -> Array:
     return array_of(value, BOOL, (n,), f"the environments gave {name}")
 
 
+_NO_ARGMAX = frozenset([torch.bool, torch.uint16, torch.uint32, torch.uint64])  # torch has none for these dtypes
 MAX_TABLE = 256  # choices: the table of one-hot rows then takes at most half a megabyte
+
+
+def numpy_of(value: Tensor) -> Array:
+    """The numbers of a tensor; as float32 where NumPy has no such dtype (bfloat16)."""
+    value = value.detach().cpu()
+    try:
+        return cast(Array, value.numpy())
+    except TypeError:
+        return cast(Array, value.float().numpy())
+
+
+def require_in_dtype(last: int, space: Any) -> None:
+    """Raises ValueError where the largest number of a space is one that its dtype cannot hold."""
+    if last > np.iinfo(space.dtype).max:
+        raise ValueError(
+            f"{space!r} has numbers up to {last}, which its dtype {space.dtype} cannot hold; give it a wider dtype, or "
+            "a smaller start"
+        )
 
 
 class SpaceCodec(ABC):
@@ -224,7 +243,7 @@ class SpaceCodec(ABC):
 
     @abstractmethod
     def unbatch(self, batch: Any) -> list[Any]:
-        """N raw values from a batch of gymnasium, in new memory."""
+        """N raw values from `array_of_batch` of each leaf, nested as the space's values, in new memory."""
 
     def random_rows(self, n: int) -> tuple[Any, list[Any]]:
         """`spec.rand((n,))`, and the same values in raw form."""
@@ -277,7 +296,7 @@ class ArrayCodec(SpaceCodec):
 
     def __init__(self, spec: Spec, space: Any) -> None:
         self.spec = spec
-        self.raw_dtype = np.dtype(space.dtype)
+        self.raw_dtype = np.dtype(np.dtype(space.dtype).type)  # in native byte order, which every space takes
         self.raw_shape = tuple(space.shape)
 
     def encode(self, raw: np.ndarray[Any, Any]) -> Tensor:
@@ -304,7 +323,7 @@ class ArrayCodec(SpaceCodec):
     def decode(self, value: Tensor) -> Any:
         """The reverse of `encode`: a new array."""
         batch = value.shape[: value.ndim - self.spec.ndim]
-        return value.detach().cpu().numpy().astype(self.raw_dtype).reshape((*batch, *self.raw_shape))
+        return numpy_of(value).astype(self.raw_dtype).reshape((*batch, *self.raw_shape))
 
     def raw_of(self, array: Array) -> Array:
         """`decode` for numbers that are known to be in the space."""
@@ -329,8 +348,12 @@ class ArrayCodec(SpaceCodec):
     def decode_batch(self, value: Tensor) -> Any:
         return np.asarray(self.decode(value))
 
+    def array_of_batch(self, batch: Any) -> Array:
+        """Raw values batched by gymnasium as one array `[n, *raw_shape]`; may be `batch` itself."""
+        return np.asarray(batch)
+
     def unbatch(self, batch: Any) -> list[Any]:
-        return [np.asarray(row) for row in batch.copy()]
+        return self.unstacked(batch.copy())
 
     @property
     def is_plain(self) -> bool:
@@ -370,36 +393,50 @@ class ArrayCodec(SpaceCodec):
 
 
 class DiscreteCodec(ArrayCodec):
-    """The codec of Discrete: integers from `start` on, as categories or one-hot vectors."""
+    """The codec of Discrete: integers from `start` on, of the space's dtype, as categories or one-hot vectors."""
 
     def __init__(self, space: Any, categorical: bool) -> None:
         self._n = int(space.n)
         super().__init__(spec_from_space(space, categorical), space)
-        self.start = int(space.start)
+        self._number = self.raw_dtype.type
+        self._first = self._number(space.start)
+        self.start = int(self._first.astype(np.int64))  # of uint64 the same bits
+        last = int(self._first) + self._n - 1
+        require_in_dtype(last, space)
+        #: Whether a raw value differs from its choice, in number or dtype.
+        self._is_converted = self.start != 0 or self.raw_dtype != np.int64
         self._one_hot = self.spec if isinstance(self.spec, OneHot) else None
         if self._one_hot is not None:
-            self.limits = self.start, self.start + self._n - 1
+            self.limits = int(self._first), last
 
     def encode(self, raw: np.ndarray[Any, Any]) -> Tensor:
         if self._one_hot is None:
-            return torch.from_numpy(raw.astype(np.int64) - self.start)
+            return self._choice_of(raw)
         if self._n <= MAX_TABLE:
             with contextlib.suppress(IndexError):  # a choice beyond the space: raises below
                 return one_hot(np.asarray(raw, np.int64, order="C"), self.start, self._n)
-        return self._one_hot.encode(torch.from_numpy(raw.astype(np.int64) - self.start))
+        return self._one_hot.encode(self._choice_of(raw))
+
+    def _choice_of(self, raw: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(np.asarray(np.subtract(raw.astype(np.int64), self.start)))
 
     def decode(self, value: Tensor) -> Any:
         choice = self._to_choice(value.detach())
-        if choice.dtype is torch.int64 and choice.is_cpu:  # saves two conversions, each as slow as this check
-            return choice.numpy() + self.start
-        return choice.long().cpu().numpy() + self.start
+        if choice.dtype is not torch.int64 or not choice.is_cpu:  # two conversions, each as slow as this check
+            choice = choice.long().cpu()
+        return self._raw_of_choice(choice.numpy()) if self._is_converted else choice.numpy().copy()
+
+    def _raw_of_choice(self, choice: Array) -> Array:
+        """Raw values of choices (int64), in new memory."""
+        raws: Array = choice.astype(self.raw_dtype, copy=False) + self._first
+        return raws
 
     def raw_of(self, array: Array) -> Array:
         choice = array.astype(np.int64) if self._one_hot is None else array.argmax(-1)
-        return choice + self.start if self.start else choice
+        return self._raw_of_choice(choice) if self._is_converted else choice
 
     def action_reader(self, batch_size: Sequence[int]) -> Callable[[Any], Any] | None:
-        if self._one_hot is not None or not batch_size:
+        if self._one_hot is not None or not batch_size or self.raw_dtype != np.int64:
             return None
         return ActionReader(np.empty(tuple(batch_size), np.int64), self._n, self.start).read
 
@@ -409,12 +446,12 @@ class DiscreteCodec(ArrayCodec):
     def _to_choice(self, value: Tensor) -> Tensor:
         if self._one_hot is None:
             return value
-        return (value.byte() if value.dtype is torch.bool else value).argmax(-1)
+        return (value.byte() if value.dtype in _NO_ARGMAX else value).argmax(-1)
 
     def decode_one(self, value: Tensor) -> Any:
-        """The value as `np.int64`, which gymnasium checks faster than an `int`."""
-        raw = np.int64((value if self._one_hot is None else self._to_choice(value)).item())
-        return raw + self.start if self.start else raw
+        """The value as a number of NumPy, which gymnasium checks faster than an `int`."""
+        raw = self._number((value if self._one_hot is None else self._to_choice(value)).item())
+        return raw + self._first if self._is_converted else raw
 
     def quick_decoder(self, check: ActionCheck) -> Callable[[Any], Any]:
         return self._found_in_tables if self._n <= MAX_TABLE else SpaceCodec.quick_decoder(self, check)
@@ -448,7 +485,7 @@ class DiscreteCodec(ArrayCodec):
         choice = torch.randint(self._n, (n,))  # the same draw as by the spec
         if self._n > MAX_TABLE:
             encoded = choice if self._one_hot is None else self._one_hot.encode(choice)
-            return encoded, list(choice.numpy() + self.start)
+            return encoded, list(self._raw_of_choice(choice.numpy()))
         raws = self._raw_by_choice.take(choice.numpy()).tolist()
         if self._one_hot is None:
             return choice, raws
@@ -456,12 +493,12 @@ class DiscreteCodec(ArrayCodec):
 
     def random_batch(self, shape: Sequence[int]) -> Any:
         choice = torch.randint(self._n, tuple(shape)).numpy()  # the same draw as by the spec
-        return choice + self.start if self.start else choice
+        return self._raw_of_choice(choice) if self._is_converted else choice
 
     @cached_property
     def _raw_by_choice(self) -> np.ndarray[Any, Any]:
         """Raw values by choice, created once: creating each anew is five times slower."""
-        return np.array(list(np.arange(self.start, self.start + self._n)), dtype=object)
+        return np.array(list(self._raw_of_choice(np.arange(self._n))), dtype=object)
 
     @cached_property
     def _raw_by_item(self) -> dict[Any, Any]:
@@ -484,9 +521,12 @@ class MultiDiscreteCodec(ArrayCodec):
     def __init__(self, space: Any, categorical: bool) -> None:
         super().__init__(spec_from_space(space, categorical), space)
         self._one_hot = self.spec if isinstance(self.spec, MultiOneHot) else None
-        self.start = np.asarray(0 if (start := attribute(space, "start")) is None else start, dtype=np.int64)
+        start, nvec = attribute(space, "start"), np.asarray(space.nvec, self.raw_dtype)
+        first = np.zeros_like(nvec) if start is None else np.asarray(start, self.raw_dtype)
+        require_in_dtype(max(int(low) + int(n) - 1 for low, n in zip(first.flat, nvec.flat, strict=True)), space)
+        self.start = first.astype(np.int64)  # of uint64 the same bits
         if self._one_hot is not None:
-            self.limits = self.start, self.start + np.asarray(space.nvec, dtype=np.int64) - 1
+            self.limits = first, first + (nvec - 1)
 
     def encode(self, raw: np.ndarray[Any, Any]) -> Tensor:
         shape = raw.shape[: raw.ndim - len(self.raw_shape)]
@@ -494,8 +534,8 @@ class MultiDiscreteCodec(ArrayCodec):
         return choice if self._one_hot is None else self._one_hot.encode(choice)
 
     def decode(self, value: Tensor) -> Any:
-        choice = value.detach().cpu() if self._one_hot is None else self._one_hot.decode(value.detach()).cpu()
-        raw = choice.numpy().reshape((*choice.shape[:-1], *self.raw_shape))
+        choice = value.detach() if self._one_hot is None else self._one_hot.decode(value.detach())
+        raw = choice.long().cpu().numpy().reshape((*choice.shape[:-1], *self.raw_shape))
         return (raw + self.start).astype(self.raw_dtype)
 
     def raw_of(self, array: Array) -> Array:
@@ -545,10 +585,10 @@ class TextCodec(ArrayCodec):
         return text_of_bytes(self.decode(value))
 
     def decode_batch(self, value: Tensor) -> Any:
-        return tuple(self.spec.decode(value))
+        return _nested_texts(self.decode(value))
 
-    def unbatch(self, batch: Any) -> list[Any]:
-        return list(batch)
+    def array_of_batch(self, batch: Any) -> Array:
+        return self._rows(batch, "the value")
 
     @property
     def in_one_array(self) -> ArrayCodec | None:
@@ -559,6 +599,11 @@ class TextCodec(ArrayCodec):
 
     def keep(self, raw: Any) -> Any:
         return raw
+
+
+def _nested_texts(rows: Array) -> Any:
+    """Texts of bytes `[..., width]`, in a tuple for each batch dimension."""
+    return text_of_bytes(rows) if rows.ndim == 1 else tuple([_nested_texts(row) for row in rows])
 
 
 class NestedCodec(SpaceCodec):
@@ -660,7 +705,8 @@ def _nested(paths: list[tuple[Any, ...]], values: list[Any]) -> Any:
 def codec_for(space: Any, *, categorical: bool = False) -> SpaceCodec:
     """The codec of a gymnasium space; `categorical` says how Discrete and MultiDiscrete are encoded.
 
-    Raises TypeError for spaces without a fixed shape (Graph, Sequence, OneOf).
+    Raises TypeError for spaces without a fixed shape (Graph, Sequence, OneOf), ValueError for those whose dtype cannot
+    hold their numbers.
 
     >>> import gymnasium
     >>> codec = codec_for(gymnasium.spaces.Discrete(3, start=1))
@@ -669,6 +715,25 @@ def codec_for(space: Any, *, categorical: bool = False) -> SpaceCodec:
     """
     codec: SpaceCodec = for_space_class(space, _MAKERS)(space, categorical)
     return codec
+
+
+def action_codec_for(space: Any, *, categorical: bool) -> SpaceCodec:
+    """`codec_for` of an action space. Raises TypeError where a part of it is a Dict or Tuple without entries."""
+    codec = codec_for(space, categorical=categorical)
+    require_entries(codec, space)
+    return codec
+
+
+def require_entries(codec: SpaceCodec, space: Any) -> None:
+    """Raises TypeError where a part of `space` is a Dict or Tuple without entries."""
+    if isinstance(codec, NestedCodec):
+        if not codec.parts:
+            raise TypeError(
+                f"the action space has a {type(space).__name__} without entries, which has no tensor form; leave it "
+                "out by a wrapper (gymnasium.wrappers.TransformAction)"
+            )
+        for key, part in codec.parts.items():
+            require_entries(part, space[key])
 
 
 def _tuple_codec(space: Any, categorical: bool) -> SpaceCodec:

@@ -23,6 +23,8 @@ from engram.envs.codecs import (
     ArrayCodec,
     SpaceCodec,
     SpaceLeaf,
+    TextCodec,
+    action_codec_for,
     array_of,
     codec_for,
     flag_of,
@@ -34,7 +36,7 @@ from engram.envs.codecs import (
 )
 from engram.pytree import Key, KeyPath, key_path
 from engram.specs import Composite, Spec, Unbounded
-from engram.specs.spaces import leaf_spaces
+from engram.specs.spaces import LeafSpace, leaf_spaces, observation_path
 from engram.transforms.base import IDLE
 
 Array = np.ndarray[Any, Any]
@@ -269,7 +271,7 @@ class GymEngine:
         #: The shape of a reward; () for a single number.
         self.reward_shape = reward_shape_of(env)
         self.step: RawStep = env.step if frame_skip is None else repeat_action(env.step, frame_skip, self.reward_shape)
-        self.action: SpaceCodec = codec_for(env.action_space, categorical=categorical)
+        self.action: SpaceCodec = action_codec_for(env.action_space, categorical=categorical)
         self._action_check = action_check(self.action)
         self._info = make_info_reader(info_keys, self._probe_infos, batch_dims=0)
         if self._info is not None:
@@ -355,23 +357,24 @@ def composite_spec(leaves: list[SpaceLeaf]) -> Composite:
     return spec
 
 
-def entry_spaces(observation: Any, key: str, action: Any) -> dict[KeyPath, Any]:
+def entry_spaces(observation: Any, key: str, action: Any) -> dict[KeyPath, LeafSpace]:
     """The gymnasium spaces of one environment's observations and actions, by their keys in a TensorDict."""
-    return {**leaf_spaces(observation, _observation_path(observation, key)), **leaf_spaces(action, ("action",))}
-
-
-def _observation_path(space: Any, key: str) -> tuple[str, ...]:
-    """The keys of observations: the entries of a Dict have their own, any other observation has `key`."""
-    return () if isinstance(attribute(space, "spaces"), dict) else (key,)
+    return {**leaf_spaces(observation, observation_path(observation, key)), **leaf_spaces(action, ("action",))}
 
 
 def observation_leaves(
     space: Any, observation_key: str, info: InfoReader | None, *, categorical: bool
 ) -> list[SpaceLeaf]:
-    """The leaves of an observation space, followed by those of the `info` entries."""
-    key = _observation_path(space, observation_key)
+    """The leaves of an observation space, followed by those of the `info` entries. Raises TypeError for none at all."""
+    key = observation_path(space, observation_key)
     codec = codec_for(space, categorical=categorical)
-    return space_leaves(codec, key) if info is None else [*space_leaves(codec, key, (0,)), *info.leaves]
+    leaves = space_leaves(codec, key) if info is None else [*space_leaves(codec, key, (0,)), *info.leaves]
+    if not leaves:
+        raise TypeError(
+            f"the observation space is {space}, which has no entries; give the environment an observation by a wrapper "
+            "(gymnasium.wrappers.TransformObservation), or info_keys=[...]"
+        )
+    return leaves
 
 
 def reward_shape_of(env: Any) -> tuple[int, ...]:
@@ -437,12 +440,18 @@ class GymVectorEngine(VectorEngine):
         self._is_async, self._is_sync = "AsyncVectorEnv" in kinds, "SyncVectorEnv" in kinds
         has_mask = not kinds.isdisjoint(("SyncVectorEnv", "AsyncVectorEnv"))
         self.can_reset_some = has_mask or self.autoreset is Autoreset.DISABLED
-        self.action: SpaceCodec = codec_for(env.single_action_space, categorical=categorical)
+        self.action: SpaceCodec = action_codec_for(env.single_action_space, categorical=categorical)
         self._seed: int | list[int] | None = None
         self._over = np.zeros(self.n, np.bool_)  # whose episode the last call ended (NEXT_STEP)
         self._info = make_info_reader(info_keys, self._probed, batch_dims=1)
         space = env.single_observation_space
         self.leaves: list[SpaceLeaf] = observation_leaves(space, observation_key, self._info, categorical=categorical)
+        texts = [leaf.key for leaf in self.leaves if isinstance(leaf.codec, TextCodec)]
+        if texts and self._is_async and env.unwrapped.shared_memory:
+            raise ValueError(
+                f"gymnasium's AsyncVectorEnv with shared_memory=True reads texts ({texts[0]!r}) only once, when it is "
+                "made; use shared_memory=False with autoreset_mode=SAME_STEP, or ParallelEnv"
+            )
         self.spaces = entry_spaces(space, observation_key, env.single_action_space)
 
     def _reward_shape(self) -> tuple[int, ...]:

@@ -294,7 +294,7 @@ class ParallelEngine(VectorEngine):
     def step(self, actions: Any) -> VectorStep:
         self._pool.wait_idle()
         for leaf, column in self._action_columns:
-            value = np.asarray(leaf.pick(actions))
+            value = leaf.codec.array_of_batch(leaf.pick(actions))
             if value.shape != column.shape:
                 raise ValueError(f"actions must have shape {list(column.shape)}, got {list(value.shape)}")
             np.copyto(column, value, casting="same_kind")

@@ -37,9 +37,8 @@ def spec_from_space(space: Any, categorical: bool = False) -> Spec:
     Box: `Bounded`, or `Unbounded` if no bound restricts its dtype. Discrete and MultiDiscrete: int64,
     one-hot vectors (`OneHot`, `MultiOneHot`), or with `categorical=True` integers that count from 0 whatever the
     space's `start` (`Categorical`, `MultiCategorical`); a grid is flattened. MultiBinary: `Binary`. Dict and Tuple:
-    `Composite`, a Tuple's keys are "0", "1", ... Text and other spaces of `str`: `Text`, with room for `max_length`
-    characters of its charset, or `TEXT_BYTES` where it has no such length. Raises TypeError for spaces without a
-    tensor form (Graph, Sequence, OneOf).
+    `Composite`, a Tuple's keys are "0", "1", ... Text: `Text` of its charset and lengths; other spaces of `str`: `Text`
+    of `TEXT_BYTES`. Raises TypeError for spaces without a tensor form (Graph, Sequence, OneOf, a Box of long doubles).
 
     >>> import gymnasium
     >>> spec_from_space(gymnasium.spaces.Discrete(3))
@@ -66,6 +65,8 @@ def for_space_class(space: Any, kinds: dict[str, Any]) -> Any:
         names.append("Text")
     for name in names:
         if name in kinds:
+            if name == "Dict":
+                _require_distinct_names(space)
             return kinds[name]
     reason = next((_VARIABLE[name] for name in names if name in _VARIABLE), "its values have no fixed shape")
     raise TypeError(
@@ -76,8 +77,21 @@ def for_space_class(space: Any, kinds: dict[str, Any]) -> Any:
     )
 
 
+def _require_distinct_names(space: Any) -> None:
+    names = [str(key) for key in space.spaces]
+    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if twice is not None:
+        raise ValueError(f"{space} has two keys that are called {twice!r}; rename one of them by a wrapper")
+
+
 def _box(space: Any, categorical: bool) -> Spec:
-    low, high = torch.tensor(space.low), torch.tensor(space.high)
+    try:
+        low, high = (torch.tensor(end.astype(space.dtype.type)) for end in (space.low, space.high))  # native byte order
+    except TypeError as error:
+        raise TypeError(
+            f"a Box of {space.dtype} has no tensor form, as torch has no such numbers; give it another dtype by a "
+            "wrapper (gymnasium.wrappers.TransformObservation, TransformAction)"
+        ) from error
     dtype = low.dtype
     if dtype.is_floating_point:
         is_bounded = bool(torch.isfinite(low).any() or torch.isfinite(high).any())
@@ -93,8 +107,11 @@ def _box(space: Any, categorical: bool) -> Spec:
 
 
 def _text(space: Any, categorical: bool) -> Spec:
-    length = attribute(space, "max_length")
-    return Text(text_width(length, () if length is None else space.character_set))
+    longest = attribute(space, "max_length")
+    if longest is None:
+        return Text(TEXT_BYTES)
+    characters, shortest = space.character_set, int(space.min_length)
+    return Text(text_width(longest, characters), charset=characters, min_length=shortest, max_length=longest)
 
 
 def text_width(max_length: int | None, characters: Iterable[str]) -> int:
@@ -137,9 +154,9 @@ def space_from_spec(spec: Spec) -> Any:
     """The gymnasium space of the same values, batch dimensions included.
 
     One-hot vectors and categories become Discrete or MultiDiscrete, flags and `Binary` MultiBinary, numbers Box,
-    `Text` Text of printable ASCII, `Composite` Dict. `spec_from_space(space_from_spec(spec), categorical)` equals
-    `spec` for every spec that `spec_from_space` returns. Raises TypeError for a spec of another class, ImportError
-    where gymnasium is missing: `pip install "engram[gym]"`.
+    `Text` Text (of printable ASCII where it has no charset), `Composite` Dict. Of every spec that `spec_from_space`
+    returns, `spec_from_space(space_from_spec(spec), categorical)` is the same, but for such texts. Raises TypeError for
+    a spec of another class, ImportError where gymnasium is missing: `pip install "engram[gym]"`.
 
     >>> space_from_spec(Composite(position=Bounded(-1, 1, (2,)), gear=Categorical(5)))
     Dict('gear': Discrete(5), 'position': Box(-1.0, 1.0, (2,), float32))
@@ -186,7 +203,8 @@ def _choices(spec: Any, spaces: Any) -> Any:
 def _text_space(spec: Any, spaces: Any) -> Any:
     if spec.ndim > 1:
         raise TypeError(f"gymnasium has no space of several texts at once, got {spec}; take one, spec[i]")
-    return spaces.Text(spec.width, min_length=0, charset=string.printable)
+    charset = string.printable if spec.charset is None else spec.charset
+    return spaces.Text(spec.max_length, min_length=spec.min_length, charset=charset)
 
 
 _SPACES: dict[type, Callable[[Any, Any], Any]] = {
@@ -202,25 +220,26 @@ _SPACES: dict[type, Callable[[Any, Any], Any]] = {
 }
 
 
+class LeafSpace(NamedTuple):
+    """A space that has no parts, and its place in the whole: the keys of Dicts and the numbers of Tuples around it."""
+
+    space: Any
+    place: tuple[str | int, ...]
+
+
 class EncodedSpaces(NamedTuple):
     """The spaces that the tensors of an environment's observations and actions stand for."""
 
     specs: Mapping[KeyPath, Spec]  #: the spec of each entry, by key
     batch_dims: int  #: the first dimensions of these specs, which are those of the environment's batch
     #: The gymnasium spaces of those entries whose values are encoded values of such a space: `specs` does not tell
-    #: where a Discrete starts, or the characters of a Text.
-    spaces: Mapping[KeyPath, Any]
+    #: where a Discrete starts, or which entries a Tuple has.
+    spaces: Mapping[KeyPath, LeafSpace]
 
     @classmethod
     def of(cls, origin: Any) -> EncodedSpaces | None:
         """The spaces of an environment's steps, or of a collector's; None for any other object."""
         return origin.encoded_spaces() if isinstance(origin, HasSpaces) else None
-
-    @classmethod
-    def of_space(cls, space: Any) -> EncodedSpaces:
-        """Those of the values of one gymnasium space, by the keys that a Dict or Tuple has."""
-        spaces = leaf_spaces(space, ())
-        return cls({path: spec_from_space(leaf) for path, leaf in spaces.items()}, 0, spaces)
 
 
 class HasSpaces(ABC):
@@ -231,24 +250,31 @@ class HasSpaces(ABC):
         """The specs of observations and actions, and the gymnasium spaces behind them."""
 
 
-def leaf_spaces(space: Any, path: KeyPath) -> dict[KeyPath, Any]:
+def leaf_spaces(space: Any, path: KeyPath, place: tuple[str | int, ...] = ()) -> dict[KeyPath, LeafSpace]:
     """The spaces below a Dict or Tuple by key path, as `spec_from_space` has them; a space of another kind alone.
 
     >>> import gymnasium
     >>> leaf_spaces(gymnasium.spaces.Dict(gear=gymnasium.spaces.Discrete(3, start=1)), ())
-    {('gear',): Discrete(3, start=1)}
+    {('gear',): LeafSpace(space=Discrete(3, start=1), place=('gear',))}
     """
     kind = for_space_class(space, _SPECS)
+    parts: list[tuple[str | int, Any]]
     if kind is _dict:
         parts = [(str(key), part) for key, part in space.spaces.items()]
     elif kind is _tuple:
-        parts = [(str(key), part) for key, part in enumerate(space.spaces)]
+        parts = list(enumerate(space.spaces))
     else:
-        return {path: space}
-    return {below: leaf for key, part in parts for below, leaf in leaf_spaces(part, (*path, key)).items()}
+        return {path: LeafSpace(space, place)}
+    below = [leaf_spaces(part, (*path, str(key)), (*place, key)) for key, part in parts]
+    return {key: leaf for leaves in below for key, leaf in leaves.items()}
 
 
-def common_spaces(members: Sequence[EncodedSpaces]) -> dict[KeyPath, Any]:
+def observation_path(space: Any, key: str) -> tuple[str, ...]:
+    """The keys of observations: the entries of a Dict have their own, any other observation has `key`."""
+    return () if isinstance(attribute(space, "spaces"), dict) else (key,)
+
+
+def common_spaces(members: Sequence[EncodedSpaces]) -> dict[KeyPath, LeafSpace]:
     """The spaces that all of these have."""
     first, *others = (member.spaces for member in members)
     return {path: space for path, space in first.items() if all(other.get(path) == space for other in others)}

@@ -448,11 +448,7 @@ class LeafTensorSpec(Spec):
         assert isinstance(other, LeafTensorSpec)
         mine, theirs = self.domain_arguments(), other.domain_arguments()
         same = (self.shape, self.dtype, self.device) == (other.shape, other.dtype, other.device)
-        return (
-            same
-            and mine.keys() == theirs.keys()
-            and all(bool(torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))) for k in mine)
-        )
+        return same and mine.keys() == theirs.keys() and all(_is_same(mine[k], theirs[k]) for k in mine)
 
     def __hash__(self) -> int:
         return hash((type(self), self.shape, self.dtype, self.device))
@@ -484,9 +480,15 @@ class BoxList(tuple[CategoricalBox, ...]):
         return list(self)
 
 
+def _is_same(mine: Any, other: Any) -> bool:
+    if isinstance(mine, Tensor) and isinstance(other, Tensor):
+        return bool(torch.equal(mine, other))
+    return bool(mine == other)
+
+
 def _short(value: Any) -> str:
     if not isinstance(value, Tensor):
-        return str(value)
+        return repr(value)
     numbers = value.detach().cpu().numpy().reshape(-1)
     if numbers.size == 0:
         return "[]"

@@ -202,7 +202,7 @@ def test_steps_that_are_not_of_the_environment_or_space_are_refused(tmp_path):
         write_minari(batch, path, env=cart.gym_env)
     with pytest.raises(ValueError, match=r"'observation' is float32 \[4\], the environment has float32 \[3\]"):
         write_minari(batch, path, env=GymEnv("Pendulum-v1"))
-    with pytest.raises(ValueError, match=r"has 'flags', 'gear'.*; the observations are one array"):
+    with pytest.raises(ValueError, match=r"has 'flags', 'gear'.*; the observations are 'observation'"):
         write_minari(batch, path, observation_space=OBSERVATION)
     with pytest.raises(ValueError, match=r"'observation' is float32 \[4\], which is not of the space Box\("):
         write_minari(batch, path, observation_space=spaces.Box(-1, 1, (3,)))
